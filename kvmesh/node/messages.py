@@ -1,0 +1,312 @@
+"""What the front process and its rank processes say to each other: typed messages over a socketpair.
+
+Frames are a u32 little-endian length and one msgpack-encoded tagged struct (msgspec). Times are CLOCK_MONOTONIC
+nanoseconds, which all processes of a machine share. Token ids and offsets travel as plain ints here (one
+machine, one version: both ends come from the same build).
+
+`handle` names a request within the instance for both roles; handles are never reused.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of all messages; the class name is the tag."""
+
+
+# ── front → rank: life ────────────────────────────────────────────────────────────────────────────
+
+
+class Configure(Message, frozen=True):
+    """First message. The rank answers Ready or InitFailed."""
+
+    instance_id: str
+    incarnation: int
+    rank: int
+    world_size: int
+    model_path: str
+    dtype: str            # "float32" | "bfloat16" | "float16"
+    device: str           # "cpu" | "cuda:0"
+    block_tokens: int
+    num_pages: int        # device pages; 0 = as many as `memory_bytes` holds
+    num_extents: int      # host extents for landing and swap
+    memory_bytes: int
+    threads: int          # torch intra-op threads
+    max_context_tokens: int  # 0 = the model's
+    transports: tuple[str, ...]  # in order of preference: ("shm", "tcp")
+    fault: str = ""       # JSON for the fault transport; "" = none (tests)
+
+
+class OpenSegment(Message, frozen=True):
+    descriptor: bytes
+
+
+class Ping(Message, frozen=True):
+    nonce: int
+
+
+class Shutdown(Message, frozen=True):
+    pass
+
+
+# ── front → rank: prefill ─────────────────────────────────────────────────────────────────────────
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    logprobs: int = -1  # -1 none; n >= 0: the sampled token's and n alternatives
+
+
+class PrefillItem(msgspec.Struct, frozen=True, array_like=True):
+    """Compute tokens [start, start + len(token_ids)) of one request, KV into `pages`.
+
+    `pages[i]` holds tokens [i*block_tokens, (i+1)*block_tokens) and covers everything up to the end of this
+    chunk; tokens before `start` are already there. `sample` asks for the token after the last one."""
+
+    handle: int
+    token_ids: tuple[int, ...]
+    start: int
+    pages: tuple[int, ...]
+    sample: Sampling | None
+
+
+class PrefillStep(Message, frozen=True):
+    step_id: int
+    items: tuple[PrefillItem, ...]
+
+
+class PushOpen(Message, frozen=True):
+    """Landing of one handoff is known: push every block from `first_block` on, those whose pages are
+    already complete (`ready_blocks` from the front) at once, the others layer by layer as steps write them.
+    `pages` are this instance's pages of the prompt's blocks, `offsets` their landing in `segment`.
+    Stop posting at `lease_until_ns` less the margin; PushLease extends it."""
+
+    handle: int
+    handoff_epoch: int
+    segment: str
+    pages: tuple[int, ...]
+    offsets: tuple[int, ...]
+    first_block: int
+    ready_tokens: int     # tokens whose KV was complete before the first step of this request
+    prompt_tokens: int
+    lease_until_ns: int
+
+
+class PushLease(Message, frozen=True):
+    handle: int
+    lease_until_ns: int
+
+
+class PushCancel(Message, frozen=True):
+    """Stop posting; answer PushDrained once nothing of it is on the way (also when unknown)."""
+
+    handle: int
+
+
+# ── front → rank: decode ──────────────────────────────────────────────────────────────────────────
+
+
+class OpenWindow(Message, frozen=True):
+    """Invite `peer` to write whole blocks at these segment offsets in this epoch."""
+
+    peer: str
+    handoff_epoch: int
+    offsets: tuple[int, ...]
+
+
+class Fence(Message, frozen=True):
+    """Close the window; answer Fenced when no byte of it can land any more."""
+
+    peer: str
+    handoff_epoch: int
+
+
+class CopyIn(Message, frozen=True):
+    """Host extents → device pages (load after landing, or swap-in). Answer Copied."""
+
+    handle: int
+    extents: tuple[int, ...]
+    pages: tuple[int, ...]
+
+
+class CopyOut(Message, frozen=True):
+    """Device pages → host extents (preemption). Answer Copied."""
+
+    handle: int
+    pages: tuple[int, ...]
+    extents: tuple[int, ...]
+
+
+class Join(Message, frozen=True):
+    """Put a request into the running batch. `context_tokens` tokens of KV lie in `pages`; `next_token` (index
+    `token_index` of the answer) is sampled but its KV is not yet computed. The rank runs it every step until a
+    finish or Leave, and stalls it (skips it, reports Stalled once) while `pages` lack room for the next token."""
+
+    handle: int
+    pages: tuple[int, ...]
+    context_tokens: int
+    next_token: int
+    token_index: int
+    max_tokens: int        # of the answer
+    min_tokens: int
+    stop_token_ids: tuple[int, ...]  # EOS included unless ignore_eos
+    sampling: Sampling
+
+
+class Grant(Message, frozen=True):
+    handle: int
+    pages: tuple[int, ...]  # appended
+
+
+class Leave(Message, frozen=True):
+    """Take it out of the batch; answer Left: from then on no step touches its pages."""
+
+    handle: int
+
+
+ToRank = (
+    Configure | OpenSegment | Ping | Shutdown | PrefillStep | PushOpen | PushLease | PushCancel | OpenWindow | Fence
+    | CopyIn | CopyOut | Join | Grant | Leave
+)
+
+
+# ── rank → front ──────────────────────────────────────────────────────────────────────────────────
+
+
+class Ready(Message, frozen=True):
+    engine_name: str          # of its transfer engine: the peer name that targets see
+    descriptor: bytes         # SegmentDescriptor.encode()
+    model_name: str
+    fingerprint: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_context_tokens: int
+    kv_bytes_per_token: int
+    num_pages: int
+    num_extents: int
+    shard_bytes: int          # one block of this rank
+    page_base_offset: int     # page p's shard begins at page_base_offset + p * shard_bytes in the segment
+    extent_base_offset: int   # extents likewise; pages land directly only when `direct_landing`
+    direct_landing: bool
+    load_ms: int
+
+
+class InitFailed(Message, frozen=True):
+    code: str
+    message: str
+
+
+class Pong(Message, frozen=True):
+    nonce: int
+    cpu_seconds: float
+
+
+class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Sampled(msgspec.Struct, frozen=True, array_like=True):
+    handle: int
+    token_id: int
+    logprobs: Logprobs | None = None
+
+
+class PrefillStepDone(Message, frozen=True):
+    step_id: int
+    start_ns: int
+    end_ns: int
+    sampled: tuple[Sampled, ...]
+
+
+class PushProgress(Message, frozen=True):
+    """At most one per handoff and 100 ms: bytes acknowledged by the target so far."""
+
+    handle: int
+    bytes_done: int
+
+
+class PushDone(Message, frozen=True):
+    """Everything acknowledged and the end mark sent."""
+
+    handle: int
+    handoff_epoch: int
+    first_post_ns: int
+    last_ack_ns: int
+    bytes_done: int
+
+
+class PushFailed(Message, frozen=True):
+    """Not all of it arrived (path broken, lease over, window closed). `drained`: nothing is on the way."""
+
+    handle: int
+    handoff_epoch: int
+    cause: str
+    drained: bool
+
+
+class PushDrained(Message, frozen=True):
+    handle: int
+
+
+class FillEnded(Message, frozen=True):
+    """End mark of this writer: all its bytes of the epoch have landed here."""
+
+    peer: str
+    handoff_epoch: int
+
+
+class Fenced(Message, frozen=True):
+    peer: str
+    handoff_epoch: int
+
+
+class Copied(Message, frozen=True):
+    handle: int
+    into_pages: bool
+    start_ns: int
+    end_ns: int
+
+
+class Token(msgspec.Struct, frozen=True, array_like=True):
+    handle: int
+    token_id: int
+    token_index: int
+    finish: int  # 0 goes on, 1 stop, 2 length: the rank has taken it out of the batch
+    logprobs: Logprobs | None = None
+
+
+class DecodeStepDone(Message, frozen=True):
+    start_ns: int
+    end_ns: int
+    batch: int
+    context_tokens: int
+    tokens: tuple[Token, ...]
+
+
+class Stalled(Message, frozen=True):
+    """The request needs another page before it can go on."""
+
+    handle: int
+
+
+class Left(Message, frozen=True):
+    handle: int
+
+
+class RankError(Message, frozen=True):
+    """A step failed. `handles` were in it and are out of every batch; the rank goes on."""
+
+    handles: tuple[int, ...]
+    message: str
+
+
+ToFront = (
+    Ready | InitFailed | Pong | PrefillStepDone | PushProgress | PushDone | PushFailed | PushDrained | FillEnded
+    | Fenced | Copied | DecodeStepDone | Stalled | Left | RankError
+)

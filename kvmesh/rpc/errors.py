@@ -1,0 +1,149 @@
+"""Every error a user or a peer can meet, drawn once.
+
+    KvmeshError
+    ├── InvalidRequest ............ INVALID_ARGUMENT     400   field, value
+    │   └── ContextTooLong ........ INVALID_ARGUMENT     400
+    ├── BodyTooLarge .............. INVALID_ARGUMENT     413
+    ├── ModelNotFound ............. NOT_FOUND            404
+    ├── UnknownInstance ........... NOT_FOUND            404   register again
+    ├── Overloaded ................ RESOURCE_EXHAUSTED   429   retry_after_ms
+    ├── Unavailable ............... UNAVAILABLE          503   retryable
+    │   └── HandoffLost ........... UNAVAILABLE          503   retryable: writer or holder went away
+    ├── DeadlinePassed ............ DEADLINE_EXCEEDED    504
+    ├── RequestCancelled .......... CANCELLED            499
+    ├── ProtocolMismatch .......... FAILED_PRECONDITION  412
+    ├── ConfigError ............... FAILED_PRECONDITION  500   at start, names the key
+    │   └── CheckpointError ....... FAILED_PRECONDITION  500   at start, names the file or tensor
+    ├── TransferError ............. UNAVAILABLE          503   retryable
+    └── InternalError ............. INTERNAL             500
+
+This module imports nothing but the standard library, so that every package may raise from it;
+`kvmesh.rpc.status` carries these over gRPC, the gateway writes them as OpenAI's JSON.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class KvmeshError(Exception):
+    """Base of all named errors. `code` is the name on the wire."""
+
+    code: ClassVar[str] = "internal"
+    grpc_status: ClassVar[str] = "INTERNAL"
+    http_status: ClassVar[int] = 500
+    openai_type: ClassVar[str] = "server_error"
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, field: str | None = None, retry_after_ms: int = 0) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.retry_after_ms = retry_after_ms
+
+
+class InvalidRequest(KvmeshError):
+    code = "invalid_request"
+    grpc_status = "INVALID_ARGUMENT"
+    http_status = 400
+    openai_type = "invalid_request_error"
+
+    @classmethod
+    def of(cls, field: str, value: Any, why: str) -> InvalidRequest:
+        """One clear line that names the field, the value (shortened) and what is wrong with it."""
+        shown = repr(value)
+        if len(shown) > 80:
+            shown = shown[:77] + "..."
+        return cls(f"{field}={shown}: {why}", field=field)
+
+
+class ContextTooLong(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class BodyTooLarge(KvmeshError):
+    code = "body_too_large"
+    grpc_status = "INVALID_ARGUMENT"
+    http_status = 413
+    openai_type = "invalid_request_error"
+
+
+class ModelNotFound(KvmeshError):
+    code = "model_not_found"
+    grpc_status = "NOT_FOUND"
+    http_status = 404
+    openai_type = "invalid_request_error"
+
+
+class UnknownInstance(KvmeshError):
+    code = "unknown_instance"
+    grpc_status = "NOT_FOUND"
+    http_status = 404
+
+
+class Overloaded(KvmeshError):
+    code = "overloaded"
+    grpc_status = "RESOURCE_EXHAUSTED"
+    http_status = 429
+    openai_type = "rate_limit_error"
+    retryable = True
+
+
+class Unavailable(KvmeshError):
+    code = "unavailable"
+    grpc_status = "UNAVAILABLE"
+    http_status = 503
+    retryable = True
+
+
+class HandoffLost(Unavailable):
+    code = "handoff_lost"
+
+
+class DeadlinePassed(KvmeshError):
+    code = "deadline_exceeded"
+    grpc_status = "DEADLINE_EXCEEDED"
+    http_status = 504
+
+
+class RequestCancelled(KvmeshError):
+    code = "cancelled"
+    grpc_status = "CANCELLED"
+    http_status = 499
+
+
+class ProtocolMismatch(KvmeshError):
+    code = "protocol_mismatch"
+    grpc_status = "FAILED_PRECONDITION"
+    http_status = 412
+
+
+class ConfigError(KvmeshError):
+    code = "config"
+    grpc_status = "FAILED_PRECONDITION"
+
+
+class CheckpointError(ConfigError):
+    code = "checkpoint"
+
+
+class TransferError(KvmeshError):
+    code = "transfer"
+    grpc_status = "UNAVAILABLE"
+    http_status = 503
+    retryable = True
+
+
+class InternalError(KvmeshError):
+    pass
+
+
+def _tree(cls: type[KvmeshError]) -> dict[str, type[KvmeshError]]:
+    found = {cls.code: cls}
+    for sub in cls.__subclasses__():
+        for code, known in _tree(sub).items():
+            found.setdefault(code, known)
+    return found
+
+
+BY_CODE: dict[str, type[KvmeshError]] = _tree(KvmeshError) | {"internal": InternalError}

@@ -1,0 +1,94 @@
+"""The Transfer Engine's contract: bytes between registered memory regions of many processes.
+
+    engine = TransferEngine(name, config)
+    region = engine.allocate(nbytes, "cpu:0")       # or register_memory(buffer, location)
+    engine.local_descriptor() ─▶ (any channel) ─▶ peer.open_segment(descriptor)
+    batch = engine.allocate_batch(n); engine.submit(batch, [TransferRequest, ...])
+    engine.status(batch, i);  await engine.wait(batch)
+
+A *segment* is all registered memory of one engine, addressed by one 64-bit offset space: each region has
+a `base_offset` in it. Writers are named by their engine's `name`, which holds the process incarnation,
+so a restarted process is another peer.
+
+**Windows and the fence** (DESIGN, "The fence"). Nobody writes into a segment uninvited: the target opens
+a *window* (peer, handoff_epoch, ranges) and the transports take a slice only when it lies inside an open
+window of that peer and epoch. `fence(peer, handoff_epoch)` closes it; when it returns, no byte of that
+epoch can land any more. Reads need no window.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NewType
+
+BatchId = NewType("BatchId", int)
+
+
+class Opcode(enum.Enum):
+    READ = "read"    # remote → local
+    WRITE = "write"  # local → remote
+
+
+class TransferState(enum.Enum):
+    WAITING = "waiting"      # not posted yet
+    PENDING = "pending"      # some slices posted
+    COMPLETED = "completed"  # every slice acknowledged by the target, no other path can still carry one
+    CANCELLED = "cancelled"
+    TIMEOUT = "timeout"
+    FAILED = "failed"
+
+    @property
+    def final(self) -> bool:
+        return self not in (TransferState.WAITING, TransferState.PENDING)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRequest:
+    """One contiguous copy. `local_address` is a virtual address inside a registered region; `remote_offset`
+    an offset in the remote segment. `handoff_epoch` names the target's window (writes only; 0 for reads)."""
+
+    opcode: Opcode
+    local_address: int
+    segment: str
+    remote_offset: int
+    length: int
+    handoff_epoch: int = 0
+    traffic_class: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStatus:
+    state: TransferState
+    bytes_done: int
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Registered memory. `address` is where this process sees it, `base_offset` where the segment does."""
+
+    address: int
+    length: int
+    base_offset: int
+    location: str                # "cpu:0", "cuda:1"
+    memory: memoryview | None    # None for memory that the engine does not own (device memory)
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    offset: int  # in the segment
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Notification:
+    """What `notify` delivered: the sender's engine name, its epoch, a small payload."""
+
+    peer: str
+    handoff_epoch: int
+    payload: bytes
+
+
+Ranges = Sequence[Range]
