@@ -114,8 +114,11 @@ class HeartbeatRequest(_message.Message):
     PREFILL_SAMPLES_FIELD_NUMBER: _builtins.int
     DECODE_SAMPLES_FIELD_NUMBER: _builtins.int
     FINISHED_REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    NOT_READY_REASON_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     ready: _builtins.bool
+    not_ready_reason: _builtins.str
+    """one line for people, when `ready` is false"""
     @_builtins.property
     def instance(self) -> _common_pb2.InstanceRef: ...
     @_builtins.property
@@ -140,10 +143,11 @@ class HeartbeatRequest(_message.Message):
         prefill_samples: _abc.Iterable[Global___PrefillSample] | None = ...,
         decode_samples: _abc.Iterable[Global___DecodeSample] | None = ...,
         finished_request_ids: _abc.Iterable[_builtins.str] | None = ...,
+        not_ready_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_samples", b"decode_samples", "finished_request_ids", b"finished_request_ids", "instance", b"instance", "load", b"load", "prefill_samples", b"prefill_samples", "ready", b"ready", "seq", b"seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_samples", b"decode_samples", "finished_request_ids", b"finished_request_ids", "instance", b"instance", "load", b"load", "not_ready_reason", b"not_ready_reason", "prefill_samples", b"prefill_samples", "ready", b"ready", "seq", b"seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
