@@ -1,0 +1,289 @@
+"""How an instance makes itself known: registration and heartbeats at the conductor and the store master.
+
+Two independent loops, one per peer. Each enters (Register or Join), beats at the interval the peer answered, and
+enters again whenever the peer does not know this incarnation or cannot be reached. What a heartbeat reports once
+(prefill and decode samples, finished request ids) is kept and sent again until the conductor has acknowledged it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, ClassVar, cast
+
+import grpc
+
+from kvmesh.rpc import channels, protocol, status
+from kvmesh.rpc.errors import InvalidRequest, KvmeshError, ProtocolMismatch, UnknownInstance
+from kvmesh.rpc.pb import common_pb2 as pb_common
+from kvmesh.rpc.pb import conductor_pb2 as pb
+from kvmesh.rpc.pb import conductor_pb2_grpc as pb_grpc
+from kvmesh.rpc.pb import store_pb2 as pb_store
+from kvmesh.rpc.pb import store_pb2_grpc as pb_store_grpc
+
+log = logging.getLogger(__name__)
+
+# Before a peer has told its own: how long a first call may take, and how soon it is tried again.
+ENTER_TIMEOUT_S = 2.0
+FIRST_INTERVAL_S = 0.2
+FIRST_BACKOFF_S = 0.02
+# A peer that refuses us for what we are (another protocol, a bad card) will not change its mind soon.
+REFUSED_RETRY_S = 5.0
+GOODBYE_TIMEOUT_S = 1.0
+URGE_GAP_S = 0.02
+
+MAX_KEPT_SAMPLES = 512
+MAX_KEPT_FINISHED = 8192
+
+
+class _Peer(ABC):
+    """One membership: enter, beat, enter again, say goodbye. Owns its channel."""
+
+    name: ClassVar[str]
+
+    def __init__(self, address: str, rng: random.Random) -> None:
+        self.address = address
+        self.registered = False
+        self._rng = rng
+        self._channel: grpc.aio.Channel | None = None
+        self._interval_s = FIRST_INTERVAL_S
+        self._lease_s = ENTER_TIMEOUT_S
+        self._urged = asyncio.Event()
+
+    @abstractmethod
+    async def _enter(self, channel: grpc.aio.Channel, timeout_s: float) -> tuple[int, int]:
+        """Register; returns (heartbeat_interval_ms, lease_ms)."""
+
+    @abstractmethod
+    async def _beat(self, channel: grpc.aio.Channel, timeout_s: float) -> None: ...
+
+    @abstractmethod
+    async def _goodbye(self, channel: grpc.aio.Channel, timeout_s: float) -> None: ...
+
+    def urge(self) -> None:
+        self._urged.set()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        stopping = asyncio.ensure_future(stop.wait())
+        failures = 0
+        try:
+            while not stop.is_set():
+                error = await self._guarded(self._live(stopping))
+                if error is None:
+                    break
+                failures = 0 if self.registered else failures + 1
+                wait_s = self._after(error, failures)
+                await asyncio.wait({stopping}, timeout=wait_s)
+            if self.registered and self._channel is not None:
+                await self._guarded(self._goodbye(self._channel, GOODBYE_TIMEOUT_S))
+        finally:
+            self.registered = False
+            stopping.cancel()
+            await self._drop_channel()
+
+    async def _live(self, stopping: asyncio.Future[Any]) -> None:
+        """Enter and beat until stopped (returns) or until the peer fails us (raises)."""
+        if self._channel is None:
+            self._channel = channels.connect(self.address)
+        interval_ms, lease_ms = await self._enter(self._channel, ENTER_TIMEOUT_S)
+        self._interval_s = max(interval_ms, 1) / 1000
+        self._lease_s = max(lease_ms, interval_ms, 1) / 1000
+        if not self.registered:
+            log.info("registered with %s at %s", self.name, self.address)
+        self.registered = True
+        while not stopping.done():
+            # Half a lease: one lost call leaves time for another before the peer takes us for dead.
+            await self._beat(self._channel, self._lease_s / 2)
+            await self._pause(stopping)
+
+    async def _pause(self, stopping: asyncio.Future[Any]) -> None:
+        """One interval, cut short by `urge` but never under URGE_GAP_S."""
+        gap_s = min(URGE_GAP_S, self._interval_s)
+        await asyncio.wait({stopping}, timeout=gap_s)
+        if stopping.done() or self._urged.is_set():
+            self._urged.clear()
+            return
+        urged = asyncio.ensure_future(self._urged.wait())
+        try:
+            await asyncio.wait({stopping, urged}, timeout=self._interval_s - gap_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            urged.cancel()
+            self._urged.clear()
+
+    async def _guarded(self, call: Awaitable[None]) -> KvmeshError | Exception | None:
+        """The call's error instead of its exception; cancellation passes."""
+        try:
+            await call
+        except grpc.aio.AioRpcError as e:
+            await self._drop_channel()
+            return status.from_rpc_error(e)
+        except Exception as e:
+            log.exception("%s: registration loop failed", self.name)
+            return e
+        return None
+
+    def _after(self, error: Exception, failures: int) -> float:
+        """Seconds to wait before entering again; logs what changed."""
+        was, self.registered = self.registered, False
+        if isinstance(error, UnknownInstance):
+            log.info("%s at %s does not know this incarnation: registering again", self.name, self.address)
+            return 0.0 if was else self._jittered(self._interval_s)
+        if isinstance(error, ProtocolMismatch | InvalidRequest):
+            log.error("%s at %s refuses this instance: %s", self.name, self.address, error)
+            return self._jittered(REFUSED_RETRY_S)
+        if was or failures == 1:
+            log.warning("%s at %s does not answer: %s", self.name, self.address, error)
+        # Capped at one heartbeat: a silent peer costs no more calls than a live one, and a peer that has come
+        # back knows us again within one heartbeat.
+        return self._jittered(min(FIRST_BACKOFF_S * 2 ** min(failures, 16), self._interval_s))
+
+    def _jittered(self, seconds: float) -> float:
+        return seconds * self._rng.uniform(0.5, 1.0)
+
+    async def _drop_channel(self) -> None:
+        """The next try dials afresh: gRPC's own reconnect back-off must not delay ours."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close(grace=None)
+
+
+class _StorePeer(_Peer):
+    name = "store master"
+
+    def __init__(self, address: str, rng: random.Random, member: pb_store.Member) -> None:
+        super().__init__(address, rng)
+        self._member = member
+        self._seq = 0
+
+    async def _enter(self, channel: grpc.aio.Channel, timeout_s: float) -> tuple[int, int]:
+        request = pb_store.JoinRequest(protocol_version=_version(), member=self._member)
+        answer = await pb_store_grpc.StoreMasterStub(channel).Join(request, timeout=timeout_s)
+        return answer.heartbeat_interval_ms, answer.lease_ms
+
+    async def _beat(self, channel: grpc.aio.Channel, timeout_s: float) -> None:
+        self._seq += 1
+        request = pb_store.BeatRequest(instance=self._member.instance, seq=self._seq)
+        await pb_store_grpc.StoreMasterStub(channel).Beat(request, timeout=timeout_s)
+
+    async def _goodbye(self, channel: grpc.aio.Channel, timeout_s: float) -> None:
+        request = pb_store.LeaveRequest(instance=self._member.instance)
+        await pb_store_grpc.StoreMasterStub(channel).Leave(request, timeout=timeout_s)
+
+
+class _ConductorPeer(_Peer):
+    name = "conductor"
+
+    def __init__(
+        self,
+        address: str,
+        rng: random.Random,
+        registration: pb.RegisterInstanceRequest,
+        report: Callable[[], pb.HeartbeatRequest],
+        ready: Callable[[], bool],
+    ) -> None:
+        super().__init__(address, rng)
+        self._registration = registration
+        self._report = report
+        self._ready = ready
+        self._seq = 0
+        self._prefill: deque[pb.PrefillSample] = deque(maxlen=MAX_KEPT_SAMPLES)
+        self._decode: deque[pb.DecodeSample] = deque(maxlen=MAX_KEPT_SAMPLES)
+        self._finished: deque[str] = deque(maxlen=MAX_KEPT_FINISHED)
+
+    async def _enter(self, channel: grpc.aio.Channel, timeout_s: float) -> tuple[int, int]:
+        answer = await pb_grpc.ConductorStub(channel).Register(self._registration, timeout=timeout_s)
+        return answer.heartbeat_interval_ms, answer.lease_ms
+
+    async def _beat(self, channel: grpc.aio.Channel, timeout_s: float) -> None:
+        await self._send(channel, timeout_s, self._ready(), "")
+
+    async def _goodbye(self, channel: grpc.aio.Channel, timeout_s: float) -> None:
+        await self._send(channel, timeout_s, False, "shutting down")
+
+    async def _send(self, channel: grpc.aio.Channel, timeout_s: float, ready: bool, reason: str) -> None:
+        beat = self._compose(ready, reason)
+        sent = len(self._prefill), len(self._decode), len(self._finished)
+        await pb_grpc.ConductorStub(channel).Heartbeat(beat, timeout=timeout_s)
+        # Only this loop adds to the queues and it was waiting here, so what was sent still stands in front.
+        for kept, count in zip((self._prefill, self._decode, self._finished), sent, strict=True):
+            for _ in range(count):
+                cast("deque[object]", kept).popleft()
+
+    def _compose(self, ready: bool, reason: str) -> pb.HeartbeatRequest:
+        self._seq += 1
+        beat = pb.HeartbeatRequest(instance=self._registration.instance, seq=self._seq, ready=ready)
+        try:
+            new = self._report()
+        except Exception:
+            # An instance that cannot tell its own state gets no work; the error is in the log.
+            log.exception("the instance's report failed; this heartbeat says not ready")
+            beat.ready, reason = False, "its report failed, see its log"
+        else:
+            beat.load.CopyFrom(new.load)
+            reason = reason or new.not_ready_reason
+            self._prefill.extend(new.prefill_samples)
+            self._decode.extend(new.decode_samples)
+            self._finished.extend(new.finished_request_ids)
+        beat.not_ready_reason = "" if beat.ready else reason
+        beat.prefill_samples.extend(self._prefill)
+        beat.decode_samples.extend(self._decode)
+        beat.finished_request_ids.extend(self._finished)
+        return beat
+
+
+class Registrar:
+    """Keeps one incarnation of one instance known to conductor and store master.
+
+    `report` returns what is new since its last call (`load` in full, samples and finished ids once, and a
+    `not_ready_reason`); the registrar fills in instance, seq and ready. Both callbacks run on the event loop and
+    must not block."""
+
+    def __init__(
+        self,
+        ref_pb: pb_common.InstanceRef,
+        role: pb_common.Role.ValueType,
+        node_id: str,
+        model_card_pb: pb_common.ModelCard,
+        capacity_blocks: int,
+        max_running: int,
+        conductor_address: str,
+        store_address: str,
+        report: Callable[[], pb.HeartbeatRequest],
+        ready: Callable[[], bool],
+    ) -> None:
+        rng = random.Random()
+        registration = pb.RegisterInstanceRequest(
+            protocol_version=_version(),
+            instance=ref_pb,
+            role=role,
+            node_id=node_id,
+            model=model_card_pb,
+            capacity_blocks=capacity_blocks,
+            max_running_requests=max_running,
+        )
+        member = pb_store.Member(instance=ref_pb, role=role, node_id=node_id, store_id=ref_pb.instance_id)
+        self._conductor = _ConductorPeer(conductor_address, rng, registration, report, ready)
+        self._store = _StorePeer(store_address, rng, member)
+
+    @property
+    def registered(self) -> dict[str, bool]:
+        """Whether each peer knows this incarnation now: {"conductor": ..., "store": ...}."""
+        return {"conductor": self._conductor.registered, "store": self._store.registered}
+
+    def urge(self) -> None:
+        """The load has changed a lot: send a conductor heartbeat soon (coalesced, at most every 20 ms).
+        Call it on the event loop that runs `run`."""
+        self._conductor.urge()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until `stop` is set; then Leave to the master and a last heartbeat with ready=false to the conductor,
+        each with a deadline of 1 s. Raises nothing but CancelledError."""
+        await asyncio.gather(self._conductor.run(stop), self._store.run(stop))
+
+
+def _version() -> pb_common.ProtocolVersion.ValueType:
+    return cast("pb_common.ProtocolVersion.ValueType", protocol.PROTOCOL_VERSION)
