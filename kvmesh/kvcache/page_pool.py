@@ -1,0 +1,120 @@
+"""Pages of one pool, counted by holders.
+
+A *page* is a block's slot; the pool knows only numbers 0..total-1. Whoever uses a page holds a reference;
+a page is free when nobody does. Pure Python, no locks: one owner (an instance's brain) on one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+# (page, held): the page got its second reference (True), or is down to its last one (False).
+Watcher = Callable[[int, bool], None]
+
+
+class PoolExhausted(Exception):
+    """Fewer pages are free than were asked for; nothing was taken."""
+
+    def __init__(self, wanted: int, free: int, total: int) -> None:
+        super().__init__(f"{wanted} pages wanted, {free} of {total} free")
+        self.wanted = wanted
+        self.free = free
+        self.total = total
+
+
+class PageInvariantError(AssertionError):
+    """Somebody counted wrong (a page was shared or released that nobody holds): a bug, never load."""
+
+
+class PagePool:
+    """Reference-counted pages 0..num_pages-1; every operation costs O(1) a page.
+
+    Deterministic: a fresh pool hands out 0, 1, 2, ...; a freed page is handed out again before
+    the ones that were freed earlier.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 0:
+            raise ValueError(f"num_pages={num_pages}: must not be negative")
+        self._refs = [0] * num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._watchers: dict[int, Watcher] = {}
+
+    @property
+    def total(self) -> int:
+        """Pages there are."""
+        return len(self._refs)
+
+    @property
+    def free(self) -> int:
+        """Pages nobody holds."""
+        return len(self._free)
+
+    def refcount(self, page: int) -> int:
+        """References to `page`; 0 = free. PageInvariantError if there is no such page."""
+        return self._refs[self._known(page)]
+
+    def allocate(self, n: int) -> list[int]:
+        """Take `n` free pages, one reference each. All or nothing: PoolExhausted when fewer are free."""
+        if n < 0:
+            raise ValueError(f"n={n}: must not be negative")
+        if n > len(self._free):
+            raise PoolExhausted(n, len(self._free), self.total)
+        pages = [self._free.pop() for _ in range(n)]
+        for page in pages:
+            self._refs[page] = 1
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Add one reference to each page. PageInvariantError if one is free."""
+        for page in pages:
+            refs = self._refs[self._known(page)]
+            if refs == 0:
+                raise PageInvariantError(f"page {page} shared, but nobody holds it")
+            self._refs[page] = refs + 1
+            if refs == 1 and page in self._watchers:
+                self._watchers[page](page, True)
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Drop one reference of each page; without any it is free. PageInvariantError if it is already."""
+        for page in pages:
+            refs = self._refs[self._known(page)]
+            if refs == 0:
+                raise PageInvariantError(f"page {page} released, but nobody holds it")
+            self._refs[page] = refs - 1
+            if refs == 1:
+                if page in self._watchers:
+                    raise PageInvariantError(f"page {page} freed while a cache watches it")
+                self._free.append(page)
+            elif refs == 2 and page in self._watchers:
+                self._watchers[page](page, False)
+
+    def watch(self, page: int, watcher: Watcher) -> None:
+        """Tell `watcher` when `page` goes from one holder to two and back; one watcher a page (a cache)."""
+        if page in self._watchers:
+            raise PageInvariantError(f"page {page} is watched already")
+        if self.refcount(page) == 0:
+            raise PageInvariantError(f"page {page} watched, but nobody holds it")
+        self._watchers[page] = watcher
+
+    def unwatch(self, page: int) -> None:
+        """End `watch`; PageInvariantError if nobody watches it."""
+        if self._watchers.pop(page, None) is None:
+            raise PageInvariantError(f"page {page} is not watched")
+
+    def check_integrity(self) -> None:
+        """PageInvariantError unless free pages and unheld pages are the same set, once each. O(total)."""
+        unheld = {page for page, refs in enumerate(self._refs) if refs == 0}
+        if len(self._free) != len(unheld) or set(self._free) != unheld:
+            raise PageInvariantError(
+                f"free list {sorted(self._free)} is not the unheld pages {sorted(unheld)}"
+            )
+        if any(refs < 0 for refs in self._refs):
+            raise PageInvariantError("a page has less than no holder")
+        if not unheld.isdisjoint(self._watchers):
+            raise PageInvariantError(f"watched pages are free: {sorted(unheld & self._watchers.keys())}")
+
+    def _known(self, page: int) -> int:
+        if not 0 <= page < len(self._refs):
+            raise PageInvariantError(f"page {page} is not one of 0..{len(self._refs) - 1}")
+        return page

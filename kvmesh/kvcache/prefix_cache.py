@@ -1,0 +1,159 @@
+"""The local prefix cache of one pool: block key → page, shared by reference count.
+
+Block keys are chained hashes (`kvmesh.kvcache.keys`), so a key stands for its whole prefix and the cached
+blocks form a forest: a block's parent is the block before it. The cache holds one reference to every
+cached page. A block is *idle* when neither it nor any cached descendant has another holder; idle blocks
+are evictable, least recently used first. A block becomes idle only after all of its children have, so that
+order always puts children before their parents: a chain is eaten from its tail and never loses its middle.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from kvmesh.kvcache.page_pool import PageInvariantError, PagePool
+
+
+class _Block:
+    __slots__ = ("children", "held", "key", "page", "parent", "pins")
+
+    def __init__(self, key: bytes, page: int, parent: _Block | None) -> None:
+        self.key = key
+        self.page = page
+        self.parent = parent
+        self.children = 0
+        self.held = False  # somebody besides the cache holds the page
+        self.pins = 0  # (1 if held) + children with pins; 0 = idle
+
+
+class PrefixCache:
+    """Key → page over `pool`. Costs O(1) a block (amortised over share, release and insert).
+
+    Register one cache per pool. `hits` and `misses` count the blocks asked of `match`.
+    """
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self._blocks: dict[bytes, _Block] = {}
+        self._by_page: dict[int, _Block] = {}
+        self._idle: OrderedDict[bytes, _Block] = OrderedDict()  # oldest first
+        self.hits = 0
+        self.misses = 0
+
+    def __len__(self) -> int:
+        """Cached blocks, held or idle."""
+        return len(self._blocks)
+
+    @property
+    def evictable(self) -> int:
+        """Idle blocks: exactly as many pages as `evict` can free now."""
+        return len(self._idle)
+
+    def peek(self, keys: Sequence[bytes]) -> int:
+        """How many of `keys`, from the first on, are cached. Changes nothing."""
+        for n, key in enumerate(keys):
+            if key not in self._blocks:
+                return n
+        return len(keys)
+
+    def match(self, keys: Sequence[bytes]) -> list[int]:
+        """Pages of the longest cached prefix of `keys`, with one reference each for the caller to release."""
+        pages = [self._blocks[key].page for key in keys[: self.peek(keys)]]
+        self._pool.share(pages)
+        self.hits += len(pages)
+        self.misses += len(keys) - len(pages)
+        return pages
+
+    def insert(self, keys: Sequence[bytes], pages: Sequence[int], start: int = 0) -> int:
+        """Cache the chain `keys` (from the prompt's first block on), `pages[i]` holding the KV of `keys[i]`.
+
+        The caller holds every page and keeps its references; the cache adds its own. A key that is
+        cached already keeps its first page. Blocks before `start` were inserted by an earlier call (a
+        hint: what was evicted since is inserted again). Returns the number of new blocks.
+        """
+        if len(keys) != len(pages):
+            raise PageInvariantError(f"{len(keys)} keys for {len(pages)} pages")
+        if start > 0 and keys[start - 1] not in self._blocks:
+            start = 0
+        parent = self._blocks[keys[start - 1]] if start > 0 else None
+        before = len(self._blocks)
+        for key, page in zip(keys[start:], pages[start:], strict=True):
+            parent = self._blocks.get(key) or self._add(key, page, parent)
+        return len(self._blocks) - before
+
+    def evict(self, n: int) -> int:
+        """Free up to `n` idle blocks' pages, least recently used first; returns how many were freed."""
+        freed = 0
+        while freed < n and self._idle:
+            _, block = self._idle.popitem(last=False)
+            if block.children or block.pins:
+                raise PageInvariantError(f"page {block.page} is idle before its children are gone")
+            del self._blocks[block.key]
+            del self._by_page[block.page]
+            if block.parent is not None:
+                block.parent.children -= 1
+            self._pool.unwatch(block.page)
+            self._pool.release((block.page,))
+            freed += 1
+        return freed
+
+    def clear(self) -> int:
+        """Evict everything idle; returns the number of pages freed."""
+        return self.evict(len(self._idle))
+
+    def check_integrity(self) -> None:
+        """PageInvariantError unless counts, holders and order agree, here and in the pool. O(blocks)."""
+        self._pool.check_integrity()
+        children: dict[bytes, int] = {}
+        pins = {key: int(block.held) for key, block in self._blocks.items()}
+        for block in self._blocks.values():
+            self._check(block)
+            if block.parent is not None:
+                children[block.parent.key] = children.get(block.parent.key, 0) + 1
+                pins[block.parent.key] += block.pins > 0
+        for key, block in self._blocks.items():
+            if block.children != children.get(key, 0) or block.pins != pins[key]:
+                raise PageInvariantError(f"page {block.page}: wrong count of children or pins")
+            if (block.pins == 0) != (key in self._idle):
+                raise PageInvariantError(f"page {block.page}: idle list and pins disagree")
+        age = {key: i for i, key in enumerate(self._idle)}
+        for key, block in self._idle.items():
+            if block.parent is not None and age.get(block.parent.key, len(age)) < age[key]:
+                raise PageInvariantError(f"page {block.page}: its parent would be evicted first")
+
+    def _check(self, block: _Block) -> None:
+        refs = self._pool.refcount(block.page)
+        if refs < 1 or block.held != (refs > 1):
+            raise PageInvariantError(f"page {block.page}: {refs} references, held={block.held}")
+        if self._by_page.get(block.page) is not block or len(self._by_page) != len(self._blocks):
+            raise PageInvariantError(f"page {block.page} is cached under two keys")
+        if block.parent is not None and self._blocks.get(block.parent.key) is not block.parent:
+            raise PageInvariantError(f"page {block.page}: its parent is no longer cached")
+
+    def _add(self, key: bytes, page: int, parent: _Block | None) -> _Block:
+        if page in self._by_page:
+            raise PageInvariantError(f"page {page} is cached under another key")
+        block = _Block(key, page, parent)
+        self._blocks[key] = self._by_page[page] = block
+        self._idle[key] = block
+        if parent is not None:
+            parent.children += 1
+        self._pool.watch(page, self._on_held)
+        self._pool.share((page,))  # the caller's reference is the second one: this pins the block
+        return block
+
+    def _on_held(self, page: int, held: bool) -> None:
+        block: _Block | None = self._by_page[page]
+        assert block is not None
+        block.held = held
+        # Pins climb only while a block turns from idle to pinned or back: O(1) for each of a chain's blocks.
+        while block is not None:
+            block.pins += 1 if held else -1
+            if block.pins != (1 if held else 0):
+                return
+            if held:
+                del self._idle[block.key]
+            else:
+                self._idle[block.key] = block
+            block = block.parent

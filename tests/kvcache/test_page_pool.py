@@ -1,0 +1,104 @@
+"""PagePool: holders are counted right, whatever the order of calls."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvmesh.kvcache.page_pool import PageInvariantError, PagePool, PoolExhausted
+
+
+def test_a_fresh_pool_counts_up_and_a_freed_page_comes_back_first() -> None:
+    pool = PagePool(5)
+    assert pool.allocate(3) == [0, 1, 2]
+    pool.release([1])
+    assert pool.allocate(2) == [1, 3]
+    assert (pool.free, pool.total) == (1, 5)
+
+
+def test_allocate_is_all_or_nothing() -> None:
+    pool = PagePool(3)
+    pool.allocate(2)
+    with pytest.raises(PoolExhausted, match="2 pages wanted, 1 of 3 free"):
+        pool.allocate(2)
+    assert pool.free == 1
+    assert pool.allocate(0) == []
+
+
+def test_a_shared_page_is_free_only_after_its_last_holder() -> None:
+    pool = PagePool(1)
+    pages = pool.allocate(1)
+    pool.share(pages)
+    pool.release(pages)
+    assert (pool.refcount(0), pool.free) == (1, 0)
+    pool.release(pages)
+    assert (pool.refcount(0), pool.free) == (0, 1)
+
+
+@pytest.mark.parametrize("page", [0, -1, 7])
+def test_a_page_nobody_holds_cannot_be_shared_or_released(page: int) -> None:
+    pool = PagePool(2)
+    with pytest.raises(PageInvariantError, match=f"page {page} "):
+        pool.release([page])
+    with pytest.raises(PageInvariantError, match=f"page {page} "):
+        pool.share([page])
+
+
+def test_a_watcher_sees_the_second_holder_come_and_go() -> None:
+    pool = PagePool(2)
+    page, other = pool.allocate(2)
+    seen: list[tuple[int, bool]] = []
+    pool.watch(page, lambda p, held: seen.append((p, held)))
+    pool.share([page, other])
+    pool.share([page])
+    pool.release([page, page, other])
+    assert seen == [(page, True), (page, False)]
+    with pytest.raises(PageInvariantError, match="watches"):
+        pool.release([page])
+
+
+class Holders(RuleBasedStateMachine):
+    """The model: a bag of references held by somebody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = PagePool(6)
+        self.bag: list[int] = []
+
+    @rule(n=st.integers(0, 7))
+    def allocate(self, n: int) -> None:
+        free = 6 - len(set(self.bag))
+        if n > free:
+            with pytest.raises(PoolExhausted):
+                self.pool.allocate(n)
+            return
+        pages = self.pool.allocate(n)
+        assert len(set(pages)) == n
+        assert set(pages).isdisjoint(self.bag), "a held page was handed out"
+        self.bag += pages
+
+    @precondition(lambda self: self.bag)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        page = data.draw(st.sampled_from(self.bag))
+        self.pool.share([page])
+        self.bag.append(page)
+
+    @precondition(lambda self: self.bag)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        page = data.draw(st.sampled_from(self.bag))
+        self.pool.release([page])
+        self.bag.remove(page)
+
+    @invariant()
+    def references_are_holders(self) -> None:
+        self.pool.check_integrity()
+        assert [self.pool.refcount(p) for p in range(6)] == [self.bag.count(p) for p in range(6)]
+        assert self.pool.free == 6 - len(set(self.bag))
+
+
+TestHolders = Holders.TestCase
+TestHolders.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
