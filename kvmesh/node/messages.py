@@ -27,16 +27,16 @@ class Configure(Message, frozen=True):
     rank: int
     world_size: int
     model_path: str
-    dtype: str            # "float32" | "bfloat16" | "float16"
-    device: str           # "cpu" | "cuda:0"
+    dtype: str  # "float32" | "bfloat16" | "float16"
+    device: str  # "cpu" | "cuda:0"
     block_tokens: int
-    num_pages: int        # device pages; 0 = as many as `memory_bytes` holds
-    num_extents: int      # host extents for landing and swap
+    num_pages: int  # device pages; 0 = as many as `memory_bytes` holds
+    num_extents: int  # host extents for landing and swap
     memory_bytes: int
-    threads: int          # torch intra-op threads
+    threads: int  # torch intra-op threads
     max_context_tokens: int  # 0 = the model's
     transports: tuple[str, ...]  # in order of preference: ("shm", "tcp")
-    fault: str = ""       # JSON for the fault transport; "" = none (tests)
+    fault: str = ""  # JSON for the fault transport; "" = none (tests)
 
 
 class OpenSegment(Message, frozen=True):
@@ -92,7 +92,7 @@ class PushOpen(Message, frozen=True):
     pages: tuple[int, ...]
     offsets: tuple[int, ...]
     first_block: int
-    ready_tokens: int     # tokens whose KV was complete before the first step of this request
+    ready_tokens: int  # tokens whose KV was complete before the first step of this request
     prompt_tokens: int
     lease_until_ns: int
 
@@ -152,7 +152,7 @@ class Join(Message, frozen=True):
     context_tokens: int
     next_token: int
     token_index: int
-    max_tokens: int        # of the answer
+    max_tokens: int  # of the answer
     min_tokens: int
     stop_token_ids: tuple[int, ...]  # EOS included unless ignore_eos
     sampling: Sampling
@@ -170,8 +170,21 @@ class Leave(Message, frozen=True):
 
 
 ToRank = (
-    Configure | OpenSegment | Ping | Shutdown | PrefillStep | PushOpen | PushLease | PushCancel | OpenWindow | Fence
-    | CopyIn | CopyOut | Join | Grant | Leave
+    Configure
+    | OpenSegment
+    | Ping
+    | Shutdown
+    | PrefillStep
+    | PushOpen
+    | PushLease
+    | PushCancel
+    | OpenWindow
+    | Fence
+    | CopyIn
+    | CopyOut
+    | Join
+    | Grant
+    | Leave
 )
 
 
@@ -179,8 +192,8 @@ ToRank = (
 
 
 class Ready(Message, frozen=True):
-    engine_name: str          # of its transfer engine: the peer name that targets see
-    descriptor: bytes         # SegmentDescriptor.encode()
+    engine_name: str  # of its transfer engine: the peer name that targets see
+    descriptor: bytes  # SegmentDescriptor.encode()
     model_name: str
     fingerprint: str
     vocab_size: int
@@ -189,9 +202,9 @@ class Ready(Message, frozen=True):
     kv_bytes_per_token: int
     num_pages: int
     num_extents: int
-    shard_bytes: int          # one block of this rank
-    page_base_offset: int     # page p's shard begins at page_base_offset + p * shard_bytes in the segment
-    extent_base_offset: int   # extents likewise; pages land directly only when `direct_landing`
+    shard_bytes: int  # one block of this rank
+    page_base_offset: int  # page p's shard begins at page_base_offset + p * shard_bytes in the segment
+    extent_base_offset: int  # extents likewise; pages land directly only when `direct_landing`
     direct_landing: bool
     load_ms: int
 
@@ -307,6 +320,19 @@ class RankError(Message, frozen=True):
 
 
 ToFront = (
-    Ready | InitFailed | Pong | PrefillStepDone | PushProgress | PushDone | PushFailed | PushDrained | FillEnded
-    | Fenced | Copied | DecodeStepDone | Stalled | Left | RankError
+    Ready
+    | InitFailed
+    | Pong
+    | PrefillStepDone
+    | PushProgress
+    | PushDone
+    | PushFailed
+    | PushDrained
+    | FillEnded
+    | Fenced
+    | Copied
+    | DecodeStepDone
+    | Stalled
+    | Left
+    | RankError
 )

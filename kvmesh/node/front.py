@@ -1,0 +1,236 @@
+"""What prefill and decode instances stand on: ranks, gRPC server, registration, liveness, one orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvmesh.node import messages as m
+from kvmesh.node.config import InstanceConfig
+from kvmesh.node.rank_client import RankClient
+from kvmesh.node.registration import Registrar
+from kvmesh.rpc.errors import ConfigError, InternalError, KvmeshError
+from kvmesh.rpc.pb import common_pb2 as pb
+from kvmesh.rpc.pb import conductor_pb2 as pb_conductor
+from kvmesh.rpc.server import Server
+
+log = logging.getLogger(__name__)
+
+WORLD_SIZE = 1
+LOAD_TIMEOUT_S = 1800.0  # a large checkpoint from a slow disk
+PING_INTERVAL_S = 0.5
+GOODBYE_S = 1.5
+ROLE_NAMES = {pb.ROLE_PREFILL: "prefill", pb.ROLE_DECODE: "decode", pb.ROLE_BOTH: "both"}
+BLOCK_TOKENS = (16, 32, 64, 128, 256, 512)
+
+
+class Front:
+    """One instance's front process, without its role's brain.
+
+    `on_message(rank, message)` runs on the event loop for everything a rank says after Ready. `on_rank_lost(cause)` is
+    called when a rank process ends: an instance without a rank cannot serve, so the service should stop."""
+
+    def __init__(
+        self,
+        config: InstanceConfig,
+        role: pb.Role.ValueType,
+        on_message: Callable[[int, m.ToFront], None],
+        on_rank_lost: Callable[[str], None] = log.error,
+    ) -> None:
+        check_config(config)
+        self.config = config
+        self.role = role
+        self.instance_id = config.instance_id or f"{ROLE_NAMES[role]}-{config.node_id}-{os.getpid()}"
+        self.incarnation = time.time_ns() & ~0xFFFF | secrets.randbits(16)
+        self.on_rank_lost = on_rank_lost
+        self.ranks = [RankClient(rank, on_message, self._rank_lost) for rank in range(WORLD_SIZE)]
+        self.server: Server | None = None
+        self.address = ""
+        self._lost = ""
+        self._registrar: Registrar | None = None
+        self._stop = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # ── ranks ────────────────────────────────────────────────────────────────────────────────────
+
+    async def start_ranks(self, stop: asyncio.Event) -> None:
+        """Spawn and configure all ranks; returns when each has loaded its weights.
+        Raises CheckpointError or ConfigError as a rank answered it; InternalError when stopped meanwhile."""
+        transports = tuple(t.strip() for t in self.config.transports.split(",") if t.strip())
+        for rank in self.ranks:
+            rank.spawn(self.config.threads)
+        calls = [
+            asyncio.ensure_future(rank.configure(self._configure(rank.rank, transports), LOAD_TIMEOUT_S))
+            for rank in self.ranks
+        ]
+        stopping = asyncio.ensure_future(stop.wait())
+        try:
+            loaded = asyncio.gather(*calls)
+            await asyncio.wait({loaded, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not loaded.done():
+                loaded.cancel()
+                raise InternalError("stopped while the model was loading")
+            loaded.result()
+        finally:
+            stopping.cancel()
+        self._tasks.append(asyncio.create_task(self._watch_ranks(), name="ping ranks"))
+
+    def _configure(self, rank: int, transports: tuple[str, ...]) -> m.Configure:
+        c = self.config
+        return m.Configure(
+            instance_id=self.instance_id,
+            incarnation=self.incarnation,
+            rank=rank,
+            world_size=WORLD_SIZE,
+            model_path=c.model,
+            dtype=c.dtype,
+            device=c.device,
+            block_tokens=c.block_tokens,
+            num_pages=c.num_pages,
+            num_extents=c.num_extents,
+            memory_bytes=c.memory_mb << 20,
+            threads=c.threads,
+            max_context_tokens=c.max_context_tokens,
+            transports=transports,
+            fault=c.fault,
+        )
+
+    async def _watch_ranks(self) -> None:
+        while True:
+            for rank in self.ranks:
+                rank.ping()
+            await asyncio.sleep(PING_INTERVAL_S)
+
+    def _rank_lost(self, _: int, cause: str) -> None:
+        self._lost = cause
+        self.urge()
+        self.on_rank_lost(cause)
+
+    @property
+    def not_ready_reason(self) -> str:
+        """Why this instance should get no work now; "" when it should."""
+        if self._lost:
+            return self._lost
+        now, limit = time.monotonic(), self.config.rank_silence_ms / 1000
+        for rank in self.ranks:
+            silent = rank.silent_s(now)
+            if silent > limit:
+                return f"rank {rank.rank} has been silent for {silent:.1f} s"
+        return "shutting down" if self._stop.is_set() else ""
+
+    @property
+    def ready(self) -> bool:
+        return not self.not_ready_reason
+
+    @property
+    def max_context_tokens(self) -> int:
+        return self.ranks[0].ready.max_context_tokens
+
+    @property
+    def card(self) -> pb.ModelCard:
+        ready, c = self.ranks[0].ready, self.config
+        return pb.ModelCard(
+            name=c.served_name or ready.model_name,
+            fingerprint=ready.fingerprint,
+            block_tokens=c.block_tokens,
+            kv_dtype=c.dtype,
+            max_context_tokens=ready.max_context_tokens,
+            vocab_size=ready.vocab_size,
+            eos_token_ids=ready.eos_token_ids,
+            kv_bytes_per_token=ready.kv_bytes_per_token,
+        )
+
+    @property
+    def ref(self) -> pb.InstanceRef:
+        return pb.InstanceRef(
+            instance_id=self.instance_id, address=self.address, incarnation=self.incarnation
+        )
+
+    # ── the mesh ─────────────────────────────────────────────────────────────────────────────────
+
+    async def serve(
+        self,
+        add: Callable[[Server], None],
+        report: Callable[[], pb_conductor.HeartbeatRequest],
+        max_running: int = 0,
+    ) -> None:
+        """Bind, add the role's servicers, say SERVING, then register and beat. Raises ConfigError when the port is taken."""
+        server = Server(self.config.host, self.config.port)
+        add(server)
+        port = await server.start()
+        self.server = server
+        self.address = f"{self.config.advertise_host or self.config.host}:{port}"
+        server.set_ready(True)
+        self._registrar = Registrar(
+            self.ref,
+            self.role,
+            self.config.node_id,
+            self.card,
+            self.ranks[0].ready.num_pages,
+            max_running,
+            self.config.conductor,
+            self.config.store,
+            lambda: self._report(report),
+            lambda: self.ready,
+        )
+        self._tasks.append(asyncio.create_task(self._registrar.run(self._stop), name="registrar"))
+
+    def _report(self, report: Callable[[], pb_conductor.HeartbeatRequest]) -> pb_conductor.HeartbeatRequest:
+        beat = report()
+        beat.not_ready_reason = self.not_ready_reason
+        return beat
+
+    def urge(self) -> None:
+        """Send a heartbeat soon: the load has changed a lot."""
+        if self._registrar is not None:
+            self._registrar.urge()
+
+    async def leave(self) -> None:
+        """Say goodbye to conductor and master: no new work comes from here on. Bounded."""
+        self._stop.set()
+        if self.server is not None:
+            self.server.set_ready(False)
+        registrar = [t for t in self._tasks if t.get_name() == "registrar"]
+        if registrar:
+            await asyncio.wait(registrar, timeout=GOODBYE_S)
+
+    async def close(self) -> None:
+        """End everything this front owns; safe to call at any moment, once or more."""
+        await self.leave()
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self.server is not None:
+            await self.server.stop(0.5)
+            self.server = None
+        await asyncio.gather(*(rank.close() for rank in self.ranks))
+
+
+def check_config(config: InstanceConfig) -> None:
+    """Raises ConfigError naming the key and the value."""
+    if config.block_tokens not in BLOCK_TOKENS:
+        raise _bad("block_tokens", config.block_tokens, "a power of two in 16..512")
+    if not config.model:
+        raise _bad("model", config.model, "a checkpoint folder")
+    if not Path(config.model).is_dir():
+        raise _bad("model", config.model, "not a folder")
+    known = {"shm", "tcp"}
+    names = [t.strip() for t in config.transports.split(",") if t.strip()]
+    if not names or not set(names) <= known:
+        raise _bad("transports", config.transports, f"a list of {', '.join(sorted(known))}")
+    for key in ("threads", "memory_mb"):
+        if getattr(config, key) < 1:
+            raise _bad(key, getattr(config, key), "at least 1")
+    for key in ("num_pages", "num_extents", "max_context_tokens", "rank_silence_ms"):
+        if getattr(config, key) < 0:
+            raise _bad(key, getattr(config, key), "not negative")
+
+
+def _bad(key: str, value: object, why: str) -> KvmeshError:
+    return ConfigError(f"{key}={value!r}: {why}", field=key)

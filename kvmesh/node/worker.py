@@ -1,0 +1,278 @@
+"""What a rank does: owns the memory, runs steps, copies between pages and extents, pushes and receives KV."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kvmesh.engine.checkpoint import open_checkpoint
+from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampledToken, SampleParams
+from kvmesh.kvcache.layout import ShardLayout
+from kvmesh.node import messages as m
+from kvmesh.node.pusher import Pusher
+from kvmesh.rpc.errors import ConfigError, TransferError
+from kvmesh.transfer import EngineConfig, Notification, Range, Region, TransferEngine
+
+log = logging.getLogger("kvmesh.rank")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FENCE_TIMEOUT_S = 10.0
+
+
+@dataclass(slots=True)
+class Row:
+    """One running request. `context` tokens of KV are in `pages`; `token` is sampled, not yet computed."""
+
+    handle: int
+    pages: list[int]
+    context: int
+    token: int
+    index: int
+    max_tokens: int
+    min_tokens: int
+    stop: frozenset[int]
+    sampling: m.Sampling
+    stalled: bool = False
+
+
+class Worker:
+    """The rank's state. All methods run on the main thread unless they say otherwise."""
+
+    def __init__(self, configure: m.Configure, send: Callable[[m.ToFront], None]) -> None:
+        started = time.monotonic()
+        if configure.device != "cpu":
+            raise ConfigError(
+                f"device={configure.device!r}: instances of this version run on 'cpu'", field="device"
+            )
+        if configure.dtype not in DTYPES:
+            raise ConfigError(f"dtype={configure.dtype!r}: one of {', '.join(DTYPES)}", field="dtype")
+        torch.set_num_threads(configure.threads)
+        self._send = send
+        dtype = DTYPES[configure.dtype]
+        self._checkpoint = open_checkpoint(configure.model_path)
+        config = self._checkpoint.config
+        self.layout = ShardLayout(
+            config.layers, config.kv_heads, configure.block_tokens, config.head_dim, dtype.itemsize
+        )
+        shard = self.layout.shard_bytes
+        self._num_pages = configure.num_pages or max(configure.memory_bytes // shard, 1)
+        self._num_extents = configure.num_extents or self._num_pages
+        name = f"{configure.instance_id}/{configure.rank}@{configure.incarnation:x}"
+        self.engine = TransferEngine(
+            name,
+            EngineConfig(transports=configure.transports, fault=configure.fault, on_notify=self._notified),
+        )
+        try:
+            self._page_region = self.engine.allocate(self._num_pages * shard, "cpu:0")
+            self._extent_region = self.engine.allocate(self._num_extents * shard, "cpu:0")
+            self._pages = self._tensor(self._page_region, self._num_pages, dtype)
+            self._extents = self._tensor(self._extent_region, self._num_extents, dtype)
+            device = torch.device(configure.device)
+            self._runner = Runner(self._checkpoint, dtype, device, configure.block_tokens, self._pages)
+        except BaseException:
+            self.engine.close()
+            raise
+        self.pusher = Pusher(self.engine, self.layout, self._page_region.address, send)
+        self.running: dict[int, Row] = {}
+        self._configure = configure
+        self._load_ms = int((time.monotonic() - started) * 1000)
+
+    def _tensor(self, region: Region, blocks: int, dtype: torch.dtype) -> torch.Tensor:
+        """`[blocks, layers, 2, kv_heads, block_tokens, head_dim]` over the region's memory."""
+        assert region.memory is not None
+        lay = self.layout
+        flat = torch.frombuffer(region.memory, dtype=dtype)
+        return flat[: blocks * lay.shard_bytes // dtype.itemsize].view(
+            blocks, lay.layers, 2, lay.kv_heads, lay.block_tokens, lay.head_dim
+        )
+
+    def ready(self) -> m.Ready:
+        config, checkpoint = self._checkpoint.config, self._checkpoint
+        limit = config.max_position_embeddings
+        wanted = self._configure.max_context_tokens
+        return m.Ready(
+            engine_name=self.engine.name,
+            descriptor=self.engine.local_descriptor().encode(),
+            model_name=checkpoint.name,
+            fingerprint=checkpoint.fingerprint,
+            vocab_size=config.vocab_size,
+            eos_token_ids=tuple(config.eos_token_ids),
+            max_context_tokens=min(wanted, limit) if wanted else limit,
+            kv_bytes_per_token=self.layout.kv_bytes_per_token,
+            num_pages=self._num_pages,
+            num_extents=self._num_extents,
+            shard_bytes=self.layout.shard_bytes,
+            page_base_offset=self._page_region.base_offset,
+            extent_base_offset=self._extent_region.base_offset,
+            direct_landing=self._configure.device == "cpu",
+            load_ms=self._load_ms,
+        )
+
+    def close(self) -> None:
+        self.engine.close()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the loop should go on without waiting for a command."""
+        return any(not row.stalled for row in self.running.values())
+
+    # ── commands ─────────────────────────────────────────────────────────────────────────────────
+
+    def handle(self, message: m.ToRank) -> None:
+        match message:
+            case m.PushOpen():
+                self.pusher.open(message)
+            case m.PushLease(handle, until):
+                self.pusher.renew(handle, until)
+            case m.PushCancel(handle):
+                self.pusher.cancel(handle)
+            case m.OpenSegment(descriptor):
+                self.engine.open_segment(descriptor)
+            case m.OpenWindow(peer, epoch, offsets):
+                shard = self.layout.shard_bytes
+                self.engine.open_window(peer, epoch, [Range(o, shard) for o in offsets])
+            case m.Fence(peer, epoch):
+                # The fence may wait for a slice in flight: never on the thread that runs steps.
+                threading.Thread(target=self._fence, args=(peer, epoch), name="fence", daemon=True).start()
+            case m.CopyIn() | m.CopyOut():
+                self._copy(message)
+            case m.Join():
+                self._join(message)
+            case m.Grant(handle, pages):
+                row = self.running.get(handle)
+                if row is not None:
+                    row.pages.extend(pages)
+                    row.stalled = False
+            case m.Leave(handle):
+                self.running.pop(handle, None)
+                self._send(m.Left(handle))
+            case _:
+                log.error("unexpected message %s", type(message).__name__)
+
+    def _fence(self, peer: str, epoch: int) -> None:
+        while True:
+            try:
+                self.engine.fence(peer, epoch, FENCE_TIMEOUT_S)
+            except TransferError as error:
+                # Until it succeeds the landing stays quarantined: memory is lost for a while, never corrupted.
+                log.error("fence of %s epoch %d: %s; trying again", peer, epoch, error)
+                continue
+            self._send(m.Fenced(peer, epoch))
+            return
+
+    def _notified(self, note: Notification) -> None:
+        """An end mark (transfer engine thread)."""
+        self._send(m.FillEnded(note.peer, note.handoff_epoch))
+
+    def _copy(self, message: m.CopyIn | m.CopyOut) -> None:
+        start = time.monotonic_ns()
+        into_pages = isinstance(message, m.CopyIn)
+        for extent, page in zip(message.extents, message.pages, strict=True):
+            if into_pages:
+                self._pages[page].copy_(self._extents[extent])
+            else:
+                self._extents[extent].copy_(self._pages[page])
+        self._send(m.Copied(message.handle, into_pages, start, time.monotonic_ns()))
+
+    def _join(self, j: m.Join) -> None:
+        self.running[j.handle] = Row(
+            j.handle, list(j.pages), j.context_tokens, j.next_token, j.token_index, j.max_tokens, j.min_tokens,
+            frozenset(j.stop_token_ids), j.sampling,
+        )  # fmt: skip
+
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────
+
+    def prefill(self, step: m.PrefillStep, between_layers: Callable[[], None]) -> None:
+        items = step.items
+
+        def on_layer(layer: int) -> None:
+            self.pusher.layer_written(items, layer)
+            between_layers()
+
+        start = time.monotonic_ns()
+        self.pusher.step_begins(items)
+        inputs = [
+            PrefillInput(i.token_ids, i.start, i.pages, _params(i.sample, 0) if i.sample else None)
+            for i in items
+        ]
+        try:
+            out = self._runner.prefill(inputs, on_layer)
+        except Exception as error:
+            log.exception("prefill step failed")
+            handles = tuple(i.handle for i in items)
+            self.pusher.step_failed(handles)
+            self._send(m.RankError(handles, f"prefill step: {error}"))
+            return
+        sampled = tuple(
+            m.Sampled(item.handle, token.token_id, _logprobs(token))
+            for item, token in zip(items, out, strict=True)
+            if token is not None
+        )
+        self._send(m.PrefillStepDone(step.step_id, start, time.monotonic_ns(), sampled))
+
+    def decode_step(self) -> None:
+        rows = self._runnable()
+        if not rows:
+            return
+        start = time.monotonic_ns()
+        inputs = [DecodeInput(r.token, r.context, r.pages, _params(r.sampling, r.index + 1)) for r in rows]
+        try:
+            out = self._runner.decode(inputs)
+        except Exception as error:
+            log.exception("decode step failed")
+            for row in rows:
+                del self.running[row.handle]
+            self._send(m.RankError(tuple(r.handle for r in rows), f"decode step: {error}"))
+            return
+        context = sum(r.context for r in rows)
+        tokens = tuple(self._advance(row, token) for row, token in zip(rows, out, strict=True))
+        self._send(m.DecodeStepDone(start, time.monotonic_ns(), len(rows), context, tokens))
+
+    def _runnable(self) -> list[Row]:
+        """Rows whose next token has room; the others are reported once as stalled."""
+        rows = []
+        for row in self.running.values():
+            if row.stalled:
+                continue
+            if row.context >= len(row.pages) * self.layout.block_tokens:
+                row.stalled = True
+                self._send(m.Stalled(row.handle))
+            else:
+                rows.append(row)
+        return rows
+
+    def _advance(self, row: Row, token: SampledToken) -> m.Token:
+        row.context += 1
+        row.index += 1
+        row.token = token.token_id
+        made = row.index + 1
+        finish = 0
+        if token.token_id in row.stop and made >= row.min_tokens:
+            finish = 1
+        elif made >= row.max_tokens:
+            finish = 2
+        if finish:
+            del self.running[row.handle]
+        return m.Token(row.handle, token.token_id, row.index, finish, _logprobs(token))
+
+
+def _params(sampling: m.Sampling, token_index: int) -> SampleParams:
+    return SampleParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        token_index=token_index,
+        logprobs=sampling.logprobs if sampling.logprobs >= 0 else None,
+    )
+
+
+def _logprobs(token: SampledToken) -> m.Logprobs | None:
+    if token.logprob is None:
+        return None
+    return m.Logprobs(token.logprob, tuple(token.top))
