@@ -1,0 +1,113 @@
+"""Block keys: names of the KV of `block_tokens` consecutive tokens; equal only when all before is equal too.
+
+    root      = SHA-256(domain, kind, every field of the namespace, block_tokens)
+    digest[i] = SHA-256(digest[i-1] or root, token ids of block i as little-endian u32, extra bytes of i)
+    key[i]    = first 16 bytes of digest[i]
+
+The chain runs over full digests; only the keys are cut to 16 bytes. The block size is part of the root, so a
+block's token bytes have one length within a chain and the extra bytes cannot be taken for tokens.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import struct
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+KEY_VERSION = 1
+KEY_BYTES = 16
+TOKEN_BYTES = 4
+
+_DOMAIN = b"kvmesh.block-key\x00"
+
+
+class KeyKind(enum.IntEnum):
+    """What a key promises; part of the root, so that keys of two kinds never meet."""
+
+    PREFIX = 1  # these tokens after exactly those before them
+    POSITION_FREE = 2  # these tokens wherever they stand (CacheBlend); nobody makes such keys yet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Namespace:
+    """Everything besides tokens that KV depends on. Blocks are shared only within one namespace.
+
+    `fingerprint` names the weights (hex), `lora` the adapter ("" = none), `tenant_salt` whoever must not
+    share with others ("" = everybody), `weights_epoch` the step of weights that change while serving."""
+
+    key_version: int = KEY_VERSION
+    fingerprint: str
+    kv_dtype: str
+    lora: str = ""
+    tenant_salt: str = ""
+    weights_epoch: int = 0
+
+    def root(self, block_tokens: int, kind: KeyKind = KeyKind.PREFIX) -> bytes:
+        """The 32-byte digest that chains of this namespace start from. Fields are length-prefixed: no two
+        namespaces write the same bytes."""
+        parts = [_DOMAIN, struct.pack("<IIQI", self.key_version, kind, self.weights_epoch, block_tokens)]
+        for text in (self.fingerprint, self.kv_dtype, self.lora, self.tenant_salt):
+            raw = text.encode("utf-8")
+            parts += (struct.pack("<Q", len(raw)), raw)
+        return hashlib.sha256(b"".join(parts)).digest()
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian u32, as they travel and are hashed. ValueError: an id is not a u32."""
+    try:
+        packed = array("I", token_ids)
+    except (OverflowError, TypeError) as err:
+        raise ValueError(f"token ids must be integers in 0..2^32-1: {err}") from None
+    if packed.itemsize != TOKEN_BYTES:  # a platform whose unsigned int is not 32 bits
+        return struct.pack(f"<{len(packed)}I", *packed)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_tokens(packed: bytes | bytearray | memoryview) -> list[int]:
+    """The inverse of `pack_tokens`. ValueError: not a whole number of ids."""
+    if len(packed) % TOKEN_BYTES:
+        raise ValueError(f"packed token ids have {len(packed)} bytes, not a multiple of {TOKEN_BYTES}")
+    return list(struct.unpack(f"<{len(packed) // TOKEN_BYTES}I", packed))
+
+
+def chain(
+    namespace: Namespace,
+    token_ids: Sequence[int] | bytes | bytearray | memoryview,
+    block_tokens: int,
+    *,
+    extra: Mapping[int, bytes] | None = None,
+) -> bytes:
+    """Keys of all full blocks, packed: 16 bytes each, in order; a trailing partial block has none.
+
+    `token_ids` are ints, or already packed as by `pack_tokens`. `extra` maps a block's index to bytes that
+    its KV depends on besides tokens (an image's digest); later blocks inherit them through the chain.
+    ValueError: an id is not a u32, or `block_tokens` is not positive."""
+    if block_tokens <= 0:
+        raise ValueError(f"block_tokens={block_tokens}: must be positive")
+    packed = token_ids if isinstance(token_ids, bytes | bytearray | memoryview) else pack_tokens(token_ids)
+    view = memoryview(packed).cast("B")
+    if len(view) % TOKEN_BYTES:
+        raise ValueError(f"packed token ids have {len(view)} bytes, not a multiple of {TOKEN_BYTES}")
+    step = block_tokens * TOKEN_BYTES
+    sha256, digest, keys = hashlib.sha256, namespace.root(block_tokens), []
+    for index, end in enumerate(range(step, len(view) + 1, step)):
+        hashed = sha256(digest)
+        hashed.update(view[end - step : end])
+        if extra and index in extra:
+            hashed.update(extra[index])
+        digest = hashed.digest()
+        keys.append(digest[:KEY_BYTES])
+    return b"".join(keys)
+
+
+def split(packed: bytes) -> list[bytes]:
+    """Packed keys one by one. ValueError: not a whole number of keys."""
+    if len(packed) % KEY_BYTES:
+        raise ValueError(f"packed keys have {len(packed)} bytes, not a multiple of {KEY_BYTES}")
+    return [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
