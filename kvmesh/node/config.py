@@ -11,25 +11,17 @@ from kvmesh.config import ServiceConfig
 class InstanceConfig(ServiceConfig):
     """Fields common to prefill and decode; each service's config adds its own."""
 
-    instance_id: str = field(
-        default="", metadata={"help": "Name in the mesh; empty: made from role and pid."}
-    )
+    instance_id: str = field(default="", metadata={"help": "Name in the mesh; empty: made from role and pid."})
     model: str = field(default="", metadata={"help": "Checkpoint folder or hub id."})
-    served_name: str = field(
-        default="", metadata={"help": "Model name clients use; empty: the folder's name."}
-    )
+    served_name: str = field(default="", metadata={"help": "Model name clients use; empty: the folder's name."})
     conductor: str = field(default="127.0.0.1:0", metadata={"help": "Address of the conductor."})
     store: str = field(default="127.0.0.1:0", metadata={"help": "Address of the store master."})
     dtype: str = field(default="float32", metadata={"help": "float32, bfloat16 or float16."})
     device: str = field(default="cpu", metadata={"help": "cpu or cuda:N."})
     block_tokens: int = field(default=64, metadata={"help": "Tokens a block: a power of two in 16..512."})
     num_pages: int = field(default=0, metadata={"help": "Device pages; 0: as many as memory_mb holds."})
-    num_extents: int = field(
-        default=0, metadata={"help": "Host extents (landing, swap); 0: as many as pages."}
-    )
-    memory_mb: int = field(
-        default=512, metadata={"help": "Memory for device pages, MiB, when num_pages is 0."}
-    )
+    num_extents: int = field(default=0, metadata={"help": "Host extents (landing, swap); 0: as many as pages."})
+    memory_mb: int = field(default=512, metadata={"help": "Memory for device pages, MiB, when num_pages is 0."})
     threads: int = field(default=1, metadata={"help": "torch threads of a rank."})
     max_context_tokens: int = field(default=0, metadata={"help": "Longest prompt + answer; 0: the model's."})
     transports: str = field(default="shm,tcp", metadata={"help": "Transfer transports, preferred first."})

@@ -147,9 +147,7 @@ class Front:
 
     @property
     def ref(self) -> pb.InstanceRef:
-        return pb.InstanceRef(
-            instance_id=self.instance_id, address=self.address, incarnation=self.incarnation
-        )
+        return pb.InstanceRef(instance_id=self.instance_id, address=self.address, incarnation=self.incarnation)
 
     # ── the mesh ─────────────────────────────────────────────────────────────────────────────────
 

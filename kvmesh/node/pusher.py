@@ -176,9 +176,7 @@ class Pusher:
             if not push.batches:
                 self._settle(push)
 
-    def _gather(
-        self, out: list[TransferRequest], push: _Push, begin: int, end: int, layer0: int, layer1: int
-    ) -> None:
+    def _gather(self, out: list[TransferRequest], push: _Push, begin: int, end: int, layer0: int, layer1: int) -> None:
         """Requests for layers [layer0, layer1) of the blocks that hold tokens [begin, end)."""
         tokens, shard = self._layout.block_tokens, self._layout.shard_bytes
         spec = push.spec
@@ -268,7 +266,5 @@ class Pusher:
             self._send(m.PushFailed(handle, epoch, push.cause, push.certain))
         else:
             now = self._clock_ns()
-            done = m.PushDone(
-                handle, epoch, push.first_post_ns or now, push.last_ack_ns or now, push.bytes_done
-            )
+            done = m.PushDone(handle, epoch, push.first_post_ns or now, push.last_ack_ns or now, push.bytes_done)
             self._send(done)

@@ -163,9 +163,7 @@ class RankClient:
         if self._closing:
             return
         code = self._process.poll() if self._process else None
-        text = f"rank {self.rank} (pid {self.pid}) {cause}" + (
-            f", exit status {code}" if code is not None else ""
-        )
+        text = f"rank {self.rank} (pid {self.pid}) {cause}" + (f", exit status {code}" if code is not None else "")
         assert self._ready is not None
         if not self._ready.done():
             self._ready.set_exception(KvmeshError(text))

@@ -109,9 +109,7 @@ class _Peer(ABC):
             return
         urged = asyncio.ensure_future(self._urged.wait())
         try:
-            await asyncio.wait(
-                {stopping, urged}, timeout=self._interval_s - gap_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait({stopping, urged}, timeout=self._interval_s - gap_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             urged.cancel()
             self._urged.clear()

@@ -46,9 +46,7 @@ class Worker:
     def __init__(self, configure: m.Configure, send: Callable[[m.ToFront], None]) -> None:
         started = time.monotonic()
         if configure.device != "cpu":
-            raise ConfigError(
-                f"device={configure.device!r}: instances of this version run on 'cpu'", field="device"
-            )
+            raise ConfigError(f"device={configure.device!r}: instances of this version run on 'cpu'", field="device")
         if configure.dtype not in DTYPES:
             raise ConfigError(f"dtype={configure.dtype!r}: one of {', '.join(DTYPES)}", field="dtype")
         torch.set_num_threads(configure.threads)
@@ -197,8 +195,7 @@ class Worker:
         start = time.monotonic_ns()
         self.pusher.step_begins(items)
         inputs = [
-            PrefillInput(i.token_ids, i.start, i.pages, _params(i.sample, 0) if i.sample else None)
-            for i in items
+            PrefillInput(i.token_ids, i.start, i.pages, _params(i.sample, 0) if i.sample else None) for i in items
         ]
         try:
             out = self._runner.prefill(inputs, on_layer)
