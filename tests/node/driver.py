@@ -1,0 +1,93 @@
+"""Plays the front of real rank processes, message by message."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+from kvmesh.node import messages as m
+from kvmesh.node.rank_client import RankClient
+
+BLOCK = 16
+GREEDY = m.Sampling(0.0, 1.0, 0, 1, -1)
+M = TypeVar("M", bound=m.Message)
+
+
+class Driver:
+    """One rank and an inbox of what it said."""
+
+    def __init__(self) -> None:
+        self.inbox: list[m.ToFront] = []
+        self.lost = ""
+        self._news = asyncio.Event()
+        self.client = RankClient(0, self._on_message, self._on_lost)
+
+    def _on_message(self, _: int, message: m.ToFront) -> None:
+        self.inbox.append(message)
+        self._news.set()
+
+    def _on_lost(self, _: int, cause: str) -> None:
+        self.lost = cause
+        self._news.set()
+
+    @property
+    def name(self) -> str:
+        return self.client.ready.engine_name
+
+    def page_offset(self, page: int) -> int:
+        ready = self.client.ready
+        return ready.page_base_offset + page * ready.shard_bytes
+
+    async def take(self, kind: type[M], timeout_s: float = 30.0) -> M:
+        """The oldest message of that kind; those of other kinds stay in the inbox."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                for i, message in enumerate(self.inbox):
+                    if isinstance(message, kind):
+                        del self.inbox[i]
+                        return message
+                self._news.clear()
+                await self._news.wait()
+
+    async def until_lost(self, timeout_s: float = 30.0) -> str:
+        async with asyncio.timeout(timeout_s):
+            while not self.lost:
+                self._news.clear()
+                await self._news.wait()
+        return self.lost
+
+
+@asynccontextmanager
+async def rank(
+    name: str, checkpoint: Path, transports: tuple[str, ...] = ("shm",), pages: int = 24
+) -> AsyncIterator[Driver]:
+    """A configured rank process; on leaving, it is gone."""
+    driver = Driver()
+    driver.client.spawn(threads=1)
+    try:
+        configure = m.Configure(
+            instance_id=name,
+            incarnation=17,
+            rank=0,
+            world_size=1,
+            model_path=str(checkpoint),
+            dtype="float32",
+            device="cpu",
+            block_tokens=BLOCK,
+            num_pages=pages,
+            num_extents=pages,
+            memory_bytes=0,
+            threads=1,
+            max_context_tokens=0,
+            transports=transports,
+        )
+        await driver.client.configure(configure, timeout_s=60)
+        yield driver
+    finally:
+        await driver.client.close()
+    assert not psutil.pid_exists(driver.client.pid)
