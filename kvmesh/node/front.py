@@ -157,7 +157,7 @@ class Front:
         report: Callable[[], pb_conductor.HeartbeatRequest],
         max_running: int = 0,
     ) -> None:
-        """Bind, add the role's servicers, say SERVING, then register and beat. Raises ConfigError when the port is taken."""
+        """Bind, add the role's servicers, say SERVING, then register and beat. ConfigError: the port is taken."""
         server = Server(self.config.host, self.config.port)
         add(server)
         port = await server.start()
