@@ -1,0 +1,20 @@
+"""The protocol version that this build speaks; registrations and Hellos carry the peer's."""
+
+from __future__ import annotations
+
+from kvmesh.rpc.errors import ProtocolMismatch
+from kvmesh.rpc.pb import common_pb2
+
+PROTOCOL_VERSION = common_pb2.PROTOCOL_VERSION_1
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+
+
+def check(version: int, who: str) -> None:
+    """Raise `ProtocolMismatch` unless the peer named `who` speaks this build's protocol version."""
+    if version != PROTOCOL_VERSION:
+        spoken = f"protocol version {version}" if version else "no protocol version"
+        raise ProtocolMismatch(
+            f"protocol_version={version}: {who} speaks {spoken}, this build speaks {PROTOCOL_VERSION}; "
+            "run the same kvmesh on both sides",
+            field="protocol_version",
+        )

@@ -1,0 +1,116 @@
+"""The gRPC server every service stands on: limits, health, reflection, named errors, one clear line for a port in use."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import socket
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvmesh.rpc.channels import KEEPALIVE_MS
+from kvmesh.rpc.errors import ConfigError
+from kvmesh.rpc.protocol import MAX_MESSAGE_BYTES
+from kvmesh.rpc.status import errors_to_status
+
+_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),  # two servers on one port would share its calls silently
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.keepalive_time_ms", 3 * KEEPALIVE_MS),  # finds dead clients, so that their streams end
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+)
+
+
+def join(host: str, port: int) -> str:
+    """`host:port`, with brackets around an IPv6 address."""
+    try:
+        return f"[{host}]:{port}" if ipaddress.ip_address(host).version == 6 else f"{host}:{port}"
+    except ValueError:
+        return f"{host}:{port}"
+
+
+def check_port(host: str, port: int, key: str = "port") -> None:
+    """Raise `ConfigError` naming `key` unless a server could listen on `host:port` now. Port 0 always can."""
+    try:
+        infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as err:
+        raise ConfigError(f"host={host!r}: cannot be resolved ({err})", field="host") from None
+    family, kind, proto, _, address = infos[0]
+    with socket.socket(family, kind, proto) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+            probe.listen(1)  # only listening tells a port in use under SO_REUSEADDR
+        except OSError as err:
+            raise ConfigError(f"{key}={port}: {_why(err)} on {host}", field=key) from None
+
+
+def _why(err: OSError) -> str:
+    if err.errno == errno.EADDRINUSE:
+        return "the port is in use"
+    if err.errno == errno.EACCES:
+        return "this user may not open the port"
+    return f"cannot be opened ({err.strerror})"
+
+
+class Server:
+    """One listening gRPC server. Add servicers to `.grpc` and name them with `.serves` before `start`."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.host = host
+        self.port = port
+        self.grpc = grpc.aio.server(options=_OPTIONS, interceptors=(errors_to_status(),))
+        self._health = health.aio.HealthServicer()
+        self._services: list[str] = []
+        self._ready = False
+        self._updates: set[asyncio.Task[None]] = set()
+
+    def serves(self, full_service_name: str) -> None:
+        """Tell health and reflection of a service, e.g. "kvmesh.v1.Gateway"."""
+        self._services.append(full_service_name)
+
+    @property
+    def address(self) -> str:
+        """`host:port` once started."""
+        return join(self.host, self.port)
+
+    async def start(self) -> int:
+        """Listen; returns the bound port. NOT_SERVING until `set_ready(True)`. ConfigError: port in use."""
+        check_port(self.host, self.port)  # before gRPC, which would log its own account first
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        await self._publish(False)
+        names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self.grpc)
+        try:
+            self.port = self.grpc.add_insecure_port(self.address)
+        except RuntimeError:
+            raise ConfigError(f"port={self.port}: the port is in use on {self.host}", field="port") from None
+        await self.grpc.start()
+        return self.port
+
+    def set_ready(self, ready: bool) -> None:
+        """Answer health checks with SERVING or NOT_SERVING from the next turn of the loop on."""
+        if ready != self._ready:
+            self._ready = ready
+            task = asyncio.get_running_loop().create_task(self._publish(ready))
+            self._updates.add(task)
+            task.add_done_callback(self._updates.discard)
+
+    async def _publish(self, ready: bool) -> None:
+        state = health_pb2.HealthCheckResponse
+        for name in ("", *self._services):
+            await self._health.set(name, state.SERVING if ready else state.NOT_SERVING)
+
+    async def stop(self, grace_s: float) -> None:
+        """NOT_SERVING, no new calls, `grace_s` seconds for running ones; what is left then is cancelled."""
+        await self._health.enter_graceful_shutdown()
+        await self.grpc.stop(grace_s)
+        await asyncio.gather(*self._updates)

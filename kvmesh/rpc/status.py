@@ -1,0 +1,160 @@
+"""`kvmesh.rpc.errors` carried over gRPC: a status code, a message and an `ErrorDetail` in trailing metadata."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from kvmesh.rpc.errors import (
+    BY_CODE,
+    BodyTooLarge,
+    DeadlinePassed,
+    InternalError,
+    InvalidRequest,
+    KvmeshError,
+    Overloaded,
+    ProtocolMismatch,
+    RequestCancelled,
+    Unavailable,
+    UnknownInstance,
+)
+from kvmesh.rpc.pb import common_pb2
+
+log = logging.getLogger(__name__)
+
+DETAIL_KEY = "kvmesh-error-bin"
+# Trailing metadata is limited to 8 KiB by default; message and detail both carry the text.
+MAX_TEXT = 1_500
+
+_BY_STATUS: dict[grpc.StatusCode, type[KvmeshError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.NOT_FOUND: UnknownInstance,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlinePassed,
+    grpc.StatusCode.CANCELLED: RequestCancelled,
+    grpc.StatusCode.FAILED_PRECONDITION: ProtocolMismatch,
+    grpc.StatusCode.UNIMPLEMENTED: ProtocolMismatch,
+}
+
+
+def _clean(text: str) -> str:
+    """Valid UTF-8 of at most MAX_TEXT characters: user text may hold lone surrogates."""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."
+
+
+def to_detail(err: KvmeshError) -> common_pb2.ErrorDetail:
+    """The wire form of `err`."""
+    return common_pb2.ErrorDetail(
+        code=err.code,
+        message=_clean(err.message),
+        field=_clean(err.field or ""),
+        retryable=err.retryable,
+        retry_after_ms=max(0, min(err.retry_after_ms, 0xFFFFFFFF)),
+    )
+
+
+def from_detail(detail: common_pb2.ErrorDetail) -> KvmeshError:
+    """The named error of `detail`; a code this build does not know becomes Unavailable or InternalError."""
+    cls = BY_CODE.get(detail.code) or (Unavailable if detail.retryable else InternalError)
+    return cls(detail.message, field=detail.field or None, retry_after_ms=detail.retry_after_ms)
+
+
+def from_rpc_error(err: grpc.RpcError) -> KvmeshError:
+    """The named error of a failed call: the peer's own when it sent one, else the nearest to its status."""
+    trailing = getattr(err, "trailing_metadata", lambda: None)()
+    for key, value in trailing or ():
+        if key == DETAIL_KEY:
+            return from_detail(common_pb2.ErrorDetail.FromString(bytes(value)))
+    code = getattr(err, "code", lambda: None)()
+    message = getattr(err, "details", lambda: None)() or str(code or err)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in message:
+        return BodyTooLarge(message)  # gRPC's own limit, not a full peer
+    return _BY_STATUS.get(code, InternalError)(message)
+
+
+def trailing_metadata(err: KvmeshError) -> tuple[tuple[str, bytes], ...]:
+    """Metadata that lets `from_rpc_error` rebuild `err` at the caller."""
+    return ((DETAIL_KEY, to_detail(err).SerializeToString()),)
+
+
+async def abort(context: Any, err: KvmeshError) -> NoReturn:
+    """End the call of a servicer `context` with the status of `err`."""
+    code = grpc.StatusCode[err.grpc_status]
+    await context.abort(code, _clean(err.message), trailing_metadata=trailing_metadata(err))
+    raise AssertionError("abort returned")
+
+
+async def _fail(context: Any, method: str, err: Exception) -> NoReturn:
+    if isinstance(err, grpc.aio.AbortError | grpc.aio.UsageError):
+        raise err  # the handler ended the call itself
+    if isinstance(err, grpc.RpcError):
+        err = from_rpc_error(err)
+    if not isinstance(err, KvmeshError):
+        log.error("%s failed: %s", method, err, exc_info=err)
+        err = InternalError(f"{method.rsplit('/', 1)[-1]} failed: {type(err).__name__}: {err}")
+    await abort(context, err)
+
+
+_Behavior = Callable[[Any, Any], Any]
+
+
+def _guard_call(behavior: _Behavior, method: str) -> Callable[[Any, Any], Awaitable[Any]]:
+    async def call(request: Any, context: Any) -> Any:
+        try:
+            return await behavior(request, context)
+        except asyncio.CancelledError:
+            raise
+        except Exception as err:
+            await _fail(context, method, err)
+
+    return call
+
+
+def _guard_stream(behavior: _Behavior, method: str) -> Callable[[Any, Any], AsyncIterator[Any]]:
+    async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+        try:
+            async for response in behavior(request, context):
+                yield response
+        except asyncio.CancelledError:
+            raise
+        except Exception as err:
+            await _fail(context, method, err)
+
+    return stream
+
+
+class errors_to_status(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]  # noqa: N801
+    """Server interceptor: a raised KvmeshError becomes its status and detail; anything else INTERNAL, logged.
+
+    Covers unary-unary, unary-stream and stream-stream (and stream-unary) handlers, written as coroutines or
+    as asynchronous generators."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """Wrap the handler that `continuation` finds."""
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return handler  # type: ignore[no-any-return]
+        kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
+        behavior = getattr(handler, kind)
+        method = handler_call_details.method
+        method = method.decode() if isinstance(method, bytes) else method
+        generator = inspect.isasyncgenfunction(behavior)
+        wrapped = _guard_stream(behavior, method) if generator else _guard_call(behavior, method)
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        return make(  # type: ignore[no-any-return]
+            wrapped,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )

@@ -1,0 +1,114 @@
+"""Spans across services: W3C context in and out, live spans, and spans recorded afterwards from monotonic times.
+
+Everything works without `kvmesh.telemetry.setup.start`: spans are then no-ops that hand the parent's context on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from opentelemetry.context import Context
+from opentelemetry.trace import (
+    NonRecordingSpan,
+    NoOpTracer,
+    Span,
+    SpanContext,
+    Status,
+    StatusCode,
+    TraceFlags,
+    Tracer,
+    get_current_span,
+    set_span_in_context,
+)
+
+Value = str | bool | int | float
+Traceable = Span | Context | SpanContext
+
+# Monotonic clocks locally, wall time only in what is exported: one offset for the life of the process, so
+# spans of one process never overlap by a clock step.
+_WALL_OFFSET_NS = time.time_ns() - time.monotonic_ns()
+
+_tracer: Tracer = NoOpTracer()
+
+
+def use(tracer: Tracer | None) -> None:
+    """Make `tracer` the one that `begin` and `record` use; None turns them into no-ops."""
+    global _tracer
+    _tracer = tracer or NoOpTracer()
+
+
+def wall_ns(monotonic_ns: int) -> int:
+    """Unix time in nanoseconds of a CLOCK_MONOTONIC time in nanoseconds."""
+    return monotonic_ns + _WALL_OFFSET_NS
+
+
+def _span_context(source: Traceable) -> SpanContext:
+    if isinstance(source, SpanContext):
+        return source
+    span = source if isinstance(source, Span) else get_current_span(source)
+    return span.get_span_context()
+
+
+def traceparent(source: Traceable) -> str:
+    """The W3C `traceparent` of a span, a context or a span context; "" when there is no valid span."""
+    found = _span_context(source)
+    if not found.is_valid:
+        return ""
+    return f"00-{found.trace_id:032x}-{found.span_id:016x}-{found.trace_flags:02x}"
+
+
+def context_of(source: Traceable) -> Context:
+    """A context whose current span is `source`, to be the parent of further spans."""
+    if isinstance(source, Context):
+        return source
+    span = source if isinstance(source, Span) else NonRecordingSpan(source)
+    return set_span_in_context(span, Context())
+
+
+def context_from(traceparent: str) -> Context:
+    """The context of a W3C `traceparent` header; an empty one (a new trace) when it is missing or malformed."""
+    parts = traceparent.strip().split("-")
+    if len(parts) < 4 or [len(p) for p in parts[:4]] != [2, 32, 16, 2] or parts[0] == "ff":
+        return Context()
+    if (parts[0] == "00" and len(parts) != 4) or traceparent != traceparent.lower():
+        return Context()
+    try:
+        trace_id, span_id, flags = (int(part, 16) for part in parts[1:4])
+    except ValueError:
+        return Context()
+    # Underscores and signs are legal in int() and not here.
+    if not all(part.isalnum() for part in parts[:4]):
+        return Context()
+    found = SpanContext(trace_id, span_id, is_remote=True, trace_flags=TraceFlags(flags & TraceFlags.SAMPLED))
+    return context_of(found) if found.is_valid else Context()
+
+
+def begin(
+    name: str, parent: Context, attributes: Mapping[str, Value] | None = None, *, start_ns: int | None = None
+) -> Span:
+    """Start a span now, or at `start_ns` (monotonic ns). The caller ends it, see `finish`."""
+    start = wall_ns(time.monotonic_ns() if start_ns is None else start_ns)
+    return _tracer.start_span(name, context=parent, attributes=attributes, start_time=start)
+
+
+def finish(span: Span, *, end_ns: int | None = None, error: str = "") -> None:
+    """End a span now, or at `end_ns` (monotonic ns); a non-empty `error` marks it failed."""
+    if error:
+        span.set_status(Status(StatusCode.ERROR, error))
+    span.end(wall_ns(time.monotonic_ns() if end_ns is None else end_ns))
+
+
+def record(
+    name: str,
+    parent: Context,
+    start_ns: int,
+    end_ns: int,
+    attributes: Mapping[str, Value] | None = None,
+    *,
+    error: str = "",
+) -> Context:
+    """Make a finished span from monotonic nanoseconds; returns its context, a parent for its children."""
+    span = begin(name, parent, attributes, start_ns=start_ns)
+    finish(span, end_ns=max(start_ns, end_ns), error=error)
+    return context_of(span)
