@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from kvmesh.rpc.pb import common_pb2 as kvmesh_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvmesh/v1/store.proto\x12\tkvmesh.v1\x1a\x16kvmesh/v1/common.proto\"t\n\x06Member\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.kvmesh.v1.Role\x12\x0f\n\x07node_id\x18\x03 \x01(\t\x12\x10\n\x08store_id\x18\x04 \x01(\t\"f\n\x0bJoinRequest\x12\x34\n\x10protocol_version\x18\x01 \x01(\x0e\x32\x1a.kvmesh.v1.ProtocolVersion\x12!\n\x06member\x18\x02 \x01(\x0b\x32\x11.kvmesh.v1.Member\"[\n\x0cJoinResponse\x12\x1d\n\x15heartbeat_interval_ms\x18\x01 \x01(\r\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\x12\x1a\n\x12master_incarnation\x18\x03 \x01(\x06\"D\n\x0b\x42\x65\x61tRequest\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x0b\n\x03seq\x18\x02 \x01(\x06\"*\n\x0c\x42\x65\x61tResponse\x12\x1a\n\x12master_incarnation\x18\x01 \x01(\x06\"8\n\x0cLeaveRequest\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\"\x0f\n\rLeaveResponse\"\x15\n\x13WatchMembersRequest\"f\n\x0bMemberEvent\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12\'\n\x06\x63hange\x18\x02 \x01(\x0e\x32\x17.kvmesh.v1.MemberChange\x12!\n\x06member\x18\x03 \x01(\x0b\x32\x11.kvmesh.v1.Member\"d\n\x0cMemberEvents\x12\x1a\n\x12master_incarnation\x18\x01 \x01(\x06\x12\x10\n\x08snapshot\x18\x02 \x01(\x08\x12&\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x16.kvmesh.v1.MemberEvent\"\x14\n\x12ListMembersRequest\"U\n\x13ListMembersResponse\x12\x1a\n\x12master_incarnation\x18\x01 \x01(\x06\x12\"\n\x07members\x18\x02 \x03(\x0b\x32\x11.kvmesh.v1.Member*w\n\x0cMemberChange\x12\x1d\n\x19MEMBER_CHANGE_UNSPECIFIED\x10\x00\x12\x18\n\x14MEMBER_CHANGE_JOINED\x10\x01\x12\x16\n\x12MEMBER_CHANGE_LEFT\x10\x02\x12\x16\n\x12MEMBER_CHANGE_DIED\x10\x03\x32\xd4\x02\n\x0bStoreMaster\x12\x37\n\x04Join\x12\x16.kvmesh.v1.JoinRequest\x1a\x17.kvmesh.v1.JoinResponse\x12\x37\n\x04\x42\x65\x61t\x12\x16.kvmesh.v1.BeatRequest\x1a\x17.kvmesh.v1.BeatResponse\x12:\n\x05Leave\x12\x17.kvmesh.v1.LeaveRequest\x1a\x18.kvmesh.v1.LeaveResponse\x12I\n\x0cWatchMembers\x12\x1e.kvmesh.v1.WatchMembersRequest\x1a\x17.kvmesh.v1.MemberEvents0\x01\x12L\n\x0bListMembers\x12\x1d.kvmesh.v1.ListMembersRequest\x1a\x1e.kvmesh.v1.ListMembersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvmesh/v1/store.proto\x12\tkvmesh.v1\x1a\x16kvmesh/v1/common.proto\"t\n\x06Member\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.kvmesh.v1.Role\x12\x0f\n\x07node_id\x18\x03 \x01(\t\x12\x10\n\x08store_id\x18\x04 \x01(\t\"f\n\x0bJoinRequest\x12\x34\n\x10protocol_version\x18\x01 \x01(\x0e\x32\x1a.kvmesh.v1.ProtocolVersion\x12!\n\x06member\x18\x02 \x01(\x0b\x32\x11.kvmesh.v1.Member\"[\n\x0cJoinResponse\x12\x1d\n\x15heartbeat_interval_ms\x18\x01 \x01(\r\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\x12\x1a\n\x12master_incarnation\x18\x03 \x01(\x06\"D\n\x0b\x42\x65\x61tRequest\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x0b\n\x03seq\x18\x02 \x01(\x06\"*\n\x0c\x42\x65\x61tResponse\x12\x1a\n\x12master_incarnation\x18\x01 \x01(\x06\"8\n\x0cLeaveRequest\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\"\x0f\n\rLeaveResponse\"\x15\n\x13WatchMembersRequest\"f\n\x0bMemberEvent\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12\'\n\x06\x63hange\x18\x02 \x01(\x0e\x32\x17.kvmesh.v1.MemberChange\x12!\n\x06member\x18\x03 \x01(\x0b\x32\x11.kvmesh.v1.Member\"q\n\x0cMemberEvents\x12\x1a\n\x12master_incarnation\x18\x01 \x01(\x06\x12\x10\n\x08snapshot\x18\x02 \x01(\x08\x12&\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x16.kvmesh.v1.MemberEvent\x12\x0b\n\x03seq\x18\x04 \x01(\x06\"\x14\n\x12ListMembersRequest\"U\n\x13ListMembersResponse\x12\x1a\n\x12master_incarnation\x18\x01 \x01(\x06\x12\"\n\x07members\x18\x02 \x03(\x0b\x32\x11.kvmesh.v1.Member*w\n\x0cMemberChange\x12\x1d\n\x19MEMBER_CHANGE_UNSPECIFIED\x10\x00\x12\x18\n\x14MEMBER_CHANGE_JOINED\x10\x01\x12\x16\n\x12MEMBER_CHANGE_LEFT\x10\x02\x12\x16\n\x12MEMBER_CHANGE_DIED\x10\x03\x32\xd4\x02\n\x0bStoreMaster\x12\x37\n\x04Join\x12\x16.kvmesh.v1.JoinRequest\x1a\x17.kvmesh.v1.JoinResponse\x12\x37\n\x04\x42\x65\x61t\x12\x16.kvmesh.v1.BeatRequest\x1a\x17.kvmesh.v1.BeatResponse\x12:\n\x05Leave\x12\x17.kvmesh.v1.LeaveRequest\x1a\x18.kvmesh.v1.LeaveResponse\x12I\n\x0cWatchMembers\x12\x1e.kvmesh.v1.WatchMembersRequest\x1a\x17.kvmesh.v1.MemberEvents0\x01\x12L\n\x0bListMembers\x12\x1d.kvmesh.v1.ListMembersRequest\x1a\x1e.kvmesh.v1.ListMembersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvmesh.rpc.pb.store_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MEMBERCHANGE']._serialized_start=902
-  _globals['_MEMBERCHANGE']._serialized_end=1021
+  _globals['_MEMBERCHANGE']._serialized_start=915
+  _globals['_MEMBERCHANGE']._serialized_end=1034
   _globals['_MEMBER']._serialized_start=60
   _globals['_MEMBER']._serialized_end=176
   _globals['_JOINREQUEST']._serialized_start=178
@@ -53,11 +53,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MEMBEREVENT']._serialized_start=587
   _globals['_MEMBEREVENT']._serialized_end=689
   _globals['_MEMBEREVENTS']._serialized_start=691
-  _globals['_MEMBEREVENTS']._serialized_end=791
-  _globals['_LISTMEMBERSREQUEST']._serialized_start=793
-  _globals['_LISTMEMBERSREQUEST']._serialized_end=813
-  _globals['_LISTMEMBERSRESPONSE']._serialized_start=815
-  _globals['_LISTMEMBERSRESPONSE']._serialized_end=900
-  _globals['_STOREMASTER']._serialized_start=1024
-  _globals['_STOREMASTER']._serialized_end=1364
+  _globals['_MEMBEREVENTS']._serialized_end=804
+  _globals['_LISTMEMBERSREQUEST']._serialized_start=806
+  _globals['_LISTMEMBERSREQUEST']._serialized_end=826
+  _globals['_LISTMEMBERSRESPONSE']._serialized_start=828
+  _globals['_LISTMEMBERSRESPONSE']._serialized_end=913
+  _globals['_STOREMASTER']._serialized_start=1037
+  _globals['_STOREMASTER']._serialized_end=1377
 # @@protoc_insertion_point(module_scope)

@@ -245,8 +245,11 @@ class MemberEvents(_message.Message):
     MASTER_INCARNATION_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
+    SEQ_FIELD_NUMBER: _builtins.int
     master_incarnation: _builtins.int
     snapshot: _builtins.bool
+    seq: _builtins.int
+    """of the last change known here: the next event carries seq + 1"""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemberEvent]: ...
     def __init__(
@@ -255,10 +258,11 @@ class MemberEvents(_message.Message):
         master_incarnation: _builtins.int = ...,
         snapshot: _builtins.bool = ...,
         events: _abc.Iterable[Global___MemberEvent] | None = ...,
+        seq: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "master_incarnation", b"master_incarnation", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "master_incarnation", b"master_incarnation", "seq", b"seq", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

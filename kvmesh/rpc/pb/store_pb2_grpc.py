@@ -89,7 +89,8 @@ class StoreMasterServicer:
 
     def WatchMembers(self, request, context):
         """A snapshot of all members first (`snapshot` true), then every change; `seq` has no gaps
-        within one `master_incarnation`.
+        within one `master_incarnation`. A quiet stream sends an empty message every heartbeat interval.
+        A watcher that falls behind is closed with UNAVAILABLE and starts over with a snapshot.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

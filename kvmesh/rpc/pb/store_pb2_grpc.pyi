@@ -41,7 +41,8 @@ class StoreMasterStub:
     Leave: _grpc.UnaryUnaryMultiCallable[_store_pb2.LeaveRequest, _store_pb2.LeaveResponse]
     WatchMembers: _grpc.UnaryStreamMultiCallable[_store_pb2.WatchMembersRequest, _store_pb2.MemberEvents]
     """A snapshot of all members first (`snapshot` true), then every change; `seq` has no gaps
-    within one `master_incarnation`.
+    within one `master_incarnation`. A quiet stream sends an empty message every heartbeat interval.
+    A watcher that falls behind is closed with UNAVAILABLE and starts over with a snapshot.
     """
     ListMembers: _grpc.UnaryUnaryMultiCallable[_store_pb2.ListMembersRequest, _store_pb2.ListMembersResponse]
 
@@ -58,7 +59,8 @@ class StoreMasterAsyncStub(StoreMasterStub):
     Leave: _aio.UnaryUnaryMultiCallable[_store_pb2.LeaveRequest, _store_pb2.LeaveResponse]  # type: ignore[assignment]
     WatchMembers: _aio.UnaryStreamMultiCallable[_store_pb2.WatchMembersRequest, _store_pb2.MemberEvents]  # type: ignore[assignment]
     """A snapshot of all members first (`snapshot` true), then every change; `seq` has no gaps
-    within one `master_incarnation`.
+    within one `master_incarnation`. A quiet stream sends an empty message every heartbeat interval.
+    A watcher that falls behind is closed with UNAVAILABLE and starts over with a snapshot.
     """
     ListMembers: _aio.UnaryUnaryMultiCallable[_store_pb2.ListMembersRequest, _store_pb2.ListMembersResponse]  # type: ignore[assignment]
 
@@ -96,7 +98,8 @@ class StoreMasterServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_store_pb2.MemberEvents], _abc.AsyncIterator[_store_pb2.MemberEvents]]:
         """A snapshot of all members first (`snapshot` true), then every change; `seq` has no gaps
-        within one `master_incarnation`.
+        within one `master_incarnation`. A quiet stream sends an empty message every heartbeat interval.
+        A watcher that falls behind is closed with UNAVAILABLE and starts over with a snapshot.
         """
 
     @_abc_1.abstractmethod
