@@ -112,7 +112,8 @@ class PushCancel(Message, frozen=True):
 
 
 class OpenWindow(Message, frozen=True):
-    """Invite `peer` to write whole blocks at these segment offsets in this epoch."""
+    """Invite `peer` to write whole blocks at these segment offsets in this epoch. Answer WindowOpened: a landing
+    told to the writer before that could be written to before the window is there, and be refused."""
 
     peer: str
     handoff_epoch: int
@@ -267,6 +268,11 @@ class PushDrained(Message, frozen=True):
     handle: int
 
 
+class WindowOpened(Message, frozen=True):
+    peer: str
+    handoff_epoch: int
+
+
 class FillEnded(Message, frozen=True):
     """End mark of this writer: all its bytes of the epoch have landed here."""
 
@@ -328,6 +334,7 @@ ToFront = (
     | PushDone
     | PushFailed
     | PushDrained
+    | WindowOpened
     | FillEnded
     | Fenced
     | Copied

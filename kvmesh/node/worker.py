@@ -134,6 +134,7 @@ class Worker:
             case m.OpenWindow(peer, epoch, offsets):
                 shard = self.layout.shard_bytes
                 self.engine.open_window(peer, epoch, [Range(o, shard) for o in offsets])
+                self._send(m.WindowOpened(peer, epoch))
             case m.Fence(peer, epoch):
                 # The fence may wait for a slice in flight: never on the thread that runs steps.
                 threading.Thread(target=self._fence, args=(peer, epoch), name="fence", daemon=True).start()
