@@ -16,6 +16,7 @@
     │   └── CheckpointError ....... FAILED_PRECONDITION  500   at start, names the file or tensor
     ├── TransferError ............. UNAVAILABLE          503   retryable
     └── InternalError ............. INTERNAL             500
+        └── NonFiniteLogits ....... INTERNAL             500   rows: the batch rows whose logits hold NaN or inf
 
 This module imports nothing but the standard library, so that every package may raise from it;
 `kvmesh.rpc.status` carries these over gRPC, the gateway writes them as OpenAI's JSON.
@@ -136,6 +137,16 @@ class TransferError(KvmeshError):
 
 class InternalError(KvmeshError):
     pass
+
+
+class NonFiniteLogits(InternalError):
+    """The model answered NaN or infinity for `rows` of the batch; the other rows may be run again without them."""
+
+    code = "non_finite_logits"
+
+    def __init__(self, message: str, *, rows: tuple[int, ...] = (), **kw: Any) -> None:
+        super().__init__(message, **kw)
+        self.rows = rows
 
 
 def _tree(cls: type[KvmeshError]) -> dict[str, type[KvmeshError]]:
