@@ -189,7 +189,9 @@ Global___Credit: _TypeAlias = Credit  # noqa: Y015
 
 @_typing.final
 class SessionResponse(_message.Message):
-    """What one engine step made for this gateway. Within one message: hello, tokens, finished, failed."""
+    """What one engine step made for this gateway. Within one message: hello, prefilled, tokens, finished, failed.
+    After a CancelRequest nothing more needs to be sent for that slot; what is sent is ignored.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -197,6 +199,7 @@ class SessionResponse(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    PREFILLED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___SessionHelloReply: ...
     @_builtins.property
@@ -205,6 +208,8 @@ class SessionResponse(_message.Message):
     def finished(self) -> _containers.RepeatedCompositeFieldContainer[Global___Finished]: ...
     @_builtins.property
     def failed(self) -> _containers.RepeatedCompositeFieldContainer[Global___Failed]: ...
+    @_builtins.property
+    def prefilled(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prefilled]: ...
     def __init__(
         self,
         *,
@@ -212,10 +217,11 @@ class SessionResponse(_message.Message):
         tokens: Global___StepTokens | None = ...,
         finished: _abc.Iterable[Global___Finished] | None = ...,
         failed: _abc.Iterable[Global___Failed] | None = ...,
+        prefilled: _abc.Iterable[Global___Prefilled] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "finished", b"finished", "hello", b"hello", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "finished", b"finished", "hello", b"hello", "prefilled", b"prefilled", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -279,6 +285,38 @@ class StepTokens(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepTokens: _TypeAlias = StepTokens  # noqa: Y015
+
+@_typing.final
+class Prefilled(_message.Message):
+    """Once a request, before or with its token 0: a request that the gateway cuts at a stop string never sees
+    Finished, and its usage must still tell the prefix really found.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    TIMINGS_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    cached_tokens: _builtins.int
+    @_builtins.property
+    def timings(self) -> _common_pb2.StageTimings:
+        """as far as known"""
+
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        timings: _common_pb2.StageTimings | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "slot", b"slot", "timings", b"timings"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Prefilled: _TypeAlias = Prefilled  # noqa: Y015
 
 @_typing.final
 class Finished(_message.Message):
