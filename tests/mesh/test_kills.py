@@ -1,0 +1,101 @@
+"""kill -9 of each service in the middle of requests, and frozen ranks: tokens or one clear error, then it serves again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import pytest
+
+from kvmesh.rpc.errors import KvmeshError
+from tests.mesh.client import Answer
+from tests.mesh.harness import Running
+
+pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300)]
+
+MeshFactory = Callable[..., AbstractAsyncContextManager[Running]]
+DEADLINE_S = 30.0
+
+
+def prompts(count: int, length: int = 90) -> list[list[int]]:
+    return [[(i * 131 + j * j * 7 + j) % 230 + 20 for j in range(length)] for i in range(count)]
+
+
+async def load_and_strike(running: Running, strike: Callable[[], None], after_tokens: int) -> list[Answer]:
+    """12 requests at once; `strike` once some of them have made `after_tokens` tokens."""
+    struck = False
+
+    def seen(tokens: int) -> None:
+        nonlocal struck
+        if tokens >= after_tokens and not struck:
+            struck = True
+            strike()
+
+    calls = [
+        running.client.generate(p, 48, on_token=seen, timeout_s=DEADLINE_S, timeout_ms=int(DEADLINE_S * 1000))
+        for p in prompts(12)
+    ]
+    async with asyncio.timeout(DEADLINE_S + 10):
+        answers = await asyncio.gather(*calls)
+    assert struck
+    return answers
+
+
+@pytest.mark.parametrize("service", ["gateway", "conductor", "store", "prefill-0", "decode-0"])
+async def test_kill_of_a_service_in_the_middle_of_requests(service: str, small_mesh: Running) -> None:
+    expected = [await small_mesh.client.generate(p, 48) for p in prompts(12)]
+    before = small_mesh.pid(service)
+    answers = await load_and_strike(small_mesh, lambda: small_mesh.kill(service), after_tokens=3)
+    for answer, right in zip(answers, expected, strict=True):
+        if answer.error is None:
+            assert answer.tokens == right.tokens
+        else:
+            assert isinstance(answer.error, KvmeshError)
+            assert answer.error.message
+            assert answer.tokens == right.tokens[: len(answer.tokens)]
+    if service in ("conductor", "store"):
+        assert [a.error for a in answers] == [None] * 12, "requests that run need neither conductor nor master"
+    await small_mesh.restarted(service, before)
+    again = await small_mesh.client.generate(prompts(1)[0], 48)
+    assert (again.error, again.tokens) == (None, expected[0].tokens)
+    await small_mesh.settled()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_frozen_prefill_ranks_past_the_lease(transport: str, demo_path: Path, mesh: MeshFactory) -> None:
+    """Their handoffs end, the extents serve others, and nothing they write after waking up is seen."""
+    flags = {
+        "prefill": {"transports": transport, "prefill_chunk_tokens": 32, "rank_silence_ms": 1500},
+        "decode": {"transports": transport, "lease_ms": 1000, "num_pages": 40, "num_extents": 8},
+    }
+    async with mesh(demo_path, prefill=2, decode=1, flags=flags) as running:
+        expected = [await running.client.generate(p, 8, cache_salt="a") for p in prompts(6, 500)]
+        frozen = running.rank_pids("prefill-0")
+        calls = [asyncio.ensure_future(running.client.generate(p, 8, cache_salt="b")) for p in prompts(6, 500)]
+        try:
+            await running.busy("prefill-0")
+            for pid in frozen:
+                os.kill(pid, signal.SIGSTOP)
+            answers = await asyncio.gather(*calls)
+            for answer, right in zip(answers, expected, strict=True):
+                if answer.error is None:
+                    assert answer.tokens == right.tokens
+                else:
+                    assert isinstance(answer.error, KvmeshError)
+            # the pages of the frozen writer's handoffs now carry other requests
+            during = [
+                asyncio.ensure_future(running.client.generate(p, 30, cache_salt="c")) for p in prompts(6, 500)
+            ]
+            await running.busy("decode-0")
+        finally:
+            for pid in frozen:
+                os.kill(pid, signal.SIGCONT)
+        for answer, right in zip(await asyncio.gather(*during), expected, strict=True):
+            assert answer.error is None
+            assert answer.tokens[:8] == right.tokens
+        await running.ready("prefill-0")
+        await running.settled()
