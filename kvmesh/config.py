@@ -1,9 +1,25 @@
-"""Service configuration base; the loader joins it (see docs/structures.md)."""
+"""Service configuration: a frozen dataclass filled from flags, the environment, a TOML file and defaults."""
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import socket
+import tomllib
+import types
+import typing
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvmesh.rpc.errors import ConfigError
+
+ENV_PREFIX = "KVMESH_"
+
+T = TypeVar("T")
+
+_PORT = {"min": 0, "max": 65535}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,10 +27,154 @@ class ServiceConfig:
     """What every service can be told."""
 
     host: str = field(default="127.0.0.1", metadata={"help": "Address to listen on."})
-    port: int = field(default=0, metadata={"help": "gRPC port; 0 picks a free one."})
-    metrics_port: int = field(default=0, metadata={"help": "Prometheus port; 0 picks a free one."})
+    port: int = field(default=0, metadata={"help": "gRPC port; 0 picks a free one.", **_PORT})
+    metrics_port: int = field(default=0, metadata={"help": "Prometheus port; 0 picks a free one.", **_PORT})
     node_id: str = field(default_factory=socket.gethostname, metadata={"help": "Name of this machine."})
-    log_level: str = field(default="info", metadata={"help": "debug, info, warning or error."})
+    log_level: str = field(
+        default="info",
+        metadata={
+            "help": "debug, info, warning or error.",
+            "choices": ("debug", "info", "warning", "error"),
+        },
+    )
     trace_dir: str = field(default="", metadata={"help": "Folder for spans as JSON lines; empty: none."})
     otlp_endpoint: str = field(default="", metadata={"help": "OTLP gRPC collector, e.g. http://127.0.0.1:4317."})
     ready_file: str = field(default="", metadata={"help": "Written as JSON once the service accepts calls."})
+
+
+def load(
+    cls: type[T],
+    flags: Mapping[str, Any],
+    *,
+    toml: Path | None,
+    env: Mapping[str, str],
+    also_known: Collection[str] = (),
+) -> T:
+    """Build the frozen dataclass `cls`: a flag over `KVMESH_<KEY>` over the TOML file over the default.
+
+    A flag that is None was not given. Field metadata may hold `min`, `max` and `choices`. `also_known` names keys
+    that environment variables may hold though this class has no such field (an environment is shared by
+    all services of a machine). Raises ConfigError naming key, value and origin for an unknown key, a value of
+    the wrong type or out of range, and for whatever the class's `__post_init__` refuses.
+    """
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+    found: dict[str, tuple[Any, str]] = {}
+    for key, value in _from_toml(toml).items():
+        _known(key, fields, f"in {toml}")
+        found[key] = value, f"in {toml}"
+    for name, text in env.items():
+        key = name.removeprefix(ENV_PREFIX).lower()
+        if not name.startswith(ENV_PREFIX) or (key in also_known and key not in fields):
+            continue
+        _known(key, fields, f"from {name}", shown=name)
+        found[key] = text, f"from {name}"
+    for key, value in flags.items():
+        flag = f"from --{key.replace('_', '-')}"
+        _known(key, fields, flag)
+        if value is not None:
+            found[key] = value, flag
+    values = {}
+    for key, (value, origin) in found.items():
+        values[key] = _checked(key, value, hints[key], fields[key].metadata, origin)
+    return _build(cls, values, {key: origin for key, (_, origin) in found.items()})
+
+
+def _build(cls: type[T], values: dict[str, Any], origins: dict[str, str]) -> T:
+    try:
+        return cls(**values)
+    except ConfigError as err:
+        origin = origins.get(err.field or "", "")
+        if not origin or origin in err.message:
+            raise
+        raise type(err)(f"{err.message} ({origin})", field=err.field) from None
+    except (ValueError, TypeError) as err:
+        raise ConfigError(f"{cls.__name__}: {err}") from None
+
+
+def _from_toml(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as err:
+        raise ConfigError(f"config={str(path)!r}: {err.strerror}", field="config") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as err:
+        raise ConfigError(f"config={str(path)!r}: not TOML ({err})", field="config") from None
+
+
+def _known(key: str, fields: Mapping[str, Any], origin: str, *, shown: str = "") -> None:
+    if key in fields:
+        return
+    near = difflib.get_close_matches(key, fields, n=1)
+    hint = ""
+    if near:
+        hint = f"; did you mean {ENV_PREFIX + near[0].upper() if shown else near[0]}?"
+    raise ConfigError(f"unknown key {shown or key!r} ({origin}){hint}", field=key)
+
+
+def _checked(key: str, value: Any, hint: Any, limits: Mapping[str, Any], origin: str) -> Any:
+    def refuse(why: str) -> ConfigError:
+        shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+        return ConfigError(f"{key}={shown} ({origin}): {why}", field=key)
+
+    made = _convert(value, hint, refuse)
+    if made is None:
+        return None
+    # Written so that NaN, which compares with nothing, is refused too.
+    if "min" in limits and not made >= limits["min"]:
+        raise refuse(f"must be at least {limits['min']}")
+    if "max" in limits and not made <= limits["max"]:
+        raise refuse(f"must be at most {limits['max']}")
+    if "choices" in limits and made not in limits["choices"]:
+        raise refuse(f"choose one of {', '.join(map(str, limits['choices']))}")
+    return made
+
+
+_TRUE = frozenset(("1", "true", "yes", "on"))
+_FALSE = frozenset(("0", "false", "no", "off"))
+_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+
+
+def _convert(value: Any, hint: Any, refuse: typing.Callable[[str], ConfigError]) -> Any:
+    """`value` as the annotated type `hint`: text is parsed, anything else must already be of the type."""
+    origin = typing.get_origin(hint)
+    if origin in (types.UnionType, typing.Union):
+        options = [a for a in typing.get_args(hint) if a is not type(None)]
+        if value is None or (value == "" and str not in options):
+            return None
+        return _convert(value, options[0], refuse)
+    if origin is typing.Literal:
+        choices = typing.get_args(hint)
+        if value not in choices:
+            raise refuse(f"choose one of {', '.join(map(str, choices))}")
+        return value
+    if origin is tuple:
+        parts = value.split(",") if isinstance(value, str) else value
+        if not isinstance(parts, list | tuple):
+            raise refuse("must be a list, or text with commas")
+        item = typing.get_args(hint)[0]
+        return tuple(_convert(p.strip() if isinstance(p, str) else p, item, refuse) for p in parts if p != "")
+    if hint not in _NAMES:
+        raise TypeError(f"config fields of type {hint} are not supported")
+    made = _scalar(value, hint)
+    if made is None:
+        raise refuse(f"must be {_NAMES[hint]}")
+    return made
+
+
+def _scalar(value: Any, hint: type) -> Any:
+    """The converted value, or None when it is of another type."""
+    if hint is bool and isinstance(value, str):
+        low = value.strip().lower()
+        return True if low in _TRUE else False if low in _FALSE else None
+    if isinstance(value, str) and hint in (int, float):
+        try:
+            return hint(value.strip())
+        except ValueError:
+            return None
+    if hint is float and type(value) is int:
+        return float(value)
+    if hint is Path and isinstance(value, str | Path):
+        return Path(value)
+    return value if type(value) is hint else None

@@ -1,4 +1,4 @@
-"""The gRPC server every service stands on: limits, health, reflection, named errors, one clear line for a port in use."""
+"""The gRPC server every service stands on: limits, health, reflection, named errors."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def from_rpc_error(err: grpc.RpcError) -> KvmeshError:
     for key, value in trailing or ():
         if key == DETAIL_KEY:
             return from_detail(common_pb2.ErrorDetail.FromString(bytes(value)))
-    code = getattr(err, "code", lambda: None)()
+    code: Any = getattr(err, "code", lambda: None)()
     message = getattr(err, "details", lambda: None)() or str(code or err)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in message:
         return BodyTooLarge(message)  # gRPC's own limit, not a full peer
@@ -131,7 +131,7 @@ def _guard_stream(behavior: _Behavior, method: str) -> Callable[[Any, Any], Asyn
     return stream
 
 
-class errors_to_status(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]  # noqa: N801
+class errors_to_status(grpc.aio.ServerInterceptor):  # noqa: N801
     """Server interceptor: a raised KvmeshError becomes its status and detail; anything else INTERNAL, logged.
 
     Covers unary-unary, unary-stream and stream-stream (and stream-unary) handlers, written as coroutines or
@@ -139,21 +139,21 @@ class errors_to_status(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
+    ) -> Any:
         """Wrap the handler that `continuation` finds."""
         handler: Any = await continuation(handler_call_details)
         if handler is None:
-            return handler  # type: ignore[no-any-return]
-        kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
+            return None  # gRPC answers UNIMPLEMENTED
+        sides = handler.request_streaming, handler.response_streaming
+        kind = "_".join("stream" if streaming else "unary" for streaming in sides)
         behavior = getattr(handler, kind)
         method = handler_call_details.method
-        method = method.decode() if isinstance(method, bytes) else method
         generator = inspect.isasyncgenfunction(behavior)
         wrapped = _guard_stream(behavior, method) if generator else _guard_call(behavior, method)
         make = getattr(grpc, f"{kind}_rpc_method_handler")
-        return make(  # type: ignore[no-any-return]
+        return make(
             wrapped,
             request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,

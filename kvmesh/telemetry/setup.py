@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, TextIO, cast
 
 from opentelemetry.trace import NoOpTracer, Tracer
 
@@ -83,10 +83,10 @@ def _provider(service: str, instance_id: str, trace_dir: str, otlp_endpoint: str
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 
-    def add(exporter: SpanExporter, delay_ms: int) -> None:
+    def add(exporter: SpanExporter | JsonLinesExporter, delay_ms: int) -> None:
         provider.add_span_processor(
             BatchSpanProcessor(
-                exporter,
+                cast(SpanExporter, exporter),
                 max_queue_size=_QUEUE_SPANS,
                 schedule_delay_millis=delay_ms,
                 max_export_batch_size=512,

@@ -1,0 +1,74 @@
+"""One service process: an event loop, signals that stop it, and a death that follows its parent's."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import faulthandler
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from types import FrameType
+
+import uvloop
+
+# Set by a supervisor to its pid: the process dies with it, whatever kills it.
+PARENT_ENV = "KVMESH_PARENT_PID"
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """Have the kernel SIGKILL this process when the thread that started it ends (Linux; elsewhere nothing).
+
+    `parent_pid`: who the parent should be; when it is already gone the process exits at once."""
+    try:
+        prctl = ctypes.CDLL(None, use_errno=True).prctl
+    except (OSError, AttributeError):
+        return
+    prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if parent_pid is not None and os.getppid() != parent_pid:
+        os._exit(1)  # it died before the call above
+
+
+def follow_supervisor() -> None:
+    """`die_with_parent` when a supervisor started this process (environment `KVMESH_PARENT_PID`)."""
+    pid = os.environ.pop(PARENT_ENV, "")
+    if pid.isdigit():
+        die_with_parent(int(pid))
+
+
+def run(main: Callable[[asyncio.Event], Awaitable[None]], *, stop_s: float = 20.0) -> None:
+    """Run `main(stop)` on uvloop to its end.
+
+    SIGINT or SIGTERM sets `stop`; a second one, or `stop_s` seconds without an end, exits at once."""
+    faulthandler.enable()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_until_stopped(main, stop_s))
+
+
+async def _until_stopped(main: Callable[[asyncio.Event], Awaitable[None]], stop_s: float) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: int) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+        # A handler of C level from here on: it answers even when the loop hangs in its shutdown.
+        signal.signal(signal.SIGALRM, _give_up)
+        signal.setitimer(signal.ITIMER_REAL, stop_s)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        await main(stop)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def _give_up(number: int, frame: FrameType | None) -> None:
+    faulthandler.dump_traceback()
+    os._exit(1)

@@ -1,0 +1,248 @@
+"""Every span, attribute and metric name, once.
+
+The spans of one request:
+
+    chat <model> | text_completion <model>   gateway; root, or child of the client's traceparent
+    ├── kvmesh.tokenize                      gateway
+    ├── kvmesh.schedule                      gateway
+    │   └── kvmesh.place                     conductor
+    └── kvmesh.request                       decode, the request's whole life there
+        ├── kvmesh.admit                     decode: received → prefill asked
+        ├── kvmesh.prefill                   prefill: received → everything acknowledged
+        │   ├── kvmesh.queue                 received → first chunk starts
+        │   ├── kvmesh.compute               first chunk starts → first token sampled
+        │   └── kvmesh.transfer              first byte posted → last acknowledged
+        ├── kvmesh.reserve                   decode: BeginFill → landing sent
+        ├── kvmesh.load                      decode: landing → device pages
+        ├── kvmesh.first_decode              decode: joined the batch → second token
+        └── kvmesh.generate                  decode: second token → finish
+
+Attributes: GenAI semantic conventions where they exist, else `kvmesh.*`.
+Metrics: `kvmesh_<service>_<what>_<unit>`; durations in seconds, sizes in bytes; label values are bounded sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from typing import Any
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+    start_http_server,
+)
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from kvmesh.rpc.errors import ConfigError
+
+# ── spans ─────────────────────────────────────────────────────────────────────────────────────────
+
+SPAN_CHAT = "chat"  # + " <model>"
+SPAN_COMPLETION = "text_completion"  # + " <model>"
+SPAN_TOKENIZE = "kvmesh.tokenize"
+SPAN_SCHEDULE = "kvmesh.schedule"
+SPAN_PLACE = "kvmesh.place"
+SPAN_REQUEST = "kvmesh.request"
+SPAN_ADMIT = "kvmesh.admit"
+SPAN_PREFILL = "kvmesh.prefill"
+SPAN_QUEUE = "kvmesh.queue"
+SPAN_COMPUTE = "kvmesh.compute"
+SPAN_TRANSFER = "kvmesh.transfer"
+SPAN_RESERVE = "kvmesh.reserve"
+SPAN_LOAD = "kvmesh.load"
+SPAN_FIRST_DECODE = "kvmesh.first_decode"
+SPAN_GENERATE = "kvmesh.generate"
+
+# ── attributes ────────────────────────────────────────────────────────────────────────────────────
+
+OPERATION = "gen_ai.operation.name"  # "chat" | "text_completion"
+PROVIDER = "gen_ai.provider.name"  # "kvmesh"
+REQUEST_MODEL = "gen_ai.request.model"
+RESPONSE_MODEL = "gen_ai.response.model"
+RESPONSE_ID = "gen_ai.response.id"
+MAX_TOKENS = "gen_ai.request.max_tokens"
+TEMPERATURE = "gen_ai.request.temperature"
+TOP_P = "gen_ai.request.top_p"
+TOP_K = "gen_ai.request.top_k"
+SEED = "gen_ai.request.seed"
+STREAM = "gen_ai.request.stream"
+CHOICE_COUNT = "gen_ai.request.choice.count"
+FINISH_REASONS = "gen_ai.response.finish_reasons"
+INPUT_TOKENS = "gen_ai.usage.input_tokens"
+OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
+CACHED_INPUT_TOKENS = "gen_ai.usage.cache_read.input_tokens"
+ERROR_TYPE = "error.type"  # `code` of the error tree
+
+REQUEST_ID = "kvmesh.request_id"
+ATTEMPT = "kvmesh.attempt"
+PRIORITY = "kvmesh.priority"
+INSTANCE = "kvmesh.instance_id"
+PREFILL_INSTANCE = "kvmesh.prefill.instance_id"
+DECODE_INSTANCE = "kvmesh.decode.instance_id"
+TTFT_MS = "kvmesh.ttft_ms"
+PREDICTED_TTFT_MS = "kvmesh.predicted_ttft_ms"
+PREDICTED_TBT_MS = "kvmesh.predicted_tbt_ms"
+PREDICTED_CACHED_TOKENS = "kvmesh.predicted_cached_tokens"
+PROMPT_TOKENS = "kvmesh.prompt_tokens"
+CACHED_TOKENS = "kvmesh.cached_tokens"  # the prefix really found
+COMPUTED_TOKENS = "kvmesh.computed_tokens"  # by prefill: the rest
+CHUNKS = "kvmesh.chunks"
+BLOCKS = "kvmesh.blocks"
+BLOCK_TOKENS = "kvmesh.block_tokens"
+TRANSFER_BYTES = "kvmesh.transfer.bytes"
+TRANSFER_TRANSPORT = "kvmesh.transfer.transport"  # "shm" | "tcp" | ...
+HANDOFF_EPOCH = "kvmesh.handoff_epoch"
+PREEMPTIONS = "kvmesh.preemptions"
+CANDIDATES = "kvmesh.candidates"
+OUTCOME = "kvmesh.outcome"
+
+# ── metrics ───────────────────────────────────────────────────────────────────────────────────────
+
+SERVICES = ("gateway", "conductor", "prefill", "decode", "store")
+REGISTRIES: dict[str, CollectorRegistry] = {name: CollectorRegistry() for name in SERVICES}
+_PROCESS = CollectorRegistry()
+ProcessCollector(registry=_PROCESS)
+
+# Seconds: from a millisecond, where a local mesh lives, to a minute, where a deadline does.
+_WAIT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_STEP = (0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+_BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+def _counter(name: str, text: str, *labels: str) -> Counter:
+    return Counter(f"kvmesh_{name}", text, labels, registry=REGISTRIES[name.split("_")[0]])
+
+
+def _gauge(name: str, text: str, *labels: str) -> Gauge:
+    return Gauge(f"kvmesh_{name}", text, labels, registry=REGISTRIES[name.split("_")[0]])
+
+
+def _histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+    return Histogram(f"kvmesh_{name}", text, labels, registry=REGISTRIES[name.split("_")[0]], buckets=buckets)
+
+
+# Gateway. outcome: stop, length, cancelled, or the `code` of the error tree. route: chat, completions, grpc.
+GATEWAY_REQUESTS = _counter("gateway_requests_total", "Requests that ended.", "route", "outcome")
+GATEWAY_RUNNING = _gauge("gateway_running_requests", "Requests in flight.")
+GATEWAY_TTFT = _histogram("gateway_ttft_seconds", "Received until the first token is sent.", _WAIT)
+GATEWAY_TBT = _histogram("gateway_tbt_seconds", "Time between tokens of one request.", _STEP)
+GATEWAY_REQUEST_SECONDS = _histogram("gateway_request_seconds", "Received until finished.", _WAIT)
+GATEWAY_TOKENIZE = _histogram("gateway_tokenize_seconds", "Template, tokenize and hash.", _STEP)
+GATEWAY_SCHEDULE = _histogram("gateway_schedule_seconds", "Asking the conductor.", _STEP)
+GATEWAY_PROMPT_TOKENS = _counter("gateway_prompt_tokens_total", "Prompt tokens of accepted requests.")
+GATEWAY_CACHED_TOKENS = _counter("gateway_cached_tokens_total", "Prompt tokens that came from a prefix cache.")
+GATEWAY_OUTPUT_TOKENS = _counter("gateway_output_tokens_total", "Tokens sent to clients.")
+GATEWAY_RETRIES = _counter("gateway_retries_total", "Further attempts after an instance failed.", "reason")
+GATEWAY_STREAMS = _gauge("gateway_decode_streams", "Open Session streams.")
+GATEWAY_READY = _gauge("gateway_ready_bool", "1 when requests are served.")
+
+# Conductor. outcome: placed, overloaded, unavailable, ...; reason: ttft, tbt, capacity, no_instance.
+CONDUCTOR_DECISIONS = _counter("conductor_decisions_total", "Schedule calls answered.", "outcome")
+CONDUCTOR_REJECTIONS = _counter("conductor_rejections_total", "Schedule calls refused.", "reason")
+CONDUCTOR_SCHEDULE = _histogram("conductor_schedule_seconds", "One placement decision.", _STEP)
+CONDUCTOR_PREDICTED_TTFT = _histogram("conductor_predicted_ttft_seconds", "TTFT of placements.", _WAIT)
+CONDUCTOR_TTFT_ERROR = _histogram("conductor_prefill_error_seconds", "Absolute error of predicted prefill time.", _WAIT)
+CONDUCTOR_INSTANCES = _gauge("conductor_instances_count", "Known instances.", "role", "state")
+CONDUCTOR_HEARTBEATS = _counter("conductor_heartbeats_total", "Heartbeats taken.")
+CONDUCTOR_HEARTBEAT_AGE = _gauge("conductor_heartbeat_age_seconds", "Longest silence of a live instance.")
+
+# Prefill. outcome: done, cancelled, failed.
+PREFILL_REQUESTS = _counter("prefill_requests_total", "Handoffs that ended.", "outcome")
+PREFILL_QUEUED = _gauge("prefill_waiting_requests", "Requests in the queue.")
+PREFILL_QUEUED_TOKENS = _gauge("prefill_waiting_tokens", "Uncached tokens in the queue.")
+PREFILL_RUNNING = _gauge("prefill_running_requests", "Requests being computed or transferred.")
+PREFILL_QUEUE = _histogram("prefill_queue_seconds", "Received until the first chunk starts.", _WAIT)
+PREFILL_COMPUTE = _histogram("prefill_compute_seconds", "First chunk starts until the first token.", _WAIT)
+PREFILL_TRANSFER = _histogram("prefill_transfer_seconds", "First byte posted until the last acknowledged.", _WAIT)
+PREFILL_STEP = _histogram("prefill_step_seconds", "One engine step.", _WAIT)
+PREFILL_TRANSFER_BYTES = _counter("prefill_transfer_bytes_total", "KV bytes acknowledged by decode.")
+PREFILL_COMPUTED_TOKENS = _counter("prefill_computed_tokens_total", "Prompt tokens computed.")
+PREFILL_CACHED_TOKENS = _counter("prefill_cached_tokens_total", "Prompt tokens found in the prefix cache.")
+PREFILL_PAGES = _gauge("prefill_pages_count", "Device pages.", "state")  # state: total, free, cached
+PREFILL_HANDOFFS = _gauge("prefill_handoffs_count", "Handoffs by state.", "state")
+PREFILL_LEASE_STOPS = _counter("prefill_lease_stops_total", "Transfers stopped as their lease ran out.")
+PREFILL_READY = _gauge("prefill_ready_bool", "1 when work is taken.")
+
+# Decode. outcome: stop, length, cancelled, or an error's `code`.
+DECODE_REQUESTS = _counter("decode_requests_total", "Requests that ended.", "outcome")
+DECODE_RUNNING = _gauge("decode_running_requests", "Requests in the batch.")
+DECODE_WAITING = _gauge("decode_waiting_requests", "Admitted requests outside the batch.")
+DECODE_HANDOFFS = _gauge("decode_handoffs_count", "Handoffs by state of the machine.", "state")
+DECODE_RESERVE = _histogram("decode_reserve_seconds", "BeginFill until the landing is sent.", _STEP)
+DECODE_FILL = _histogram("decode_fill_seconds", "Landing sent until every end mark is here.", _WAIT)
+DECODE_LOAD = _histogram("decode_load_seconds", "Landing into device pages.", _STEP)
+DECODE_FIRST_DECODE = _histogram("decode_first_decode_seconds", "Joined the batch until the second token.", _WAIT)
+DECODE_TBT = _histogram("decode_tbt_seconds", "Time between tokens as the engine makes them.", _STEP)
+DECODE_STEP = _histogram("decode_step_seconds", "One engine step.", _STEP)
+DECODE_BATCH = _histogram("decode_batch_requests", "Requests in a step.", _BATCH)
+DECODE_CONTEXT_TOKENS = _gauge("decode_context_tokens", "Tokens of KV that a step reads.")
+DECODE_OUTPUT_TOKENS = _counter("decode_output_tokens_total", "Tokens made.")
+DECODE_PREEMPTIONS = _counter("decode_preemptions_total", "Requests whose KV went back to the host segment.")
+DECODE_PAGES = _gauge("decode_pages_count", "Device pages.", "state")  # state: total, free
+DECODE_EXTENTS = _gauge("decode_extents_count", "Host extents.", "state")  # state: total, free, quarantined
+DECODE_FENCES = _counter("decode_fences_total", "Writers fenced.", "reason")
+DECODE_STREAMS = _gauge("decode_streams_count", "Open streams.", "kind")  # kind: session, handoff
+DECODE_READY = _gauge("decode_ready_bool", "1 when work is taken.")
+
+# Store master. change: joined, left, died.
+STORE_MEMBERS = _gauge("store_members_count", "Live members.", "role")
+STORE_CHANGES = _counter("store_member_changes_total", "Membership changes.", "change")
+STORE_BEATS = _counter("store_beats_total", "Heartbeats taken.")
+STORE_HEARTBEAT_AGE = _gauge("store_heartbeat_age_seconds", "Longest silence of a live member.")
+STORE_WATCHERS = _gauge("store_watchers_count", "Open WatchMembers streams.")
+
+BUILD_INFO: dict[str, Gauge] = {
+    name: _gauge(f"{name}_build_info", "Always 1; the label tells the build.", "version") for name in SERVICES
+}
+
+_active: list[str] = []
+
+
+def activate(service: str) -> None:
+    """This process is `service` (a process may be several): its metrics are the ones served."""
+    if service in SERVICES and service not in _active:
+        _active.append(service)
+        BUILD_INFO[service].labels(version=version("kvmesh")).set(1)
+
+
+class _Active(Collector):
+    """The metrics of the process and of its active services, so that idle families of others are not shown."""
+
+    def collect(self) -> Iterator[Metric]:
+        yield from _PROCESS.collect()
+        for service in _active:
+            yield from REGISTRIES[service].collect()
+
+
+def render() -> tuple[bytes, str]:
+    """Metrics of this process in Prometheus' text format, and its content type."""
+    # generate_latest wants only `collect`.
+    registry: Any = _Active()
+    return generate_latest(registry), CONTENT_TYPE_LATEST
+
+
+def serve_metrics(host: str, port: int) -> tuple[int, Callable[[], None]]:
+    """Serve `/metrics` from a thread of its own; returns the bound port and what closes it.
+
+    ConfigError naming the port when it is in use."""
+    registry: Any = _Active()
+    try:
+        server, thread = start_http_server(port, host, registry)
+    except OSError as err:
+        why = "the port is in use" if err.errno == 98 else (err.strerror or str(err))
+        raise ConfigError(f"metrics_port={port}: {why} on {host}", field="metrics_port") from None
+
+    def close() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join(5)
+
+    return int(server.server_port), close
