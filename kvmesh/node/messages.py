@@ -265,7 +265,10 @@ class PushFailed(Message, frozen=True):
 
 
 class PushDrained(Message, frozen=True):
+    """Answer to PushCancel. Not `certain`: a path broke before the target answered; let the target fence it."""
+
     handle: int
+    certain: bool = True
 
 
 class WindowOpened(Message, frozen=True):

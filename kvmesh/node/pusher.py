@@ -261,7 +261,7 @@ class Pusher:
         del self._pushes[handle]
         self._computed.pop(handle, None)
         if push.cancelled:
-            self._send(m.PushDrained(handle))
+            self._send(m.PushDrained(handle, push.certain))
         elif push.cause:
             self._send(m.PushFailed(handle, epoch, push.cause, push.certain))
         else:
