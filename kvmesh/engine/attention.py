@@ -1,0 +1,82 @@
+"""Attention over paged KV: the seam between models and the memory that holds K and V.
+
+A backend plans a step once (which rows go to which pages, what each row attends to) and the plan then serves every
+layer: `write` puts the step's K and V into `pages`, `attend` reads back what each token may see. The torch backend
+runs anywhere; kernels for one device register themselves in BACKENDS.
+
+Shapes: `pages [num_pages, layers, 2, K, block_tokens, D]`, `qkv [T, H + 2K, D]` with T tokens, H query heads, K KV heads.
+
+Invariant: every slot that a batched gather may touch holds finite numbers. Slots past a request's last token are zeroed
+when its page is first written, because memory that the caller lends may hold NaN patterns and 0 * NaN is NaN.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from kvmesh.rpc.errors import InternalError
+
+
+class Span(NamedTuple):
+    """Tokens [start, start + length) of one request, whose KV lies in `pages` from token 0 on."""
+
+    start: int
+    length: int
+    pages: Sequence[int]
+
+
+class StepPlan(Protocol):
+    """One step's attention. `positions` is int64 `[T]` on the device."""
+
+    positions: torch.Tensor
+
+    def write(self, layer: int, qkv: torch.Tensor) -> None:
+        """K and V of all tokens into the pages of `layer`."""
+
+    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """`[T, H * D]`; `write` of the same layer comes first."""
+
+
+class AttentionBackend(ABC):
+    """Owns no memory but scratch: `pages` belong to the caller, who keeps one writer per page."""
+
+    def __init__(self, pages: torch.Tensor, num_heads: int) -> None:
+        if not pages.is_contiguous():
+            raise InternalError("pages must be contiguous")
+        self.pages = pages
+        self.num_pages, self.num_layers, _, self.kv_heads, self.block_tokens, self.head_dim = pages.shape
+        self.num_heads = num_heads
+        self.device, self.dtype = pages.device, pages.dtype
+
+    @abstractmethod
+    def plan_prefill(self, spans: Sequence[Span]) -> StepPlan:
+        """Ragged batch; T = the sum of all lengths. Zeroes the rest of each span's last page."""
+
+    @abstractmethod
+    def plan_decode(self, pages: Sequence[Sequence[int]], positions: Sequence[int]) -> StepPlan:
+        """One token a row; T = rows. The plan is valid until the next call."""
+
+    def page_array(self, pages: Sequence[int], end: int) -> np.ndarray:
+        """int64 ids of the pages that hold tokens [0, end). Raises InternalError when they are too few or do not exist."""
+        count = -(-end // self.block_tokens)
+        ids = np.asarray(pages[:count], dtype=np.int64)
+        if len(ids) < count:
+            raise InternalError(f"{end} tokens need {count} pages of {self.block_tokens}, got {len(ids)}")
+        if ids.min() < 0 or ids.max() >= self.num_pages:
+            raise InternalError(f"page ids {ids.min()}..{ids.max()} are outside 0..{self.num_pages - 1}")
+        return ids
+
+
+def make_backend(pages: torch.Tensor, num_heads: int) -> AttentionBackend:
+    """The backend registered for the pages' device, the torch one where none is."""
+    from kvmesh.engine.attention_torch import TorchAttention
+
+    return BACKENDS.get(pages.device.type, TorchAttention)(pages, num_heads)
+
+
+BACKENDS: dict[str, Callable[[torch.Tensor, int], AttentionBackend]] = {}

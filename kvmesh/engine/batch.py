@@ -1,0 +1,55 @@
+"""What goes into and comes out of one engine step.
+
+Inputs are plain mutable records on purpose: a running request keeps one DecodeInput and advances `token_id`, `position` and
+`sample.token_index` in place, so a step makes no objects for rows that merely go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(slots=True)
+class SampleParams:
+    """How to choose one token. temperature 0: the most likely one. `token_index` counts the answer's tokens from 0:
+    (seed, token_index) alone decides the noise. `logprobs`: -1 none, n ≥ 0 the chosen token's and the n best."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: no limit
+    seed: int = 0
+    token_index: int = 0
+    logprobs: int = -1
+
+
+@dataclass(slots=True)
+class PrefillInput:
+    """Compute tokens [start, start + len(token_ids)) of one request. `pages[i]` holds tokens [i * block_tokens,
+    (i + 1) * block_tokens) and covers the end of this chunk; what lies before `start` is already there.
+    `sample` asks for the token after the last one."""
+
+    token_ids: Sequence[int]
+    start: int
+    pages: Sequence[int]
+    sample: SampleParams | None = None
+
+
+@dataclass(slots=True)
+class DecodeInput:
+    """Compute `token_id` at `position` (KV of all earlier positions lies in `pages`, which has room for this one) and
+    sample the next token. A tuple for `pages` that stays the same object is recognised without looking inside."""
+
+    token_id: int
+    position: int
+    pages: Sequence[int]
+    sample: SampleParams
+
+
+class SampledToken(NamedTuple):
+    """`logprob` and `top` (most likely first) come from the raw log-softmax, before temperature and filters."""
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()

@@ -1,0 +1,236 @@
+"""A Hugging Face checkpoint folder: config, tensors (read lazily), fingerprint; validated before anything is loaded.
+
+safetensors: u64 little-endian header length, JSON header `{name: {dtype, shape, data_offsets}}`, then the data,
+which the offsets must tile exactly. No torch here (`weights.py` has it), so a front process may look inside too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvmesh.engine.config import ModelConfig
+from kvmesh.engine.tensors import HEAD, expected_tensors
+from kvmesh.rpc.errors import CheckpointError
+
+ITEMSIZE = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+MAX_HEADER_BYTES = 100 * 2**20
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+WHOLE_TENSOR_BYTES = 64 * 1024  # tensors up to this size enter the fingerprint whole
+SAMPLES, SAMPLE_BYTES = 16, 1024  # of a larger tensor: this many evenly spaced runs, first and last bytes included
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where one tensor lies: `nbytes` bytes at `offset` of `file`."""
+
+    name: str
+    dtype: str  # "F32" | "BF16" | "F16" | "F64"
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """An opened folder. `raw(name)` maps a tensor's bytes; `close()` (or `with`) lets the mappings go once no view
+    of them is left."""
+
+    path: Path
+    config: ModelConfig
+    tensors: Mapping[str, TensorInfo]
+    fingerprint: str
+    _maps: dict[Path, mmap.mmap] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors as stored."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+    def raw(self, name: str) -> memoryview:
+        """The tensor's bytes. A private mapping: writes to it reach neither the file nor anyone else."""
+        info = self.tensors[name]
+        if info.file not in self._maps:
+            with _reading(info.file), info.file.open("rb") as file:
+                self._maps[info.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return memoryview(self._maps[info.file])[info.offset : info.offset + info.nbytes]
+
+    def close(self) -> None:
+        self._maps.clear()  # each is unmapped when its last view dies
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Read and check config.json and every shard's header; tensor data is only sampled.
+
+    Raises CheckpointError naming the file or tensor: not a folder, broken JSON, unsupported config, missing or
+    truncated shard, missing index entry, missing tensor, wrong shape or dtype."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: not a folder with a Hugging Face checkpoint")
+    generation = folder / "generation_config.json"
+    try:
+        config = ModelConfig.from_hf(_json(folder / "config.json"), _json(generation) if generation.exists() else None)
+    except CheckpointError as err:
+        if str(folder) in err.message:
+            raise
+        raise CheckpointError(f"{folder}: {err.message}", field=err.field) from None
+    found = _shards(folder)
+    tensors = {name: found[name] for name in _checked(config, found, folder)}
+    return Checkpoint(folder, config, tensors, _fingerprint(config, tensors))
+
+
+class _reading:  # noqa: N801 - reads like a statement
+    """Turns an OSError on one file into a CheckpointError that names it."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _kind: object, err: BaseException | None, _trace: object) -> None:
+        if isinstance(err, FileNotFoundError):
+            raise CheckpointError(f"{self.file}: no such file") from None
+        if isinstance(err, OSError):
+            raise CheckpointError(f"{self.file}: cannot be read: {err.strerror or err}") from None
+
+
+def _json(file: Path) -> dict[str, Any]:
+    with _reading(file):
+        text = file.read_bytes()
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as err:
+        raise CheckpointError(f"{file}: not valid JSON: {err}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _shards(folder: Path) -> dict[str, TensorInfo]:
+    """All tensors of the single file, or of the shards in the order that the index names them."""
+    if (folder / SINGLE).exists():
+        return read_header(folder / SINGLE)
+    if not (folder / INDEX).exists():
+        raise CheckpointError(f"{folder}: has neither {SINGLE} nor {INDEX} (supported weights: safetensors)")
+    weight_map = _json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{folder / INDEX}: weight_map is missing or empty")
+    headers: dict[str, dict[str, TensorInfo]] = {}
+    found: dict[str, TensorInfo] = {}
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or shard != os.path.basename(shard) or shard in ("", ".", ".."):
+            raise CheckpointError(f"{folder / INDEX}: weight_map[{name!r}]={shard!r} is not a file name")
+        if shard not in headers:
+            headers[shard] = read_header(folder / shard)
+        if name not in headers[shard]:
+            raise CheckpointError(f"{folder / shard}: tensor {name}, which the index places here, is missing")
+        found[name] = headers[shard][name]
+    return found
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """Parse and check one safetensors header against the file's size."""
+    with _reading(file), file.open("rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        prefix = stream.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise CheckpointError(f"{file}: truncated or not safetensors: header of {length} bytes in {size} bytes")
+        text = stream.read(length)
+    try:
+        header = json.loads(text)
+        entries = [_entry(file, 8 + length, name, raw) for name, raw in header.items() if name != "__metadata__"]
+    except (ValueError, KeyError, TypeError, AttributeError) as err:
+        raise CheckpointError(f"{file}: broken safetensors header: {type(err).__name__}: {err}") from None
+    end = 8 + length
+    for info in sorted(entries, key=lambda info: (info.offset, info.nbytes)):
+        if info.offset != end:
+            raise CheckpointError(f"{file}: tensor {info.name} begins at byte {info.offset}, expected {end}")
+        end += info.nbytes
+    if end != size:
+        why = "truncated" if end > size else "has bytes after the last tensor"
+        raise CheckpointError(f"{file}: {why}: its header describes {end} bytes, the file has {size}")
+    return {info.name: info for info in entries}
+
+
+def _entry(file: Path, base: int, name: str, raw: dict[str, Any]) -> TensorInfo:
+    """One header entry. Wrong types raise what `read_header` turns into a CheckpointError."""
+    begin, end = (int(offset) for offset in raw["data_offsets"])
+    shape = tuple(int(dim) for dim in raw["shape"])
+    dtype = str(raw["dtype"])
+    if begin < 0 or end < begin or any(dim < 0 for dim in shape):
+        raise ValueError(f"{name}: offsets {begin}..{end}, shape {list(shape)}")
+    if dtype in ITEMSIZE and end - begin != math.prod(shape) * ITEMSIZE[dtype]:
+        raise ValueError(f"{name}: {end - begin} bytes for shape {list(shape)} of {dtype}")
+    return TensorInfo(name, dtype, shape, file, base + begin, end - begin)
+
+
+def _checked(config: ModelConfig, found: Mapping[str, TensorInfo], folder: Path) -> Iterator[str]:
+    """Names of the tensors that the model uses, each checked; others in the files are ignored."""
+    expected = expected_tensors(config)
+    if HEAD in found:  # config says tied but the file brings a head of its own: transformers uses it
+        expected.setdefault(HEAD, (config.vocab_size, config.hidden_size))
+    for name, shape in expected.items():
+        info = found.get(name)
+        if info is None:
+            raise CheckpointError(f"{folder}: tensor {name} is missing from the checkpoint", field=name)
+        if info.shape != shape:
+            raise CheckpointError(
+                f"{info.file}: tensor {name} has shape {list(info.shape)}, config.json asks for {list(shape)}",
+                field=name,
+            )
+        if info.dtype not in ITEMSIZE:
+            raise CheckpointError(
+                f"{info.file}: tensor {name} has dtype {info.dtype}; supported: {', '.join(ITEMSIZE)}", field=name
+            )
+        yield name
+
+
+def _fingerprint(config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> str:
+    """Hex sha256 over the canonical config and sampled bytes of every tensor, in name order: the same for one
+    model however it is sharded, another for a fine-tune of it. A change of a few bytes inside a large
+    tensor may go unseen: this names a model, it does not protect it."""
+    digest = hashlib.sha256(json.dumps(config.canonical(), sort_keys=True).encode())
+    handles: dict[Path, int] = {}
+    try:
+        for name in sorted(tensors):
+            info = tensors[name]
+            with _reading(info.file):
+                if info.file not in handles:
+                    handles[info.file] = os.open(info.file, os.O_RDONLY | os.O_CLOEXEC)
+                digest.update(f"\0{name}\0{info.dtype}\0{list(info.shape)}\0".encode())
+                for offset, length in _samples(info):
+                    digest.update(os.pread(handles[info.file], length, offset))
+    finally:
+        for handle in handles.values():
+            os.close(handle)
+    return digest.hexdigest()
+
+
+def _samples(info: TensorInfo) -> Iterator[tuple[int, int]]:
+    if info.nbytes <= WHOLE_TENSOR_BYTES:
+        yield info.offset, info.nbytes
+        return
+    last = info.nbytes - SAMPLE_BYTES
+    for i in range(SAMPLES):
+        yield info.offset + last * i // (SAMPLES - 1), SAMPLE_BYTES

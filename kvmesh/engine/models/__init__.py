@@ -1,0 +1,1 @@
+"""Model families: one file each, assembled from `blocks`; `registry` names them."""

@@ -1,0 +1,134 @@
+"""What the families are built of. Plain classes over plain tensors: no autograd, no module call overhead.
+
+Shapes: T tokens of the step, H query heads, K KV heads, D head_dim. Attention itself is not here: a layer hands its
+rotated `qkv [T, H + 2K, D]` to the step's `attend`, which writes K and V into pages and answers `[T, H * D]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.nn import functional
+
+from kvmesh.engine.config import ModelConfig
+from kvmesh.engine.rope import RotaryEmbedding, rotate
+from kvmesh.engine.tensors import EMBED, HEAD, NORM, layer_prefix
+from kvmesh.engine.weights import Weights
+
+Attend = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+class RMSNorm:
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self.weight, self.eps = weight, eps
+        self.shape = (weight.shape[-1],)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, self.shape, self.weight, self.eps)
+
+
+class HeadNorm:
+    """Norm of each query and key head over head_dim, with one weight for the queries and one for the keys."""
+
+    def __init__(self, q: torch.Tensor, k: torch.Tensor, config: ModelConfig) -> None:
+        self.weight = torch.cat((q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)))
+        self.eps = config.rms_norm_eps
+        self.shape = (config.head_dim,)
+
+    def __call__(self, qk: torch.Tensor) -> torch.Tensor:
+        """`[T, H + K, D]` → a new tensor of the same shape."""
+        return functional.rms_norm(qk, self.shape, None, self.eps).mul_(self.weight)
+
+
+class Linear:
+    """One matrix, or several of one input joined along the output."""
+
+    def __init__(self, weights: Weights, names: Sequence[str], bias: bool) -> None:
+        self.weight = weights(*(f"{name}.weight" for name in names))
+        self.bias = weights(*(f"{name}.bias" for name in names)) if bias else None
+        self.transposed = self.weight.t()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """residual + linear(x), the sum inside the matrix product."""
+        out = torch.addmm(residual, x, self.transposed)
+        return out if self.bias is None else out.add_(self.bias)
+
+
+class Attention:
+    def __init__(self, config: ModelConfig, weights: Weights, prefix: str, head_norm: HeadNorm | None) -> None:
+        self.rotated_heads = config.num_heads + config.num_kv_heads
+        self.heads = self.rotated_heads + config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.head_norm = head_norm
+        self.qkv = Linear(weights, [prefix + name for name in ("q_proj", "k_proj", "v_proj")], config.qkv_bias)
+        self.out = Linear(weights, [prefix + "o_proj"], config.o_bias)
+
+    def project(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """`qkv [T, H + 2K, D]`, queries and keys normed and rotated in place."""
+        qkv = self.qkv(x).view(-1, self.heads, self.head_dim)
+        qk = qkv[:, : self.rotated_heads]
+        rotate(qk if self.head_norm is None else self.head_norm(qk), cos, sin, out=qk)
+        return qkv
+
+
+class MLP:
+    """down(silu(gate(x)) * up(x)), gate and up in one matrix."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, prefix: str) -> None:
+        self.gate_up = Linear(weights, [prefix + "gate_proj", prefix + "up_proj"], config.mlp_bias)
+        self.down = Linear(weights, [prefix + "down_proj"], config.mlp_bias)
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down.add_to(residual, functional.silu(gate).mul_(up))
+
+
+class DecoderLayer:
+    def __init__(self, config: ModelConfig, weights: Weights, index: int, attention: Attention, mlp: MLP) -> None:
+        prefix = layer_prefix(index)
+        self.index = index
+        self.attention = attention
+        self.mlp = mlp
+        self.input_norm = RMSNorm(weights(prefix + "input_layernorm.weight"), config.rms_norm_eps)
+        self.post_norm = RMSNorm(weights(prefix + "post_attention_layernorm.weight"), config.rms_norm_eps)
+
+    def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
+        qkv = self.attention.project(self.input_norm(x), cos, sin)
+        x = self.attention.out.add_to(x, attend(self.index, qkv))
+        return self.mlp.add_to(x, self.post_norm(x))
+
+
+class DecoderModel:
+    """Embedding, layers, norm, head."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, layers: Sequence[DecoderLayer]) -> None:
+        self.config = config
+        self.layers = layers
+        self.embed = weights(EMBED)
+        self.norm = RMSNorm(weights(NORM), config.rms_norm_eps)
+        self.rope = RotaryEmbedding(config.rope, config.head_dim, weights.dtype, weights.device)
+        self.head = self._head(weights)
+
+    def _head(self, weights: Weights) -> torch.Tensor:
+        """Tied only where the checkpoint brings no head of its own or the very same one (as transformers does)."""
+        if HEAD not in weights:
+            return self.embed
+        if self.config.tie_word_embeddings and torch.equal(weights.view(HEAD), weights.view(EMBED)):
+            return self.embed
+        return weights(HEAD)
+
+    def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """int64 `[T]`, `[T]` → `[T, hidden_size]` after the last layer, before the final norm."""
+        cos, sin = self.rope(positions)
+        x = functional.embedding(token_ids, self.embed)
+        for layer in self.layers:
+            x = layer(x, cos, sin, attend)
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[rows, hidden_size]` → `[rows, vocab_size]`, float32."""
+        return functional.linear(self.norm(hidden), self.head).float()

@@ -1,0 +1,151 @@
+"""One model on one device over paged KV: `prefill` computes chunks, `decode` one token for each row of a batch.
+
+The caller owns `pages` and decides who holds which page; the runner keeps no state of requests. Not thread-safe: one thread
+steps. Steps that fail raise a named error and leave the runner usable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvmesh.engine.attention import Span, StepPlan, make_backend
+from kvmesh.engine.batch import DecodeInput, PrefillInput, SampledToken, SampleParams
+from kvmesh.engine.checkpoint import Checkpoint
+from kvmesh.engine.config import DTYPES, ModelConfig
+from kvmesh.engine.models.registry import MODELS
+from kvmesh.engine.sampler import sample
+from kvmesh.engine.weights import Weights
+from kvmesh.kvcache.layout import ITEMSIZE, ShardLayout
+from kvmesh.rpc.errors import ConfigError, ContextTooLong, InternalError, InvalidRequest, NonFiniteLogits
+
+__all__ = [
+    "DecodeInput", "PrefillInput", "Runner", "SampleParams", "SampledToken", "pages_over", "shard_layout", "torch_dtype",
+]  # fmt: skip
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """ "float32", "bfloat16" or "float16"; ConfigError otherwise."""
+    if name not in DTYPES:
+        raise ConfigError(f"dtype={name!r} is not supported; supported: {', '.join(DTYPES)}", field="dtype")
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def shard_layout(config: ModelConfig, dtype: str, block_tokens: int) -> ShardLayout:
+    """The layout of one block of the whole model (a single rank)."""
+    torch_dtype(dtype)
+    return ShardLayout(config.num_layers, config.num_kv_heads, block_tokens, config.head_dim, ITEMSIZE[dtype])
+
+
+def pages_over(buffer: memoryview | bytearray, layout: ShardLayout, num_pages: int, dtype: str) -> torch.Tensor:
+    """`pages` over writable memory of at least `num_pages * layout.shard_bytes` bytes, page p at p * shard_bytes."""
+    nbytes = num_pages * layout.shard_bytes
+    if len(buffer) < nbytes:
+        raise InternalError(f"{num_pages} pages need {nbytes} bytes, the buffer has {len(buffer)}")
+    flat = torch.frombuffer(buffer, dtype=torch_dtype(dtype), count=nbytes // layout.itemsize)
+    return flat.view(num_pages, *layout.shape)
+
+
+class Runner:
+    """Loads `checkpoint` as `dtype` onto `device`; `pages [num_pages, layers, 2, kv_heads, block_tokens, head_dim]` must
+    be on that device and of that dtype."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: str, device: str, block_tokens: int, pages: torch.Tensor) -> None:
+        self.config = checkpoint.config
+        self.layout = shard_layout(self.config, dtype, block_tokens)
+        if tuple(pages.shape[1:]) != self.layout.shape or pages.dtype != torch_dtype(dtype):
+            raise InternalError(
+                f"pages are {list(pages.shape)} {pages.dtype}, expected [n, {', '.join(map(str, self.layout.shape))}] {dtype}"
+            )
+        self.device = pages.device
+        if torch.device(device).type != self.device.type:
+            raise InternalError(f"pages are on {self.device}, the runner on {device}")
+        self.attention = make_backend(pages, self.config.num_heads)
+        with torch.inference_mode():
+            weights = Weights(checkpoint, torch_dtype(dtype), self.device)
+            self.model = MODELS[self.config.architecture](self.config, weights)
+
+    @torch.inference_mode()
+    def prefill(
+        self, items: Sequence[PrefillInput], on_layer: Callable[[int], None] | None = None
+    ) -> list[SampledToken | None]:
+        """Compute all chunks in one step; one answer per item, None where nothing was to be sampled.
+
+        `on_layer(i)` is called once layer i of all items is in `pages`, before the layer attends. Raises InvalidRequest
+        (token ids), ContextTooLong, NonFiniteLogits (`rows` index `items`)."""
+        if not items:
+            return []
+        self._check_prefill(items)
+        plan = self.attention.plan_prefill([Span(item.start, len(item.token_ids), item.pages) for item in items])
+        hidden = self._hidden([token for item in items for token in item.token_ids], plan, on_layer)
+        return self._sample_last(items, hidden)
+
+    @torch.inference_mode()
+    def decode(self, rows: Sequence[DecodeInput]) -> list[SampledToken]:
+        """One token further for each row, in order. Raises NonFiniteLogits (`rows` index `rows`), ContextTooLong."""
+        if not rows:
+            return []
+        positions = [row.position for row in rows]
+        if max(positions) >= self.config.max_context_tokens:
+            raise ContextTooLong(
+                f"position {max(positions)} is beyond {self.config.max_context_tokens} tokens of context"
+            )
+        plan = self.attention.plan_decode([row.pages for row in rows], positions)
+        hidden = self._hidden([row.token_id for row in rows], plan, None)
+        return sample(self.model.logits(hidden), [row.sample for row in rows])
+
+    def _hidden(self, token_ids: list[int], plan: StepPlan, on_layer: Callable[[int], None] | None) -> torch.Tensor:
+        tokens = torch.tensor(token_ids, dtype=torch.int64)
+        if on_layer is None:
+
+            def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+                plan.write(layer, qkv)
+                return plan.attend(layer, qkv)
+
+        else:
+
+            def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+                plan.write(layer, qkv)
+                if self.device.type == "cuda":  # launched is not written
+                    torch.cuda.current_stream(self.device).synchronize()
+                on_layer(layer)
+                return plan.attend(layer, qkv)
+
+        return self.model.hidden(tokens.to(self.device, non_blocking=True), plan.positions, attend)
+
+    def _sample_last(self, items: Sequence[PrefillInput], hidden: torch.Tensor) -> list[SampledToken | None]:
+        """Head and sampling only for the last tokens that were asked for."""
+        wanted: list[tuple[int, int, SampleParams]] = []
+        end = 0
+        for i, item in enumerate(items):
+            end += len(item.token_ids)
+            if item.sample is not None:
+                wanted.append((i, end - 1, item.sample))
+        answers: list[SampledToken | None] = [None] * len(items)
+        if wanted:
+            last = torch.tensor([row for _, row, _ in wanted], device=self.device)
+            try:
+                sampled = sample(self.model.logits(hidden[last]), [params for _, _, params in wanted])
+            except NonFiniteLogits as err:
+                raise NonFiniteLogits(err.message, rows=tuple(wanted[row][0] for row in err.rows)) from None
+            for (i, _, _), token in zip(wanted, sampled, strict=True):
+                answers[i] = token
+        return answers
+
+    def _check_prefill(self, items: Sequence[PrefillInput]) -> None:
+        vocab = self.config.vocab_size
+        for item in items:
+            if not item.token_ids:
+                raise InvalidRequest.of("token_ids", (), "a prefill chunk needs at least one token")
+            lowest, highest = min(item.token_ids), max(item.token_ids)
+            if lowest < 0 or highest >= vocab:
+                bad = lowest if lowest < 0 else highest
+                raise InvalidRequest.of("token_ids", bad, f"token ids of this model lie in 0..{vocab - 1}")
+            if item.start < 0 or item.start + len(item.token_ids) > self.config.max_context_tokens:
+                raise ContextTooLong(
+                    f"tokens {item.start}..{item.start + len(item.token_ids)} exceed {self.config.max_context_tokens} "
+                    "tokens of context"
+                )

@@ -1,0 +1,51 @@
+"""Names and shapes of the tensors that a checkpoint of one config must hold (Llama's naming, which Qwen shares)."""
+
+from __future__ import annotations
+
+from kvmesh.engine.config import ModelConfig
+
+EMBED = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+NORM = "model.norm.weight"
+
+Shape = tuple[int, ...]
+
+
+def layer_prefix(layer: int) -> str:
+    return f"model.layers.{layer}."
+
+
+def layer_tensors(config: ModelConfig) -> dict[str, Shape]:
+    """Tensors of one decoder layer, names relative to `layer_prefix`."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    linears: dict[str, tuple[int, int, bool]] = {
+        "self_attn.q_proj": (q, hidden, config.qkv_bias),
+        "self_attn.k_proj": (kv, hidden, config.qkv_bias),
+        "self_attn.v_proj": (kv, hidden, config.qkv_bias),
+        "self_attn.o_proj": (hidden, q, config.o_bias),
+        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
+        "mlp.up_proj": (inner, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, inner, config.mlp_bias),
+    }
+    shapes: dict[str, Shape] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    if config.qk_norm:
+        shapes["self_attn.q_norm.weight"] = shapes["self_attn.k_norm.weight"] = (config.head_dim,)
+    for name, (rows, columns, bias) in linears.items():
+        shapes[f"{name}.weight"] = (rows, columns)
+        if bias:
+            shapes[f"{name}.bias"] = (rows,)
+    return shapes
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
+    """Every tensor that must be there; with tied embeddings `lm_head.weight` may be absent."""
+    embed = (config.vocab_size, config.hidden_size)
+    shapes: dict[str, Shape] = {EMBED: embed, NORM: (config.hidden_size,)}
+    if not config.tie_word_embeddings:
+        shapes[HEAD] = embed
+    per_layer = layer_tensors(config)
+    for layer in range(config.num_layers):
+        prefix = layer_prefix(layer)
+        shapes.update({prefix + name: shape for name, shape in per_layer.items()})
+    return shapes

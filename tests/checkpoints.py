@@ -1,0 +1,186 @@
+"""Tiny Hugging Face checkpoints made on the spot: random weights, odd shapes, a tokenizer that can be served.
+
+Weights are scaled so that attention looks at few tokens (wrong KV shows) and the best logits stand well apart
+(greedy choices do not hang on rounding).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+TOKENIZER_IDS = 256 + len(SPECIALS)  # the smallest vocabulary that the tokenizer fits in
+
+ROPE: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+}
+
+
+def make_checkpoint(
+    path: str | Path,
+    *,
+    family: str = "qwen3",
+    seed: int = 0,
+    shards: int = 1,
+    tokenizer: bool = True,
+    dtype: torch.dtype = torch.float32,
+    rope: str | dict[str, Any] = "default",
+    vocab_size: int = 331,
+    hidden_size: int = 64,
+    intermediate_size: int = 96,
+    num_hidden_layers: int = 2,
+    num_attention_heads: int = 4,
+    num_key_value_heads: int = 2,
+    head_dim: int = 16,
+    tie_word_embeddings: bool = False,
+    max_position_embeddings: int = 2048,
+    **config: Any,
+) -> Path:
+    """Write a checkpoint folder and return its path. `rope` names an entry of ROPE or is the parameters themselves
+    (a dict with the key "rope_parameters" is merged into config.json as it is, in transformers 5's spelling);
+    `config` adds or overrides any key of config.json. The same arguments give the same bytes."""
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    scaling = ROPE[rope] if isinstance(rope, str) else rope
+    raw: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[family]],
+        "model_type": family,
+        "hidden_act": "silu",
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": num_hidden_layers,
+        "num_attention_heads": num_attention_heads,
+        "num_key_value_heads": num_key_value_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": max_position_embeddings,
+        "tie_word_embeddings": tie_word_embeddings,
+        "bos_token_id": 256,
+        "eos_token_id": 258,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    if "rope_parameters" in scaling:
+        del raw["rope_theta"]
+        raw |= scaling
+    elif scaling:
+        raw["rope_scaling"] = scaling
+    raw |= config
+    (folder / "config.json").write_text(json.dumps(raw, indent=1))
+    tensors = {name: tensor.to(dtype) for name, tensor in _tensors(raw, seed).items()}
+    _save(folder, tensors, shards)
+    if tokenizer:
+        _save_tokenizer(folder, vocab_size, max_position_embeddings)
+    return folder
+
+
+def _tensors(raw: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    family, hidden, inner = raw["model_type"], raw["hidden_size"], raw["intermediate_size"]
+    d = raw["head_dim"]
+    q, kv = raw["num_attention_heads"] * d, raw["num_key_value_heads"] * d
+    attention_bias, mlp_bias = raw.get("attention_bias", False), raw.get("mlp_bias", False)
+    tensors: dict[str, torch.Tensor] = {}
+
+    def matrix(name: str, rows: int, columns: int, gain: float, bias: bool) -> None:
+        tensors[f"{name}.weight"] = torch.randn(rows, columns, generator=generator) * (gain / columns**0.5)
+        if bias:
+            tensors[f"{name}.bias"] = torch.randn(rows, generator=generator) * 0.3
+
+    def norm(name: str, size: int, gain: float = 1.0) -> None:
+        tensors[f"{name}.weight"] = gain * (1 + 0.2 * torch.randn(size, generator=generator))
+
+    tensors["model.embed_tokens.weight"] = torch.randn(raw["vocab_size"], hidden, generator=generator)
+    for i in range(raw["num_hidden_layers"]):
+        attention, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
+        norm(f"model.layers.{i}.input_layernorm", hidden)
+        norm(f"model.layers.{i}.post_attention_layernorm", hidden)
+        qkv_bias = True if family == "qwen2" else attention_bias
+        matrix(attention + "q_proj", q, hidden, 1.5, qkv_bias)
+        matrix(attention + "k_proj", kv, hidden, 1.5, qkv_bias)
+        matrix(attention + "v_proj", kv, hidden, 2.0, qkv_bias)
+        matrix(attention + "o_proj", hidden, q, 2.0, False if family == "qwen2" else attention_bias)
+        matrix(mlp + "gate_proj", inner, hidden, 1.0, family == "llama" and mlp_bias)
+        matrix(mlp + "up_proj", inner, hidden, 1.0, family == "llama" and mlp_bias)
+        matrix(mlp + "down_proj", hidden, inner, 1.0, family == "llama" and mlp_bias)
+        if family == "qwen3":
+            norm(attention + "q_norm", d, 1.4)
+            norm(attention + "k_norm", d, 1.4)
+    norm("model.norm", hidden)
+    if not raw["tie_word_embeddings"]:
+        matrix("lm_head", raw["vocab_size"], hidden, 4.0, False)
+    return tensors
+
+
+def _save(folder: Path, tensors: dict[str, torch.Tensor], shards: int) -> None:
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    names = list(tensors)
+    weight_map: dict[str, str] = {}
+    for i in range(shards):
+        file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+        part = names[i::shards]
+        save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def _save_tokenizer(folder: Path, vocab_size: int, max_length: int) -> None:
+    """Byte-level BPE: ids 0..255 are the bytes, then SPECIALS, then merges up to `vocab_size`."""
+    if vocab_size < TOKENIZER_IDS:
+        raise ValueError(f"vocab_size={vocab_size}: the tokenizer needs at least {TOKENIZER_IDS}; pass tokenizer=False")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {symbol: i for i, symbol in enumerate(alphabet)}
+    merges: list[tuple[str, str]] = []
+    letters = "etaoinshrdlucmfwypvbgkjqxz"
+    pairs = iter([(a, b) for a in letters for b in letters] + [("Ġ", a) for a in letters])
+    while TOKENIZER_IDS + len(merges) < vocab_size and (pair := next(pairs, None)) is not None:
+        vocab["".join(pair)] = TOKENIZER_IDS + len(merges)
+        merges.append(pair)
+    for i, special in enumerate(SPECIALS):
+        vocab[special] = 256 + i
+    built = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
+    built.add_special_tokens(list(SPECIALS))
+    built.save(str(folder / "tokenizer.json"))
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "bos_token": None,
+        "model_max_length": max_length,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=1))
+
+
+def prompts(count: int, vocab_size: int, *, seed: int = 0, low: int = 5, high: int = 90) -> list[list[int]]:
+    """Random prompts of mixed lengths in [low, high)."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab_size, rng.integers(low, high)).tolist() for _ in range(count)]
