@@ -106,9 +106,7 @@ class PagePool:
         """PageInvariantError unless free pages and unheld pages are the same set, once each. O(total)."""
         unheld = {page for page, refs in enumerate(self._refs) if refs == 0}
         if len(self._free) != len(unheld) or set(self._free) != unheld:
-            raise PageInvariantError(
-                f"free list {sorted(self._free)} is not the unheld pages {sorted(unheld)}"
-            )
+            raise PageInvariantError(f"free list {sorted(self._free)} is not the unheld pages {sorted(unheld)}")
         if any(refs < 0 for refs in self._refs):
             raise PageInvariantError("a page has less than no holder")
         if not unheld.isdisjoint(self._watchers):

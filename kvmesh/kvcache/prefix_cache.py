@@ -9,6 +9,7 @@ order always puts children before their parents: a chain is eaten from its tail 
 
 from __future__ import annotations
 
+import bisect
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -50,12 +51,14 @@ class PrefixCache:
         """Idle blocks: exactly as many pages as `evict` can free now."""
         return len(self._idle)
 
+    def pages(self) -> set[int]:
+        """Every cached page. O(blocks)."""
+        return set(self._by_page)
+
     def peek(self, keys: Sequence[bytes]) -> int:
-        """How many of `keys`, from the first on, are cached. Changes nothing."""
-        for n, key in enumerate(keys):
-            if key not in self._blocks:
-                return n
-        return len(keys)
+        """How many of `keys`, a chain from its first block on, are cached. Changes nothing; O(log keys)."""
+        # No cached block lacks its parent, so the cached ones are a prefix of the chain.
+        return bisect.bisect_left(keys, True, key=lambda key: key not in self._blocks)
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
         """Pages of the longest cached prefix of `keys`, with one reference each for the caller to release."""

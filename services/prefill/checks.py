@@ -1,0 +1,54 @@
+"""What the prefill brain refuses: requests that can never run here, landings that do not fit. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvmesh.rpc.errors import ContextTooLong, InvalidRequest, KvmeshError
+from services.prefill import events as ev
+from services.prefill.planner import PlanConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrainConfig:
+    """What one prefill instance can take, in tokens and requests; `world` is its number of ranks."""
+
+    plan: PlanConfig
+    max_context_tokens: int
+    vocab_size: int
+    max_queued: int = 1024
+    world: int = 1
+
+
+def refusal(start: ev.Start, config: BrainConfig, num_pages: int) -> KvmeshError | None:
+    """Why `start` can never run on an instance with `num_pages` pages; None if it can."""
+    tokens, limit, block = len(start.token_ids), config.max_context_tokens, config.plan.block_tokens
+    if not tokens:
+        return InvalidRequest.of("token_ids", (), "a prompt holds at least one token")
+    if tokens > limit:
+        return ContextTooLong(f"token_ids holds {tokens} tokens: the model's context is {limit}", field="token_ids")
+    if tokens > num_pages * block:
+        return ContextTooLong(
+            f"token_ids holds {tokens} tokens: the pages of this prefill instance hold {num_pages * block}",
+            field="token_ids",
+        )
+    if max(start.token_ids) >= config.vocab_size:
+        bad = next(t for t in start.token_ids if t >= config.vocab_size)
+        return InvalidRequest.of("token_ids", bad, f"the vocabulary has {config.vocab_size} tokens")
+    if len(start.block_keys) != tokens // block:
+        why = f"{tokens} tokens have {tokens // block} full blocks of {block}"
+        return InvalidRequest.of("block_keys", f"{len(start.block_keys)} keys", why)
+    return None
+
+
+def landing_fault(landing: ev.Landing, blocks: int, world: int) -> str:
+    """What is wrong with the landing of a prompt of `blocks` blocks, for a writer of `world` ranks; "" if nothing."""
+    ranks = [target.rank for target in landing.ranks]
+    if sorted(ranks) != list(range(world)):
+        return f"it names ranks {ranks}, the writer has {world}"
+    for target in landing.ranks:
+        if len(target.offsets) != blocks:
+            return f"it has {len(target.offsets)} offsets for {blocks} blocks"
+        if target.first_block > blocks:
+            return f"first_block={target.first_block} of {blocks} blocks"
+    return ""

@@ -1,0 +1,143 @@
+"""One handoff's record: pages, chunks, landing, lease, one push per rank, and what decode was told. Pure."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from kvmesh.rpc.errors import KvmeshError
+from services.prefill.events import Ended, Landing, Outcome, Start
+
+# The writer's share of a lease: the holder counts from a little later and with another clock.
+LEASE_PART = 0.9
+
+
+class Phase(enum.Enum):
+    QUEUED = "QUEUED"  # holds nothing but its place in the line
+    COMPUTING = "COMPUTING"  # pages; chunks are planned or at the ranks; layers are pushed once there is a landing
+    PUSHING = "PUSHING"  # every chunk is computed; the push goes on or still has no landing
+    CANCELLING = "CANCELLING"  # nothing new begins; pages are held until neither step nor push can touch them
+
+
+class Push(enum.Enum):
+    """What one rank is doing with this handoff's bytes."""
+
+    NONE = "none"  # never opened
+    OPEN = "open"
+    DRAINING = "draining"  # PushCancel sent, PushDrained to come
+    DONE = "done"
+    OVER = "over"  # failed or drained: the rank has let go of it
+
+
+@dataclass(slots=True)
+class Lease:
+    """The target's promise to keep the landing open, as the writer counts it (nanoseconds)."""
+
+    from_ns: int
+    until_ns: int
+    renew_sent_ns: int = 0  # 0: no renewal on its way
+
+    @classmethod
+    def granted(cls, from_ns: int, lease_ms: int) -> Lease:
+        """A lease of `lease_ms` that counts from `from_ns`, less the margin."""
+        return cls(from_ns, from_ns + int(lease_ms * 1_000_000 * LEASE_PART))
+
+    def half_over(self, now: int) -> bool:
+        return now - self.from_ns >= (self.until_ns - self.from_ns) / 2
+
+
+@dataclass(slots=True)
+class Handoff:
+    """Life: QUEUED → COMPUTING → PUSHING → (done) with CANCELLING as the way out of each."""
+
+    start: Start
+    arrived_ns: int
+    world: int
+    phase: Phase = Phase.QUEUED
+
+    pages: list[int] = field(default_factory=list)  # one reference each, until the end
+    cached_tokens: int = 0
+    computed_tokens: int = 0  # prefix whose KV is complete, cached tokens included
+    steps: set[int] = field(default_factory=set)  # at the ranks, not answered
+    chunks: int = 0
+    promised_from: int = 0  # blocks from here on are promised to requests with the same prefix
+
+    begin_sent_ns: int = 0
+    landing: Landing | None = None
+    lease: Lease | None = None
+    pushes: list[Push] = field(default_factory=list)
+    in_doubt: bool = False  # a rank could not say whether bytes are still on the way
+    acked_bytes: list[int] = field(default_factory=list)
+
+    sampled_ns: int = 0  # FirstToken is sent; 0: not yet
+    fill_told: bool = False  # FillDone is sent
+    told: bool = False  # Drained or Failed is sent: nothing more will be
+    deaf: bool = False  # its stream is gone: nobody to tell
+    error: KvmeshError | None = None
+    reason: str = ""
+
+    first_step_ns: int = 0
+    last_step_ns: int = 0
+    first_post_ns: int = 0
+    last_ack_ns: int = 0
+
+    def __post_init__(self) -> None:
+        self.pushes = [Push.NONE] * self.world
+        self.acked_bytes = [0] * self.world
+
+    @property
+    def handle(self) -> int:
+        return self.start.handle
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.start.token_ids)
+
+    @property
+    def epoch(self) -> int:
+        """Of the landing; 0 before there is one."""
+        return self.landing.handoff_epoch if self.landing else 0
+
+    @property
+    def ending(self) -> bool:
+        return self.phase is Phase.CANCELLING
+
+    @property
+    def quiet(self) -> bool:
+        """No rank holds a byte of it on the way. (`in_doubt` says whether one may fly without a holder.)"""
+        return not any(push in (Push.OPEN, Push.DRAINING) for push in self.pushes)
+
+    @property
+    def pushed(self) -> bool:
+        """Every rank's writes are acknowledged."""
+        return all(push is Push.DONE for push in self.pushes)
+
+    @property
+    def over(self) -> bool:
+        """Decode knows how it ended, and neither a step nor a push can touch the pages any more."""
+        known = self.told if self.ending else self.fill_told and self.sampled_ns > 0
+        return known and self.quiet and not self.steps
+
+    def ended(self) -> Ended:
+        """The summary of a life that is over."""
+        if self.error is not None:
+            outcome, cause = Outcome.FAILED, f"{self.error.code}: {self.error.message}"
+        elif self.ending:
+            outcome, cause = Outcome.CANCELLED, self.reason
+        else:
+            outcome, cause = Outcome.DONE, ""
+        return Ended(
+            handle=self.handle,
+            outcome=outcome,
+            cause=cause,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            computed_tokens=max(self.computed_tokens - self.cached_tokens, 0),
+            chunks=self.chunks,
+            arrived_ns=self.arrived_ns,
+            first_step_ns=self.first_step_ns,
+            last_step_ns=self.last_step_ns,
+            first_post_ns=self.first_post_ns,
+            last_ack_ns=self.last_ack_ns,
+            transfer_bytes=sum(self.acked_bytes),
+        )

@@ -1,0 +1,140 @@
+"""All handoffs of one instance with what they hold: pages, promises to requests with the same prefix. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvmesh.kvcache.page_pool import PagePool
+from kvmesh.kvcache.prefix_cache import PrefixCache
+from kvmesh.node import messages as m
+from kvmesh.rpc.errors import HandoffLost, InternalError, KvmeshError
+from services.prefill import events as ev
+from services.prefill.handoff import Handoff, Phase, Push
+from services.prefill.planner import Chunk, Planner, Wait
+
+
+class Lives:
+    """Handle → handoff, and the transitions that give and take back pages.
+
+    `actions` collects what the current event leads to. A handoff is in `handoffs` exactly as long as it holds
+    something or decode waits to be told how it ended."""
+
+    def __init__(self, pool: PagePool, planner: Planner) -> None:
+        self.pool = pool
+        self.cache = PrefixCache(pool)
+        self.planner = planner
+        self.handoffs: dict[int, Handoff] = {}
+        self.promised: dict[bytes, int] = {}  # keys of blocks that admitted handoffs will have computed
+        self.actions: list[ev.Action] = []
+        self._block = planner.config.block_tokens
+
+    def tell(self, h: Handoff, action: ev.Action) -> None:
+        """Send something to decode, if it still listens."""
+        if not h.deaf:
+            self.actions.append(action)
+
+    # ── in ───────────────────────────────────────────────────────────────────────────────────────
+
+    def usable(self, h: Handoff) -> Sequence[bytes]:
+        """Keys that may come from the cache: at least the last token is computed, it gives the first answer token."""
+        return h.start.block_keys[: (h.prompt_tokens - 1) // self._block]
+
+    def rest(self, handle: int) -> int | Wait:
+        """Tokens that are not cached now, or TWIN when the first of them are being computed for somebody else."""
+        h = self.handoffs[handle]
+        usable = self.usable(h)
+        found = self.cache.peek(usable)
+        if found < len(usable) and usable[found] in self.promised:
+            return Wait.TWIN
+        return h.prompt_tokens - found * self._block
+
+    def admit(self, handle: int) -> int | Wait:
+        """Give a waiting request all of its pages, cached ones first; returns its cached tokens, or PAGES."""
+        h = self.handoffs[handle]
+        found = self.cache.match(self.usable(h))
+        need = -(-h.prompt_tokens // self._block) - len(found)
+        if need > self.pool.free + self.cache.evictable:
+            self.pool.release(found)
+            return Wait.PAGES
+        self.cache.evict(need - self.pool.free)
+        h.pages = found + self.pool.allocate(need)
+        h.cached_tokens = h.computed_tokens = len(found) * self._block
+        h.promised_from = len(found)
+        for key in h.start.block_keys[len(found) :]:
+            self.promised[key] = self.promised.get(key, 0) + 1
+        h.phase = Phase.COMPUTING
+        return h.cached_tokens
+
+    def computed(self, h: Handoff, chunk: Chunk, sampled: m.Sampled | None, end_ns: int) -> None:
+        """The KV of one chunk is in its pages: its full blocks may be matched from now on."""
+        h.computed_tokens = chunk.end
+        full = chunk.end // self._block
+        self.cache.insert(h.start.block_keys[:full], h.pages[:full], start=h.promised_from)
+        self._unpromise(h, full)
+        if not chunk.last:
+            return
+        if sampled is None:
+            self.abort(h, InternalError(f"no rank sampled the first token of {h.start.request_id}"))
+            return
+        h.phase = Phase.PUSHING
+        h.sampled_ns = end_ns
+        queue, prefill = max(h.first_step_ns - h.arrived_ns, 0), h.sampled_ns - h.first_step_ns
+        self.tell(h, ev.SendFirstToken(h.handle, sampled, h.cached_tokens, queue, prefill))
+
+    def _unpromise(self, h: Handoff, until: int | None = None) -> None:
+        keys = h.start.block_keys[h.promised_from : until]
+        for key in keys:
+            self.promised[key] -= 1
+            if not self.promised[key]:
+                del self.promised[key]
+        h.promised_from += len(keys)
+
+    # ── out ──────────────────────────────────────────────────────────────────────────────────────
+
+    def abort(self, h: Handoff, error: KvmeshError | None = None, reason: str = "") -> None:
+        """Begin nothing more for it: it failed (`error`) or is not wanted (`reason`). The first cause counts."""
+        if h.ending:
+            return
+        if h.phase is Phase.COMPUTING:
+            self._unpromise(h)
+        h.phase = Phase.CANCELLING
+        h.error, h.reason = error, reason
+        self.planner.drop(h.handle)
+        for rank, push in enumerate(h.pushes):
+            if push is Push.OPEN:
+                h.pushes[rank] = Push.DRAINING
+            if push is Push.OPEN or (push is Push.NONE and h.chunks):  # the latter only lets the rank forget it
+                self.actions.append(ev.ToRank(rank, m.PushCancel(h.handle)))
+        self.settle(h)
+
+    def settle(self, h: Handoff) -> None:
+        """Tell decode how it ended once that is known; give everything back once nothing can touch it."""
+        if h.ending and not h.told and (h.quiet or h.in_doubt):
+            h.told = True
+            if h.in_doubt or h.error is not None:
+                error = h.error or HandoffLost(f"cancelled ({h.reason}), and its last bytes may still be on the way")
+                self.tell(h, ev.SendFailed(h.handle, error, drained=not h.in_doubt))
+            else:
+                self.tell(h, ev.SendDrained(h.handle, h.epoch))
+        if h.over and self.handoffs.pop(h.handle, None) is not None:
+            self.pool.release(h.pages)
+            self.actions.append(h.ended())
+
+    # ── tests ────────────────────────────────────────────────────────────────────────────────────
+
+    def check_integrity(self) -> None:
+        """AssertionError unless references are holders and promises are what is being computed. O(everything)."""
+        self.cache.check_integrity()
+        held = [page for h in self.handoffs.values() for page in h.pages]
+        cached = self.cache.pages()
+        for page in range(self.pool.total):
+            holders = held.count(page) + (page in cached)
+            assert self.pool.refcount(page) == holders, f"page {page} has {holders} holders"
+        promised: dict[bytes, int] = {}
+        for h in self.handoffs.values():
+            assert (h.phase is Phase.QUEUED) == (h.handle in self.planner.line), f"handle {h.handle}: the line"
+            assert not h.over, f"handle {h.handle} should have ended"
+            if h.phase is Phase.COMPUTING:
+                for key in h.start.block_keys[h.promised_from :]:
+                    promised[key] = promised.get(key, 0) + 1
+        assert promised == self.promised, "promised blocks are not those being computed"

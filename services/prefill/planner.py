@@ -1,0 +1,190 @@
+"""Which tokens the ranks compute next: the waiting line, chunk borders, batches by input length. Pure.
+
+- The line is ordered by priority, then arrival; waiting wears priority off (`priority_step_ns` of waiting equals
+  one step of priority), so nobody waits for ever behind a stream of more urgent requests.
+- A request whose uncached rest is over `long_prompt_tokens` runs alone, one chunk a step; shorter ones are packed
+  together. While both kinds are waiting, steps alternate between them: neither starves the other.
+- A request that does not get its pages blocks everybody behind it in the line: none overtakes it on memory.
+- A request whose next block is being computed for somebody else is passed over until that block is in the cache.
+"""
+
+from __future__ import annotations
+
+import bisect
+import enum
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+# Waiting requests looked at for one step; bounds a step's planning however long the line is.
+SCAN = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    """Limits, in tokens and nanoseconds; the service checks them at start (see PrefillConfig)."""
+
+    block_tokens: int
+    prefill_chunk_tokens: int = 512
+    max_batch_tokens: int = 1024
+    long_prompt_tokens: int = 512
+    pipeline_depth: int = 2
+    priority_step_ns: int = 30_000_000_000
+
+
+def chunk_end(start: int, total: int, block_tokens: int, limit: int) -> int:
+    """End of the chunk that begins at `start`: at most `limit` tokens, on a block border or at `total`."""
+    end = start + limit
+    if end >= total:
+        return total
+    end -= end % block_tokens
+    assert end > start, "a chunk holds at least one block"
+    return end
+
+
+class Line:
+    """The waiting line; smaller rank goes first, equal ranks in order of arrival."""
+
+    def __init__(self, priority_step_ns: int) -> None:
+        self._step_ns = priority_step_ns
+        self._order: list[tuple[int, int, int]] = []  # (rank, arrival number, handle)
+        self._entries: dict[int, tuple[int, int, int]] = {}
+        self._arrivals = 0
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __contains__(self, handle: int) -> bool:
+        return handle in self._entries
+
+    def __iter__(self) -> Iterator[int]:
+        """Handles, first to go first."""
+        return (handle for _, _, handle in self._order)
+
+    def add(self, handle: int, priority: int, arrived_ns: int) -> None:
+        """Join the line; `handle` must not be in it."""
+        assert handle not in self._entries
+        entry = (arrived_ns + priority * self._step_ns, self._arrivals, handle)
+        self._arrivals += 1
+        self._entries[handle] = entry
+        bisect.insort(self._order, entry)
+
+    def remove(self, handle: int) -> None:
+        """Leave the line; KeyError if not in it."""
+        entry = self._entries.pop(handle)
+        del self._order[bisect.bisect_left(self._order, entry)]
+
+
+@dataclass(slots=True)
+class Work:
+    """An admitted request: it has its pages, tokens [0, start) are cached or submitted."""
+
+    handle: int
+    start: int
+    total: int
+    long: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Compute tokens [start, end) of `handle`; the last chunk samples."""
+
+    handle: int
+    start: int
+    end: int
+    last: bool
+
+
+class Wait(enum.Enum):
+    """Why a waiting request cannot be admitted now."""
+
+    PAGES = "pages"
+    TWIN = "twin"  # its next block is being computed for another request
+
+
+# How many of its tokens are not cached now, or TWIN.
+Rest = Callable[[int], "int | Wait"]
+# Give it its pages: how many leading tokens are cached, or PAGES.
+Admit = Callable[[int], "int | Wait"]
+
+
+class Planner:
+    """Builds one step at a time out of admitted and waiting requests."""
+
+    def __init__(self, config: PlanConfig) -> None:
+        self.config = config
+        self.line = Line(config.priority_step_ns)
+        self._work: dict[int, Work] = {}  # with tokens left to submit, in order of admission
+        self._blocked = 0  # did not get its pages; 0 = none (handles begin at 1)
+        self._last_long = False
+
+    def drop(self, handle: int) -> None:
+        """Forget a request wherever it stands; unknown handles are fine."""
+        self._work.pop(handle, None)
+        if handle in self.line:
+            self.line.remove(handle)
+        if handle == self._blocked:
+            self._blocked = 0
+
+    @property
+    def unsubmitted_tokens(self) -> int:
+        """Tokens of admitted requests that no step holds yet."""
+        return sum(work.total - work.start for work in self._work.values())
+
+    def next_step(self, rest: Rest, admit: Admit, total: Callable[[int], int]) -> list[Chunk]:
+        """Chunks of the next step, empty when nothing can run. `total` gives a prompt's tokens."""
+        for long in (not self._last_long, self._last_long):
+            chunks = self._fill(long, rest, admit, total)
+            if chunks:
+                self._last_long = long
+                return chunks
+        return []
+
+    def _fill(self, long: bool, rest: Rest, admit: Admit, total: Callable[[int], int]) -> list[Chunk]:
+        room = self.config.prefill_chunk_tokens if long else self.config.max_batch_tokens
+        chunks: list[Chunk] = []
+        for work in [w for w in self._work.values() if w.long == long]:
+            room = self._take(work, room, chunks)
+            if long:
+                return chunks
+        continued = bool(chunks)
+        for handle in self._candidates():
+            if room <= 0 or (long and chunks):
+                break
+            tokens = rest(handle)
+            if not isinstance(tokens, int):
+                continue
+            if (tokens > self.config.long_prompt_tokens) != long:
+                if handle == self._blocked:
+                    break
+                continue
+            if min(tokens, self.config.prefill_chunk_tokens) > room:
+                # Smaller ones may pass only in a step that took the first of the line: each step moves it on.
+                if continued:
+                    break
+                continue
+            start = admit(handle)
+            if not isinstance(start, int):
+                self._blocked = handle
+                break
+            if handle == self._blocked:
+                self._blocked = 0
+            self.line.remove(handle)
+            work = self._work[handle] = Work(handle, start, total(handle), long)
+            room = self._take(work, room, chunks)
+        return chunks
+
+    def _candidates(self) -> list[int]:
+        return [handle for handle, _ in zip(self.line, range(SCAN), strict=False)]
+
+    def _take(self, work: Work, room: int, chunks: list[Chunk]) -> int:
+        """Move the next chunk of `work` into `chunks` if it fits into `room`; returns what is left of it."""
+        limit = self.config.prefill_chunk_tokens
+        end = chunk_end(work.start, work.total, self.config.block_tokens, limit)
+        if end - work.start > room:
+            return room
+        chunks.append(Chunk(work.handle, work.start, end, end == work.total))
+        room -= end - work.start
+        work.start = end
+        if end == work.total:
+            del self._work[work.handle]
+        return room

@@ -1,0 +1,130 @@
+"""Landings, leases and pushes of the handoffs. Pure.
+
+The lease that decode grants counts, here, from when BeginFill (or RenewLease) was sent, less a margin: the writer's
+lease is always the shorter one. It is renewed only when every rank has just shown progress, so the landings of a frozen
+rank lapse by themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvmesh.node import messages as m
+from kvmesh.rpc.errors import HandoffLost, InternalError
+from services.prefill import events as ev
+from services.prefill.checks import landing_fault
+from services.prefill.handoff import Handoff, Lease, Phase, Push
+from services.prefill.lives import Lives
+
+
+class Pushes:
+    """The part of the brain that lets ranks write into decode's memory."""
+
+    def __init__(self, lives: Lives, world: int) -> None:
+        self._lives = lives
+        self._world = world
+        self._progress_ns = [0] * world
+
+    def landing(self, landing: ev.Landing, now: int) -> None:
+        """Decode has reserved the landing: let the ranks push."""
+        h = self._lives.handoffs.get(landing.handle)
+        if h is None or h.ending or h.landing is not None:
+            return  # crossed with our own ending, or said twice
+        early = "it came before BeginFill" if h.phase is Phase.QUEUED else ""
+        fault = early or landing_fault(landing, len(h.pages), self._world)
+        if fault:
+            self._lives.abort(h, InternalError(f"landing of {h.start.request_id}: {fault}"))
+            return
+        h.landing = landing
+        h.lease = Lease.granted(h.begin_sent_ns, landing.lease_ms)
+        if now >= h.lease.until_ns:
+            late = (now - h.begin_sent_ns) // 1_000_000
+            why = f"the landing came {late} ms after BeginFill, too late for its lease of {landing.lease_ms} ms"
+            self._lives.abort(h, HandoffLost(why))
+            return
+        for target in landing.ranks:
+            h.pushes[target.rank] = Push.OPEN
+            push = m.PushOpen(
+                handle=h.handle,
+                handoff_epoch=landing.handoff_epoch,
+                segment=target.segment,
+                pages=tuple(h.pages),
+                offsets=target.offsets,
+                first_block=target.first_block,
+                ready_tokens=h.cached_tokens,
+                prompt_tokens=h.prompt_tokens,
+                lease_until_ns=h.lease.until_ns,
+            )
+            self._lives.actions.append(ev.ToRank(target.rank, push))
+
+    def renewed(self, renewed: ev.Renewed) -> None:
+        """Decode has granted more time."""
+        h = self._lives.handoffs.get(renewed.handle)
+        if h is None or h.ending or h.lease is None or not h.lease.renew_sent_ns or renewed.handoff_epoch != h.epoch:
+            return
+        granted = Lease.granted(h.lease.renew_sent_ns, renewed.lease_ms)
+        h.lease = replace(granted, until_ns=max(granted.until_ns, h.lease.until_ns))
+        for rank, push in enumerate(h.pushes):
+            if push is Push.OPEN:
+                self._lives.actions.append(ev.ToRank(rank, m.PushLease(h.handle, h.lease.until_ns)))
+
+    def from_rank(self, rank: int, message: m.ToFront) -> None:
+        """PushProgress, PushDone, PushFailed, PushDrained; those of a handoff that is over are ignored."""
+        handle = getattr(message, "handle", 0)
+        h = self._lives.handoffs.get(handle)
+        if h is None:
+            return
+        match message:
+            case m.PushProgress(_, done):
+                h.acked_bytes[rank] = max(h.acked_bytes[rank], done)
+            case m.PushDone():
+                self._done(h, rank, message)
+            case m.PushFailed():
+                self._failed(h, rank, message)
+            case m.PushDrained(_, certain) if h.pushes[rank] is Push.DRAINING:
+                h.pushes[rank] = Push.OVER
+                h.in_doubt = h.in_doubt or not certain
+                self._lives.settle(h)
+            case _:
+                pass
+
+    def progress(self, rank: int, now: int) -> None:
+        """The rank has got something done: renew leases that are half over."""
+        self._progress_ns[rank] = now
+        for h in self._lives.handoffs.values():
+            lease = h.lease
+            if lease is None or h.ending or h.quiet or lease.renew_sent_ns:
+                continue
+            if lease.half_over(now) and min(self._progress_ns) >= lease.from_ns:
+                lease.renew_sent_ns = now
+                self._lives.tell(h, ev.SendRenew(h.handle, h.epoch, sum(h.acked_bytes)))
+
+    def rank_lost(self, h: Handoff) -> None:
+        """Nobody knows what a dead writer's last bytes do: a target may still be taking them."""
+        for rank, push in enumerate(h.pushes):
+            if push in (Push.OPEN, Push.DRAINING):
+                h.pushes[rank] = Push.OVER
+                h.in_doubt = True
+
+    def _done(self, h: Handoff, rank: int, done: m.PushDone) -> None:
+        if h.pushes[rank] is not Push.OPEN:
+            return  # cancelled meanwhile: PushDrained follows
+        h.pushes[rank] = Push.DONE
+        h.acked_bytes[rank] = done.bytes_done
+        h.first_post_ns = min(h.first_post_ns or done.first_post_ns, done.first_post_ns)
+        h.last_ack_ns = max(h.last_ack_ns, done.last_ack_ns)
+        if h.pushed:
+            h.fill_told = True
+            exposed = max(h.last_ack_ns - h.sampled_ns, 0) if h.sampled_ns else 0
+            transfer = h.last_ack_ns - h.first_post_ns
+            self._lives.tell(h, ev.SendFillDone(h.handle, h.epoch, transfer, sum(h.acked_bytes), exposed))
+        self._lives.settle(h)
+
+    def _failed(self, h: Handoff, rank: int, failed: m.PushFailed) -> None:
+        if h.pushes[rank] not in (Push.OPEN, Push.DRAINING):
+            return
+        h.in_doubt = h.in_doubt or not failed.drained
+        if h.pushes[rank] is Push.OPEN:  # else it crossed with PushCancel, which PushDrained answers
+            h.pushes[rank] = Push.OVER
+        self._lives.abort(h, HandoffLost(f"the KV did not arrive: {failed.cause}"))
+        self._lives.settle(h)

@@ -1,0 +1,268 @@
+"""The prefill brain: every handoff's life, from the waiting line to the last acknowledged byte. Pure.
+
+    state = PrefillState(config, PagePool(num_pages))
+    actions = state.step(event, now_ns)
+
+Promises, whatever the order of events:
+- a page is held by every handoff that may still read or write it: it is released only when decode knows how the
+  handoff ended and neither a step nor a push can touch it (Handoff.over);
+- decode is told exactly one ending: FirstToken and FillDone, or Drained, or Failed (nothing once its stream broke);
+- computation never waits for the landing; the push never begins without one or after its lease.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+from kvmesh.kvcache.page_pool import PagePool
+from kvmesh.kvcache.prefix_cache import PrefixCache
+from kvmesh.node import messages as m
+from kvmesh.rpc.errors import DeadlinePassed, HandoffLost, KvmeshError, Overloaded, Unavailable
+from services.prefill import events as ev
+from services.prefill.checks import BrainConfig, refusal
+from services.prefill.handoff import Handoff, Phase
+from services.prefill.lives import Lives
+from services.prefill.planner import Chunk, Planner
+from services.prefill.pushes import Pushes
+
+NO_RATE_RETRY_MS = 1000
+MAX_RETRY_MS = 60_000
+RATE_WEIGHT = 0.2  # of the newest step
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What waits and runs now; `queued_tokens` are those still to compute."""
+
+    queued_requests: int
+    queued_tokens: int
+    running_requests: int
+    free_pages: int  # free or evictable
+
+
+@dataclass(slots=True)
+class _Step:
+    """One step at the ranks."""
+
+    chunks: tuple[Chunk, ...]
+    waiting: set[int]  # ranks that have not answered
+    sampled: dict[int, m.Sampled] = field(default_factory=dict)
+    start_ns: int = 0
+    end_ns: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return sum(c.end - c.start for c in self.chunks)
+
+
+class PrefillState:
+    """All handoffs of one instance. One owner, one thread; costs O(blocks) a request, O(1) a message."""
+
+    def __init__(self, config: BrainConfig, pool: PagePool) -> None:
+        self.config = config
+        self.planner = Planner(config.plan)
+        self._lives = Lives(pool, self.planner)
+        self._pushes = Pushes(self._lives, config.world)
+        self._steps: dict[int, _Step] = {}
+        self._next_step = 1
+        self._deadlines: list[tuple[int, int]] = []
+        self._ns_per_token = 0.0
+        self._refusing = ""  # why no new work is taken
+
+    # ── queries ──────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def pool(self) -> PagePool:
+        return self._lives.pool
+
+    @property
+    def cache(self) -> PrefixCache:
+        return self._lives.cache
+
+    @property
+    def handoffs(self) -> dict[int, Handoff]:
+        """Handle → handoff that has not ended. Read only."""
+        return self._lives.handoffs
+
+    @property
+    def next_deadline_ns(self) -> int:
+        """When a Tick is due at the latest; 0: none."""
+        return self._deadlines[0][0] if self._deadlines else 0
+
+    def load(self) -> Load:
+        """For heartbeats. O(waiting requests)."""
+        block, lives = self.config.plan.block_tokens, self._lives
+        queued = sum(
+            h.prompt_tokens - self.cache.peek(lives.usable(h)) * block
+            for h in map(self.handoffs.__getitem__, self.planner.line)
+        )
+        at_ranks = sum(step.tokens for step in self._steps.values())
+        return Load(
+            queued_requests=len(self.planner.line),
+            queued_tokens=queued + self.planner.unsubmitted_tokens + at_ranks,
+            running_requests=sum(h.phase in (Phase.COMPUTING, Phase.PUSHING) for h in self.handoffs.values()),
+            free_pages=self.pool.free + self.cache.evictable,
+        )
+
+    def check_integrity(self) -> None:
+        """AssertionError unless pages, holders, promises and steps agree. O(everything); for tests."""
+        self._lives.check_integrity()
+        for h in self.handoffs.values():
+            assert h.steps == {n for n, s in self._steps.items() if any(c.handle == h.handle for c in s.chunks)}
+
+    # ── the machine ──────────────────────────────────────────────────────────────────────────────
+
+    def step(self, event: ev.Event, now: int) -> list[ev.Action]:
+        """Take one event at `now` (monotonic ns, never going back) and say what to do, in order."""
+        match event:
+            case ev.Start():
+                self._start(event, now)
+            case ev.Landing():
+                self._pushes.landing(event, now)
+            case ev.Renewed():
+                self._pushes.renewed(event)
+            case ev.Cancel(handle, reason):
+                if handle in self.handoffs:
+                    self._lives.abort(self.handoffs[handle], reason=reason)
+            case ev.StreamBroken(stream):
+                self._stream_broken(stream)
+            case ev.FromRank(rank, message):
+                self._from_rank(rank, message, now)
+            case ev.RankLost(_, cause):
+                self._rank_lost(cause)
+            case ev.Stop():
+                self._refusing = self._refusing or "this prefill instance is shutting down"
+                for handle in list(self.planner.line):
+                    self._lives.abort(self.handoffs[handle], Unavailable(self._refusing))
+            case ev.Tick():
+                pass
+        self._expire(now)
+        self._pump(now)
+        actions, self._lives.actions = self._lives.actions, []
+        return actions
+
+    def _start(self, start: ev.Start, now: int) -> None:
+        assert start.handle > 0 and start.handle not in self.handoffs, "handles are unique"
+        h = self.handoffs[start.handle] = Handoff(start, now, self.config.world)
+        error = refusal(start, self.config, self.pool.total) or self._no_room()
+        if error is not None:
+            self._lives.abort(h, error)
+            return
+        self.planner.line.add(start.handle, start.priority, now)
+        if start.deadline_ns:
+            heapq.heappush(self._deadlines, (start.deadline_ns, start.handle))
+
+    def _no_room(self) -> KvmeshError | None:
+        if self._refusing:
+            return Unavailable(self._refusing)
+        waiting = len(self.planner.line)
+        if waiting < self.config.max_queued:
+            return None
+        drain_ms = int(self.load().queued_tokens * self._ns_per_token / 1e6) or NO_RATE_RETRY_MS
+        return Overloaded(f"{waiting} requests wait here already", retry_after_ms=min(drain_ms, MAX_RETRY_MS))
+
+    def _stream_broken(self, stream: int) -> None:
+        for h in [h for h in self.handoffs.values() if h.start.stream == stream]:
+            h.deaf = True
+            self._lives.abort(h, reason="the decode instance's stream broke")
+
+    def _expire(self, now: int) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            h = self.handoffs.get(heapq.heappop(self._deadlines)[1])
+            if h is not None:
+                where = "in the prefill queue" if h.phase is Phase.QUEUED else "in prefill"
+                waited = (now - h.arrived_ns) // 1_000_000
+                self._lives.abort(h, DeadlinePassed(f"the deadline passed after {waited} ms {where}"))
+
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────
+
+    def _pump(self, now: int) -> None:
+        """Keep the ranks busy: `pipeline_depth` steps are there while anything can run."""
+        while len(self._steps) < self.config.plan.pipeline_depth:
+            lives = self._lives
+            chunks = self.planner.next_step(lives.rest, lives.admit, lambda x: self.handoffs[x].prompt_tokens)
+            if not chunks:
+                return
+            self._submit(chunks, now)
+
+    def _submit(self, chunks: list[Chunk], now: int) -> None:
+        number = self._next_step
+        self._next_step += 1
+        self._steps[number] = _Step(tuple(chunks), set(range(self.config.world)))
+        for chunk in chunks:
+            h = self.handoffs[chunk.handle]
+            h.steps.add(number)
+            h.chunks += 1
+            if not h.begin_sent_ns:
+                h.begin_sent_ns = now
+                self._lives.tell(h, ev.SendBeginFill(h.handle, len(h.pages)))
+        message = m.PrefillStep(number, tuple(self._item(chunk) for chunk in chunks))
+        self._lives.actions.extend(ev.ToRank(rank, message) for rank in range(self.config.world))
+
+    def _item(self, chunk: Chunk) -> m.PrefillItem:
+        h = self.handoffs[chunk.handle]
+        return m.PrefillItem(
+            handle=h.handle,
+            token_ids=h.start.token_ids[chunk.start : chunk.end],
+            start=chunk.start,
+            pages=tuple(h.pages[: -(-chunk.end // self.config.plan.block_tokens)]),
+            sample=h.start.sampling if chunk.last else None,
+        )
+
+    def _from_rank(self, rank: int, message: m.ToFront, now: int) -> None:
+        match message:
+            case m.PrefillStepDone():
+                self._step_done(rank, message)
+            case m.RankError(handles, text):
+                self._step_failed(rank, handles, text)
+            case m.PushProgress() | m.PushDone() | m.PushFailed() | m.PushDrained():
+                self._pushes.from_rank(rank, message)
+            case _:
+                return
+        self._pushes.progress(rank, now)
+
+    def _step_done(self, rank: int, done: m.PrefillStepDone) -> None:
+        step = self._steps.get(done.step_id)
+        if step is None or rank not in step.waiting:
+            return
+        step.sampled.update((s.handle, s) for s in done.sampled)
+        step.start_ns = min(step.start_ns or done.start_ns, done.start_ns)
+        step.end_ns = max(step.end_ns, done.end_ns)
+        rate = (done.end_ns - done.start_ns) / step.tokens
+        self._ns_per_token += (rate - self._ns_per_token) * (RATE_WEIGHT if self._ns_per_token else 1.0)
+        self._answered(done.step_id, step, rank)
+
+    def _step_failed(self, rank: int, handles: tuple[int, ...], text: str) -> None:
+        """A rank runs its steps in order and answers each once: the error is about the oldest one there."""
+        number = next((n for n, s in self._steps.items() if rank in s.waiting), None)
+        if number is None or {c.handle for c in self._steps[number].chunks} != set(handles):
+            return
+        for handle in handles:
+            self._lives.abort(self.handoffs[handle], Unavailable(f"the prefill failed: {text}"))
+        self._answered(number, self._steps[number], rank)
+
+    def _answered(self, number: int, step: _Step, rank: int) -> None:
+        step.waiting.discard(rank)
+        if step.waiting:
+            return
+        del self._steps[number]
+        for chunk in step.chunks:
+            h = self.handoffs[chunk.handle]
+            h.steps.discard(number)
+            h.first_step_ns = h.first_step_ns or step.start_ns
+            h.last_step_ns = max(h.last_step_ns, step.end_ns)
+            if not h.ending:
+                self._lives.computed(h, chunk, step.sampled.get(h.handle), step.end_ns)
+            self._lives.settle(h)
+
+    def _rank_lost(self, cause: str) -> None:
+        """Nothing here can be computed, pushed or trusted any more."""
+        self._refusing = cause
+        self._steps.clear()
+        for h in list(self.handoffs.values()):
+            h.steps.clear()
+            self._pushes.rank_lost(h)
+            self._lives.abort(h, HandoffLost(cause))
+            self._lives.settle(h)
+        self.cache.clear()
