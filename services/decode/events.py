@@ -1,0 +1,338 @@
+"""What happens to a request's handoff, and what its machine asks for. See handoff.py and docs/handoff.md."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+from kvmesh.node.messages import Logprobs, Sampling
+from kvmesh.rpc.errors import KvmeshError
+
+
+class Phase(enum.IntEnum):
+    """DESIGN's states. The order is the order of life; CANCELLING and later belong to requests that have ended."""
+
+    ADMITTED = 0
+    RESERVED = 1
+    FILLING = 2
+    LOADING = 3
+    READY = 4
+    RUNNING = 5
+    DONE = 6
+    CANCELLING = 7
+    QUARANTINED = 8
+    FREE = 9
+
+
+GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, seed=0)
+
+
+class Place(enum.Enum):
+    """Where the KV lands."""
+
+    PAGES = "pages"
+    EXTENTS = "extents"
+
+
+class Reason(enum.IntEnum):
+    """Why a request finished; the numbers are those of messages.Token.finish and pb.FinishReason."""
+
+    STOP = 1
+    LENGTH = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """One admitted request as the brain sees it. `carry` is the shell's own, untouched here."""
+
+    request_id: str
+    prompt_tokens: int
+    max_tokens: int
+    deadline_ns: int
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()  # EOS included unless ignore_eos
+    sampling: Sampling = GREEDY
+    priority: int = 0
+    credit_tokens: int = 0
+    carry: Any = None
+
+
+# ── events ────────────────────────────────────────────────────────────────────────────────────────
+# From the prefill instance (may come late, twice, in another order):
+
+
+@dataclass(frozen=True, slots=True)
+class BeginFill:
+    """The request has reached the head of prefill's queue: reserve the landing."""
+
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class RenewLease:
+    """Asked only while the writer's ranks make progress."""
+
+    epoch: int
+    progress_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    token_id: int
+    logprobs: Logprobs | None
+    cached_tokens: int
+    queue_us: int = 0
+    prefill_us: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FillDone:
+    """Every write is acknowledged. The end marks travel with the bytes and decide; this brings the figures."""
+
+    epoch: int
+    transfer_us: int = 0
+    transfer_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """No byte is on its way and none will follow. `epoch` 0: the writer never had a landing."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffFailed:
+    """The writer gave up. `drained` False: it does not know what is still on its way."""
+
+    error: KvmeshError
+    drained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """The handoff stream broke: this writer will never be heard of again."""
+
+    cause: str
+
+
+# From a rank of ours (in order, once):
+
+
+@dataclass(frozen=True, slots=True)
+class WindowOpened:
+    rank: int
+    peer: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class FillEnded:
+    """End mark: all bytes of this writer and epoch have landed at this rank."""
+
+    rank: int
+    peer: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fenced:
+    """No byte of this writer and epoch can land at this rank any more."""
+
+    rank: int
+    peer: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    rank: int
+    into_pages: bool
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The rank has taken the request out of its batch: the answer is complete."""
+
+    rank: int
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailed:
+    """A step raised; the request is out of every batch."""
+
+    message: str
+
+
+# From the scheduler (only what the machine's properties ask for):
+
+
+@dataclass(frozen=True, slots=True)
+class Land:
+    """Landing reserved: one slot a prompt block."""
+
+    epoch: int
+    place: Place
+    slots: list[int]
+    writers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Pages for the KV in the extents and for the next token; a seat in the batch goes with them."""
+
+    pages: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Join the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grow:
+    pages: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Preempt:
+    """Give the pages back; the KV goes to these extents, one a page held."""
+
+    extents: list[int]
+
+
+# From the client and the clock:
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """End it with this error, whatever the phase."""
+
+    error: KvmeshError
+
+
+@dataclass(frozen=True, slots=True)
+class Timer:
+    """Time has passed: act on what is due."""
+
+
+Event = (
+    BeginFill | RenewLease | FirstToken | FillDone | Drained | HandoffFailed | PeerLost
+    | WindowOpened | FillEnded | Fenced | Copied | Ended | Left | StepFailed
+    | Land | Load | Seat | Grow | Preempt | Cancel | Timer
+)  # fmt: skip
+
+
+# ── actions ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class AskPrefill:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class OpenWindow:
+    rank: int
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendLanding:
+    """Every window is open: tell the writer. `lease_ms` counts from when it sent BeginFill."""
+
+    lease_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendRenewed:
+    lease_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendCancel:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    rank: int
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class CopyIn:
+    extents: tuple[int, ...]
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOut:
+    pages: tuple[int, ...]
+    extents: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Out of the batch at these ranks; each answers Left."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FreePages:
+    """Nobody touches these any more."""
+
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FreeExtents:
+    extents: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EmitFirst:
+    """The first token goes to the client at once, however far the KV is."""
+
+    first: FirstToken
+
+
+@dataclass(frozen=True, slots=True)
+class EmitFinish:
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class EmitFail:
+    error: KvmeshError
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """The machine's last word: forget it."""
+
+
+Action = (
+    AskPrefill | OpenWindow | SendLanding | SendRenewed | SendCancel | Fence | CopyIn | CopyOut | Join | Grant | Leave
+    | FreePages | FreeExtents | EmitFirst | EmitFinish | EmitFail | Freed
+)  # fmt: skip

@@ -1,0 +1,403 @@
+"""One request's life as a state machine: who may touch its memory at every moment. See docs/handoff.md.
+
+    ADMITTED ─▶ RESERVED ─▶ FILLING ─▶ LOADING ─▶ READY ─▶ RUNNING ─▶ DONE ─▶ FREE
+        │           │           │       │  ▲          │      │ │
+        └───────────┴───────────┴───────┼──┼─preempted┴──────┘ │
+                                        ▼  └───────────────────┘
+                         CANCELLING ─▶ (drained) ─▶ fenced ─▶ FREE
+                              └─▶ QUARANTINED (writer silent or lost) ─▶ fenced ─▶ FREE
+
+Pure: events and the time come in, actions go out. Three kinds of *hands* can be on a request's memory: `windows`
+(writers that are not fenced yet), `copying` (a rank copies between extents and pages) and `batch` (ranks whose steps
+use the pages). The one rule: **memory is given back only when no hand is on it**, whatever the client was told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvmesh.rpc.errors import DeadlinePassed, HandoffLost, InternalError, KvmeshError
+from services.decode import events as e
+from services.decode.events import Phase, Place, Reason
+from services.decode.limits import NS_PER_MS
+from services.decode.request import NEVER, Request, Window
+
+
+class Handoff(Request):
+    """One request. `step(event, now)` is all that changes it, but for `token`, its fast path."""
+
+    # ── in ───────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, now: int) -> list[e.Action]:
+        """The request is admitted: a count against capacity, no memory."""
+        self.times.asked = now
+        self._arm(now, self.limits.queue_ms)
+        return [e.AskPrefill()]
+
+    def step(self, event: e.Event, now: int) -> list[e.Action]:
+        """Whatever comes, however late or often: the actions that follow from it."""
+        out: list[e.Action] = []
+        if self.phase is not Phase.FREE:
+            _HANDLERS[type(event)](self, event, now, out)
+        return out
+
+    def token(self, token_id: int, index: int, now: int) -> bool:
+        """A decode step's token. False: nobody waits for it any more, or it is known."""
+        if index != self.made or self.ended:
+            return False
+        self.made = index + 1
+        self.last_token = token_id
+        self.last_ns = now
+        if index == 1:
+            self.times.second = now
+        return True
+
+    # ── the fill ─────────────────────────────────────────────────────────────────────────────────
+
+    def _begin_fill(self, event: e.BeginFill, now: int, out: list[e.Action]) -> None:
+        if self.phase is not Phase.ADMITTED or self.times.begin_fill:
+            return
+        if event.num_blocks != self.prompt_blocks:
+            wrong = f"prefill counts {event.num_blocks} blocks in the prompt, decode {self.prompt_blocks}"
+            self._cancel(e.Cancel(InternalError(wrong)), now, out)
+            return
+        self.times.begin_fill = now
+
+    def _land(self, event: e.Land, now: int, out: list[e.Action]) -> None:
+        assert self.wants_landing and len(event.slots) == self.prompt_blocks, self.phase
+        self.phase = Phase.RESERVED
+        self.epoch = event.epoch
+        if event.place is Place.PAGES:
+            self.pages = event.slots
+        else:
+            self.extents = event.slots
+        keys = [(rank, peer) for rank in range(len(self.shape.ranks)) for peer in event.writers]
+        self.windows = dict.fromkeys(keys, Window.OPENING)
+        self.marks = set(keys)
+        self._arm(now, self.limits.fill_begin_ms)
+        out.extend(e.OpenWindow(rank, peer) for rank, peer in keys)
+
+    def _window_opened(self, event: e.WindowOpened, now: int, out: list[e.Action]) -> None:
+        key = (event.rank, event.peer)
+        if event.epoch != self.epoch or self.windows.get(key) is not Window.OPENING:
+            return
+        self.windows[key] = Window.OPEN
+        if Window.OPENING in self.windows.values():
+            return
+        self.landing_sent = True
+        self.times.landing = now
+        self._arm(now, self.limits.fill_begin_ms)
+        # The writer counts from when it sent BeginFill: what it waited here is on top, so that its lease ends a
+        # margin before decode's own timer could.
+        waited_ms = (now - self.times.begin_fill) // NS_PER_MS
+        out.append(e.SendLanding(waited_ms + self.limits.lease_ms - self.limits.lease_margin_ms))
+
+    def _progress(self, now: int) -> None:
+        if self.phase is Phase.RESERVED and self.landing_sent:
+            self.phase = Phase.FILLING
+        if self.phase is Phase.FILLING:
+            self._arm(now, self.limits.lease_ms)
+
+    def _renew(self, event: e.RenewLease, now: int, out: list[e.Action]) -> None:
+        if event.epoch == self.epoch and self.phase in (Phase.RESERVED, Phase.FILLING) and self.landing_sent:
+            self._progress(now)
+            out.append(e.SendRenewed(self.limits.lease_ms - self.limits.lease_margin_ms))
+
+    def _first_token(self, event: e.FirstToken, now: int, out: list[e.Action]) -> None:
+        if self.first is not None or self.ended:
+            return
+        self.first = event
+        self.made = 1
+        self.last_token = event.token_id
+        times = self.times
+        times.first, times.cached_tokens = now, event.cached_tokens
+        times.queue_us, times.prefill_us = event.queue_us, event.prefill_us
+        out.append(e.EmitFirst(event))
+        spec = self.spec
+        if event.token_id in spec.stop_token_ids and spec.min_tokens <= 1:
+            self._finish_early(Reason.STOP, now, out)
+        elif spec.max_tokens <= 1:
+            self._finish_early(Reason.LENGTH, now, out)
+        else:
+            self._progress(now)
+            if self.phase is Phase.LOADING:
+                self._arm(now, self.limits.batch_wait_ms)
+            self._advance(now, out)
+
+    def _finish_early(self, reason: Reason, now: int, out: list[e.Action]) -> None:
+        """Complete with its first token: what prefill still writes is of no use, but it is still written."""
+        self._end(e.EmitFinish(reason), now, out)
+        if not self.writer_done:
+            out.append(e.SendCancel("finished with its first token"))
+        self._retire(Phase.CANCELLING, now, out)
+
+    def _fill_ended(self, event: e.FillEnded, now: int, out: list[e.Action]) -> None:
+        key = (event.rank, event.peer)
+        if event.epoch != self.epoch or key not in self.marks or not self.landing_sent:
+            return
+        self.marks.discard(key)
+        if self.marks:
+            self._progress(now)
+            return
+        self.drained = True
+        if self.phase in (Phase.RESERVED, Phase.FILLING):
+            self.times.filled = now
+            self.phase = Phase.LOADING
+            self.in_pages = bool(self.pages)
+            self._arm(now, self.limits.batch_wait_ms if self.first else self.limits.lease_ms)
+            self._fence(out)
+            self._advance(now, out)
+        elif self.phase is Phase.CANCELLING:
+            self._fence(out)
+
+    def _fill_done(self, event: e.FillDone, now: int, out: list[e.Action]) -> None:
+        if event.epoch == self.epoch and self.epoch and not self.times.transfer_bytes:
+            self.times.transfer_us, self.times.transfer_bytes = event.transfer_us, event.transfer_bytes
+        self._quiet(event, now, out)
+
+    def _quiet(self, event: e.FillDone | e.Drained, now: int, out: list[e.Action]) -> None:
+        """The writer says that it writes no more. Its end marks may still be in our rank's queue."""
+        if event.epoch != self.epoch:
+            return  # 0 although there is a landing: it has not heard of that yet
+        self.writer_done = True
+        if self.phase is Phase.ADMITTED:
+            self._cancel(e.Cancel(HandoffLost("prefill gave the request up")), now, out)
+        elif self.phase is Phase.CANCELLING:
+            self.drained = True
+            self._fence(out)
+            self._settle(now, out)
+        elif self.phase in (Phase.RESERVED, Phase.FILLING):
+            self.drained = True
+            self.due = min(self.due, now + self.limits.drain_ms * NS_PER_MS)
+
+    def _failed(self, event: e.HandoffFailed, now: int, out: list[e.Action]) -> None:
+        self._writer_gone(event.error, event.drained, now, out)
+
+    def _peer_lost(self, event: e.PeerLost, now: int, out: list[e.Action]) -> None:
+        self._writer_gone(HandoffLost(f"the prefill instance was lost: {event.cause}"), False, now, out)
+
+    def _writer_gone(self, error: KvmeshError, drained: bool, now: int, out: list[e.Action]) -> None:
+        self.writer_done = True
+        self.drained = self.drained or drained
+        quiet = self.drained or not self.landing_sent
+        if self.ended:
+            if self.windows and self.phase is Phase.CANCELLING:
+                self._retire(Phase.CANCELLING if quiet else Phase.QUARANTINED, now, out)
+        elif self.phase < Phase.LOADING or self.first is None:
+            self._end(e.EmitFail(error), now, out)
+            self._retire(Phase.CANCELLING if quiet else Phase.QUARANTINED, now, out)
+
+    def _fenced(self, event: e.Fenced, now: int, out: list[e.Action]) -> None:
+        key = (event.rank, event.peer)
+        if event.epoch != self.epoch or self.windows.get(key) is not Window.FENCING:
+            return
+        del self.windows[key]
+        self._advance(now, out)
+        self._settle(now, out)
+
+    # ── pages and the batch ──────────────────────────────────────────────────────────────────────
+
+    def _advance(self, now: int, out: list[e.Action]) -> None:
+        """LOADING → READY once the KV is in pages that nobody else writes and the first token is here."""
+        if self.in_pages and self.extents and not self.windows and self.copying is None:
+            out.append(e.FreeExtents(tuple(self.extents)))
+            self.extents = []
+        if self.phase is Phase.LOADING and self.in_pages and not self.windows and self.first is not None:
+            self.phase = Phase.READY
+            if self.seated:
+                self._join(now, out)
+
+    def _load(self, event: e.Load, now: int, out: list[e.Action]) -> None:
+        assert self.wants_pages and len(event.pages) >= len(self.extents), self.phase
+        self.pages = event.pages
+        self.seated = True
+        self.copying = ("in", self.all_ranks())
+        out.append(e.CopyIn(tuple(self.extents), tuple(self.pages[: len(self.extents)])))
+
+    def _copied(self, event: e.Copied, now: int, out: list[e.Action]) -> None:
+        if self.copying is None or event.into_pages != (self.copying[0] == "in"):
+            return
+        self.copying[1].discard(event.rank)
+        if self.copying[1]:
+            return
+        self.copying = None
+        if event.into_pages:
+            if not self.times.load_end:
+                self.times.load_start, self.times.load_end = event.start_ns, event.end_ns
+            self.in_pages = True
+            self._advance(now, out)
+        elif self.phase is Phase.LOADING:
+            out.append(e.FreePages(tuple(self.pages)))
+            self.pages = []
+        self._settle(now, out)
+
+    def _seat(self, event: e.Seat, now: int, out: list[e.Action]) -> None:
+        assert self.wants_seat, self.phase
+        self.seated = True
+        self._join(now, out)
+
+    def _join(self, now: int, out: list[e.Action]) -> None:
+        self.phase = Phase.RUNNING
+        self.batch = self.all_ranks()
+        self.stalled = False
+        self.last_ns = now
+        self.times.joined = self.times.joined or now
+        self._arm(now, self.limits.token_ms)
+        self.plan_growth()
+        out.append(e.Join())
+
+    def _grow(self, event: e.Grow, now: int, out: list[e.Action]) -> None:
+        assert self.running, self.phase
+        self.pages.extend(event.pages)
+        self.stalled = False
+        self.plan_growth()
+        out.append(e.Grant(tuple(event.pages)))
+
+    def _preempt(self, event: e.Preempt, now: int, out: list[e.Action]) -> None:
+        assert self.running or self.phase is Phase.READY, self.phase
+        assert len(event.extents) == len(self.pages) and not self.extents
+        self.swap = event.extents
+        self.times.preemptions += 1
+        if self.phase is Phase.RUNNING:
+            self._leave(out)
+        else:
+            self._copy_out(now, out)
+
+    def _leave(self, out: list[e.Action]) -> None:
+        if self.batch and not self.leaving:
+            self.leaving = True
+            out.append(e.Leave(tuple(sorted(self.batch))))
+
+    def _copy_out(self, now: int, out: list[e.Action]) -> None:
+        """Left the batch, so the answer's length is known: only blocks with KV go out."""
+        used = self.shape.blocks(self.context)
+        self.extents, spare, self.swap = self.swap[:used], self.swap[used:], []
+        if spare:
+            out.append(e.FreeExtents(tuple(spare)))
+        self.phase = Phase.LOADING
+        self.seated = self.in_pages = self.stalled = False
+        self._arm(now, self.limits.batch_wait_ms)
+        self.copying = ("out", self.all_ranks())
+        out.append(e.CopyOut(tuple(self.pages[:used]), tuple(self.extents)))
+
+    def _left(self, event: e.Left, now: int, out: list[e.Action]) -> None:
+        if event.rank not in self.batch or not self.leaving:
+            return
+        self._out_of_batch({event.rank}, now, out)
+
+    def _out_of_batch(self, ranks: set[int], now: int, out: list[e.Action]) -> None:
+        self.batch -= ranks
+        if self.batch:
+            return
+        self.leaving = False
+        if self.ended:
+            self._settle(now, out)
+        elif self.swap:
+            self._copy_out(now, out)
+
+    def _answer_ended(self, event: e.Ended, now: int, out: list[e.Action]) -> None:
+        if event.rank not in self.batch:
+            return
+        if not self.ended:
+            self._end(e.EmitFinish(event.reason), now, out)
+            self.phase = Phase.DONE
+        self._out_of_batch({event.rank}, now, out)
+        self._leave(out)  # further ranks: their last step may still be on the pages
+
+    def _step_failed(self, event: e.StepFailed, now: int, out: list[e.Action]) -> None:
+        if not self.batch:
+            return
+        if not self.ended:
+            self._end(e.EmitFail(InternalError(event.message)), now, out)
+            self.phase = Phase.CANCELLING
+            self.due = NEVER
+        self._out_of_batch(set(self.batch), now, out)
+
+    # ── ends ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _cancel(self, event: e.Cancel, now: int, out: list[e.Action]) -> None:
+        if self.ended:
+            return
+        self._end(e.EmitFail(event.error), now, out)
+        if not self.writer_done and self.phase < Phase.READY:
+            out.append(e.SendCancel(event.error.message))
+        self._retire(Phase.CANCELLING, now, out)
+
+    def _end(self, action: e.EmitFinish | e.EmitFail, now: int, out: list[e.Action]) -> None:
+        assert not self.ended, "a request ends once"
+        self.ended = True
+        self.times.ended = now
+        out.append(action)
+
+    def _retire(self, phase: Phase, now: int, out: list[e.Action]) -> None:
+        """The client has its end. What nobody touches goes back now, the rest when the last hand is off it."""
+        self.phase = phase
+        self.due = NEVER
+        self._leave(out)
+        if phase is Phase.CANCELLING and self.windows and self.landing_sent and not self.drained:
+            self._arm(now, self.limits.drain_ms)
+        else:
+            self._fence(out)
+        self._settle(now, out)
+
+    def _fence(self, out: list[e.Action]) -> None:
+        for key, window in self.windows.items():
+            if window is not Window.FENCING:
+                self.windows[key] = Window.FENCING
+                out.append(e.Fence(*key))
+
+    def _settle(self, now: int, out: list[e.Action]) -> None:
+        if not self.ended or self.windows or self.copying or self.batch:
+            return
+        if self.pages:
+            out.append(e.FreePages(tuple(self.pages)))
+        if self.extents or self.swap:
+            out.append(e.FreeExtents((*self.extents, *self.swap)))
+        self.pages, self.extents, self.swap = [], [], []
+        self.seated = False
+        self.phase = Phase.FREE
+        self.due = NEVER
+        out.append(e.Freed())
+
+    # ── time ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _arm(self, now: int, ms: int) -> None:
+        self.due = now + ms * NS_PER_MS
+
+    def _timer(self, event: e.Timer, now: int, out: list[e.Action]) -> None:
+        if not self.ended and now >= self.spec.deadline_ns:
+            self._cancel(e.Cancel(DeadlinePassed(f"the deadline passed while {self.where}")), now, out)
+        elif now >= self.due:
+            if self.phase is Phase.CANCELLING:
+                self._retire(Phase.QUARANTINED, now, out)
+            elif self.phase is Phase.RUNNING and now < self.last_ns + self.limits.token_ms * NS_PER_MS:
+                self._arm(self.last_ns, self.limits.token_ms)  # tokens came since; the token path sets no timers
+            else:
+                self._cancel(e.Cancel(self.overdue()), now, out)
+
+
+_Handler = Callable[[Handoff, Any, int, list[e.Action]], None]
+_HANDLERS: dict[type[Any], _Handler] = {
+    e.BeginFill: Handoff._begin_fill,
+    e.RenewLease: Handoff._renew,
+    e.FirstToken: Handoff._first_token,
+    e.FillDone: Handoff._fill_done,
+    e.Drained: Handoff._quiet,
+    e.HandoffFailed: Handoff._failed,
+    e.PeerLost: Handoff._peer_lost,
+    e.WindowOpened: Handoff._window_opened,
+    e.FillEnded: Handoff._fill_ended,
+    e.Fenced: Handoff._fenced,
+    e.Copied: Handoff._copied,
+    e.Ended: Handoff._answer_ended,
+    e.Left: Handoff._left,
+    e.StepFailed: Handoff._step_failed,
+    e.Land: Handoff._land,
+    e.Load: Handoff._load,
+    e.Seat: Handoff._seat,
+    e.Grow: Handoff._grow,
+    e.Preempt: Handoff._preempt,
+    e.Cancel: Handoff._cancel,
+    e.Timer: Handoff._timer,
+}

@@ -1,0 +1,55 @@
+"""Numbers that the brain decides by: limits from the configuration, sizes from the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NS_PER_MS = 1_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """See DecodeConfig for what each means."""
+
+    max_running: int = 64
+    max_waiting: int = 256
+    queue_ms: int = 60_000
+    fill_begin_ms: int = 10_000
+    lease_ms: int = 5_000
+    lease_margin_ms: int = 500
+    drain_ms: int = 2_000
+    batch_wait_ms: int = 60_000
+    token_ms: int = 30_000
+    watermark_percent: int = 2
+    lookahead_tokens: int = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankShape:
+    """Where one rank's pages and extents lie in its segment, in bytes."""
+
+    segment: str
+    shard_bytes: int
+    page_base_offset: int
+    extent_base_offset: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What the ranks hold: every rank has the same pages and extents, a shard of each block."""
+
+    block_tokens: int
+    num_pages: int
+    num_extents: int
+    direct_landing: bool
+    max_context_tokens: int
+    ranks: tuple[RankShape, ...]
+
+    @property
+    def context_limit(self) -> int:
+        """Longest prompt + answer, tokens: the model's, or what all pages together hold."""
+        return min(self.max_context_tokens, self.num_pages * self.block_tokens)
+
+    def blocks(self, tokens: int) -> int:
+        """Blocks that hold `tokens` tokens."""
+        return -(-tokens // self.block_tokens)

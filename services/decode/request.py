@@ -1,0 +1,152 @@
+"""What is known of one request: its memory, the hands on it, its answer. handoff.py alone changes it."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, Literal
+
+from kvmesh.rpc.errors import HandoffLost, KvmeshError, Overloaded, Unavailable
+from services.decode import events as e
+from services.decode.events import Phase
+from services.decode.limits import Limits, Shape
+from services.decode.timeline import Timeline
+
+NEVER = 1 << 62
+RETRY_AFTER_MS = 500
+
+
+class Window(enum.Enum):
+    """A window at the transfer engine of one of our ranks; once fenced it is forgotten."""
+
+    OPENING = "opening"
+    OPEN = "open"
+    FENCING = "fencing"
+
+
+class Request:
+    """Fields and what follows from them; the scheduler reads it."""
+
+    def __init__(self, handle: int, spec: e.Spec, limits: Limits, shape: Shape) -> None:
+        self.handle = handle
+        self.spec = spec
+        self.limits = limits
+        self.shape = shape
+        self.order = (spec.priority, handle)  # smaller goes first
+        self.prompt_blocks = shape.blocks(spec.prompt_tokens)
+        self.blocks_max = shape.blocks(spec.prompt_tokens + spec.max_tokens - 1)
+        self.phase = Phase.ADMITTED
+        self.ended = False  # the client has its one end
+        self.times = Timeline()
+        self.due = NEVER  # the phase's timer
+        # memory and the hands on it
+        self.epoch = 0
+        self.pages: list[int] = []
+        self.extents: list[int] = []
+        self.in_pages = False  # the KV is complete in `pages`
+        self.windows: dict[tuple[int, str], Window] = {}
+        self.marks: set[tuple[int, str]] = set()  # (rank, writer) whose end mark is still to come
+        self.copying: tuple[Literal["in", "out"], set[int]] | None = None
+        self.batch: set[int] = set()
+        # the writer
+        self.landing_sent = False
+        self.drained = False  # nothing of it is on its way
+        self.writer_done = False  # prefill has nothing left to say
+        # the answer
+        self.first: e.FirstToken | None = None
+        self.made = 0  # tokens of the answer known here
+        self.last_token = -1
+        self.last_ns = 0
+        # the batch
+        self.seated = False
+        self.leaving = False
+        self.swap: list[int] = []  # extents reserved for a preemption under way
+        self.stalled = False
+        self.grow_at = NEVER  # `made` from which on another page is wanted
+        # the state's own bookkeeping
+        self.peer = 0
+        self.session = 0
+        self.stream: Any = None
+        self.bucket = ""
+
+    # ── what the scheduler asks ──────────────────────────────────────────────────────────────────
+
+    @property
+    def wants_landing(self) -> bool:
+        return self.phase is Phase.ADMITTED and self.times.begin_fill > 0
+
+    @property
+    def wants_pages(self) -> bool:
+        """KV is complete in extents."""
+        return self.phase is Phase.LOADING and bool(self.extents) and not self.pages and self.copying is None
+
+    @property
+    def wants_seat(self) -> bool:
+        return self.phase is Phase.READY
+
+    @property
+    def running(self) -> bool:
+        """In the batch, and nobody takes it out."""
+        return self.phase is Phase.RUNNING and not self.leaving
+
+    @property
+    def moving_out(self) -> bool:
+        """Its pages come back soon."""
+        return self.leaving or (self.copying is not None and self.copying[0] == "out")
+
+    @property
+    def context(self) -> int:
+        """Tokens of KV there are (or will be, once filled)."""
+        return self.spec.prompt_tokens + (self.made - 1 if self.made else 0)
+
+    @property
+    def room(self) -> int:
+        """Tokens that `pages` still take."""
+        return len(self.pages) * self.shape.block_tokens - self.context
+
+    @property
+    def wake_at(self) -> int:
+        """When `Timer` has something to do; NEVER if nothing."""
+        return self.due if self.ended else min(self.due, self.spec.deadline_ns)
+
+    @property
+    def where(self) -> str:
+        """For people: what it waits for."""
+        if self.phase is Phase.ADMITTED:
+            return "waiting for a landing" if self.wants_landing else "waiting for prefill"
+        if self.phase in (Phase.RESERVED, Phase.FILLING):
+            return "the KV was being transferred"
+        return "generating" if self.phase is Phase.RUNNING else "waiting for the batch"
+
+    def overdue(self) -> KvmeshError:
+        """The error of a phase whose timer ran out."""
+        limits = self.limits
+        match self.phase:
+            case Phase.ADMITTED if self.wants_landing:
+                why = f"no landing became free within queue_ms={limits.queue_ms}"
+            case Phase.ADMITTED:
+                why = f"prefill did not begin within queue_ms={limits.queue_ms}"
+            case Phase.RESERVED:
+                return HandoffLost(f"prefill did not begin to fill within fill_begin_ms={limits.fill_begin_ms}")
+            case Phase.FILLING:
+                return HandoffLost(f"the KV transfer made no progress for lease_ms={limits.lease_ms}")
+            case Phase.LOADING if self.first is None:
+                return HandoffLost(f"no first token within lease_ms={limits.lease_ms} after the KV")
+            case Phase.RUNNING if not self.stalled:
+                return Unavailable(f"no token for token_ms={limits.token_ms}")
+            case Phase.RUNNING:
+                why = f"no page became free within token_ms={limits.token_ms}"
+            case _:
+                why = f"no room in the batch within batch_wait_ms={limits.batch_wait_ms}"
+        return Overloaded(why, retry_after_ms=RETRY_AFTER_MS)
+
+    def plan_growth(self) -> None:
+        """Set `grow_at` for the pages held now."""
+        if len(self.pages) >= self.blocks_max:
+            self.grow_at = NEVER
+        else:
+            full_at = len(self.pages) * self.shape.block_tokens - self.spec.prompt_tokens + 1
+            self.grow_at = full_at - self.limits.lookahead_tokens
+
+    def all_ranks(self) -> set[int]:
+        """Every rank of the instance."""
+        return set(range(len(self.shape.ranks)))
