@@ -4,7 +4,7 @@ A backend plans a step once (which rows go to which pages, what each row attends
 layer: `write` puts the step's K and V into `pages`, `attend` reads back what each token may see. The torch backend
 runs anywhere; kernels for one device register themselves in BACKENDS.
 
-Shapes: `pages [num_pages, layers, 2, K, block_tokens, D]`, `qkv [T, H + 2K, D]` with T tokens, H query heads, K KV heads.
+Shapes: `pages [num_pages, layers, 2, K, block_tokens, D]`, `qkv [T, H + 2K, D]`: T tokens, H query heads, K KV heads.
 
 Invariant: every slot that a batched gather may touch holds finite numbers. Slots past a request's last token are zeroed
 when its page is first written, because memory that the caller lends may hold NaN patterns and 0 * NaN is NaN.
@@ -62,7 +62,7 @@ class AttentionBackend(ABC):
         """One token a row; T = rows. The plan is valid until the next call."""
 
     def page_array(self, pages: Sequence[int], end: int) -> np.ndarray:
-        """int64 ids of the pages that hold tokens [0, end). Raises InternalError when they are too few or do not exist."""
+        """int64 ids of the pages that hold tokens [0, end). InternalError when they are too few or do not exist."""
         count = -(-end // self.block_tokens)
         ids = np.asarray(pages[:count], dtype=np.int64)
         if len(ids) < count:

@@ -23,7 +23,8 @@ class TorchAttention(AttentionBackend):
         super().__init__(pages, num_heads)
         self.group = num_heads // self.kv_heads
         self.layers = [pages[:, layer] for layer in range(self.num_layers)]
-        # Row (page, layer, kv, head) of `flat` is one head's page of K or V; `flat_layers[l]` begins at layer l of page 0.
+        # A row of `flat` is one head's page of K or V, in the order (page, layer, kv, head); `flat_layers[l]` begins at
+        # layer l of page 0.
         per_layer = 2 * self.kv_heads
         flat = pages.view(-1, self.block_tokens * self.head_dim)
         self.flat_layers = [flat[layer * per_layer :] for layer in range(self.num_layers)]
@@ -64,8 +65,8 @@ class PrefillSpan:
         """K and V `[K, end, D]` of all the request's tokens; a cold request's are this step's own."""
         if not self.start:
             kv = qkv[self.first : self.first + self.length, backend.num_heads :]
-            k, v = kv.transpose(0, 1).split(backend.kv_heads)
-            return k, v
+            kv = kv.transpose(0, 1)
+            return kv[: backend.kv_heads], kv[backend.kv_heads :]
         kv = torch.index_select(backend.flat_layers[layer], 0, self.gather)
         kv = kv.view(2, backend.kv_heads, -1, backend.head_dim)[:, :, : self.end]
         return kv[0], kv[1]
@@ -145,6 +146,7 @@ class DecodeBatch:
         self.table = np.zeros((0, 0), dtype=np.int64)  # [rows, capacity]; unused entries repeat the row's first page
         self.known: list[tuple[int, ...]] = []
         self.used = np.zeros(0, dtype=np.int64)  # pages a row attends to
+        self.last = np.zeros(0, dtype=np.int64)  # a row's last position
         self.indexed = (0, 0)  # (rows, pages) that `gather` was made for
         self.gather = torch.empty(0, dtype=torch.int64)
         self.scratch = torch.empty(0)
@@ -161,7 +163,7 @@ class DecodeBatch:
         slots, used = where % block, where // block + 1
         width = int(used.max())
         self._reserve(rows, width)
-        changed = self._update(pages, used, slots)
+        changed = self._update(pages, where, used, slots)
         if changed or self.indexed != (rows, width):
             self._index(rows, width)
         self.positions = backend.tensor(where)
@@ -181,11 +183,14 @@ class DecodeBatch:
             self.table = np.zeros(shape, dtype=np.int64)
             self.known = [()] * shape[0]
             self.used = np.zeros(shape[0], dtype=np.int64)
+            self.last = np.full(shape[0], -1, dtype=np.int64)
             self.reach = torch.arange(shape[1] * self.backend.block_tokens, device=self.backend.device)
 
-    def _update(self, pages: Sequence[Sequence[int]], used: np.ndarray, slots: np.ndarray) -> bool:
-        """Refill the table's rows that changed. A row's current page is cleared past its token when it is new here."""
-        moved = (self.used[: len(pages)] != used).tolist()
+    def _update(self, pages: Sequence[Sequence[int]], where: np.ndarray, used: np.ndarray, slots: np.ndarray) -> bool:
+        """Refill the table's rows that do not just go one token on; their current page is cleared past that token."""
+        rows = len(pages)
+        moved = ((self.used[:rows] != used) | (self.last[:rows] + 1 != where)).tolist()
+        self.last[:rows] = where
         changed = False
         for i, row in enumerate(pages):
             if not moved[i] and (row is self.known[i] or tuple(row) == self.known[i]):

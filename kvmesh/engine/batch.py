@@ -1,7 +1,7 @@
 """What goes into and comes out of one engine step.
 
-Inputs are plain mutable records on purpose: a running request keeps one DecodeInput and advances `token_id`, `position` and
-`sample.token_index` in place, so a step makes no objects for rows that merely go on.
+Inputs are plain mutable records on purpose: a running request keeps one DecodeInput and advances `token_id`, `position`
+and `sample.token_index` in place, so a step makes no objects for rows that merely go on.
 """
 
 from __future__ import annotations

@@ -56,15 +56,15 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One model. `max_context_tokens` is what the positions allow after rope scaling; `dtype` is the checkpoint's own."""
+    """One model. `max_context_tokens` is what positions allow after rope scaling; `dtype` is the checkpoint's own."""
 
     architecture: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
+    layers: int
+    heads: int
+    kv_heads: int
     head_dim: int
     rms_norm_eps: float
     tie_word_embeddings: bool
@@ -101,9 +101,9 @@ class ModelConfig:
             vocab_size=vocab,
             hidden_size=hidden,
             intermediate_size=_int(raw, "intermediate_size"),
-            num_layers=_int(raw, "num_hidden_layers"),
-            num_heads=heads,
-            num_kv_heads=kv_heads,
+            layers=_int(raw, "num_hidden_layers"),
+            heads=heads,
+            kv_heads=kv_heads,
             head_dim=head_dim,
             rms_norm_eps=_positive(raw, "rms_norm_eps", 1e-6),
             tie_word_embeddings=_bool(raw, "tie_word_embeddings"),
@@ -128,7 +128,7 @@ class ModelConfig:
 
     @property
     def kv_elements_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return 2 * self.layers * self.kv_heads * self.head_dim
 
 
 def _bad(key: str, value: Any, why: str) -> CheckpointError:

@@ -1,7 +1,7 @@
 """One model on one device over paged KV: `prefill` computes chunks, `decode` one token for each row of a batch.
 
-The caller owns `pages` and decides who holds which page; the runner keeps no state of requests. Not thread-safe: one thread
-steps. Steps that fail raise a named error and leave the runner usable.
+The caller owns `pages` and decides who holds which page; the runner keeps no state of requests. Not thread-safe: one
+thread steps. Steps that fail raise a named error and leave the runner usable.
 """
 
 from __future__ import annotations
@@ -21,8 +21,15 @@ from kvmesh.kvcache.layout import ITEMSIZE, ShardLayout
 from kvmesh.rpc.errors import ConfigError, ContextTooLong, InternalError, InvalidRequest, NonFiniteLogits
 
 __all__ = [
-    "DecodeInput", "PrefillInput", "Runner", "SampleParams", "SampledToken", "pages_over", "shard_layout", "torch_dtype",
-]  # fmt: skip
+    "DecodeInput",
+    "PrefillInput",
+    "Runner",
+    "SampleParams",
+    "SampledToken",
+    "pages_over",
+    "shard_layout",
+    "torch_dtype",
+]
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -37,7 +44,7 @@ def torch_dtype(name: str) -> torch.dtype:
 def shard_layout(config: ModelConfig, dtype: str, block_tokens: int) -> ShardLayout:
     """The layout of one block of the whole model (a single rank)."""
     torch_dtype(dtype)
-    return ShardLayout(config.num_layers, config.num_kv_heads, block_tokens, config.head_dim, ITEMSIZE[dtype])
+    return ShardLayout(config.layers, config.kv_heads, block_tokens, config.head_dim, ITEMSIZE[dtype])
 
 
 def pages_over(buffer: memoryview | bytearray, layout: ShardLayout, num_pages: int, dtype: str) -> torch.Tensor:
@@ -50,20 +57,20 @@ def pages_over(buffer: memoryview | bytearray, layout: ShardLayout, num_pages: i
 
 
 class Runner:
-    """Loads `checkpoint` as `dtype` onto `device`; `pages [num_pages, layers, 2, kv_heads, block_tokens, head_dim]` must
-    be on that device and of that dtype."""
+    """Loads `checkpoint` as `dtype` onto `device`; `pages [num_pages, layers, 2, kv_heads, block_tokens, head_dim]`
+    must be on that device and of that dtype."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: str, device: str, block_tokens: int, pages: torch.Tensor) -> None:
         self.config = checkpoint.config
         self.layout = shard_layout(self.config, dtype, block_tokens)
         if tuple(pages.shape[1:]) != self.layout.shape or pages.dtype != torch_dtype(dtype):
             raise InternalError(
-                f"pages are {list(pages.shape)} {pages.dtype}, expected [n, {', '.join(map(str, self.layout.shape))}] {dtype}"
+                f"pages are {list(pages.shape)} {pages.dtype}, expected [n, *{list(self.layout.shape)}] {dtype}"
             )
         self.device = pages.device
         if torch.device(device).type != self.device.type:
             raise InternalError(f"pages are on {self.device}, the runner on {device}")
-        self.attention = make_backend(pages, self.config.num_heads)
+        self.attention = make_backend(pages, self.config.heads)
         with torch.inference_mode():
             weights = Weights(checkpoint, torch_dtype(dtype), self.device)
             self.model = MODELS[self.config.architecture](self.config, weights)

@@ -76,7 +76,7 @@ def draw(logits: torch.Tensor, params: Sequence[SampleParams]) -> torch.Tensor:
 
 
 def _threshold(scaled: torch.Tensor, params: Sequence[SampleParams]) -> torch.Tensor:
-    """float64 `[rows]`: the smallest scaled logit that top-k, then top-p of what top-k left, keep. Ties stay together."""
+    """float64 `[rows]`: the smallest scaled logit that top-k, then top-p of what is left, keep. Ties stay together."""
     vocab, device = scaled.shape[-1], scaled.device
     limits = [p.top_k if 0 < p.top_k < vocab else vocab for p in params]
     widest = max((limit for limit in limits if limit < vocab), default=0)

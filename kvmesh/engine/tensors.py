@@ -18,7 +18,7 @@ def layer_prefix(layer: int) -> str:
 def layer_tensors(config: ModelConfig) -> dict[str, Shape]:
     """Tensors of one decoder layer, names relative to `layer_prefix`."""
     hidden, inner = config.hidden_size, config.intermediate_size
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     linears: dict[str, tuple[int, int, bool]] = {
         "self_attn.q_proj": (q, hidden, config.qkv_bias),
         "self_attn.k_proj": (kv, hidden, config.qkv_bias),
@@ -45,7 +45,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
     if not config.tie_word_embeddings:
         shapes[HEAD] = embed
     per_layer = layer_tensors(config)
-    for layer in range(config.num_layers):
+    for layer in range(config.layers):
         prefix = layer_prefix(layer)
         shapes.update({prefix + name: shape for name, shape in per_layer.items()})
     return shapes

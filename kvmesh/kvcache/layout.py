@@ -18,8 +18,8 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """One rank's part of a block: layers [first_layer, first_layer + layers), KV heads [first_head, first_head + kv_heads)
-    of the model, `itemsize` bytes an element."""
+    """One rank's part of a block: layers [first_layer, first_layer + layers) and KV heads [first_head, first_head +
+    kv_heads) of the model, `itemsize` bytes an element."""
 
     layers: int
     kv_heads: int
@@ -73,7 +73,7 @@ class ShardLayout:
 
 
 def plan(src: ShardLayout, dst: ShardLayout) -> list[tuple[int, int, int]]:
-    """Slices `(src_offset, dst_offset, length)` that copy what both shards own, in ascending offsets, neighbours joined.
+    """Slices `(src_offset, dst_offset, length)` that copy what both shards own, offsets ascending, neighbours joined.
 
     Equal layouts give one slice, the whole shard; shards with nothing in common give none. Raises ConfigError when
     the blocks themselves differ (block_tokens, head_dim or itemsize): those need conversion, not slices."""

@@ -32,7 +32,7 @@ class HeadNorm:
     """Norm of each query and key head over head_dim, with one weight for the queries and one for the keys."""
 
     def __init__(self, q: torch.Tensor, k: torch.Tensor, config: ModelConfig) -> None:
-        self.weight = torch.cat((q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)))
+        self.weight = torch.cat((q.expand(config.heads, -1), k.expand(config.kv_heads, -1)))
         self.eps = config.rms_norm_eps
         self.shape = (config.head_dim,)
 
@@ -60,8 +60,8 @@ class Linear:
 
 class Attention:
     def __init__(self, config: ModelConfig, weights: Weights, prefix: str, head_norm: HeadNorm | None) -> None:
-        self.rotated_heads = config.num_heads + config.num_kv_heads
-        self.heads = self.rotated_heads + config.num_kv_heads
+        self.rotated_heads = config.heads + config.kv_heads
+        self.heads = self.rotated_heads + config.kv_heads
         self.head_dim = config.head_dim
         self.head_norm = head_norm
         self.qkv = Linear(weights, [prefix + name for name in ("q_proj", "k_proj", "v_proj")], config.qkv_bias)

@@ -1,4 +1,4 @@
-"""Architecture name in config.json → the function that builds it. The config side is `kvmesh.engine.config.FAMILIES`."""
+"""Architecture name in config.json → the function that builds it (its config side: `kvmesh.engine.config.FAMILIES`)."""
 
 from __future__ import annotations
 
