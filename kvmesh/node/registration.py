@@ -53,6 +53,7 @@ class _Peer(ABC):
         self._interval_s = FIRST_INTERVAL_S
         self._lease_s = ENTER_TIMEOUT_S
         self._urged = asyncio.Event()
+        self._complained = False
 
     @abstractmethod
     async def _enter(self, channel: grpc.aio.Channel, timeout_s: float) -> tuple[int, int]:
@@ -94,6 +95,7 @@ class _Peer(ABC):
         self._lease_s = max(lease_ms, interval_ms, 1) / 1000
         if not self.registered:
             log.info("registered with %s at %s", self.name, self.address)
+        self._complained = False
         self.registered = True
         while not stopping.done():
             # Half a lease: one lost call leaves time for another before the peer takes us for dead.
@@ -135,7 +137,8 @@ class _Peer(ABC):
         if isinstance(error, ProtocolMismatch | InvalidRequest):
             log.error("%s at %s refuses this instance: %s", self.name, self.address, error)
             return self._jittered(REFUSED_RETRY_S)
-        if was or failures == 1:
+        if not self._complained:
+            self._complained = True
             log.warning("%s at %s does not answer: %s", self.name, self.address, error)
         # Capped at one heartbeat: a silent peer costs no more calls than a live one, and a peer that has come
         # back knows us again within one heartbeat.
@@ -160,7 +163,7 @@ class _StorePeer(_Peer):
         self._seq = 0
 
     async def _enter(self, channel: grpc.aio.Channel, timeout_s: float) -> tuple[int, int]:
-        request = pb_store.JoinRequest(protocol_version=_version(), member=self._member)
+        request = pb_store.JoinRequest(protocol_version=protocol.PROTOCOL_VERSION, member=self._member)
         answer = await pb_store_grpc.StoreMasterStub(channel).Join(request, timeout=timeout_s)
         return answer.heartbeat_interval_ms, answer.lease_ms
 
@@ -257,7 +260,7 @@ class Registrar:
     ) -> None:
         rng = random.Random()
         registration = pb.RegisterInstanceRequest(
-            protocol_version=_version(),
+            protocol_version=protocol.PROTOCOL_VERSION,
             instance=ref_pb,
             role=role,
             node_id=node_id,
@@ -283,7 +286,3 @@ class Registrar:
         """Until `stop` is set; then Leave to the master and a last heartbeat with ready=false to the conductor,
         each with a deadline of 1 s. Raises nothing but CancelledError."""
         await asyncio.gather(self._conductor.run(stop), self._store.run(stop))
-
-
-def _version() -> pb_common.ProtocolVersion.ValueType:
-    return cast("pb_common.ProtocolVersion.ValueType", protocol.PROTOCOL_VERSION)

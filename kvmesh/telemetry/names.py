@@ -90,6 +90,7 @@ TTFT_MS = "kvmesh.ttft_ms"
 PREDICTED_TTFT_MS = "kvmesh.predicted_ttft_ms"
 PREDICTED_TBT_MS = "kvmesh.predicted_tbt_ms"
 PREDICTED_CACHED_TOKENS = "kvmesh.predicted_cached_tokens"
+PREDICTED_TERM = "kvmesh.predicted"  # + ".queue_ms" and the other terms of the TTFT
 PROMPT_TOKENS = "kvmesh.prompt_tokens"
 CACHED_TOKENS = "kvmesh.cached_tokens"  # the prefix really found
 COMPUTED_TOKENS = "kvmesh.computed_tokens"  # by prefill: the rest

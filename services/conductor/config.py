@@ -1,0 +1,30 @@
+"""What the conductor can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvmesh.config import ServiceConfig
+from kvmesh.rpc.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConductorConfig(ServiceConfig):
+    """Raises ConfigError naming the field when a value cannot be."""
+
+    store: str = field(default="127.0.0.1:0", metadata={"help": "Address of the store master."})
+    slo_ttft_ms: int = field(default=30_000, metadata={"help": "TTFT beyond which requests are refused, in ms."})
+    slo_tbt_ms: int = field(default=1_000, metadata={"help": "TBT beyond which requests are refused, in ms."})
+    heartbeat_interval_ms: int = field(default=200, metadata={"help": "How often instances report, in ms."})
+    lease_ms: int = field(default=1_500, metadata={"help": "An instance silent for longer gets no work, in ms."})
+    store_silence_ms: int = field(
+        default=3_000, metadata={"help": "A member stream silent for longer is opened again, in ms."}
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("slo_ttft_ms", "slo_tbt_ms", "heartbeat_interval_ms", "store_silence_ms"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1", field=name)
+        if self.lease_ms < 2 * self.heartbeat_interval_ms:
+            least = 2 * self.heartbeat_interval_ms
+            raise ConfigError(f"lease_ms={self.lease_ms}: must be at least two heartbeats ({least})", field="lease_ms")

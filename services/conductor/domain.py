@@ -1,0 +1,225 @@
+"""What the conductor's brain hears and answers. Times in seconds, sizes in tokens, blocks or bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvmesh.rpc.errors import KvmeshError
+
+
+class Role(Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+    @property
+    def prefills(self) -> bool:
+        """Whether an instance of this role computes prompts."""
+        return self is not Role.DECODE
+
+    @property
+    def decodes(self) -> bool:
+        """Whether an instance of this role runs the batch."""
+        return self is not Role.PREFILL
+
+
+@dataclass(frozen=True)
+class Ref:
+    """One life of one instance."""
+
+    instance_id: str
+    address: str
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """What an instance serves, as it registered it."""
+
+    name: str
+    fingerprint: str
+    block_tokens: int
+    kv_dtype: str
+    max_context_tokens: int  # 0: not told
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    kv_bytes_per_token: int
+    weights_epoch: int
+
+    @property
+    def kv_identity(self) -> tuple[object, ...]:
+        """Two instances can exchange KV only when these are equal."""
+        return self.fingerprint, self.block_tokens, self.kv_dtype, self.weights_epoch
+
+
+@dataclass(frozen=True)
+class Load:
+    """See `Load` in conductor.proto."""
+
+    queued_requests: int = 0
+    queued_tokens: int = 0
+    running_requests: int = 0
+    free_pages: int = 0
+    context_tokens: int = 0
+    free_extents: int = 0
+    waiting_requests: int = 0
+
+
+@dataclass(frozen=True)
+class PrefillSample:
+    request_id: str
+    computed_tokens: int
+    cached_tokens: int
+    duration_s: float
+    transfer_bytes: int
+    transfer_s: float
+
+
+@dataclass(frozen=True)
+class DecodeSample:
+    batch: int
+    context_tokens: int
+    duration_s: float
+
+
+# ── events ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Register:
+    ref: Ref
+    role: Role
+    node_id: str
+    model: ModelCard
+    capacity_blocks: int
+    max_running: int
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    ref: Ref
+    seq: int
+    ready: bool
+    load: Load
+    not_ready_reason: str = ""
+    prefill_samples: tuple[PrefillSample, ...] = ()
+    decode_samples: tuple[DecodeSample, ...] = ()
+    finished_request_ids: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One request to place. `keys`: its full prompt blocks, 16 bytes each. An SLO of 0 is the default."""
+
+    request_id: str
+    attempt: int
+    model: str
+    prompt_tokens: int
+    max_tokens: int
+    keys: tuple[bytes, ...] = ()
+    ttft_slo_s: float = 0.0
+    tbt_slo_s: float = 0.0
+    avoid: frozenset[str] = frozenset()
+
+
+Life = tuple[str, int]  # instance_id, incarnation
+
+
+@dataclass(frozen=True)
+class MembersReset:
+    """A snapshot of the store master's members: everything before it is superseded."""
+
+    master_incarnation: int
+    members: frozenset[Life]
+
+
+@dataclass(frozen=True)
+class MemberJoined:
+    life: Life
+
+
+@dataclass(frozen=True)
+class MemberGone:
+    """`how`: "left" or "died"."""
+
+    life: Life
+    how: str
+
+
+@dataclass(frozen=True)
+class StoreLost:
+    """The member stream is broken: until the next MembersReset only heartbeats tell who lives."""
+
+
+@dataclass(frozen=True)
+class Tick:
+    pass
+
+
+Event = Register | Heartbeat | Schedule | MembersReset | MemberJoined | MemberGone | StoreLost | Tick
+
+# ── actions ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The answer to Schedule. `terms`: what the prediction is made of, in ms, for traces."""
+
+    prefill: Ref
+    decode: Ref
+    ttft_s: float
+    tbt_s: float
+    cached_tokens: int
+    terms: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """The answer to the event is this error. `reason` of a refused Schedule: "ttft", "tbt", "capacity",
+    "no_instance", "unknown_model", "invalid"."""
+
+    error: KvmeshError
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A prefill was reported: what had been predicted for it, and what it took."""
+
+    request_id: str
+    predicted_s: float
+    actual_s: float
+
+
+Action = Placed | Refuse | Measured
+
+
+@dataclass(frozen=True)
+class InstanceView:
+    """What GetStatus tells of one instance."""
+
+    ref: Ref
+    role: Role
+    model: str
+    ready: bool  # may get work now
+    not_ready_reason: str
+    load: Load
+    silent_s: float
+    capacity_blocks: int
+    queue_s: float = 0.0  # predicted
+    pending: int = 0  # placements not reported finished yet
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Numbers the brain decides with."""
+
+    lease_s: float = 1.5
+    slo_ttft_s: float = 30.0
+    slo_tbt_s: float = 1.0
+    stall_s: float = 0.75  # a pause between steps longer than this was the conductor's own silence
+    warm_up_s: float = 3.0  # after a start: an unknown model may just not have registered again yet
+    forget_s: float = 60.0  # an instance silent this long leaves the status too
+    pending_timeout_s: float = 15.0  # beyond twice what was predicted, a placement nobody reports is forgotten

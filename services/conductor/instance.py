@@ -1,0 +1,72 @@
+"""What the conductor knows of one incarnation of one instance."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from services.conductor.cost import DecodeModel, PrefillModel, TransferModel
+from services.conductor.domain import Load, ModelCard, Ref, Register, Role
+from services.conductor.load import DecodeBatch, PrefillQueue
+
+MAX_KNOWN_SAMPLES = 2048
+
+
+class Instance:
+    """Mutable; owned by ConductorState. `slot`: its bit in the prefix index."""
+
+    def __init__(self, registered: Register, slot: int, fits: ModelFits, now: float) -> None:
+        self.ref: Ref = registered.ref
+        self.role: Role = registered.role
+        self.node_id = registered.node_id
+        self.model: ModelCard = registered.model
+        self.capacity_blocks = registered.capacity_blocks
+        self.max_running = registered.max_running
+        self.slot = slot
+        self.last_seen = now
+        self.last_seq = 0
+        self.ready = False
+        self.not_ready_reason = "no heartbeat yet"
+        self.load = Load()
+        self.queue = PrefillQueue(now)
+        self.batch = DecodeBatch()
+        # What its peers have shown is the best guess for a newcomer.
+        self.prefill = PrefillModel(fits.prefill.fit.coefficients)
+        self.decode = DecodeModel(fits.decode.fit.coefficients)
+        self.transfer = TransferModel(fits.transfer.bytes_per_s)
+        self._sampled: OrderedDict[str, None] = OrderedDict()
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold so many tokens, the last may be partial."""
+        return -(-tokens // self.model.block_tokens)
+
+    def can_prefill(self, prompt_tokens: int) -> bool:
+        """Whether a prompt of that length fits here when nothing else is there."""
+        limit = self.model.max_context_tokens
+        return self.blocks_for(prompt_tokens) <= self.capacity_blocks and (not limit or prompt_tokens < limit)
+
+    def can_decode(self, prompt_tokens: int) -> bool:
+        """Whether such a prompt and one token of its answer fit here."""
+        limit = self.model.max_context_tokens
+        return self.blocks_for(prompt_tokens + 1) <= self.capacity_blocks and (not limit or prompt_tokens < limit)
+
+    def seconds_per_token(self) -> float:
+        """Marginal prefill time, for tokens whose requests are unknown."""
+        return (self.prefill.predict(1024, 0) - self.prefill.predict(1, 0)) / 1023
+
+    def first_sample_of(self, request_id: str) -> bool:
+        """Whether no sample of that request came before: unacknowledged ones are sent again."""
+        if request_id in self._sampled:
+            return False
+        self._sampled[request_id] = None
+        if len(self._sampled) > MAX_KNOWN_SAMPLES:
+            self._sampled.popitem(last=False)
+        return True
+
+
+class ModelFits:
+    """What all instances of one model have shown together: the prior of the next one."""
+
+    def __init__(self) -> None:
+        self.prefill = PrefillModel()
+        self.decode = DecodeModel()
+        self.transfer = TransferModel()

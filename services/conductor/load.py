@@ -1,0 +1,218 @@
+"""Queue accounting: what was placed, corrected by what instances report, so that load neither lags nor leaks.
+
+A placement counts at once. It is *flying* until a heartbeat that came at least IN_FLIGHT_S later: by then the
+instance's own figures include it. It ends when the instance reports it, or when its time is over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.conductor.cost import DecayedRatio
+from services.conductor.domain import Load
+
+IN_FLIGHT_S = 0.05
+# Short prompts are computed together, so a queue drains faster than the sum of its parts; within these bounds.
+MIN_SPEEDUP, MAX_SPEEDUP = 0.5, 16.0
+FIRST_RESIDENCE_S = 1.0
+
+
+@dataclass(frozen=True)
+class PrefillWork:
+    """One placement as the prefill instance will meet it."""
+
+    request_id: str
+    computed_tokens: int
+    seconds: float
+    keys: tuple[bytes, ...]
+    placed_at: float
+    expires_at: float
+
+
+class PrefillQueue:
+    """Predicted work before a new request at one prefill instance."""
+
+    def __init__(self, now: float) -> None:
+        self.works: dict[str, PrefillWork] = {}
+        self._backlog_s = 0.0  # at `_as_of`; drains one second per second
+        self._as_of = now
+        self._speed = DecayedRatio(1.0, 1.0, keep=0.9)
+        self._done_s = 0.0  # predicted seconds of what was computed since the last report
+        self._busy_at: float | None = None
+        self._busy_s = 0.0
+
+    @property
+    def speedup(self) -> float:
+        """Predicted seconds of work done in one second while busy."""
+        return min(MAX_SPEEDUP, max(MIN_SPEEDUP, self._speed.rate))
+
+    def wait_s(self, now: float) -> float:
+        """Seconds until a request placed now would begin; never negative."""
+        return max(0.0, self._backlog_s - max(0.0, now - self._as_of))
+
+    def add(self, work: PrefillWork) -> None:
+        """A placement; one of the same request replaces it."""
+        self._backlog_s = self.wait_s(work.placed_at) + work.seconds / self.speedup
+        self._as_of = work.placed_at
+        self.works.pop(work.request_id, None)
+        self.works[work.request_id] = work
+
+    def finish(self, request_id: str, *, done: bool) -> PrefillWork | None:
+        """The instance is through with it; `done`: it was computed, else it went away uncomputed.
+        The backlog follows with the load that comes in the same heartbeat."""
+        work = self.works.pop(request_id, None)
+        if work is not None and done:
+            self._done_s += work.seconds
+        return work
+
+    def withdraw(self, request_id: str, now: float) -> PrefillWork | None:
+        """It will not come (another attempt was placed, or its time is over): its work counts no more."""
+        work = self.works.pop(request_id, None)
+        if work is not None:
+            self._backlog_s = max(0.0, self.wait_s(now) - work.seconds / self.speedup) if self.works else 0.0
+            self._as_of = now
+        return work
+
+    def expired(self, now: float) -> list[str]:
+        """Placements whose time is over."""
+        return [work.request_id for work in self.works.values() if work.expires_at <= now]
+
+    def clear(self) -> list[PrefillWork]:
+        """Everything is lost with the instance."""
+        lost = list(self.works.values())
+        self.works.clear()
+        self._backlog_s, self._done_s, self._busy_s, self._busy_at = 0.0, 0.0, 0.0, None
+        return lost
+
+    def report(self, queued_tokens: int, seconds_per_token: float, now: float) -> None:
+        """The instance's own figure: uncached tokens it has still to compute, all requests together."""
+        self._learn_speed(busy=queued_tokens > 0, now=now)
+        settled_tokens, settled_s, flying_tokens, flying_s = 0, 0.0, 0, 0.0
+        for work in self.works.values():
+            if work.placed_at <= now - IN_FLIGHT_S:
+                settled_tokens += work.computed_tokens
+                settled_s += work.seconds
+            else:
+                flying_tokens += work.computed_tokens
+                flying_s += work.seconds
+        share = min(1.0, queued_tokens / settled_tokens) if settled_tokens else 0.0
+        # Tokens that no placement of ours explains: another conductor's, or placed before we were restarted.
+        foreign = max(0, queued_tokens - settled_tokens - flying_tokens)
+        self._backlog_s = (settled_s * share + flying_s + foreign * seconds_per_token) / self.speedup
+        self._as_of = now
+
+    def _learn_speed(self, busy: bool, now: float) -> None:
+        """Only from spans between heartbeats that all found it busy: an idle span says nothing of speed."""
+        if busy and self._busy_at is not None:
+            self._busy_s += now - self._busy_at
+            if self._done_s > 0:  # a long prompt may be the only one in many heartbeats
+                self._speed.add(self._done_s, self._busy_s)
+                self._busy_s = 0.0
+        else:
+            self._busy_s = 0.0
+        self._busy_at = now if busy else None
+        self._done_s = 0.0
+
+
+@dataclass(frozen=True)
+class DecodeWork:
+    """One placement as the decode instance will meet it."""
+
+    request_id: str
+    prompt_tokens: int
+    blocks: int
+    placed_at: float
+    expires_at: float
+
+
+class DecodeBatch:
+    """Predicted batch, context and room at one decode instance."""
+
+    def __init__(self) -> None:
+        self.works: dict[str, DecodeWork] = {}
+        self._flying: dict[str, DecodeWork] = {}
+        self._flying_tokens = 0
+        self._flying_blocks = 0
+        self._prompt_tokens = 0
+        self._blocks = 0
+        self._load = Load()
+        self.residence_s = FIRST_RESIDENCE_S
+
+    @property
+    def requests(self) -> int:
+        """Running, waiting and on their way."""
+        return self._load.running_requests + self._load.waiting_requests + len(self._flying)
+
+    @property
+    def context_tokens(self) -> float:
+        """Tokens of KV that one step reads once everybody present has joined."""
+        waiting = self._load.waiting_requests * self._mean_prompt()
+        return self._load.context_tokens + waiting + self._flying_tokens
+
+    @property
+    def free_blocks(self) -> int:
+        """Where a landing could go: host extents or device pages; never negative."""
+        return max(0, max(self._load.free_pages, self._load.free_extents) - self._flying_blocks)
+
+    def drain_s(self, requests: float) -> float:
+        """Seconds until so many of those present have finished, at the usual length of stay."""
+        return self.residence_s * requests / max(1, self.requests)
+
+    def landing_wait_s(self, blocks: int) -> float:
+        """Seconds until that many blocks are free; 0 when they are."""
+        short = blocks - self.free_blocks
+        if short <= 0:
+            return 0.0
+        each = self._blocks / len(self.works) if self.works else blocks
+        return self.drain_s(max(1.0, short / max(1.0, each)))
+
+    def add(self, work: DecodeWork) -> None:
+        """A placement; one of the same request replaces it."""
+        self.drop(work.request_id)
+        self.works[work.request_id] = self._flying[work.request_id] = work
+        self._flying_tokens += work.prompt_tokens
+        self._flying_blocks += work.blocks
+        self._prompt_tokens += work.prompt_tokens
+        self._blocks += work.blocks
+
+    def finish(self, request_id: str, now: float) -> None:
+        """The instance is through with it: its stay teaches how long others will stay."""
+        work = self.drop(request_id)
+        if work is not None:
+            self.residence_s += 0.1 * (max(0.0, now - work.placed_at) - self.residence_s)
+
+    def drop(self, request_id: str) -> DecodeWork | None:
+        """It counts no more."""
+        work = self.works.pop(request_id, None)
+        if work is None:
+            return None
+        self._prompt_tokens -= work.prompt_tokens
+        self._blocks -= work.blocks
+        self._land(work)
+        return work
+
+    def _land(self, work: DecodeWork) -> None:
+        if self._flying.pop(work.request_id, None) is not None:
+            self._flying_tokens -= work.prompt_tokens
+            self._flying_blocks -= work.blocks
+
+    def expired(self, now: float) -> list[str]:
+        """Placements whose time is over."""
+        return [work.request_id for work in self.works.values() if work.expires_at <= now]
+
+    def report(self, load: Load, now: float) -> None:
+        """The instance's own figures; they include whatever has stopped flying."""
+        self._load = load
+        for work in [w for w in self._flying.values() if w.placed_at <= now - IN_FLIGHT_S]:
+            self._land(work)
+
+    def clear(self) -> None:
+        """Everything is lost with the instance."""
+        for request_id in list(self.works):
+            self.drop(request_id)
+        self._load = Load()
+
+    def _mean_prompt(self) -> float:
+        if self.works:
+            return self._prompt_tokens / len(self.works)
+        return self._load.context_tokens / max(1, self._load.running_requests)

@@ -1,0 +1,187 @@
+"""Protos to the conductor's domain and back."""
+
+from __future__ import annotations
+
+from kvmesh.rpc.errors import InvalidRequest
+from kvmesh.rpc.pb import common_pb2 as pb_common
+from kvmesh.rpc.pb import conductor_pb2 as pb
+from services.conductor.domain import (
+    DecodeSample,
+    Heartbeat,
+    InstanceView,
+    Load,
+    ModelCard,
+    Placed,
+    PrefillSample,
+    Ref,
+    Register,
+    Role,
+    Schedule,
+)
+
+KEY_BYTES = 16
+MAX_UINT32 = 0xFFFFFFFF
+
+_ROLES = {
+    pb_common.ROLE_PREFILL: Role.PREFILL,
+    pb_common.ROLE_DECODE: Role.DECODE,
+    pb_common.ROLE_BOTH: Role.BOTH,
+}
+_ROLES_OUT = {role: number for number, role in _ROLES.items()}
+
+
+def ref_in(ref: pb_common.InstanceRef) -> Ref:
+    """One life of one instance."""
+    return Ref(ref.instance_id, ref.address, ref.incarnation)
+
+
+def ref_out(ref: Ref) -> pb_common.InstanceRef:
+    """As `ref_in`, back."""
+    return pb_common.InstanceRef(instance_id=ref.instance_id, address=ref.address, incarnation=ref.incarnation)
+
+
+def card_in(card: pb_common.ModelCard) -> ModelCard:
+    """A model as an instance serves it."""
+    return ModelCard(
+        name=card.name,
+        fingerprint=card.fingerprint,
+        block_tokens=card.block_tokens,
+        kv_dtype=card.kv_dtype,
+        max_context_tokens=card.max_context_tokens,
+        vocab_size=card.vocab_size,
+        eos_token_ids=tuple(card.eos_token_ids),
+        kv_bytes_per_token=card.kv_bytes_per_token,
+        weights_epoch=card.weights_epoch,
+    )
+
+
+def card_out(card: ModelCard) -> pb_common.ModelCard:
+    """As `card_in`, back."""
+    return pb_common.ModelCard(
+        name=card.name,
+        fingerprint=card.fingerprint,
+        block_tokens=card.block_tokens,
+        kv_dtype=card.kv_dtype,
+        max_context_tokens=card.max_context_tokens,
+        vocab_size=card.vocab_size,
+        eos_token_ids=card.eos_token_ids,
+        kv_bytes_per_token=card.kv_bytes_per_token,
+        weights_epoch=card.weights_epoch,
+    )
+
+
+def register_in(request: pb.RegisterInstanceRequest) -> Register:
+    """Raises InvalidRequest for an unknown role."""
+    role = _ROLES.get(request.role)
+    if role is None:
+        raise InvalidRequest.of("role", request.role, "must be prefill, decode or both")
+    return Register(
+        ref=ref_in(request.instance),
+        role=role,
+        node_id=request.node_id,
+        model=card_in(request.model),
+        capacity_blocks=request.capacity_blocks,
+        max_running=request.max_running_requests,
+    )
+
+
+def heartbeat_in(request: pb.HeartbeatRequest) -> Heartbeat:
+    """Microseconds become seconds."""
+    return Heartbeat(
+        ref=ref_in(request.instance),
+        seq=request.seq,
+        ready=request.ready,
+        not_ready_reason=request.not_ready_reason,
+        load=load_in(request.load),
+        prefill_samples=tuple(
+            PrefillSample(
+                s.request_id,
+                s.computed_tokens,
+                s.cached_tokens,
+                s.duration_us / 1e6,
+                s.transfer_bytes,
+                s.transfer_us / 1e6,
+            )
+            for s in request.prefill_samples
+        ),
+        decode_samples=tuple(
+            DecodeSample(s.batch, s.context_tokens, s.duration_us / 1e6) for s in request.decode_samples
+        ),
+        finished_request_ids=tuple(request.finished_request_ids),
+    )
+
+
+def load_in(load: pb.Load) -> Load:
+    """Field by field."""
+    return Load(
+        queued_requests=load.queued_requests,
+        queued_tokens=load.queued_tokens,
+        running_requests=load.running_requests,
+        free_pages=load.free_pages,
+        context_tokens=load.context_tokens,
+        free_extents=load.free_extents,
+        waiting_requests=load.waiting_requests,
+    )
+
+
+def load_out(load: Load) -> pb.Load:
+    """As `load_in`, back."""
+    return pb.Load(
+        queued_requests=load.queued_requests,
+        queued_tokens=load.queued_tokens,
+        running_requests=load.running_requests,
+        free_pages=load.free_pages,
+        context_tokens=load.context_tokens,
+        free_extents=load.free_extents,
+        waiting_requests=load.waiting_requests,
+    )
+
+
+def schedule_in(request: pb.ScheduleRequest) -> Schedule:
+    """Raises InvalidRequest when the keys are not whole or the request has no name."""
+    packed = request.block_keys
+    if len(packed) % KEY_BYTES:
+        raise InvalidRequest.of("block_keys", len(packed), f"its length must be a multiple of {KEY_BYTES} bytes")
+    if not request.request_id:
+        raise InvalidRequest.of("request_id", request.request_id, "must not be empty")
+    return Schedule(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        model=request.model,
+        prompt_tokens=request.prompt_tokens,
+        max_tokens=request.max_tokens,
+        keys=tuple([packed[i : i + KEY_BYTES] for i in range(0, len(packed), KEY_BYTES)]),
+        ttft_slo_s=request.ttft_slo_ms / 1000,
+        tbt_slo_s=request.tbt_slo_ms / 1000,
+        avoid=frozenset(request.avoid_instance_ids),
+    )
+
+
+def placement_out(placed: Placed) -> pb.Placement:
+    """Prefill pushes every block: `sources` stays empty until there are other sources."""
+    return pb.Placement(
+        prefill=ref_out(placed.prefill),
+        decode=ref_out(placed.decode),
+        predicted_ttft_ms=_ms(placed.ttft_s),
+        predicted_tbt_ms=_ms(placed.tbt_s),
+        predicted_cached_tokens=placed.cached_tokens,
+    )
+
+
+def view_out(view: InstanceView) -> pb.InstanceStatus:
+    """One line of GetStatus."""
+    return pb.InstanceStatus(
+        instance=ref_out(view.ref),
+        role=_ROLES_OUT[view.role],
+        model=view.model,
+        ready=view.ready,
+        not_ready_reason=view.not_ready_reason,
+        load=load_out(view.load),
+        silent_ms=_ms(view.silent_s),
+        capacity_blocks=view.capacity_blocks,
+    )
+
+
+def _ms(seconds: float) -> int:
+    """Rounded up: a prediction of 0 ms would read as none."""
+    return min(MAX_UINT32, -int(-seconds * 1000 // 1))

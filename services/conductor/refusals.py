@@ -1,0 +1,50 @@
+"""Why a request that fits no usable pair of instances is refused, in words that name what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from kvmesh.rpc.errors import ContextTooLong, ModelNotFound, Unavailable
+from services.conductor.domain import Refuse, Schedule
+from services.conductor.instance import Instance
+
+MAX_NAMED = 8
+
+
+def refuse_unplaceable(
+    request: Schedule, serving: Sequence[Instance], why: Mapping[str, str], expected: bool, models: Iterable[str]
+) -> Refuse:
+    """`serving`: registered instances of the model; `why` they may get no work ("" when they may); `expected`:
+    the model has been served here, or may be soon."""
+    if not serving:
+        if expected:
+            missing = f"no prefill and no decode instance of model {request.model!r} is registered"
+            return Refuse(Unavailable(missing), "no_instance")
+        known = ", ".join(sorted(models)[:MAX_NAMED])
+        text = f"model={request.model!r}: not served here; served: {known or 'none'}"
+        return Refuse(ModelNotFound(text, field="model"), "unknown_model")
+    fits_prefill = [i for i in serving if i.role.prefills and i.can_prefill(request.prompt_tokens)]
+    fits_decode = [i for i in serving if i.role.decodes and i.can_decode(request.prompt_tokens)]
+    prefillers = [i for i in serving if i.role.prefills]
+    decoders = [i for i in serving if i.role.decodes]
+    for role, all_of_it, fitting in (("prefill", prefillers, fits_prefill), ("decode", decoders, fits_decode)):
+        if all_of_it and not fitting:
+            longest = max(_longest(i) for i in all_of_it)
+            text = (
+                f"longer than any {role} instance of {request.model!r} can hold; the longest prompt is {longest} tokens"
+            )
+            return Refuse(
+                ContextTooLong(f"prompt_tokens={request.prompt_tokens}: {text}", field="prompt_tokens"), "capacity"
+            )
+    parts = []
+    for role, fitting in (("prefill", fits_prefill), ("decode", fits_decode)):
+        if not any(why[i.ref.instance_id] == "" for i in fitting):
+            named = [f"{i.ref.instance_id}: {why[i.ref.instance_id]}" for i in fitting[:MAX_NAMED]]
+            parts.append(f"no ready {role} instance ({'; '.join(named) or 'none registered'})")
+    return Refuse(Unavailable(f"model {request.model!r} has {' and '.join(parts)}"), "no_instance")
+
+
+def _longest(instance: Instance) -> int:
+    tokens = instance.capacity_blocks * instance.model.block_tokens - (0 if instance.role.prefills else 1)
+    limit = instance.model.max_context_tokens
+    return min(tokens, limit - 1) if limit else tokens

@@ -1,0 +1,128 @@
+"""Conductor over gRPC: protos to the brain and back. Decides nothing."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from kvmesh.rpc import protocol
+from kvmesh.rpc.metadata import context_from_metadata
+from kvmesh.rpc.pb import conductor_pb2 as pb
+from kvmesh.rpc.pb import conductor_pb2_grpc as pb_grpc
+from kvmesh.telemetry import names, spans
+from services.conductor import domain, mapping
+from services.conductor.domain import Event, Measured, Placed, Refuse, Role, Tick
+from services.conductor.state import ConductorState
+
+
+class ConductorServicer(pb_grpc.ConductorServicer):
+    """`clock` gives monotonic seconds; `store_status` what GetStatus says of the store master."""
+
+    def __init__(
+        self,
+        state: ConductorState,
+        *,
+        heartbeat_interval_ms: int,
+        lease_ms: int,
+        clock: Callable[[], float],
+        store_status: Callable[[], str],
+    ) -> None:
+        self._state = state
+        self._interval_ms = heartbeat_interval_ms
+        self._lease_ms = lease_ms
+        self._clock = clock
+        self._store_status = store_status
+
+    def deliver(self, event: Event) -> Placed | None:
+        """Hand an event to the brain; raises the error that answers it."""
+        placed = None
+        for action in self._state.step(event, self._clock()):
+            match action:
+                case Placed():
+                    placed = action
+                case Refuse(error):
+                    raise error
+                case Measured(_, predicted_s, actual_s):
+                    names.CONDUCTOR_TTFT_ERROR.observe(abs(predicted_s - actual_s))
+        return placed
+
+    def tick(self) -> None:
+        """Let time pass, and show what is known."""
+        self.deliver(Tick())
+        views = self._state.views(self._clock())
+        count = Counter((view.role, view.ready) for view in views)
+        for role in Role:
+            for ready, label in ((True, "ready"), (False, "not_ready")):
+                names.CONDUCTOR_INSTANCES.labels(role=role.value, state=label).set(count[role, ready])
+        names.CONDUCTOR_HEARTBEAT_AGE.set(max((v.silent_s for v in views if v.ready), default=0.0))
+
+    async def Register(  # noqa: N802
+        self, request: pb.RegisterInstanceRequest, context: Any
+    ) -> pb.RegisterInstanceResponse:
+        """Raises ProtocolMismatch, InvalidRequest."""
+        who = request.instance.instance_id or "a nameless instance"
+        protocol.check(request.protocol_version, f"{who} at {request.instance.address}")
+        self.deliver(mapping.register_in(request))
+        return pb.RegisterInstanceResponse(heartbeat_interval_ms=self._interval_ms, lease_ms=self._lease_ms)
+
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:  # noqa: N802
+        """Raises UnknownInstance."""
+        self.deliver(mapping.heartbeat_in(request))
+        names.CONDUCTOR_HEARTBEATS.inc()
+        return pb.HeartbeatResponse()
+
+    async def Schedule(self, request: pb.ScheduleRequest, context: Any) -> pb.ScheduleResponse:  # noqa: N802
+        """Raises Overloaded, Unavailable, ModelNotFound, ContextTooLong, InvalidRequest."""
+        start_ns = time.monotonic_ns()
+        attributes: dict[str, spans.Value] = {
+            names.REQUEST_ID: request.request_id,
+            names.ATTEMPT: request.attempt,
+            names.REQUEST_MODEL: request.model,
+            names.PROMPT_TOKENS: request.prompt_tokens,
+            names.BLOCKS: len(request.block_keys) // mapping.KEY_BYTES,
+        }
+        outcome, failure = "placed", ""
+        try:
+            placed = self._place(mapping.schedule_in(request), attributes)
+            return pb.ScheduleResponse(placement=mapping.placement_out(placed))
+        except Exception as err:
+            outcome, failure = getattr(err, "code", "internal"), str(err)
+            attributes[names.ERROR_TYPE] = outcome
+            raise
+        finally:
+            end_ns = time.monotonic_ns()
+            attributes[names.OUTCOME] = outcome
+            parent = context_from_metadata(context.invocation_metadata())
+            spans.record(names.SPAN_PLACE, parent, start_ns, end_ns, attributes, error=failure)
+            names.CONDUCTOR_DECISIONS.labels(outcome=outcome).inc()
+            names.CONDUCTOR_SCHEDULE.observe((end_ns - start_ns) / 1e9)
+
+    def _place(self, event: domain.Schedule, attributes: dict[str, spans.Value]) -> Placed:
+        (answer,) = self._state.step(event, self._clock())
+        if isinstance(answer, Refuse):
+            names.CONDUCTOR_REJECTIONS.labels(reason=answer.reason).inc()
+            raise answer.error
+        assert isinstance(answer, Placed), "a Schedule is answered by a placement or a refusal"
+        attributes[names.PREFILL_INSTANCE] = answer.prefill.instance_id
+        attributes[names.DECODE_INSTANCE] = answer.decode.instance_id
+        attributes[names.PREDICTED_TTFT_MS] = answer.ttft_s * 1000
+        attributes[names.PREDICTED_TBT_MS] = answer.tbt_s * 1000
+        attributes[names.PREDICTED_CACHED_TOKENS] = answer.cached_tokens
+        attributes.update({f"{names.PREDICTED_TERM}.{term}": value for term, value in answer.terms.items()})
+        names.CONDUCTOR_PREDICTED_TTFT.observe(answer.ttft_s)
+        return answer
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:  # noqa: N802
+        """One card per model name."""
+        return pb.ListModelsResponse(models=[mapping.card_out(c) for c in self._state.models(self._clock())])
+
+    async def GetStatus(  # noqa: N802
+        self, request: pb.GetConductorStatusRequest, context: Any
+    ) -> pb.GetConductorStatusResponse:
+        """Every instance known here, and how the store master is reached."""
+        views = self._state.views(self._clock())
+        return pb.GetConductorStatusResponse(
+            instances=[mapping.view_out(view) for view in views], store_master=self._store_status()
+        )

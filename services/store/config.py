@@ -1,0 +1,31 @@
+"""What the store master can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvmesh.config import ServiceConfig
+from kvmesh.rpc.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreConfig(ServiceConfig):
+    """Raises ConfigError naming the field when intervals do not fit together."""
+
+    heartbeat_interval_ms: int = field(default=500, metadata={"help": "How often members beat, in ms."})
+    lease_ms: int = field(default=2000, metadata={"help": "A member silent for longer is dead, in ms."})
+    watch_queue: int = field(
+        default=1024, metadata={"help": "Member events kept for one watcher; one further behind starts over."}
+    )
+
+    def __post_init__(self) -> None:
+        if self.heartbeat_interval_ms < 1:
+            raise ConfigError(
+                f"heartbeat_interval_ms={self.heartbeat_interval_ms}: must be at least 1", field="heartbeat_interval_ms"
+            )
+        if self.lease_ms < 2 * self.heartbeat_interval_ms:
+            raise ConfigError(
+                f"lease_ms={self.lease_ms}: must be at least two heartbeats ({2 * self.heartbeat_interval_ms})"
+            )
+        if self.watch_queue < 1:
+            raise ConfigError(f"watch_queue={self.watch_queue}: must be at least 1")
