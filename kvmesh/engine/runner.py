@@ -32,8 +32,9 @@ __all__ = [
 ]
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """ "float32", "bfloat16" or "float16"; ConfigError otherwise."""
+def torch_dtype(name: str | torch.dtype) -> torch.dtype:
+    """The dtype called "float32", "bfloat16" or "float16" (torch's own is taken too); ConfigError otherwise."""
+    name = str(name).removeprefix("torch.")
     if name not in DTYPES:
         raise ConfigError(f"dtype={name!r} is not supported; supported: {', '.join(DTYPES)}", field="dtype")
     dtype = getattr(torch, name)
@@ -41,10 +42,10 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def shard_layout(config: ModelConfig, dtype: str, block_tokens: int) -> ShardLayout:
+def shard_layout(config: ModelConfig, dtype: str | torch.dtype, block_tokens: int) -> ShardLayout:
     """The layout of one block of the whole model (a single rank)."""
-    torch_dtype(dtype)
-    return ShardLayout(config.layers, config.kv_heads, block_tokens, config.head_dim, ITEMSIZE[dtype])
+    itemsize = torch_dtype(dtype).itemsize
+    return ShardLayout(config.layers, config.kv_heads, block_tokens, config.head_dim, itemsize)
 
 
 def pages_over(buffer: memoryview | bytearray, layout: ShardLayout, num_pages: int, dtype: str) -> torch.Tensor:
