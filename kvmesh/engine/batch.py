@@ -14,14 +14,14 @@ from typing import NamedTuple
 @dataclass(slots=True)
 class SampleParams:
     """How to choose one token. temperature 0: the most likely one. `token_index` counts the answer's tokens from 0:
-    (seed, token_index) alone decides the noise. `logprobs`: -1 none, n ≥ 0 the chosen token's and the n best."""
+    (seed, token_index) alone decides the noise. `logprobs`: None none, n ≥ 0 the chosen token's and the n best."""
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
     seed: int = 0
     token_index: int = 0
-    logprobs: int = -1
+    logprobs: int | None = None
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from kvmesh.engine.config import DTYPES, ModelConfig
 from kvmesh.engine.models.registry import MODELS
 from kvmesh.engine.sampler import sample
 from kvmesh.engine.weights import Weights
-from kvmesh.kvcache.layout import ITEMSIZE, ShardLayout
+from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.rpc.errors import ConfigError, ContextTooLong, InternalError, InvalidRequest, NonFiniteLogits
 
 __all__ = [
@@ -48,7 +48,9 @@ def shard_layout(config: ModelConfig, dtype: str | torch.dtype, block_tokens: in
     return ShardLayout(config.layers, config.kv_heads, block_tokens, config.head_dim, itemsize)
 
 
-def pages_over(buffer: memoryview | bytearray, layout: ShardLayout, num_pages: int, dtype: str) -> torch.Tensor:
+def pages_over(
+    buffer: memoryview | bytearray, layout: ShardLayout, num_pages: int, dtype: str | torch.dtype
+) -> torch.Tensor:
     """`pages` over writable memory of at least `num_pages * layout.shard_bytes` bytes, page p at p * shard_bytes."""
     nbytes = num_pages * layout.shard_bytes
     if len(buffer) < nbytes:
@@ -61,7 +63,14 @@ class Runner:
     """Loads `checkpoint` as `dtype` onto `device`; `pages [num_pages, layers, 2, kv_heads, block_tokens, head_dim]`
     must be on that device and of that dtype."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: str, device: str, block_tokens: int, pages: torch.Tensor) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: str | torch.dtype,
+        device: str | torch.device,
+        block_tokens: int,
+        pages: torch.Tensor,
+    ) -> None:
         self.config = checkpoint.config
         self.layout = shard_layout(self.config, dtype, block_tokens)
         if tuple(pages.shape[1:]) != self.layout.shape or pages.dtype != torch_dtype(dtype):

@@ -42,7 +42,7 @@ def sample(logits: torch.Tensor, params: Sequence[SampleParams]) -> list[Sampled
         rows = logits if len(drawn) == len(params) else logits[drawn]
         for i, token in zip(drawn, draw(rows, [params[i] for i in drawn]).tolist(), strict=True):
             tokens[i] = token
-    if any(p.logprobs >= 0 for p in params):
+    if any(p.logprobs is not None for p in params):
         return _with_logprobs(logits, params, tokens)
     return [SampledToken(token) for token in tokens]
 
@@ -107,14 +107,14 @@ def _nucleus(scaled: torch.Tensor, order: torch.Tensor, cut: torch.Tensor, top_p
 
 def _with_logprobs(logits: torch.Tensor, params: Sequence[SampleParams], tokens: Sequence[int]) -> list[SampledToken]:
     """Adds log-probabilities to the rows that ask for them."""
-    asking = [i for i, p in enumerate(params) if p.logprobs >= 0]
-    raw = logits[asking].float().log_softmax(-1)
-    chosen = raw.gather(1, torch.tensor([tokens[i] for i in asking], device=raw.device)[:, None])[:, 0].tolist()
-    width = min(max(params[i].logprobs for i in asking), raw.shape[-1])
+    asking = [(i, p.logprobs) for i, p in enumerate(params) if p.logprobs is not None]
+    rows = [i for i, _ in asking]
+    raw = logits[rows].float().log_softmax(-1)
+    chosen = raw.gather(1, torch.tensor([tokens[i] for i in rows], device=raw.device)[:, None])[:, 0].tolist()
+    width = min(max(n for _, n in asking), raw.shape[-1])
     top = raw.topk(width)
     values, ids = top.values.tolist(), top.indices.tolist()
     sampled = [SampledToken(token) for token in tokens]
-    for at, i in enumerate(asking):
-        n = params[i].logprobs
+    for at, (i, n) in enumerate(asking):
         sampled[i] = SampledToken(tokens[i], chosen[at], tuple(zip(ids[at][:n], values[at][:n], strict=True)))
     return sampled

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from kvmesh.rpc.errors import ConfigError
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
