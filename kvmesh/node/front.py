@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from kvmesh.node import messages as m
 from kvmesh.node.config import InstanceConfig
@@ -68,9 +69,9 @@ class Front:
             asyncio.ensure_future(rank.configure(self._configure(rank.rank, transports), LOAD_TIMEOUT_S))
             for rank in self.ranks
         ]
-        stopping = asyncio.ensure_future(stop.wait())
+        stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
+        loaded: asyncio.Future[Any] = asyncio.gather(*calls)
         try:
-            loaded = asyncio.gather(*calls)
             await asyncio.wait({loaded, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not loaded.done():
                 loaded.cancel()

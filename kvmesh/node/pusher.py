@@ -204,7 +204,7 @@ class Pusher:
             push.first_post_ns = self._clock_ns()
         try:
             self._engine.submit(batch, requests)
-            self._engine.on_done(batch, lambda done, p=push: self._acknowledged(p, done))  # type: ignore[misc]
+            self._engine.on_done(batch, lambda done: self._acknowledged(push, done))
         except Exception as error:
             push.batches.pop(batch, None)
             self._engine.free_batch(batch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -182,8 +183,8 @@ class RankClient:
         self._closing = True
         process = self._process
         if process is not None:
-            for stop in (lambda: None, process.terminate, process.kill):
-                stop()
+            for stop_signal in (0, signal.SIGTERM, signal.SIGKILL):
+                process.send_signal(stop_signal)  # 0: only look; the Shutdown message is the first request
                 if await self._exited(process):
                     break
         self._detach()

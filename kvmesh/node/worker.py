@@ -11,32 +11,35 @@ from dataclasses import dataclass
 import torch
 
 from kvmesh.engine.checkpoint import open_checkpoint
-from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampledToken, SampleParams
-from kvmesh.kvcache.layout import ShardLayout
+from kvmesh.engine.runner import (
+    DecodeInput,
+    PrefillInput,
+    Runner,
+    SampledToken,
+    SampleParams,
+    pages_over,
+    shard_layout,
+)
 from kvmesh.node import messages as m
 from kvmesh.node.pusher import Pusher
-from kvmesh.rpc.errors import ConfigError, TransferError
+from kvmesh.rpc.errors import ConfigError, NonFiniteLogits, TransferError
 from kvmesh.transfer import EngineConfig, Notification, Range, Region, TransferEngine
 
 log = logging.getLogger("kvmesh.rank")
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FENCE_TIMEOUT_S = 10.0
 
 
 @dataclass(slots=True)
 class Row:
-    """One running request. `context` tokens of KV are in `pages`; `token` is sampled, not yet computed."""
+    """One running request. `step` is what the engine reads: its token is sampled, not yet computed, its position is
+    the number of tokens whose KV lies in its pages. It is advanced in place, step by step."""
 
     handle: int
-    pages: list[int]
-    context: int
-    token: int
-    index: int
+    step: DecodeInput
     max_tokens: int
     min_tokens: int
     stop: frozenset[int]
-    sampling: m.Sampling
     stalled: bool = False
 
 
@@ -45,18 +48,14 @@ class Worker:
 
     def __init__(self, configure: m.Configure, send: Callable[[m.ToFront], None]) -> None:
         started = time.monotonic()
+        self._configure = configure
         if configure.device != "cpu":
             raise ConfigError(f"device={configure.device!r}: instances of this version run on 'cpu'", field="device")
-        if configure.dtype not in DTYPES:
-            raise ConfigError(f"dtype={configure.dtype!r}: one of {', '.join(DTYPES)}", field="dtype")
         torch.set_num_threads(configure.threads)
         self._send = send
-        dtype = DTYPES[configure.dtype]
+        dtype = configure.dtype
         self._checkpoint = open_checkpoint(configure.model_path)
-        config = self._checkpoint.config
-        self.layout = ShardLayout(
-            config.layers, config.kv_heads, configure.block_tokens, config.head_dim, dtype.itemsize
-        )
+        self.layout = shard_layout(self._checkpoint.config, dtype, configure.block_tokens)
         shard = self.layout.shard_bytes
         self._num_pages = configure.num_pages or max(configure.memory_bytes // shard, 1)
         self._num_extents = configure.num_extents or self._num_pages
@@ -68,30 +67,24 @@ class Worker:
         try:
             self._page_region = self.engine.allocate(self._num_pages * shard, "cpu:0")
             self._extent_region = self.engine.allocate(self._num_extents * shard, "cpu:0")
-            self._pages = self._tensor(self._page_region, self._num_pages, dtype)
-            self._extents = self._tensor(self._extent_region, self._num_extents, dtype)
-            device = torch.device(configure.device)
-            self._runner = Runner(self._checkpoint, dtype, device, configure.block_tokens, self._pages)
+            self._pages = self._over(self._page_region, self._num_pages)
+            self._extents = self._over(self._extent_region, self._num_extents)
+            self._runner = Runner(self._checkpoint, dtype, configure.device, configure.block_tokens, self._pages)
         except BaseException:
             self.engine.close()
             raise
         self.pusher = Pusher(self.engine, self.layout, self._page_region.address, send)
         self.running: dict[int, Row] = {}
-        self._configure = configure
         self._load_ms = int((time.monotonic() - started) * 1000)
 
-    def _tensor(self, region: Region, blocks: int, dtype: torch.dtype) -> torch.Tensor:
+    def _over(self, region: Region, blocks: int) -> torch.Tensor:
         """`[blocks, layers, 2, kv_heads, block_tokens, head_dim]` over the region's memory."""
         assert region.memory is not None
-        lay = self.layout
-        flat = torch.frombuffer(region.memory, dtype=dtype)
-        return flat[: blocks * lay.shard_bytes // dtype.itemsize].view(
-            blocks, lay.layers, 2, lay.kv_heads, lay.block_tokens, lay.head_dim
-        )
+        return pages_over(region.memory, self.layout, blocks, self._configure.dtype)
 
     def ready(self) -> m.Ready:
         config, checkpoint = self._checkpoint.config, self._checkpoint
-        limit = config.max_position_embeddings
+        limit = config.max_context_tokens
         wanted = self._configure.max_context_tokens
         return m.Ready(
             engine_name=self.engine.name,
@@ -101,7 +94,7 @@ class Worker:
             vocab_size=config.vocab_size,
             eos_token_ids=tuple(config.eos_token_ids),
             max_context_tokens=min(wanted, limit) if wanted else limit,
-            kv_bytes_per_token=self.layout.kv_bytes_per_token,
+            kv_bytes_per_token=self.layout.shard_bytes // self.layout.block_tokens,
             num_pages=self._num_pages,
             num_extents=self._num_extents,
             shard_bytes=self.layout.shard_bytes,
@@ -145,7 +138,7 @@ class Worker:
             case m.Grant(handle, pages):
                 row = self.running.get(handle)
                 if row is not None:
-                    row.pages.extend(pages)
+                    row.step.pages = (*row.step.pages, *pages)
                     row.stalled = False
             case m.Leave(handle):
                 self.running.pop(handle, None)
@@ -179,10 +172,9 @@ class Worker:
         self._send(m.Copied(message.handle, into_pages, start, time.monotonic_ns()))
 
     def _join(self, j: m.Join) -> None:
-        self.running[j.handle] = Row(
-            j.handle, list(j.pages), j.context_tokens, j.next_token, j.token_index, j.max_tokens, j.min_tokens,
-            frozenset(j.stop_token_ids), j.sampling,
-        )  # fmt: skip
+        step = DecodeInput(j.next_token, j.context_tokens, j.pages, _params(j.sampling, j.token_index + 1))
+        stop = frozenset(j.stop_token_ids)
+        self.running[j.handle] = Row(j.handle, step, j.max_tokens, j.min_tokens, stop)
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────
 
@@ -218,18 +210,24 @@ class Worker:
         if not rows:
             return
         start = time.monotonic_ns()
-        inputs = [DecodeInput(r.token, r.context, r.pages, _params(r.sampling, r.index + 1)) for r in rows]
+        context = sum(r.step.position for r in rows)
         try:
-            out = self._runner.decode(inputs)
+            out = self._runner.decode([r.step for r in rows])
+        except NonFiniteLogits as error:
+            # The other rows have lost nothing: their tokens are computed again in the next step.
+            self._drop([rows[i] for i in error.rows], error)
+            return
         except Exception as error:
             log.exception("decode step failed")
-            for row in rows:
-                del self.running[row.handle]
-            self._send(m.RankError(tuple(r.handle for r in rows), f"decode step: {error}"))
+            self._drop(rows, error)
             return
-        context = sum(r.context for r in rows)
         tokens = tuple(self._advance(row, token) for row, token in zip(rows, out, strict=True))
         self._send(m.DecodeStepDone(start, time.monotonic_ns(), len(rows), context, tokens))
+
+    def _drop(self, rows: list[Row], error: Exception) -> None:
+        for row in rows:
+            del self.running[row.handle]
+        self._send(m.RankError(tuple(r.handle for r in rows), f"decode step: {error}"))
 
     def _runnable(self) -> list[Row]:
         """Rows whose next token has room; the others are reported once as stalled."""
@@ -237,7 +235,7 @@ class Worker:
         for row in self.running.values():
             if row.stalled:
                 continue
-            if row.context >= len(row.pages) * self.layout.block_tokens:
+            if row.step.position >= len(row.step.pages) * self.layout.block_tokens:
                 row.stalled = True
                 self._send(m.Stalled(row.handle))
             else:
@@ -245,18 +243,19 @@ class Worker:
         return rows
 
     def _advance(self, row: Row, token: SampledToken) -> m.Token:
-        row.context += 1
-        row.index += 1
-        row.token = token.token_id
-        made = row.index + 1
+        step = row.step
+        index = step.sample.token_index
+        step.token_id = token.token_id
+        step.position += 1
+        step.sample.token_index = index + 1
         finish = 0
-        if token.token_id in row.stop and made >= row.min_tokens:
+        if token.token_id in row.stop and index + 1 >= row.min_tokens:
             finish = 1
-        elif made >= row.max_tokens:
+        elif index + 1 >= row.max_tokens:
             finish = 2
         if finish:
             del self.running[row.handle]
-        return m.Token(row.handle, token.token_id, row.index, finish, _logprobs(token))
+        return m.Token(row.handle, token.token_id, index, finish, _logprobs(token))
 
 
 def _params(sampling: m.Sampling, token_index: int) -> SampleParams:
