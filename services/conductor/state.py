@@ -123,7 +123,7 @@ class ConductorState:
         gap, self._stepped_at = now - self._stepped_at, now
         if gap > self._settings.stall_s:
             for instance in self._instances.values():
-                instance.last_seen += gap - self._settings.stall_s
+                instance.last_seen += gap
 
     def _register(self, event: Register, now: float) -> KvmeshError | None:
         ref = event.ref

@@ -139,7 +139,7 @@ class MasterState:
         last, self._stepped_at = self._stepped_at, now
         if last is not None and now - last > self._stall_s:
             for life in self._lives.values():
-                life.last_beat += now - last - self._stall_s
+                life.last_beat += now - last
 
     def _bury(self, now: float, actions: list[Action]) -> None:
         """Ends every life silent for longer than the lease, the one that beats too late included."""
