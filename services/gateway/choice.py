@@ -1,0 +1,115 @@
+"""One answer as it grows: token ids in, readable text out, cut at stop strings, logprobs beside their text."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from services.gateway.detokenize import Detokenizer
+from services.gateway.stops import StopMatcher
+
+STOP = "stop"
+LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A sampled token's logprob and those of the best alternatives; `start` is where its text begins in the
+    answer, in characters."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    start: int
+
+
+@dataclass(slots=True)
+class Delta:
+    """What a few tokens added to an answer. `finish` is set on the last one; `token_ids` are those that
+    arrived, up to the one that completed a stop; their text may be cut or not readable yet."""
+
+    text: str = ""
+    token_ids: Sequence[int] = ()
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: str = ""
+
+
+Alternatives = tuple[float, tuple[tuple[int, float], ...]]
+"""A sampled token's logprob, and (token id, logprob) of the best others."""
+
+
+class Answer:
+    """The state of one choice. `silent` tokens end answers and are never shown (EOS)."""
+
+    __slots__ = ("_detokenizer", "_matcher", "_read", "_shown", "_silent", "_waiting", "count", "finish")
+
+    def __init__(
+        self, detokenizer: Detokenizer, matcher: StopMatcher | None = None, silent: Collection[int] = ()
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._matcher = matcher
+        self._silent = silent
+        self._read = 0  # characters detokenized
+        self._shown = 0  # characters handed out
+        self._waiting: list[TokenLogprob] = []
+        self.count = 0
+        """Tokens taken."""
+        self.finish = ""
+        """"stop" once a stop string was found, or as `end` was told."""
+
+    def push(self, token_ids: Sequence[int], logprobs: Sequence[Alternatives] = ()) -> Delta:
+        """Take tokens; sets `finish` when their text completes a stop string, and drops the tokens after it."""
+        if self._matcher is None and not logprobs:
+            self.count += len(token_ids)
+            visible = [token for token in token_ids if token not in self._silent]
+            return Delta(self._show(self._detokenizer.push(visible)), token_ids)
+        texts = []
+        for index, token in enumerate(token_ids):
+            texts.append(self._one(token, logprobs[index] if logprobs else None))
+            self.count += 1
+            if self.finish:
+                token_ids = token_ids[: index + 1]
+                break
+        delta = Delta("".join(texts), token_ids)
+        self._settle(delta)
+        return delta
+
+    def end(self, finish: str) -> Delta:
+        """The engine is done: whatever was held back is text. Sets `finish`, unless a stop string was first."""
+        delta = Delta()
+        delta.text = self._show(self._detokenizer.finish())
+        if self._matcher is not None and not self._matcher.stopped:
+            rest = self._matcher.finish()
+            self._shown += len(rest)
+            delta.text += rest
+        self.finish = self.finish or finish
+        self._settle(delta)
+        delta.logprobs += self._waiting  # tokens without text at the very end
+        self._waiting = []
+        return delta
+
+    def _one(self, token_id: int, logprob: Alternatives | None) -> str:
+        if token_id in self._silent:
+            return ""
+        if logprob is not None:
+            self._waiting.append(TokenLogprob(token_id, logprob[0], logprob[1], self._read))
+        return self._show(self._detokenizer.push((token_id,)))
+
+    def _show(self, text: str) -> str:
+        self._read += len(text)
+        if self._matcher is not None:
+            text = self._matcher.push(text)
+            if self._matcher.stopped:
+                self.finish = self.finish or STOP
+        self._shown += len(text)
+        return text
+
+    def _settle(self, delta: Delta) -> None:
+        """Logprobs go with the first character of their text; those of cut text never go."""
+        ready = 0
+        while ready < len(self._waiting) and self._waiting[ready].start < self._shown:
+            ready += 1
+        delta.logprobs, self._waiting = self._waiting[:ready], self._waiting[ready:]
+        if self._matcher is not None and self._matcher.stopped:
+            self._waiting = []
+        delta.finish = self.finish

@@ -1,0 +1,70 @@
+"""What the gateway can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvmesh.config import ServiceConfig
+from kvmesh.rpc.errors import ConfigError
+
+MAX_TOP_LOGPROBS = 20  # of SamplingParams.top_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds that request validation needs."""
+
+    max_stops: int = 16
+    max_stop_chars: int = 256
+    max_choices: int = 64
+    max_messages: int = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayConfig(ServiceConfig):
+    """REST on `http_port`, gRPC on `port`. ConfigError names the field of a bad value."""
+
+    port: int = field(default=8001, metadata={"help": "gRPC port; 0 picks a free one.", "min": 0, "max": 65535})
+    http_port: int = field(default=8000, metadata={"help": "REST port; 0 picks a free one.", "min": 0, "max": 65535})
+    instance_id: str = field(default="", metadata={"help": "Name in traces; empty: made from the pid."})
+    model: str = field(default="", metadata={"help": "Checkpoint folder (tokenizer and chat template)."})
+    served_name: str = field(default="", metadata={"help": "Model name clients use; empty: the folder's name."})
+    conductor: str = field(default="127.0.0.1:0", metadata={"help": "Address of the conductor."})
+    timeout_s: float = field(default=600.0, metadata={"help": "Longest life of a request, seconds."})
+    ttft_slo_ms: int = field(default=0, metadata={"help": "Time to first token wanted; 0: the conductor's."})
+    tbt_slo_ms: int = field(default=0, metadata={"help": "Time between tokens wanted; 0: the conductor's."})
+    max_body_bytes: int = field(default=8 << 20, metadata={"help": "Longest REST request body."})
+    max_stops: int = field(default=16, metadata={"help": "Stop strings a request may name."})
+    max_stop_chars: int = field(default=256, metadata={"help": "Characters of one stop string."})
+    max_choices: int = field(default=64, metadata={"help": "Answers a request may ask for (prompts x n)."})
+    max_retries: int = field(
+        default=2, metadata={"help": "New placements of a request that failed before its first token."}
+    )
+    schedule_timeout_ms: int = field(default=5000, metadata={"help": "Longest wait for one placement."})
+    schedule_retry_ms: int = field(default=2000, metadata={"help": "How long an unreachable conductor is tried again."})
+    session_timeout_ms: int = field(default=5000, metadata={"help": "Longest wait for a decode session."})
+    session_credit_tokens: int = field(
+        default=256, metadata={"help": "Tokens of one answer that may wait for a slow client."}
+    )
+    threads: int = field(default=2, metadata={"help": "Threads that tokenize and hash."})
+
+    def __post_init__(self) -> None:
+        for name, low in (
+            ("timeout_s", 0.001), ("max_body_bytes", 1024), ("max_stops", 0), ("max_stop_chars", 1),
+            ("max_choices", 1), ("max_retries", 0), ("schedule_timeout_ms", 1), ("schedule_retry_ms", 0),
+            ("session_timeout_ms", 1), ("session_credit_tokens", 2), ("threads", 1), ("ttft_slo_ms", 0),
+            ("tbt_slo_ms", 0),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not value >= low:
+                raise ConfigError(f"{name}={value}: must be at least {low}", field=name)
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients use."""
+        return self.served_name or Path(self.model).name
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.max_stops, self.max_stop_chars, self.max_choices)

@@ -1,0 +1,107 @@
+"""What a client wants, whichever door it came through: the domain of the gateway's brain."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvmesh.rpc.errors import InvalidRequest
+from services.gateway.chat import Message
+from services.gateway.config import MAX_TOP_LOGPROBS, Limits
+
+MAX_SEED = 2**63 - 1
+MAX_TOKENS = 2**31 - 1
+MAX_TEMPERATURE = 2.0
+PRIORITY_BOUND = 2**31 - 1
+MAX_SALT_CHARS = 256
+MAX_VOCABULARY = 2**32 - 1
+
+Prompt = str | list[int] | tuple[Message, ...]
+"""Text, token ids, or a chat."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One validated request: `n` answers to each prompt."""
+
+    model: str
+    prompts: tuple[Prompt, ...]
+    max_tokens: int | None = None  # None: what the context leaves
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    ignore_eos: bool = False
+    stops: tuple[str, ...] = ()
+    logprobs: int = -1  # -1: none; n: the sampled token's and those of n alternatives
+    n: int = 1
+    echo: bool = False
+    cache_salt: str = ""
+    priority: int = 0
+    timeout_s: float | None = None
+
+    @property
+    def choices(self) -> int:
+        """Answers asked for."""
+        return self.n * len(self.prompts)
+
+    def check(self, limits: Limits, *, salt_field: str = "cache_salt") -> Generation:
+        """Itself, when every value is in range. InvalidRequest names field and value."""
+        between("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        between("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        if not 0.0 < self.top_p <= 1.0:
+            raise refused("top_p", self.top_p, "must be over 0 and at most 1")
+        between("top_k", self.top_k, 0, MAX_TOKENS)
+        between("seed", self.seed, 0, MAX_SEED)
+        between("n", self.n, 1, limits.max_choices)
+        between("priority", self.priority, -PRIORITY_BOUND, PRIORITY_BOUND)
+        between("logprobs", self.logprobs, -1, MAX_TOP_LOGPROBS)
+        if self.choices > limits.max_choices:
+            raise refused("n", self.n, f"{len(self.prompts)} prompts x n must be at most {limits.max_choices}")
+        check_stops(self.stops, limits)
+        if len(self.cache_salt) > MAX_SALT_CHARS:
+            raise refused(salt_field, self.cache_salt, f"must have at most {MAX_SALT_CHARS} characters")
+        for prompt in self.prompts:
+            if not prompt:
+                raise refused("messages" if isinstance(prompt, tuple) else "prompt", prompt, "must not be empty")
+        return self
+
+
+def between(name: str, value: float | None, low: float, high: float) -> None:
+    """InvalidRequest unless `value` is None or in [low, high]; NaN is in no range."""
+    if value is not None and not low <= value <= high:
+        raise refused(name, value, f"must be between {low} and {high}")
+
+
+def check_stops(stops: Any, limits: Limits) -> None:
+    """InvalidRequest unless `stops` are few, short, non-empty strings. The count is looked at first."""
+    if len(stops) > limits.max_stops:
+        raise refused("stop", stops, f"{len(stops)} stop strings; at most {limits.max_stops} are allowed")
+    for stop in stops:
+        if not isinstance(stop, str) or not stop:
+            raise refused("stop", stop, "a stop must be a string that is not empty")
+        if len(stop) > limits.max_stop_chars:
+            raise refused("stop", stop, f"a stop may have at most {limits.max_stop_chars} characters")
+
+
+def refused(field: str, value: Any, why: str) -> InvalidRequest:
+    """InvalidRequest naming field and value, both shortened before they are printed: a value may be megabytes."""
+    return InvalidRequest(f"{brief(field)}={brief_repr(value)}: {why}", field=brief(field))
+
+
+def brief(text: str, limit: int = 80) -> str:
+    """At most `limit` characters of a name."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def brief_repr(value: Any) -> str:
+    """About 80 characters that tell what `value` is, whatever its size."""
+    if isinstance(value, str):
+        return repr(brief(value, 60))
+    if isinstance(value, dict):
+        return f"{{{len(value)} keys}}" if value else "{}"
+    if isinstance(value, list | tuple) and (len(value) > 3 or any(isinstance(v, list | tuple | dict) for v in value)):
+        return f"[{len(value)} items]"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(brief_repr(v) if not isinstance(v, list | tuple) else "[...]" for v in value) + "]"
+    return brief(repr(value))

@@ -1,0 +1,291 @@
+"""OpenAI's request bodies: strict models, one error that names the first offending field and its value.
+
+Unknown fields are refused by name. Fields that OpenAI knows and kvmesh does not serve are refused too, unless
+they hold the value that asks for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError, ValidationInfo, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from kvmesh.rpc.errors import InvalidRequest
+from services.gateway.chat import Message
+from services.gateway.config import MAX_TOP_LOGPROBS, Limits
+from services.gateway.generation import MAX_VOCABULARY, Generation, Prompt, between, check_stops, refused
+
+ROLES = ("system", "developer", "user", "assistant")
+DEFAULT_COMPLETION_TOKENS = 16
+
+# Field → values that ask for nothing; null always does.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False), "functions": ([],),
+    "function_call": ("none", "auto"), "response_format": ({"type": "text"},), "logit_bias": ({},),
+    "frequency_penalty": (0,), "presence_penalty": (0,), "best_of": (1,), "suffix": ("",), "audio": (),
+    "modalities": (["text"],), "prediction": (), "reasoning_effort": (), "verbosity": (), "web_search_options": (),
+    "service_tier": ("auto", "default"), "moderation": (),
+}  # fmt: skip
+UNSUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
+    "tool_calls": ([],), "tool_call_id": (), "function_call": (), "audio": (), "refusal": ("",), "annotations": ([],),
+}  # fmt: skip
+# Told to us and of no effect here.
+IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+
+
+def _drop_unsupported(body: dict[str, Any], table: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
+    for name in [name for name in body if name in table]:
+        value = body.pop(name)
+        if value is not None and not any(type(value) is type(n) and value == n for n in table[name]):
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not (number and any(value == n for n in table[name] if not isinstance(n, bool))):
+                raise refused(prefix + name, value, "not supported by kvmesh")
+
+
+def _unknown(body: dict[str, Any], model: type[BaseModel], prefix: str = "") -> None:
+    for name in body:
+        if name not in model.model_fields:
+            raise refused(prefix + name, body[name], "unknown field")
+
+
+def _wrong(why: str) -> PydanticCustomError:
+    return PydanticCustomError("wrong", "{why}", {"why": why})
+
+
+def _limits(info: ValidationInfo) -> Limits:
+    return Limits() if info.context is None else info.context["limits"]
+
+
+def _check_prompt(value: Any, info: ValidationInfo) -> tuple[Prompt, ...]:
+    """string | [string] | [id] | [[id]] to a tuple of prompts."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list):
+        raise _wrong("must be a string, a list of strings, a list of token ids or a list of lists of them")
+    if not value:
+        raise _wrong("must not be empty")
+    if isinstance(value[0], str | list):
+        limit = _limits(info).max_choices
+        if len(value) > limit:
+            raise _wrong(f"{len(value)} prompts; at most {limit} are allowed")
+        for one in value:
+            if type(one) is not type(value[0]):
+                raise _wrong("its prompts must all be strings or all be lists of token ids")
+            if isinstance(one, list):
+                check_ids("prompt", one)
+        return tuple(value)
+    check_ids("prompt", value)
+    return (value,)
+
+
+def check_ids(field: str, ids: list[Any]) -> None:
+    """InvalidRequest unless all `ids` are integers that a vocabulary could hold."""
+    if not set(map(type, ids)) <= {int}:
+        raise refused(field, next(i for i in ids if type(i) is not int), "token ids must be integers")
+    if ids and not (min(ids) >= 0 and max(ids) <= MAX_VOCABULARY):
+        bad = next(i for i in ids if not 0 <= i <= MAX_VOCABULARY)
+        raise refused(field, bad, "token ids must not be negative nor over 32 bits")
+
+
+def _check_stop(value: Any, info: ValidationInfo) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list):
+        raise _wrong("must be a string or a list of strings")
+    check_stops(stops, _limits(info))
+    return tuple(stops)
+
+
+def _check_content(value: Any) -> str:
+    """A string, or text parts that are joined."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise _wrong("must be a string or a list of text parts")
+    texts = []
+    for part in value:
+        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+            raise _wrong('a part must be an object {"type": "text", "text": ...}')
+        if part["type"] != "text":
+            raise refused("messages.content.type", part["type"], "not supported by kvmesh; only text parts are")
+        if part.keys() != {"type", "text"} or not isinstance(part["text"], str):
+            raise _wrong('a text part must be {"type": "text", "text": string}')
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _check_role(value: Any) -> str:
+    if value in ("tool", "function"):
+        raise _wrong("not supported by kvmesh")
+    if value not in ROLES:
+        raise _wrong(f"must be one of {', '.join(ROLES)}")
+    return str(value)
+
+
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_TEXTS = {"type": "array", "items": {"type": "string"}}
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class ChatMessage(_Strict):
+    """One turn of a chat."""
+
+    role: Annotated[str, PlainValidator(_check_role), WithJsonSchema({"enum": list(ROLES)})]
+    content: Annotated[
+        str,
+        PlainValidator(_check_content),
+        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]}),
+    ]
+    name: str | None = None
+
+
+class StreamOptions(_Strict):
+    """`include_usage`: a last chunk tells the usage. `include_obfuscation` is OpenAI's and has no effect."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class _Request(_Strict):
+    """What chats and completions have in common. OpenAI's fields; ignore_eos, top_k, cache_salt and priority
+    are kvmesh's own: `cache_salt` keeps the KV cache from others, a smaller `priority` goes first."""
+
+    model: str
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: Annotated[
+        tuple[str, ...],
+        PlainValidator(_check_stop),
+        WithJsonSchema({"anyOf": [{"type": "string"}, _TEXTS, {"type": "null"}]}),
+    ] = ()
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+    route: ClassVar[str]
+
+    @classmethod
+    def read(cls, body: Any, limits: Limits) -> _Request:
+        """Validate a parsed JSON body (which it may change). InvalidRequest names the first wrong field."""
+        if not isinstance(body, dict):
+            raise InvalidRequest("body: must be a JSON object", field="body")
+        _drop_unsupported(body, UNSUPPORTED)
+        _unknown(body, cls)
+        messages = body.get("messages")
+        if isinstance(messages, list):
+            if len(messages) > limits.max_messages:
+                raise refused("messages", messages, f"at most {limits.max_messages} messages are allowed")
+            for index, message in enumerate(messages):
+                if isinstance(message, dict):
+                    _drop_unsupported(message, UNSUPPORTED_IN_MESSAGES, f"messages.{index}.")
+                    _unknown(message, ChatMessage, f"messages.{index}.")
+        try:
+            found = cls.model_validate(body, context={"limits": limits})
+        except ValidationError as err:
+            raise _first(err) from None
+        if found.stream_options is not None and not found.stream:
+            raise refused("stream_options", body["stream_options"], "only allowed with stream=true")
+        return found
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def _generation(self, **more: Any) -> Generation:
+        given: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "n": self.n}
+        return Generation(
+            model=self.model,
+            seed=self.seed,
+            stops=self.stop,
+            ignore_eos=bool(self.ignore_eos),
+            cache_salt=self.cache_salt or "",
+            priority=self.priority or 0,
+            **{name: value for name, value in given.items() if value is not None},
+            **more,
+        )
+
+
+class ChatRequest(_Request):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    route: ClassVar[str] = "chat"
+
+    def generation(self, limits: Limits) -> Generation:
+        """The request in the gateway's own terms. InvalidRequest: a value is out of range."""
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != limit:
+            raise refused("max_tokens", self.max_tokens, f"differs from max_completion_tokens={limit}")
+        between("max_completion_tokens", self.max_completion_tokens, 1, 2**31 - 1)
+        if self.top_logprobs is not None and not self.logprobs:
+            raise refused("top_logprobs", self.top_logprobs, "only allowed with logprobs=true")
+        between("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
+        if not self.messages:
+            raise refused("messages", [], "must not be empty")
+        turns = tuple(Message(m.role, m.content, m.name or "") for m in self.messages)
+        return self._generation(
+            prompts=(turns,), max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else -1
+        ).check(limits)
+
+
+class CompletionRequest(_Request):
+    """Body of POST /v1/completions."""
+
+    prompt: Annotated[
+        tuple[Any, ...],
+        PlainValidator(_check_prompt),
+        WithJsonSchema({"anyOf": [{"type": "string"}, _TEXTS, _IDS, {"type": "array", "items": _IDS}]}),
+    ]
+    echo: bool | None = None
+    logprobs: int | None = None
+
+    route: ClassVar[str] = "completions"
+
+    def generation(self, limits: Limits) -> Generation:
+        """The request in the gateway's own terms. InvalidRequest: a value is out of range."""
+        between("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+        if self.echo and self.logprobs is not None:
+            raise refused("logprobs", self.logprobs, "not supported together with echo: prompts have no logprobs")
+        return self._generation(
+            prompts=self.prompt,
+            max_tokens=DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens,
+            logprobs=-1 if self.logprobs is None else self.logprobs,
+            echo=bool(self.echo),
+        ).check(limits)
+
+
+def _first(err: ValidationError) -> InvalidRequest:
+    """The first complaint; the others, and pydantic's links, help nobody."""
+    found = err.errors(include_url=False, include_context=False)[0]
+    field = ".".join(str(part) for part in found["loc"]) or "body"
+    if found["type"] == "missing":
+        return InvalidRequest(f"{field}: required and missing", field=field)
+    why = found["msg"].removeprefix("Input should be ")
+    return refused(field, found["input"], why if found["type"] == "wrong" else f"must be {why}")

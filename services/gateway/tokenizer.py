@@ -1,0 +1,170 @@
+"""A checkpoint's tokenizer: text to ids, ids to text, and what chat templates need to know."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from kvmesh.rpc.errors import CheckpointError
+from services.gateway.detokenize import (
+    Detokenizer,
+    TableDetokenizer,
+    WindowDetokenizer,
+    byte_level_alphabet,
+    byte_level_piece,
+    fallback_piece,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Bytes of every token, and how many leading spaces of a text the decoder takes away."""
+
+    raw: tuple[bytes, ...]  # as logprobs show them, special tokens included
+    shown: tuple[bytes, ...]  # as answers show them: special tokens are empty
+    strip: int
+
+
+class Tokenizer:
+    """One tokenizer.json with its tokenizer_config.json. Safe to use from several threads."""
+
+    def __init__(self, inner: tokenizers.Tokenizer, config: dict[str, Any], templates: dict[str, str]) -> None:
+        self._inner = inner
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        self.templates = templates
+        """Name to chat template; the usual one is called "default"."""
+        self.named_tokens = _named_tokens(config)
+        """`bos_token`, `eos_token`, ... as chat templates name them."""
+        added = inner.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.pieces = _pieces(inner, self.special_ids)
+        self._piece_text = functools.lru_cache(maxsize=8192)(self._decode_one)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Tokenizer:
+        """Read a checkpoint folder. CheckpointError names the file that is missing or broken."""
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(f"{path}: no such file; kvmesh reads Hugging Face tokenizer.json", field="model")
+        try:
+            inner = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as err:  # tokenizers raises bare Exception
+            raise CheckpointError(f"{path}: not a tokenizer ({err})", field="model") from None
+        special = _json(folder / "special_tokens_map.json")
+        config = special | _json(folder / "tokenizer_config.json")
+        return cls(inner, config, _templates(folder, config))
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`; releases the GIL while it works."""
+        return self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`, special tokens skipped."""
+        return self._inner.decode(list(token_ids), skip_special_tokens=True)
+
+    def detokenizer(self, prompt: Sequence[int]) -> Detokenizer:
+        """A detokenizer of the answer to `prompt` (its last tokens are enough): together they read as one text."""
+        if self.pieces is None:
+            return WindowDetokenizer(self.decode, prompt)
+        fresh = all(token in self.special_ids for token in prompt)
+        return TableDetokenizer(self.pieces.shown, self.pieces.strip if fresh else 0)
+
+    def piece(self, token_id: int) -> tuple[str, list[int]]:
+        """Text and bytes of one token, special ones as they are written. Part of a character reads as U+FFFD."""
+        raw = self.piece_bytes(token_id)
+        return raw.decode("utf-8", "replace"), list(raw)
+
+    def piece_bytes(self, token_id: int) -> bytes:
+        """Bytes of one token; empty for an id without a token."""
+        if self.pieces is not None:
+            return self.pieces.raw[token_id] if token_id < len(self.pieces.raw) else b""
+        return self._piece_text(token_id)
+
+    def _decode_one(self, token_id: int) -> bytes:
+        return self._inner.decode([token_id], skip_special_tokens=False).encode()
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError as err:
+        raise CheckpointError(f"{path}: not JSON ({err})", field="model") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: not a JSON object", field="model")
+    return found
+
+
+def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
+    named = {}
+    for key, value in config.items():
+        if key.endswith("_token"):
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                named[key] = text
+    return named
+
+
+def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """chat_template.jinja wins over tokenizer_config.json, which holds one template or a list of named ones."""
+    found: dict[str, str] = {}
+    given = config.get("chat_template")
+    if isinstance(given, str):
+        found["default"] = given
+    elif isinstance(given, list):
+        for entry in given:
+            if isinstance(entry, dict) and isinstance(entry.get("template"), str):
+                found[str(entry.get("name", "default"))] = entry["template"]
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            found["default"] = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as err:
+            raise CheckpointError(f"{path}: not UTF-8 ({err})", field="model") from None
+    return found
+
+
+def _pieces(inner: tokenizers.Tokenizer, special_ids: frozenset[int]) -> Pieces | None:
+    """The table of bytes, or None where the decoder does more than join bytes."""
+    decoder = json.loads(inner.to_str()).get("decoder")
+    steps = decoder.get("decoders", []) if decoder and decoder["type"] == "Sequence" else [decoder]
+    kinds = [step["type"] if step else "" for step in steps]
+    strip = 0
+    if kinds == ["ByteLevel"]:
+        alphabet = byte_level_alphabet()
+
+        def piece(token: str) -> bytes:
+            return byte_level_piece(token, alphabet)
+    elif "ByteFallback" in kinds and set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
+        replacements = []
+        fused = False
+        for step in steps:
+            if step["type"] == "Replace":
+                if fused or "String" not in step["pattern"]:
+                    return None
+                replacements.append((step["pattern"]["String"], step["content"]))
+            elif step["type"] == "Strip":
+                if not fused or step["content"] != " " or step["stop"]:
+                    return None
+                strip += step["start"]
+            fused = fused or step["type"] == "Fuse"
+
+        def piece(token: str) -> bytes:
+            return fallback_piece(token, replacements)
+    else:
+        return None
+    vocabulary = inner.get_vocab(with_added_tokens=True)
+    raw = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    for token, token_id in vocabulary.items():
+        raw[token_id] = piece(token)
+    shown = [b"" if token_id in special_ids else text for token_id, text in enumerate(raw)]
+    return Pieces(tuple(raw), tuple(shown), strip)
