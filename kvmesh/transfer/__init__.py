@@ -1,0 +1,33 @@
+"""The Transfer Engine: bytes between registered memory regions, and the fence that ends them.
+
+`api` is the contract, `engine.TransferEngine` the door. It knows nothing of KV, models or requests.
+"""
+
+from kvmesh.transfer.api import (
+    BatchId,
+    Notification,
+    Opcode,
+    Range,
+    Region,
+    TransferRequest,
+    TransferState,
+    TransferStatus,
+)
+from kvmesh.transfer.config import EngineConfig
+from kvmesh.transfer.engine import TransferEngine
+from kvmesh.transfer.segment import RegionInfo, SegmentDescriptor
+
+__all__ = [
+    "BatchId",
+    "EngineConfig",
+    "Notification",
+    "Opcode",
+    "Range",
+    "Region",
+    "RegionInfo",
+    "SegmentDescriptor",
+    "TransferEngine",
+    "TransferRequest",
+    "TransferState",
+    "TransferStatus",
+]

@@ -27,13 +27,13 @@ BatchId = NewType("BatchId", int)
 
 
 class Opcode(enum.Enum):
-    READ = "read"    # remote → local
+    READ = "read"  # remote → local
     WRITE = "write"  # local → remote
 
 
 class TransferState(enum.Enum):
-    WAITING = "waiting"      # not posted yet
-    PENDING = "pending"      # some slices posted
+    WAITING = "waiting"  # not posted yet
+    PENDING = "pending"  # some slices posted
     COMPLETED = "completed"  # every slice acknowledged by the target, no other path can still carry one
     CANCELLED = "cancelled"
     TIMEOUT = "timeout"
@@ -60,9 +60,13 @@ class TransferRequest:
 
 @dataclass(frozen=True, slots=True)
 class TransferStatus:
+    """`drained`: nothing of this request can still be on its way. Always true for COMPLETED and CANCELLED;
+    false for a FAILED or TIMEOUT whose last path the target has not confirmed to be dead: it must fence."""
+
     state: TransferState
     bytes_done: int
     cause: str = ""
+    drained: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +76,8 @@ class Region:
     address: int
     length: int
     base_offset: int
-    location: str                # "cpu:0", "cuda:1"
-    memory: memoryview | None    # None for memory that the engine does not own (device memory)
+    location: str  # "cpu:0", "cuda:1"
+    memory: memoryview | None  # None for memory that the engine does not own (device memory)
 
 
 @dataclass(frozen=True, slots=True)

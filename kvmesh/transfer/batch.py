@@ -1,0 +1,122 @@
+"""Requests and what became of them.
+
+    Batch: the caller's handle. One slot per request, as plain lists: no object per request, none per slice.
+    Group: requests of one submit that share (segment, opcode, epoch, memory); it is cut into frames.
+    Part:  one slice: (slot, local address, remote offset, length).
+
+A slot is final when its outcome is known *and* none of its parts is on a path; until then a doomed slot (a refused
+part, a cancel) only stops posting. The one exception is a path that the target does not confirm to be dead in time:
+`drained` is false then.
+
+Nothing here locks: the engine's core lock is held around every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvmesh.transfer.api import BatchId, Opcode, TransferRequest, TransferState, TransferStatus
+
+if TYPE_CHECKING:
+    from kvmesh.transfer.lane import Lane
+    from kvmesh.transfer.segment import LocalRegion, RegionInfo
+    from kvmesh.transfer.transport import Frame, Transport
+
+
+@dataclass(eq=False, slots=True)
+class Batch:
+    """`left` bytes not yet acknowledged, `flight` parts on paths, `doom` the outcome that awaits flight == 0."""
+
+    id: BatchId
+    capacity: int
+    states: list[TransferState] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
+    flight: list[int] = field(default_factory=list)
+    doom: dict[int, tuple[TransferState, str]] = field(default_factory=dict)
+    causes: dict[int, str] = field(default_factory=dict)
+    undrained: set[int] = field(default_factory=set)
+    groups: list[Group] = field(default_factory=list)  # those not final
+    open: int = 0
+    callbacks: list[Callable[[], None]] = field(default_factory=list)
+
+    def add(self, requests: Sequence[TransferRequest]) -> int:
+        """Slot of the first of them."""
+        first = len(self.states)
+        lengths = [r.length for r in requests]
+        count = len(lengths)
+        self.states += [TransferState.WAITING] * count
+        self.lengths += lengths
+        self.left += lengths
+        self.flight += [0] * count
+        self.open += count
+        return first
+
+    def status(self, slot: int) -> TransferStatus:
+        done = self.lengths[slot] - self.left[slot]
+        return TransferStatus(self.states[slot], done, self.causes.get(slot, ""), slot not in self.undrained)
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """`at` slots are wholly cut, `skip` bytes of the slot at `at`; `open` slots are not final."""
+
+    serial: int
+    lane: Lane
+    batch: Batch
+    opcode: Opcode
+    epoch: int
+    local: LocalRegion
+    remote: RegionInfo
+    routes: tuple[Transport, ...]
+    deadline: float
+    slots: list[int]
+    addresses: list[int]
+    offsets: list[int]
+    traffic_class: int = 0
+    open: int = 0
+    at: int = 0
+    skip: int = 0
+
+
+Part = tuple[int, int, int, int]
+
+
+@dataclass(eq=False, slots=True)
+class Aftermath:
+    """What must be done once the core lock is released: user's callbacks, and frames to post."""
+
+    callbacks: list[Callable[[], None]] = field(default_factory=list)
+    frames: list[Frame] = field(default_factory=list)
+
+
+def finish(
+    group: Group, slot: int, state: TransferState, cause: str, after: Aftermath, *, drained: bool = True
+) -> None:
+    """Makes a slot final. The caller looks after `group.open == 0`."""
+    batch = group.batch
+    batch.states[slot] = state
+    if cause:
+        batch.causes[slot] = cause
+    if not drained:
+        batch.undrained.add(slot)
+    batch.doom.pop(slot, None)
+    group.open -= 1
+    batch.open -= 1
+    if batch.open == 0:
+        after.callbacks += batch.callbacks
+        batch.callbacks = []
+
+
+def doom(group: Group, slot: int, state: TransferState, cause: str, after: Aftermath) -> None:
+    """Stops a slot: final now when nothing of it is on a path, else as soon as that is so."""
+    batch = group.batch
+    if batch.states[slot].final:
+        return
+    if batch.flight[slot] == 0:
+        known = batch.doom.get(slot, (state, cause))
+        finish(group, slot, known[0], known[1], after)
+    else:
+        batch.doom.setdefault(slot, (state, cause))

@@ -1,0 +1,470 @@
+"""The Transfer Engine: moves bytes between registered memory regions of many processes (see `api`).
+
+caller ─▶ TransferEngine ─▶ Core (batches, lanes, time-outs) ─▶ Transport (shm, tcp, or a fault around one)
+                │                                                        │
+                ├── LocalSegment: own regions ◀── land, serve ───────────┤
+                └── Windows: who may write where ◀── admit, leave ───────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from kvmesh.rpc.errors import TransferError
+from kvmesh.transfer import memory, wire
+from kvmesh.transfer.api import (
+    BatchId,
+    Notification,
+    Opcode,
+    Range,
+    Region,
+    TransferRequest,
+    TransferState,
+    TransferStatus,
+)
+from kvmesh.transfer.batch import Aftermath, Batch, Group
+from kvmesh.transfer.config import EngineConfig
+from kvmesh.transfer.core import Core, on_final
+from kvmesh.transfer.fault import FaultControl, FaultTransport
+from kvmesh.transfer.lane import Lane, Notice
+from kvmesh.transfer.segment import LocalRegion, LocalSegment, SegmentDescriptor, describe
+from kvmesh.transfer.shm import ShmTransport
+from kvmesh.transfer.tcp import TcpTransport
+from kvmesh.transfer.transport import Kind, Transport
+from kvmesh.transfer.windows import Windows
+
+log = logging.getLogger(__name__)
+
+_TRANSPORTS: dict[str, type[ShmTransport] | type[TcpTransport]] = {"shm": ShmTransport, "tcp": TcpTransport}
+
+
+class TensorLike(Protocol):
+    """What of a torch tensor is needed: its address and size. It must be contiguous."""
+
+    def data_ptr(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class TransferEngine:
+    """One per process, as a rule. Thread-safe. `name` is what targets see as the writer's name: it must hold the
+    process's incarnation. `on_notify` runs on an engine thread and must return soon."""
+
+    def __init__(
+        self,
+        name: str,
+        config: EngineConfig | None = None,
+        on_notify: Callable[[Notification], None] | None = None,
+    ) -> None:
+        if not name:
+            raise TransferError("name='': an engine needs a name", field="name")
+        self.name = name
+        self.config = config = config or EngineConfig()
+        self.token = secrets.token_hex(16)
+        self.segment = LocalSegment()
+        self.windows: Windows[LocalRegion] = Windows()
+        self.on_notify = on_notify
+        self.fault = FaultControl(config.fault)
+        self._core = Core(config)
+        self._closed = threading.Event()
+        self._close_lock = threading.Lock()
+        self._transports: list[Transport] = []
+        try:
+            for kind in config.transports:
+                transport: Transport = _TRANSPORTS[kind](self, config)
+                transport.start()
+                if config.fault:
+                    transport = FaultTransport(transport, self.fault, self)
+                self._transports.append(transport)
+        except TransferError:
+            for transport in self._transports:
+                transport.close(config.close_timeout_s)
+            raise
+        self._timer = threading.Thread(target=self._core.run, name="kvmesh-transfer-timer", daemon=True)
+        self._timer.start()
+
+    # ── memory ────────────────────────────────────────────────────────────────────────────────────
+
+    def allocate(self, nbytes: int, location: str) -> Region:
+        """Zeroed, page-aligned memory of at least `nbytes`, registered; shared memory when shm is on.
+        It lives until `unregister_memory` or `close`, and then as long as somebody holds a view of it."""
+        self._check_open()
+        if nbytes <= 0:
+            raise TransferError(f"nbytes={nbytes}: must be positive", field="nbytes")
+        shared = "shm" in self.config.transports
+        mapping, fd = memory.allocate(nbytes, f"kvmesh:{self.name}", shared=shared)
+        return self._register(mapping.address, mapping.length, location, mapping.view, mapping, fd)
+
+    def register_memory(self, buffer: object, location: str) -> Region:
+        """Registers memory of the caller: a writable contiguous buffer (bytearray, numpy), an (address, length) pair
+        or anything with `data_ptr()` and `nbytes` (a contiguous torch tensor). The caller keeps it alive. Peers reach
+        it over tcp; it can be the target of shm writes, not the source of them nor of shm reads."""
+        self._check_open()
+        if isinstance(buffer, tuple):
+            address, length = buffer
+            view = memory.foreign_view(address, length)
+        elif hasattr(buffer, "data_ptr"):
+            address, length = int(buffer.data_ptr()), int(buffer.nbytes)  # type: ignore[attr-defined]
+            view = memory.foreign_view(address, length)
+        else:
+            try:
+                view = memoryview(buffer).cast("B")  # type: ignore[arg-type]
+            except TypeError as err:
+                raise TransferError(f"buffer of type {type(buffer).__name__}: {err}", field="buffer") from err
+            if view.readonly:
+                raise TransferError("buffer is read-only", field="buffer")
+            address, length = np.frombuffer(view, dtype=np.uint8).ctypes.data, view.nbytes
+        if length <= 0:
+            raise TransferError("buffer is empty", field="buffer")
+        return self._register(address, length, location, view, buffer, -1)
+
+    def _register(self, address: int, length: int, location: str, view: memoryview, keep: object, fd: int) -> Region:
+        region = self.segment.add(address, length, location, view, keep, fd)
+        for transport in self._transports:
+            transport.registered(region)
+        return region.public
+
+    def unregister_memory(self, region: Region) -> None:
+        """TransferError when a window or an unfinished request still needs it."""
+        mine = self.segment.by_offset(region.base_offset, region.length)
+        if mine is None:
+            raise TransferError(f"region at offset {region.base_offset} is not registered", field="region")
+        window = self.windows.overlapping(mine.base, mine.length)
+        if window is not None:
+            raise TransferError(f"region at offset {mine.base} has an open window {window}: fence it", field="region")
+        with self._core.lock:
+            if self._core.in_use(mine):
+                raise TransferError(f"region at offset {mine.base} is used by a transfer", field="region")
+        for transport in self._transports:
+            transport.unregistered(mine)
+        self.segment.remove(mine, self.config.close_timeout_s)
+
+    # ── segments ──────────────────────────────────────────────────────────────────────────────────
+
+    def local_descriptor(self) -> SegmentDescriptor:
+        """Of all memory registered so far. A peer that is to reach memory registered later needs a new one."""
+        endpoints = {transport.name: transport.endpoint() for transport in self._transports}
+        return describe(self.name, self.token, self.segment, endpoints)
+
+    def open_segment(self, descriptor: SegmentDescriptor | bytes) -> str:
+        """Makes a peer's segment known and returns its name; connects on first use. Opening it again with a newer
+        descriptor updates its regions. TransferError when no transport can reach it."""
+        self._check_open()
+        if isinstance(descriptor, bytes | bytearray | memoryview):
+            descriptor = SegmentDescriptor.decode(bytes(descriptor))
+        transports = tuple(t for t in self._transports if t.reaches(descriptor))
+        if not transports:
+            names = ", ".join(descriptor.endpoints) or "none"
+            raise TransferError(f"segment {descriptor.name!r} cannot be reached: it has {names}", field="segment")
+        with self._core.lock:
+            known = self._core.lanes.get(descriptor.name)
+            if known is not None and known.descriptor.token == descriptor.token:
+                known.descriptor = descriptor
+                return descriptor.name
+        if known is not None:
+            self.close_segment(descriptor.name)
+        core = self._core
+        lane = Lane(descriptor, transports, core, core.serials, self.config.max_attempts, self.config.rest_s)
+        with core.lock:
+            core.lanes.setdefault(descriptor.name, lane)
+        return descriptor.name
+
+    def close_segment(self, name: str) -> None:
+        """Its unfinished requests fail; its connections and maps go. Unknown names are ignored."""
+        after = Aftermath()
+        with self._core.lock:
+            lane = self._core.lanes.get(name)
+            if lane is None:
+                return
+            self._core.close_lane(lane, f"segment {name} was closed", after)
+        self._core.conclude(after)
+        for transport in lane.transports:
+            transport.forget(name, lane.closed)
+
+    # ── batches ───────────────────────────────────────────────────────────────────────────────────
+
+    def allocate_batch(self, n: int) -> BatchId:
+        """A batch that takes up to `n` requests, in one or more submits."""
+        if n <= 0:
+            raise TransferError(f"n={n}: must be positive", field="n")
+        self._check_open()
+        return self._core.new_batch(n)
+
+    def submit(self, batch: BatchId, requests: Sequence[TransferRequest], timeout_s: float | None = None) -> None:
+        """Queues requests and returns. TransferError, and nothing queued, when one of them is malformed; what goes
+        wrong later is in its status. `timeout_s` defaults to the config's request_timeout_s."""
+        if not requests:
+            return
+        self._check_open()
+        after = Aftermath()
+        core = self._core
+        deadline = time.monotonic() + (self.config.request_timeout_s if timeout_s is None else timeout_s)
+        with core.lock:
+            known = core.batch(batch)
+            if len(known.states) + len(requests) > known.capacity:
+                raise TransferError(f"batch={batch}: over its {known.capacity} requests", field="requests")
+            groups = self._group(known, requests, deadline)
+            known.add(requests)
+            core.enqueue(known, groups, after)
+        core.conclude(after)
+
+    def _group(self, batch: Batch, requests: Sequence[TransferRequest], deadline: float) -> list[Group]:
+        """Requests that share everything but addresses, in order; checks each."""
+        groups: dict[tuple[object, ...], Group] = {}
+        group: Group | None = None
+        slot = len(batch.states)
+        for request in requests:
+            address, offset, length = request.local_address, request.remote_offset, request.length
+            if not (
+                group is not None
+                and request.segment == group.lane.name
+                and request.handoff_epoch == group.epoch
+                and request.opcode is group.opcode
+                and request.traffic_class == group.traffic_class
+                and length > 0
+                and group.local.address <= address
+                and address + length <= group.local.address + group.local.length
+                and group.remote.base_offset <= offset
+                and offset + length <= group.remote.base_offset + group.remote.length
+            ):
+                group = self._new_group(batch, request, groups, deadline)
+            group.slots.append(slot)
+            group.addresses.append(address)
+            group.offsets.append(offset)
+            group.open += 1
+            slot += 1
+        return list(groups.values())
+
+    def _new_group(
+        self, batch: Batch, request: TransferRequest, groups: dict[tuple[object, ...], Group], deadline: float
+    ) -> Group:
+        lane = self._core.lanes.get(request.segment)
+        if lane is None:
+            raise TransferError(f"segment={request.segment!r}: not open", field="segment")
+        if request.length <= 0:
+            raise TransferError(f"length={request.length}: must be positive", field="length")
+        local = self.segment.by_address(request.local_address, request.length)
+        if local is None:
+            raise TransferError(
+                f"local_address={request.local_address:#x}: {request.length} bytes there are in no registered region",
+                field="local_address",
+            )
+        remote = lane.descriptor.region_at(request.remote_offset, request.length)
+        if remote is None:
+            raise TransferError(
+                f"remote_offset={request.remote_offset}: {request.length} bytes there are not in one region of "
+                f"{request.segment!r}",
+                field="remote_offset",
+            )
+        key = (
+            lane.name,
+            request.opcode,
+            request.handoff_epoch,
+            request.traffic_class,
+            local.base,
+            remote.base_offset,
+        )
+        group = groups.get(key)
+        if group is None:
+            kind = Kind.WRITE if request.opcode is Opcode.WRITE else Kind.READ
+            routes = tuple(t for t in lane.transports if t.carries(kind, local, remote))
+            group = groups[key] = Group(
+                next(self._core.serials),
+                lane,
+                batch,
+                request.opcode,
+                request.handoff_epoch,
+                local,
+                remote,
+                routes,
+                deadline,
+                [],
+                [],
+                [],
+                request.traffic_class,
+            )
+        return group
+
+    def status(self, batch: BatchId, i: int) -> TransferStatus:
+        """Of the i-th request submitted to this batch."""
+        with self._core.lock:
+            known = self._core.batch(batch)
+            if not 0 <= i < len(known.states):
+                raise TransferError(f"i={i}: the batch has {len(known.states)} requests", field="i")
+            return known.status(i)
+
+    def statuses(self, batch: BatchId) -> list[TransferStatus]:
+        """Of all requests, in order of submission."""
+        with self._core.lock:
+            known = self._core.batch(batch)
+            return [known.status(i) for i in range(len(known.states))]
+
+    async def wait(self, batch: BatchId) -> None:
+        """Until every request submitted so far is final: bounded by their time-outs."""
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
+
+        def finished() -> None:
+            if not done.done():
+                done.set_result(None)
+
+        def from_engine() -> None:
+            try:
+                loop.call_soon_threadsafe(finished)
+            except RuntimeError:
+                pass  # the loop is closed: nobody waits any more
+
+        on_final(self._core, batch, from_engine)
+        await done
+
+    def wait_sync(self, batch: BatchId, timeout_s: float) -> bool:
+        """As `wait`, blocking; false when `timeout_s` passed first."""
+        done = threading.Event()
+        on_final(self._core, batch, done.set)
+        return done.wait(timeout_s)
+
+    def on_done(self, batch: BatchId, callback: Callable[[], None]) -> None:
+        """Calls back once every request submitted so far is final, on an engine thread or, when that is so already,
+        here and now. It must return soon; it may call the engine."""
+        on_final(self._core, batch, callback)
+
+    def cancel(self, batch: BatchId) -> None:
+        """Stops posting. A request of which nothing is on its way is CANCELLED at once, the others as soon as their
+        last slice is answered for (COMPLETED when that was all of it), or TIMEOUT when the target keeps silent."""
+        after = Aftermath()
+        with self._core.lock:
+            self._core.cancel(self._core.batch(batch), TransferState.CANCELLED, "cancelled", after)
+        self._core.conclude(after)
+
+    def free_batch(self, batch: BatchId) -> None:
+        """TransferError while a request of it is not final."""
+        with self._core.lock:
+            known = self._core.batch(batch)
+            if known.open:
+                raise TransferError(f"batch={batch}: {known.open} requests are not final", field="batch")
+            del self._core.batches[batch]
+
+    # ── end marks ─────────────────────────────────────────────────────────────────────────────────
+
+    def notify(
+        self,
+        segment: str,
+        handoff_epoch: int,
+        payload: bytes,
+        on_done: Callable[[TransferStatus], None] | None = None,
+    ) -> None:
+        """Delivers `payload` (at most 32 KiB) to the target's `on_notify`, once, after every write submitted before to
+        that segment and epoch is acknowledged. When one of those failed or was cancelled, or the target's window is
+        closed, it is not delivered. `on_done` gets COMPLETED or the reason, on an engine thread. Epoch 0 needs no
+        window."""
+        if len(payload) > wire.MAX_NOTIFY_BYTES:
+            raise TransferError(f"payload of {len(payload)} bytes is over {wire.MAX_NOTIFY_BYTES}", field="payload")
+        self._check_open()
+        after = Aftermath()
+        core = self._core
+        with core.lock:
+            lane = core.lanes.get(segment)
+            if lane is None:
+                raise TransferError(f"segment={segment!r}: not open", field="segment")
+            deadline = time.monotonic() + self.config.request_timeout_s
+            notice = Notice(next(core.serials), handoff_epoch, bytes(payload), on_done, deadline)
+            core.notify(lane, notice, after)
+        core.conclude(after)
+
+    def deliver(self, peer: str, epoch: int, serial: int, payload: bytes) -> int:
+        """Called by transports."""
+        callback = self.on_notify
+        if callback is None:
+            return wire.NO_LISTENER
+        if epoch != 0:
+            fresh = self.windows.take_notification(peer, epoch, serial)
+            if fresh is None:
+                return wire.WINDOW_CLOSED
+            if not fresh:
+                return 0
+        try:
+            callback(Notification(peer, epoch, payload))
+        except Exception:
+            log.exception("on_notify raised")
+        return 0
+
+    # ── windows and fences ────────────────────────────────────────────────────────────────────────
+
+    def open_window(self, peer: str, handoff_epoch: int, ranges: Sequence[Range]) -> None:
+        """Invites `peer` to write into these ranges of this segment in this epoch; a second call adds ranges.
+        Each window must end in a fence."""
+        self._check_open()
+        homes = []
+        for r in ranges:
+            region = self.segment.by_offset(r.offset, r.length)
+            if region is None or r.length <= 0:
+                raise TransferError(f"range=({r.offset}, {r.length}): not in one registered region", field="ranges")
+            homes.append((r.offset, r.length, region))
+        self.windows.open(peer, handoff_epoch, homes)
+
+    def fence(self, peer: str, handoff_epoch: int, timeout_s: float = 5.0) -> None:
+        """Closes the window and returns when no byte of that epoch can land any more. Blocks: as a rule
+        microseconds, at most one slice, or `fence_grace_s` when the writer is frozen in the middle of one.
+        Idempotent. TransferError when it takes more than `timeout_s`; the window stays closed then."""
+        if self.windows.shut(peer, handoff_epoch):
+            for transport in self._transports:
+                transport.fence(peer, handoff_epoch)
+        self.windows.fence(peer, handoff_epoch, timeout_s, self.config.fence_grace_s)
+
+    def fence_peer(self, peer: str, timeout_s: float = 5.0) -> None:
+        """Fences every epoch of this peer that has a window."""
+        deadline = time.monotonic() + timeout_s
+        for epoch in self.windows.epochs(peer):
+            self.fence(peer, epoch, max(0.0, deadline - time.monotonic()))
+
+    def landed_bytes(self, peer: str, handoff_epoch: int) -> int:
+        """Progress of a writer: bytes of whole slices that landed in its window."""
+        return self.windows.landed_bytes(peer, handoff_epoch)
+
+    # ── life ──────────────────────────────────────────────────────────────────────────────────────
+
+    def count(self, what: str, n: int = 1) -> None:
+        self._core.count(what, n)
+
+    def counters(self) -> dict[str, int]:
+        return dict(self._core.counters)
+
+    def close(self) -> None:
+        """Fails what is unfinished, closes every window, socket and descriptor, ends every thread. Idempotent and
+        bounded by close_timeout_s even beside frozen peers. Views of allocated memory stay valid."""
+        with self._close_lock:
+            if self._closed.is_set():
+                return
+            self._closed.set()
+            after = Aftermath()
+            core = self._core
+            with core.lock:
+                for lane in list(core.lanes.values()):
+                    core.close_lane(lane, "engine closed", after)
+            core.conclude(after)
+            self.windows.close_all()
+            for transport in self._transports:
+                transport.close(self.config.close_timeout_s)
+            core.stop()
+            if self._timer is not threading.current_thread():
+                self._timer.join(self.config.close_timeout_s)
+            self.segment.close()
+
+    def __enter__(self) -> TransferEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise TransferError("the transfer engine is closed")

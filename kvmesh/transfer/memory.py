@@ -1,0 +1,158 @@
+"""Memory that peers may see and never write: sealed memfds, read-only maps, and native copies.
+
+    owner: memfd_create ─▶ ftruncate ─▶ mmap(read, write) ─▶ seal FUTURE_WRITE | SHRINK | GROW | SEAL ─▶ reopen O_RDONLY
+    peer:  fd over SCM_RIGHTS ─▶ check seals and size ─▶ mmap(read)
+
+After the seal nobody, the owner included, can make another writable map or write(2) to it; SHRINK lets a peer read its
+map without fear of SIGBUS. All through libc by ctypes, because Python's mmap keeps a duplicate of the descriptor for as
+long as somebody holds a view.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import weakref
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from kvmesh.rpc.errors import TransferError
+
+PAGE = mmap.PAGESIZE
+_F_SEAL_FUTURE_WRITE = 0x10
+_GATHER_RUNS = 4  # below, memmove by memmove is faster
+_GATHER_MEAN_BYTES = 128 << 10  # above, one memmove is worth the GIL's hand-over
+_GATHER_MAX = 1024  # UIO_MAXIOV
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class Mapping:
+    """`length` mapped bytes at `address`, unmapped when this object and every view of it are gone."""
+
+    def __init__(self, fd: int, length: int, *, writable: bool) -> None:
+        prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        address = _libc.mmap(None, length, prot, flags, fd, 0)
+        if address is None or address == _MAP_FAILED:
+            code = ctypes.get_errno()
+            raise TransferError(f"mmap of {length} bytes failed: {os.strerror(code)}")
+        self.address: int = address
+        self.length = length
+        self._array = (ctypes.c_ubyte * length).from_address(address)
+        unmap = weakref.finalize(self._array, _libc.munmap, address, length)
+        unmap.atexit = False  # a daemon thread may still copy while the interpreter ends
+        self.view: memoryview = memoryview(self._array).cast("B")
+
+
+def allocate(nbytes: int, label: str, *, shared: bool) -> tuple[Mapping, int]:
+    """Zeroed memory and a read-only descriptor of it, or -1 when it cannot be shared (no memfd here)."""
+    length = -(-nbytes // PAGE) * PAGE
+    if shared and hasattr(os, "memfd_create"):
+        try:
+            return _sealed(length, label)
+        except OSError as err:
+            if err.errno not in (errno.ENOSYS, errno.EPERM, errno.EINVAL):
+                raise TransferError(f"memfd of {length} bytes failed: {err}") from err
+    return Mapping(-1, length, writable=True), -1
+
+
+def _sealed(length: int, label: str) -> tuple[Mapping, int]:
+    fd = os.memfd_create(label[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, length)
+        mapping = Mapping(fd, length, writable=True)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | _F_SEAL_FUTURE_WRITE)
+        os.fchmod(fd, 0o400)
+        return mapping, os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(fd)
+
+
+def map_peer(fd: int, length: int) -> Mapping:
+    """Maps a peer's memfd read-only, once it is sure that the peer cannot shrink it. Does not close `fd`."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as err:
+        raise TransferError(f"peer's region is not a memfd: {err}") from err
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise TransferError("peer's region is not sealed against shrinking")
+    size = os.fstat(fd).st_size
+    if length <= 0 or size < length:
+        raise TransferError(f"peer's region has {size} bytes, says {length}")
+    return Mapping(fd, length, writable=False)
+
+
+def foreign_view(address: int, length: int) -> memoryview:
+    """A view of memory that somebody else keeps alive."""
+    return memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B")
+
+
+# ── copies ────────────────────────────────────────────────────────────────────────────────────────
+
+_gather: Any = getattr(_libc, "process_vm_readv", None)
+if _gather is not None:
+    _gather.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
+    _gather.restype = ctypes.c_ssize_t
+
+
+def copy_runs(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int]) -> None:
+    """Copies run by run between addresses of this process, with the GIL released.
+
+    Many small runs go in one system call (process_vm_readv on ourselves): one hand-over of the GIL instead of one
+    per run, which matters beside a busy Python thread."""
+    targets, sources, lengths = _merged(targets, sources, lengths)
+    count = len(lengths)
+    if _gather is not None and count >= _GATHER_RUNS and sum(lengths) <= count * _GATHER_MEAN_BYTES:
+        for at in range(0, count, _GATHER_MAX):
+            end = at + _GATHER_MAX
+            if not _gathered(targets[at:end], sources[at:end], lengths[at:end]):
+                _one_by_one(targets[at:end], sources[at:end], lengths[at:end])
+    else:
+        _one_by_one(targets, sources, lengths)
+
+
+def _one_by_one(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int]) -> None:
+    move = ctypes.memmove
+    for target, source, length in zip(targets, sources, lengths, strict=True):
+        move(target, source, length)
+
+
+def _gathered(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int]) -> bool:
+    count = len(lengths)
+    iov = array("Q", bytes(32 * count))
+    iov[0 : 2 * count : 2] = array("Q", targets)
+    iov[1 : 2 * count : 2] = array("Q", lengths)
+    iov[2 * count :: 2] = array("Q", sources)
+    iov[2 * count + 1 :: 2] = iov[1 : 2 * count : 2]
+    at = iov.buffer_info()[0]
+    copied: int = _gather(os.getpid(), at, count, at + 16 * count, count, 0)
+    return copied == sum(lengths)
+
+
+def _merged(
+    targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int]
+) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+    """Joins runs that continue each other on both sides."""
+    out_t: list[int] = []
+    out_s: list[int] = []
+    out_n: list[int] = []
+    end_t = end_s = -1
+    for target, source, length in zip(targets, sources, lengths, strict=True):
+        if target == end_t and source == end_s:
+            out_n[-1] += length
+        else:
+            out_t.append(target)
+            out_s.append(source)
+            out_n.append(length)
+        end_t, end_s = target + length, source + length
+    return out_t, out_s, out_n

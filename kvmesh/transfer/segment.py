@@ -1,0 +1,221 @@
+"""A segment: all registered memory of one engine in one 64-bit offset space, and how it is described to peers.
+
+0x1000 ┌────────────┐  region 0  (base_offset names it for ever: offsets are never reused)
+       └────────────┘
+         guard page       no request or window can run from one region into the next
+       ┌────────────┐  region 1
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from bisect import bisect_right
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvmesh.rpc.errors import TransferError
+from kvmesh.transfer.api import Region
+from kvmesh.transfer.memory import PAGE, Mapping
+
+DESCRIPTOR_VERSION = 1
+MAX_DESCRIPTOR_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RegionInfo:
+    """A region as peers see it. `shared`: its owner can hand out a read-only descriptor of it."""
+
+    base_offset: int
+    length: int
+    location: str
+    shared: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentDescriptor:
+    """What a peer needs to open a segment. `endpoints`: transport → its address fields. `token` is quoted in every
+    greeting, so that a connection to a restarted or foreign process is refused, never taken for this one."""
+
+    name: str
+    machine: str
+    token: str
+    regions: tuple[RegionInfo, ...]
+    endpoints: dict[str, dict[str, str]]
+    version: int = DESCRIPTOR_VERSION
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> SegmentDescriptor:
+        """TransferError when it is malformed or of an unknown version."""
+        if len(data) > MAX_DESCRIPTOR_BYTES:
+            raise TransferError(f"segment descriptor of {len(data)} bytes is over {MAX_DESCRIPTOR_BYTES}")
+        try:
+            version = msgspec.msgpack.decode(data, type=_Versioned).version
+            if version != DESCRIPTOR_VERSION:
+                raise TransferError(
+                    f"segment descriptor has version {version}, this build knows {DESCRIPTOR_VERSION}", field="version"
+                )
+            return msgspec.msgpack.decode(data, type=cls)
+        except msgspec.MsgspecError as err:
+            raise TransferError(f"segment descriptor is malformed: {err}") from err
+
+    def region_at(self, offset: int, length: int) -> RegionInfo | None:
+        """The region that holds all of [offset, offset + length)."""
+        for region in self.regions:
+            if region.base_offset <= offset and offset + length <= region.base_offset + region.length:
+                return region
+        return None
+
+
+class _Versioned(msgspec.Struct):
+    version: int
+
+
+def machine_id() -> str:
+    """Equal for two processes that may share memory: one boot, and one user namespace."""
+    parts = []
+    for path in ("/proc/sys/kernel/random/boot_id",):
+        try:
+            with open(path) as file:
+                parts.append(file.read().strip())
+        except OSError:
+            return secrets.token_hex(16)  # unknown: reachable by nobody over shm
+    for namespace in ("user",):
+        try:
+            parts.append(os.readlink(f"/proc/self/ns/{namespace}"))
+        except OSError:
+            parts.append("?")
+    return " ".join(parts)
+
+
+@dataclass(eq=False, slots=True)
+class LocalRegion:
+    """A registered region of this process. `fd` is its read-only descriptor or -1; `keep` holds the memory."""
+
+    public: Region
+    view: memoryview
+    keep: object
+    fd: int = -1
+    uses: int = 0  # servings of a peer's READ that touch it now
+    gone: bool = False
+
+    @property
+    def base(self) -> int:
+        return self.public.base_offset
+
+    @property
+    def address(self) -> int:
+        return self.public.address
+
+    @property
+    def length(self) -> int:
+        return self.public.length
+
+    def slice_at(self, offset: int, length: int) -> memoryview:
+        """`offset` counts in the segment."""
+        start = offset - self.public.base_offset
+        return self.view[start : start + length]
+
+
+@dataclass(eq=False, slots=True)
+class LocalSegment:
+    """The regions of this engine. Thread-safe; look-ups read immutable snapshots and take no lock."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    _next_base: int = PAGE
+    _by_base: tuple[LocalRegion, ...] = ()
+    _by_address: tuple[LocalRegion, ...] = ()
+    _addresses: list[int] = field(default_factory=list)
+    _bases: list[int] = field(default_factory=list)
+
+    @property
+    def regions(self) -> tuple[LocalRegion, ...]:
+        return self._by_base
+
+    def add(self, address: int, length: int, location: str, view: memoryview, keep: object, fd: int) -> LocalRegion:
+        """TransferError when it overlaps a registered region."""
+        with self.changed:
+            for other in self._by_base:
+                if address < other.address + other.length and other.address < address + length:
+                    raise TransferError(f"buffer at {address:#x} overlaps the region at {other.address:#x}")
+            base = self._next_base
+            self._next_base += -(-length // PAGE) * PAGE + PAGE
+            region = LocalRegion(Region(address, length, base, location, view), view, keep, fd)
+            self._publish((*self._by_base, region))
+            return region
+
+    def remove(self, region: LocalRegion, timeout_s: float) -> None:
+        """Waits until no peer's READ is being served from it. TransferError after `timeout_s`: it stays removed,
+        but its memory must not be freed."""
+        with self.changed:
+            if region not in self._by_base:
+                raise TransferError(f"region at offset {region.base} is not registered")
+            self._publish(tuple(r for r in self._by_base if r is not region))
+            region.gone = True
+            if not self.changed.wait_for(lambda: region.uses == 0, timeout_s):
+                raise TransferError(f"region at offset {region.base} is still being read after {timeout_s} s")
+        self._release(region)
+
+    def close(self) -> None:
+        with self.changed:
+            regions = self._by_base
+            self._publish(())
+        for region in regions:
+            self._release(region)
+
+    def by_address(self, address: int, length: int) -> LocalRegion | None:
+        by_address, addresses = self._by_address, self._addresses
+        at = bisect_right(addresses, address) - 1
+        if 0 <= at < len(by_address):
+            region = by_address[at]
+            if address + length <= region.address + region.length:
+                return region
+        return None
+
+    def by_offset(self, offset: int, length: int) -> LocalRegion | None:
+        by_base, bases = self._by_base, self._bases
+        at = bisect_right(bases, offset) - 1
+        if 0 <= at < len(by_base):
+            region = by_base[at]
+            if region.base <= offset and offset + length <= region.base + region.length:
+                return region
+        return None
+
+    def use(self, offset: int, length: int) -> LocalRegion | None:
+        """As by_offset, and keeps the region from being removed until `unuse`."""
+        with self.changed:
+            region = self.by_offset(offset, length)
+            if region is not None:
+                region.uses += 1
+            return region
+
+    def unuse(self, region: LocalRegion) -> None:
+        with self.changed:
+            region.uses -= 1
+            if region.uses == 0:
+                self.changed.notify_all()
+
+    def _publish(self, regions: tuple[LocalRegion, ...]) -> None:
+        by_address = tuple(sorted(regions, key=lambda r: r.address))
+        self._addresses = [r.address for r in by_address]
+        self._by_address = by_address
+        self._bases = [r.base for r in regions]
+        self._by_base = regions
+
+    @staticmethod
+    def _release(region: LocalRegion) -> None:
+        if region.fd >= 0:
+            os.close(region.fd)
+            region.fd = -1
+        if isinstance(region.keep, Mapping):
+            region.keep = None
+
+
+def describe(name: str, token: str, segment: LocalSegment, endpoints: dict[str, dict[str, str]]) -> SegmentDescriptor:
+    regions = tuple(RegionInfo(r.base, r.length, r.public.location, r.fd >= 0) for r in segment.regions)
+    return SegmentDescriptor(name, machine_id(), token, regions, endpoints)

@@ -1,0 +1,180 @@
+"""The accepting side that shm and tcp share: a listener, a thread per connection, greetings and superseding.
+
+A connection's thread is the only one that touches registered memory for it, and the only one that closes its socket,
+after its last touch. So the end of the stream tells the opener's kernel the truth: nothing can land any more.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from kvmesh.transfer.transport import TransportHost
+from kvmesh.transfer.wire import WIRE_VERSION, Gone, Hello, ProtocolBroken, Welcome
+
+log = logging.getLogger(__name__)
+
+
+class Accepted(ABC):
+    """One accepted connection, a `windows.Holder`. Subclasses speak the transport's bytes."""
+
+    def __init__(self, server: Server, sock: socket.socket) -> None:
+        self.server = server
+        self.host = server.host
+        self.sock = sock
+        self.peer = ""
+        self.conn_id = 0
+        self.dead = False  # set before the socket is shut down: take no further slice
+        self.gone = threading.Event()  # the thread will never touch memory again
+        self.thread = threading.Thread(target=self._run, name=f"kvmesh-{server.label}-serve", daemon=True)
+
+    def interrupt(self) -> None:
+        """Makes the thread leave; does not wait."""
+        self.dead = True
+        try:
+            self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # not connected any more
+
+    def _run(self) -> None:
+        try:
+            self.sock.settimeout(self.server.connect_timeout_s)
+            hello = self.read_hello()
+            welcome = self.server.greet(self, hello)
+            self.send_welcome(welcome)
+            if not welcome.cause:
+                self.sock.settimeout(None)
+                self.host.count(f"{self.server.label}.accepted")
+                self.serve()
+        except (Gone, OSError) as err:
+            log.debug("%s connection of %r ended: %s", self.server.label, self.peer, err)
+        except ProtocolBroken as err:
+            log.warning("%s connection of %r closed: %s", self.server.label, self.peer, err)
+        except Exception:
+            log.exception("%s connection of %r closed by a defect", self.server.label, self.peer)
+        finally:
+            self.dead = True
+            self.release()
+            self.server.remove(self)
+            self.gone.set()
+            self.sock.close()
+
+    @abstractmethod
+    def read_hello(self) -> Hello: ...
+
+    @abstractmethod
+    def send_welcome(self, welcome: Welcome) -> None: ...
+
+    @abstractmethod
+    def serve(self) -> None:
+        """Until Gone, OSError or ProtocolBroken. Must be outside every admission when it returns or raises."""
+
+    def release(self) -> None:
+        """Drops what the connection held (maps)."""
+        return
+
+
+class Server:
+    """Listens on `sock` and owns every accepted connection."""
+
+    def __init__(
+        self,
+        label: str,
+        host: TransportHost,
+        sock: socket.socket,
+        accept: Callable[[Server, socket.socket], Accepted],
+        connect_timeout_s: float,
+    ) -> None:
+        self.label = label
+        self.host = host
+        self.connect_timeout_s = connect_timeout_s
+        self._sock = sock
+        self._accept = accept
+        self._lock = threading.Lock()
+        self._connections: set[Accepted] = set()
+        self._by_id: dict[tuple[str, int], Accepted] = {}
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=f"kvmesh-{label}-accept", daemon=True)
+
+    def start(self) -> None:
+        self._sock.listen(128)
+        self._thread.start()
+
+    def greet(self, connection: Accepted, hello: Hello) -> Welcome:
+        """When it may speak, every superseded connection of the peer can land nothing more."""
+        if hello.version != WIRE_VERSION:
+            return Welcome(WIRE_VERSION, f"wire version {hello.version} is not {WIRE_VERSION}")
+        if hello.segment != self.host.name or not hmac.compare_digest(hello.token, self.host.token):
+            return Welcome(WIRE_VERSION, f"segment {hello.segment!r} is not here")
+        if not hello.peer:
+            return Welcome(WIRE_VERSION, "no name")
+        deadline = time.monotonic() + self.connect_timeout_s / 2
+        for conn_id in hello.supersedes:
+            with self._lock:
+                old = self._by_id.get((hello.peer, conn_id))
+            if old is not None:
+                old.interrupt()
+                if not old.gone.wait(max(0.0, deadline - time.monotonic())):
+                    return Welcome(WIRE_VERSION, f"connection {conn_id} is still inside a slice", retry=True)
+        with self._lock:
+            if self._closing:
+                return Welcome(WIRE_VERSION, "closing", retry=True)
+            if (hello.peer, hello.conn_id) in self._by_id:
+                return Welcome(WIRE_VERSION, f"connection {hello.conn_id} exists")
+            connection.peer, connection.conn_id = hello.peer, hello.conn_id
+            self._by_id[(hello.peer, hello.conn_id)] = connection
+        return Welcome(WIRE_VERSION)
+
+    def remove(self, connection: Accepted) -> None:
+        with self._lock:
+            self._connections.discard(connection)
+            key = (connection.peer, connection.conn_id)
+            if self._by_id.get(key) is connection:
+                del self._by_id[key]
+
+    def interrupt_peer(self, peer: str) -> None:
+        with self._lock:
+            mine = [c for c in self._connections if c.peer == peer]
+        for connection in mine:
+            connection.interrupt()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                sock, _ = self._sock.accept()
+            except OSError as err:
+                if self._closing:
+                    break
+                log.warning("%s listener: %s", self.label, err)
+                time.sleep(0.05)  # out of descriptors: let some go
+                continue
+            connection = self._accept(self, sock)
+            with self._lock:
+                if self._closing:
+                    sock.close()
+                    break
+                self._connections.add(connection)
+                connection.thread.start()
+        self._sock.close()
+
+    def close(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            self._closing = True
+            connections = list(self._connections)
+        for connection in connections:
+            connection.interrupt()
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes accept
+        except OSError:
+            pass
+        for thread in [c.thread for c in connections] + [self._thread]:
+            if thread is not threading.current_thread() and thread.ident is not None:
+                thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.ident is None:
+            self._sock.close()

@@ -1,0 +1,175 @@
+"""The shm transport at the target: the copier. It maps writers' memory read-only and copies from there."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import struct
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from kvmesh.rpc.errors import TransferError
+from kvmesh.transfer import wire
+from kvmesh.transfer.memory import Mapping, copy_runs, map_peer
+from kvmesh.transfer.serving import Accepted, Server
+from kvmesh.transfer.wire import Asked, Gone, Hello, ProtocolBroken, Welcome
+
+PACKET_BYTES = 64 << 10
+_FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
+
+
+def receive(sock: socket.socket, buffer: bytearray) -> tuple[int, int]:
+    """One packet: its length and the descriptor that came with it, or -1. Gone at the end."""
+    got, ancillary, flags, _ = sock.recvmsg_into([buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
+    fd = -1
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            (fd,) = struct.unpack("i", data[:4])
+    if got == 0:
+        raise Gone("closed by the peer")
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        if fd >= 0:
+            os.close(fd)
+        raise ProtocolBroken("packet too long")
+    return got, fd
+
+
+def send_region(sock: socket.socket, base: int, length: int, fd: int) -> None:
+    """Hands over a region's read-only descriptor; `fd` < 0 says that there is none."""
+    head = wire.HEAD.pack(wire.REGION, 0, 0, int(fd >= 0), base, 0, length)
+    if fd < 0:
+        sock.send(head)
+    else:
+        socket.send_fds(sock, [head], [fd])
+
+
+class PeerMaps:
+    """A peer's regions, mapped read-only, by segment offset. Single-threaded; a map lives while somebody holds it."""
+
+    def __init__(self) -> None:
+        self._bases: list[int] = []
+        self._maps: list[Mapping] = []
+
+    def add(self, asked: Asked, fd: int) -> bool:
+        """Takes a REGION packet and closes `fd`. False: the peer has no such region (any more)."""
+        base = asked.seq
+        try:
+            mapping = map_peer(fd, asked.nbytes) if asked.count and fd >= 0 else None
+        except TransferError as err:
+            raise ProtocolBroken(str(err)) from err
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        at = bisect_right(self._bases, base) - 1
+        if at >= 0 and self._bases[at] == base:
+            del self._bases[at], self._maps[at]
+        if mapping is not None:
+            at = bisect_right(self._bases, base)
+            self._bases.insert(at, base)
+            self._maps.insert(at, mapping)
+        return mapping is not None
+
+    def find(self, offset: int, length: int) -> tuple[Mapping, int] | None:
+        """The map that holds all of it, and the address in it."""
+        at = bisect_right(self._bases, offset) - 1
+        if at < 0:
+            return None
+        inside = offset - self._bases[at]
+        mapping = self._maps[at]
+        if inside + length > mapping.length:
+            return None
+        return mapping, mapping.address + inside
+
+    def clear(self) -> None:
+        self._bases, self._maps = [], []
+
+
+class ShmAccepted(Accepted):
+    """The copier thread of one writer."""
+
+    def __init__(self, server: Server, sock: socket.socket) -> None:
+        super().__init__(server, sock)
+        self._maps = PeerMaps()
+        self._buffer = bytearray(PACKET_BYTES)
+
+    def read_hello(self) -> Hello:
+        got, fd = receive(self.sock, self._buffer)
+        if fd >= 0:
+            os.close(fd)
+        return wire.decode_hello(bytes(self._buffer[:got]))
+
+    def send_welcome(self, welcome: Welcome) -> None:
+        self.sock.send(wire.encode_hello(welcome))
+
+    def serve(self) -> None:
+        buffer = self._buffer
+        while True:
+            got, fd = receive(self.sock, buffer)
+            if got < wire.HEAD_BYTES:
+                raise ProtocolBroken(f"packet of {got} bytes")
+            asked = Asked.parse(buffer)
+            if asked.kind == wire.REGION:
+                self._maps.add(asked, fd)
+            elif asked.kind == wire.WRITE:
+                self._write(asked, got)
+            elif asked.kind == wire.NOTIFY:
+                self._notify(asked, got)
+            elif asked.kind == wire.WANT:
+                region = self.host.segment.by_offset(asked.seq, 1)
+                fd = region.fd if region is not None and region.base == asked.seq else -1
+                send_region(self.sock, asked.seq, region.length if region is not None else 0, fd)
+            else:
+                raise ProtocolBroken(f"packet of kind {asked.kind}")
+
+    def _write(self, asked: Asked, got: int) -> None:
+        if got != wire.HEAD_BYTES + 24 * asked.count:
+            raise ProtocolBroken(f"packet of {got} bytes with {asked.count} rows")
+        rows = struct.unpack_from(f"<{3 * asked.count}Q", self._buffer, wire.HEAD_BYTES)
+        sources, targets, lengths = rows[0::3], rows[1::3], rows[2::3]
+        if 0 in lengths or sum(lengths) != asked.nbytes:
+            raise ProtocolBroken("rows do not add up")
+        windows = self.host.windows
+        admission = windows.admit(self.peer, asked.epoch, targets, lengths, self)
+        if admission is None:
+            self._answer(asked.seq, range(asked.count), wire.WINDOW_CLOSED)
+            return
+        landed = 0
+        try:
+            if self.dead:
+                raise Gone("cut by a fence")
+            refused = set(admission.refused)
+            keep: list[Mapping] = []
+            to, of, runs = [], [], []
+            for i, home in enumerate(admission.homes):
+                if home is None:
+                    continue
+                source = self._maps.find(sources[i], lengths[i])
+                if source is None:
+                    raise ProtocolBroken("write from memory that was not handed over")
+                if not keep or keep[-1] is not source[0]:
+                    keep.append(source[0])
+                to.append(home.address + targets[i] - home.base)
+                of.append(source[1])
+                runs.append(lengths[i])
+            copy_runs(to, of, runs)
+            landed = sum(runs)
+        finally:
+            windows.leave(admission, landed)
+        self._answer(asked.seq, sorted(refused), wire.OUTSIDE_WINDOW if refused else 0)
+
+    def _notify(self, asked: Asked, got: int) -> None:
+        start = wire.HEAD_BYTES + 8
+        if got != start + asked.nbytes:
+            raise ProtocolBroken("notification of another length")
+        serial = int.from_bytes(self._buffer[wire.HEAD_BYTES : start], "little")
+        code = self.host.deliver(self.peer, asked.epoch, serial, bytes(self._buffer[start:got]))
+        self._answer(asked.seq, (), code)
+
+    def _answer(self, seq: int, refused: Sequence[int], code: int) -> None:
+        count = len(refused)
+        head = wire.HEAD.pack(wire.ANSWER, code, 0, count, seq, 0, 0)
+        self.sock.send(head + struct.pack(f"<{count}I", *refused) if count else head)
+
+    def release(self) -> None:
+        self._maps.clear()

@@ -1,0 +1,130 @@
+"""The tcp transport at the target: lands WRITEs, serves READs, delivers NOTIFYs; one thread per connection."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Sequence
+
+from kvmesh.transfer import wire
+from kvmesh.transfer.segment import LocalRegion
+from kvmesh.transfer.serving import Accepted, Server
+from kvmesh.transfer.wire import Asked, Hello, ProtocolBroken, Welcome
+
+_SCRATCH_BYTES = 256 << 10
+
+
+class TcpAccepted(Accepted):
+    """Receives straight into registered memory, slices of a frame in one system call."""
+
+    def __init__(self, server: Server, sock: socket.socket) -> None:
+        super().__init__(server, sock)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._scratch: memoryview | None = None
+
+    def read_hello(self) -> Hello:
+        (length,) = wire.LENGTH.unpack(wire.recv_exact(self.sock, wire.LENGTH.size))
+        if length > wire.MAX_HELLO_BYTES:
+            raise ProtocolBroken(f"hello of {length} bytes")
+        return wire.decode_hello(bytes(wire.recv_exact(self.sock, length)))
+
+    def send_welcome(self, welcome: Welcome) -> None:
+        data = wire.encode_hello(welcome)
+        self.sock.sendall(wire.LENGTH.pack(len(data)) + data)
+
+    def serve(self) -> None:
+        head = bytearray(wire.HEAD_BYTES)
+        views = [memoryview(head)]
+        while True:
+            wire.recv_views(self.sock, views, wire.HEAD_BYTES)
+            asked = Asked.parse(head)
+            if asked.kind == wire.WRITE:
+                self._write(asked)
+            elif asked.kind == wire.READ:
+                self._read(asked)
+            elif asked.kind == wire.NOTIFY:
+                self._notify(asked)
+            else:
+                raise ProtocolBroken(f"frame of kind {asked.kind}")
+
+    def _rows(self, asked: Asked) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        numbers = struct.unpack(f"<{2 * asked.count}Q", wire.recv_exact(self.sock, 16 * asked.count))
+        offsets, lengths = numbers[0::2], numbers[1::2]
+        if sum(lengths) != asked.nbytes or 0 in lengths:
+            raise ProtocolBroken(f"rows of {sum(lengths)} bytes in a frame of {asked.nbytes}")
+        return offsets, lengths
+
+    def _write(self, asked: Asked) -> None:
+        offsets, lengths = self._rows(asked)
+        windows = self.host.windows
+        admission = windows.admit(self.peer, asked.epoch, offsets, lengths, self)
+        if admission is None:
+            self._swallow(asked.nbytes)
+            self._answer(asked.seq, range(asked.count), wire.WINDOW_CLOSED)
+            return
+        landed = 0
+        try:
+            if self.dead:
+                raise wire.Gone("cut by a fence")
+            views: list[memoryview] = []
+            for home, offset, length in zip(admission.homes, offsets, lengths, strict=True):
+                if home is None:
+                    views += self._scratch_views(length)
+                else:
+                    views.append(home.slice_at(offset, length))
+            self._land(views, asked.nbytes)
+            landed = asked.nbytes - sum(lengths[i] for i in admission.refused)
+        finally:
+            windows.leave(admission, landed)
+        self._answer(asked.seq, admission.refused, wire.OUTSIDE_WINDOW if admission.refused else 0)
+
+    def _land(self, views: list[memoryview], nbytes: int) -> None:
+        while nbytes > 0:
+            got = self.sock.recvmsg_into(views[: wire.IOV_MAX], 0, socket.MSG_WAITALL)[0]
+            nbytes -= got
+            if nbytes > 0:
+                if got == 0 or self.dead:
+                    raise wire.Gone("closed in the middle of a slice")
+                views = wire.advanced(views, got)
+
+    def _read(self, asked: Asked) -> None:
+        offsets, lengths = self._rows(asked)
+        segment = self.host.segment
+        regions: list[LocalRegion] = []
+        try:
+            for offset, length in zip(offsets, lengths, strict=True):
+                region = segment.use(offset, length)
+                if region is None:
+                    self._answer(asked.seq, range(asked.count), wire.NO_MEMORY)
+                    return
+                regions.append(region)
+            head = wire.HEAD.pack(wire.ANSWER, 0, 0, 0, asked.seq, asked.epoch, asked.nbytes)
+            views = [memoryview(head)]
+            views += [r.slice_at(o, n) for r, o, n in zip(regions, offsets, lengths, strict=True)]
+            wire.send_views(self.sock, views, wire.HEAD_BYTES + asked.nbytes)
+        finally:
+            for region in regions:
+                segment.unuse(region)
+
+    def _notify(self, asked: Asked) -> None:
+        if asked.nbytes > wire.MAX_NOTIFY_BYTES:
+            raise ProtocolBroken(f"notification of {asked.nbytes} bytes")
+        serial = int.from_bytes(wire.recv_exact(self.sock, 8), "little")
+        payload = bytes(wire.recv_exact(self.sock, asked.nbytes))
+        code = self.host.deliver(self.peer, asked.epoch, serial, payload)
+        self._answer(asked.seq, (), code)
+
+    def _answer(self, seq: int, refused: Sequence[int], code: int) -> None:
+        count = len(refused)
+        head = wire.HEAD.pack(wire.ANSWER, code, 0, count, seq, 0, 0)
+        self.sock.sendall(head + struct.pack(f"<{count}I", *refused) if count else head)
+
+    def _scratch_views(self, nbytes: int) -> list[memoryview]:
+        if self._scratch is None:
+            self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        whole, rest = divmod(nbytes, _SCRATCH_BYTES)
+        return [self._scratch] * whole + ([self._scratch[:rest]] if rest else [])
+
+    def _swallow(self, nbytes: int) -> None:
+        wire.recv_views(self.sock, self._scratch_views(nbytes), nbytes)

@@ -1,0 +1,198 @@
+"""Who may write where, now: the target's side of the fence.
+
+    open(peer, epoch, ranges)                      fence(peer, epoch)
+          │                                              │ no new slice is admitted
+          ▼                                              ▼
+    OPEN ── admit ─▶ thread inside ── leave ─▶   CLOSING ── all outside ─▶ gone (landed: no byte can follow)
+                                                         └─ after a grace: interrupt whoever is inside
+
+Every thread that lands bytes (shm copier, tcp receiver) asks `admit` *before* it takes a slice and says `leave` once it
+can touch the memory no more. `fence` closes first, then waits until the inside is empty: a slice is either admitted
+before the fence, and then waited for, or refused. Whoever does not leave by itself (a receiver in the middle of a slice
+of a frozen writer) is interrupted: its connection is shut down.
+
+The ranges of a window are sorted and adjacent ones are merged, so a check is one bisection per slice however many
+blocks the window holds. All methods are thread-safe.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from kvmesh.rpc.errors import TransferError
+
+HomeT = TypeVar("HomeT")
+
+
+class Holder(Protocol):
+    """A thread that lands bytes. `interrupt` makes it leave its slice soon; called from other threads."""
+
+    def interrupt(self) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class _Window(Generic[HomeT]):
+    starts: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    homes: list[HomeT] = field(default_factory=list)
+    inside: list[Holder] = field(default_factory=list)
+    landed_bytes: int = 0
+    closing: bool = False
+    notified: set[int] = field(default_factory=set)
+
+
+@dataclass(eq=False, slots=True)
+class Admission(Generic[HomeT]):
+    """Slices that may be landed now: `homes[i]` is where slice i lies, None when that slice is refused.
+    Must be given back with `Windows.leave`."""
+
+    homes: list[HomeT | None]
+    refused: list[int]
+    window: _Window[HomeT]
+    holder: Holder
+
+
+class Windows(Generic[HomeT]):
+    """All windows of one segment. `HomeT` is whatever the caller attaches to a range (the region it lies in)."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._changed = threading.Condition(threading.Lock())
+        self._windows: dict[tuple[str, int], _Window[HomeT]] = {}
+        self._clock = clock
+
+    def open(self, peer: str, epoch: int, ranges: Iterable[tuple[int, int, HomeT]]) -> None:
+        """Invites `peer` to write (offset, length) ranges in this epoch; adds to a window that is open already.
+        TransferError for an empty range, a peer without a name, or while the window is being fenced."""
+        if not peer:
+            raise TransferError("peer='': a window needs the writer's name", field="peer")
+        fresh = [(offset, offset + length, home) for offset, length, home in ranges]
+        for start, end, _ in fresh:
+            if start < 0 or end <= start:
+                raise TransferError(f"range={start, end - start}: must have a positive length", field="ranges")
+        with self._changed:
+            window = self._windows.get((peer, epoch))
+            if window is None:
+                window = self._windows[(peer, epoch)] = _Window()
+            elif window.closing:
+                raise TransferError(f"window ({peer!r}, {epoch}) is being fenced", field="handoff_epoch")
+            known = list(zip(window.starts, window.ends, window.homes, strict=True))
+            _merge_into(window, known + fresh)
+
+    def admit(
+        self, peer: str, epoch: int, offsets: Sequence[int], lengths: Sequence[int], holder: Holder
+    ) -> Admission[HomeT] | None:
+        """None: no such window is open, or it has none of the slices. Otherwise the caller is inside until `leave`."""
+        homes: list[HomeT | None] = []
+        refused: list[int] = []
+        with self._changed:
+            window = self._windows.get((peer, epoch))
+            if window is None or window.closing:
+                return None
+            starts, ends, owners = window.starts, window.ends, window.homes
+            for offset, length in zip(offsets, lengths, strict=True):
+                at = bisect_right(starts, offset) - 1
+                if at >= 0 and offset + length <= ends[at]:
+                    homes.append(owners[at])
+                else:
+                    refused.append(len(homes))
+                    homes.append(None)
+            if len(refused) == len(homes):
+                return None
+            window.inside.append(holder)
+        return Admission(homes, refused, window, holder)
+
+    def leave(self, admission: Admission[HomeT], landed_bytes: int) -> None:
+        """The caller can no longer touch the memory; `landed_bytes` of the slices are whole."""
+        with self._changed:
+            window = admission.window
+            window.inside.remove(admission.holder)
+            window.landed_bytes += landed_bytes
+            if window.closing and not window.inside:
+                self._changed.notify_all()
+
+    def take_notification(self, peer: str, epoch: int, serial: int) -> bool | None:
+        """True: deliver it; False: it was delivered before (a re-sent one); None: the window is not open."""
+        with self._changed:
+            window = self._windows.get((peer, epoch))
+            if window is None or window.closing:
+                return None
+            if serial in window.notified:
+                return False
+            window.notified.add(serial)
+            return True
+
+    def shut(self, peer: str, epoch: int) -> bool:
+        """Refuses every further slice of it, without waiting. False: there is no such window."""
+        with self._changed:
+            window = self._windows.get((peer, epoch))
+            if window is not None:
+                window.closing = True
+            return window is not None
+
+    def fence(self, peer: str, epoch: int, timeout_s: float, grace_s: float) -> None:
+        """Returns when no byte of (peer, epoch) can land any more; at once when there is no such window.
+        TransferError when a thread is still inside after `timeout_s`: the window stays closed, call it again."""
+        started = self._clock()
+        with self._changed:
+            window = self._windows.get((peer, epoch))
+            if window is None:
+                return
+            window.closing = True
+            if not self._await_empty(window, min(grace_s, timeout_s)):
+                for holder in list(window.inside):
+                    holder.interrupt()
+                if not self._await_empty(window, timeout_s - (self._clock() - started)):
+                    raise TransferError(
+                        f"fence of ({peer!r}, {epoch}): {len(window.inside)} threads inside after {timeout_s} s"
+                    )
+            if self._windows.get((peer, epoch)) is window:
+                del self._windows[(peer, epoch)]
+
+    def epochs(self, peer: str) -> list[int]:
+        """Every epoch of this peer that has a window, open or closing."""
+        with self._changed:
+            return [epoch for name, epoch in self._windows if name == peer]
+
+    def close_all(self) -> None:
+        """Refuses every slice from now on, without waiting."""
+        with self._changed:
+            for window in self._windows.values():
+                window.closing = True
+
+    def landed_bytes(self, peer: str, epoch: int) -> int:
+        """Bytes of whole slices landed in this window; slices sent twice count twice. 0 when there is none."""
+        with self._changed:
+            window = self._windows.get((peer, epoch))
+            return 0 if window is None else window.landed_bytes
+
+    def overlapping(self, offset: int, length: int) -> tuple[str, int] | None:
+        """(peer, epoch) of some window with a range in here, or None."""
+        with self._changed:
+            for key, window in self._windows.items():
+                at = bisect_right(window.starts, offset + length - 1) - 1
+                if at >= 0 and window.ends[at] > offset:
+                    return key
+        return None
+
+    def _await_empty(self, window: _Window[HomeT], timeout_s: float) -> bool:
+        return self._changed.wait_for(lambda: not window.inside, timeout=max(0.0, timeout_s))
+
+
+def _merge_into(window: _Window[HomeT], ranges: list[tuple[int, int, HomeT]]) -> None:
+    ranges.sort(key=lambda r: r[0])
+    starts: list[int] = []
+    ends: list[int] = []
+    homes: list[HomeT] = []
+    for start, end, home in ranges:
+        if ends and start <= ends[-1] and homes[-1] is home:
+            ends[-1] = max(ends[-1], end)
+        else:
+            starts.append(start)
+            ends.append(end)
+            homes.append(home)
+    window.starts, window.ends, window.homes = starts, ends, homes

@@ -1,0 +1,151 @@
+"""What goes over the sockets of shm and tcp.
+
+A connection belongs to the engine that opened it: it asks, the acceptor answers.
+
+    opener                                                acceptor
+      Hello(version, name, token, conn_id, supersedes) ─▶   checks; kills the superseded connections and waits
+                                                            until their threads are outside every slice
+      ◀─ Welcome(cause)                                     "" = accepted; only now may frames be sent
+      Head(WRITE, n, seq, epoch, bytes) rows payload ─▶     admit, land, leave
+      ◀─ Head(ANSWER, refused, seq, flags, bytes) indices payload-of-a-read
+
+A row is (offset, length) on tcp, (source offset, target offset, length) on shm, where no payload follows: the target
+copies. Numbers are little-endian. Superseding is what makes sending again safe: a slice that was on a broken
+connection goes out on another one only after the Welcome that names the broken one as superseded.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+WIRE_VERSION = 1
+MAX_HELLO_BYTES = 16 << 10
+MAX_PARTS = 512
+MAX_FRAME_BYTES = 64 << 20
+MAX_NOTIFY_BYTES = 32 << 10
+IOV_MAX = 1024
+
+HEAD = struct.Struct("<BBHIQQQ")  # kind, flags, 0, count, seq, epoch, bytes
+HEAD_BYTES = HEAD.size
+LENGTH = struct.Struct("<I")
+
+WRITE, READ, NOTIFY = 1, 2, 3  # as transport.Kind
+ANSWER, REGION, WANT = 16, 17, 18  # the last two on shm only
+
+CAUSES = ("", "window closed", "outside the window", "no such memory at the peer", "nobody listens for notifications")
+WINDOW_CLOSED, OUTSIDE_WINDOW, NO_MEMORY, NO_LISTENER = 1, 2, 3, 4
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True):
+    version: int
+    peer: str  # who opens: its engine's name
+    segment: str  # whom it means to reach
+    token: str
+    conn_id: int
+    supersedes: tuple[int, ...] = ()
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True):
+    version: int
+    cause: str = ""  # "" = accepted
+    retry: bool = False  # the same greeting may be accepted later
+
+
+class ProtocolBroken(Exception):
+    """The other side sent what it must not; its connection is closed."""
+
+
+class Gone(Exception):
+    """The connection ended."""
+
+
+class Refused(Exception):
+    """The acceptor does not take this connection."""
+
+    def __init__(self, cause: str, *, retry: bool) -> None:
+        super().__init__(cause)
+        self.retry = retry
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The head of a frame."""
+
+    kind: int
+    flags: int
+    count: int
+    seq: int
+    epoch: int
+    nbytes: int
+
+    @classmethod
+    def parse(cls, data: bytes | bytearray | memoryview) -> Asked:
+        kind, flags, _, count, seq, epoch, nbytes = HEAD.unpack_from(data)
+        if kind != REGION and (count > MAX_PARTS or nbytes > MAX_FRAME_BYTES):
+            raise ProtocolBroken(f"frame of {count} parts, {nbytes} bytes")
+        return cls(kind, flags, count, seq, epoch, nbytes)
+
+
+def encode_hello(message: Hello | Welcome) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def decode_hello(data: bytes) -> Hello:
+    try:
+        return msgspec.msgpack.decode(data, type=Hello)
+    except msgspec.MsgspecError as err:
+        raise ProtocolBroken(f"hello: {err}") from err
+
+
+def decode_welcome(data: bytes) -> None:
+    """Refused when the peer does not take us."""
+    try:
+        welcome = msgspec.msgpack.decode(data, type=Welcome)
+    except msgspec.MsgspecError as err:
+        raise ProtocolBroken(f"welcome: {err}") from err
+    if welcome.cause:
+        raise Refused(welcome.cause, retry=welcome.retry)
+
+
+# ── exact reads and writes on a stream socket ─────────────────────────────────────────────────────
+
+
+def recv_exact(sock: socket.socket, nbytes: int) -> bytearray:
+    """Gone at the end of the stream."""
+    data = bytearray(nbytes)
+    recv_views(sock, [memoryview(data)], nbytes)
+    return data
+
+
+def recv_views(sock: socket.socket, views: list[memoryview], nbytes: int) -> None:
+    """Fills all views in order: as a rule with one system call. Gone at the end of the stream."""
+    while nbytes > 0:
+        got = sock.recvmsg_into(views[:IOV_MAX], 0, socket.MSG_WAITALL)[0]
+        if got == 0:
+            raise Gone("closed by the peer")
+        nbytes -= got
+        if nbytes > 0:
+            views = advanced(views, got)
+
+
+def send_views(sock: socket.socket, views: list[memoryview], nbytes: int) -> None:
+    """Sends all views in order: as a rule with one system call."""
+    while nbytes > 0:
+        sent = sock.sendmsg(views[:IOV_MAX])
+        nbytes -= sent
+        if nbytes > 0:
+            views = advanced(views, sent)
+
+
+def advanced(views: Sequence[memoryview], done: int) -> list[memoryview]:
+    """What is left of `views` after their first `done` bytes."""
+    at = 0
+    while done >= len(views[at]):
+        done -= len(views[at])
+        at += 1
+    return [views[at][done:], *views[at + 1 :]]
