@@ -36,6 +36,94 @@ ROPE: dict[str, dict[str, Any]] = {
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
 }
 
+# Odd shapes on purpose: GQA ratios 1, 4 and 7, head_dim other than hidden / heads, each rope scaling in both spellings,
+# tied and untied, vocabularies that are no multiple of 64, one file and several.
+ZOO: dict[str, dict[str, Any]] = {
+    "qwen3-gqa1-tied": {
+        "family": "qwen3",
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "head_dim": 24,
+        "tie_word_embeddings": True,
+        "vocab_size": 301,
+    },
+    "qwen3-gqa4-yarn": {
+        "family": "qwen3",
+        "num_attention_heads": 8,
+        "hidden_size": 48,
+        "rope": "yarn",
+        "shards": 3,
+        "num_hidden_layers": 3,
+        "max_position_embeddings": 512,
+    },
+    "qwen3-bias-linear": {
+        "family": "qwen3",
+        "attention_bias": True,
+        "rope": "linear",
+        "vocab_size": 277,
+        "head_dim": 10,
+    },
+    "qwen2-gqa7-yarn-parameters": {
+        "family": "qwen2",
+        "num_attention_heads": 14,
+        "hidden_size": 84,
+        "head_dim": 12,
+        "vocab_size": 389,
+        "max_position_embeddings": 384,
+        "rope": {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 5000.0,
+                "factor": 3.0,
+                "original_max_position_embeddings": 128,
+                "attention_factor": 1.2,
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+                "truncate": False,
+            }
+        },
+    },
+    "qwen2-gqa4-tied": {
+        "family": "qwen2",
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "shards": 2,
+        "head_dim": 14,
+    },
+    "llama-gqa7-linear": {
+        "family": "llama",
+        "num_attention_heads": 7,
+        "num_key_value_heads": 1,
+        "hidden_size": 56,
+        "head_dim": 20,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope": "linear",
+    },
+    "llama-gqa4-llama3": {
+        "family": "llama",
+        "num_key_value_heads": 1,
+        "rope": "llama3",
+        "tie_word_embeddings": True,
+        "vocab_size": 500,
+    },
+    "llama-gqa2-llama3-parameters": {
+        "family": "llama",
+        "head_dim": 18,
+        "shards": 4,
+        "rope": {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.5,
+                "high_freq_factor": 5.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    },
+}
+
 
 def make_checkpoint(
     path: str | Path,
