@@ -99,6 +99,8 @@ class Front:
             max_context_tokens=c.max_context_tokens,
             transports=transports,
             fault=c.fault,
+            host=c.host,
+            advertise_host=c.advertise_host,
         )
 
     async def _watch_ranks(self) -> None:

@@ -37,6 +37,8 @@ class Configure(Message, frozen=True):
     max_context_tokens: int  # 0 = the model's
     transports: tuple[str, ...]  # in order of preference: ("shm", "tcp")
     fault: str = ""  # JSON for the fault transport; "" = none (tests)
+    host: str = "127.0.0.1"  # the tcp transport listens here
+    advertise_host: str = ""  # what peers dial; "" = host
 
 
 class OpenSegment(Message, frozen=True):

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.node import messages as m
+from kvmesh.rpc.errors import TransferError
 from kvmesh.transfer import BatchId, TransferEngine, TransferRequest, TransferState
-from kvmesh.transfer.api import Opcode
+from kvmesh.transfer.api import Opcode, TransferStatus
 
 PROGRESS_NS = 100_000_000
 END_MARK = b"end"
@@ -43,6 +44,7 @@ class _Push:
     posted_layers: int = 0  # of the running chunk
     batches: dict[BatchId, tuple[int, int]] = field(default_factory=dict)  # in flight → (bytes, requests)
     posted_all: bool = False
+    marking: bool = False  # the end mark is on its way
     bytes_done: int = 0
     first_post_ns: int = 0
     last_ack_ns: int = 0
@@ -171,10 +173,16 @@ class Pusher:
         push.posted_all = push.posted_tokens >= prompt
         if requests:
             self._submit(push, requests)
-        if push.posted_all:
-            self._engine.notify(push.spec.segment, push.spec.handoff_epoch, END_MARK)
-            if not push.batches:
-                self._settle(push)
+        if push.posted_all and not push.cause:
+            push.marking = True
+            try:
+                # Delivered behind every write before it; its answer is the last word on this handoff.
+                self._engine.notify(
+                    push.spec.segment, push.spec.handoff_epoch, END_MARK, lambda status: self._marked(push, status)
+                )
+            except TransferError as error:
+                push.marking = False
+                self._fail(push, f"end mark: {error}")
 
     def _gather(self, out: list[TransferRequest], push: _Push, begin: int, end: int, layer0: int, layer1: int) -> None:
         """Requests for layers [layer0, layer1) of the blocks that hold tokens [begin, end)."""
@@ -204,8 +212,8 @@ class Pusher:
             push.first_post_ns = self._clock_ns()
         try:
             self._engine.submit(batch, requests)
-            self._engine.on_done(batch, lambda done: self._acknowledged(push, done))
-        except Exception as error:
+            self._engine.on_done(batch, lambda: self._acknowledged(push, batch))
+        except TransferError as error:
             push.batches.pop(batch, None)
             self._engine.free_batch(batch)
             self._fail(push, f"submit: {error}")
@@ -231,6 +239,14 @@ class Pusher:
                     self._send(m.PushProgress(push.spec.handle, push.bytes_done))
             self._settle(push)
 
+    def _marked(self, push: _Push, status: TransferStatus) -> None:
+        """The end mark was delivered, or could not be (transfer engine thread)."""
+        with self._lock:
+            push.marking = False
+            if status.state is not TransferState.COMPLETED:
+                push.cause = push.cause or f"end mark: {status.cause or status.state.value}"
+            self._settle(push)
+
     def _outcome(self, batch: BatchId, count: int) -> tuple[str, bool]:
         """(cause of the first failure or "", whether nothing of the batch can still land)."""
         cause, certain = "", True
@@ -254,7 +270,7 @@ class Pusher:
     def _settle(self, push: _Push) -> None:
         """Say how it ended, once nothing of it is in flight."""
         handle, epoch = push.spec.handle, push.spec.handoff_epoch
-        if push.batches or self._pushes.get(handle) is not push:
+        if push.batches or push.marking or self._pushes.get(handle) is not push:
             return
         if not (push.cancelled or push.cause or push.posted_all):
             return

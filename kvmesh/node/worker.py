@@ -60,10 +60,13 @@ class Worker:
         self._num_pages = configure.num_pages or max(configure.memory_bytes // shard, 1)
         self._num_extents = configure.num_extents or self._num_pages
         name = f"{configure.instance_id}/{configure.rank}@{configure.incarnation:x}"
-        self.engine = TransferEngine(
-            name,
-            EngineConfig(transports=configure.transports, fault=configure.fault, on_notify=self._notified),
+        transfer = EngineConfig(
+            transports=configure.transports,
+            fault=configure.fault,
+            host=configure.host,
+            advertise_host=configure.advertise_host,
         )
+        self.engine = TransferEngine(name, transfer, self._notified)
         try:
             self._page_region = self.engine.allocate(self._num_pages * shard, "cpu:0")
             self._extent_region = self.engine.allocate(self._num_extents * shard, "cpu:0")
