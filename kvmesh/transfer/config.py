@@ -30,7 +30,8 @@ class EngineConfig:
     connect_timeout_s: float = 5.0
     ack_timeout_s: float = 10.0
     request_timeout_s: float = 30.0
-    max_attempts: int = 4  # connection attempts in a row, and sendings of one slice
+    max_attempts: int = 4  # connection attempts in a row
+    max_sendings: int = 16  # of one slice; each time its earlier path was confirmed dead
     backoff_s: float = 0.05  # first pause between attempts, doubles
     rest_s: float = 0.25  # a failed transport to a peer rests so long, doubles up to 30 s
     fence_grace_s: float = 0.02  # a fence lets a slice end by itself so long, then cuts its connection
@@ -48,7 +49,7 @@ class EngineConfig:
         for key in ("shm_slice_bytes", "tcp_slice_bytes"):
             if not 4096 <= getattr(self, key) <= 16 << 20:
                 raise TransferError(f"{key}={getattr(self, key)!r}: not in 4096..16777216", field=key)
-        for key in ("tcp_streams", "max_endpoints", "max_attempts"):
+        for key in ("tcp_streams", "max_endpoints", "max_attempts", "max_sendings"):
             if getattr(self, key) < 1:
                 raise TransferError(f"{key}={getattr(self, key)!r}: must be at least 1", field=key)
         for key in (

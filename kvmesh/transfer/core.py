@@ -80,7 +80,7 @@ class Core:
     def notify(self, lane: Lane, notice: Notice, after: Aftermath) -> None:
         """Lock held."""
         now = time.monotonic()
-        self._arm(notice.deadline)
+        self._arm(now + min(self.config.request_timeout_s, self.config.ack_timeout_s))
         lane.add_notice(notice, after, now)
 
     def cancel(self, batch: Batch, state: TransferState, cause: str, after: Aftermath) -> None:
@@ -145,7 +145,7 @@ class Core:
             if down:
                 lane.went_down(frame.transport, cause, now)
             if frame.notice is not None:
-                if frame.sendings >= self.config.max_attempts and not down:
+                if frame.sendings >= self.config.max_sendings and not down:
                     lane.end_notice(frame.notice, TransferState.FAILED, cause, after)
                 else:
                     lane.send_notice(frame.notice, after, now, frame.sendings + 1)
@@ -187,7 +187,7 @@ class Core:
 
     def _strayed(self, frame: Frame, group: Group, cause: str, settled: bool, after: Aftermath) -> None:
         batch = group.batch
-        again = frame.sendings < self.config.max_attempts and not frame.lane.closed
+        again = frame.sendings < self.config.max_sendings and not frame.lane.closed
         alive = False
         for slot, _, _, _ in frame.parts:
             batch.flight[slot] -= 1
@@ -225,6 +225,7 @@ class Core:
             self._settle(group, after)
         for frame in after.frames[posted:]:
             self._touch(lane, frame)
+            self._arm(now + self.config.ack_timeout_s)
 
     def _touch(self, lane: Lane, frame: Frame) -> None:
         by_name = {t.name: t for t in lane.transports}
@@ -274,9 +275,17 @@ class Core:
             self.conclude(after)
 
     def stop(self) -> None:
+        """After the transports are closed: ends the timer, and whatever a transport still owes an answer for."""
+        after = Aftermath()
         with self.lock:
             self._stopped = True
             self._timer_changed.notify_all()
+            for group in list(self._live.values()):
+                for slot in group.slots:
+                    if not group.batch.states[slot].final:
+                        finish(group, slot, TransferState.FAILED, "engine closed", after, drained=False)
+                self._settle(group, after)
+        self.conclude(after)
 
     def _next_due(self, now: float) -> float:
         due = [group.deadline for group in self._live.values()]
@@ -289,8 +298,9 @@ class Core:
         for group in [g for g in self._live.values() if g.deadline <= now]:
             group.deadline = float("inf")
             self._stop(group, TransferState.TIMEOUT, "timed out", after)
-            overdue += [(f, 0.0) for f in group.lane.inflight.values() if f.group is group]
-            if group.opcode is Opcode.WRITE:
+            if group.opcode is Opcode.READ:  # its local memory must be left alone before it is final
+                overdue += [(f, 0.0) for f in group.lane.inflight.values() if f.group is group]
+            else:
                 for slot in group.slots:
                     if not group.batch.states[slot].final:
                         state, cause = group.batch.doom[slot]

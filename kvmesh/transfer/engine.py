@@ -14,45 +14,33 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
-
-import numpy as np
 
 from kvmesh.rpc.errors import TransferError
 from kvmesh.transfer import memory, wire
 from kvmesh.transfer.api import (
     BatchId,
     Notification,
-    Opcode,
     Range,
     Region,
     TransferRequest,
     TransferState,
     TransferStatus,
 )
-from kvmesh.transfer.batch import Aftermath, Batch, Group
+from kvmesh.transfer.batch import Aftermath
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.core import Core, on_final
 from kvmesh.transfer.fault import FaultControl, FaultTransport
 from kvmesh.transfer.lane import Lane, Notice
+from kvmesh.transfer.requests import grouped
 from kvmesh.transfer.segment import LocalRegion, LocalSegment, SegmentDescriptor, describe
 from kvmesh.transfer.shm import ShmTransport
 from kvmesh.transfer.tcp import TcpTransport
-from kvmesh.transfer.transport import Kind, Transport
+from kvmesh.transfer.transport import Transport
 from kvmesh.transfer.windows import Windows
 
 log = logging.getLogger(__name__)
 
 _TRANSPORTS: dict[str, type[ShmTransport] | type[TcpTransport]] = {"shm": ShmTransport, "tcp": TcpTransport}
-
-
-class TensorLike(Protocol):
-    """What of a torch tensor is needed: its address and size. It must be contiguous."""
-
-    def data_ptr(self) -> int: ...
-
-    @property
-    def nbytes(self) -> int: ...
 
 
 class TransferEngine:
@@ -109,22 +97,7 @@ class TransferEngine:
         or anything with `data_ptr()` and `nbytes` (a contiguous torch tensor). The caller keeps it alive. Peers reach
         it over tcp; it can be the target of shm writes, not the source of them nor of shm reads."""
         self._check_open()
-        if isinstance(buffer, tuple):
-            address, length = buffer
-            view = memory.foreign_view(address, length)
-        elif hasattr(buffer, "data_ptr"):
-            address, length = int(buffer.data_ptr()), int(buffer.nbytes)  # type: ignore[attr-defined]
-            view = memory.foreign_view(address, length)
-        else:
-            try:
-                view = memoryview(buffer).cast("B")  # type: ignore[arg-type]
-            except TypeError as err:
-                raise TransferError(f"buffer of type {type(buffer).__name__}: {err}", field="buffer") from err
-            if view.readonly:
-                raise TransferError("buffer is read-only", field="buffer")
-            address, length = np.frombuffer(view, dtype=np.uint8).ctypes.data, view.nbytes
-        if length <= 0:
-            raise TransferError("buffer is empty", field="buffer")
+        address, length, view = memory.writable(buffer)
         return self._register(address, length, location, view, buffer, -1)
 
     def _register(self, address: int, length: int, location: str, view: memoryview, keep: object, fd: int) -> Region:
@@ -144,9 +117,9 @@ class TransferEngine:
         with self._core.lock:
             if self._core.in_use(mine):
                 raise TransferError(f"region at offset {mine.base} is used by a transfer", field="region")
+        self.segment.remove(mine, self.config.close_timeout_s)
         for transport in self._transports:
             transport.unregistered(mine)
-        self.segment.remove(mine, self.config.close_timeout_s)
 
     # ── segments ──────────────────────────────────────────────────────────────────────────────────
 
@@ -173,7 +146,7 @@ class TransferEngine:
         if known is not None:
             self.close_segment(descriptor.name)
         core = self._core
-        lane = Lane(descriptor, transports, core, core.serials, self.config.max_attempts, self.config.rest_s)
+        lane = Lane(descriptor, transports, core, core.serials, self.config.rest_s)
         with core.lock:
             core.lanes.setdefault(descriptor.name, lane)
         return descriptor.name
@@ -212,87 +185,10 @@ class TransferEngine:
             known = core.batch(batch)
             if len(known.states) + len(requests) > known.capacity:
                 raise TransferError(f"batch={batch}: over its {known.capacity} requests", field="requests")
-            groups = self._group(known, requests, deadline)
+            groups = grouped(core, self.segment, known, requests, deadline)
             known.add(requests)
             core.enqueue(known, groups, after)
         core.conclude(after)
-
-    def _group(self, batch: Batch, requests: Sequence[TransferRequest], deadline: float) -> list[Group]:
-        """Requests that share everything but addresses, in order; checks each."""
-        groups: dict[tuple[object, ...], Group] = {}
-        group: Group | None = None
-        slot = len(batch.states)
-        for request in requests:
-            address, offset, length = request.local_address, request.remote_offset, request.length
-            if not (
-                group is not None
-                and request.segment == group.lane.name
-                and request.handoff_epoch == group.epoch
-                and request.opcode is group.opcode
-                and request.traffic_class == group.traffic_class
-                and length > 0
-                and group.local.address <= address
-                and address + length <= group.local.address + group.local.length
-                and group.remote.base_offset <= offset
-                and offset + length <= group.remote.base_offset + group.remote.length
-            ):
-                group = self._new_group(batch, request, groups, deadline)
-            group.slots.append(slot)
-            group.addresses.append(address)
-            group.offsets.append(offset)
-            group.open += 1
-            slot += 1
-        return list(groups.values())
-
-    def _new_group(
-        self, batch: Batch, request: TransferRequest, groups: dict[tuple[object, ...], Group], deadline: float
-    ) -> Group:
-        lane = self._core.lanes.get(request.segment)
-        if lane is None:
-            raise TransferError(f"segment={request.segment!r}: not open", field="segment")
-        if request.length <= 0:
-            raise TransferError(f"length={request.length}: must be positive", field="length")
-        local = self.segment.by_address(request.local_address, request.length)
-        if local is None:
-            raise TransferError(
-                f"local_address={request.local_address:#x}: {request.length} bytes there are in no registered region",
-                field="local_address",
-            )
-        remote = lane.descriptor.region_at(request.remote_offset, request.length)
-        if remote is None:
-            raise TransferError(
-                f"remote_offset={request.remote_offset}: {request.length} bytes there are not in one region of "
-                f"{request.segment!r}",
-                field="remote_offset",
-            )
-        key = (
-            lane.name,
-            request.opcode,
-            request.handoff_epoch,
-            request.traffic_class,
-            local.base,
-            remote.base_offset,
-        )
-        group = groups.get(key)
-        if group is None:
-            kind = Kind.WRITE if request.opcode is Opcode.WRITE else Kind.READ
-            routes = tuple(t for t in lane.transports if t.carries(kind, local, remote))
-            group = groups[key] = Group(
-                next(self._core.serials),
-                lane,
-                batch,
-                request.opcode,
-                request.handoff_epoch,
-                local,
-                remote,
-                routes,
-                deadline,
-                [],
-                [],
-                [],
-                request.traffic_class,
-            )
-        return group
 
     def status(self, batch: BatchId, i: int) -> TransferStatus:
         """Of the i-th request submitted to this batch."""
@@ -330,7 +226,13 @@ class TransferEngine:
         """As `wait`, blocking; false when `timeout_s` passed first."""
         done = threading.Event()
         on_final(self._core, batch, done.set)
-        return done.wait(timeout_s)
+        if done.wait(timeout_s):
+            return True
+        with self._core.lock:
+            callbacks = self._core.batch(batch).callbacks
+            if done.set in callbacks:
+                callbacks.remove(done.set)
+        return done.is_set()
 
     def on_done(self, batch: BatchId, callback: Callable[[], None]) -> None:
         """Calls back once every request submitted so far is final, on an engine thread or, when that is so already,

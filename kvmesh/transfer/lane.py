@@ -57,7 +57,6 @@ class Lane:
     transports: tuple[Transport, ...]
     owner: FrameOwner
     serials: count[int]
-    max_sendings: int
     rest_s: float
     queue: list[tuple[int, int, Group]] = field(default_factory=list)
     retry: deque[Frame] = field(default_factory=deque)

@@ -20,6 +20,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from kvmesh.rpc.errors import TransferError
 
 PAGE = mmap.PAGESIZE
@@ -95,6 +97,32 @@ def map_peer(fd: int, length: int) -> Mapping:
 def foreign_view(address: int, length: int) -> memoryview:
     """A view of memory that somebody else keeps alive."""
     return memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B")
+
+
+def writable(buffer: object) -> tuple[int, int, memoryview]:
+    """Address, length and view of a writable contiguous buffer, of an (address, length) pair, or of anything with
+    `data_ptr()` and `nbytes` (a contiguous torch tensor). TransferError for anything else."""
+    if isinstance(buffer, tuple):
+        address, length = buffer
+        view = None
+    elif hasattr(buffer, "data_ptr") and hasattr(buffer, "nbytes"):
+        contiguous = getattr(buffer, "is_contiguous", None)
+        if contiguous is not None and not contiguous():
+            raise TransferError("buffer is not contiguous", field="buffer")
+        address, length = int(buffer.data_ptr()), int(buffer.nbytes)
+        view = None
+    else:
+        try:
+            view = memoryview(buffer).cast("B")  # type: ignore[arg-type]
+        except TypeError as err:
+            raise TransferError(f"buffer of type {type(buffer).__name__}: {err}", field="buffer") from err
+        if view.readonly:
+            raise TransferError("buffer is read-only", field="buffer")
+        length = view.nbytes
+        address = np.frombuffer(view, dtype=np.uint8).ctypes.data if length else 0
+    if length <= 0 or address <= 0:
+        raise TransferError(f"buffer of {length} bytes at {address:#x}", field="buffer")
+    return address, length, foreign_view(address, length) if view is None else view
 
 
 # ── copies ────────────────────────────────────────────────────────────────────────────────────────

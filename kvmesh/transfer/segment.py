@@ -102,7 +102,6 @@ class LocalRegion:
     keep: object
     fd: int = -1
     uses: int = 0  # servings of a peer's READ that touch it now
-    gone: bool = False
 
     @property
     def base(self) -> int:
@@ -150,14 +149,13 @@ class LocalSegment:
             return region
 
     def remove(self, region: LocalRegion, timeout_s: float) -> None:
-        """Waits until no peer's READ is being served from it. TransferError after `timeout_s`: it stays removed,
-        but its memory must not be freed."""
+        """Waits until no peer's READ is being served from it; TransferError after `timeout_s`: it stays registered."""
         with self.changed:
             if region not in self._by_base:
                 raise TransferError(f"region at offset {region.base} is not registered")
             self._publish(tuple(r for r in self._by_base if r is not region))
-            region.gone = True
             if not self.changed.wait_for(lambda: region.uses == 0, timeout_s):
+                self._publish(tuple(sorted((*self._by_base, region), key=lambda r: r.base)))
                 raise TransferError(f"region at offset {region.base} is still being read after {timeout_s} s")
         self._release(region)
 

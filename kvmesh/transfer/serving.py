@@ -1,7 +1,8 @@
 """The accepting side that shm and tcp share: a listener, a thread per connection, greetings and superseding.
 
-A connection's thread is the only one that touches registered memory for it, and the only one that closes its socket,
-after its last touch. So the end of the stream tells the opener's kernel the truth: nothing can land any more.
+A connection's thread is the only one that touches registered memory for it. `gone` is set, and the connection leaves
+the table, after its last touch; the listener is closed after the last connection's thread has ended. So both
+"superseded" and "nobody listens" tell an opener that nothing of its old connection can land any more.
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ class Server:
         self._connections: set[Accepted] = set()
         self._by_id: dict[tuple[str, int], Accepted] = {}
         self._closing = False
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"kvmesh-{label}-accept", daemon=True)
 
     def start(self) -> None:
@@ -137,11 +139,9 @@ class Server:
             if self._by_id.get(key) is connection:
                 del self._by_id[key]
 
-    def interrupt_peer(self, peer: str) -> None:
+    def connections(self) -> list[Accepted]:
         with self._lock:
-            mine = [c for c in self._connections if c.peer == peer]
-        for connection in mine:
-            connection.interrupt()
+            return list(self._connections)
 
     def _run(self) -> None:
         while True:
@@ -151,16 +151,19 @@ class Server:
                 if self._closing:
                     break
                 log.warning("%s listener: %s", self.label, err)
-                time.sleep(0.05)  # out of descriptors: let some go
+                self._ended.wait(0.05)  # out of descriptors: let some go
                 continue
-            connection = self._accept(self, sock)
+            try:
+                connection = self._accept(self, sock)
+            except OSError:
+                sock.close()  # it has ended already
+                continue
             with self._lock:
                 if self._closing:
                     sock.close()
-                    break
-                self._connections.add(connection)
-                connection.thread.start()
-        self._sock.close()
+                else:
+                    self._connections.add(connection)
+                    connection.thread.start()
 
     def close(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -169,12 +172,14 @@ class Server:
             connections = list(self._connections)
         for connection in connections:
             connection.interrupt()
+        for connection in connections:
+            if connection.thread is not threading.current_thread():
+                connection.thread.join(max(0.0, deadline - time.monotonic()))
+        self._ended.set()
         try:
             self._sock.shutdown(socket.SHUT_RDWR)  # wakes accept
         except OSError:
             pass
-        for thread in [c.thread for c in connections] + [self._thread]:
-            if thread is not threading.current_thread() and thread.ident is not None:
-                thread.join(max(0.0, deadline - time.monotonic()))
-        if self._thread.ident is None:
-            self._sock.close()
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(max(0.1, deadline - time.monotonic()))
+        self._sock.close()

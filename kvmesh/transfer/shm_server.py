@@ -22,26 +22,25 @@ _FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
 def receive(sock: socket.socket, buffer: bytearray) -> tuple[int, int]:
     """One packet: its length and the descriptor that came with it, or -1. Gone at the end."""
     got, ancillary, flags, _ = sock.recvmsg_into([buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
-    fd = -1
+    fds = array.array("i")
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            (fd,) = struct.unpack("i", data[:4])
-    if got == 0:
-        raise Gone("closed by the peer")
-    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-        if fd >= 0:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(fds) > 1:
+        for fd in fds:
             os.close(fd)
         raise ProtocolBroken("packet too long")
-    return got, fd
+    if got == 0:
+        raise Gone("closed by the peer")
+    return got, fds[0] if fds else -1
 
 
 def send_region(sock: socket.socket, base: int, length: int, fd: int) -> None:
-    """Hands over a region's read-only descriptor; `fd` < 0 says that there is none."""
+    """Hands over a region's read-only descriptor; `fd` < 0 says that there is none (any more). Never blocks:
+    BlockingIOError when the peer takes no packets."""
     head = wire.HEAD.pack(wire.REGION, 0, 0, int(fd >= 0), base, 0, length)
-    if fd < 0:
-        sock.send(head)
-    else:
-        socket.send_fds(sock, [head], [fd])
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd >= 0 else []
+    sock.sendmsg([head], rights, socket.MSG_DONTWAIT)
 
 
 class PeerMaps:
@@ -92,6 +91,16 @@ class ShmAccepted(Accepted):
         super().__init__(server, sock)
         self._maps = PeerMaps()
         self._buffer = bytearray(PACKET_BYTES)
+        self._given: set[int] = set()  # own regions that the peer has mapped
+
+    def withdraw(self, base: int) -> None:
+        """Tells the peer that an own region is gone; any thread."""
+        if base in self._given:
+            self._given.discard(base)
+            try:
+                send_region(self.sock, base, 0, -1)
+            except OSError:
+                pass  # full or ended: the peer's map goes with the connection
 
     def read_hello(self) -> Hello:
         got, fd = receive(self.sock, self._buffer)
@@ -106,9 +115,7 @@ class ShmAccepted(Accepted):
         buffer = self._buffer
         while True:
             got, fd = receive(self.sock, buffer)
-            if got < wire.HEAD_BYTES:
-                raise ProtocolBroken(f"packet of {got} bytes")
-            asked = Asked.parse(buffer)
+            asked = Asked.parse_packet(buffer, got, fd)
             if asked.kind == wire.REGION:
                 self._maps.add(asked, fd)
             elif asked.kind == wire.WRITE:
@@ -117,8 +124,11 @@ class ShmAccepted(Accepted):
                 self._notify(asked, got)
             elif asked.kind == wire.WANT:
                 region = self.host.segment.by_offset(asked.seq, 1)
-                fd = region.fd if region is not None and region.base == asked.seq else -1
-                send_region(self.sock, asked.seq, region.length if region is not None else 0, fd)
+                if region is None or region.base != asked.seq or region.fd < 0:
+                    send_region(self.sock, asked.seq, 0, -1)
+                else:
+                    self._given.add(region.base)
+                    send_region(self.sock, region.base, region.length, region.fd)
             else:
                 raise ProtocolBroken(f"packet of kind {asked.kind}")
 

@@ -1,56 +1,34 @@
-"""The tcp transport at the opener: several streams a peer, each a sending and an answering thread.
-
-    post ─▶ queue ─┬─▶ stream 0: sender ══ frame ══▶ acceptor          (tcp_server.py)
-                   │             reader ◀═ answer ══
-                   └─▶ stream 1: ...
-
-Streams take frames from one queue, so a slow one takes fewer; several frames are in flight on each. When a stream
-breaks, its sender opens another connection whose greeting supersedes the broken one; only after the Welcome are the
-frames without an answer reported lost and settled, to be sent again. Without a Welcome they are lost and unsettled.
-The frames of a READ are always settled once the reader has ended: it is the only thread that lands them.
-"""
+"""The tcp transport: several streams a peer, IPv4 or IPv6. `tcp_path` is the opener, `tcp_server` the acceptor."""
 
 from __future__ import annotations
 
 import socket
-import struct
-import threading
-import time
-from collections import deque
-from itertools import count
 
 from kvmesh.rpc.errors import TransferError
 from kvmesh.transfer import wire
 from kvmesh.transfer.config import EngineConfig
+from kvmesh.transfer.dialing import DialingTransport
 from kvmesh.transfer.segment import LocalRegion, RegionInfo, SegmentDescriptor
 from kvmesh.transfer.serving import Server
+from kvmesh.transfer.tcp_path import TcpPath
 from kvmesh.transfer.tcp_server import TcpAccepted
-from kvmesh.transfer.transport import Frame, FrameLimits, Kind, Transport, TransportHost
-from kvmesh.transfer.wire import Asked, Gone, Hello, ProtocolBroken, Refused
+from kvmesh.transfer.transport import FrameLimits, Kind, TransportHost
 
 _FRAME_BYTES = 1 << 20
 _FRAMES_PER_STREAM = 4
 
 
-class TcpTransport(Transport):
+class TcpTransport(DialingTransport):
     """Reaches every peer that says where it listens."""
 
     name = "tcp"
 
     def __init__(self, host: TransportHost, config: EngineConfig) -> None:
-        self.host = host
-        self.config = config
+        super().__init__(host, config)
+        frame_bytes = max(_FRAME_BYTES, config.tcp_slice_bytes)
         frames = _FRAMES_PER_STREAM * config.tcp_streams
-        self.limits = FrameLimits(
-            config.tcp_slice_bytes, max(_FRAME_BYTES, config.tcp_slice_bytes), wire.MAX_PARTS, frames
-        )
-        self.conn_ids = count(1)
-        self._lock = threading.Lock()
-        self._paths: dict[str, _Path] = {}
-        self._threads: set[threading.Thread] = set()
-        self._closed = False
-        self._server: Server | None = None
-        self._address = ("", 0)
+        self.limits = FrameLimits(config.tcp_slice_bytes, frame_bytes, wire.MAX_PARTS, frames)
+        self._port = 0
 
     def start(self) -> None:
         config = self.config
@@ -62,9 +40,8 @@ class TcpTransport(Transport):
             try:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 sock.bind(address)
-                self._server = Server("tcp", self.host, sock, TcpAccepted, config.connect_timeout_s)
-                self._address = (config.advertise_host or config.host, sock.getsockname()[1])
-                self._server.start()
+                server = Server("tcp", self.host, sock, TcpAccepted, config.connect_timeout_s)
+                server.start()
             except OSError:
                 sock.close()
                 raise
@@ -72,9 +49,11 @@ class TcpTransport(Transport):
             raise TransferError(
                 f"tcp cannot listen on {config.host!r} port {config.port}: {err}", field="host"
             ) from err
+        self._server = server
+        self._port = sock.getsockname()[1]
 
     def endpoint(self) -> dict[str, str]:
-        return {"host": self._address[0], "port": str(self._address[1])}
+        return {"host": self.config.advertise_host or self.config.host, "port": str(self._port)}
 
     def reaches(self, descriptor: SegmentDescriptor) -> bool:
         return "tcp" in descriptor.endpoints
@@ -82,324 +61,5 @@ class TcpTransport(Transport):
     def carries(self, kind: Kind, local: LocalRegion, remote: RegionInfo) -> bool:
         return True
 
-    def post(self, frame: Frame) -> None:
-        segment = frame.lane.name
-        with self._lock:
-            path = self._paths.get(segment)
-            if path is None and not self._closed and not frame.lane.closed:
-                path = self._paths[segment] = _Path(self, frame.lane.descriptor)
-            taken = path is not None and path.take(frame)
-        if not taken:
-            frame.lost(frame.lane.closed or "closed", settled=True)
-
-    def recall(self, frame: Frame) -> bool:
-        path = self._paths.get(frame.lane.name)
-        return path is not None and path.recall(frame)
-
-    def expire(self, frame: Frame, idle_s: float) -> None:
-        path = self._paths.get(frame.lane.name)
-        if path is not None:
-            if path.recall(frame):
-                frame.lost("no connection in time", settled=True)
-            else:
-                path.expire(frame, idle_s)
-
-    def forget(self, segment: str, cause: str) -> None:
-        with self._lock:
-            path = self._paths.pop(segment, None)
-        if path is not None:
-            path.close(cause)
-
-    def idle(self, segment: str) -> bool:
-        path = self._paths.get(segment)
-        return path is None or path.idle()
-
-    def spawn(self, target: threading.Thread) -> None:
-        self._threads = {t for t in self._threads if t.is_alive()} | {target}
-        target.start()
-
-    def close(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        with self._lock:
-            self._closed = True
-            paths, self._paths = list(self._paths.values()), {}
-        for path in paths:
-            path.close("engine closed")
-        if self._server is not None:
-            self._server.close(timeout_s)
-        for thread in list(self._threads):
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, deadline - time.monotonic()))
-
-
-class _Path:
-    """All streams to one segment and the frames that wait for one."""
-
-    def __init__(self, transport: TcpTransport, descriptor: SegmentDescriptor) -> None:
-        self.transport = transport
-        self.descriptor = descriptor
-        self.changed = threading.Condition()
-        self.queue: deque[Frame] = deque()
-        self.waiting = 0  # streams that wait for a frame
-        self.closed = ""
-        self.streams: list[_Stream] = []
-
-    def take(self, frame: Frame) -> bool:
-        with self.changed:
-            if self.closed:
-                return False
-            self.queue.append(frame)
-            if self.waiting < len(self.queue) and len(self.streams) < self.transport.config.tcp_streams:
-                stream = _Stream(self)
-                self.streams.append(stream)
-                self.transport.spawn(stream.thread)
-            self.changed.notify()
-        return True
-
-    def recall(self, frame: Frame) -> bool:
-        with self.changed:
-            if frame in self.queue:
-                self.queue.remove(frame)
-                return True
-        return False
-
-    def expire(self, frame: Frame, idle_s: float) -> None:
-        with self.changed:
-            for stream in self.streams:
-                if frame in stream.inflight.values() and time.monotonic() - stream.progress_at >= idle_s:
-                    stream.shut(f"no answer from {self.descriptor.name} over tcp")
-
-    def idle(self) -> bool:
-        with self.changed:
-            return not self.queue and not any(s.inflight or s.stranded for s in self.streams)
-
-    def close(self, cause: str) -> None:
-        with self.changed:
-            self.closed = cause
-            for stream in self.streams:
-                stream.shut(cause)
-            self.changed.notify_all()
-
-
-class _Stream:
-    """One place of a path: a thread that connects, sends, and recovers; at most one connection at a time."""
-
-    def __init__(self, path: _Path) -> None:
-        self.path = path
-        self.config = path.transport.config
-        self.host = path.transport.host
-        self.thread = threading.Thread(target=self._run, name="kvmesh-tcp-send", daemon=True)
-        self.sock: socket.socket | None = None
-        self.broken = ""  # why, once it is
-        self.inflight: dict[int, Frame] = {}
-        self.stranded: list[Frame] = []  # on a broken connection, not settled
-        self.supersedes: tuple[int, ...] = ()
-        self.progress_at = 0.0
-        self._seq = 0
-
-    def shut(self, cause: str) -> None:
-        """Breaks the connection; path.changed held."""
-        self.broken = self.broken or cause
-        if self.sock is not None:
-            try:
-                self.sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # not connected
-        self.path.changed.notify_all()
-
-    # ── the thread ────────────────────────────────────────────────────────────────────────────────
-
-    def _run(self) -> None:
-        cause = ""
-        while True:
-            sock, cause = self._connect()
-            if sock is None:
-                break
-            settled, self.stranded = self.stranded, []
-            for frame in settled:
-                frame.lost(f"sent again: {cause or 'connection broke'}", settled=True)
-            reader = threading.Thread(target=self._read, args=(sock,), name="kvmesh-tcp-read", daemon=True)
-            reader.start()
-            self._send(sock)
-            reader.join()
-            sock.close()
-            if not self._gather():
-                return
-        self._give_up(cause)
-
-    def _connect(self) -> tuple[socket.socket | None, str]:
-        """A greeted connection; or None and why, after all attempts or when the path closes."""
-        pause = self.config.backoff_s
-        cause = "closed"
-        for attempt in range(self.config.max_attempts):
-            if attempt:
-                with self.path.changed:
-                    self.path.changed.wait_for(lambda: bool(self.path.closed), pause)
-                pause *= 2
-            if self.path.closed:
-                return None, self.path.closed
-            try:
-                return self._dial(), ""
-            except Refused as err:
-                cause = str(err)
-                if not err.retry:
-                    break
-            except (OSError, Gone, ProtocolBroken) as err:
-                cause = f"connection to {self.path.descriptor.name}: {err}"
-        return None, cause
-
-    def _dial(self) -> socket.socket:
-        descriptor = self.path.descriptor
-        endpoint = descriptor.endpoints["tcp"]
-        try:
-            found = socket.getaddrinfo(endpoint["host"], int(endpoint["port"]), type=socket.SOCK_STREAM)
-        except (KeyError, ValueError) as err:
-            raise Refused(f"bad tcp endpoint {endpoint!r}", retry=False) from err
-        family, kind, proto, _, address = found[0]
-        sock = socket.socket(family, kind, proto)
-        with self.path.changed:
-            self.sock, self.broken = sock, self.path.closed
-        try:
-            if self.broken:
-                raise Gone(self.broken)
-            sock.settimeout(self.config.connect_timeout_s)
-            sock.connect(address)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            conn_id = next(self.path.transport.conn_ids)
-            hello = Hello(
-                wire.WIRE_VERSION, self.host.name, descriptor.name, descriptor.token, conn_id, self.supersedes
-            )
-            data = wire.encode_hello(hello)
-            sock.sendall(wire.LENGTH.pack(len(data)) + data)
-            (length,) = wire.LENGTH.unpack(wire.recv_exact(sock, wire.LENGTH.size))
-            if length > wire.MAX_HELLO_BYTES:
-                raise ProtocolBroken(f"welcome of {length} bytes")
-            wire.decode_welcome(bytes(wire.recv_exact(sock, length)))
-            sock.settimeout(None)
-        except BaseException:
-            with self.path.changed:
-                self.sock = None
-            sock.close()
-            raise
-        self.supersedes = (conn_id,)
-        self.progress_at = time.monotonic()
-        self.host.count("tcp.connected")
-        return sock
-
-    def _send(self, sock: socket.socket) -> None:
-        path = self.path
-        while True:
-            with path.changed:
-                while not path.queue and not self.broken:
-                    path.waiting += 1
-                    path.changed.wait()
-                    path.waiting -= 1
-                if self.broken:
-                    if path.queue:
-                        path.changed.notify()  # the wake-up may have been meant for another stream
-                    return
-                frame = path.queue.popleft()
-                self._seq += 1
-                seq = self._seq
-                if not self.inflight:
-                    self.progress_at = time.monotonic()
-                self.inflight[seq] = frame
-            try:
-                self._send_frame(sock, seq, frame)
-            except OSError as err:
-                with path.changed:
-                    self.shut(f"send to {path.descriptor.name}: {err}")
-
-    def _send_frame(self, sock: socket.socket, seq: int, frame: Frame) -> None:
-        parts = frame.parts
-        if frame.notice is not None:
-            payload = frame.notice.payload
-            head = wire.HEAD.pack(wire.NOTIFY, 0, 0, 0, seq, frame.epoch, len(payload))
-            sock.sendall(head + frame.notice.serial.to_bytes(8, "little") + payload)
-            return
-        rows = [n for _, _, offset, length in parts for n in (offset, length)]
-        kind = wire.WRITE if frame.kind is Kind.WRITE else wire.READ
-        head = wire.HEAD.pack(kind, 0, 0, len(parts), seq, frame.epoch, frame.nbytes)
-        asked = head + struct.pack(f"<{len(rows)}Q", *rows)
-        if frame.kind is Kind.READ:
-            sock.sendall(asked)
-        else:
-            views = [memoryview(asked), *_local_views(frame)]
-            wire.send_views(sock, views, len(asked) + frame.nbytes)
-
-    def _read(self, sock: socket.socket) -> None:
-        """The answering thread; ends when the connection does."""
-        try:
-            head = bytearray(wire.HEAD_BYTES)
-            views = [memoryview(head)]
-            while True:
-                wire.recv_views(sock, views, wire.HEAD_BYTES)
-                self._answer(sock, Asked.parse(head))
-        except (Gone, OSError, ProtocolBroken) as err:
-            cause = f"connection to {self.path.descriptor.name}: {err}"
-            with self.path.changed:
-                self.shut(cause)
-
-    def _answer(self, sock: socket.socket, answer: Asked) -> None:
-        with self.path.changed:
-            frame = self.inflight.get(answer.seq)
-        if answer.kind != wire.ANSWER or frame is None or answer.flags >= len(wire.CAUSES):
-            raise ProtocolBroken("answer to nothing asked")
-        refused: tuple[int, ...] = ()
-        if answer.count:
-            refused = struct.unpack(f"<{answer.count}I", wire.recv_exact(sock, 4 * answer.count))
-        elif frame.kind is Kind.READ:
-            if answer.nbytes != frame.nbytes:
-                raise ProtocolBroken(f"read of {frame.nbytes} bytes answered with {answer.nbytes}")
-            wire.recv_views(sock, _local_views(frame), frame.nbytes)
-        with self.path.changed:
-            del self.inflight[answer.seq]
-            self.progress_at = time.monotonic()
-        frame.done(refused, wire.CAUSES[answer.flags])
-
-    # ── endings ───────────────────────────────────────────────────────────────────────────────────
-
-    def _gather(self) -> bool:
-        """After a connection ended: whether another is needed (its frames must be settled, or more wait)."""
-        path = self.path
-        with path.changed:
-            cause = self.broken
-            frames = list(self.inflight.values())
-            self.inflight.clear()
-            self.sock = None
-            self.stranded = [f for f in frames if f.kind is not Kind.READ]
-            more = bool(self.stranded) or (bool(path.queue) and len(path.streams) == 1)
-            if not more or path.closed:
-                path.streams.remove(self)
-        closed = path.closed
-        for frame in frames:
-            if frame.kind is Kind.READ:
-                frame.lost(cause, settled=True)
-        if closed:
-            self._lose(closed)
-            return False
-        return more
-
-    def _give_up(self, cause: str) -> None:
-        with self.path.changed:
-            self.path.streams.remove(self)
-        self._lose(cause)
-
-    def _lose(self, cause: str) -> None:
-        """The path is closed, or this stream cannot connect. What waits goes too when no other stream serves it."""
-        path = self.path
-        with path.changed:
-            waiting = [] if path.streams else list(path.queue)
-            if not path.streams:
-                path.queue.clear()
-        stranded, self.stranded = self.stranded, []
-        for frame in stranded:
-            frame.lost(cause, settled=False, down=not path.closed)
-        for frame in waiting:
-            frame.lost(cause, settled=True, down=not path.closed)
-
-
-def _local_views(frame: Frame) -> list[memoryview]:
-    region = frame.local
-    base, view = region.address, region.view
-    return [view[address - base : address - base + length] for _, address, _, length in frame.parts]
+    def new_path(self, descriptor: SegmentDescriptor) -> TcpPath:
+        return TcpPath(self, descriptor)

@@ -16,6 +16,7 @@ connection goes out on another one only after the Welcome that names the broken 
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 from collections.abc import Sequence
@@ -89,6 +90,21 @@ class Asked:
         if kind != REGION and (count > MAX_PARTS or nbytes > MAX_FRAME_BYTES):
             raise ProtocolBroken(f"frame of {count} parts, {nbytes} bytes")
         return cls(kind, flags, count, seq, epoch, nbytes)
+
+    @classmethod
+    def parse_packet(cls, data: bytearray, got: int, fd: int) -> Asked:
+        """Of a packet of `got` bytes; only a REGION may come with a descriptor, any other's is closed."""
+        try:
+            if got < HEAD_BYTES:
+                raise ProtocolBroken(f"packet of {got} bytes")
+            asked = cls.parse(data)
+            if fd >= 0 and asked.kind != REGION:
+                raise ProtocolBroken(f"a descriptor in a packet of kind {asked.kind}")
+        except ProtocolBroken:
+            if fd >= 0:
+                os.close(fd)
+            raise
+        return asked
 
 
 def encode_hello(message: Hello | Welcome) -> bytes:

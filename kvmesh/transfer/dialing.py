@@ -1,0 +1,128 @@
+"""The opening side that shm and tcp share: one path a segment, made on demand, and patience when connecting."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable
+from itertools import count
+from typing import Protocol, TypeVar
+
+from kvmesh.transfer.config import EngineConfig
+from kvmesh.transfer.segment import SegmentDescriptor
+from kvmesh.transfer.serving import Server
+from kvmesh.transfer.transport import Frame, Transport, TransportHost
+from kvmesh.transfer.wire import Gone, ProtocolBroken, Refused
+
+SockT = TypeVar("SockT")
+
+
+class Path(Protocol):
+    """The connections to one segment. Methods are thread-safe and do not block; only `_run` threads report frames."""
+
+    def take(self, frame: Frame) -> bool:
+        """False: the path is closed."""
+        ...
+
+    def recall(self, frame: Frame) -> bool: ...
+
+    def expire(self, frame: Frame, idle_s: float) -> None: ...
+
+    def idle(self) -> bool: ...
+
+    def close(self, cause: str) -> None:
+        """Its threads report every frame that it holds as lost, and end."""
+        ...
+
+
+class DialingTransport(Transport):
+    """A transport of sockets: `_paths` to others, one `Server` for others."""
+
+    def __init__(self, host: TransportHost, config: EngineConfig) -> None:
+        self.host = host
+        self.config = config
+        self.conn_ids = count(1)
+        self._server: Server | None = None
+        self._lock = threading.Lock()
+        self._paths: dict[str, Path] = {}
+        self._threads: set[threading.Thread] = set()
+        self._closed = False
+
+    @abstractmethod
+    def new_path(self, descriptor: SegmentDescriptor) -> Path: ...
+
+    def post(self, frame: Frame) -> None:
+        segment = frame.lane.name
+        with self._lock:
+            path = self._paths.get(segment)
+            if path is None and not self._closed and not frame.lane.closed:
+                path = self._paths[segment] = self.new_path(frame.lane.descriptor)
+        if path is None or not path.take(frame):
+            frame.lost(frame.lane.closed or "closed", settled=True)
+
+    def recall(self, frame: Frame) -> bool:
+        path = self._paths.get(frame.lane.name)
+        return path is not None and path.recall(frame)
+
+    def expire(self, frame: Frame, idle_s: float) -> None:
+        path = self._paths.get(frame.lane.name)
+        if path is None:
+            return
+        if path.recall(frame):
+            frame.lost("no connection in time", settled=True)
+        else:
+            path.expire(frame, idle_s)
+
+    def forget(self, segment: str, cause: str) -> None:
+        with self._lock:
+            path = self._paths.pop(segment, None)
+        if path is not None:
+            path.close(cause)
+
+    def idle(self, segment: str) -> bool:
+        path = self._paths.get(segment)
+        return path is None or path.idle()
+
+    def spawn(self, thread: threading.Thread) -> None:
+        """Starts a thread that `close` will wait for."""
+        with self._lock:
+            self._threads = {t for t in self._threads if t.is_alive()} | {thread}
+            thread.start()
+
+    def close(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            self._closed = True
+            paths, self._paths = list(self._paths.values()), {}
+        for path in paths:
+            path.close("engine closed")
+        if self._server is not None:
+            self._server.close(timeout_s)
+        with self._lock:
+            threads = list(self._threads)
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def connect_patiently(
+    dial: Callable[[], SockT], config: EngineConfig, closed: Callable[[], str], pause: Callable[[float], None]
+) -> tuple[SockT | None, str]:
+    """What `dial` returns, or None and why: after `max_attempts` with growing pauses, a refusal for good, or once
+    `closed()` says so."""
+    cause = "closed"
+    for attempt in range(config.max_attempts):
+        if attempt:
+            pause(config.backoff_s * 2 ** (attempt - 1))
+        if closed():
+            return None, closed()
+        try:
+            return dial(), ""
+        except Refused as err:
+            cause = str(err)
+            if not err.retry:
+                break
+        except (OSError, Gone, ProtocolBroken) as err:
+            cause = str(err) or type(err).__name__
+    return None, cause

@@ -1,0 +1,98 @@
+"""From the caller's requests to groups: checked, and sorted by what decides their way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvmesh.rpc.errors import TransferError
+from kvmesh.transfer.api import Opcode, TransferRequest
+from kvmesh.transfer.batch import Batch, Group
+from kvmesh.transfer.core import Core
+from kvmesh.transfer.segment import LocalSegment
+from kvmesh.transfer.transport import Kind
+
+
+def grouped(
+    core: Core, segment: LocalSegment, batch: Batch, requests: Sequence[TransferRequest], deadline: float
+) -> list[Group]:
+    """Requests that share everything but addresses, in order; checks each."""
+    groups: dict[tuple[object, ...], Group] = {}
+    group: Group | None = None
+    slot = len(batch.states)
+    for request in requests:
+        address, offset, length = request.local_address, request.remote_offset, request.length
+        if not (
+            group is not None
+            and request.segment == group.lane.name
+            and request.handoff_epoch == group.epoch
+            and request.opcode is group.opcode
+            and request.traffic_class == group.traffic_class
+            and length > 0
+            and group.local.address <= address
+            and address + length <= group.local.address + group.local.length
+            and group.remote.base_offset <= offset
+            and offset + length <= group.remote.base_offset + group.remote.length
+        ):
+            group = _new_group(core, segment, batch, request, groups, deadline)
+        group.slots.append(slot)
+        group.addresses.append(address)
+        group.offsets.append(offset)
+        group.open += 1
+        slot += 1
+    return list(groups.values())
+
+
+def _new_group(
+    core: Core,
+    segment: LocalSegment,
+    batch: Batch,
+    request: TransferRequest,
+    groups: dict[tuple[object, ...], Group],
+    deadline: float,
+) -> Group:
+    lane = core.lanes.get(request.segment)
+    if lane is None:
+        raise TransferError(f"segment={request.segment!r}: not open", field="segment")
+    if request.length <= 0:
+        raise TransferError(f"length={request.length}: must be positive", field="length")
+    local = segment.by_address(request.local_address, request.length)
+    if local is None:
+        raise TransferError(
+            f"local_address={request.local_address:#x}: {request.length} bytes there are in no registered region",
+            field="local_address",
+        )
+    remote = lane.descriptor.region_at(request.remote_offset, request.length)
+    if remote is None:
+        raise TransferError(
+            f"remote_offset={request.remote_offset}: {request.length} bytes there are not in one region of "
+            f"{request.segment!r}",
+            field="remote_offset",
+        )
+    key = (
+        lane.name,
+        request.opcode,
+        request.handoff_epoch,
+        request.traffic_class,
+        local.base,
+        remote.base_offset,
+    )
+    group = groups.get(key)
+    if group is None:
+        kind = Kind.WRITE if request.opcode is Opcode.WRITE else Kind.READ
+        routes = tuple(t for t in lane.transports if t.carries(kind, local, remote))
+        group = groups[key] = Group(
+            next(core.serials),
+            lane,
+            batch,
+            request.opcode,
+            request.handoff_epoch,
+            local,
+            remote,
+            routes,
+            deadline,
+            [],
+            [],
+            [],
+            request.traffic_class,
+        )
+    return group

@@ -1,0 +1,283 @@
+"""The tcp transport at the opener: several streams a peer, each a sending and an answering thread.
+
+    post ─▶ queue ─┬─▶ stream 0: sender ══ frame ══▶ acceptor          (tcp_server)
+                   │             reader ◀═ answer ══
+                   └─▶ stream 1: ...
+
+Streams take frames from one queue, so a slow one takes fewer; several frames are in flight on each. When a stream
+breaks, its sender opens another connection whose greeting supersedes the broken one (see `wire`); only after the
+Welcome are the frames without an answer reported lost and settled, to be sent again. Without a Welcome they are lost
+and unsettled. The frames of a READ are always settled once the reader has ended: it is the only thread that lands them.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from kvmesh.transfer import wire
+from kvmesh.transfer.dialing import connect_patiently
+from kvmesh.transfer.segment import SegmentDescriptor
+from kvmesh.transfer.transport import Frame, Kind
+from kvmesh.transfer.wire import Asked, Gone, Hello, ProtocolBroken, Refused
+
+if TYPE_CHECKING:
+    from kvmesh.transfer.tcp import TcpTransport
+
+
+class TcpPath:
+    """All streams to one segment and the frames that wait for one (a `dialing.Path`)."""
+
+    def __init__(self, transport: TcpTransport, descriptor: SegmentDescriptor) -> None:
+        self.transport = transport
+        self.descriptor = descriptor
+        self.changed = threading.Condition()
+        self.queue: deque[Frame] = deque()
+        self.waiting = 0  # streams that wait for a frame
+        self.closed = ""
+        self.streams: list[_Stream] = []
+
+    def take(self, frame: Frame) -> bool:
+        stream: _Stream | None = None
+        with self.changed:
+            if self.closed:
+                return False
+            self.queue.append(frame)
+            if self.waiting < len(self.queue) and len(self.streams) < self.transport.config.tcp_streams:
+                stream = _Stream(self)
+                self.streams.append(stream)
+            self.changed.notify()
+        if stream is not None:
+            self.transport.spawn(stream.thread)
+        return True
+
+    def recall(self, frame: Frame) -> bool:
+        with self.changed:
+            if frame in self.queue:
+                self.queue.remove(frame)
+                return True
+        return False
+
+    def expire(self, frame: Frame, idle_s: float) -> None:
+        with self.changed:
+            for stream in self.streams:
+                if frame in stream.inflight.values() and time.monotonic() - stream.progress_at >= idle_s:
+                    stream.shut(f"no answer from {self.descriptor.name} over tcp")
+
+    def idle(self) -> bool:
+        with self.changed:
+            return not self.queue and not any(s.inflight or s.stranded for s in self.streams)
+
+    def close(self, cause: str) -> None:
+        with self.changed:
+            self.closed = cause
+            for stream in self.streams:
+                stream.shut(cause)
+            self.changed.notify_all()
+
+
+class _Stream:
+    """One place of a path: a thread that connects, sends, and recovers; at most one connection at a time."""
+
+    def __init__(self, path: TcpPath) -> None:
+        self.path = path
+        self.config = path.transport.config
+        self.host = path.transport.host
+        self.thread = threading.Thread(target=self._run, name="kvmesh-tcp-send", daemon=True)
+        self.sock: socket.socket | None = None
+        self.broken = ""  # why, once it is
+        self.inflight: dict[int, Frame] = {}
+        self.stranded: list[Frame] = []  # on a broken connection, not settled
+        self.supersedes: tuple[int, ...] = ()
+        self.progress_at = 0.0
+        self._seq = 0
+
+    def shut(self, cause: str) -> None:
+        """Breaks the connection; path.changed held."""
+        self.broken = self.broken or cause
+        if self.sock is not None:
+            try:
+                self.sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # not connected
+        self.path.changed.notify_all()
+
+    # ── the thread ────────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        while True:
+            sock, cause = connect_patiently(self._dial, self.config, lambda: self.path.closed, self._pause)
+            if sock is None:
+                break
+            settled, self.stranded = self.stranded, []
+            for frame in settled:
+                frame.lost("the connection broke", settled=True)
+            reader = threading.Thread(target=self._read, args=(sock,), name="kvmesh-tcp-read", daemon=True)
+            reader.start()
+            self._send(sock)
+            reader.join()
+            sock.close()
+            if not self._gather():
+                return
+        with self.path.changed:
+            self.path.streams.remove(self)
+        self._lose(cause)
+
+    def _pause(self, seconds: float) -> None:
+        with self.path.changed:
+            self.path.changed.wait_for(lambda: bool(self.path.closed), seconds)
+
+    def _dial(self) -> socket.socket:
+        descriptor = self.path.descriptor
+        endpoint = descriptor.endpoints["tcp"]
+        try:
+            found = socket.getaddrinfo(endpoint["host"], int(endpoint["port"]), type=socket.SOCK_STREAM)
+        except (KeyError, ValueError) as err:
+            raise Refused(f"bad tcp endpoint {endpoint!r}", retry=False) from err
+        family, kind, proto, _, address = found[0]
+        sock = socket.socket(family, kind, proto)
+        with self.path.changed:
+            self.sock, self.broken = sock, self.path.closed
+        try:
+            if self.broken:
+                raise Gone(self.broken)
+            sock.settimeout(self.config.connect_timeout_s)
+            sock.connect(address)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            conn_id = next(self.path.transport.conn_ids)
+            hello = Hello(
+                wire.WIRE_VERSION, self.host.name, descriptor.name, descriptor.token, conn_id, self.supersedes
+            )
+            data = wire.encode_hello(hello)
+            sock.sendall(wire.LENGTH.pack(len(data)) + data)
+            (length,) = wire.LENGTH.unpack(wire.recv_exact(sock, wire.LENGTH.size))
+            if length > wire.MAX_HELLO_BYTES:
+                raise ProtocolBroken(f"welcome of {length} bytes")
+            wire.decode_welcome(bytes(wire.recv_exact(sock, length)))
+            sock.settimeout(None)
+        except BaseException:
+            with self.path.changed:
+                self.sock = None
+            sock.close()
+            raise
+        self.supersedes = (conn_id,)
+        self.progress_at = time.monotonic()
+        self.host.count("tcp.connected")
+        return sock
+
+    def _send(self, sock: socket.socket) -> None:
+        path = self.path
+        while True:
+            with path.changed:
+                while not path.queue and not self.broken:
+                    path.waiting += 1
+                    path.changed.wait()
+                    path.waiting -= 1
+                if self.broken:
+                    if path.queue:
+                        path.changed.notify()  # the wake-up may have been meant for another stream
+                    return
+                frame = path.queue.popleft()
+                self._seq += 1
+                seq = self._seq
+                if not self.inflight:
+                    self.progress_at = time.monotonic()
+                self.inflight[seq] = frame
+            try:
+                self._send_frame(sock, seq, frame)
+            except OSError as err:
+                with path.changed:
+                    self.shut(f"send to {path.descriptor.name}: {err}")
+
+    def _send_frame(self, sock: socket.socket, seq: int, frame: Frame) -> None:
+        parts = frame.parts
+        if frame.notice is not None:
+            payload = frame.notice.payload
+            head = wire.HEAD.pack(wire.NOTIFY, 0, 0, 0, seq, frame.epoch, len(payload))
+            sock.sendall(head + frame.notice.serial.to_bytes(8, "little") + payload)
+            return
+        rows = [n for _, _, offset, length in parts for n in (offset, length)]
+        kind = wire.WRITE if frame.kind is Kind.WRITE else wire.READ
+        head = wire.HEAD.pack(kind, 0, 0, len(parts), seq, frame.epoch, frame.nbytes)
+        asked = head + struct.pack(f"<{len(rows)}Q", *rows)
+        if frame.kind is Kind.READ:
+            sock.sendall(asked)
+        else:
+            views = [memoryview(asked), *_local_views(frame)]
+            wire.send_views(sock, views, len(asked) + frame.nbytes)
+
+    def _read(self, sock: socket.socket) -> None:
+        """The answering thread; ends when the connection does."""
+        try:
+            head = bytearray(wire.HEAD_BYTES)
+            views = [memoryview(head)]
+            while True:
+                wire.recv_views(sock, views, wire.HEAD_BYTES)
+                self._answer(sock, Asked.parse(head))
+        except (Gone, OSError, ProtocolBroken) as err:
+            cause = f"connection to {self.path.descriptor.name}: {err}"
+            with self.path.changed:
+                self.shut(cause)
+
+    def _answer(self, sock: socket.socket, answer: Asked) -> None:
+        with self.path.changed:
+            frame = self.inflight.get(answer.seq)
+        if answer.kind != wire.ANSWER or frame is None or answer.flags >= len(wire.CAUSES):
+            raise ProtocolBroken("answer to nothing asked")
+        refused: tuple[int, ...] = ()
+        if answer.count:
+            refused = struct.unpack(f"<{answer.count}I", wire.recv_exact(sock, 4 * answer.count))
+        elif frame.kind is Kind.READ:
+            if answer.nbytes != frame.nbytes:
+                raise ProtocolBroken(f"read of {frame.nbytes} bytes answered with {answer.nbytes}")
+            wire.recv_views(sock, _local_views(frame), frame.nbytes)
+        with self.path.changed:
+            del self.inflight[answer.seq]
+            self.progress_at = time.monotonic()
+        frame.done(refused, wire.CAUSES[answer.flags])
+
+    # ── endings ───────────────────────────────────────────────────────────────────────────────────
+
+    def _gather(self) -> bool:
+        """After a connection ended: whether another is needed (its frames must be settled, or more wait)."""
+        path = self.path
+        with path.changed:
+            cause = self.broken
+            frames = list(self.inflight.values())
+            self.inflight.clear()
+            self.sock = None
+            self.stranded = [f for f in frames if f.kind is not Kind.READ]
+            more = bool(self.stranded) or (bool(path.queue) and len(path.streams) == 1)
+            if not more or path.closed:
+                path.streams.remove(self)
+        closed = path.closed
+        for frame in frames:
+            if frame.kind is Kind.READ:
+                frame.lost(cause, settled=True)
+        if closed:
+            self._lose(closed)
+            return False
+        return more
+
+    def _lose(self, cause: str) -> None:
+        """The path is closed, or this stream cannot connect. What waits goes too when no other stream serves it."""
+        path = self.path
+        with path.changed:
+            waiting = [] if path.streams else list(path.queue)
+            if not path.streams:
+                path.queue.clear()
+        stranded, self.stranded = self.stranded, []
+        for frame in stranded:
+            frame.lost(cause, settled=False, down=not path.closed)
+        for frame in waiting:
+            frame.lost(cause, settled=True, down=not path.closed)
+
+
+def _local_views(frame: Frame) -> list[memoryview]:
+    region = frame.local
+    base, view = region.address, region.view
+    return [view[address - base : address - base + length] for _, address, _, length in frame.parts]
