@@ -85,9 +85,7 @@ class MeshClient:
 async def pools(address: str, role: str) -> pb.PoolCounters:
     """The live counters of one instance."""
     async with connect(address) as channel:
-        stub: Any = (
-            prefill_pb2_grpc.PrefillStub(channel) if role == "prefill" else decode_pb2_grpc.DecodeStub(channel)
-        )
+        stub: Any = prefill_pb2_grpc.PrefillStub(channel) if role == "prefill" else decode_pb2_grpc.DecodeStub(channel)
         response = await stub.GetPools(pb.GetPoolsRequest(), timeout=5)
     counters: pb.PoolCounters = response.pools
     return counters

@@ -15,7 +15,7 @@ from kvmesh.rpc.errors import KvmeshError
 from tests.mesh.client import Answer
 from tests.mesh.harness import Running
 
-pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
 MeshFactory = Callable[..., AbstractAsyncContextManager[Running]]
 DEADLINE_S = 30.0
@@ -87,9 +87,7 @@ async def test_frozen_prefill_ranks_past_the_lease(transport: str, demo_path: Pa
                 else:
                     assert isinstance(answer.error, KvmeshError)
             # the pages of the frozen writer's handoffs now carry other requests
-            during = [
-                asyncio.ensure_future(running.client.generate(p, 30, cache_salt="c")) for p in prompts(6, 500)
-            ]
+            during = [asyncio.ensure_future(running.client.generate(p, 30, cache_salt="c")) for p in prompts(6, 500)]
             await running.busy("decode-0")
         finally:
             for pid in frozen:

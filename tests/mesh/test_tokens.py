@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,27 +17,19 @@ from tests.reference import assert_matches_reference
 pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300)]
 
 # Odd on purpose: GQA ratios 1, 4, 7; tied and untied; head_dim ≠ hidden/heads; each rope scaling; odd vocabularies.
-LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}  # fmt: skip
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-SHAPES: dict[str, dict[str, object]] = {
-    "llama-gqa4-tied": {"family": "llama", "heads": 8, "kv_heads": 2, "head_dim": 24, "tied": True, "vocab": 301},
-    "llama-gqa1-linear": {
-        "family": "llama", "heads": 3, "kv_heads": 3, "head_dim": 16, "vocab": 517,
-        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
-    },
-    "llama-gqa7-llama3": {
-        "family": "llama", "heads": 7, "kv_heads": 1, "head_dim": 32, "vocab": 389, "rope_scaling": LLAMA3,
-    },
-    "qwen2-bias-yarn": {
-        "family": "qwen2", "heads": 4, "kv_heads": 4, "head_dim": 16, "tied": True, "vocab": 333, "rope_scaling": YARN,
-    },
-    "qwen3-gqa7": {"family": "qwen3", "heads": 14, "kv_heads": 2, "head_dim": 8, "tied": False, "vocab": 411},
-    "qwen3-gqa4-sharded": {
-        "family": "qwen3", "heads": 4, "kv_heads": 1, "head_dim": 40, "tied": True, "vocab": 350, "shards": 3,
-    },
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-gqa4-tied": {"family": "llama", "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 24,
+                        "tie_word_embeddings": True, "vocab_size": 301},
+    "llama-gqa1-linear": {"family": "llama", "num_attention_heads": 3, "num_key_value_heads": 3, "vocab_size": 517,
+                          "rope": "linear"},
+    "llama-gqa7-llama3": {"family": "llama", "num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 32,
+                          "vocab_size": 389, "rope": "llama3"},
+    "qwen2-bias-yarn": {"family": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 4,
+                        "tie_word_embeddings": True, "vocab_size": 333, "rope": "yarn"},
+    "qwen3-gqa7": {"family": "qwen3", "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 8,
+                   "vocab_size": 411},
+    "qwen3-gqa4-sharded": {"family": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 40,
+                           "tie_word_embeddings": True, "vocab_size": 350, "shards": 3},
 }  # fmt: skip
 
 MeshFactory = Callable[..., AbstractAsyncContextManager[Running]]
@@ -49,9 +42,8 @@ def prompt(seed: int, length: int, vocab: int) -> list[int]:
 @pytest.mark.parametrize("name", SHAPES)
 async def test_cold_warm_chunked_and_sixteen_at_once(name: str, tmp_path: Path, mesh: MeshFactory) -> None:
     path = tmp_path / name
-    spec = dict(SHAPES[name])
-    make_checkpoint(path, **spec)  # type: ignore[arg-type]
-    vocab = int(spec["vocab"])  # type: ignore[call-overload]
+    make_checkpoint(path, **SHAPES[name])
+    vocab = SHAPES[name]["vocab_size"]
     async with mesh(path, block_tokens=16, flags={"prefill": {"prefill_chunk_tokens": 48}}) as running:
         cold = prompt(1, 37, vocab)
         answer = await running.client.generate(cold, 12)

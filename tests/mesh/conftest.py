@@ -1,0 +1,36 @@
+"""Meshes of real processes. `small_mesh` is shared by the tests of a module; `mesh` makes one to order."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from tests.mesh.harness import Running, running_mesh
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def demo_path() -> Path:
+    return ROOT / "examples" / "demo-model"
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Running]]:
+    def make(model: Path, **kwargs: Any) -> AbstractAsyncContextManager[Running]:
+        return running_mesh(model, tmp_path / "run", **kwargs)
+
+    return make
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def small_mesh(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
+    """The demo model on 1 + 1 with few pages, so that requests wait, are preempted and share."""
+    flags = {"*": {"num_pages": 96, "num_extents": 48}}
+    async with running_mesh(demo_path, tmp_path_factory.mktemp("small"), flags=flags) as running:
+        yield running
