@@ -1,4 +1,4 @@
-"""kill -9 of each service in the middle of requests, and frozen ranks: tokens or one clear error, then it serves again."""
+"""kill -9 of each service amid requests, and frozen ranks: tokens or one clear error, then it serves again."""
 
 from __future__ import annotations
 
