@@ -147,15 +147,15 @@ async def request(host: str, port: int, model: str, prompt: list[int], max_token
 def stages(timings: dict[str, Any]) -> dict[str, float]:
     """The gateway's `kvmesh` object to stages in ms."""
     us = {key: float(value) for key, value in timings.items() if key.endswith("_us")}
-    first = us.get("scheduled_to_first_token_us", 0.0)
+    first = us.get("first_token_us", 0.0)
     before = us.get("admit_us", 0.0) + us.get("queue_us", 0.0) + us.get("prefill_us", 0.0)
     found = {
-        "gateway": us.get("received_to_tokenized_us", 0.0),
-        "schedule": us.get("tokenized_to_scheduled_us", 0.0),
+        "gateway": us.get("tokenize_us", 0.0),
+        "schedule": us.get("schedule_us", 0.0),
         "admit": us.get("admit_us", 0.0),
         "queue": us.get("queue_us", 0.0),
         "prefill": us.get("prefill_us", 0.0),
-        "stream": max(first - before, 0.0) + us.get("first_token_to_first_byte_us", 0.0),
+        "stream": max(first - before, 0.0) + us.get("first_write_us", 0.0),
         "transfer": us.get("transfer_us", 0.0),
         "exposed": us.get("exposed_transfer_us", 0.0),
         "load": us.get("load_us", 0.0),
