@@ -52,13 +52,14 @@ def load(
 ) -> T:
     """Build the frozen dataclass `cls`: a flag over `KVMESH_<KEY>` over the TOML file over the default.
 
-    A flag that is None was not given. Field metadata may hold `min`, `max` and `choices`. `also_known` names keys
+    A flag that is None was not given. Field metadata may hold `min`, `max` and `choices`; an
+    `internal` field is no key. `also_known` names keys
     that environment variables may hold though this class has no such field (an environment is shared by
     all services of a machine). Raises ConfigError naming key, value and origin for an unknown key, a value of
     the wrong type or out of range, and for whatever the class's `__post_init__` refuses.
     """
     hints = typing.get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init and not f.metadata.get("internal")}  # type: ignore[arg-type]
     found: dict[str, tuple[Any, str]] = {}
     for key, value in _from_toml(toml).items():
         _known(key, fields, f"in {toml}")
@@ -70,14 +71,19 @@ def load(
         _known(key, fields, f"from {name}", shown=name)
         found[key] = text, f"from {name}"
     for key, value in flags.items():
-        flag = f"from --{key.replace('_', '-')}"
-        _known(key, fields, flag)
+        _known(key, fields, f"from {flag_of(key, {})}")
+        flag = f"from {flag_of(key, fields[key].metadata)}"
         if value is not None:
             found[key] = value, flag
     values = {}
     for key, (value, origin) in found.items():
         values[key] = _checked(key, value, hints[key], fields[key].metadata, origin)
     return _build(cls, values, {key: origin for key, (_, origin) in found.items()})
+
+
+def flag_of(key: str, metadata: Mapping[str, Any]) -> str:
+    """The command-line flag of a key: `--` and dashes, unless its metadata holds a `flag`."""
+    return str(metadata.get("flag") or f"--{key.replace('_', '-')}")
 
 
 def _build(cls: type[T], values: dict[str, Any], origins: dict[str, str]) -> T:

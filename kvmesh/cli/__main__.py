@@ -1,0 +1,5 @@
+"""`python -m kvmesh.cli`."""
+
+from kvmesh.cli.app import main
+
+main()

@@ -1,0 +1,61 @@
+"""The `kvmesh` command. Commands import what is heavy when they run, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+from importlib.metadata import version as installed_version
+from typing import Annotated
+
+import typer
+
+from kvmesh.cli import chat, doctor, serve, status, trace, up
+from kvmesh.cli.console import console
+
+app = typer.Typer(
+    name="kvmesh",
+    help="Large language models served with prefill and decode apart and the KV cache at the centre.\n\n"
+    "Start here:\n\n    kvmesh up\n\nIt starts a whole mesh on this machine, asks it something and shows how to go on.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+app.command("up", help=up.HELP)(up.command())
+serve_app = typer.Typer(
+    help=f"Run one service in this process.\n\n{serve.PRECEDENCE}\n\n"
+    "Example:\n\n    kvmesh serve conductor --port 7001 --store 127.0.0.1:7002",
+    no_args_is_help=True,
+)
+serve.register(serve_app)
+app.add_typer(serve_app, name="serve")
+app.command("chat")(chat.chat)
+app.command("status")(status.status)
+app.command("trace")(trace.trace)
+app.command("doctor")(doctor.doctor)
+
+
+@app.command("version")
+def version(short: Annotated[bool, typer.Option("--short", help="Only the number.")] = False) -> None:
+    """Print the versions of kvmesh, its protocol and Python.
+
+    Example:
+
+        kvmesh version --short
+    """
+    number = installed_version("kvmesh")
+    if short:
+        console().print(number)
+        return
+    import platform
+
+    from kvmesh.rpc.protocol import PROTOCOL_VERSION
+
+    console().print(f"kvmesh {number}, protocol {PROTOCOL_VERSION}, Python {platform.python_version()}")
+
+
+def main() -> None:
+    """Entry point of the `kvmesh` script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""`kvmesh chat`: talk to a running mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kvmesh.cli import runs
+from kvmesh.cli.console import console, one_line_errors
+from kvmesh.rpc.errors import ConfigError, KvmeshError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+@one_line_errors
+def chat(
+    message: Annotated[
+        str | None, typer.Option("--message", "-m", help="Ask this, print the answer, leave. '-': standard input.")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(envvar="KVMESH_URL", help="The mesh; by default the latest `kvmesh up` here.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Model name; by default the first one served.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+) -> None:
+    """Chat with a running mesh; answers stream as they are made.
+
+    Examples:
+
+        kvmesh chat
+
+        kvmesh chat --message "What is the code of the red door?" --max-tokens 20
+
+        cat question.txt | kvmesh chat -m - --url http://10.0.0.5:8000
+    """
+    from kvmesh.cli import stream
+
+    base = (url or _default_url()).rstrip("/").removesuffix("/v1")
+    served = stream.models(base)
+    name = model or (served[0] if served else "")
+    if not name:
+        raise ConfigError(f"{base} serves no model yet")
+    history: list[stream.Message] = [{"role": "system", "content": system}] if system else []
+    out = console()
+
+    def ask(text: str) -> None:
+        messages = [*history, {"role": "user", "content": text}]
+        answer = stream.chat(base, name, messages, _write, max_tokens=max_tokens, temperature=temperature, seed=seed)
+        history[:] = [*messages, {"role": "assistant", "content": answer.text}]
+        _write("\n")
+        if sys.stdout.isatty():
+            out.print(f"[dim]{answer.summary()}[/]")
+
+    if message is not None:
+        ask(sys.stdin.read() if message == "-" else message)
+        return
+    _converse(out, base, name, ask, history)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _default_url() -> str:
+    with contextlib.suppress(ConfigError):
+        run = runs.find(None)
+        if run.running:
+            return run.url
+    return DEFAULT_URL
+
+
+def _converse(out: Console, url: str, model: str, ask: Callable[[str], None], history: list[dict[str, str]]) -> None:
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  input() gains history and editing
+
+    out.print(f"[bold]{model}[/] at {url}   [dim]/reset forgets the conversation, /exit or Ctrl-D leaves[/]")
+    while True:
+        try:
+            text = input("\n> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            out.print()
+            return
+        if text in ("/exit", "/quit"):
+            return
+        if text == "/reset":
+            history[:] = [one for one in history if one["role"] == "system"]
+            out.print("[dim]forgotten[/]")
+        elif text.startswith("/"):
+            out.print(f"[dim]{text.split()[0]} is unknown; there are /reset and /exit[/]")
+        elif text:
+            try:
+                ask(text)
+            except KeyboardInterrupt:
+                out.print("\n[dim]cancelled[/]")
+            except KvmeshError as err:
+                out.print(err.message, style="red", markup=False)

@@ -1,0 +1,58 @@
+"""What every command prints with, and how an error ends a command."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, NoReturn, ParamSpec, TypeVar
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from kvmesh.rpc.errors import ConfigError, KvmeshError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+USAGE_ERROR = 2
+
+RunDir = Annotated[
+    Path | None, typer.Option("--run-dir", help="Folder of the run; by default that of the latest `kvmesh up`.")
+]
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console that never colours numbers and paths by itself."""
+    return Console(stderr=stderr, highlight=False, soft_wrap=not sys.stdout.isatty())
+
+
+def die(message: str, code: int = USAGE_ERROR) -> NoReturn:
+    """Print one line on standard error and leave with `code`."""
+    line = " ".join(message.split())
+    console(stderr=True).print(f"[bold red]error:[/] {escape(line)}", soft_wrap=True)
+    raise typer.Exit(code)
+
+
+def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
+    """A KvmeshError of `command` becomes one line: exit code 2 for a bad configuration, 1 for the others."""
+
+    @functools.wraps(command)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except KvmeshError as err:
+            die(err.message, USAGE_ERROR if isinstance(err, ConfigError) else 1)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+    return guarded
+
+
+def state_dir() -> Path:
+    """Where runs are kept: $XDG_STATE_HOME/kvmesh, by default ~/.local/state/kvmesh."""
+    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "kvmesh"

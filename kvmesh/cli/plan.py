@@ -1,0 +1,185 @@
+"""Which processes a mesh consists of: names, ports and command lines."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvmesh.cli.serve import config_class
+from kvmesh.cli.settings import MeshSettings
+from kvmesh.rpc.errors import ConfigError
+from kvmesh.rpc.server import check_port, join
+
+LOCALHOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One service process. `address` is its gRPC server, `http` the gateway's REST address (else "")."""
+
+    name: str
+    service: str
+    address: str
+    metrics: str
+    http: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    log: Path
+    ready_file: Path
+
+
+class Ports:
+    """Free ports of this machine, each given once.
+
+    They lie below the range that the kernel picks client ports from: a service that restarts must find its
+    port free, and no outgoing connection can have taken it."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._random = random.Random(seed)
+        self._given: set[int] = set()
+        self._high = 32_000
+        try:
+            low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+            self._high = min(self._high, max(low, 12_000))
+        except (OSError, ValueError):
+            pass
+
+    def take(self, host: str = LOCALHOST) -> int:
+        """A port on `host` that nobody listens on now."""
+        for _ in range(500):
+            port = self._random.randrange(10_000, self._high)
+            if port in self._given:
+                continue
+            try:
+                check_port(host, port)
+            except ConfigError as err:
+                if err.field == "host":
+                    raise
+                continue
+            self._given.add(port)
+            return port
+        with socket.create_server((LOCALHOST, 0)) as probe:
+            return int(probe.getsockname()[1])
+
+
+def check_front_ports(settings: MeshSettings) -> None:
+    """Raise ConfigError that names the port in use and the flag that changes it."""
+    for key in ("http_port", "grpc_port"):
+        port = getattr(settings, key)
+        try:
+            check_port(settings.host, port, key)
+        except ConfigError as err:
+            if err.field == "host":
+                raise
+            flag = f"--{key.replace('_', '-')}"
+            raise ConfigError(f"{err.message}; choose another with {flag}", field=key) from None
+
+
+def names(settings: MeshSettings) -> list[tuple[str, str]]:
+    """(name, service) of every process, in the order of start."""
+    instances = [(f"prefill-{i}", "prefill") for i in range(settings.prefill)]
+    instances += [(f"decode-{i}", "decode") for i in range(settings.decode)]
+    return [("store", "store"), ("conductor", "conductor"), *instances, ("gateway", "gateway")]
+
+
+def plan(settings: MeshSettings, run_dir: Path, ports: Ports) -> list[Spec]:
+    """The processes of a mesh, every port chosen."""
+    port = {name: ports.take() for name, _ in names(settings) if name != "gateway"}
+    port["gateway"] = settings.grpc_port or ports.take(settings.host)
+    http_port = settings.http_port or ports.take(settings.host)
+    conductor, store = join(LOCALHOST, port["conductor"]), join(LOCALHOST, port["store"])
+    instance = {
+        "model": settings.model,
+        "served_name": settings.model_name,
+        "conductor": conductor,
+        "store": store,
+        "dtype": settings.dtype,
+        "device": settings.device,
+        "block_tokens": settings.block_tokens,
+        "memory_mb": settings.memory_mb,
+        "threads": settings.threads,
+    }
+    own: dict[str, dict[str, Any]] = {
+        "store": {},
+        "conductor": {"store": store, "slo_ttft_ms": settings.slo_ttft_ms, "slo_tbt_ms": settings.slo_tbt_ms},
+        "prefill": instance,
+        "decode": instance,
+        "gateway": {
+            "host": settings.host,
+            "http_port": http_port,
+            "model": settings.model,
+            "served_name": settings.model_name,
+            "conductor": conductor,
+        },
+    }
+    specs = []
+    for name, service in names(settings):
+        metrics_port = ports.take()
+        ready_file = run_dir / "ready" / f"{name}.json"
+        flags: dict[str, Any] = {
+            "host": LOCALHOST,
+            "port": port[name],
+            "metrics_port": metrics_port,
+            "instance_id": name,
+            "log_level": settings.log_level,
+            "trace_dir": str(run_dir / "traces"),
+            "otlp_endpoint": settings.otlp_endpoint,
+            "ready_file": str(ready_file),
+            **own[service],
+            **_extra(settings.flags, name, service),
+        }
+        specs.append(
+            Spec(
+                name=name,
+                service=service,
+                address=join(_reach(flags["host"]), port[name]),
+                metrics=join(LOCALHOST, metrics_port),
+                http=join(_reach(settings.host), http_port) if service == "gateway" else "",
+                argv=_argv(service, flags),
+                env=_environment(settings, name, service),
+                log=run_dir / "logs" / f"{name}.log",
+                ready_file=ready_file,
+            )
+        )
+    return specs
+
+
+def _reach(host: str) -> str:
+    """Where this machine reaches a server that listens on `host`."""
+    return LOCALHOST if host in ("", "0.0.0.0", "::") else host
+
+
+def _extra(by_name: Mapping[str, Mapping[str, Any]], name: str, service: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key in ("*", service, name):
+        found.update(by_name.get(key, {}))
+    return found
+
+
+def _argv(service: str, flags: Mapping[str, Any]) -> tuple[str, ...]:
+    known = {field.name: field for field in dataclasses.fields(config_class(service))}
+    argv = [sys.executable, "-m", "kvmesh.cli", "serve", service]
+    for key, value in flags.items():
+        if key not in known or value == "":
+            continue
+        flag = key.replace("_", "-")
+        if isinstance(value, bool):
+            argv.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            argv.append(f"--{flag}={value}")
+    return tuple(argv)
+
+
+def _environment(settings: MeshSettings, name: str, service: str) -> dict[str, str]:
+    env = dict(os.environ)
+    env.setdefault("OMP_NUM_THREADS", str(settings.threads))
+    env["PYTHONUNBUFFERED"] = "1"
+    env.update(_extra(settings.env, name, service))
+    return env

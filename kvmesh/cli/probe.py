@@ -1,0 +1,40 @@
+"""Is a service ready? grpc.health.v1 for each, and `/ready` for the gateway."""
+
+from __future__ import annotations
+
+import http.client
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvmesh.rpc.channels import CHANNEL_OPTIONS
+
+
+def health(address: str, timeout_s: float = 1.0) -> str:
+    """ "SERVING", "NOT_SERVING", or the gRPC status of a failed call, e.g. "UNAVAILABLE"."""
+    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.RpcError as err:
+            return str(err.code().name)
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+
+
+def http_ok(address: str, path: str, timeout_s: float = 1.0) -> bool:
+    """Does GET `path` at `host:port` answer 200?"""
+    host, _, port = address.rpartition(":")
+    link = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=timeout_s)
+    try:
+        link.request("GET", path)
+        return link.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        link.close()
+
+
+def ready(address: str, http_address: str = "") -> bool:
+    """Does the service say that it is ready?"""
+    if health(address) != "SERVING":
+        return False
+    return not http_address or http_ok(http_address, "/ready")

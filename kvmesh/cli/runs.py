@@ -1,0 +1,112 @@
+"""Run folders: where `kvmesh up` keeps logs, traces and `mesh.json`, and how other commands find them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvmesh.cli.console import state_dir
+from kvmesh.rpc.errors import ConfigError
+
+KEPT_RUNS = 20
+STATE_FILE = "mesh.json"
+
+
+def new_run_dir() -> Path:
+    """A folder for a run that begins now; the oldest runs beyond the last KEPT_RUNS are removed."""
+    base = state_dir() / "runs"
+    name = time.strftime("%Y%m%d-%H%M%S")
+    for extra in ("", *(f".{n}" for n in range(1, 100))):
+        path = base / f"{name}{extra}"
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as err:
+            raise ConfigError(f"run_dir={str(path)!r}: {err.strerror}; choose one with --run-dir") from None
+        _prune(base)
+        return path
+    raise ConfigError(f"run_dir={str(base)!r}: holds too many runs of this second")
+
+
+def _prune(base: Path) -> None:
+    runs = sorted((path for path in base.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
+    for path in runs[:-KEPT_RUNS]:
+        if not alive(_read(path).get("pid", 0)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def point_latest(run_dir: Path) -> None:
+    """Make `latest` in the state folder name this run."""
+    link = state_dir() / "latest"
+    part = link.with_name(f".latest.{os.getpid()}")
+    with contextlib.suppress(OSError):  # a convenience: an unwritable home stops nobody
+        link.parent.mkdir(parents=True, exist_ok=True)
+        part.unlink(missing_ok=True)
+        part.symlink_to(run_dir.resolve())
+        part.replace(link)
+
+
+def alive(pid: int) -> bool:
+    """Does a process of this number run? (0: none)"""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return pid > 0
+
+
+def _read(run_dir: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((run_dir / STATE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of `kvmesh up`, as its `mesh.json` tells."""
+
+    run_dir: Path
+    told: dict[str, Any]
+
+    @property
+    def running(self) -> bool:
+        return alive(int(self.told.get("pid", 0)))
+
+    @property
+    def url(self) -> str:
+        return str(self.told.get("url", ""))
+
+    @property
+    def services(self) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = self.told.get("services", {})
+        return found
+
+
+def find(run_dir: Path | None) -> Run:
+    """The run in `run_dir`, by default the latest one. ConfigError: there is none."""
+    path = run_dir or state_dir() / "latest"
+    told = _read(path)
+    if not told and run_dir is None:
+        raise ConfigError("no mesh was started here yet: run `kvmesh up` first, or name its folder with --run-dir")
+    if not told:
+        raise ConfigError(f"run_dir={str(path)!r}: holds no {STATE_FILE} of a mesh", field="run_dir")
+    return Run(path.resolve(), told)
+
+
+def find_running(run_dir: Path | None) -> Run:
+    """As `find`; ConfigError also when that mesh has stopped."""
+    run = find(run_dir)
+    if not run.running:
+        raise ConfigError(f"the mesh of {run.run_dir} has stopped: start one with `kvmesh up`")
+    return run

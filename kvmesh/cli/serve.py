@@ -1,0 +1,188 @@
+"""`kvmesh serve SERVICE`: one service in this process, from flags, environment, a TOML file and defaults."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib
+import inspect
+import json
+import logging
+import os
+import typing
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+from kvmesh.cli.console import one_line_errors
+from kvmesh.config import ServiceConfig, flag_of, load
+from kvmesh.rpc.errors import ConfigError
+
+log = logging.getLogger("kvmesh.cli.serve")
+
+# service → what it is, and an example of starting it alone
+SERVICES: dict[str, tuple[str, str]] = {
+    "gateway": (
+        "Front door: OpenAI-compatible REST and gRPC; tokenizes, asks the conductor, streams.",
+        "--model ./my-model --conductor 127.0.0.1:7001 --http-port 8000 --port 8001",
+    ),
+    "conductor": (
+        "Global scheduler: decides where each request is prefilled and decoded, or refuses it.",
+        "--port 7001 --store 127.0.0.1:7002",
+    ),
+    "prefill": (
+        "Computes prompts and pushes their KV, layer by layer, to decode instances.",
+        "--model ./my-model --port 7010 --conductor 127.0.0.1:7001 --store 127.0.0.1:7002",
+    ),
+    "decode": (
+        "Takes KV from prefill instances and generates tokens in one continuous batch.",
+        "--model ./my-model --port 7020 --conductor 127.0.0.1:7001 --store 127.0.0.1:7002",
+    ),
+    "store": (
+        "Store master: membership of the mesh by heartbeat.",
+        "--port 7002",
+    ),
+}
+
+# Variables of the KVMESH_ namespace that are no service's configuration.
+RESERVED_KEYS = frozenset(("parent_pid", "url"))
+
+PRECEDENCE = (
+    "Every option may also come from the environment as KVMESH_<NAME> (KVMESH_LOG_LEVEL=debug) or from a TOML file "
+    'given with --config (log_level = "debug"). A flag wins over the environment, the environment over the file, '
+    "the file over the default. Unknown keys are refused."
+)
+
+
+@cache
+def config_class(service: str) -> type[ServiceConfig]:
+    """`GatewayConfig` of "gateway", and so on."""
+    try:
+        module = importlib.import_module(f"services.{service}.config")
+    except ModuleNotFoundError:  # until it lands; removed then
+        from kvmesh.node.config import InstanceConfig
+
+        return InstanceConfig
+    cls: type[ServiceConfig] = getattr(module, f"{service.capitalize()}Config")
+    return cls
+
+
+@cache
+def known_keys() -> frozenset[str]:
+    """Configuration keys of any service: an environment is shared by all services of a machine."""
+    from kvmesh.cli.settings import MeshSettings
+
+    classes: list[Any] = [config_class(name) for name in SERVICES]
+    keys = {field.name for cls in [*classes, MeshSettings] for field in dataclasses.fields(cls)}
+    return frozenset(keys) | RESERVED_KEYS
+
+
+def register(app: typer.Typer) -> None:
+    """Add one command a service, its options made from the fields of its configuration."""
+    for service, (text, example) in SERVICES.items():
+        text = f"{text}\n\n{PRECEDENCE}\n\nExample:\n\n    kvmesh serve {service} {example}"
+        app.command(service, help=text)(_command(service))
+
+
+def _command(service: str) -> Callable[..., None]:
+    @one_line_errors
+    def command(**options: Any) -> None:
+        path = options.pop("config")
+        cls = config_class(service)
+        config = load(cls, options, toml=path, env=os.environ, also_known=known_keys())
+        serve(service, config)
+
+    parameters = [option(field, hint) for field, hint in fields_of(config_class(service))]
+    parameters.append(config_parameter())
+    command.__name__ = service
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def config_parameter() -> inspect.Parameter:
+    """The option `--config FILE`."""
+    info = typer.Option(help="TOML file with these keys.", metavar="FILE")
+    return inspect.Parameter(
+        "config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[Path | None, info]
+    )
+
+
+def fields_of(cls: type[Any]) -> list[tuple[dataclasses.Field[Any], Any]]:
+    """Fields with their types: the class's own first, those of its bases after them."""
+    hints = typing.get_type_hints(cls)
+    inherited = {
+        field.name for base in cls.__mro__[1:] if dataclasses.is_dataclass(base) for field in dataclasses.fields(base)
+    }
+    fields = [field for field in dataclasses.fields(cls) if field.init and not field.metadata.get("internal")]
+    return [(field, hints[field.name]) for field in sorted(fields, key=lambda field: field.name in inherited)]
+
+
+def option(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
+    """The command-line option of a configuration field. Text: `load` converts and refuses, whatever the origin."""
+    text = field.metadata.get("help", "")
+    if field.default_factory is not dataclasses.MISSING:
+        shown = str(field.default_factory())
+    else:
+        shown = "" if field.default is dataclasses.MISSING else str(field.default)
+    flag = flag_of(field.name, field.metadata)
+    kind: Any = bool if hint is bool else str
+    flags = [f"{flag}/--no-{flag[2:]}"] if hint is bool else [flag]
+    metavar = None if hint is bool else field.metadata.get("metavar") or {int: "N", float: "X"}.get(hint, "TEXT")
+    if shown and hint is not bool:
+        text = f"{text} \\[default: {shown}]"
+    info = typer.Option(*flags, help=text, show_default=False, metavar=metavar)
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info]
+    )
+
+
+def serve(service: str, config: ServiceConfig) -> None:
+    """Run one service until it is told to stop."""
+    from kvmesh.rpc import process
+    from kvmesh.telemetry import setup
+
+    process.follow_supervisor()
+    if getattr(config, "instance_id", None) == "":
+        config = dataclasses.replace(cast(Any, config), instance_id=f"{service}-{os.getpid()}")
+    telemetry = setup.start(
+        service,
+        getattr(config, "instance_id", service),
+        trace_dir=config.trace_dir,
+        otlp_endpoint=config.otlp_endpoint,
+        log_level=config.log_level,
+    )
+    try:
+        run = importlib.import_module(f"services.{service}.main").run
+
+        def started(told: dict[str, object]) -> None:
+            log.info("serving %s", " ".join(f"{key}={value}" for key, value in told.items()))
+            if config.ready_file:
+                write_ready(Path(config.ready_file), told)
+
+        async def main(stop: asyncio.Event) -> None:
+            await run(config, stop, started)
+            log.info("stopped")
+
+        process.run(main)
+    except ConfigError:
+        raise
+    except Exception as err:
+        log.critical("failed: %s", err, exc_info=err)
+        raise typer.Exit(1) from None
+    finally:
+        telemetry.shutdown()
+
+
+def write_ready(path: Path, told: dict[str, object]) -> None:
+    """Write the ready file so that a reader sees all of it or none. ConfigError when it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        part.write_text(json.dumps({"pid": os.getpid(), **told}), encoding="utf-8")
+        part.replace(path)
+    except OSError as err:
+        raise ConfigError(f"ready_file={str(path)!r}: {err.strerror}", field="ready_file") from None

@@ -1,0 +1,81 @@
+"""What `kvmesh up` can be told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvmesh.rpc.errors import ConfigError
+
+_PORT = {"min": 0, "max": 65535}
+_COUNT = {"min": 1, "max": 64}
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshSettings:
+    """One mesh on this machine. `flags` and `env` are for tests and benchmarks: by process name ("decode-0"), by
+    service ("decode") or "*" for all; a service takes only what its configuration knows."""
+
+    model: str = field(
+        default="",
+        metadata={"help": "Checkpoint folder or Hugging Face id; empty: the demo model.", "metavar": "PATH|HUB_ID"},
+    )
+    served_name: str = field(default="", metadata={"help": "Model name clients use; empty: made from the model."})
+    prefill: int = field(default=1, metadata={"help": "Prefill instances.", **_COUNT})
+    decode: int = field(default=1, metadata={"help": "Decode instances.", **_COUNT})
+    host: str = field(default="127.0.0.1", metadata={"help": "Address that REST and gRPC listen on."})
+    http_port: int = field(default=8000, metadata={"help": "REST port; 0 picks a free one.", **_PORT})
+    grpc_port: int = field(default=8001, metadata={"help": "gRPC port; 0 picks a free one.", **_PORT})
+    dtype: str = field(default="float32", metadata={"help": "float32, bfloat16 or float16.", "choices": DTYPES})
+    device: str = field(default="cpu", metadata={"help": "cpu or cuda:N."})
+    block_tokens: int = field(
+        default=64,
+        metadata={"help": "Tokens a KV block: a power of two in 16..512.", "choices": (16, 32, 64, 128, 256, 512)},
+    )
+    memory_mb: int = field(default=256, metadata={"help": "KV memory of each instance, MiB.", "min": 1})
+    threads: int = field(default=1, metadata={"help": "Compute threads of each instance.", "min": 1})
+    slo_ttft_ms: int = field(
+        default=30_000,
+        metadata={
+            "help": "Refuse requests whose first token would come later than this (429).",
+            "min": 1,
+            "flag": "--slo-ttft",
+            "metavar": "MS",
+        },
+    )
+    slo_tbt_ms: int = field(
+        default=1_000,
+        metadata={
+            "help": "Refuse requests whose tokens would be further apart than this (429).",
+            "min": 1,
+            "flag": "--slo-tbt",
+            "metavar": "MS",
+        },
+    )
+    run_dir: str = field(
+        default="", metadata={"help": "Folder for logs and traces; empty: a new one under the state folder."}
+    )
+    otlp_endpoint: str = field(
+        default="", metadata={"help": "Also send traces to this OTLP gRPC collector, e.g. http://127.0.0.1:4317."}
+    )
+    log_level: str = field(
+        default="info",
+        metadata={"help": "debug, info, warning or error.", "choices": ("debug", "info", "warning", "error")},
+    )
+    flags: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, metadata={"internal": True})
+    env: Mapping[str, Mapping[str, str]] = field(default_factory=dict, metadata={"internal": True})
+
+    def __post_init__(self) -> None:
+        if self.http_port and self.http_port == self.grpc_port:
+            raise ConfigError(
+                f"grpc_port={self.grpc_port}: is http_port too; choose another with --grpc-port", field="grpc_port"
+            )
+
+    @property
+    def model_name(self) -> str:
+        """The name clients use."""
+        return self.served_name or Path(self.model).name

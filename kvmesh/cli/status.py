@@ -1,0 +1,148 @@
+"""`kvmesh status`: what every service and instance of a mesh is doing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from kvmesh.cli import runs
+from kvmesh.cli.console import RunDir, console, one_line_errors
+
+
+@one_line_errors
+def status(
+    run_dir: RunDir = None,
+    conductor: Annotated[
+        str | None, typer.Option(help="Conductor of a mesh that `kvmesh up` did not start here.", metavar="HOST:PORT")
+    ] = None,
+    gateway: Annotated[str | None, typer.Option(help="Its gateway (gRPC).", metavar="HOST:PORT")] = None,
+    store: Annotated[str | None, typer.Option(help="Its store master.", metavar="HOST:PORT")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+    watch: Annotated[float | None, typer.Option(help="Show it again every so many seconds.", min=0.2)] = None,
+) -> None:
+    """Show services, instances, their load and their pools.
+
+    Examples:
+
+        kvmesh status
+
+        kvmesh status --watch 1
+
+        kvmesh status --conductor 10.0.0.5:7001 --json
+    """
+    from kvmesh.cli.collect import collect
+
+    def look() -> dict[str, Any]:
+        if conductor:
+            return asyncio.run(collect(conductor, gateway or "", store or ""))
+        run = runs.find_running(run_dir)
+        address = {name: one["address"] for name, one in run.services.items()}
+        found = asyncio.run(collect(address["conductor"], address["gateway"], address["store"]))
+        return {"run": run.told, **found}
+
+    out = console()
+    if as_json:
+        out.out(json.dumps(look(), indent=2), highlight=False)
+    elif watch is None:
+        out.print(_screen(look()))
+    else:
+        with Live(console=out, auto_refresh=False, screen=out.is_terminal) as live:
+            while True:
+                live.update(_screen(look()), refresh=True)
+                time.sleep(watch)
+
+
+def _screen(found: dict[str, Any]) -> RenderableType:
+    parts: list[RenderableType] = []
+    run = found.get("run")
+    if run:
+        parts.append(f"[bold]{escape(run['model'])}[/] at {run['url']}  gRPC {run['grpc']}  [dim]{run['run_dir']}[/]\n")
+    parts.append(_services(found))
+    parts += ["", _instances(found["conductor"].get("instances", []))]
+    return Group(*parts)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for column in columns:
+        number = column in ("queued", "running", "waiting", "silent", "restarts", "handoffs")
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    return table
+
+
+def _services(found: dict[str, Any]) -> Table:
+    table = _table("service", "address", "state", "restarts", "")
+    supervised = (found.get("run") or {}).get("services", {})
+    for name in ("gateway", "conductor", "store"):
+        told = found.get(name)
+        if told is None:
+            continue
+        restarts = str(supervised.get(name, {}).get("restarts", ""))
+        table.add_row(name, told["address"], _state(name, told), restarts, _says(name, told))
+    return table
+
+
+def _state(name: str, told: dict[str, Any]) -> str:
+    if "error" in told:
+        return "[red]no answer[/]"
+    if name == "gateway" and not told["ready"]:
+        return "[yellow]not ready[/]"
+    return "[green]ready[/]"
+
+
+def _says(name: str, told: dict[str, Any]) -> str:
+    if "error" in told:
+        return escape(str(told["error"]))
+    if name == "gateway":
+        reason = told["not_ready_reason"]
+        return escape(reason) if reason else f"{told['requests']} requests, {told['streams']} decode streams"
+    if name == "conductor":
+        return f"{len(told['instances'])} instances, store master {escape(told['store_master'])}"
+    return f"{len(told['members'])} members"
+
+
+def _instances(instances: list[dict[str, Any]]) -> RenderableType:
+    if not instances:
+        return "[yellow]no instance has registered[/]"
+    table = _table(
+        "instance",
+        "role",
+        "state",
+        "queued",
+        "running",
+        "waiting",
+        "pages free",
+        "extents free",
+        "handoffs",
+        "silent",
+        "",
+    )
+    for one in sorted(instances, key=lambda one: (one["role"] != "ROLE_PREFILL", one["instance"]["instance_id"])):
+        load, pools = one.get("load", {}), one["pools"]
+        broken = "error" in pools
+        cached = f" (+{pools['pages_cached']} cached)" if pools.get("pages_cached") else ""
+        why = one["not_ready_reason"] or (pools["error"] if broken else "")
+        if pools.get("quarantined"):
+            why = f"{why} {pools['quarantined']} quarantined".strip()
+        table.add_row(
+            escape(one["instance"]["instance_id"]),
+            one["role"].removeprefix("ROLE_").lower(),
+            "[green]ready[/]" if one["ready"] else "[yellow]not ready[/]",
+            str(load.get("queued_requests", 0)),
+            str(load.get("running_requests", 0)),
+            str(load.get("waiting_requests", 0)),
+            "?" if broken else f"{pools['pages_free']}/{pools['pages_total']}{cached}",
+            "?" if broken else f"{pools['extents_free']}/{pools['extents_total']}",
+            "?" if broken else str(pools["handoffs"]),
+            f"{one['silent_ms']} ms",
+            f"[dim]{escape(why)}[/]",
+        )
+    return table

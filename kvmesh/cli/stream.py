@@ -1,0 +1,143 @@
+"""One streamed chat completion over HTTP, for `kvmesh up` and `kvmesh chat`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from kvmesh.rpc.errors import InvalidRequest, KvmeshError, Overloaded, Unavailable
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one request brought; `ttft_s` as this client saw it."""
+
+    text: str
+    request_id: str
+    finish_reason: str
+    ttft_s: float
+    total_s: float
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def summary(self) -> str:
+        """One line of figures."""
+        rest = max(self.completion_tokens - 1, 0)
+        tbt = f", TBT {(self.total_s - self.ttft_s) / rest * 1000:.0f} ms" if rest else ""
+        return (
+            f"TTFT {self.ttft_s * 1000:.0f} ms{tbt}, {self.completion_tokens} tokens; "
+            f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens came from the cache"
+        )
+
+
+def models(url: str, timeout_s: float = 10.0) -> list[str]:
+    """Names the mesh serves."""
+    try:
+        answer = httpx.get(f"{url}/v1/models", timeout=timeout_s)
+    except httpx.HTTPError as err:
+        raise _unreachable(url, err) from None
+    _refuse(answer)
+    return [str(model["id"]) for model in answer.json().get("data", [])]
+
+
+def chat(
+    url: str,
+    model: str,
+    messages: list[Message],
+    on_text: Callable[[str], None],
+    *,
+    timeout_s: float = 600.0,
+    **parameters: Any,
+) -> Answer:
+    """Send `messages`, call `on_text` for every piece of the answer. KvmeshError: refused, failed or unreachable."""
+    body = {
+        "model": model,
+        "messages": messages,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **{key: value for key, value in parameters.items() if value is not None},
+    }
+    start = time.monotonic()
+    first = 0.0
+    parts: list[str] = []
+    found: dict[str, Any] = {"usage": {}, "finish_reason": "", "id": ""}
+    timeout = httpx.Timeout(timeout_s, connect=10.0)
+    try:
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=timeout) as answer:
+            if answer.status_code != 200:
+                answer.read()
+                _refuse(answer)
+            for event in _events(answer.iter_lines()):
+                text = _take(event, found)
+                if text:
+                    first = first or time.monotonic()
+                    parts.append(text)
+                    on_text(text)
+    except httpx.HTTPError as err:
+        raise _unreachable(url, err) from None
+    end = time.monotonic()
+    usage = found["usage"]
+    return Answer(
+        text="".join(parts),
+        request_id=found["id"],
+        finish_reason=found["finish_reason"],
+        ttft_s=(first or end) - start,
+        total_s=end - start,
+        prompt_tokens=usage.get("prompt_tokens", 0),
+        completion_tokens=usage.get("completion_tokens", 0),
+        cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
+    )
+
+
+def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """The JSON of each server-sent event, up to [DONE]."""
+    for line in lines:
+        if line.startswith("data:"):
+            data = line[5:].strip()
+            if data == "[DONE]":
+                return
+            yield json.loads(data)
+    raise Unavailable("the answer ended in the middle")
+
+
+def _take(event: dict[str, Any], found: dict[str, Any]) -> str:
+    if "error" in event:
+        raise _named(event["error"], 500)
+    found["id"] = event.get("id") or found["id"]
+    found["usage"] = event.get("usage") or found["usage"]
+    text = ""
+    for choice in event.get("choices", []):
+        text += choice.get("delta", {}).get("content") or ""
+        found["finish_reason"] = choice.get("finish_reason") or found["finish_reason"]
+    return text
+
+
+def _refuse(answer: httpx.Response) -> None:
+    if answer.status_code == 200:
+        return
+    try:
+        told = answer.json()["error"]
+    except (ValueError, KeyError, TypeError):
+        told = {"message": f"HTTP {answer.status_code} from {answer.request.url}"}
+    raise _named(told, answer.status_code)
+
+
+def _named(told: Any, status: int) -> KvmeshError:
+    message = str(told.get("message", told)) if isinstance(told, dict) else str(told)
+    if status == 429:
+        return Overloaded(message)
+    return (InvalidRequest if 400 <= status < 500 else Unavailable)(message)
+
+
+def _unreachable(url: str, err: httpx.HTTPError) -> KvmeshError:
+    if isinstance(err, httpx.ConnectError):
+        return Unavailable(f"nothing answers at {url}: is the mesh up? (kvmesh up, or --url)")
+    return Unavailable(f"{url}: {err or type(err).__name__}")

@@ -1,0 +1,162 @@
+"""`kvmesh trace`: the spans of one request as a tree, from the JSON lines of a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from kvmesh.cli import runs
+from kvmesh.cli.console import RunDir, console, one_line_errors
+from kvmesh.rpc.errors import ConfigError, InvalidRequest
+
+_BAR = 32
+# What a reader wants to see beside a span's name, and how it is called there.
+_SHOWN = {
+    "kvmesh.cached_tokens": "cached",
+    "kvmesh.computed_tokens": "computed",
+    "kvmesh.chunks": "chunks",
+    "kvmesh.transfer.bytes": "bytes",
+    "kvmesh.transfer.transport": "over",
+    "kvmesh.blocks": "blocks",
+    "kvmesh.preemptions": "preemptions",
+    "kvmesh.attempt": "attempt",
+    "gen_ai.usage.input_tokens": "prompt",
+    "gen_ai.usage.output_tokens": "output",
+    "error.type": "error",
+}
+
+
+@dataclass
+class Node:
+    """A span and what happened inside it."""
+
+    span: dict[str, Any]
+    children: list[Node] = field(default_factory=list)
+
+    @property
+    def start_ns(self) -> int:
+        return int(self.span["start_ns"])
+
+    @property
+    def end_ns(self) -> int:
+        return int(self.span["end_ns"])
+
+
+def read_spans(folder: Path) -> Iterator[dict[str, Any]]:
+    """Every span in the JSON-lines files of `folder`; a last line that is still being written is left out."""
+    for path in sorted(folder.glob("*.jsonl")):
+        with path.open(encoding="utf-8") as file:
+            for line in file:
+                try:
+                    yield json.loads(line)
+                except ValueError:
+                    continue
+
+
+def trees(spans: list[dict[str, Any]]) -> list[Node]:
+    """The roots of one trace, everything in order of time. A span whose parent is not here is a root."""
+    nodes = {span["span_id"]: Node(span) for span in spans}
+    roots: list[Node] = []
+    for node in nodes.values():
+        parent = nodes.get(node.span["parent"])
+        (parent.children if parent else roots).append(node)
+    for node in nodes.values():
+        node.children.sort(key=lambda child: (child.start_ns, -child.end_ns))
+    return sorted(roots, key=lambda node: node.start_ns)
+
+
+def find_trace(spans: list[dict[str, Any]], wanted: str) -> list[dict[str, Any]]:
+    """The spans of the one trace that `wanted` names: a request id, a response id, or the start of a trace id.
+
+    InvalidRequest: none, or several."""
+    keys = ("kvmesh.request_id", "gen_ai.response.id")
+    ids = {span["trace_id"] for span in spans if wanted in [span["attributes"].get(key) for key in keys]}
+    if not ids and len(wanted) >= 6:
+        ids = {span["trace_id"] for span in spans if span["trace_id"].startswith(wanted.lower())}
+    if len(ids) != 1:
+        why = "no span of this run has it" if not ids else f"{len(ids)} traces have it"
+        raise InvalidRequest.of("request_id", wanted, why)
+    (trace_id,) = ids
+    return [span for span in spans if span["trace_id"] == trace_id]
+
+
+@one_line_errors
+def trace(
+    request_id: Annotated[str | None, typer.Argument(help="Request id, response id or trace id.")] = None,
+    last: Annotated[bool, typer.Option("--last", help="The request that ended last.")] = False,
+    run_dir: RunDir = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The spans, one JSON object a line.")] = False,
+) -> None:
+    """Show where the time of one request went: its spans through all services, as a tree.
+
+    Examples:
+
+        kvmesh trace --last
+
+        kvmesh trace chatcmpl-3f2a9c
+    """
+    if bool(request_id) == last:
+        raise ConfigError("name a request id, or give --last")
+    run = runs.find(run_dir)
+    spans = list(read_spans(run.run_dir / "traces"))
+    if not spans:
+        raise ConfigError(f"{run.run_dir / 'traces'} holds no spans yet: send a request first")
+    if request_id:
+        chosen = find_trace(spans, request_id)
+    else:
+        roots = [span for span in spans if span["service"] == "gateway"] or spans
+        latest = max(roots, key=lambda span: span["end_ns"])
+        chosen = [span for span in spans if span["trace_id"] == latest["trace_id"]]
+    out = console()
+    if as_json:
+        for span in sorted(chosen, key=lambda span: span["start_ns"]):
+            out.out(json.dumps(span), highlight=False)
+        return
+    out.print(f"trace {chosen[0]['trace_id']}, {len(chosen)} spans")
+    out.print(_table(trees(chosen)))
+
+
+def _table(roots: list[Node]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name, justify in (("span", "left"), ("where", "left"), ("start", "right"), ("took", "right")):
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column("", no_wrap=True)
+    table.add_column("", style="dim")
+    first = min(node.start_ns for node in roots)
+    whole = max(1, max(_last_end(node) for node in roots) - first)
+    for root in roots:
+        _rows(table, root, "", "", first, whole)
+    return table
+
+
+def _last_end(node: Node) -> int:
+    return max([node.end_ns, *map(_last_end, node.children)])
+
+
+def _rows(table: Table, node: Node, head: str, tail: str, first: int, whole: int) -> None:
+    span = node.span
+    shown = [f"{name}={span['attributes'][key]}" for key, name in _SHOWN.items() if key in span["attributes"]]
+    name = escape(str(span["name"]))
+    if span["status"]:
+        name = f"[red]{name}[/]"
+        shown.append(escape(str(span["status"])))
+    left = (node.start_ns - first) * _BAR // whole
+    width = max(1, round((node.end_ns - node.start_ns) * _BAR / whole))
+    table.add_row(
+        f"{head}{name}",
+        escape(str(span.get("instance") or span["service"])),
+        f"{(node.start_ns - first) / 1e6:.1f} ms",
+        f"{(node.end_ns - node.start_ns) / 1e6:.1f} ms",
+        " " * min(left, _BAR - 1) + "[cyan]" + "━" * min(width, _BAR - min(left, _BAR - 1)) + "[/]",
+        " ".join(shown),
+    )
+    for index, child in enumerate(node.children):
+        final = index == len(node.children) - 1
+        _rows(table, child, tail + ("└─ " if final else "├─ "), tail + ("   " if final else "│  "), first, whole)

@@ -1,0 +1,207 @@
+"""`kvmesh up`: a whole mesh on this machine with one command."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import os
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from kvmesh.cli import models, runs, serve
+from kvmesh.cli.console import console, one_line_errors
+from kvmesh.cli.settings import MeshSettings
+from kvmesh.config import load
+from kvmesh.rpc.errors import KvmeshError
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from kvmesh.cli.mesh import Mesh
+    from kvmesh.cli.stream import Answer, Message
+
+HELP = f"""Start a whole mesh on this machine: store master, conductor, prefill and decode instances, gateway.
+
+Waits until all are ready, asks the model something, prints the streamed answer, and keeps the services running \
+until Ctrl-C. A service that dies is started again.
+
+{serve.PRECEDENCE}
+
+Examples:
+
+    kvmesh up
+
+    kvmesh up --model ./Qwen2.5-0.5B-Instruct --prefill 2 --decode 2 --dtype bfloat16
+
+    kvmesh up --model Qwen/Qwen3-0.6B --slo-ttft 2000 --slo-tbt 200 --http-port 9000
+"""
+
+DEFAULT_PROMPT = "In one sentence: what is a key-value cache in a language model?"
+PROMPT_TOKENS = 64
+
+
+def command() -> Callable[..., None]:
+    """The command, its options made from the fields of MeshSettings."""
+
+    @one_line_errors
+    def run(**options: Any) -> None:
+        path = options.pop("config")
+        prompt = options.pop("prompt")
+        leave = options.pop("exit_after_prompt")
+        settings = load(MeshSettings, options, toml=path, env=os.environ, also_known=serve.known_keys())
+        code = up(settings, prompt=prompt or leave, leave=leave)
+        if code:
+            raise typer.Exit(code)
+
+    parameters = [serve.option(field, hint) for field, hint in serve.fields_of(MeshSettings)]
+    parameters += [
+        _parameter("prompt", bool, True, typer.Option(help="Send one chat request once all are ready.")),
+        _parameter("exit_after_prompt", bool, False, typer.Option("--exit-after-prompt", help="Stop after it.")),
+        serve.config_parameter(),
+    ]
+    run.__name__ = "up"
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def _parameter(name: str, kind: Any, default: Any, info: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
+
+
+def up(settings: MeshSettings, *, prompt: bool, leave: bool) -> int:
+    """Run a mesh until SIGINT, SIGTERM or SIGHUP, or with `leave` until the first answer; returns the exit code."""
+    out = console()
+    demo = not settings.model
+    folder = models.resolve(settings.model)
+    name = settings.served_name or (folder.name if demo or Path(settings.model).is_dir() else settings.model)
+    settings = dataclasses.replace(settings, model=str(folder), served_name=name)
+    out.print("[dim]starting ...[/]" if out.is_terminal else "starting ...")
+
+    from kvmesh.cli import mesh as meshes
+    from kvmesh.cli.plan import check_front_ports
+    from kvmesh.cli.screen import Progress
+
+    check_front_ports(settings)
+    settings = dataclasses.replace(
+        settings, run_dir=str(Path(settings.run_dir).absolute() if settings.run_dir else runs.new_run_dir())
+    )
+    told = threading.Event()
+    mesh = meshes.Mesh(settings)
+    progress = Progress(out, mesh.processes)
+    mesh.listen(progress)
+    with _Signals(told, mesh):
+        try:
+            with progress:
+                mesh.start()
+                runs.point_latest(mesh.run_dir)
+                mesh.wait_ready(stopped=told)
+                if not told.is_set():
+                    progress.done()
+            answered = True
+            if prompt and not told.is_set():
+                answered = _ask(out, mesh, demo)
+            if leave:
+                return 0 if answered else 1
+            if not told.is_set():
+                _explain(out, mesh)
+                told.wait()
+            return 0
+        finally:
+            progress.silence()
+            out.print("\nstopping ...")
+            mesh.stop()
+            out.print("stopped; nothing is left running")
+
+
+class _Signals:
+    """The first SIGINT, SIGTERM or SIGHUP sets `told`, a second one kills what is still there."""
+
+    def __init__(self, told: threading.Event, mesh: Mesh) -> None:
+        self._told = told
+        self._mesh = mesh
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self._before[number] = signal.signal(number, self._take)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self._told.is_set():
+            self._mesh.stop_now()
+        self._told.set()
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def first_prompt(model: Path, demo: bool) -> tuple[list[Message], int]:
+    """Messages and max_tokens of the first request: the demo model's own, which it can answer from a context."""
+    path = model / "demo_prompt.json"
+    if demo and path.is_file():
+        told = json.loads(path.read_text(encoding="utf-8"))
+        messages = told["messages"] if isinstance(told, dict) else told
+        return messages, int(told.get("max_tokens", PROMPT_TOKENS)) if isinstance(told, dict) else PROMPT_TOKENS
+    return [{"role": "user", "content": DEFAULT_PROMPT}], PROMPT_TOKENS
+
+
+def _ask(out: Console, mesh: Mesh, demo: bool) -> bool:
+    """Send the first request and show its answer as it comes; False (and why, on the screen) when it failed."""
+    from kvmesh.cli import stream
+
+    messages, max_tokens = first_prompt(Path(mesh.settings.model), demo)
+    for message in messages:
+        text = message["content"]
+        shown = text if len(text) <= 600 else f"{text[:400].rstrip()} ... {text[-160:].lstrip()}"
+        out.print(f"\n[bold]{message['role']}[/]  {escape(shown)}", soft_wrap=True)
+    out.print("\n[bold]assistant[/]  ", end="")
+
+    def write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    try:
+        name = mesh.settings.model_name
+        answer: Answer = stream.chat(mesh.url, name, messages, write, max_tokens=max_tokens, temperature=0)
+    except KvmeshError as err:
+        out.print(f"\n[red]the request failed:[/] {escape(err.message)}  (logs: {mesh.run_dir}/logs)")
+        return False
+    out.print(f"\n\n[dim]{answer.summary()}[/]")
+    return True
+
+
+def _explain(out: Console, mesh: Mesh) -> None:
+    """How to go on."""
+    url, name = mesh.url, mesh.settings.model_name
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32})
+    lines = (
+        f"\n[bold green]The mesh is up[/]  {url}/v1  [dim](docs: {url}/docs)[/]   gRPC {mesh.addresses['gateway']}",
+        "",
+        "[bold]curl[/]",
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {escape(shlex.quote(body))}",
+        "",
+        "[bold]Python[/]  [dim](pip install openai)[/]",
+        "  from openai import OpenAI",
+        f"  client = OpenAI(base_url={url + '/v1'!r}, api_key='none')",
+        f"  print(client.chat.completions.create(model={name!r}, messages=\\[{{'role': 'user', 'content': 'Hello'}}])"
+        ".choices\\[0].message.content)",
+        "",
+        f"[bold]Logs[/]    {mesh.run_dir}/logs",
+        f"[bold]Traces[/]  {mesh.run_dir}/traces   [dim]kvmesh trace --last[/]",
+        "[bold]Look[/]    kvmesh status    kvmesh chat",
+        "",
+        "Ctrl-C stops everything.",
+    )
+    for line in lines:
+        out.print(line, soft_wrap=True)
