@@ -146,7 +146,9 @@ async def request(host: str, port: int, model: str, prompt: list[int], max_token
 
 def stages(timings: dict[str, Any]) -> dict[str, float]:
     """The gateway's `kvmesh` object to stages in ms."""
-    us = {key: float(value) for key, value in timings.items() if key.endswith("_us")}
+    us: dict[str, float] = dict(timings.get("gateway", {}))
+    for choice in timings.get("choices", [])[:1]:
+        us.update(choice["stages"])
     first = us.get("first_token_us", 0.0)
     before = us.get("admit_us", 0.0) + us.get("queue_us", 0.0) + us.get("prefill_us", 0.0)
     found = {
