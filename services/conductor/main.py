@@ -19,7 +19,7 @@ from services.conductor.watch import MemberWatch
 
 SERVICE = "kvmesh.v1.Conductor"
 STOP_GRACE_S = 0.5
-TICK_S = 0.2
+TICK_S, MIN_TICK_S = 0.2, 0.01
 
 
 async def run(config: ConductorConfig, stop: asyncio.Event, started: Callable[[dict[str, object]], None]) -> None:
@@ -67,7 +67,7 @@ async def _serve(config: ConductorConfig, stop: asyncio.Event, started: Callable
         while not stop.is_set():
             servicer.tick()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(TICK_S, config.lease_ms / 8000)):
+                async with asyncio.timeout(max(MIN_TICK_S, min(TICK_S, config.lease_ms / 8000))):
                     await stop.wait()
     finally:
         following.cancel()

@@ -18,6 +18,7 @@ from services.store.state import MasterState, Publish, Role
 
 SERVICE = "kvmesh.v1.StoreMaster"
 STOP_GRACE_S = 0.5
+TICK_S, MIN_TICK_S = 0.25, 0.01
 
 
 async def run(config: StoreConfig, stop: asyncio.Event, started: Callable[[dict[str, object]], None]) -> None:
@@ -61,7 +62,7 @@ async def _serve(config: StoreConfig, stop: asyncio.Event, started: Callable[[di
             servicer.tick()
             _gauge(state, servicer)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(0.25, config.heartbeat_interval_ms / 1000)):
+                async with asyncio.timeout(max(MIN_TICK_S, min(TICK_S, config.heartbeat_interval_ms / 1000))):
                     await stop.wait()
     finally:
         servicer.close()
