@@ -14,7 +14,7 @@ from typing import Protocol
 REPLACEMENT = "�"
 # Tokens after which a character that is still not whole is shown as it is (UTF-8 has at most 4 bytes).
 _PATIENCE = 16
-_CONTEXT = 6
+CONTEXT_TOKENS = 6  # of the prompt, enough to tell whether a space belongs between
 
 
 class Detokenizer(Protocol):
@@ -67,7 +67,7 @@ class WindowDetokenizer:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._ids = list(context[-_CONTEXT:])
+        self._ids = list(context[-CONTEXT_TOKENS:])
         self._shown = len(self._ids)  # tokens of the window whose text has been shown
 
     def push(self, token_ids: Sequence[int]) -> str:

@@ -67,7 +67,8 @@ class Frames:
     def __init__(
         self, *, chat: bool, request_id: str, created: int, model: str, include_usage: bool, piece: Piece
     ) -> None:
-        self._chat = chat
+        self.chat = chat
+        self.include_usage = include_usage
         self._piece = piece
         self._object = "chat.completion" if chat else "text_completion"
         self._head = {
@@ -101,7 +102,7 @@ class Frames:
     ) -> bytes:
         """Any frame: text with logprobs, the finish, and `tail` fields of the whole chunk."""
         choice: dict[str, Any] = {"index": index}
-        if self._chat:
+        if self.chat:
             choice["delta"] = {"content": text} if text else {}
         else:
             choice["text"] = text
@@ -126,7 +127,7 @@ class Frames:
         listed = []
         for index, (text, logprobs, finish) in enumerate(choices):
             choice: dict[str, Any] = {"index": index}
-            if self._chat:
+            if self.chat:
                 choice["message"] = {"role": "assistant", "content": text, "refusal": None}
             else:
                 choice["text"] = text
@@ -138,7 +139,7 @@ class Frames:
 
     def logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         """OpenAI's logprobs object, of chats or of completions."""
-        return self._chat_logprobs(entries) if self._chat else self._completion_logprobs(entries)
+        return self._chat_logprobs(entries) if self.chat else self._completion_logprobs(entries)
 
     def _chat_logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         def one(token_id: int, logprob: float) -> dict[str, Any]:

@@ -7,7 +7,7 @@ they hold the value that asks for nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError, ValidationInfo, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -188,7 +188,7 @@ class _Request(_Strict):
     route: ClassVar[str]
 
     @classmethod
-    def read(cls, body: Any, limits: Limits) -> _Request:
+    def read(cls, body: Any, limits: Limits) -> Self:
         """Validate a parsed JSON body (which it may change). InvalidRequest names the first wrong field."""
         if not isinstance(body, dict):
             raise InvalidRequest("body: must be a JSON object", field="body")

@@ -70,6 +70,7 @@ class Session:
         self.key: Key = (ref.instance_id, ref.incarnation)
         self.error: KvmeshError | None = None
         self.leaving = False
+        self.closing = False
         self._on_end = on_end
         self._sinks: dict[int, Sink] = {}
         self._next_slot = 1
@@ -303,6 +304,9 @@ class Sessions:
         self._close(session)
 
     def _close(self, session: Session) -> None:
+        if session.closing:
+            return
+        session.closing = True
         task = asyncio.get_running_loop().create_task(session.close(), name=f"close {session.ref.instance_id}")
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

@@ -70,12 +70,12 @@ class Tokenizer:
         """Text of `token_ids`, special tokens skipped."""
         return self._inner.decode(list(token_ids), skip_special_tokens=True)
 
-    def detokenizer(self, prompt: Sequence[int]) -> Detokenizer:
-        """A detokenizer of the answer to `prompt` (its last tokens are enough): together they read as one text."""
+    def detokenizer(self, context: Sequence[int], *, opens: bool) -> Detokenizer:
+        """A detokenizer of the text after `context`; `opens`: only special tokens come before it, so that it opens
+        the text as a whole."""
         if self.pieces is None:
-            return WindowDetokenizer(self.decode, prompt)
-        fresh = all(token in self.special_ids for token in prompt)
-        return TableDetokenizer(self.pieces.shown, self.pieces.strip if fresh else 0)
+            return WindowDetokenizer(self.decode, context)
+        return TableDetokenizer(self.pieces.shown, self.pieces.strip if opens else 0)
 
     def piece(self, token_id: int) -> tuple[str, list[int]]:
         """Text and bytes of one token, special ones as they are written. Part of a character reads as U+FFFD."""

@@ -1,0 +1,133 @@
+"""What a request leaves behind: its root span, metrics, usage, and where its time went."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from opentelemetry.context import Context
+
+from kvmesh.rpc.errors import InternalError, KvmeshError, RequestCancelled
+from kvmesh.rpc.pb import common_pb2
+from kvmesh.telemetry import names, spans
+from services.gateway.choices import Choice
+from services.gateway.frames import Usage
+from services.gateway.generation import Generation
+
+_STAGES = [field.name for field in common_pb2.StageTimings.DESCRIPTOR.fields]
+
+
+class Account:
+    """Of one request. Times are monotonic nanoseconds; 0: has not happened."""
+
+    def __init__(
+        self, generation: Generation, *, request_id: str, route: str, stream: bool, parent: Context, received_ns: int
+    ) -> None:
+        self._generation = generation
+        self._route = route
+        self.received_ns = received_ns
+        self.tokenized_ns = 0
+        self.scheduled_ns = 0
+        self.first_token_ns = 0
+        self.first_write_ns = 0
+        operation = names.SPAN_CHAT if route == "chat" else names.SPAN_COMPLETION
+        attributes: dict[str, spans.Value] = {
+            names.OPERATION: operation,
+            names.PROVIDER: "kvmesh",
+            names.REQUEST_MODEL: generation.model,
+            names.REQUEST_ID: request_id,
+            names.TEMPERATURE: generation.temperature,
+            names.TOP_P: generation.top_p,
+            names.TOP_K: generation.top_k,
+            names.STREAM: stream,
+            names.CHOICE_COUNT: generation.choices,
+            names.PRIORITY: generation.priority,
+        }
+        optional = {names.MAX_TOKENS: generation.max_tokens, names.SEED: generation.seed}
+        attributes |= {name: value for name, value in optional.items() if value is not None}
+        self.span = spans.begin(f"{operation} {generation.model}", parent, attributes, start_ns=received_ns)
+        self.context = spans.context_of(self.span)
+
+    def tokenized(self, prompt_tokens: int, block_tokens: int) -> None:
+        """Prompts are tokens and keys now."""
+        self.tokenized_ns = time.monotonic_ns()
+        names.GATEWAY_TOKENIZE.observe((self.tokenized_ns - self.received_ns) / 1e9)
+        names.GATEWAY_PROMPT_TOKENS.inc(prompt_tokens)
+        attributes: dict[str, spans.Value] = {names.PROMPT_TOKENS: prompt_tokens, names.BLOCK_TOKENS: block_tokens}
+        spans.record(names.SPAN_TOKENIZE, self.context, self.received_ns, self.tokenized_ns, attributes)
+
+    def token(self) -> None:
+        """A token has arrived."""
+        if not self.first_token_ns:
+            self.first_token_ns = time.monotonic_ns()
+            names.GATEWAY_TTFT.observe((self.first_token_ns - self.received_ns) / 1e9)
+
+    def wrote(self) -> None:
+        """Bytes went to the client."""
+        self.first_write_ns = self.first_write_ns or time.monotonic_ns()
+
+    def close(self, choices: Sequence[Choice], err: BaseException | None) -> None:
+        """The request has ended, with `err` unless all went well."""
+        if isinstance(err, KvmeshError):
+            outcome = err.code
+        elif err is not None:
+            cancelled = isinstance(err, asyncio.CancelledError | GeneratorExit)
+            outcome = RequestCancelled.code if cancelled else InternalError.code
+        else:
+            outcome = (choices[0].answer.finish if choices else "") or RequestCancelled.code
+        now_ns = time.monotonic_ns()
+        names.GATEWAY_REQUESTS.labels(route=self._route, outcome=outcome).inc()
+        names.GATEWAY_REQUEST_SECONDS.observe((now_ns - self.received_ns) / 1e9)
+        usage = self.usage(choices)
+        names.GATEWAY_CACHED_TOKENS.inc(usage.cached_tokens)
+        if self.span.is_recording():
+            self.span.set_attributes(
+                {
+                    names.INPUT_TOKENS: usage.prompt_tokens,
+                    names.OUTPUT_TOKENS: usage.completion_tokens,
+                    names.CACHED_INPUT_TOKENS: usage.cached_tokens,
+                    names.FINISH_REASONS: [choice.answer.finish for choice in choices],
+                    names.RESPONSE_MODEL: self._generation.model,
+                    names.OUTCOME: outcome,
+                }
+            )
+            if self.first_token_ns:
+                self.span.set_attribute(names.TTFT_MS, (self.first_token_ns - self.received_ns) / 1e6)
+            if err is not None:
+                self.span.set_attribute(names.ERROR_TYPE, outcome)
+        spans.finish(self.span, end_ns=now_ns, error="" if err is None else str(err) or outcome)
+
+    def usage(self, choices: Sequence[Choice]) -> Usage:
+        """Tokens so far. Each prompt counts once, as its first answer found it."""
+        firsts = choices[:: self._generation.n]
+        return Usage(
+            sum(choice.prompt.tokens for choice in firsts),
+            sum(choice.answer.count for choice in choices),
+            sum(choice.cached_tokens for choice in firsts),
+        )
+
+    def stages(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Where the time went, in µs: the gateway's own stages, and the engine's for each choice."""
+
+        def span_us(start_ns: int, end_ns: int) -> int:
+            return max(0, end_ns - start_ns) // 1000 if start_ns and end_ns else 0
+
+        return {
+            "gateway": {
+                "tokenize_us": span_us(self.received_ns, self.tokenized_ns),
+                "schedule_us": span_us(self.tokenized_ns, self.scheduled_ns),
+                "first_token_us": span_us(self.scheduled_ns, self.first_token_ns),
+                "first_write_us": span_us(self.first_token_ns, self.first_write_ns),
+            },
+            "choices": [
+                {
+                    "attempts": choice.attempt + 1,
+                    "prefill_instance": choice.placement.prefill.instance_id if choice.placement else "",
+                    "decode_instance": choice.placement.decode.instance_id if choice.placement else "",
+                    "stages": {name: getattr(choice.timings, name) for name in _STAGES},
+                }
+                for choice in choices
+            ],
+        }

@@ -1,0 +1,166 @@
+"""The REST front door: OpenAI's endpoints, health, metrics and offline documentation."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import orjson
+import swagger_ui_bundle
+from fastapi import FastAPI, Request
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import HTMLResponse, Response
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.staticfiles import StaticFiles
+
+from kvmesh.rpc.errors import InternalError, InvalidRequest, KvmeshError, ModelNotFound
+from kvmesh.telemetry import names
+from services.gateway.core import Core
+from services.gateway.frames import error_json, retry_after
+from services.gateway.generation import brief
+from services.gateway.openai import ChatRequest, CompletionRequest
+from services.gateway.reply import Reply
+
+TITLE = "kvmesh"
+_REF = "#/components/schemas/{model}"
+_FAILURES = {
+    "400": "A field is unknown, not supported or out of range; the prompt is too long",
+    "404": "Unknown model",
+    "413": "The body is too long",
+    "429": "The mesh cannot meet its latency targets now; Retry-After tells when to come again",
+    "503": "No instance can serve now",
+    "504": "The request's deadline passed",
+}
+
+
+class NotFound(KvmeshError):
+    """No such path or method here."""
+
+    code = "not_found"
+    http_status = 404
+    openai_type = "invalid_request_error"
+
+
+def _json(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(body), status, headers, "application/json")
+
+
+def _failure(err: KvmeshError, status: int | None = None) -> Response:
+    headers = {name.decode(): value.decode() for name, value in retry_after(err)}
+    return _json(error_json(err), status or err.http_status, headers)
+
+
+def build(core: Core) -> FastAPI:
+    """The application of one gateway."""
+    created = int(time.time())
+    app = FastAPI(title=TITLE, docs_url=None, redoc_url=None, openapi_url=None)
+    app.router.redirect_slashes = False
+
+    @app.post("/v1/chat/completions", summary="Chat", response_model=None, openapi_extra=_body(ChatRequest))
+    async def chat(request: Request) -> Response:
+        return Reply(core, ChatRequest)
+
+    @app.post("/v1/completions", summary="Complete", response_model=None, openapi_extra=_body(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        return Reply(core, CompletionRequest)
+
+    def card() -> dict[str, Any]:
+        facts = core.catalog.facts
+        known = {"max_context_tokens": facts.max_context_tokens} if facts else {}
+        return {"id": core.model, "object": "model", "created": created, "owned_by": "kvmesh", **known}
+
+    @app.get("/v1/models", summary="Models", response_model=None)
+    async def models() -> Response:
+        return _json({"object": "list", "data": [card()]})
+
+    @app.get("/v1/models/{model:path}", summary="One model", response_model=None)
+    async def model(model: str) -> Response:
+        if model != core.model:
+            shown = repr(brief(model, 200))
+            raise ModelNotFound(f"model={shown}: not served here; served: {core.model}", field="model")
+        return _json(card())
+
+    @app.get("/health", summary="Is this process alive?", response_model=None)
+    async def health() -> Response:
+        return _json({"status": "ok"})
+
+    @app.get("/ready", summary="Can a request be served?", response_model=None)
+    async def ready() -> Response:
+        if core.catalog.ready and not core.stopping:
+            return _json({"status": "ready", "model": core.model})
+        reason = "shutting down" if core.stopping else core.catalog.not_ready_reason
+        return _json({"status": "not ready", "model": core.model, "reason": reason}, 503)
+
+    @app.get("/metrics", summary="Prometheus", response_model=None)
+    async def metrics() -> Response:
+        body, content_type = names.render()
+        return Response(body, media_type=content_type)
+
+    _add_failures(app)
+    _add_documentation(app)
+    return app
+
+
+def _body(kind: type[ChatRequest] | type[CompletionRequest]) -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": _REF.format(model=kind.__name__)}}}
+    responses = {
+        "200": {
+            "description": "OpenAI's answer; with stream=true, server-sent events",
+            "content": {"application/json": {}, "text/event-stream": {}},
+        }
+    }
+    responses |= {status: {"description": text} for status, text in _FAILURES.items()}
+    return {"requestBody": {"required": True, "content": content}, "responses": responses}
+
+
+def _add_failures(app: FastAPI) -> None:
+    @app.exception_handler(KvmeshError)
+    async def named(request: Request, err: KvmeshError) -> Response:
+        return _failure(err)
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, err: HTTPException) -> Response:
+        where = f"{request.method} {brief(request.url.path, 200)}"
+        if err.status_code in (404, 405):
+            return _failure(NotFound(f"{where}: no such endpoint; see /docs"), err.status_code)
+        kind = InvalidRequest if err.status_code < 500 else InternalError
+        return _failure(kind(f"{where}: {err.detail}"), err.status_code)
+
+    @app.exception_handler(Exception)
+    async def unnamed(request: Request, err: Exception) -> Response:
+        return _failure(InternalError(f"the gateway failed: {type(err).__name__}"))
+
+
+def _add_documentation(app: FastAPI) -> None:
+    """/docs and /openapi.json; everything the page loads comes from here, so it works without a network."""
+    schema: dict[str, Any] = {}
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> Response:
+        if not schema:
+            schema.update(_schema(app))
+        return _json(schema)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return get_swagger_ui_html(
+            openapi_url="openapi.json",
+            title=f"{TITLE} API",
+            swagger_js_url="docs/assets/swagger-ui-bundle.js",
+            swagger_css_url="docs/assets/swagger-ui.css",
+            swagger_favicon_url="docs/assets/favicon-32x32.png",
+        )
+
+    app.mount("/docs/assets", StaticFiles(directory=str(swagger_ui_bundle.swagger_ui_path)), name="swagger")
+
+
+def _schema(app: FastAPI) -> dict[str, Any]:
+    text = "Large language models over a mesh of prefill and decode instances. OpenAI-compatible."
+    # Swagger UI 4 reads OpenAPI 3.0.
+    found = get_openapi(title=TITLE, version="1", openapi_version="3.0.3", description=text, routes=app.routes)
+    bodies = [(ChatRequest, "validation"), (CompletionRequest, "validation")]
+    _, definitions = models_json_schema(bodies, ref_template=_REF)  # type: ignore[arg-type]
+    found.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+    return found

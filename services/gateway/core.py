@@ -1,0 +1,63 @@
+"""What all requests of a gateway share."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from kvmesh.telemetry import names
+from services.gateway.conductor import Catalog, Conductor, Facts
+from services.gateway.config import GatewayConfig
+from services.gateway.generation import Generation
+from services.gateway.prepare import ModelBounds, Prepared, Preparer
+from services.gateway.sessions import Sessions
+
+if TYPE_CHECKING:
+    from services.gateway.requests import Request
+
+
+class Core:
+    """One model's tokenizer, the way to the conductor, the sessions to decode, and the requests in flight."""
+
+    def __init__(
+        self, config: GatewayConfig, preparer: Preparer, conductor: Conductor, sessions: Sessions, catalog: Catalog
+    ) -> None:
+        self.config = config
+        self.model = config.model_name
+        self.preparer = preparer
+        self.conductor = conductor
+        self.sessions = sessions
+        self.catalog = catalog
+        self.running: set[Request] = set()
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self.stopping = False
+        self._pool = ThreadPoolExecutor(config.threads, thread_name_prefix="tokenize")
+
+    def enter(self, request: Request) -> None:
+        """`request` begins."""
+        self.running.add(request)
+        self.idle.clear()
+        names.GATEWAY_RUNNING.set(len(self.running))
+
+    def leave(self, request: Request) -> None:
+        """`request` has ended and holds nothing any more."""
+        self.running.discard(request)
+        if not self.running:
+            self.idle.set()
+        names.GATEWAY_RUNNING.set(len(self.running))
+
+    async def prepare(self, generation: Generation, facts: Facts) -> list[Prepared]:
+        """Template, tokens and keys, off the event loop."""
+        bounds = ModelBounds(facts.block_tokens, facts.max_context_tokens, facts.vocab_size)
+        namespace = facts.namespace(generation.cache_salt)
+        now = datetime.datetime.now
+        return await asyncio.get_running_loop().run_in_executor(
+            self._pool, self.preparer.prepare, generation, namespace, bounds, now
+        )
+
+    def close(self) -> None:
+        """Let the threads end; what they still work on is of no use to anybody."""
+        self._pool.shutdown(wait=False, cancel_futures=True)

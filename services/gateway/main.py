@@ -1,0 +1,171 @@
+"""The gateway as a service: REST and gRPC on one event loop, wiring, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable, Collection, Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from kvmesh.rpc.errors import ConfigError
+from kvmesh.rpc.pb import gateway_pb2_grpc
+from kvmesh.rpc.server import Server, check_port, join
+from kvmesh.telemetry import names
+from services.gateway import app, servicer
+from services.gateway.conductor import Catalog, Conductor
+from services.gateway.config import GatewayConfig
+from services.gateway.core import Core
+from services.gateway.prepare import Preparer
+from services.gateway.sessions import Key, Sessions
+from services.gateway.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 3.0
+_HTTP_GRACE_S = 2
+_GRPC_GRACE_S = 0.5
+_KEEP_ALIVE_S = 60
+
+
+async def run(config: GatewayConfig, stop: asyncio.Event, started: Callable[[dict[str, object]], None]) -> None:
+    """Serve until `stop`; `started` hears the addresses (gRPC, "http", "metrics"). ConfigError: a port in use,
+    no model; CheckpointError: no tokenizer there."""
+    if not config.model:
+        raise ConfigError("model='': the gateway needs a checkpoint folder (its tokenizer)", field="model")
+    names.activate("gateway")
+    # One prompt is one call: rayon's threads would only wait for each other.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    preparer = Preparer(await asyncio.to_thread(Tokenizer.load, config.model))
+    async with contextlib.AsyncExitStack() as stack:
+        metrics_port, close_metrics = names.serve_metrics(config.host, config.metrics_port)
+        stack.push_async_callback(asyncio.to_thread, close_metrics)
+        conductor = Conductor(
+            config.conductor, timeout_s=config.schedule_timeout_ms / 1000, retry_s=config.schedule_retry_ms / 1000
+        )
+        stack.push_async_callback(conductor.close)
+        gateway_id = config.instance_id or f"gateway-{os.getpid()}"
+        sessions = Sessions(gateway_id, secrets.randbits(63), config.session_timeout_ms / 1000)
+        stack.push_async_callback(sessions.close)
+        grpc_server = Server(config.host, config.port)
+
+        def on_ready(ready: bool) -> None:
+            names.GATEWAY_READY.set(ready)
+            grpc_server.set_ready(ready)
+
+        def on_instances(living: Collection[Key]) -> None:
+            sessions.keep_only(living)
+
+        catalog = Catalog(conductor, config.model_name, on_ready=on_ready, on_instances=on_instances)
+        core = Core(config, preparer, conductor, sessions, catalog)
+        stack.callback(core.close)
+        gateway_pb2_grpc.add_GatewayServicer_to_server(servicer.GatewayServicer(core), grpc_server.grpc)
+        grpc_server.serves(servicer.SERVICE)
+        await grpc_server.start()
+        stack.push_async_callback(grpc_server.stop, _GRPC_GRACE_S)
+        http = HttpServer(app.build(core), config.host, config.http_port)
+        await http.start()
+        stack.push_async_callback(http.stop)
+        watching = asyncio.create_task(catalog.run(), name="catalog")
+        stack.push_async_callback(_end, watching)
+        started(
+            {
+                "address": grpc_server.address,
+                "http": http.address,
+                "metrics": join(config.host, metrics_port),
+            }
+        )
+        await stop.wait()
+        await _drain(core, grpc_server)
+
+
+async def _drain(core: Core, server: Server) -> None:
+    """No new work; what runs gets a little time, then one clear error."""
+    core.stopping = True
+    server.set_ready(False)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DRAIN_S):
+            await core.idle.wait()
+    if core.running:
+        log.warning("stopping with %d requests in flight", len(core.running))
+    await core.sessions.close()
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+class _Uvicorn(uvicorn.Server):
+    """Uvicorn without its hold on signals, which belong to the process, and with a moment called started."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.accepting = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.accepting.set()
+
+
+class HttpServer:
+    """uvicorn on this event loop."""
+
+    def __init__(self, application: FastAPI, host: str, port: int) -> None:
+        self._host = host
+        self._port = port
+        self._server = _Uvicorn(
+            uvicorn.Config(
+                application,
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                timeout_graceful_shutdown=_HTTP_GRACE_S,
+                backlog=2048,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+            )
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        """`host:port` once started."""
+        return join(self._host, self._port)
+
+    async def start(self) -> None:
+        """Listen. ConfigError naming the port when it is in use."""
+        check_port(self._host, self._port, "http_port")
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((self._host, self._port))
+        except OSError as err:
+            listener.close()
+            raise ConfigError(f"http_port={self._port}: {err.strerror} on {self._host}", field="http_port") from None
+        self._port = listener.getsockname()[1]
+        self._task = asyncio.create_task(self._server.serve([listener]), name="http")
+        accepting = asyncio.create_task(self._server.accepting.wait())
+        await asyncio.wait((self._task, accepting), return_when=asyncio.FIRST_COMPLETED, timeout=10)
+        accepting.cancel()
+        if self._task.done():
+            self._task.result()
+            raise ConfigError(f"http_port={self._port}: the server ended at its start", field="http_port")
+
+    async def stop(self) -> None:
+        """Stop listening, let answers end for a moment, cancel the rest."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task

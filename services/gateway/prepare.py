@@ -1,0 +1,97 @@
+"""From what a client wrote to what the engine reads: template, tokens, block keys. Runs in the thread pool."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvmesh.kvcache.keys import Namespace, chain, pack_tokens
+from kvmesh.rpc.errors import ContextTooLong
+from services.gateway.chat import ChatTemplates, Message
+from services.gateway.detokenize import CONTEXT_TOKENS
+from services.gateway.generation import Generation, Prompt, refused
+from services.gateway.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBounds:
+    """What a model can read."""
+
+    block_tokens: int
+    max_context_tokens: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """One prompt, ready to be placed. `token_ids` are packed little-endian u32, `keys` 16 bytes a full block."""
+
+    tokens: int
+    token_ids: bytes
+    keys: bytes
+    text: str  # as given; of token ids what they read as; only for `echo`
+    context: tuple[int, ...]  # its last tokens, which tell how the answer's first ones read
+    blank: bool  # nothing but special tokens
+
+
+class Preparer:
+    """Tokenizer and templates of one model."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._templates = ChatTemplates(tokenizer.templates, tokenizer.named_tokens)
+
+    def prepare(
+        self,
+        generation: Generation,
+        namespace: Namespace,
+        bounds: ModelBounds,
+        now: Callable[[], datetime.datetime],
+    ) -> list[Prepared]:
+        """One for each prompt. InvalidRequest: nothing in it, ids outside the vocabulary, a template that
+        refuses; ContextTooLong."""
+        return [self._one(generation, prompt, namespace, bounds, now) for prompt in generation.prompts]
+
+    def _one(
+        self,
+        generation: Generation,
+        prompt: Prompt,
+        namespace: Namespace,
+        bounds: ModelBounds,
+        now: Callable[[], datetime.datetime],
+    ) -> Prepared:
+        field = "messages" if isinstance(prompt, tuple) else "prompt"
+        if isinstance(prompt, list):
+            ids = prompt
+            if max(ids) >= bounds.vocab_size:
+                bad = next(token for token in ids if token >= bounds.vocab_size)
+                raise refused(field, bad, f"token id outside the vocabulary of {bounds.vocab_size}")
+        else:
+            ids = self._encode(prompt, now)
+        if not ids:
+            raise refused(field, prompt, "has no tokens")
+        if len(ids) >= bounds.max_context_tokens:
+            raise ContextTooLong(
+                f"{field}: {len(ids)} tokens leave no room for an answer in this model's context of "
+                f"{bounds.max_context_tokens}",
+                field=field,
+            )
+        packed = pack_tokens(ids)
+        text = ""
+        if generation.echo:
+            text = prompt if isinstance(prompt, str) else self.tokenizer.decode(ids)
+        return Prepared(
+            len(ids),
+            packed,
+            chain(namespace, packed, bounds.block_tokens),
+            text,
+            tuple(ids[-CONTEXT_TOKENS:]),
+            all(token in self.tokenizer.special_ids for token in ids),
+        )
+
+    def _encode(self, prompt: str | Sequence[Message], now: Callable[[], datetime.datetime]) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, add_special_tokens=True)
+        # Templates write the special tokens themselves.
+        return self.tokenizer.encode(self._templates.render(prompt, now), add_special_tokens=False)

@@ -1,0 +1,138 @@
+"""The gRPC front door: kvmesh.v1.Gateway. The same path as REST, without the HTTP."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from kvmesh.kvcache.keys import TOKEN_BYTES, unpack_tokens
+from kvmesh.rpc.errors import InvalidRequest
+from kvmesh.rpc.metadata import context_from_metadata
+from kvmesh.rpc.pb import common_pb2, gateway_pb2, gateway_pb2_grpc
+from services.gateway.chat import Message
+from services.gateway.choice import Delta
+from services.gateway.core import Core
+from services.gateway.generation import Generation, Prompt, refused
+from services.gateway.openai import ROLES
+from services.gateway.requests import Request
+
+SERVICE = "kvmesh.v1.Gateway"
+_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
+    """`core` is what REST uses, too."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    async def Generate(  # noqa: N802
+        self, request: gateway_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
+        """Tokens as they come; usage and timings with the last. Cancelling the call cancels the request."""
+        received_ns = time.monotonic_ns()
+        request_id = engine_id(request.request_id)
+        wanted = to_generation(request, self._core)
+        running = Request(
+            self._core,
+            wanted,
+            request_id=request_id,
+            route="grpc",
+            stream=True,
+            parent=context_from_metadata(context.invocation_metadata()),
+            received_ns=received_ns,
+            token_ids=True,
+        )
+        async with running:
+            async for step in running:
+                for _, delta in step:
+                    yield self._response(running, delta)
+                    running.account.wrote()
+
+    def _response(self, running: Request, delta: Delta) -> gateway_pb2.GenerateResponse:
+        response = gateway_pb2.GenerateResponse(
+            request_id=running.request_id,
+            text=delta.text,
+            token_ids=delta.token_ids,
+            finish_reason=delta.finish,
+            logprobs=[
+                common_pb2.TokenLogprobs(
+                    logprob=one.logprob,
+                    top=[common_pb2.TopLogprob(token_id=token, logprob=logprob) for token, logprob in one.top],
+                )
+                for one in delta.logprobs
+            ],
+        )
+        if delta.finish:
+            usage = running.account.usage(running.choices)
+            response.usage.prompt_tokens = usage.prompt_tokens
+            response.usage.completion_tokens = usage.completion_tokens
+            response.usage.cached_tokens = usage.cached_tokens
+            response.timings.CopyFrom(running.choices[0].timings)
+        return response
+
+    async def GetGatewayStatus(  # noqa: N802
+        self, request: gateway_pb2.GetGatewayStatusRequest, context: Any
+    ) -> gateway_pb2.GetGatewayStatusResponse:
+        """Live counts."""
+        core = self._core
+        return gateway_pb2.GetGatewayStatusResponse(
+            requests=len(core.running),
+            streams=len(core.sessions),
+            models=[core.model],
+            ready=core.catalog.ready and not core.stopping,
+            not_ready_reason="shutting down" if core.stopping else core.catalog.not_ready_reason,
+        )
+
+
+def engine_id(given: str) -> str:
+    """The name of a request inside the mesh: unique, whatever a client called it."""
+    fresh = uuid.uuid4().hex
+    if not given:
+        return fresh
+    if not _ID.fullmatch(given):
+        raise refused("request_id", given, "must be 1 to 128 of A-Z a-z 0-9 . _ : / + = @ -")
+    return f"{given}-{fresh[:8]}"
+
+
+def to_generation(request: gateway_pb2.GenerateRequest, core: Core) -> Generation:
+    """The request in the gateway's own terms. InvalidRequest names field and value."""
+    if request.top_logprobs and not request.logprobs:
+        raise refused("top_logprobs", request.top_logprobs, "only allowed with logprobs=true")
+    return Generation(
+        model=request.model or core.model,
+        prompts=(_prompt(request),),
+        max_tokens=request.max_tokens or None,
+        temperature=request.temperature if request.HasField("temperature") else 1.0,
+        top_p=request.top_p if request.HasField("top_p") else 1.0,
+        top_k=request.top_k,
+        seed=request.seed if request.HasField("seed") else None,
+        ignore_eos=request.ignore_eos,
+        stops=tuple(request.stop),
+        logprobs=request.top_logprobs if request.logprobs else -1,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        timeout_s=request.timeout_ms / 1000 if request.timeout_ms else None,
+    ).check(core.config.limits)
+
+
+def _prompt(request: gateway_pb2.GenerateRequest) -> Prompt:
+    kind = request.WhichOneof("prompt")
+    if kind == "text":
+        return request.text
+    if kind == "token_ids":
+        if len(request.token_ids) % TOKEN_BYTES:
+            raise InvalidRequest(
+                f"token_ids: {len(request.token_ids)} bytes; ids are little-endian u32, {TOKEN_BYTES} bytes each",
+                field="token_ids",
+            )
+        return unpack_tokens(request.token_ids)
+    if kind == "chat":
+        for index, message in enumerate(request.chat.messages):
+            if message.role not in ROLES:
+                raise refused(f"chat.messages.{index}.role", message.role, f"must be one of {', '.join(ROLES)}")
+        return tuple(Message(message.role, message.content) for message in request.chat.messages)
+    raise InvalidRequest("prompt: required and missing; give text, token_ids or chat", field="prompt")
