@@ -34,11 +34,10 @@ _OTLP_TIMEOUT_S = 5.0
 class Telemetry:
     """Logs and traces of this process. `tracer` is a no-op when neither a folder nor a collector was given."""
 
-    def __init__(self, service: str, provider: TracerProvider | None, handler: logging.Handler) -> None:
-        self.service = service
+    def __init__(self, tracer: Tracer, provider: TracerProvider | None, handler: logging.Handler | None) -> None:
+        self.tracer = tracer
         self._provider = provider
-        self._handler = handler
-        self.tracer: Tracer = provider.get_tracer("kvmesh") if provider else NoOpTracer()
+        self._handler = handler  # None: a handle on what somebody else started and shuts down
 
     def flush(self, timeout_s: float = 5.0) -> bool:
         """Export every ended span now. Blocking."""
@@ -46,13 +45,20 @@ class Telemetry:
 
     def shutdown(self) -> None:
         """Export what has ended and stop the exporters. Blocking, bounded by the collector's timeout."""
+        global _running
+        if self._handler is None:
+            return
+        _running = None
         spans.use(None)
         if self._provider:
             self._provider.shutdown()
-            self._provider = None
         self._handler.flush()
         logging.getLogger().removeHandler(self._handler)
         self._handler.close()
+        self._handler = None
+
+
+_running: Telemetry | None = None
 
 
 def start(
@@ -66,15 +72,25 @@ def start(
 ) -> Telemetry:
     """Begin logging (standard error, or `log_file`) and, where asked, tracing to files or an OTLP collector.
 
-    Raises ConfigError for an unknown level or a folder that cannot be written."""
-    handler = _log_handler(service, instance_id, log_level, log_file)
+    A process has one telemetry: while it runs, a further `start` returns a handle on it, whose shutdown does
+    nothing. Raises ConfigError for an unknown level or a folder that cannot be written."""
+    global _running
     names.activate(service)
+    if _running:
+        return Telemetry(_running.tracer, _running._provider, None)
+    handler = _log_handler(service, instance_id, log_level, log_file)
     provider = None
     if trace_dir or otlp_endpoint:
-        provider = _provider(service, instance_id, trace_dir, otlp_endpoint)
-    telemetry = Telemetry(service, provider, handler)
-    spans.use(telemetry.tracer)
-    return telemetry
+        try:
+            provider = _provider(service, instance_id, trace_dir, otlp_endpoint)
+        except BaseException:
+            logging.getLogger().removeHandler(handler)
+            handler.close()
+            raise
+    tracer = provider.get_tracer("kvmesh") if provider else NoOpTracer()
+    spans.use(tracer)
+    _running = Telemetry(tracer, provider, handler)
+    return _running
 
 
 def _provider(service: str, instance_id: str, trace_dir: str, otlp_endpoint: str) -> TracerProvider:
