@@ -13,12 +13,16 @@ class ConductorConfig(ServiceConfig):
     """Raises ConfigError naming the field when a value cannot be."""
 
     store: str = field(default="127.0.0.1:0", metadata={"help": "Address of the store master."})
-    slo_ttft_ms: int = field(default=30_000, metadata={"help": "TTFT beyond which requests are refused, in ms."})
-    slo_tbt_ms: int = field(default=1_000, metadata={"help": "TBT beyond which requests are refused, in ms."})
-    heartbeat_interval_ms: int = field(default=200, metadata={"help": "How often instances report, in ms."})
-    lease_ms: int = field(default=1_500, metadata={"help": "An instance silent for longer gets no work, in ms."})
+    slo_ttft_ms: int = field(
+        default=30_000, metadata={"help": "TTFT beyond which requests are refused, in ms.", "min": 1}
+    )
+    slo_tbt_ms: int = field(default=1_000, metadata={"help": "TBT beyond which requests are refused, in ms.", "min": 1})
+    heartbeat_interval_ms: int = field(default=200, metadata={"help": "How often instances report, in ms.", "min": 1})
+    lease_ms: int = field(
+        default=1_500, metadata={"help": "An instance silent for longer gets no work, in ms.", "min": 1}
+    )
     store_silence_ms: int = field(
-        default=3_000, metadata={"help": "A member stream silent for longer is opened again, in ms."}
+        default=3_000, metadata={"help": "A member stream silent for longer is opened again, in ms.", "min": 1}
     )
 
     def __post_init__(self) -> None:

@@ -12,10 +12,10 @@ from kvmesh.rpc.errors import ConfigError
 class StoreConfig(ServiceConfig):
     """Raises ConfigError naming the field when intervals do not fit together."""
 
-    heartbeat_interval_ms: int = field(default=500, metadata={"help": "How often members beat, in ms."})
-    lease_ms: int = field(default=2000, metadata={"help": "A member silent for longer is dead, in ms."})
+    heartbeat_interval_ms: int = field(default=500, metadata={"help": "How often members beat, in ms.", "min": 1})
+    lease_ms: int = field(default=2000, metadata={"help": "A member silent for longer is dead, in ms.", "min": 1})
     watch_queue: int = field(
-        default=1024, metadata={"help": "Member events kept for one watcher; one further behind starts over."}
+        default=1024, metadata={"help": "Member events kept for one watcher; one further behind starts over.", "min": 1}
     )
 
     def __post_init__(self) -> None:

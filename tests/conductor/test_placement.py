@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.rpc.errors import ContextTooLong, Overloaded, Unavailable
+from kvmesh.rpc.errors import ContextTooLong, ModelNotFound, Overloaded, Unavailable
 from services.conductor.domain import (
     DecodeSample,
     Load,
@@ -324,7 +324,7 @@ def test_never_on_the_dead_the_unready_or_another_model(steps: list[tuple[str, o
                 assert answer.ttft_s >= 0
                 assert answer.tbt_s >= 0
             else:
-                assert isinstance(answer.error, Unavailable | ContextTooLong)
+                assert isinstance(answer.error, Unavailable | ContextTooLong | ModelNotFound)
         assert all(view.queue_s >= 0 and view.pending >= 0 for view in brain.state.views(brain.now))
     _quiet_down(brain, known)
 
