@@ -1,0 +1,73 @@
+# kvmesh: everything a developer does, from a clean clone with nothing but Python 3.11 or later.
+#
+#   PYTHON=python3.12            the interpreter that .venv is made from
+#   TORCH_SPEC="torch==2.11.0"   another torch (within the range of pyproject.toml)
+#   PIP_EXTRA_ARGS="..."         e.g. --index-url and the CPU or CUDA index of your choice, for torch
+#   ARGS="--prefill 2"           arguments of `kvmesh up` or of pytest
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV ?= .venv
+TORCH_SPEC ?= torch==2.13.0
+PIP_EXTRA_ARGS ?=
+ARGS ?=
+BIN := $(VENV)/bin
+RUN := $(VENV)/.stamp-run
+DEV := $(VENV)/.stamp-dev
+
+.PHONY: help up test check lint format bench proto clean install install-dev
+
+help: ## this list
+	@echo "kvmesh"; grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+$(VENV)/.stamp-torch: scripts/make_venv.sh
+	@scripts/make_venv.sh $(VENV) "$(TORCH_SPEC)" $(PIP_EXTRA_ARGS)
+	@touch $@
+
+$(RUN): $(VENV)/.stamp-torch pyproject.toml
+	@echo "installing kvmesh ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+$(DEV): $(VENV)/.stamp-torch pyproject.toml
+	@echo "installing kvmesh and what its tests need ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@ $(RUN)
+
+install: $(RUN) ## make .venv with what kvmesh needs
+
+install-dev: $(DEV) ## ... and what its tests need
+
+up: $(RUN) ## start a mesh here and ask it something
+	@exec $(BIN)/kvmesh up $(ARGS)
+
+test: $(DEV) ## run all tests that this machine can run
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+check: $(DEV) ## style, types, imports, generated code, released fields
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check -q . || { echo "run: make format" >&2; exit 1; }
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
+	@PYTHON=$(BIN)/python scripts/gen_protos.sh --check
+	@$(BIN)/python scripts/check_protos.py
+
+lint: $(DEV) ## the fast part of check
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check -q .
+
+format: $(DEV) ## rewrite the sources in the house style
+	@$(BIN)/ruff check --fix -q . && $(BIN)/ruff format .
+
+bench: $(DEV) ## time by stage against the same engine in one process
+	@$(BIN)/python -m benchmarks.mesh $(ARGS)
+
+proto: $(DEV) ## generate kvmesh/rpc/pb from protos/
+	@PYTHON=$(BIN)/python scripts/gen_protos.sh
+
+clean: ## remove the environment and all caches
+	@rm -rf $(VENV) build dist ./*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
