@@ -221,11 +221,15 @@ async def test_a_lease_that_runs_out_ends_the_work() -> None:
 async def test_the_span_is_a_child_of_the_callers(tmp_path: Path) -> None:
     trace_id, span_id = "ab" * 16, "cd" * 8
     metadata = (("traceparent", f"00-{trace_id}-{span_id}-01"),)
-    async with meshed(trace_dir=str(tmp_path)) as mesh:
-        await mesh.add("p0")
-        await mesh.add("d0")
-        await mesh.conductor.Schedule(scheduling(), timeout=TIMEOUT, metadata=metadata)
-        await failing(mesh.conductor.Schedule(scheduling(ttft_slo_ms=1), timeout=TIMEOUT, metadata=metadata))
+    # Alone: a process has one telemetry, and the store master of `meshed` would have started it.
+    conducting = running(main.run, config("127.0.0.1:1", trace_dir=str(tmp_path)))
+    async with conducting as conductor, channels.connect(conductor.address) as channel:
+        stub: Any = conductor_pb2_grpc.ConductorStub(channel)
+        for name in ("p0", "d0"):
+            await stub.Register(registering(name), timeout=TIMEOUT)
+            await stub.Heartbeat(beat(name), timeout=TIMEOUT)
+        await stub.Schedule(scheduling(), timeout=TIMEOUT, metadata=metadata)
+        await failing(stub.Schedule(scheduling(ttft_slo_ms=1), timeout=TIMEOUT, metadata=metadata))
     placed, refused = _spans(tmp_path)
     for span in (placed, refused):
         assert (span["name"], span["trace_id"], span["parent"]) == ("kvmesh.place", trace_id, span_id)
