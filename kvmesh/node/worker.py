@@ -87,7 +87,8 @@ class Worker:
 
     def ready(self) -> m.Ready:
         config, checkpoint = self._checkpoint.config, self._checkpoint
-        limit = config.max_context_tokens
+        # A request whose KV cannot lie in the pool at all must not be promised.
+        limit = min(config.max_context_tokens, self._num_pages * self.layout.block_tokens)
         wanted = self._configure.max_context_tokens
         return m.Ready(
             engine_name=self.engine.name,
