@@ -29,6 +29,9 @@ class DecodeConfig(InstanceConfig):
     watermark_percent: int = field(
         default=2, metadata={"help": "Share of the pages that landings leave free for running requests to grow."}
     )
+    swap_percent: int = field(
+        default=25, metadata={"help": "Share of the extents that landings leave free for preempted requests."}
+    )
     lookahead_tokens: int = field(
         default=16, metadata={"help": "A page is granted so many tokens before it is needed."}
     )
@@ -41,13 +44,14 @@ class DecodeConfig(InstanceConfig):
         for key in ("max_running", *timers):
             if getattr(self, key) < 1:
                 raise _bad(key, getattr(self, key), "at least 1")
-        for key in ("max_waiting", "lease_margin_ms", "watermark_percent", "lookahead_tokens", "stop_grace_ms"):
+        for key in ("max_waiting", "lease_margin_ms", "lookahead_tokens", "stop_grace_ms"):
             if getattr(self, key) < 0:
                 raise _bad(key, getattr(self, key), "not negative")
         if self.lease_margin_ms >= self.lease_ms:
             raise _bad("lease_margin_ms", self.lease_margin_ms, f"below lease_ms={self.lease_ms}")
-        if self.watermark_percent > 90:
-            raise _bad("watermark_percent", self.watermark_percent, "at most 90")
+        for key in ("watermark_percent", "swap_percent"):
+            if not 0 <= getattr(self, key) <= 90:
+                raise _bad(key, getattr(self, key), "between 0 and 90")
         return Limits(
             max_running=self.max_running,
             max_waiting=self.max_waiting,
@@ -59,6 +63,7 @@ class DecodeConfig(InstanceConfig):
             batch_wait_ms=self.batch_wait_ms,
             token_ms=self.token_ms,
             watermark_percent=self.watermark_percent,
+            swap_percent=self.swap_percent,
             lookahead_tokens=self.lookahead_tokens,
         )
 

@@ -21,6 +21,7 @@ class Limits:
     batch_wait_ms: int = 60_000
     token_ms: int = 30_000
     watermark_percent: int = 2
+    swap_percent: int = 25
     lookahead_tokens: int = 16
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import enum
-from typing import Any, Literal
+from typing import Literal
 
 from kvmesh.rpc.errors import HandoffLost, KvmeshError, Overloaded, Unavailable
 from services.decode import events as e
 from services.decode.events import Phase
 from services.decode.limits import Limits, Shape
+from services.decode.outbox import Stream
 from services.decode.timeline import Timeline
 
 NEVER = 1 << 62
@@ -64,9 +65,10 @@ class Request:
         self.grow_at = NEVER  # `made` from which on another page is wanted
         # the state's own bookkeeping
         self.peer = 0
-        self.session = 0
-        self.stream: Any = None
-        self.bucket = ""
+        self.writers: tuple[str, ...] = ()
+        self.stream: Stream | None = None
+        self.queue = ""
+        self.armed = NEVER
 
     # ── what the scheduler asks ──────────────────────────────────────────────────────────────────
 

@@ -1,0 +1,183 @@
+"""What goes into the instance's brain and what comes out of it. The shell (core.py) speaks only these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvmesh.node.messages import ToFront, ToRank
+from kvmesh.rpc.errors import KvmeshError
+from services.decode import events as e
+from services.decode.handoff import Handoff
+
+# ── in ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOpened:
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionClosed:
+    """The gateway's stream broke or ended: nobody reads its answers."""
+
+    session: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """A request arrives. `peer` names the handoff stream to its prefill instance."""
+
+    session: int
+    slot: int
+    peer: int
+    spec: e.Spec
+    received_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """A request that does not even parse: its slot gets the error."""
+
+    session: int
+    slot: int
+    error: KvmeshError
+
+
+@dataclass(frozen=True, slots=True)
+class CancelSlot:
+    session: int
+    slot: int
+    error: KvmeshError
+
+
+@dataclass(frozen=True, slots=True)
+class AddCredit:
+    session: int
+    slot: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReady:
+    """A handoff stream is up; `writers` are the transfer engine names of that instance's ranks."""
+
+    peer: int
+    writers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGone:
+    peer: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class FromPrefill:
+    peer: int
+    handle: int
+    event: e.Event
+
+
+@dataclass(frozen=True, slots=True)
+class FromRank:
+    rank: int
+    message: ToFront
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class CloseDoor:
+    """Refuse new requests with this error from now on."""
+
+    error: KvmeshError
+
+
+@dataclass(frozen=True, slots=True)
+class EndAll:
+    """End every request with this error (we stop, or a rank died); memory comes back as ever, hand by hand."""
+
+    error: KvmeshError
+
+
+Input = (
+    SessionOpened | SessionClosed | Admit | Refuse | CancelSlot | AddCredit | PeerReady | PeerGone | FromPrefill
+    | FromRank | Tick | CloseDoor | EndAll
+)  # fmt: skip
+
+# ── out ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class TellRank:
+    rank: int
+    message: ToRank
+
+
+@dataclass(frozen=True, slots=True)
+class RankOffsets:
+    """Where one rank's shards of the prompt's blocks land in its segment."""
+
+    rank: int
+    segment: str
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AskPrefill:
+    peer: int
+    request: Handoff
+
+
+@dataclass(frozen=True, slots=True)
+class TellLanding:
+    peer: int
+    handle: int
+    epoch: int
+    lease_ms: int
+    ranks: tuple[RankOffsets, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TellRenewed:
+    peer: int
+    handle: int
+    epoch: int
+    lease_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class TellCancel:
+    peer: int
+    handle: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """The session's outbox has something to send."""
+
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """The client has its end (`error` None: a complete answer)."""
+
+    request: Handoff
+    error: KvmeshError | None
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """Its memory is back; nothing is known of it any more."""
+
+    request: Handoff
+
+
+Output = TellRank | AskPrefill | TellLanding | TellRenewed | TellCancel | Flush | Over | Forgotten

@@ -1,0 +1,187 @@
+"""Who gets pages, extents and seats in the batch next, and who gives them back.
+
+`next_grant` makes one decision from what is true now; its caller carries it out and asks again. Order everywhere:
+priority (smaller first), then arrival. A request that waits for memory is not overtaken by another that waits for
+memory of that kind; only what runs already may grow before it, and that ends. Whoever is first in order
+runs, or waits for hands that come off by a timer: a request that fits the whole pool always finishes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from kvmesh.kvcache.page_pool import PagePool
+from kvmesh.rpc.errors import ContextTooLong, KvmeshError, Overloaded
+from services.decode import events as e
+from services.decode.events import Phase, Place
+from services.decode.handoff import Handoff
+from services.decode.limits import NS_PER_MS, Limits, Shape
+
+Grant = tuple[Handoff, e.Event]
+MAX_RETRY_AFTER_MS = 30_000
+
+
+class Scheduler:
+    """Pools and queues of one instance. `file` keeps the queues true after every step of a request."""
+
+    def __init__(self, limits: Limits, shape: Shape) -> None:
+        self.limits = limits
+        self.shape = shape
+        self.pages = PagePool(shape.num_pages)
+        self.extents = PagePool(shape.num_extents)
+        self.requests: dict[int, Handoff] = {}  # not FREE
+        self.live = 0  # whose client still waits for its end
+        self.seats = 0  # in the batch, or on the way into it with pages
+        self.needy: dict[int, Handoff] = {}  # running, want a page
+        self.dirty = False  # something changed that may make a grant possible
+        self._landing: dict[int, Handoff] = {}
+        self._loading: dict[int, Handoff] = {}
+        self.running: dict[int, Handoff] = {}
+        self._ready: dict[int, Handoff] = {}
+        self._seated: set[int] = set()
+        self._epochs = itertools.count(1)
+        self._mean_request_ms = 1_000.0
+        self._watermark = max(1, shape.num_pages * limits.watermark_percent // 100)
+        self._swap_reserve = shape.num_extents * limits.swap_percent // 100
+
+    # ── admission ────────────────────────────────────────────────────────────────────────────────
+
+    def refusal(self, spec: e.Spec) -> KvmeshError | None:
+        """Why this request cannot be taken: the second check, after the conductor's."""
+        limit = self.shape.context_limit
+        if spec.prompt_tokens + 1 > limit:
+            why = f"prompt and answer together have {limit} tokens here"
+            return ContextTooLong.of("prompt_tokens", spec.prompt_tokens, why)
+        blocks = self.shape.blocks(spec.prompt_tokens)
+        landing = max(self.shape.num_extents, self.shape.num_pages if self.shape.direct_landing else 0)
+        if blocks > landing:
+            why = f"a landing here holds {landing * self.shape.block_tokens} tokens"
+            return ContextTooLong.of("prompt_tokens", spec.prompt_tokens, why)
+        room = self.limits.max_running + self.limits.max_waiting
+        if self.live >= room:
+            wait = int(self._mean_request_ms * (self.live - self.seats + 1) / self.limits.max_running)
+            return Overloaded(
+                f"{self.live} requests here, room for {room}", retry_after_ms=max(100, min(wait, MAX_RETRY_AFTER_MS))
+            )
+        return None
+
+    def note_ended(self, request: Handoff) -> None:
+        """The client has its end: what the next refusal's retry_after is estimated from."""
+        self.live -= 1
+        took_ms = (request.times.ended - request.times.asked) / NS_PER_MS
+        self._mean_request_ms += 0.1 * (took_ms - self._mean_request_ms)
+
+    # ── queues ───────────────────────────────────────────────────────────────────────────────────
+
+    def file(self, h: Handoff) -> None:
+        """Put a request where its phase belongs."""
+        handle = h.handle
+        if h.seated != (handle in self._seated):
+            (self._seated.add if h.seated else self._seated.discard)(handle)
+            self.seats = len(self._seated)
+            self.dirty = True
+        queue = self._queue_of(h)
+        if queue == "running" and h.made >= h.grow_at:
+            self.want_page(h)
+        if queue == h.queue:
+            return
+        for name, members in self._queues():
+            if name == h.queue:
+                del members[handle]
+            elif name == queue:
+                members[handle] = h
+        h.queue = queue
+        self.dirty = True
+        if queue != "running":
+            self.needy.pop(handle, None)
+
+    def want_page(self, h: Handoff) -> None:
+        """A running request has used its last page but for the look-ahead."""
+        self.needy[h.handle] = h
+        self.dirty = True
+
+    def _queues(self) -> tuple[tuple[str, dict[int, Handoff]], ...]:
+        return (
+            ("landing", self._landing), ("loading", self._loading), ("ready", self._ready), ("running", self.running),
+        )  # fmt: skip
+
+    @staticmethod
+    def _queue_of(h: Handoff) -> str:
+        if h.wants_landing:
+            return "landing"
+        if h.wants_pages:
+            return "loading"
+        if h.wants_seat:
+            return "ready"
+        return "running" if h.running else ""
+
+    # ── decisions ────────────────────────────────────────────────────────────────────────────────
+
+    def next_grant(self) -> Grant | None:
+        """One decision: what the request gets (its memory is already taken from the pool); None: nothing to do."""
+        return self._growth() or self._batch() or self._next_landing()
+
+    def _growth(self) -> Grant | None:
+        for h in _in_order(self.needy.values()):
+            if self.pages.free:
+                del self.needy[h.handle]
+                return h, e.Grow(self.pages.allocate(1))
+            if h.stalled:
+                return self._make_room()
+        return None
+
+    def _make_room(self) -> Grant | None:
+        """Pages ran out and somebody stands still: the last in order gives its pages back."""
+        if any(h.moving_out and h.pages for h in self.requests.values()):
+            return None  # some come back soon
+        holders = list(_in_order((*self.running.values(), *self._ready.values())))
+        if len(holders) < 2:
+            return None  # the others are being filled or fenced; their hands come off by a timer
+        victim = holders[-1]
+        if self.extents.free >= len(victim.pages):
+            return victim, e.Preempt(self.extents.allocate(len(victim.pages)))
+        free = f"{self.pages.free} of {self.pages.total} pages and {self.extents.free} of {self.extents.total} extents"
+        retry_ms = int(min(self._mean_request_ms, MAX_RETRY_AFTER_MS))
+        return victim, e.Cancel(Overloaded(f"out of KV memory: {free} are free", retry_after_ms=retry_ms))
+
+    def _batch(self) -> Grant | None:
+        if self.seats >= self.limits.max_running or not (self._ready or self._loading):
+            return None
+        pages_wanted = False
+        for h in _in_order((*self._ready.values(), *self._loading.values())):
+            if h.phase is Phase.READY:
+                return h, e.Seat()
+            if pages_wanted:
+                continue
+            need = self.shape.blocks(h.context + 1)
+            spare = self._watermark if self.seats else 0
+            if self.pages.free >= need + spare:
+                return h, e.Load(self.pages.allocate(need))
+            pages_wanted = True
+        return None
+
+    def _next_landing(self) -> Grant | None:
+        for h in _in_order(self._landing.values()):
+            place = self._place(h.prompt_blocks)
+            if place is None:
+                return None
+            pool = self.pages if place is Place.PAGES else self.extents
+            return h, e.Land(next(self._epochs), place, pool.allocate(h.prompt_blocks), h.writers)
+        return None
+
+    def _place(self, blocks: int) -> Place | None:
+        """Pages for those who will run soon; a burst waits in extents, but leaves some of them for those who must
+        get out of the pages. None: no room for it now."""
+        if self.shape.direct_landing and not self._loading:
+            idle = self.pages.free == self.pages.total
+            if self.pages.free >= blocks + (0 if idle else self._watermark):
+                holders = sum(1 for h in self.requests.values() if h.pages)
+                if holders < self.limits.max_running:
+                    return Place.PAGES
+        idle = self.extents.free == self.extents.total
+        return Place.EXTENTS if self.extents.free >= blocks + (0 if idle else self._swap_reserve) else None
+
+
+def _in_order(requests: Iterable[Handoff]) -> list[Handoff]:
+    return sorted(requests, key=lambda h: h.order)

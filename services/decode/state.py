@@ -1,0 +1,390 @@
+"""The instance's brain: all requests, their memory, their gateways. `step(input, now) -> outputs`; see inputs.py.
+
+Pure and deterministic: the same inputs at the same times give the same outputs. What it says to gateways is gathered
+in `sessions` (outbox.py); an output `Flush` says that there is something.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from kvmesh.kvcache.page_pool import PagePool
+from kvmesh.node import messages as m
+from kvmesh.rpc.errors import DeadlinePassed, KvmeshError, RequestCancelled
+from services.decode import events as e
+from services.decode import inputs as i
+from services.decode.events import Phase
+from services.decode.handoff import Handoff
+from services.decode.limits import Limits, Shape
+from services.decode.outbox import Finish, Outbox, Stream
+from services.decode.request import NEVER
+from services.decode.scheduler import Scheduler
+
+MAX_SAMPLES = 64
+
+
+class DecodeState:
+    """Everything one decode instance knows."""
+
+    def __init__(self, limits: Limits, shape: Shape) -> None:
+        self.limits = limits
+        self.shape = shape
+        self.scheduler = Scheduler(limits, shape)
+        self.requests = self.scheduler.requests
+        self.sessions: dict[int, Outbox] = {}
+        self.steps: deque[tuple[int, int, int]] = deque(maxlen=MAX_SAMPLES)  # (batch, context_tokens, duration_ns)
+        self._door: KvmeshError | None = None
+        self._handles = itertools.count(1)
+        self._by_epoch: dict[int, Handoff] = {}
+        self._writers: dict[int, tuple[str, ...]] = {}
+        self._held: dict[int, Stream] = {}  # finished answers that wait for credit, by handle
+        self._timers: list[tuple[int, int]] = []
+        self._out: list[i.Output] = []
+        self._flush: dict[int, None] = {}
+
+    # ── in ───────────────────────────────────────────────────────────────────────────────────────
+
+    def step(self, event: i.Input, now: int) -> list[i.Output]:
+        """Take one input at `now` (monotonic ns); returns what to do, in order."""
+        _HANDLERS[type(event)](self, event, now)
+        while self.scheduler.dirty:
+            self.scheduler.dirty = False
+            while (grant := self.scheduler.next_grant()) is not None:
+                self._run(grant[0], grant[1], now)
+        out, self._out = self._out, []
+        if self._flush:
+            out.extend(i.Flush(session) for session in self._flush)
+            self._flush.clear()
+        return out
+
+    def next_due(self) -> int:
+        """When to send a Tick at the latest (monotonic ns); NEVER if nothing waits."""
+        timers = self._timers
+        while timers:
+            when, handle = timers[0]
+            h = self.requests.get(handle)
+            if (h is not None and h.armed == when) or (handle in self._held):
+                return when
+            heapq.heappop(timers)
+        return NEVER
+
+    def _run(self, h: Handoff, event: e.Event, now: int) -> None:
+        self._do(h, h.step(event, now), now)
+
+    def _do(self, h: Handoff, actions: list[e.Action], now: int) -> None:
+        for action in actions:
+            _ACTIONS[type(action)](self, h, action, now)
+        if h.phase is not Phase.FREE and h.wake_at != h.armed:
+            h.armed = h.wake_at
+            if h.armed < NEVER:
+                heapq.heappush(self._timers, (h.armed, h.handle))
+        self.scheduler.file(h)
+
+    # ── gateways ─────────────────────────────────────────────────────────────────────────────────
+
+    def _session_opened(self, event: i.SessionOpened, now: int) -> None:
+        self.sessions[event.session] = Outbox(event.session)
+
+    def _session_closed(self, event: i.SessionClosed, now: int) -> None:
+        box = self.sessions.pop(event.session, None)
+        if box is None:
+            return
+        for stream in list(box.streams.values()):
+            self._held.pop(stream.handle, None)
+            self._cancel(stream.handle, RequestCancelled(f"the gateway's session ended: {event.cause}"), now)
+        self._flush.pop(event.session, None)
+
+    def _admit(self, event: i.Admit, now: int) -> None:
+        box = self.sessions.get(event.session)
+        if box is None or event.slot in box.streams:
+            return  # the session is over, or a Start came twice
+        error = self._door or self.scheduler.refusal(event.spec)
+        if error is not None:
+            self._refuse(i.Refuse(event.session, event.slot, error), now)
+            return
+        handle = next(self._handles)
+        h = Handoff(handle, event.spec, self.limits, self.shape)
+        h.peer = event.peer
+        h.times.received = event.received_ns
+        h.stream = box.open(event.slot, handle, event.spec.credit_tokens, event.spec.deadline_ns)
+        self.requests[handle] = h
+        self.scheduler.live += 1
+        self._do(h, h.begin(now), now)
+
+    def _refuse(self, event: i.Refuse, now: int) -> None:
+        box = self.sessions.get(event.session)
+        if box is not None and event.slot not in box.streams:
+            box.refuse(event.slot, event.error)
+            self._flush[event.session] = None
+
+    def _cancel_slot(self, event: i.CancelSlot, now: int) -> None:
+        stream = self._stream(event.session, event.slot)
+        if stream is None:
+            return
+        if self._held.pop(stream.handle, None) is not None:
+            stream.fail(event.error)
+            self._flush[event.session] = None
+        self._cancel(stream.handle, event.error, now)
+
+    def _add_credit(self, event: i.AddCredit, now: int) -> None:
+        stream = self._stream(event.session, event.slot)
+        if stream is not None and stream.add_credit(event.tokens):
+            self._flush[event.session] = None
+            if not stream.held_back:
+                self._held.pop(stream.handle, None)
+
+    def _stream(self, session: int, slot: int) -> Stream | None:
+        box = self.sessions.get(session)
+        return box.streams.get(slot) if box is not None else None
+
+    def _cancel(self, handle: int, error: KvmeshError, now: int) -> None:
+        h = self.requests.get(handle)
+        if h is not None:
+            self._run(h, e.Cancel(error), now)
+
+    # ── prefill instances ────────────────────────────────────────────────────────────────────────
+
+    def _peer_ready(self, event: i.PeerReady, now: int) -> None:
+        self._writers[event.peer] = event.writers
+
+    def _peer_gone(self, event: i.PeerGone, now: int) -> None:
+        self._writers.pop(event.peer, None)
+        for h in [h for h in self.requests.values() if h.peer == event.peer]:
+            self._run(h, e.PeerLost(event.cause), now)
+
+    def _from_prefill(self, event: i.FromPrefill, now: int) -> None:
+        h = self.requests.get(event.handle)
+        if h is None or h.peer != event.peer:
+            return  # forgotten meanwhile
+        if type(event.event) is e.BeginFill:
+            h.writers = self._writers.get(event.peer, ())
+            if not h.writers:
+                return  # its hello comes first, always
+        self._run(h, event.event, now)
+
+    # ── ranks ────────────────────────────────────────────────────────────────────────────────────
+
+    def _from_rank(self, event: i.FromRank, now: int) -> None:
+        rank, message = event.rank, event.message
+        match message:
+            case m.DecodeStepDone():
+                self._step_done(rank, message, now)
+            case m.WindowOpened(peer, epoch):
+                self._window(epoch, e.WindowOpened(rank, peer, epoch), now)
+            case m.FillEnded(peer, epoch):
+                self._window(epoch, e.FillEnded(rank, peer, epoch), now)
+            case m.Fenced(peer, epoch):
+                self._window(epoch, e.Fenced(rank, peer, epoch), now)
+            case m.Copied(handle, into_pages, start_ns, end_ns):
+                self._handle(handle, e.Copied(rank, into_pages, start_ns, end_ns), now)
+            case m.Left(handle):
+                self._handle(handle, e.Left(rank), now)
+            case m.Stalled(handle):
+                self._stalled(handle)
+            case m.RankError(handles, text):
+                for handle in handles:
+                    self._handle(handle, e.StepFailed(text), now)
+            case _:
+                pass  # prefill's, when one instance plays both roles
+
+    def _window(self, epoch: int, event: e.Event, now: int) -> None:
+        h = self._by_epoch.get(epoch)
+        if h is not None:
+            self._run(h, event, now)
+
+    def _handle(self, handle: int, event: e.Event, now: int) -> None:
+        h = self.requests.get(handle)
+        if h is not None:
+            self._run(h, event, now)
+
+    def _stalled(self, handle: int) -> None:
+        h = self.requests.get(handle)
+        # Room may have been granted while the rank said this.
+        if h is not None and h.running and h.room <= 0:
+            h.stalled = True
+            self.scheduler.want_page(h)
+
+    def _step_done(self, rank: int, step: m.DecodeStepDone, now: int) -> None:
+        """The path of every token: no objects, no scheduling unless a page is wanted or an answer ends."""
+        requests, flush = self.requests, self._flush
+        for token in step.tokens:
+            h = requests.get(token.handle)
+            if h is None:
+                continue
+            if h.token(token.token_id, token.token_index, step.end_ns):
+                stream = h.stream
+                assert stream is not None
+                if stream.push(token.token_id, token.token_index, token.logprobs):
+                    flush[stream.box.session] = None
+                if h.made >= h.grow_at and not token.finish and h.running:
+                    self.scheduler.want_page(h)
+            if token.finish:
+                self._run(h, e.Ended(rank, e.Reason(token.finish)), now)
+        if rank == 0:
+            self.steps.append((step.batch, step.context_tokens, step.end_ns - step.start_ns))
+
+    # ── time and ends ────────────────────────────────────────────────────────────────────────────
+
+    def _tick(self, event: i.Tick, now: int) -> None:
+        timers = self._timers
+        while timers and timers[0][0] <= now:
+            when, handle = heapq.heappop(timers)
+            h = self.requests.get(handle)
+            if h is not None and h.armed == when:
+                h.armed = NEVER
+                self._run(h, e.Timer(), now)
+            stream = self._held.get(handle)
+            if stream is not None and stream.deadline_ns <= now:
+                del self._held[handle]
+                stream.fail(DeadlinePassed("the deadline passed while the client took no more tokens"))
+                self._flush[stream.box.session] = None
+
+    def _close_door(self, event: i.CloseDoor, now: int) -> None:
+        self._door = event.error
+
+    def _end_all(self, event: i.EndAll, now: int) -> None:
+        for h in list(self.requests.values()):
+            self._run(h, e.Cancel(event.error), now)
+
+    # ── what a request's machine asks for ────────────────────────────────────────────────────────
+
+    def _all_ranks(self, message: m.ToRank) -> None:
+        self._out.extend(i.TellRank(rank, message) for rank in range(len(self.shape.ranks)))
+
+    def _offsets(self, h: Handoff, rank: int) -> tuple[int, ...]:
+        shape = self.shape.ranks[rank]
+        if h.extents:
+            return tuple(shape.extent_base_offset + x * shape.shard_bytes for x in h.extents)
+        return tuple(shape.page_base_offset + p * shape.shard_bytes for p in h.pages)
+
+    def _do_ask(self, h: Handoff, action: e.AskPrefill, now: int) -> None:
+        self._out.append(i.AskPrefill(h.peer, h))
+
+    def _do_open(self, h: Handoff, action: e.OpenWindow, now: int) -> None:
+        self._by_epoch[h.epoch] = h
+        offsets = self._offsets(h, action.rank)
+        self._out.append(i.TellRank(action.rank, m.OpenWindow(action.peer, h.epoch, offsets)))
+
+    def _do_landing(self, h: Handoff, action: e.SendLanding, now: int) -> None:
+        ranks = tuple(
+            i.RankOffsets(rank, shape.segment, self._offsets(h, rank)) for rank, shape in enumerate(self.shape.ranks)
+        )
+        self._out.append(i.TellLanding(h.peer, h.handle, h.epoch, action.lease_ms, ranks))
+
+    def _do_renewed(self, h: Handoff, action: e.SendRenewed, now: int) -> None:
+        self._out.append(i.TellRenewed(h.peer, h.handle, h.epoch, action.lease_ms))
+
+    def _do_cancel(self, h: Handoff, action: e.SendCancel, now: int) -> None:
+        self._out.append(i.TellCancel(h.peer, h.handle, action.reason))
+
+    def _do_fence(self, h: Handoff, action: e.Fence, now: int) -> None:
+        self._out.append(i.TellRank(action.rank, m.Fence(action.peer, h.epoch)))
+
+    def _do_copy_in(self, h: Handoff, action: e.CopyIn, now: int) -> None:
+        self._all_ranks(m.CopyIn(h.handle, action.extents, action.pages))
+
+    def _do_copy_out(self, h: Handoff, action: e.CopyOut, now: int) -> None:
+        self._all_ranks(m.CopyOut(h.handle, action.pages, action.extents))
+
+    def _do_join(self, h: Handoff, action: e.Join, now: int) -> None:
+        spec = h.spec
+        self._all_ranks(
+            m.Join(
+                handle=h.handle,
+                pages=tuple(h.pages),
+                context_tokens=h.context,
+                next_token=h.last_token,
+                token_index=h.made - 1,
+                max_tokens=spec.max_tokens,
+                min_tokens=spec.min_tokens,
+                stop_token_ids=spec.stop_token_ids,
+                sampling=spec.sampling,
+            )
+        )
+
+    def _do_grant(self, h: Handoff, action: e.Grant, now: int) -> None:
+        self._all_ranks(m.Grant(h.handle, action.pages))
+
+    def _do_leave(self, h: Handoff, action: e.Leave, now: int) -> None:
+        self._out.extend(i.TellRank(rank, m.Leave(h.handle)) for rank in action.ranks)
+
+    def _free(self, pool: PagePool, slots: tuple[int, ...]) -> None:
+        pool.release(slots)
+        self.scheduler.dirty = True
+
+    def _do_free_pages(self, h: Handoff, action: e.FreePages, now: int) -> None:
+        self._free(self.scheduler.pages, action.pages)
+
+    def _do_free_extents(self, h: Handoff, action: e.FreeExtents, now: int) -> None:
+        self._free(self.scheduler.extents, action.extents)
+
+    def _do_first(self, h: Handoff, action: e.EmitFirst, now: int) -> None:
+        assert h.stream is not None
+        h.stream.prefilled(h.times)
+        h.stream.push(action.first.token_id, 0, action.first.logprobs)
+        self._flush[h.stream.box.session] = None
+
+    def _do_finish(self, h: Handoff, action: e.EmitFinish, now: int) -> None:
+        stream = h.stream
+        assert stream is not None
+        stream.finish(Finish(action.reason, h.spec.prompt_tokens, h.made, h.times))
+        self._flush[stream.box.session] = None
+        if stream.held_back:
+            self._held[h.handle] = stream
+            heapq.heappush(self._timers, (h.spec.deadline_ns, h.handle))
+        self._over(h, None)
+
+    def _do_fail(self, h: Handoff, action: e.EmitFail, now: int) -> None:
+        assert h.stream is not None
+        h.stream.fail(action.error)
+        self._flush[h.stream.box.session] = None
+        self._over(h, action.error)
+
+    def _over(self, h: Handoff, error: KvmeshError | None) -> None:
+        self.scheduler.note_ended(h)
+        self._out.append(i.Over(h, error))
+
+    def _do_freed(self, h: Handoff, action: e.Freed, now: int) -> None:
+        del self.requests[h.handle]
+        self._by_epoch.pop(h.epoch, None)
+        self._out.append(i.Forgotten(h))
+
+
+_HANDLERS: dict[type[Any], Callable[[DecodeState, Any, int], None]] = {
+    i.SessionOpened: DecodeState._session_opened,
+    i.SessionClosed: DecodeState._session_closed,
+    i.Admit: DecodeState._admit,
+    i.Refuse: DecodeState._refuse,
+    i.CancelSlot: DecodeState._cancel_slot,
+    i.AddCredit: DecodeState._add_credit,
+    i.PeerReady: DecodeState._peer_ready,
+    i.PeerGone: DecodeState._peer_gone,
+    i.FromPrefill: DecodeState._from_prefill,
+    i.FromRank: DecodeState._from_rank,
+    i.Tick: DecodeState._tick,
+    i.CloseDoor: DecodeState._close_door,
+    i.EndAll: DecodeState._end_all,
+}
+_ACTIONS: dict[type[Any], Callable[[DecodeState, Handoff, Any, int], None]] = {
+    e.AskPrefill: DecodeState._do_ask,
+    e.OpenWindow: DecodeState._do_open,
+    e.SendLanding: DecodeState._do_landing,
+    e.SendRenewed: DecodeState._do_renewed,
+    e.SendCancel: DecodeState._do_cancel,
+    e.Fence: DecodeState._do_fence,
+    e.CopyIn: DecodeState._do_copy_in,
+    e.CopyOut: DecodeState._do_copy_out,
+    e.Join: DecodeState._do_join,
+    e.Grant: DecodeState._do_grant,
+    e.Leave: DecodeState._do_leave,
+    e.FreePages: DecodeState._do_free_pages,
+    e.FreeExtents: DecodeState._do_free_extents,
+    e.EmitFirst: DecodeState._do_first,
+    e.EmitFinish: DecodeState._do_finish,
+    e.EmitFail: DecodeState._do_fail,
+    e.Freed: DecodeState._do_freed,
+}

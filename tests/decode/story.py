@@ -1,0 +1,325 @@
+"""Reads and plays the stories under tests/transcripts/handoff: commands in, what the brain did out.
+
+A file is blocks of `command(s)`, a line `----`, the expected output, an empty line; `#` begins a comment. The commands:
+
+    new pages=8 extents=8 block=16 direct=yes running=2 waiting=8      a fresh instance (first, once)
+    start a prompt=20 max=4 [priority=0] [credit=99] [stop=7] [deadline=60000] [peer=1]
+    begin-fill a | renew a bytes=10 | first-token a 42 | fill-done a | drained a | failed a drained=yes
+    late begin-fill a ...       the same for a request that may be gone
+    peer-lost 1 | gateway-gone | cancel a | credit a 3
+    opened a | ended a | fenced a | copied-in a | copied-out a | left a | stalled a | step-error a
+    step a=11 b=12:stop         one decode step: tokens, and how they finish
+    wait 5000                   so many ms pass, timers fire when they are due
+
+`python -m tests.decode.story` rewrites every transcript from what the code does now: read the diff.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from kvmesh.node import messages as m
+from kvmesh.rpc.errors import HandoffLost, InvalidRequest, RequestCancelled
+from services.decode import events as e
+from services.decode import inputs as i
+from services.decode.events import Phase
+from services.decode.handoff import Handoff
+from services.decode.limits import NS_PER_MS, Limits, RankShape, Shape
+from services.decode.state import DecodeState
+
+FOLDER = Path(__file__).parent.parent / "transcripts" / "handoff"
+SESSION = 1
+START_NS = 1_000_000_000_000
+
+
+class Story:
+    """One brain, requests known by name, the clock."""
+
+    def __init__(self, state_class: type[DecodeState] = DecodeState) -> None:
+        self.now = START_NS
+        self.names: dict[str, Handoff] = {}
+        self.by_handle: dict[int, str] = {}
+        self.slots: dict[int, str] = {}
+        self._state_class = state_class
+        self._shown: dict[str, str] = {}
+
+    # ── commands ─────────────────────────────────────────────────────────────────────────────────
+
+    def play(self, line: str) -> list[str]:
+        """One command; returns what the brain did."""
+        words = line.split()
+        if words[0] == "late":
+            words = words[1:]
+        name, positional = words[0], [w for w in words[1:] if "=" not in w]
+        options = dict(w.split("=", 1) for w in words[1:] if "=" in w)
+        if name == "new":
+            return self._new(options)
+        if name == "wait":
+            return self._wait(int(positional[0]))
+        if name == "start":
+            return self._start(positional[0], options)
+        return self._feed(self._input(name, positional, options))
+
+    def _new(self, options: dict[str, str]) -> list[str]:
+        def number(key: str, default: int) -> int:
+            return int(options.get(key, default))
+
+        limits = Limits(
+            max_running=number("running", 4),
+            max_waiting=number("waiting", 8),
+            watermark_percent=number("watermark", 0),
+            swap_percent=number("swap", 0),
+            lookahead_tokens=number("lookahead", 0),
+        )
+        ranks = (RankShape(segment="d0", shard_bytes=100, page_base_offset=0, extent_base_offset=10_000),)
+        shape = Shape(
+            block_tokens=number("block", 16),
+            num_pages=number("pages", 8),
+            num_extents=number("extents", 8),
+            direct_landing=options.get("direct", "yes") == "yes",
+            max_context_tokens=number("context", 1_000),
+            ranks=ranks,
+        )
+        self.state = self._state_class(limits, shape)
+        self.state.step(i.SessionOpened(SESSION), self.now)
+        for peer in (1, 2):
+            self.state.step(i.PeerReady(peer, (f"p{peer}",)), self.now)
+        return []
+
+    def _start(self, name: str, options: dict[str, str]) -> list[str]:
+        slot = len(self.slots) + 1
+        self.slots[slot] = name
+        spec = e.Spec(
+            request_id=name,
+            prompt_tokens=int(options.get("prompt", "20")),
+            max_tokens=int(options.get("max", "4")),
+            deadline_ns=self.now + int(options.get("deadline", "600000")) * NS_PER_MS,
+            stop_token_ids=tuple(int(t) for t in options.get("stop", "").split(",") if t),
+            priority=int(options.get("priority", "0")),
+            credit_tokens=int(options.get("credit", "99")),
+        )
+        before = set(self.state.requests)
+        outputs = self.state.step(i.Admit(SESSION, slot, int(options.get("peer", "1")), spec, self.now), self.now)
+        for handle in set(self.state.requests) - before:
+            self.names[name] = self.state.requests[handle]
+            self.by_handle[handle] = name
+        return self._tell(outputs)
+
+    def _input(self, name: str, positional: list[str], options: dict[str, str]) -> i.Input:
+        match name:
+            case "peer-lost":
+                return i.PeerGone(int(positional[0]), "connection reset")
+            case "gateway-gone":
+                return i.SessionClosed(SESSION, "connection reset")
+            case "cancel":
+                return i.CancelSlot(SESSION, self._slot(positional[0]), RequestCancelled("the client went away"))
+            case "credit":
+                return i.AddCredit(SESSION, self._slot(positional[0]), int(positional[1]))
+            case "step":
+                return i.FromRank(0, self._decode_step(options))
+        h = self.names[positional[0]]
+        if name in RANK_SAYS:
+            return i.FromRank(0, RANK_SAYS[name](h))
+        return i.FromPrefill(h.peer, h.handle, self._from_prefill(name, h, positional, options))
+
+    def _slot(self, name: str) -> int:
+        return next(slot for slot, known in self.slots.items() if known == name)
+
+    def _from_prefill(self, name: str, h: Handoff, positional: list[str], options: dict[str, str]) -> e.Event:
+        epoch = int(options.get("epoch", h.epoch))
+        match name:
+            case "begin-fill":
+                return e.BeginFill(int(options.get("blocks", h.prompt_blocks)))
+            case "renew":
+                return e.RenewLease(epoch, int(options.get("bytes", "1")))
+            case "first-token":
+                return e.FirstToken(int(positional[1]), None, 0)
+            case "fill-done":
+                return e.FillDone(epoch, 10, 200)
+            case "drained":
+                return e.Drained(epoch)
+            case "failed":
+                return e.HandoffFailed(HandoffLost("a path broke"), options["drained"] == "yes")
+        raise ValueError(f"unknown command {name!r}")
+
+    def _decode_step(self, options: dict[str, str]) -> m.DecodeStepDone:
+        tokens = []
+        for name, value in options.items():
+            token, _, finish = value.partition(":")
+            h = self.names[name]
+            tokens.append(m.Token(h.handle, int(token), h.made, {"": 0, "stop": 1, "length": 2}[finish]))
+        return m.DecodeStepDone(self.now, self.now, len(tokens), 0, tuple(tokens))
+
+    def _wait(self, ms: int) -> list[str]:
+        end = self.now + ms * NS_PER_MS
+        told: list[str] = []
+        while (due := self.state.next_due()) <= end:
+            self.now = max(self.now, due)
+            passed = (self.now - (end - ms * NS_PER_MS)) // NS_PER_MS
+            lines = self._feed(i.Tick())
+            if lines:
+                told += [f"after {passed} ms:", *lines]
+        self.now = end
+        return told
+
+    # ── what came out ────────────────────────────────────────────────────────────────────────────
+
+    def _feed(self, event: i.Input) -> list[str]:
+        return self._tell(self.state.step(event, self.now))
+
+    def _tell(self, outputs: list[i.Output]) -> list[str]:
+        lines = [line for output in outputs for line in self._line(output)]
+        for name, h in self.names.items():
+            now = describe(h)
+            if self._shown.get(name) != now:
+                self._shown[name] = now
+                lines.append(f"  {name} {now}")
+        return lines
+
+    def _line(self, output: i.Output) -> list[str]:
+        match output:
+            case i.TellRank(_, message):
+                return [f"rank    <- {self._rank_line(message)}"]
+            case i.AskPrefill(peer, h):
+                self.by_handle[h.handle] = h.spec.request_id
+                return [f"prefill <- start {h.spec.request_id}" + (f" at p{peer}" if peer != 1 else "")]
+            case i.TellLanding(_, handle, epoch, lease_ms, ranks):
+                return [
+                    f"prefill <- landing {self.by_handle[handle]} epoch={epoch} lease={lease_ms} at {ranks[0].offsets}"
+                ]
+            case i.TellRenewed(_, handle, _, lease_ms):
+                return [f"prefill <- renewed {self.by_handle[handle]} lease={lease_ms}"]
+            case i.TellCancel(_, handle, reason):
+                return [f"prefill <- cancel {self.by_handle[handle]} ({reason})"]
+            case i.Flush(session):
+                return self._gateway_lines(session)
+            case _:
+                return []
+
+    def _rank_line(self, message: m.ToRank) -> str:
+        match message:
+            case m.OpenWindow(peer, epoch, offsets):
+                return f"open window for {peer} epoch={epoch} at {offsets}"
+            case m.Fence(peer, epoch):
+                return f"fence {peer} epoch={epoch}"
+            case m.CopyIn(handle, extents, pages):
+                return f"copy in {self.by_handle[handle]} extents {extents} to pages {pages}"
+            case m.CopyOut(handle, pages, extents):
+                return f"copy out {self.by_handle[handle]} pages {pages} to extents {extents}"
+            case m.Join():
+                return (
+                    f"join {self.by_handle[message.handle]} pages={message.pages} context={message.context_tokens} "
+                    f"token[{message.token_index}]={message.next_token}"
+                )
+            case m.Grant(handle, pages):
+                return f"grant {self.by_handle[handle]} pages {pages}"
+            case m.Leave(handle):
+                return f"leave {self.by_handle[handle]}"
+        raise ValueError(f"unexpected {message}")
+
+    def _gateway_lines(self, session: int) -> list[str]:
+        box = self.state.sessions.get(session)
+        if box is None:
+            return []
+        parcel = box.take()
+        lines = [
+            f"gateway <- {self.slots[slot]} token[{index}]={token}"
+            for slot, token, index in zip(parcel.slots, parcel.token_ids, parcel.indices, strict=True)
+        ]
+        for slot, end in parcel.finished:
+            lines.append(
+                f"gateway <- {self.slots[slot]} finished {end.reason.name} after {end.completion_tokens} tokens"
+            )
+        for slot, error in parcel.failed:
+            again = " (retryable)" if error.retryable else ""
+            lines.append(f"gateway <- {self.slots[slot]} failed {error.code}: {error.message}{again}")
+        return lines
+
+
+RANK_SAYS: dict[str, Callable[[Handoff], m.ToFront]] = {
+    "opened": lambda h: m.WindowOpened(_writer(h), h.epoch),
+    "ended": lambda h: m.FillEnded(_writer(h), h.epoch),
+    "fenced": lambda h: m.Fenced(_writer(h), h.epoch),
+    "copied-in": lambda h: m.Copied(h.handle, True, 1, 2),
+    "copied-out": lambda h: m.Copied(h.handle, False, 1, 2),
+    "left": lambda h: m.Left(h.handle),
+    "stalled": lambda h: m.Stalled(h.handle),
+    "step-error": lambda h: m.RankError((h.handle,), "a step failed"),
+}
+
+
+def _writer(h: Handoff) -> str:
+    return f"p{h.peer}"
+
+
+def describe(h: Handoff) -> str:
+    """Phase, memory, and the hands on it."""
+    parts = [h.phase.name]
+    if h.pages:
+        parts.append(f"pages={h.pages}")
+    if h.extents:
+        parts.append(f"extents={h.extents}")
+    if h.windows:
+        parts.append("window=" + ",".join(sorted({w.value for w in h.windows.values()})))
+    if h.copying:
+        parts.append(f"copying-{h.copying[0]}")
+    if h.batch:
+        parts.append("leaving" if h.leaving else "stalled" if h.stalled else "in-batch")
+    if h.wants_landing:
+        parts.append("wants-landing")
+    if h.wants_pages:
+        parts.append("wants-pages")
+    if h.phase is Phase.READY:
+        parts.append("wants-seat")
+    return " ".join(parts)
+
+
+def run(text: str) -> str:
+    """Play a transcript; returns it with the outputs of now."""
+    story = Story()
+    out: list[str] = []
+    block: list[str] = []
+    expecting = False
+    for line in text.splitlines():
+        if expecting:
+            expecting = bool(line.strip())
+        elif line == "----":
+            told = [said for command in block for said in story.play(command)]
+            scheduler = getattr(story.state, "scheduler")  # noqa: B009
+            pages, extents = scheduler.pages, scheduler.extents
+            told.append(f"  free pages {pages.free}/{pages.total} extents {extents.free}/{extents.total}")
+            out += [*block, "----", *told, ""]
+            block, expecting = [], True
+        elif line.startswith("#") or not line.strip():
+            if block:
+                raise ValueError(f"commands without a line ---- after them: {block}")
+            out.append(line)
+        else:
+            block.append(line)
+    while out and not out[-1].strip():
+        out.pop()
+    return _squeeze("\n".join(out) + "\n")
+
+
+def _squeeze(text: str) -> str:
+    while "\n\n\n" in text:
+        text = text.replace("\n\n\n", "\n\n")
+    return text
+
+
+def check_input(text: str) -> None:
+    """Raises InvalidRequest when a transcript has no `new` line: a file that tests nothing."""
+    if "\nnew " not in f"\n{text}":
+        raise InvalidRequest("a transcript begins with `new`")
+
+
+def main() -> None:
+    for path in sorted(FOLDER.glob("*.txt")):
+        path.write_text(run(path.read_text(encoding="utf-8")), encoding="utf-8")
+        sys.stdout.write(f"rewrote {path.name}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""The machine with several ranks and several writers: every (rank, writer) pair has its window, end mark and fence."""
+
+from __future__ import annotations
+
+from kvmesh.rpc.errors import RequestCancelled
+from services.decode import events as e
+from services.decode.events import Phase, Place
+from services.decode.handoff import Handoff
+from services.decode.limits import NS_PER_MS, Limits, RankShape, Shape
+
+PAIRS = [(rank, peer) for rank in (0, 1) for peer in ("p0", "p1")]
+NOW = 10 * NS_PER_MS
+
+
+def machine(max_tokens: int = 4) -> Handoff:
+    ranks = tuple(
+        RankShape(segment=f"d{r}", shard_bytes=10, page_base_offset=0, extent_base_offset=1000) for r in range(2)
+    )
+    shape = Shape(block_tokens=16, num_pages=8, num_extents=8, direct_landing=True, max_context_tokens=100, ranks=ranks)
+    spec = e.Spec(request_id="r", prompt_tokens=20, max_tokens=max_tokens, deadline_ns=10**15)
+    h = Handoff(1, spec, Limits(), shape)
+    assert h.begin(NOW) == [e.AskPrefill()]
+    h.step(e.BeginFill(2), NOW)
+    return h
+
+
+def landed(place: Place = Place.PAGES) -> Handoff:
+    h = machine()
+    opened = h.step(e.Land(5, place, [3, 4], ("p0", "p1")), NOW)
+    assert opened == [e.OpenWindow(rank, peer) for rank, peer in PAIRS]
+    return h
+
+
+def test_the_writer_is_told_after_the_last_window() -> None:
+    h = landed()
+    told = [h.step(e.WindowOpened(rank, peer, 5), NOW) for rank, peer in PAIRS]
+    assert told[:3] == [[], [], []]
+    assert told[3] == [e.SendLanding(4_500)]
+
+
+def test_the_lease_told_makes_up_for_the_wait_for_a_landing() -> None:
+    h = machine()
+    late = NOW + 3_000 * NS_PER_MS
+    h.step(e.Land(5, Place.PAGES, [3, 4], ("p0",)), late)
+    h.step(e.WindowOpened(0, "p0", 5), late)
+    assert h.step(e.WindowOpened(1, "p0", 5), late) == [e.SendLanding(7_500)]
+
+
+def filled(h: Handoff) -> list[e.Action]:
+    for rank, peer in PAIRS:
+        h.step(e.WindowOpened(rank, peer, 5), NOW)
+    h.step(e.FirstToken(42, None, 0), NOW)
+    out: list[e.Action] = []
+    for rank, peer in PAIRS:
+        assert not out
+        out = h.step(e.FillEnded(rank, peer, 5), NOW)
+    return out
+
+
+def test_ready_needs_every_end_mark_and_every_fence() -> None:
+    h = landed()
+    assert filled(h) == [e.Fence(rank, peer) for rank, peer in PAIRS]
+    for rank, peer in PAIRS:
+        assert h.phase is Phase.LOADING
+        h.step(e.Fenced(rank, peer, 5), NOW)
+    assert h.phase is Phase.READY
+
+
+def test_a_copy_is_done_when_every_rank_has_copied() -> None:
+    h = landed(Place.EXTENTS)
+    filled(h)
+    for rank, peer in PAIRS:
+        h.step(e.Fenced(rank, peer, 5), NOW)
+    assert h.step(e.Load([1, 2]), NOW) == [e.CopyIn((3, 4), (1, 2))]
+    assert h.step(e.Copied(0, True, 1, 2), NOW) == []
+    assert h.step(e.Copied(0, True, 1, 2), NOW) == []  # the same rank twice is not two ranks
+    assert h.step(e.Copied(1, True, 1, 2), NOW) == [e.FreeExtents((3, 4)), e.Join()]
+
+
+def test_pages_come_back_when_every_rank_is_out_of_the_batch() -> None:
+    h = landed()
+    filled(h)
+    for rank, peer in PAIRS:
+        h.step(e.Fenced(rank, peer, 5), NOW)
+    h.step(e.Seat(), NOW)
+    assert h.token(43, 1, NOW)
+    # Rank 0 says that the answer is complete; rank 1 is asked to leave, and its pages wait for that.
+    assert h.step(e.Ended(0, e.Reason.STOP), NOW) == [e.EmitFinish(e.Reason.STOP), e.Leave((1,))]
+    assert h.step(e.Left(1), NOW) == [e.FreePages((3, 4)), e.Freed()]
+
+
+def test_tokens_count_once_and_in_order() -> None:
+    h = landed()
+    filled(h)
+    for rank, peer in PAIRS:
+        h.step(e.Fenced(rank, peer, 5), NOW)
+    h.step(e.Seat(), NOW)
+    assert not h.token(9, 2, NOW)
+    assert h.token(43, 1, NOW)
+    assert not h.token(43, 1, NOW)
+    assert h.token(44, 2, NOW)
+    h.step(e.Cancel(RequestCancelled("gone")), NOW)
+    assert not h.token(45, 3, NOW)
+
+
+def test_a_wrong_block_count_is_an_error_not_a_guess() -> None:
+    ranks = (RankShape(segment="d", shard_bytes=10, page_base_offset=0, extent_base_offset=0),)
+    shape = Shape(block_tokens=16, num_pages=8, num_extents=8, direct_landing=True, max_context_tokens=9, ranks=ranks)
+    h = Handoff(1, e.Spec(request_id="r", prompt_tokens=20, max_tokens=4, deadline_ns=10**15), Limits(), shape)
+    h.begin(NOW)
+    fail, cancel, freed = h.step(e.BeginFill(3), NOW)
+    assert isinstance(fail, e.EmitFail)
+    assert "3 blocks" in fail.error.message
+    assert isinstance(cancel, e.SendCancel)
+    assert isinstance(freed, e.Freed)

@@ -1,0 +1,24 @@
+"""The handoff's interleavings as stories: tests/transcripts/handoff/*.txt says what happens and why.
+
+A change of behaviour shows as a diff of these files: `python -m tests.decode.story` rewrites them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.decode import story
+
+STORIES = sorted(story.FOLDER.glob("*.txt"))
+
+
+@pytest.mark.parametrize("path", STORIES, ids=lambda path: path.stem)
+def test_story(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    story.check_input(text)
+    assert story.run(text) == text
+
+
+def test_the_stories_are_there() -> None:
+    assert len(STORIES) >= 15
