@@ -27,7 +27,10 @@ class Path(Protocol):
 
     def recall(self, frame: Frame) -> bool: ...
 
-    def expire(self, frame: Frame, idle_s: float) -> None: ...
+    def expire(self, frame: Frame, idle_s: float) -> None:
+        """Breaks the connection that carries it. A frame that waits for a connection goes on waiting: connecting has
+        its own limits, and reports it when they are reached."""
+        ...
 
     def idle(self) -> bool: ...
 
@@ -67,11 +70,7 @@ class DialingTransport(Transport):
 
     def expire(self, frame: Frame, idle_s: float) -> None:
         path = self._paths.get(frame.lane.name)
-        if path is None:
-            return
-        if path.recall(frame):
-            frame.lost("no connection in time", settled=True)
-        else:
+        if path is not None:
             path.expire(frame, idle_s)
 
     def forget(self, segment: str, cause: str) -> None:

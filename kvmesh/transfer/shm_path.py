@@ -98,7 +98,8 @@ class ShmPath:
 
     def expire(self, frame: Frame, idle_s: float) -> None:
         with self.changed:
-            if frame in self.inflight.values() and time.monotonic() - self.progress_at >= idle_s:
+            asked = frame in self.inflight.values() or any(frame in waiting for waiting in self.wanted.values())
+            if asked and time.monotonic() - self.progress_at >= idle_s:
                 self._shut(f"no answer from {self.descriptor.name} over shm")
 
     def idle(self) -> bool:
@@ -178,6 +179,8 @@ class ShmPath:
         else:
             if base not in self.wanted:
                 sock.send(wire.HEAD.pack(wire.WANT, 0, 0, 0, base, 0, 0), socket.MSG_DONTWAIT)
+                if not self.inflight:
+                    self.progress_at = time.monotonic()
             self.wanted.setdefault(base, []).append(frame)
 
     def _copy_later(self, frame: Frame, mapping: Mapping, base: int) -> None:

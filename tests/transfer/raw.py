@@ -1,0 +1,77 @@
+"""A peer that speaks the wire by hand, so that a test decides at which byte it stops."""
+
+from __future__ import annotations
+
+import array
+import socket
+import struct
+
+from kvmesh.transfer import SegmentDescriptor, wire
+from kvmesh.transfer.shm_path import raw_address
+
+
+def greeting(descriptor: SegmentDescriptor, peer: str, conn_id: int, supersedes: tuple[int, ...] = ()) -> bytes:
+    return wire.encode_hello(
+        wire.Hello(wire.WIRE_VERSION, peer, descriptor.name, descriptor.token, conn_id, supersedes)
+    )
+
+
+class RawTcp:
+    """A greeted tcp connection; `welcome` is the acceptor's cause, "" when it was taken."""
+
+    def __init__(self, descriptor: SegmentDescriptor, peer: str, conn_id: int = 1, supersedes: tuple[int, ...] = ()):
+        endpoint = descriptor.endpoints["tcp"]
+        self.sock = socket.create_connection((endpoint["host"], int(endpoint["port"])), 10)
+        data = greeting(descriptor, peer, conn_id, supersedes)
+        self.sock.sendall(wire.LENGTH.pack(len(data)) + data)
+        (length,) = wire.LENGTH.unpack(self.receive(wire.LENGTH.size))
+        try:
+            wire.decode_welcome(self.receive(length))
+            self.welcome = ""
+        except wire.Refused as err:
+            self.welcome = str(err)
+
+    def receive(self, nbytes: int) -> bytes:
+        data = b""
+        while len(data) < nbytes:
+            more = self.sock.recv(nbytes - len(data))
+            assert more, "connection ended"
+            data += more
+        return data
+
+    def start_write(self, seq: int, epoch: int, offset: int, length: int) -> None:
+        """The head and the row of a one-slice WRITE; its bytes are the test's business."""
+        head = wire.HEAD.pack(wire.WRITE, 0, 0, 1, seq, epoch, length)
+        self.sock.sendall(head + struct.pack("<2Q", offset, length))
+
+    def answer(self) -> tuple[int, str, int]:
+        """(sequence number, cause, how many were refused)."""
+        answer = wire.Asked.parse(self.receive(wire.HEAD_BYTES))
+        self.receive(4 * answer.count)
+        return answer.seq, wire.CAUSES[answer.flags], answer.count
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+class RawShm:
+    """A greeted shm connection."""
+
+    def __init__(self, descriptor: SegmentDescriptor, peer: str, conn_id: int = 1) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.sock.settimeout(10)
+        self.sock.connect(raw_address(descriptor.endpoints["shm"]["path"]))
+        self.sock.send(greeting(descriptor, peer, conn_id))
+        wire.decode_welcome(self.sock.recv(4096))
+
+    def want(self, base: int) -> tuple[int, int]:
+        """Asks for a region: its length and its descriptor."""
+        self.sock.send(wire.HEAD.pack(wire.WANT, 0, 0, 0, base, 0, 0))
+        data, fds, _, _ = socket.recv_fds(self.sock, 4096, 1)
+        return wire.Asked.parse(data).nbytes, fds[0]
+
+    def send_with_fd(self, packet: bytes, fd: int) -> None:
+        self.sock.sendmsg([packet], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
+
+    def close(self) -> None:
+        self.sock.close()
