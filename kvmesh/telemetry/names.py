@@ -142,7 +142,7 @@ GATEWAY_PROMPT_TOKENS = _counter("gateway_prompt_tokens_total", "Prompt tokens o
 GATEWAY_CACHED_TOKENS = _counter("gateway_cached_tokens_total", "Prompt tokens that came from a prefix cache.")
 GATEWAY_OUTPUT_TOKENS = _counter("gateway_output_tokens_total", "Tokens sent to clients.")
 GATEWAY_RETRIES = _counter("gateway_retries_total", "Further attempts after an instance failed.", "reason")
-GATEWAY_STREAMS = _gauge("gateway_decode_streams", "Open Session streams.")
+GATEWAY_STREAMS = _gauge("gateway_streams_count", "Open Session streams.")
 GATEWAY_READY = _gauge("gateway_ready_bool", "1 when requests are served.")
 
 # Conductor. outcome: placed, overloaded, unavailable, ...; reason: ttft, tbt, capacity, no_instance.

@@ -5,6 +5,7 @@ Everything works without `kvmesh.telemetry.setup.start`: spans are then no-ops t
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 
@@ -24,6 +25,8 @@ from opentelemetry.trace import (
 
 Value = str | bool | int | float
 Traceable = Span | Context | SpanContext
+
+_TRACEPARENT = re.compile("([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 # Monotonic clocks locally, wall time only in what is exported: one offset for the life of the process, so
 # spans of one process never overlap by a clock step.
@@ -68,20 +71,12 @@ def context_of(source: Traceable) -> Context:
 
 def context_from(traceparent: str) -> Context:
     """The context of a W3C `traceparent` header; an empty one (a new trace) when it is missing or malformed."""
-    parts = traceparent.strip().split("-")
-    if len(parts) < 4 or [len(p) for p in parts[:4]] != [2, 32, 16, 2] or parts[0] == "ff":
+    found = _TRACEPARENT.fullmatch(traceparent)
+    if not found or found[1] == "ff" or (found[1] == "00" and found[5]):
         return Context()
-    if (parts[0] == "00" and len(parts) != 4) or traceparent != traceparent.lower():
-        return Context()
-    try:
-        trace_id, span_id, flags = (int(part, 16) for part in parts[1:4])
-    except ValueError:
-        return Context()
-    # Underscores and signs are legal in int() and not here.
-    if not all(part.isalnum() for part in parts[:4]):
-        return Context()
-    found = SpanContext(trace_id, span_id, is_remote=True, trace_flags=TraceFlags(flags & TraceFlags.SAMPLED))
-    return context_of(found) if found.is_valid else Context()
+    trace_id, span_id, flags = (int(found[group], 16) for group in (2, 3, 4))
+    remote = SpanContext(trace_id, span_id, is_remote=True, trace_flags=TraceFlags(flags & TraceFlags.SAMPLED))
+    return context_of(remote) if remote.is_valid else Context()
 
 
 def begin(
