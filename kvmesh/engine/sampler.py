@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from kvmesh.engine.batch import SampledToken, SampleParams
@@ -16,7 +17,8 @@ from kvmesh.rpc.errors import NonFiniteLogits
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-CANDIDATES = 1024  # how many of the best tokens top-p looks at before it sorts the whole vocabulary
+CANDIDATES = 128  # how many of the best tokens top-p looks at first
+WIDE = 16  # how many times as many it looks at next, before it sorts the whole vocabulary
 
 
 def _mix(x: int) -> int:
@@ -58,14 +60,16 @@ def draw(logits: torch.Tensor, params: Sequence[SampleParams]) -> torch.Tensor:
     """int64 `[rows]`: one draw for each row; every temperature must be positive."""
     device = logits.device
     temperature = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device)
-    scaled = logits.double() / temperature[:, None]
-    scaled -= scaled.amax(-1, keepdim=True)
-    weights = scaled.exp()
+    weights = logits.double().div_(temperature[:, None])
+    weights.sub_(weights.amax(-1, keepdim=True)).exp_()
     filtered = [i for i, p in enumerate(params) if 0 < p.top_k < logits.shape[-1] or p.top_p < 1]
-    if filtered:
+    if len(filtered) == len(params):
+        weights.masked_fill_(weights < _cut(weights, params)[:, None], 0.0)
+    elif filtered:
         some = torch.tensor(filtered, device=device)
-        cut = _threshold(scaled[some], [params[i] for i in filtered])
-        weights[some] = weights[some].masked_fill_(scaled[some] < cut[:, None], 0.0)
+        kept = weights[some]
+        cut = _cut(kept, [params[i] for i in filtered])
+        weights[some] = kept.masked_fill_(kept < cut[:, None], 0.0)
     cumulative = weights.cumsum_(-1)
     noise = [uniform(p.seed, p.token_index) for p in params]
     total = cumulative[:, -1]
@@ -75,34 +79,47 @@ def draw(logits: torch.Tensor, params: Sequence[SampleParams]) -> torch.Tensor:
     return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
 
 
-def _threshold(scaled: torch.Tensor, params: Sequence[SampleParams]) -> torch.Tensor:
-    """float64 `[rows]`: the smallest scaled logit that top-k, then top-p of what is left, keep. Ties stay together."""
-    vocab, device = scaled.shape[-1], scaled.device
+def _cut(weights: torch.Tensor, params: Sequence[SampleParams]) -> torch.Tensor:
+    """float64 `[rows]`: the smallest weight that top-k, then top-p of what is left, keep. Ties stay together."""
+    vocab, device = weights.shape[-1], weights.device
     limits = [p.top_k if 0 < p.top_k < vocab else vocab for p in params]
     widest = max((limit for limit in limits if limit < vocab), default=0)
     count = min(vocab, max(CANDIDATES, widest))
-    order = scaled.topk(count).values
+    best = weights.topk(count).values
     kth = torch.tensor([min(limit, count) - 1 for limit in limits], device=device)
     unlimited = torch.tensor([limit == vocab for limit in limits], device=device)
-    cut = order.gather(1, kth[:, None])[:, 0].masked_fill_(unlimited, -torch.inf)
+    cut = best.gather(1, kth[:, None])[:, 0].masked_fill_(unlimited, 0.0)
     nucleus = [i for i, p in enumerate(params) if p.top_p < 1]
-    if not nucleus:
-        return cut
-    some = torch.tensor(nucleus, device=device)
-    top_p = torch.tensor([params[i].top_p for i in nucleus], dtype=torch.float64, device=device)
-    cut[some] = _nucleus(scaled[some], order[some], cut[some], top_p)
+    if nucleus:
+        some = torch.tensor(nucleus, device=device)
+        top_p = torch.tensor([params[i].top_p for i in nucleus], dtype=torch.float64, device=device)
+        kept = weights[some]
+        goal = top_p * kept.masked_fill(kept < cut[some][:, None], 0.0).sum(-1)
+        cut[some] = torch.maximum(_nucleus(kept, best[some], goal), cut[some])
     return cut
 
 
-def _nucleus(scaled: torch.Tensor, order: torch.Tensor, cut: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The last of the best tokens whose predecessors hold less than `top_p` of the mass above `cut`."""
-    total = scaled.exp().masked_fill_(scaled < cut[:, None], 0.0).sum(-1)
-    goal = (top_p * total)[:, None]
-    mass = order.exp().masked_fill_(order < cut[:, None], 0.0).cumsum(-1)
-    if order.shape[-1] < scaled.shape[-1] and bool((mass[:, -1:] < goal).any()):
-        return _nucleus(scaled, scaled.sort(-1, descending=True).values, cut, top_p)
-    last = (mass < goal).sum(-1, keepdim=True).clamp_(max=order.shape[-1] - 1)
-    return torch.maximum(order.gather(1, last)[:, 0], cut)
+def _nucleus(weights: torch.Tensor, best: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
+    """The weight of the last token that is needed to hold `goal`, the greatest first; `best` are the first of them.
+    Rows for which these do not suffice look at more, so the answer does not depend on how many there were."""
+    mass = best.cumsum(-1)
+    last = (mass < goal[:, None]).sum(-1, keepdim=True)
+    width, vocab = best.shape[-1], weights.shape[-1]
+    cut = best.gather(1, last.clamp(max=width - 1))[:, 0]
+    if width < vocab:
+        short = (last[:, 0] == width).nonzero()[:, 0]
+        if len(short):
+            more = weights[short]
+            wider = more.topk(WIDE * width).values if WIDE * width < vocab // 8 else _sorted(more)
+            cut[short] = _nucleus(more, wider, goal[short])
+    return cut
+
+
+def _sorted(weights: torch.Tensor) -> torch.Tensor:
+    """Descending; numpy's sort is several times faster than torch's on a CPU."""
+    if weights.device.type == "cpu":
+        return torch.from_numpy(np.sort(weights.numpy(), -1)).flip(-1)
+    return weights.sort(-1, descending=True).values
 
 
 def _with_logprobs(logits: torch.Tensor, params: Sequence[SampleParams], tokens: Sequence[int]) -> list[SampledToken]:

@@ -58,9 +58,10 @@ def some_params(rng: random.Random, index: int) -> SampleParams:
     )
 
 
-@pytest.mark.parametrize("candidates", [4, 1024])
+@pytest.mark.parametrize("candidates", [1, 4, 128])
 def test_filters_and_inverse_cdf_against_the_oracle(monkeypatch: pytest.MonkeyPatch, candidates: int) -> None:
-    monkeypatch.setattr(sampler, "CANDIDATES", candidates)  # 4: the nucleus often needs the full sort
+    monkeypatch.setattr(sampler, "CANDIDATES", candidates)  # few: the nucleus needs a second look, or the full sort
+    monkeypatch.setattr(sampler, "WIDE", 3)
     rng = random.Random(1)
     for case in range(40):
         logits = noise(8, 97, seed=case) * 3
