@@ -18,60 +18,64 @@ from typing import NamedTuple
 
 Message = dict[str, str]
 
-NAMES = """
+
+def _words(text: str) -> list[str]:
+    """Split a list that is written as text, one short word after the other."""
+    return text.split()
+
+
+NAMES = _words("""
 Ada Agnes Albert Alma Anna Anton Arno Astrid Axel Bela Berta Bianca Boris Bruno Carla Carlo Cora Cyril Dana
 Daria David Dora Edgar Edith Elena Elias Elsa Emil Emma Enzo Erik Eva Felix Fiona Flora Frank Frida Greta
 Gustav Hanna Hector Heidi Helga Henri Hugo Ida Igor Ilse Ines Irma Ivan Jakob Jana Jonas Julia Karl Kira
 Klara Lars Lena Leo Lina Lola Lucas Luisa Magda Maja Marco Maria Mira Nadia Nils Nina Nora Olga Omar Oskar
 Otto Paula Pavel Petra Rafael Rita Robin Rosa Ruben Sara Simon Sofia Stella Tara Theo Tilda Ursula Vera
 Viktor Wanda Yuri Zelda
-""".split()
+""")
 
-TOWNS = """
-Aachen Antwerp Athens Basel Bergen Berlin Bern Bilbao Bologna Bonn Boston Bremen Bristol Bruges Cairo Calais
-Cardiff Chicago Cologne Cork Cusco Dallas Delft Denver Dover Dresden Dublin Essen Exeter Faro Florence Galway
-Geneva Genoa Ghent Glasgow Granada Graz Hamburg Hanoi Havana Helsinki Houston Jaipur Kiel Krakow Kyoto Lagos
-Leeds Leiden Lille Lima Linz Lisbon London Lucca Lugano Luxor Lyon Madrid Malmo Mainz Milan Munich Nagoya
-Nantes Naples Narvik Nice Odense Oporto Osaka Oslo Ottawa Oxford Padua Palermo Paris Parma Perth Pisa Prague
-Quito Reims Riga Rome Rouen Salem Seoul Seville Siena Split Sydney Tallinn Tokyo Toledo Trieste Tunis Turin
-Ulm Utrecht Venice Verona Vienna Warsaw York Zagreb Zurich
-""".split()
+TOWNS = _words("""
+Aachen Bergen Berlin Bern Bilbao Bologna Bonn Boston Bremen Bristol Bruges Calais Cardiff Cologne Cork Cusco
+Dallas Dover Dresden Dublin Essen Exeter Faro Florence Geneva Genoa Ghent Glasgow Graz Hamburg Hanoi Havana
+Houston Jaipur Kiel Kyoto Leeds Leiden Lille Lima Linz Lisbon Lugano Luxor Malmo Milan Munich Nantes Naples
+Narvik Nice Odense Oporto Oslo Oxford Palermo Paris Perth Pisa Prague Reims Riga Rome Rouen Salem Seoul
+Seville Siena Split Sydney Tokyo Trieste Turin Ulm Utrecht Venice Vienna Warsaw Zagreb Zurich
+""")
 
-PLACES = """
+PLACES = _words("""
 attic bakery balcony barn basement bathroom bedroom cabin canteen cellar chapel closet corridor cottage
 courtyard den dormitory drawer dungeon foyer gallery garage garden gazebo greenhouse hallway hangar hut kennel
 kitchen laboratory larder laundry library lobby loft mill museum nursery office orchard pantry parlour
 pavilion porch quarry sauna shed stable storeroom studio study tavern temple tent terrace theatre tower trunk
 tunnel vault wardrobe warehouse workshop
-""".split()
+""")
 
-PETS = """
-badger bat beaver bear bison buffalo camel canary cat cheetah cobra cow coyote crab crane cricket deer dingo
-dolphin donkey dove duck falcon ferret finch fox frog gecko gibbon giraffe goat goose gorilla hamster hare
-hawk hedgehog heron horse jackal jaguar kitten koala lamb lemur leopard lion lizard llama lobster lynx magpie
-marmot mole monkey moose mouse mule newt panda panther parrot pelican pheasant pig pigeon pony puffin puma
-puppy quail rabbit raccoon raven robin salmon seal shark sheep skunk sloth snail sparrow spider squid swan
-tiger toad tortoise trout turkey turtle viper vulture walrus weasel whale wolf wombat zebra
-""".split()
+PETS = _words("""
+bat beaver bison buffalo camel canary cat cobra cow coyote crab crane cricket deer dingo dolphin donkey duck
+falcon ferret finch fox frog gecko gibbon giraffe goat goose gorilla hare hedgehog heron horse jackal jaguar
+kitten koala lamb lemur leopard lion lizard lynx magpie marmot mole monkey mouse mule newt panda panther
+parrot pheasant pig pigeon pony puffin puma puppy quail raven salmon seal shark sheep skunk sloth snail
+sparrow spider squid swan tiger toad tortoise trout turkey turtle viper vulture walrus weasel wolf wombat
+zebra
+""")
 
-DISHES = """
-almonds apples bacon bananas barley beans beets berries biscuits bread broccoli butter cabbage cake caramel
-carrots celery cereal cheese cherries chestnuts chocolate coconut cookies corn couscous crackers cream curry
-dates dumplings eggs fennel figs fudge garlic ginger grapes gravy ham hazelnuts honey jam jelly kale ketchup
-kiwis leeks lemons lentils lettuce limes mangos melons millet muffins mushrooms mustard noodles nougat nuts
-oats olives onions oranges pancakes papayas parsley pasta peaches peanuts pears peas pepper pesto pickles
-pies pizza plums popcorn porridge potatoes pretzels pudding pumpkin quinoa radishes raisins rice salad sauce
-sausages sorbet soup spinach squash stew sushi syrup tacos toast toffee tofu tomatoes truffles turnips waffles
-walnuts yogurt
-""".split()
+DISHES = _words("""
+almonds bacon bananas beans beets berries biscuits bread broccoli cabbage cake celery cereal cherries
+chocolate coconut cookies corn couscous crackers cream curry fennel figs fudge ginger grapes ham hazelnuts
+honey jam jelly kiwis leeks lemons lettuce mangos melons millet mustard nougat nuts oats olives onions
+pancakes papayas parsley pasta peaches pears peas pepper pesto pickles pies pizza porridge potatoes pretzels
+pudding pumpkin quinoa radishes raisins salad sauce sausages sorbet soup spinach squash tacos tomatoes
+truffles turnips waffles walnuts yogurt
+""")
 
-COLOURS = "amber beige black blue brown gold green grey ivory orange pink purple red silver violet white".split()
+COLOURS = _words(
+    "amber beige black blue brown gold green grey ivory orange pink purple red silver violet white"
+)
 
-OBJECTS = """
+OBJECTS = _words("""
 anchor axe bag ball basket bell book boot bottle bowl box brush bucket candle chair clock coat coin comb
 compass crown cup drum fan flag flute hammer hat jar kettle key kite ladder lamp lantern map mask medal mirror
 mug needle pencil pillow plate ring rope scarf shield spoon stamp statue sword ticket umbrella vase violin
-""".split()
+""")
 
 FILLERS = (
     "The rain stopped before noon.", "Nothing else was written on that page.", "It was a quiet week.",
@@ -106,35 +110,35 @@ class _Relation(NamedTuple):
     values: list[str]
 
 
-# The name always precedes the value: a causal model can then look a value up by what stands
-# before it, which a model this small learns in minutes; the reverse order takes far longer.
+# The name (or the thing) stands two or three tokens before the value, in every wording: a model this
+# small learns to look a value up by what stands there within minutes, and by looser forms far slower.
 RELATIONS: dict[str, _Relation] = {
     "code": _Relation(
-        ("The code of {n} is {v}.", "{n} has the code {v}.", "{n} uses the code {v}."),
+        ("The code of {n} is {v}.", "And the code of {n} is {v}.", "The secret code of {n} is {v}."),
         ("What is the code of {n}?", "Which code does {n} have?", "Tell me the code of {n}."),
         "The code of {n} is {v}.",
         [],
     ),
     "thing": _Relation(
-        ("{n} keeps the {t} in the {v}.", "{n} left the {t} in the {v}.", "The {t} of {n} is in the {v}."),
+        ("{n} keeps the {t} in the {v}.", "{n} left the {t} in the {v}.", "{n} put the {t} in the {v}."),
         ("Where does {n} keep the {t}?", "Where is the {t} of {n}?", "In which place does {n} keep the {t}?"),
         "{n} keeps the {t} in the {v}.",
         PLACES,
     ),
     "home": _Relation(
-        ("{n} lives in {v}.", "The home of {n} is in {v}.", "{n} has a house in {v}."),
+        ("{n} lives in {v}.", "The family of {n} lives in {v}.", "We know that {n} lives in {v}."),
         ("Where does {n} live?", "In which town does {n} live?", "Where is the home of {n}?"),
         "{n} lives in {v}.",
         TOWNS,
     ),
     "pet": _Relation(
-        ("The pet of {n} is a {v}.", "{n} has a pet {v}.", "{n} owns a {v}."),
+        ("The pet of {n} is a {v}.", "{n} has a {v}.", "{n} owns a {v}."),
         ("What is the pet of {n}?", "Which pet does {n} have?", "What animal does {n} own?"),
         "The pet of {n} is a {v}.",
         PETS,
     ),
     "dish": _Relation(
-        ("{n} likes {v} best.", "{n} loves to eat {v}.", "The favourite food of {n} is {v}."),
+        ("{n} likes {v} best.", "{n} loves {v}.", "The favourite food of {n} is {v}."),
         ("What does {n} like best?", "What is the favourite food of {n}?", "What does {n} love to eat?"),
         "{n} likes {v} best.",
         DISHES,
@@ -272,11 +276,16 @@ def training_chat(seed: int, n_facts: int, n_questions: int) -> list[Message]:
             messages.append({"role": "assistant", "content": NOTED_REPLY})
         else:
             prefix = text + rng.choice(("\n", "\n", " "))
+    pool: list[Fact] = []
     for turn in range(n_questions):
         if late and turn == n_questions // 2:
             prefix = " ".join(fact.text for fact in late) + rng.choice(("\n", " "))
-            known, late = known + late, []
-        fact = rng.choice(known)
+            known, pool, late = known + late, pool + late, []
+        if not pool:
+            pool = list(known)
+        # Mostly each fact is asked once, so that the answer is not in an earlier answer; but
+        # sometimes again, so that the model does not learn that asked facts are spent.
+        fact = rng.choice(known) if rng.random() < 0.15 else pool.pop(rng.randrange(len(pool)))
         messages.append({"role": "user", "content": prefix + question(fact, rng.randrange(3))})
         messages.append({"role": "assistant", "content": fact.answer})
         prefix = ""
