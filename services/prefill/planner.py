@@ -115,7 +115,7 @@ class Planner:
         self.line = Line(config.priority_step_ns)
         self._work: dict[int, Work] = {}  # with tokens left to submit, in order of admission
         self._blocked = 0  # did not get its pages; 0 = none (handles begin at 1)
-        self._last_long = False
+        self._last_long = True  # short ones begin
 
     def drop(self, handle: int) -> None:
         """Forget a request wherever it stands; unknown handles are fine."""

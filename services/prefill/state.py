@@ -194,7 +194,7 @@ class PrefillState:
             h = self.handoffs[chunk.handle]
             h.steps.add(number)
             h.chunks += 1
-            if not h.begin_sent_ns:
+            if h.chunks == 1:
                 h.begin_sent_ns = now
                 self._lives.tell(h, ev.SendBeginFill(h.handle, len(h.pages)))
         message = m.PrefillStep(number, tuple(self._item(chunk) for chunk in chunks))

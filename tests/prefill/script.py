@@ -1,0 +1,209 @@
+"""Plays transcripts against the prefill brain: commands in, what it answers out.
+
+A transcript is a text file of blocks: command lines, a line `----`, the expected output, an empty line. Lines that
+begin with `#` are comments. Times are milliseconds. A prompt is written as its blocks: `abc+2` stands for three
+full blocks with the contents a, b, c, and two more tokens; two prompts share a prefix where their letters agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from kvmesh.kvcache.page_pool import PagePool
+from kvmesh.node import messages as m
+from services.prefill import events as ev
+from services.prefill.checks import BrainConfig
+from services.prefill.planner import PlanConfig
+from services.prefill.state import PrefillState
+
+MS = 1_000_000
+BOOT_NS = 5_000 * MS  # a monotonic clock does not begin at 0
+DEFAULTS = {"pages": 8, "block": 4, "chunk": 12, "batch": 24, "long": 12, "depth": 2, "context": 64, "queued": 8}
+
+
+def prompt(text: str, block: int) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
+    """Token ids and block keys of a prompt written as `abc+2`."""
+    blocks, _, more = text.partition("+")
+    tokens = [ord(letter) for letter in blocks for _ in range(block)] + [1] * int(more or 0)
+    return tuple(tokens), tuple(blocks[: i + 1].encode() for i in range(len(blocks)))
+
+
+def make_state(**limits: int) -> PrefillState:
+    """A brain with one rank and the limits of DEFAULTS unless told otherwise."""
+    c = DEFAULTS | limits
+    plan = PlanConfig(
+        block_tokens=c["block"],
+        prefill_chunk_tokens=c["chunk"],
+        max_batch_tokens=c["batch"],
+        long_prompt_tokens=c["long"],
+        pipeline_depth=c["depth"],
+        priority_step_ns=1000 * MS,
+    )
+    config = BrainConfig(plan=plan, max_context_tokens=c["context"], vocab_size=256, max_queued=c["queued"])
+    return PrefillState(config, PagePool(c["pages"]))
+
+
+@dataclass
+class Player:
+    """One brain, one clock, the steps that are at the rank."""
+
+    state: PrefillState = field(default_factory=make_state)
+    now_ms: int = 0
+    steps: dict[int, m.PrefillStep] = field(default_factory=dict)
+    block: int = DEFAULTS["block"]
+
+    @property
+    def now(self) -> int:
+        """Monotonic nanoseconds."""
+        return BOOT_NS + self.now_ms * MS
+
+    def play(self, line: str) -> Iterator[str]:
+        """Output lines of one command line."""
+        name, *words = line.split()
+        plain = [w for w in words if "=" not in w]
+        given = dict(w.split("=", 1) for w in words if "=" in w)
+        if name == "config":
+            self.block = int(given.get("block", DEFAULTS["block"]))
+            self.state = make_state(**{k: int(v) for k, v in given.items()})
+        elif name == "at":
+            assert int(plain[0]) >= self.now_ms, "time goes forward"
+            self.now_ms = int(plain[0])
+        elif name == "show":
+            yield from self.show()
+        else:
+            event = EVENTS[name](self, plain, given)
+            yield from (self.describe(a) for a in self.state.step(event, self.now))
+        self.state.check_integrity()
+
+    def show(self) -> Iterator[str]:
+        """Every handoff and the pool."""
+        for h in self.state.handoffs.values():
+            parts = [f"handoff {h.handle} {h.phase.value}", f"computed={h.computed_tokens}/{h.prompt_tokens}"]
+            parts += [f"pages={','.join(map(str, h.pages)) or '-'}", f"push={h.pushes[0].value}"]
+            parts += [f"steps={','.join(map(str, sorted(h.steps)))}"] if h.steps else []
+            parts += [f"lease..{ms(h.lease.until_ns)}"] if h.lease else []
+            yield " ".join(parts)
+        pool, cache, load = self.state.pool, self.state.cache, self.state.load()
+        yield f"pages free={pool.free} idle={cache.evictable} of {pool.total}; waiting={load.queued_requests}"
+
+    def describe(self, action: ev.Action) -> str:
+        """One readable line."""
+        match action:
+            case ev.ToRank(_, m.PrefillStep() as step):
+                self.steps[step.step_id] = step
+                return f"rank: step {step.step_id}: " + "; ".join(self.item(i) for i in step.items)
+            case ev.ToRank(_, m.PushOpen() as o):
+                return (
+                    f"rank: push {o.handle} epoch={o.handoff_epoch} pages={','.join(map(str, o.pages))} "
+                    f"first_block={o.first_block} ready={o.ready_tokens}/{o.prompt_tokens} until={ms(o.lease_until_ns)}"
+                )
+            case ev.ToRank(_, m.PushLease(handle, until)):
+                return f"rank: lease of {handle} until={ms(until)}"
+            case ev.ToRank(_, m.PushCancel(handle)):
+                return f"rank: cancel push {handle}"
+            case ev.SendBeginFill(handle, blocks):
+                return f"decode: {handle} BeginFill blocks={blocks}"
+            case ev.SendRenew(handle, epoch, done):
+                return f"decode: {handle} RenewLease epoch={epoch} bytes={done}"
+            case ev.SendFirstToken(handle, sampled, cached, queue, prefill):
+                times = f"queue={queue // MS} prefill={prefill // MS}"
+                return f"decode: {handle} FirstToken {sampled.token_id} cached={cached} {times}"
+            case ev.SendFillDone(handle, epoch, took, size, exposed):
+                return f"decode: {handle} FillDone epoch={epoch} bytes={size} took={took // MS} exposed={exposed // MS}"
+            case ev.SendDrained(handle, epoch):
+                return f"decode: {handle} Drained epoch={epoch}"
+            case ev.SendFailed(handle, error, drained):
+                again = " retryable" if error.retryable else ""
+                return (
+                    f"decode: {handle} Failed drained={'yes' if drained else 'NO'}{again} {error.code}: {error.message}"
+                )
+            case ev.Ended():
+                cause = f" ({action.cause})" if action.cause else ""
+                return f"end of {action.handle}: {action.outcome.value}{cause}"
+            case _:
+                raise AssertionError(f"no description of {action}")
+
+    @staticmethod
+    def item(item: m.PrefillItem) -> str:
+        sample = " sample" if item.sample else ""
+        end = item.start + len(item.token_ids)
+        return f"{item.handle} [{item.start}..{end}) pages={','.join(map(str, item.pages))}{sample}"
+
+
+def ms(monotonic_ns: int) -> int:
+    """Milliseconds on the transcript's clock."""
+    return (monotonic_ns - BOOT_NS) // MS
+
+
+Make = Callable[[Player, list[str], dict[str, str]], ev.Event]
+
+
+def _start(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
+    tokens, keys = prompt(g["prompt"], p.block)
+    deadline = p.now + int(g["deadline"]) * MS if "deadline" in g else 0
+    sampling = m.Sampling(0.0, 1.0, 0, 0)
+    stream, priority = int(g.get("stream", 1)), int(g.get("priority", 0))
+    return ev.Start(int(a[0]), stream, f"r{a[0]}", tokens, keys, sampling, deadline, priority)
+
+
+def _landing(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
+    handle = int(a[0])
+    known = p.state.handoffs.get(handle)
+    blocks = int(g.get("blocks", len(known.pages) if known else 1))
+    ranks = (ev.RankLanding(0, "decode", tuple(range(0, blocks * 100, 100)), int(g.get("first_block", 0))),)
+    return ev.Landing(handle, int(g.get("epoch", 7)), int(g.get("lease", 1000)), ranks)
+
+
+def _done(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
+    step = p.steps.pop(int(a[0]))
+    sampled = () if "none" in g.get("sampled", "") else tuple(
+        m.Sampled(i.handle, 100 + i.handle) for i in step.items if i.sample
+    )  # fmt: skip
+    start, end = p.now - int(g.get("took", 0)) * MS, p.now
+    return ev.FromRank(0, m.PrefillStepDone(step.step_id, start, end, sampled))
+
+
+def _error(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
+    step = p.steps.pop(int(a[0]))
+    return ev.FromRank(0, m.RankError(tuple(i.handle for i in step.items), "out of memory"))
+
+
+def _pushed(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
+    post = p.now - int(g.get("took", 0)) * MS
+    return ev.FromRank(0, m.PushDone(int(a[0]), int(g.get("epoch", 7)), post, p.now, int(g.get("bytes", 999))))
+
+
+def _push_failed(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
+    cause = g.get("cause", "path-broken")
+    return ev.FromRank(0, m.PushFailed(int(a[0]), int(g.get("epoch", 7)), cause, g.get("drained", "yes") == "yes"))
+
+
+EVENTS: dict[str, Make] = {
+    "start": _start,
+    "landing": _landing,
+    "renewed": lambda p, a, g: ev.Renewed(int(a[0]), int(g.get("epoch", 7)), int(g.get("lease", 1000))),
+    "cancel": lambda p, a, g: ev.Cancel(int(a[0]), " ".join(a[1:]) or "client-left"),
+    "broken": lambda p, a, g: ev.StreamBroken(int(a[0])),
+    "done": _done,
+    "error": _error,
+    "progress": lambda p, a, g: ev.FromRank(0, m.PushProgress(int(a[0]), int(a[1]))),
+    "pushed": _pushed,
+    "push-failed": _push_failed,
+    "drained": lambda p, a, g: ev.FromRank(0, m.PushDrained(int(a[0]), g.get("certain", "yes") == "yes")),
+    "lost": lambda p, a, g: ev.RankLost(0, "rank 0 ended, exit status -9"),
+    "stop": lambda p, a, g: ev.Stop(),
+    "tick": lambda p, a, g: ev.Tick(),
+}
+
+
+def replay(text: str) -> str:
+    """The transcript with the outputs that the brain gives now."""
+    player = Player()
+    blocks = []
+    for block in text.strip().split("\n\n"):
+        lines = block.split("----")[0].rstrip("\n").splitlines()
+        commands = [line for line in lines if not line.startswith("#")]
+        said = [answer for command in commands for answer in player.play(command)]
+        blocks.append("\n".join([*lines, "----", *(said or ["nothing"])] if commands else lines))
+    return "\n\n".join(blocks) + "\n"

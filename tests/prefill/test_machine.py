@@ -1,0 +1,321 @@
+"""Any interleaving of decode, rank and time: pages have holders, KV is right, every handoff has one ending.
+
+The rank here is a model that keeps what a real one would: messages in order both ways, the content of every page
+(as the token prefix it was computed from), and the pushes that may still read. The decode instances are rules.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvmesh.node import messages as m
+from services.prefill import events as ev
+from services.prefill.handoff import Phase
+from tests.prefill.script import BOOT_NS, MS, make_state, prompt
+
+BLOCK, PAGES = 4, 10
+ENDINGS = (ev.SendDrained, ev.SendFailed)
+
+
+@dataclass
+class Life:
+    """What decode has seen of one handoff."""
+
+    start: ev.Start
+    said: list[ev.Action] = field(default_factory=list)
+    ended: ev.Ended | None = None
+    cancelled: bool = False
+    landed: bool = False
+
+    def has(self, *kinds: type) -> bool:
+        return any(isinstance(a, kinds) for a in self.said)
+
+    @property
+    def finished(self) -> bool:
+        return self.has(*ENDINGS) or (self.has(ev.SendFirstToken) and self.has(ev.SendFillDone))
+
+
+@dataclass
+class RankPush:
+    spec: m.PushOpen
+    cancelled: bool = False
+
+
+class Machine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        limits = {"pages": PAGES, "block": BLOCK, "chunk": 8, "batch": 16, "long": 8, "queued": 6}
+        self.state = make_state(**limits)
+        self.now = BOOT_NS
+        self.lives: dict[int, Life] = {}
+        self.broken: set[int] = set()
+        self.epoch = 0
+        self.inbox: deque[m.PrefillStep] = deque()
+        self.outbox: deque[m.ToFront] = deque()
+        self.pushes: dict[int, RankPush] = {}
+        self.content: dict[int, tuple[int, ...]] = {}  # page → tokens [0, end of its block)
+        self.written: dict[int, int] = {}  # handle → tokens computed in unbroken order
+        self.doubt: set[int] = set()  # handles with bytes that may fly without a holder
+        self.lost = False
+
+    # ── plumbing ─────────────────────────────────────────────────────────────────────────────────
+
+    def step(self, event: ev.Event) -> None:
+        self.now += 1
+        for action in self.state.step(event, self.now):
+            if isinstance(action, ev.ToRank):
+                self.at_rank(action.message)
+                continue
+            life = self.lives[action.handle]
+            assert life.ended is None, f"{action} after the end"
+            if isinstance(action, ev.Ended):
+                life.ended = action
+                assert life.finished or life.start.stream in self.broken, "ended, and decode does not know how"
+                continue
+            assert not life.has(*ENDINGS), f"{action} after {life.said[-1]}"
+            assert type(action) not in (type(a) for a in life.said) or isinstance(action, ev.SendRenew)
+            assert life.start.stream not in self.broken, f"{action} to a broken stream"
+            self.check_promise(action)
+            life.said.append(action)
+
+    def check_promise(self, action: ev.Action) -> None:
+        """ "Drained" and "done" mean that no byte is on its way and none will follow."""
+        if isinstance(action, ev.SendFailed) and not action.drained:
+            assert action.handle in self.doubt or self.lost, "a fence for nothing"
+        elif isinstance(action, (*ENDINGS, ev.SendFillDone)):
+            assert action.handle not in self.pushes, f"{action} while the rank pushes"
+            assert action.handle not in self.doubt, f"{action} with bytes in doubt"
+
+    def at_rank(self, message: m.ToRank) -> None:
+        if self.lost:
+            return
+        match message:
+            case m.PrefillStep():
+                self.one_writer(message)
+                self.inbox.append(message)
+            case m.PushOpen(handle):
+                assert handle not in self.pushes, "pushed twice"
+                assert not self.lives[handle].has(*ENDINGS), "pushed after the end"
+                assert message.lease_until_ns > self.now, "a push was opened after its lease"
+                self.pushes[handle] = RankPush(message)
+            case m.PushCancel(handle):
+                if handle in self.pushes:
+                    self.pushes[handle].cancelled = True
+                else:
+                    self.outbox.append(m.PushDrained(handle))
+
+    def one_writer(self, step: m.PrefillStep) -> None:
+        """A page that this step writes is read or written by no other request, and by no later step of its own."""
+        for item in step.items:
+            mine = set(item.pages[item.start // BLOCK :])
+            assert item.start % BLOCK == 0
+            assert mine.isdisjoint(self.state.cache.pages()), "a cached page is written"
+            for other in self.state.handoffs.values():
+                assert other.handle == item.handle or mine.isdisjoint(other.pages), (
+                    "two holders of a page being written"
+                )
+
+    # ── decode ───────────────────────────────────────────────────────────────────────────────────
+
+    @precondition(lambda self: len(self.lives) < 14)
+    @rule(
+        blocks=st.text(alphabet="ab", max_size=4),
+        more=st.integers(0, 3),
+        stream=st.integers(1, 3),
+        deadline_ms=st.sampled_from([0, 0, 0, 700]),
+        priority=st.integers(-1, 1),
+    )
+    def start(self, blocks: str, more: int, stream: int, deadline_ms: int, priority: int) -> None:
+        if stream in self.broken:
+            return
+        tokens, keys = prompt(f"{blocks}+{more}", BLOCK)
+        handle = len(self.lives) + 1
+        deadline = self.now + deadline_ms * MS if deadline_ms else 0
+        start = ev.Start(handle, stream, f"r{handle}", tokens, keys, m.Sampling(0, 1, 0, 0), deadline, priority)
+        self.lives[handle] = Life(start)
+        self.step(start)
+
+    def open(self, *, landed: bool | None = None) -> list[int]:
+        """Handles that decode still cares for."""
+        return [
+            n
+            for n, life in self.lives.items()
+            if life.ended is None and life.start.stream not in self.broken and landed in (None, life.landed)
+        ]
+
+    @precondition(lambda self: any(self.lives[n].has(ev.SendBeginFill) for n in self.open(landed=False)))
+    @rule(data=st.data(), lease_ms=st.sampled_from([100, 1000, 5000]), skip=st.booleans())
+    def land(self, data: st.DataObject, lease_ms: int, skip: bool) -> None:
+        self.landing(data.draw(st.sampled_from(self.begun())), lease_ms, skip)
+
+    def begun(self) -> list[int]:
+        return [n for n in self.open(landed=False) if self.lives[n].has(ev.SendBeginFill)]
+
+    def landing(self, handle: int, lease_ms: int, skip: bool) -> None:
+        life = self.lives[handle]
+        life.landed = True
+        self.epoch += 1
+        begin = next(a for a in life.said if isinstance(a, ev.SendBeginFill))
+        offsets = tuple(range(begin.num_blocks))
+        target = ev.RankLanding(0, "decode", offsets, 1 if skip else 0)
+        self.step(ev.Landing(handle, self.epoch, lease_ms, (target,)))
+
+    @precondition(lambda self: self.open(landed=True))
+    @rule(data=st.data())
+    def renew(self, data: st.DataObject) -> None:
+        handle = data.draw(st.sampled_from(self.open(landed=True)))
+        self.step(ev.Renewed(handle, data.draw(st.integers(1, self.epoch)), 1000))
+
+    @precondition(lambda self: self.open())
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        handle = data.draw(st.sampled_from(self.open()))
+        self.lives[handle].cancelled = True
+        self.step(ev.Cancel(handle, "not wanted"))
+
+    @precondition(lambda self: len(self.broken) < 2)
+    @rule(stream=st.integers(1, 3))
+    def stream_breaks(self, stream: int) -> None:
+        if stream not in self.broken:
+            self.broken.add(stream)
+            self.step(ev.StreamBroken(stream))
+
+    # ── rank ─────────────────────────────────────────────────────────────────────────────────────
+
+    @precondition(lambda self: self.inbox)
+    @rule(fails=st.sampled_from([False] * 9 + [True]))
+    def rank_runs_a_step(self, fails: bool) -> None:
+        step = self.inbox.popleft()
+        handles = tuple(i.handle for i in step.items)
+        if fails:
+            for handle in handles:
+                self.written[handle] = -1
+            self.outbox.append(m.RankError(handles, "out of memory"))
+            return
+        for item in step.items:
+            self.write(item)
+        sampled = tuple(m.Sampled(i.handle, 7) for i in step.items if i.sample is not None)
+        self.outbox.append(m.PrefillStepDone(step.step_id, self.now - 5, self.now, sampled))
+
+    def write(self, item: m.PrefillItem) -> None:
+        tokens = self.lives[item.handle].start.token_ids
+        healthy = self.written.get(item.handle, item.start) == item.start
+        for block in range(item.start // BLOCK) if healthy else ():
+            seen = self.content.get(item.pages[block])
+            assert seen == tokens[: (block + 1) * BLOCK], "attention would read another prompt's KV"
+        end = item.start + len(item.token_ids)
+        assert item.token_ids == tokens[item.start : end]
+        assert len(item.pages) == -(-end // BLOCK)
+        assert (item.sample is not None) == (end == len(tokens))
+        for block in range(item.start // BLOCK, len(item.pages)):
+            self.content[item.pages[block]] = tokens[: min((block + 1) * BLOCK, end)] if healthy else ()
+        self.written[item.handle] = end if healthy else -1
+
+    @precondition(lambda self: self.pushes)
+    @rule(data=st.data(), how=st.sampled_from(["done", "done", "progress", "failed", "doubt"]))
+    def push_moves(self, data: st.DataObject, how: str) -> None:
+        self.push(data.draw(st.sampled_from(sorted(self.pushes))), how)
+
+    def push(self, handle: int, how: str) -> None:
+        push = self.pushes[handle]
+        spec = push.spec
+        self.check_kv(spec)
+        if how == "progress":
+            self.outbox.append(m.PushProgress(handle, 64))
+            return
+        if how == "doubt":
+            self.doubt.add(handle)
+        if push.cancelled:
+            self.outbox.append(m.PushDrained(handle, certain=how != "doubt"))
+        elif how == "done":
+            if self.written.get(handle) != spec.prompt_tokens:
+                return
+            self.outbox.append(m.PushDone(handle, spec.handoff_epoch, self.now - 9, self.now, 640))
+        else:
+            self.outbox.append(m.PushFailed(handle, spec.handoff_epoch, "path broken", how == "failed"))
+        del self.pushes[handle]
+
+    def check_kv(self, spec: m.PushOpen) -> None:
+        """Whatever the push may read now is this prompt's KV."""
+        tokens = self.lives[spec.handle].start.token_ids
+        complete = max(self.written.get(spec.handle, 0), spec.ready_tokens)
+        if self.written.get(spec.handle, 0) < 0:
+            complete = spec.ready_tokens
+        for block in range(complete // BLOCK):
+            assert self.content[spec.pages[block]] == tokens[: (block + 1) * BLOCK], "another prompt's KV is pushed"
+
+    @precondition(lambda self: self.outbox)
+    @rule()
+    def rank_is_heard(self) -> None:
+        self.step(ev.FromRank(0, self.outbox.popleft()))
+
+    @precondition(lambda self: not self.lost and len(self.lives) > 3)
+    @rule(really=st.sampled_from([False] * 30 + [True]))
+    def rank_dies(self, really: bool) -> None:
+        if not really:
+            return
+        self.lost = True
+        self.inbox.clear()
+        self.outbox.clear()
+        self.doubt.update(self.pushes)
+        self.pushes.clear()
+        self.step(ev.RankLost(0, "killed"))
+        assert not self.state.handoffs
+
+    @rule(ms=st.sampled_from([1, 60, 800]))
+    def time_passes(self, ms: int) -> None:
+        self.now += ms * MS
+        self.step(ev.Tick())
+
+    # ── what must hold ───────────────────────────────────────────────────────────────────────────
+
+    @invariant()
+    def references_are_holders(self) -> None:
+        self.state.check_integrity()
+        for step in self.inbox:
+            for item in step.items:
+                assert set(item.pages) <= set(self.state.handoffs[item.handle].pages), "a step outlives its pages"
+        for handle, push in self.pushes.items():
+            h = self.state.handoffs.get(handle)
+            assert h is not None, "a push outlives its handoff"
+            assert tuple(h.pages) == push.spec.pages
+
+    @invariant()
+    def the_rank_is_busy_while_anything_can_run(self) -> None:
+        ready = [h for h in self.state.handoffs.values() if h.phase is Phase.QUEUED]
+        if ready and not self.inbox and not self.outbox and not self.lost:
+            held = [h for h in self.state.handoffs.values() if h.pages]
+            assert held, "requests wait and nothing holds pages"
+
+    def teardown(self) -> None:
+        """Let everything come to its natural end: the pool is full again, nobody was forgotten."""
+        for _ in range(400):
+            if not self.state.handoffs:
+                break
+            if self.outbox:
+                self.rank_is_heard()
+            elif self.inbox:
+                self.rank_runs_a_step(False)
+            elif self.begun():
+                self.landing(self.begun()[0], 100_000, False)
+            elif self.pushes:
+                handle = next(iter(self.pushes))
+                push = self.pushes[handle]
+                self.push(handle, "done" if self.written.get(handle) == push.spec.prompt_tokens else "failed")
+            self.references_are_holders()
+        assert not self.state.handoffs, "handoffs that never end"
+        for life in self.lives.values():
+            assert life.ended is not None
+        pool, cache = self.state.pool, self.state.cache
+        assert pool.free + cache.evictable == PAGES
+        cache.clear()
+        assert pool.free == PAGES
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
