@@ -84,6 +84,7 @@ class Runner:
         with torch.inference_mode():
             weights = Weights(checkpoint, torch_dtype(dtype), self.device)
             self.model = MODELS[self.config.architecture](self.config, weights)
+        checkpoint.close()  # everything has been copied out of the file mappings
 
     @torch.inference_mode()
     def prefill(
