@@ -1,0 +1,150 @@
+"""The command line: help that teaches, options made from configurations, one line for an error."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from kvmesh.cli import serve
+from kvmesh.cli.app import app
+from kvmesh.cli.serve import SERVICES, config_class, known_keys
+from kvmesh.config import ServiceConfig
+
+Invoke = Callable[..., Result]
+
+
+@pytest.fixture
+def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Invoke:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "dumb")
+
+    def call(*args: str) -> Result:
+        return CliRunner().invoke(app, list(args))
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [],
+        ["up"],
+        ["serve"],
+        *(["serve", name] for name in SERVICES),
+        ["chat"],
+        ["status"],
+        ["trace"],
+        ["doctor"],
+        ["version"],
+    ],
+    ids=" ".join,
+)
+def test_every_help_teaches_with_an_example(invoke: Invoke, command: list[str]) -> None:
+    result = invoke(*command, "--help")
+    assert result.exit_code == 0
+    example = rf"^ +\S.*\bkvmesh {' '.join(command) or 'up'}\b|^ +kvmesh {' '.join(command) or 'up'}\b"
+    assert re.search(example, result.output, re.M), result.output
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_every_key_of_a_service_is_an_option_with_help(invoke: Invoke, service: str) -> None:
+    output = invoke("serve", service, "--help").output
+    for field, _ in serve.fields_of(config_class(service)):
+        assert f"--{field.name.replace('_', '-')}" in output
+        assert field.metadata.get("help"), f"{service}.{field.name} has no help"
+    assert "A flag wins over the environment" in re.sub(r"\s+", " ", output)
+
+
+@pytest.mark.parametrize(
+    ("command", "env", "message"),
+    [
+        (["serve", "store", "--lease-ms", "soon"], {}, "lease_ms='soon' (from --lease-ms): must be a whole number"),
+        (["serve", "store"], {"KVMESH_LEASE_MS": "-"}, "lease_ms='-' (from KVMESH_LEASE_MS): must be a whole number"),
+        (["serve", "store"], {"KVMESH_LEASE": "3"}, "unknown key 'KVMESH_LEASE'"),
+        (["serve", "store", "--log-level", "loud"], {}, "log_level='loud' (from --log-level): choose one of"),
+        (["serve", "store", "--config", "/no/such"], {}, "config='/no/such': No such file or directory"),
+        (["up", "--prefill", "0"], {}, "prefill='0' (from --prefill): must be at least 1"),
+        (["up", "--block-tokens", "48"], {}, "block_tokens='48' (from --block-tokens): choose one of 16, 32"),
+        (["up", "--slo-ttft", "x"], {}, "slo_ttft_ms='x' (from --slo-ttft): must be a whole number"),
+        (["up", "--model", "/no/such/folder"], {}, "model='/no/such/folder': no such folder"),
+        (["up", "--http-port", "9000", "--grpc-port", "9000"], {}, "is http_port too; choose another with --grpc-port"),
+        (
+            ["up"],
+            {"KVMESH_DECODES": "3"},
+            "unknown key 'KVMESH_DECODES' (from KVMESH_DECODES); did you mean KVMESH_DECODE?",
+        ),
+        (["status"], {}, "no mesh was started here yet: run `kvmesh up` first"),
+        (["trace", "--last"], {}, "no mesh was started here yet"),
+        (["trace"], {}, "name a request id, or give --last"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_mistake_is_one_clear_line_and_exit_code_2(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, command: list[str], env: dict[str, str], message: str
+) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    result = invoke(*command)
+    assert result.exit_code == 2
+    lines = [line for line in result.output.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert message in lines[0]
+    assert "Traceback" not in result.output
+
+
+def test_an_unknown_flag_is_refused(invoke: Invoke) -> None:
+    result = invoke("serve", "store", "--lease", "3")
+    assert result.exit_code == 2
+    assert "No such option" in result.output
+
+
+def test_a_port_in_use_names_the_port_and_the_flag(invoke: Invoke) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        first = invoke("up", "--http-port", str(port))
+        second = invoke("up", "--grpc-port", str(port))
+    assert f"error: http_port={port}: the port is in use on 127.0.0.1; choose another with --http-port" in first.output
+    assert f"error: grpc_port={port}: the port is in use on 127.0.0.1; choose another with --grpc-port" in second.output
+    assert (first.exit_code, second.exit_code) == (2, 2)
+
+
+def test_chat_without_a_mesh_says_so(invoke: Invoke) -> None:
+    result = invoke("chat", "-m", "hi", "--url", "http://127.0.0.1:1")
+    assert result.exit_code == 1
+    assert "error: nothing answers at http://127.0.0.1:1: is the mesh up?" in result.output
+
+
+def test_version(invoke: Invoke) -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+\n", invoke("version", "--short").output)
+    assert re.match(r"kvmesh \d\S*, protocol 1, Python 3", invoke("version").output)
+
+
+def test_doctor_looks_at_everything(invoke: Invoke) -> None:
+    result = invoke("doctor")
+    assert result.exit_code == 0, result.output
+    for what in ("python", "cpu", "torch", "shared memory", "cuda", "triton", "rdma", "port 8000", "port 8001"):
+        assert re.search(rf"^{what} +(ok|missing)  ", result.output, re.M), what
+    for line in result.output.splitlines():
+        assert "missing" not in line or "would enable: " in line
+
+
+def test_help_needs_neither_torch_nor_grpc() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from kvmesh.cli.app import app;"
+        "assert CliRunner().invoke(app, ['up', '--help']).exit_code == 0;"
+        "print([name for name in ('torch', 'grpc', 'transformers', 'opentelemetry.sdk') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_shared_environment_holds_keys_of_every_service() -> None:
+    assert {"http_port", "lease_ms", "memory_mb", "grpc_port", *ServiceConfig.__dataclass_fields__} <= known_keys()

@@ -1,0 +1,210 @@
+"""The supervisor, with a real store master and a real conductor as its processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from kvmesh.cli import plan, probe
+from kvmesh.cli.mesh import Event, Mesh, State
+from kvmesh.cli.settings import MeshSettings
+from kvmesh.rpc.errors import ConfigError, Unavailable
+
+pytestmark = pytest.mark.mesh
+
+
+def make(tmp_path: Path, *, change: Callable[[plan.Spec], plan.Spec] = lambda spec: spec, **settings: Any) -> Mesh:
+    made = MeshSettings(model="/none", run_dir=str(tmp_path), http_port=0, grpc_port=0, **settings)
+    specs = plan.plan(made, tmp_path, plan.Ports())
+    return Mesh(made, [change(spec) for spec in specs if spec.service in ("store", "conductor")])
+
+
+def events(mesh: Mesh) -> queue.Queue[Event]:
+    found: queue.Queue[Event] = queue.Queue()
+    mesh.listen(found.put)
+    return found
+
+
+def wait_for(found: queue.Queue[Event], name: str, state: State) -> Event:
+    while True:
+        event = found.get(timeout=30)
+        if (event.name, event.state) == (name, state):
+            return event
+
+
+def told(tmp_path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((tmp_path / "mesh.json").read_text())
+    return found
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def test_services_start_become_ready_and_stop_leaving_nothing(tmp_path: Path) -> None:
+    before, threads = children(), threading.active_count()
+    with make(tmp_path) as mesh:
+        mesh.wait_ready(60)
+        assert {probe.health(address) for address in mesh.addresses.values()} == {"SERVING"}
+        state = told(tmp_path)
+        assert state["pid"] == os.getpid()
+        assert {name: one["state"] for name, one in state["services"].items()} == {
+            "store": "ready",
+            "conductor": "ready",
+        }
+        pids = {one["pid"] for one in state["services"].values()}
+        assert pids == {one.pid for one in mesh.processes.values()} <= children()
+        assert len({os.getpgid(pid) for pid in pids} | {os.getpgid(0)}) == 3, "a process group each"
+    assert children() == before
+    assert threading.active_count() == threads
+    assert {one["state"] for one in told(tmp_path)["services"].values()} == {"stopped"}
+    mesh.stop()  # again: nothing happens
+
+
+def test_a_killed_service_comes_back_on_its_port_and_the_other_goes_on(tmp_path: Path) -> None:
+    mesh = make(tmp_path)
+    found = events(mesh)
+    with mesh:
+        mesh.wait_ready(60)
+        other, pid = mesh.processes["conductor"].pid, mesh.processes["store"].pid
+        mesh.kill("store")
+        assert wait_for(found, "store", State.DOWN).text == "killed by SIGKILL"
+        mesh.wait_ready(60)
+        assert probe.health(mesh.addresses["store"]) == "SERVING"
+        assert mesh.processes["store"].pid != pid
+        assert (mesh.processes["conductor"].pid, mesh.processes["conductor"].restarts) == (other, 0)
+        service = told(tmp_path)["services"]["store"]
+        assert (service["pid"], service["restarts"]) == (mesh.processes["store"].pid, 1)
+
+
+def test_a_stopped_process_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    with make(tmp_path) as mesh:
+        mesh.wait_ready(60)
+        mesh.kill("conductor", signal.SIGSTOP)
+        pid = mesh.processes["conductor"].pid
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_grandchild_dies_with_its_service(tmp_path: Path) -> None:
+    """A front that is killed had no time to end its ranks."""
+    pid_file = tmp_path / "grandchild"
+    code = (
+        "import subprocess, sys, time; one = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
+        f"open({str(pid_file)!r} + '.part', 'w').write(str(one.pid));"
+        f"import os; os.rename({str(pid_file)!r} + '.part', {str(pid_file)!r}); time.sleep(0.2); sys.exit('the end')"
+    )
+
+    def change(spec: plan.Spec) -> plan.Spec:
+        return dataclasses.replace(spec, argv=(sys.executable, "-c", code)) if spec.name == "store" else spec
+
+    mesh = make(tmp_path, change=change)
+    found = events(mesh)
+    with mesh:
+        assert wait_for(found, "store", State.DOWN).text == "exit code 1: the end"
+        grandchild = int(pid_file.read_text())
+        assert not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_refused_configuration_is_told_as_the_service_told_it(tmp_path: Path) -> None:
+    def change(spec: plan.Spec) -> plan.Spec:
+        return dataclasses.replace(spec, argv=(*spec.argv, "--lease-ms=1")) if spec.name == "store" else spec
+
+    with make(tmp_path, change=change) as mesh, pytest.raises(ConfigError) as caught:
+        mesh.wait_ready(60)
+    assert caught.value.message.startswith("store: lease_ms=1: must be at least two heartbeats (1000)")
+
+
+def test_a_service_that_keeps_dying_ends_the_wait_with_its_last_line(tmp_path: Path) -> None:
+    def change(spec: plan.Spec) -> plan.Spec:
+        argv = (sys.executable, "-c", "print('nothing to say'); raise SystemExit('my last words')")
+        return dataclasses.replace(spec, argv=argv) if spec.name == "conductor" else spec
+
+    with make(tmp_path, change=change) as mesh, pytest.raises(Unavailable, match="my last words"):
+        mesh.wait_ready(60)
+    assert mesh.processes["conductor"].restarts >= 2
+
+
+def test_a_service_that_never_is_ready_is_named_when_time_runs_out(tmp_path: Path) -> None:
+    def change(spec: plan.Spec) -> plan.Spec:
+        argv = (sys.executable, "-c", "import time; print('still reading', flush=True); time.sleep(600)")
+        return dataclasses.replace(spec, argv=argv) if spec.name == "conductor" else spec
+
+    with make(tmp_path, change=change) as mesh:
+        mesh.wait_ready(60, names=["store"])
+        with pytest.raises(Unavailable, match="conductor is starting"):
+            mesh.wait_ready(0.01)
+
+
+def test_ports_are_each_given_once_and_free() -> None:
+    ports = plan.Ports(seed=1)
+    with socket.create_server(("127.0.0.1", plan.Ports(seed=1).take())):
+        found = [ports.take() for _ in range(50)]
+    assert len(set(found)) == 50
+    assert plan.Ports(seed=1).take() not in found[:1]
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert max(found) < max(low, 12_000)
+
+
+def test_the_plan_of_a_whole_mesh(tmp_path: Path) -> None:
+    settings = MeshSettings(
+        model="/m/tiny", prefill=2, decode=1, http_port=9000, grpc_port=9001, host="0.0.0.0", block_tokens=32,
+        flags={"*": {"log_level": "debug"}, "decode": {"max_running": 3}, "prefill-1": {"threads": 2}},
+        env={"decode-0": {"MARK": "1"}},
+    )  # fmt: skip
+    specs = {spec.name: spec for spec in plan.plan(settings, tmp_path, plan.Ports())}
+    assert list(specs) == ["store", "conductor", "prefill-0", "prefill-1", "decode-0", "gateway"]
+    assert specs["gateway"].http == "127.0.0.1:9000"
+    assert {"--host=0.0.0.0", "--http-port=9000", "--port=9001", "--served-name=tiny"} <= set(specs["gateway"].argv)
+    assert "--max-running=3" in specs["decode-0"].argv
+    assert "--threads=2" in specs["prefill-1"].argv
+    assert "--threads=1" in specs["prefill-0"].argv
+    for spec in specs.values():
+        assert "--log-level=debug" in spec.argv
+        assert ("MARK" in spec.env) == (spec.name == "decode-0")
+    for name in ("prefill-0", "decode-0"):
+        argv = specs[name].argv
+        wanted = {f"--conductor={specs['conductor'].address}", f"--store={specs['store'].address}", "--block-tokens=32"}
+        assert wanted | {f"--instance-id={name}", "--model=/m/tiny"} <= set(argv)
+    assert len({spec.address for spec in specs.values()} | {spec.metrics for spec in specs.values()}) == 12
+
+
+SUPERVISOR = """
+import sys, pathlib
+from kvmesh.cli import plan
+from kvmesh.cli.mesh import Mesh
+from kvmesh.cli.settings import MeshSettings
+run_dir = pathlib.Path(sys.argv[1])
+settings = MeshSettings(model="/none", run_dir=str(run_dir), http_port=0, grpc_port=0)
+specs = [spec for spec in plan.plan(settings, run_dir, plan.Ports()) if spec.service in ("store", "conductor")]
+mesh = Mesh(settings, specs)
+mesh.start()
+mesh.wait_ready(60)
+print(*[one.pid for one in mesh.processes.values()], flush=True)
+sys.stdin.read()
+"""
+
+
+def test_kill_nine_of_the_supervisor_leaves_no_service(tmp_path: Path) -> None:
+    one = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert one.stdout
+    services = [psutil.Process(int(pid)) for pid in one.stdout.readline().split()]
+    assert len(services) == 2
+    one.kill()
+    one.communicate()
+    _, alive = psutil.wait_procs(services, timeout=10)
+    assert not alive

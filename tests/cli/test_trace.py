@@ -1,0 +1,86 @@
+"""`kvmesh trace`: spans of many files become one tree."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvmesh.cli.app import app
+from kvmesh.cli.trace import find_trace, trees
+from kvmesh.rpc.errors import InvalidRequest
+
+TRACE = "ab" * 16
+
+
+def span(
+    name: str, own: str, parent: str, start: int, end: int, service: str = "decode", **more: Any
+) -> dict[str, Any]:
+    ms = 1_000_000
+    found = {
+        "name": name, "trace_id": TRACE, "span_id": own, "parent": parent, "start_ns": start * ms, "end_ns": end * ms,
+        "service": service, "instance": f"{service}-0", "attributes": {}, "status": "",
+    }  # fmt: skip
+    return {**found, **more}
+
+
+SPANS = [
+    span("kvmesh.request", "b", "a", 12, 90, attributes={"kvmesh.request_id": "r-1"}),
+    span("kvmesh.transfer", "d", "c", 30, 60, "prefill", attributes={"kvmesh.transfer.bytes": 4096}, status="late"),
+    span("kvmesh.prefill", "c", "b", 20, 61, "prefill"),
+    span("kvmesh.tokenize", "e", "a", 1, 3, "gateway"),
+    span("chat demo", "a", "ff", 0, 100, "gateway", attributes={"gen_ai.response.id": "chatcmpl-1"}),
+    span("chat demo", "z", "", 0, 10, "gateway", trace_id="cd" * 16, attributes={"kvmesh.request_id": "r-0"}),
+]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("COLUMNS", "160")
+    (tmp_path / "traces").mkdir()
+    (tmp_path / "mesh.json").write_text(json.dumps({"pid": 0, "services": {}}))
+    for index, one in enumerate(SPANS):
+        with (tmp_path / "traces" / f"{one['service']}-{index % 2}.jsonl").open("a") as file:
+            file.write(json.dumps(one) + "\n")
+    with (tmp_path / "traces" / "decode-0.jsonl").open("a") as file:
+        file.write('{"name": "half a li')
+    return tmp_path
+
+
+def test_the_tree_follows_parents_and_time() -> None:
+    (root,) = trees([one for one in SPANS if one["trace_id"] == TRACE])
+    assert root.span["name"] == "chat demo"
+    assert [child.span["name"] for child in root.children] == ["kvmesh.tokenize", "kvmesh.request"]
+    assert root.children[1].children[0].children[0].span["name"] == "kvmesh.transfer"
+
+
+@pytest.mark.parametrize("wanted", ["r-1", "chatcmpl-1", TRACE[:8], TRACE])
+def test_a_trace_is_found_by_each_of_its_names(wanted: str) -> None:
+    assert len(find_trace(SPANS, wanted)) == 5
+
+
+@pytest.mark.parametrize("wanted", ["r-2", "ab", ""])
+def test_a_name_that_nothing_has_is_refused(wanted: str) -> None:
+    with pytest.raises(InvalidRequest, match="request_id="):
+        find_trace(SPANS, wanted)
+
+
+def test_the_screen_shows_a_tree_with_times_and_errors(run: Path) -> None:
+    result = CliRunner().invoke(app, ["trace", "r-1", "--run-dir", str(run)])
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert lines[0] == f"trace {TRACE}, 5 spans"
+    names = [found[0] for line in lines[2:] if (found := re.search(r"chat demo|kvmesh\.\w+", line))]
+    assert names == ["chat demo", "kvmesh.tokenize", "kvmesh.request", "kvmesh.prefill", "kvmesh.transfer"]
+    transfer = next(line for line in lines if "kvmesh.transfer" in line)
+    assert re.search(r"└─ kvmesh\.transfer +prefill-0 +30\.0 ms +30\.0 ms .*━+ .*bytes=4096 late", transfer)
+
+
+def test_last_is_the_request_that_ended_last(run: Path) -> None:
+    result = CliRunner().invoke(app, ["trace", "--last", "--json", "--run-dir", str(run)])
+    found = [json.loads(line) for line in result.output.splitlines()]
+    assert [one["span_id"] for one in found] == ["a", "e", "b", "c", "d"]
