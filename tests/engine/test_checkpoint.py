@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -259,3 +261,12 @@ def test_config_errors_name_the_folder(copy: Callable[[str], Path]) -> None:
     folder = copy("single")
     edit(folder / "config.json", hidden_act="gelu")
     assert message(folder).startswith(str(folder)) and "supported: silu" in message(folder)
+
+
+def test_a_front_process_can_look_inside_without_torch(made: dict[str, Path]) -> None:
+    code = (
+        "import sys; from kvmesh.engine.checkpoint import open_checkpoint; from kvmesh.kvcache.layout import plan;"
+        "print(open_checkpoint(sys.argv[1]).fingerprint, 'torch' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code, made["single"]], capture_output=True, text=True, timeout=60)
+    assert out.stdout.split() == [open_checkpoint(made["single"]).fingerprint, "False"], out.stderr
