@@ -103,7 +103,8 @@ class Runner:
 
     @torch.inference_mode()
     def decode(self, rows: Sequence[DecodeInput]) -> list[SampledToken]:
-        """One token further for each row, in order. Raises NonFiniteLogits (`rows` index `rows`), ContextTooLong."""
+        """One token further for each row, in order. Raises NonFiniteLogits (`rows` index `rows`), InvalidRequest
+        (token ids), ContextTooLong."""
         if not rows:
             return []
         positions = [row.position for row in rows]
@@ -111,8 +112,10 @@ class Runner:
             raise ContextTooLong(
                 f"position {max(positions)} is beyond {self.config.max_context_tokens} tokens of context"
             )
+        tokens = [row.token_id for row in rows]
+        self._check_tokens(tokens)
         plan = self.attention.plan_decode([row.pages for row in rows], positions)
-        hidden = self._hidden([row.token_id for row in rows], plan, None)
+        hidden = self._hidden(tokens, plan, None)
         return sample(self.model.logits(hidden), [row.sample for row in rows])
 
     def _hidden(self, token_ids: list[int], plan: StepPlan, on_layer: Callable[[int], None] | None) -> torch.Tensor:
@@ -154,16 +157,19 @@ class Runner:
         return answers
 
     def _check_prefill(self, items: Sequence[PrefillInput]) -> None:
-        vocab = self.config.vocab_size
         for item in items:
             if not item.token_ids:
                 raise InvalidRequest.of("token_ids", (), "a prefill chunk needs at least one token")
-            lowest, highest = min(item.token_ids), max(item.token_ids)
-            if lowest < 0 or highest >= vocab:
-                bad = lowest if lowest < 0 else highest
-                raise InvalidRequest.of("token_ids", bad, f"token ids of this model lie in 0..{vocab - 1}")
+            self._check_tokens(item.token_ids)
             if item.start < 0 or item.start + len(item.token_ids) > self.config.max_context_tokens:
                 raise ContextTooLong(
                     f"tokens {item.start}..{item.start + len(item.token_ids)} exceed {self.config.max_context_tokens} "
                     "tokens of context"
                 )
+
+    def _check_tokens(self, token_ids: Sequence[int]) -> None:
+        """An id outside the embedding is an IndexError on a CPU and the end of the process on a GPU."""
+        lowest, highest, vocab = min(token_ids), max(token_ids), self.config.vocab_size
+        if lowest < 0 or highest >= vocab:
+            bad = lowest if lowest < 0 else highest
+            raise InvalidRequest.of("token_ids", bad, f"token ids of this model lie in 0..{vocab - 1}")

@@ -34,6 +34,10 @@ def test_empty_steps(stepper: Stepper) -> None:
 def test_bad_token_ids(stepper: Stepper, tokens: list[int]) -> None:
     with pytest.raises(InvalidRequest, match="token_ids"):
         stepper.runner.prefill([PrefillInput(tokens, 0, (0,), SampleParams())])
+    for token in tokens[:1]:
+        if token not in range(301):
+            with pytest.raises(InvalidRequest, match="token_ids"):
+                stepper.runner.decode([DecodeInput(token, 3, (0,), SampleParams())])
 
 
 def test_beyond_the_context(stepper: Stepper) -> None:
