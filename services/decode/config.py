@@ -35,6 +35,10 @@ class DecodeConfig(InstanceConfig):
     lookahead_tokens: int = field(
         default=16, metadata={"help": "A page is granted so many tokens before it is needed."}
     )
+    landing: str = field(
+        default="auto",
+        metadata={"help": "auto: into device pages where the device takes it; host: always into host extents first."},
+    )
     stop_grace_ms: int = field(default=2_000, metadata={"help": "On stop, running requests have so long to finish."})
     connect_ms: int = field(default=5_000, metadata={"help": "Longest wait for a prefill instance to answer hello."})
 
@@ -47,6 +51,8 @@ class DecodeConfig(InstanceConfig):
         for key in ("max_waiting", "lease_margin_ms", "lookahead_tokens", "stop_grace_ms"):
             if getattr(self, key) < 0:
                 raise _bad(key, getattr(self, key), "not negative")
+        if self.landing not in ("auto", "host"):
+            raise _bad("landing", self.landing, "auto or host")
         if self.lease_margin_ms >= self.lease_ms:
             raise _bad("lease_margin_ms", self.lease_margin_ms, f"below lease_ms={self.lease_ms}")
         for key in ("watermark_percent", "swap_percent"):

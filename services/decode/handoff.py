@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvmesh.rpc.errors import DeadlinePassed, HandoffLost, InternalError, KvmeshError
+from kvmesh.rpc.errors import DeadlinePassed, HandoffLost, InternalError
 from services.decode import events as e
 from services.decode.events import Phase, Place, Reason
 from services.decode.limits import NS_PER_MS
@@ -171,21 +171,17 @@ class Handoff(Request):
             self.drained = True
             self.due = min(self.due, now + self.limits.drain_ms * NS_PER_MS)
 
-    def _failed(self, event: e.HandoffFailed, now: int, out: list[e.Action]) -> None:
-        self._writer_gone(event.error, event.drained, now, out)
-
-    def _peer_lost(self, event: e.PeerLost, now: int, out: list[e.Action]) -> None:
-        self._writer_gone(HandoffLost(f"the prefill instance was lost: {event.cause}"), False, now, out)
-
-    def _writer_gone(self, error: KvmeshError, drained: bool, now: int, out: list[e.Action]) -> None:
+    def _writer_gone(self, event: e.HandoffFailed | e.PeerLost, now: int, out: list[e.Action]) -> None:
+        if isinstance(event, e.PeerLost):
+            event = e.HandoffFailed(HandoffLost(f"the prefill instance was lost: {event.cause}"), drained=False)
         self.writer_done = True
-        self.drained = self.drained or drained
+        self.drained = self.drained or event.drained
         quiet = self.drained or not self.landing_sent
         if self.ended:
             if self.windows and self.phase is Phase.CANCELLING:
                 self._retire(Phase.CANCELLING if quiet else Phase.QUARANTINED, now, out)
         elif self.phase < Phase.LOADING or self.first is None:
-            self._end(e.EmitFail(error), now, out)
+            self._end(e.EmitFail(event.error), now, out)
             self._retire(Phase.CANCELLING if quiet else Phase.QUARANTINED, now, out)
 
     def _fenced(self, event: e.Fenced, now: int, out: list[e.Action]) -> None:
@@ -203,6 +199,9 @@ class Handoff(Request):
         if self.in_pages and self.extents and not self.windows and self.copying is None:
             out.append(e.FreeExtents(tuple(self.extents)))
             self.extents = []
+        if self.in_pages and not self.windows and not self.times.load_end:
+            # Straight into pages: nothing was copied, but they are ours only from here on.
+            self.times.load_start, self.times.load_end = self.times.filled, now
         if self.phase is Phase.LOADING and self.in_pages and not self.windows and self.first is not None:
             self.phase = Phase.READY
             if self.seated:
@@ -220,7 +219,7 @@ class Handoff(Request):
             return
         self.copying[1].discard(event.rank)
         if self.copying[1]:
-            return
+            return  # other ranks still copy
         self.copying = None
         if event.into_pages:
             if not self.times.load_end:
@@ -384,8 +383,8 @@ _HANDLERS: dict[type[Any], _Handler] = {
     e.FirstToken: Handoff._first_token,
     e.FillDone: Handoff._fill_done,
     e.Drained: Handoff._quiet,
-    e.HandoffFailed: Handoff._failed,
-    e.PeerLost: Handoff._peer_lost,
+    e.HandoffFailed: Handoff._writer_gone,
+    e.PeerLost: Handoff._writer_gone,
     e.WindowOpened: Handoff._window_opened,
     e.FillEnded: Handoff._fill_ended,
     e.Fenced: Handoff._fenced,

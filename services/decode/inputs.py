@@ -167,17 +167,18 @@ class Flush:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """The client has its end (`error` None: a complete answer)."""
+    """The client has its end: a complete answer, or an error."""
 
     request: Handoff
-    error: KvmeshError | None
+    end: e.Reason | KvmeshError
 
 
 @dataclass(frozen=True, slots=True)
-class Forgotten:
-    """Its memory is back; nothing is known of it any more."""
+class Refused:
+    """A request that was not admitted; its gateway has been told."""
 
-    request: Handoff
+    spec: e.Spec
+    error: KvmeshError
 
 
-Output = TellRank | AskPrefill | TellLanding | TellRenewed | TellCancel | Flush | Over | Forgotten
+Output = TellRank | AskPrefill | TellLanding | TellRenewed | TellCancel | Flush | Over | Refused

@@ -72,6 +72,11 @@ class DecodeState:
             heapq.heappop(timers)
         return NEVER
 
+    def phase_of_epoch(self, epoch: int) -> Phase:
+        """Of the request that has this handoff epoch; FREE if none has."""
+        h = self._by_epoch.get(epoch)
+        return h.phase if h is not None else Phase.FREE
+
     def _run(self, h: Handoff, event: e.Event, now: int) -> None:
         self._do(h, h.step(event, now), now)
 
@@ -105,6 +110,7 @@ class DecodeState:
         error = self._door or self.scheduler.refusal(event.spec)
         if error is not None:
             self._refuse(i.Refuse(event.session, event.slot, error), now)
+            self._out.append(i.Refused(event.spec, error))
             return
         handle = next(self._handles)
         h = Handoff(handle, event.spec, self.limits, self.shape)
@@ -336,7 +342,7 @@ class DecodeState:
         if stream.held_back:
             self._held[h.handle] = stream
             heapq.heappush(self._timers, (h.spec.deadline_ns, h.handle))
-        self._over(h, None)
+        self._over(h, action.reason)
 
     def _do_fail(self, h: Handoff, action: e.EmitFail, now: int) -> None:
         assert h.stream is not None
@@ -344,14 +350,13 @@ class DecodeState:
         self._flush[h.stream.box.session] = None
         self._over(h, action.error)
 
-    def _over(self, h: Handoff, error: KvmeshError | None) -> None:
+    def _over(self, h: Handoff, end: e.Reason | KvmeshError) -> None:
         self.scheduler.note_ended(h)
-        self._out.append(i.Over(h, error))
+        self._out.append(i.Over(h, end))
 
     def _do_freed(self, h: Handoff, action: e.Freed, now: int) -> None:
         del self.requests[h.handle]
         self._by_epoch.pop(h.epoch, None)
-        self._out.append(i.Forgotten(h))
 
 
 _HANDLERS: dict[type[Any], Callable[[DecodeState, Any, int], None]] = {

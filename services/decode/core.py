@@ -1,0 +1,225 @@
+"""The shell around the brain: inputs from gRPC, ranks and the clock go in, outputs are carried out. Decides nothing.
+
+Everything here runs on one event loop; `feed` never waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from kvmesh.node import messages as m
+from kvmesh.node.front import Front
+from kvmesh.rpc import protocol
+from kvmesh.rpc.errors import KvmeshError, Unavailable
+from kvmesh.rpc.pb import decode_pb2, prefill_pb2
+from kvmesh.telemetry import names, spans
+from services.decode import inputs as i
+from services.decode import mapping
+from services.decode.events import Phase
+from services.decode.handoffs import Handoffs
+from services.decode.limits import NS_PER_MS, Limits, RankShape, Shape
+from services.decode.observe import Carry, Observer, begin_request, refuse_request
+from services.decode.request import NEVER
+from services.decode.requests import Instance, check_start
+from services.decode.state import DecodeState
+
+log = logging.getLogger(__name__)
+
+FENCE_REASONS = {Phase.LOADING: "filled", Phase.CANCELLING: "cancelled", Phase.QUARANTINED: "quarantined"}
+PUBLISH_S = 0.5
+POLL_S = 0.02
+
+
+class Core:
+    """One decode instance: the brain, its ranks, its streams, its timer."""
+
+    def __init__(self, front: Front, limits: Limits, *, connect_s: float, host_landing: bool) -> None:
+        self.front = front
+        self.state = DecodeState(limits, shape_of(front, host_landing))
+        self.observer = Observer(self.state)
+        self.handoffs = Handoffs(self._hello, self.feed, connect_s)
+        self.wake: dict[int, asyncio.Event] = {}  # by session: its outbox has something
+        self._inputs: deque[i.Input] = deque()
+        self._feeding = False
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_ns = NEVER
+        self._publisher = asyncio.create_task(self._publish(), name="publish gauges")
+        self._instance: Instance | None = None
+
+    @property
+    def instance(self) -> Instance:
+        """Known once the front serves."""
+        if self._instance is None:
+            card, shape = self.front.card, self.state.shape
+            self._instance = Instance(
+                ref=self.front.ref,
+                fingerprint=card.fingerprint,
+                block_tokens=shape.block_tokens,
+                vocab_size=card.vocab_size,
+                eos_token_ids=tuple(card.eos_token_ids),
+                context_limit=shape.context_limit,
+            )
+        return self._instance
+
+    # ── in ───────────────────────────────────────────────────────────────────────────────────────
+
+    def feed(self, event: i.Input) -> None:
+        """Let the brain take one input and do what it says. An input that arises meanwhile waits its turn."""
+        self._inputs.append(event)
+        if self._feeding:
+            return
+        self._feeding = True
+        try:
+            while self._inputs:
+                event = self._inputs.popleft()
+                for output in self.state.step(event, time.monotonic_ns()):
+                    _DO[type(output)](self, output)
+                if type(event) is i.PeerGone:
+                    self.handoffs.forget(event.peer)
+        finally:
+            self._feeding = False
+            self._arm()
+
+    def on_message(self, rank: int, message: m.ToFront) -> None:
+        """A rank said something."""
+        self.feed(i.FromRank(rank, message))
+        if rank == 0 and type(message) is m.DecodeStepDone:
+            self.observer.step_done(message)
+
+    def start(self, session: int, start: decode_pb2.StartRequest) -> None:
+        """A gateway's request: admitted, or its slot hears why not."""
+        received = time.monotonic_ns()
+        span = begin_request(start, received, self.front.instance_id)
+        try:
+            if not self.front.ready:
+                raise Unavailable(f"decode instance {self.front.instance_id}: {self.front.not_ready_reason}")
+            spec = check_start(start, self.instance, received, Carry(span, start))
+        except KvmeshError as error:
+            refuse_request(span, error)
+            self.feed(i.Refuse(session, start.slot, error))
+            return
+        peer = self.handoffs.peer(start.placement.prefill)
+        self.feed(i.Admit(session, start.slot, peer, spec, received))
+
+    def _arm(self) -> None:
+        due = self.state.next_due()
+        if due == self._timer_ns:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._timer_ns = due
+        if due < NEVER:
+            delay_ns = max(NS_PER_MS, due - time.monotonic_ns())
+            self._timer = self._loop.call_later(delay_ns / 1e9, self._tick)
+
+    def _tick(self) -> None:
+        self._timer, self._timer_ns = None, NEVER
+        self.feed(i.Tick())
+
+    # ── out ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _tell_rank(self, output: i.TellRank) -> None:
+        if type(output.message) is m.Fence:
+            phase = self.state.phase_of_epoch(output.message.handoff_epoch)
+            names.DECODE_FENCES.labels(reason=FENCE_REASONS.get(phase, "other")).inc()
+        self.front.ranks[output.rank].send(output.message)
+
+    def _ask_prefill(self, output: i.AskPrefill) -> None:
+        h = output.request
+        carry: Carry = h.spec.carry
+        start, carry.start = carry.start, None
+        assert start is not None, "prefill is asked once"
+        left_ms = max(1, (h.spec.deadline_ns - time.monotonic_ns()) // NS_PER_MS)
+        parent = spans.traceparent(carry.span) or start.traceparent
+        message = mapping.start_prefill(h.handle, start, h.spec.max_tokens, left_ms, parent)
+
+        def written() -> None:
+            h.times.asked = time.monotonic_ns()
+
+        self.handoffs.send(output.peer, message, written)
+
+    def _tell_prefill(self, output: i.TellLanding | i.TellRenewed | i.TellCancel) -> None:
+        self.handoffs.send(output.peer, mapping.to_prefill(output))
+
+    def _flush(self, output: i.Flush) -> None:
+        wake = self.wake.get(output.session)
+        if wake is not None:
+            wake.set()
+
+    def _over(self, output: i.Over) -> None:
+        self.observer.over(output.request, output.end)
+
+    def _refused(self, output: i.Refused) -> None:
+        refuse_request(output.spec.carry.span, output.error)
+
+    def _hello(self) -> prefill_pb2.HandoffHello:
+        return prefill_pb2.HandoffHello(
+            protocol_version=protocol.PROTOCOL_VERSION,
+            instance=self.front.ref,
+            segment_descriptors=[rank.ready.descriptor for rank in self.front.ranks],
+        )
+
+    # ── life ─────────────────────────────────────────────────────────────────────────────────────
+
+    async def _publish(self) -> None:
+        while True:
+            self.observer.publish(len(self.wake), len(self.handoffs), self.front.ready)
+            await asyncio.sleep(PUBLISH_S)
+
+    async def settled(self, what: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until `what` holds, at most `timeout_s`."""
+        end = self._loop.time() + timeout_s
+        while not what():
+            if self._loop.time() > end:
+                return False
+            await asyncio.sleep(POLL_S)
+        return True
+
+    async def close(self) -> None:
+        """End streams, timer and task."""
+        await self.handoffs.close()
+        self._publisher.cancel()
+        await asyncio.gather(self._publisher, return_exceptions=True)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def shape_of(front: Front, host_landing: bool) -> Shape:
+    """What the ranks hold."""
+    first = front.ranks[0].ready
+    return Shape(
+        block_tokens=front.config.block_tokens,
+        num_pages=first.num_pages,
+        num_extents=first.num_extents,
+        direct_landing=first.direct_landing and not host_landing,
+        max_context_tokens=front.max_context_tokens,
+        ranks=tuple(
+            RankShape(
+                segment=rank.ready.engine_name,
+                shard_bytes=rank.ready.shard_bytes,
+                page_base_offset=rank.ready.page_base_offset,
+                extent_base_offset=rank.ready.extent_base_offset,
+            )
+            for rank in front.ranks
+        ),
+    )
+
+
+_DO: dict[type[Any], Callable[[Core, Any], None]] = {
+    i.TellRank: Core._tell_rank,
+    i.AskPrefill: Core._ask_prefill,
+    i.TellLanding: Core._tell_prefill,
+    i.TellRenewed: Core._tell_prefill,
+    i.TellCancel: Core._tell_prefill,
+    i.Flush: Core._flush,
+    i.Over: Core._over,
+    i.Refused: Core._refused,
+}

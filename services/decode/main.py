@@ -1,0 +1,84 @@
+"""A decode instance as a service: wiring, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from kvmesh.node.front import Front
+from kvmesh.rpc.errors import InternalError, Unavailable
+from kvmesh.rpc.pb import common_pb2, decode_pb2_grpc
+from kvmesh.rpc.server import Server, join
+from kvmesh.telemetry import names, setup
+from services.decode import inputs as i
+from services.decode.config import DecodeConfig
+from services.decode.core import Core
+from services.decode.servicer import DecodeServicer
+
+log = logging.getLogger(__name__)
+
+SERVICE = "kvmesh.v1.Decode"
+TELL_S = 1.0  # for last words to gateways
+DRAIN_S = 1.0  # for cancelled writers
+
+
+async def run(config: DecodeConfig, stop: asyncio.Event, started: Callable[[dict[str, object]], None]) -> None:
+    """Serve until `stop`; `started` hears the addresses. ConfigError or CheckpointError when it cannot begin,
+    InternalError when a rank dies."""
+    limits = config.limits()
+    lost: list[str] = []
+
+    def on_rank_lost(cause: str) -> None:
+        lost.append(cause)
+        stop.set()
+
+    front = Front(config, common_pb2.ROLE_DECODE, lambda rank, message: core.on_message(rank, message), on_rank_lost)
+    telemetry = setup.start(
+        "decode",
+        front.instance_id,
+        trace_dir=config.trace_dir,
+        otlp_endpoint=config.otlp_endpoint,
+        log_level=config.log_level,
+    )
+    try:
+        metrics_port, close_metrics = names.serve_metrics(config.host, config.metrics_port)
+        try:
+            await front.start_ranks(stop)
+            core = Core(front, limits, connect_s=config.connect_ms / 1000, host_landing=config.landing == "host")
+            try:
+                servicer = DecodeServicer(core)
+                await front.serve(lambda server: _add(server, servicer), core.observer.report, config.max_running)
+                started({"address": front.address, "metrics": join(config.host, metrics_port)})
+                await stop.wait()
+                await _wind_down(front, core, servicer, config.stop_grace_ms / 1000, lost)
+            finally:
+                await core.close()
+        finally:
+            await front.close()
+            await asyncio.to_thread(close_metrics)
+    finally:
+        await asyncio.to_thread(telemetry.shutdown)
+    if lost:
+        raise InternalError(f"decode instance {front.instance_id} lost a rank: {lost[0]}")
+
+
+def _add(server: Server, servicer: DecodeServicer) -> None:
+    decode_pb2_grpc.add_DecodeServicer_to_server(servicer, server.grpc)
+    server.serves(SERVICE)
+
+
+async def _wind_down(front: Front, core: Core, servicer: DecodeServicer, grace_s: float, lost: list[str]) -> None:
+    """No new requests; running ones finish within the grace or hear why not; writers drain; gateways are told."""
+    why = f"decode instance {front.instance_id} " + (f"lost a rank: {lost[0]}" if lost else "is shutting down")
+    core.feed(i.CloseDoor(Unavailable(why)))
+    leaving = asyncio.create_task(front.leave(), name="say goodbye")
+    state = core.state
+    if not lost:
+        await core.settled(lambda: not state.scheduler.live or bool(lost), grace_s)
+    core.feed(i.EndAll(Unavailable(why)))
+    if not lost:
+        await core.settled(lambda: not state.requests or bool(lost), DRAIN_S)
+    servicer.close()
+    await core.settled(lambda: not core.wake, TELL_S)
+    await asyncio.gather(leaving, return_exceptions=True)

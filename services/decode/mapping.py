@@ -1,0 +1,136 @@
+"""The brain's words as protos and back. Decides nothing."""
+
+from __future__ import annotations
+
+from kvmesh.node.messages import Logprobs
+from kvmesh.rpc.errors import HandoffLost
+from kvmesh.rpc.pb import common_pb2, decode_pb2, prefill_pb2
+from kvmesh.rpc.status import from_detail, to_detail
+from services.decode import events as e
+from services.decode import inputs as i
+from services.decode.outbox import Finish, Parcel
+from services.decode.timeline import Timeline
+
+EMPTY_LOGPROBS = common_pb2.TokenLogprobs()
+
+
+def response(parcel: Parcel) -> decode_pb2.SessionResponse:
+    """One message for everything that a gateway is to be told now."""
+    message = decode_pb2.SessionResponse()
+    for slot, times in parcel.prefilled:
+        message.prefilled.add(slot=slot, cached_tokens=times.cached_tokens, timings=timings(times))
+    if parcel.slots:
+        tokens = message.tokens
+        tokens.slot.extend(parcel.slots)
+        tokens.token_id.extend(parcel.token_ids)
+        tokens.token_index.extend(parcel.indices)
+        if parcel.logprobs:
+            found = parcel.logprobs
+            tokens.logprobs.extend(
+                _logprobs(found[at]) if at in found else EMPTY_LOGPROBS for at in range(len(parcel.slots))
+            )
+    for slot, end in parcel.finished:
+        _finished(message.finished.add(), slot, end)
+    for slot, error in parcel.failed:
+        message.failed.add(slot=slot, error=to_detail(error))
+    return message
+
+
+def _finished(message: decode_pb2.Finished, slot: int, end: Finish) -> None:
+    message.slot = slot
+    message.reason = common_pb2.FINISH_REASON_STOP if end.reason is e.Reason.STOP else common_pb2.FINISH_REASON_LENGTH
+    message.prompt_tokens = end.prompt_tokens
+    message.completion_tokens = end.completion_tokens
+    message.cached_tokens = end.times.cached_tokens
+    message.timings.CopyFrom(timings(end.times))
+
+
+def _logprobs(found: Logprobs) -> common_pb2.TokenLogprobs:
+    message = common_pb2.TokenLogprobs(logprob=found.logprob)
+    for token_id, logprob in found.top:
+        message.top.add(token_id=token_id, logprob=logprob)
+    return message
+
+
+def timings(times: Timeline) -> common_pb2.StageTimings:
+    """Durations as far as known."""
+    return common_pb2.StageTimings(
+        queue_us=times.queue_us,
+        prefill_us=times.prefill_us,
+        transfer_us=times.transfer_us,
+        transfer_bytes=times.transfer_bytes,
+        load_us=times.load_us,
+        first_decode_us=times.first_decode_us,
+        admit_us=times.admit_us,
+        reserve_us=times.reserve_us,
+        exposed_transfer_us=times.exposed_transfer_us,
+    )
+
+
+def start_prefill(
+    handle: int, start: decode_pb2.StartRequest, max_tokens: int, deadline_ms: int, traceparent: str
+) -> prefill_pb2.HandoffRequest:
+    """The gateway's request, handed on; `deadline_ms` is what is left of its deadline."""
+    message = prefill_pb2.HandoffRequest()
+    ask = message.start
+    ask.handle = handle
+    ask.request_id = start.request_id
+    ask.attempt = start.attempt
+    ask.model_fingerprint = start.model_fingerprint
+    ask.token_ids = start.token_ids
+    ask.block_keys = start.block_keys
+    ask.sampling.CopyFrom(start.sampling)
+    ask.sampling.max_tokens = max_tokens
+    ask.deadline_ms = deadline_ms
+    ask.priority = start.priority
+    ask.traceparent = traceparent
+    return message
+
+
+def to_prefill(output: i.TellLanding | i.TellRenewed | i.TellCancel) -> prefill_pb2.HandoffRequest:
+    """What the brain tells a writer."""
+    message = prefill_pb2.HandoffRequest()
+    match output:
+        case i.TellLanding(_, handle, epoch, lease_ms, ranks):
+            landing = message.landing
+            landing.handle, landing.handoff_epoch, landing.lease_ms = handle, epoch, lease_ms
+            for rank in ranks:
+                landing.ranks.add(rank=rank.rank, segment=rank.segment, offset=rank.offsets)
+        case i.TellRenewed(_, handle, epoch, lease_ms):
+            renewed = message.renewed
+            renewed.handle, renewed.handoff_epoch, renewed.lease_ms = handle, epoch, lease_ms
+        case i.TellCancel(_, handle, reason):
+            message.cancel.handle, message.cancel.reason = handle, reason
+    return message
+
+
+def from_prefill(message: prefill_pb2.HandoffEvent) -> tuple[int, e.Event] | None:
+    """(handle, event); None for a kind that this build does not know."""
+    match message.WhichOneof("kind"):
+        case "begin_fill":
+            return message.begin_fill.handle, e.BeginFill(message.begin_fill.num_blocks)
+        case "renew":
+            renew = message.renew
+            return renew.handle, e.RenewLease(renew.handoff_epoch, renew.progress_bytes)
+        case "first_token":
+            return message.first_token.handle, _first_token(message.first_token)
+        case "fill_done":
+            done = message.fill_done
+            figures = done.timings
+            return done.handle, e.FillDone(done.handoff_epoch, figures.transfer_us, figures.transfer_bytes)
+        case "drained":
+            return message.drained.handle, e.Drained(message.drained.handoff_epoch)
+        case "failed":
+            failed = message.failed
+            error = from_detail(failed.error) if failed.error.code else HandoffLost("prefill gave no reason")
+            return failed.handle, e.HandoffFailed(error, failed.drained)
+    return None
+
+
+def _first_token(message: prefill_pb2.FirstToken) -> e.FirstToken:
+    logprobs = None
+    if message.HasField("logprobs"):
+        top = tuple((t.token_id, t.logprob) for t in message.logprobs.top)
+        logprobs = Logprobs(message.logprobs.logprob, top)
+    figures = message.timings
+    return e.FirstToken(message.token_id, logprobs, message.cached_tokens, figures.queue_us, figures.prefill_us)

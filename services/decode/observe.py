@@ -1,0 +1,164 @@
+"""Spans, metrics and heartbeats: what others see of the brain. Changes nothing in it."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from opentelemetry.trace import Span
+
+from kvmesh.node.messages import DecodeStepDone
+from kvmesh.rpc.errors import KvmeshError
+from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
+from kvmesh.telemetry import names, spans
+from services.decode.events import Phase, Reason
+from services.decode.handoff import Handoff
+from services.decode.state import DecodeState
+
+NS = 1e-9
+MAX_FINISHED = 8192
+
+
+@dataclass(slots=True)
+class Carry:
+    """What the shell keeps with a request (Spec.carry)."""
+
+    span: Span
+    start: decode_pb2.StartRequest | None  # dropped once prefill was asked: prompts are large
+
+
+def begin_request(start: decode_pb2.StartRequest, received_ns: int, instance_id: str) -> Span:
+    """The request's whole life here, a child of the gateway's span."""
+    attributes: dict[str, spans.Value] = {
+        names.REQUEST_ID: start.request_id,
+        names.ATTEMPT: start.attempt,
+        names.PRIORITY: start.priority,
+        names.INSTANCE: instance_id,
+        names.PREFILL_INSTANCE: start.placement.prefill.instance_id,
+        names.PROMPT_TOKENS: len(start.token_ids) // 4,
+    }
+    return spans.begin(names.SPAN_REQUEST, spans.context_from(start.traceparent), attributes, start_ns=received_ns)
+
+
+def end_request(span: Span, h: Handoff, outcome: str, error: str) -> None:
+    """Record the stages whose both borders were passed, then end the request's span."""
+    times, parent = h.times, spans.context_of(span)
+    stages = (
+        (names.SPAN_ADMIT, times.received, times.asked),
+        (names.SPAN_RESERVE, times.begin_fill, times.landing),
+        (names.SPAN_LOAD, times.load_start, times.load_end),
+        (names.SPAN_FIRST_DECODE, times.joined, times.second),
+        (names.SPAN_GENERATE, times.second, times.ended),
+    )
+    for name, start, end in stages:
+        if start and end:
+            spans.record(name, parent, start, end, {names.REQUEST_ID: h.spec.request_id})
+    span.set_attribute(names.OUTPUT_TOKENS, h.made)
+    span.set_attribute(names.CACHED_TOKENS, times.cached_tokens)
+    span.set_attribute(names.PREEMPTIONS, times.preemptions)
+    span.set_attribute(names.HANDOFF_EPOCH, h.epoch)
+    span.set_attribute(names.OUTCOME, outcome)
+    spans.finish(span, end_ns=times.ended, error=error)
+
+
+def refuse_request(span: Span, error: KvmeshError) -> None:
+    """A request that was not admitted."""
+    span.set_attribute(names.OUTCOME, error.code)
+    spans.finish(span, error=error.message)
+    names.DECODE_REQUESTS.labels(outcome=error.code).inc()
+
+
+class Observer:
+    """Counts and times of one instance."""
+
+    def __init__(self, state: DecodeState) -> None:
+        self._state = state
+        self._finished: deque[str] = deque(maxlen=MAX_FINISHED)
+        self._last_end = 0
+
+    def step_done(self, step: DecodeStepDone) -> None:
+        """One engine step; once a step, not once a token."""
+        names.DECODE_STEP.observe((step.end_ns - step.start_ns) * NS)
+        names.DECODE_BATCH.observe(step.batch)
+        names.DECODE_OUTPUT_TOKENS.inc(len(step.tokens))
+        if self._last_end:
+            names.DECODE_TBT.observe((step.end_ns - self._last_end) * NS)
+        # Somebody goes on: the time until the next step's end is a time between tokens.
+        self._last_end = step.end_ns if any(not t.finish for t in step.tokens) else 0
+
+    def over(self, h: Handoff, end: Reason | KvmeshError) -> None:
+        """A client has its end."""
+        self._finished.append(h.spec.request_id)
+        outcome, error = (end.name.lower(), "") if isinstance(end, Reason) else (end.code, end.message)
+        times = h.times
+        names.DECODE_REQUESTS.labels(outcome=outcome).inc()
+        if times.preemptions:
+            names.DECODE_PREEMPTIONS.inc(times.preemptions)
+        for histogram, begun, done in (
+            (names.DECODE_RESERVE, times.begin_fill, times.landing),
+            (names.DECODE_FILL, times.landing, times.filled),
+            (names.DECODE_LOAD, times.load_start, times.load_end),
+            (names.DECODE_FIRST_DECODE, times.joined, times.second),
+        ):
+            if begun and done:
+                histogram.observe(max(0, done - begun) * NS)
+        carry = h.spec.carry
+        if carry is not None:
+            end_request(carry.span, h, outcome, error)
+
+    def counters(self, streams: int) -> common_pb2.PoolCounters:
+        """What the instance holds now."""
+        state, scheduler = self._state, self._state.scheduler
+        requests = state.requests.values()
+        return common_pb2.PoolCounters(
+            pages_total=scheduler.pages.total,
+            pages_free=scheduler.pages.free,
+            extents_total=scheduler.extents.total,
+            extents_free=scheduler.extents.free,
+            handoffs=len(requests),
+            requests=scheduler.live,
+            streams=streams,
+            windows=sum(len(h.windows) for h in requests),
+            quarantined=sum(h.phase is Phase.QUARANTINED for h in requests),
+        )
+
+    def report(self) -> conductor_pb2.HeartbeatRequest:
+        """Load in full; samples and finished ids once."""
+        state, scheduler = self._state, self._state.scheduler
+        beat = conductor_pb2.HeartbeatRequest()
+        load = beat.load
+        load.running_requests = scheduler.seats
+        load.waiting_requests = max(0, scheduler.live - scheduler.seats)
+        load.free_pages = scheduler.pages.free
+        load.free_extents = scheduler.extents.free
+        load.context_tokens = self._context_tokens()
+        while state.steps:
+            batch, context_tokens, duration_ns = state.steps.popleft()
+            beat.decode_samples.add(batch=batch, context_tokens=context_tokens, duration_us=duration_ns // 1000)
+        beat.finished_request_ids.extend(self._finished)
+        self._finished.clear()
+        return beat
+
+    def _context_tokens(self) -> int:
+        return sum(h.context for h in self._state.scheduler.running.values())
+
+    def publish(self, sessions: int, handoffs: int, ready: bool) -> None:
+        """Gauges, now and then."""
+        scheduler = self._state.scheduler
+        requests = self._state.requests.values()
+        phases = Counter(h.phase for h in requests)
+        for phase in Phase:
+            if phase is not Phase.FREE:
+                names.DECODE_HANDOFFS.labels(state=phase.name.lower()).set(phases[phase])
+        quarantined = sum(len(h.extents) for h in requests if h.phase is Phase.QUARANTINED)
+        names.DECODE_RUNNING.set(scheduler.seats)
+        names.DECODE_WAITING.set(max(0, scheduler.live - scheduler.seats))
+        names.DECODE_CONTEXT_TOKENS.set(self._context_tokens())
+        names.DECODE_PAGES.labels(state="total").set(scheduler.pages.total)
+        names.DECODE_PAGES.labels(state="free").set(scheduler.pages.free)
+        names.DECODE_EXTENTS.labels(state="total").set(scheduler.extents.total)
+        names.DECODE_EXTENTS.labels(state="free").set(scheduler.extents.free)
+        names.DECODE_EXTENTS.labels(state="quarantined").set(quarantined)
+        names.DECODE_STREAMS.labels(kind="session").set(sessions)
+        names.DECODE_STREAMS.labels(kind="handoff").set(handoffs)
+        names.DECODE_READY.set(int(ready))
