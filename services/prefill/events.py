@@ -90,6 +90,18 @@ class RankLost:
 
 
 @dataclass(frozen=True, slots=True)
+class RanksSilent:
+    """A rank has said nothing for too long: frozen, or stuck. It may still wake up and write."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class RanksBack:
+    """It speaks again."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """Take no more work; what waits is refused, what runs may end."""
 
@@ -99,7 +111,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = Start | Landing | Renewed | Cancel | StreamBroken | FromRank | RankLost | Stop | Tick
+Event = Start | Landing | Renewed | Cancel | StreamBroken | FromRank | RankLost | RanksSilent | RanksBack | Stop | Tick
 
 
 # ── what to do ────────────────────────────────────────────────────────────────────────────────────

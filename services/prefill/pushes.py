@@ -99,12 +99,13 @@ class Pushes:
                 lease.renew_sent_ns = now
                 self._lives.tell(h, ev.SendRenew(h.handle, h.epoch, sum(h.acked_bytes)))
 
-    def rank_lost(self, h: Handoff) -> None:
-        """Nobody knows what a dead writer's last bytes do: a target may still be taking them."""
+    def doubt(self, h: Handoff, *, dead: bool) -> None:
+        """Its writers do not answer (or are `dead`): nobody knows what their last bytes do."""
         for rank, push in enumerate(h.pushes):
             if push in (Push.OPEN, Push.DRAINING):
-                h.pushes[rank] = Push.OVER
                 h.in_doubt = True
+                if dead:
+                    h.pushes[rank] = Push.OVER
 
     def _done(self, h: Handoff, rank: int, done: m.PushDone) -> None:
         if h.pushes[rank] is not Push.OPEN:

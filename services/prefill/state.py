@@ -69,6 +69,7 @@ class PrefillState:
         self._deadlines: list[tuple[int, int]] = []
         self._ns_per_token = 0.0
         self._refusing = ""  # why no new work is taken
+        self._silent = ""  # likewise, until the ranks speak again
 
     # ── queries ──────────────────────────────────────────────────────────────────────────────────
 
@@ -130,7 +131,15 @@ class PrefillState:
             case ev.FromRank(rank, message):
                 self._from_rank(rank, message, now)
             case ev.RankLost(_, cause):
-                self._rank_lost(cause)
+                self._refusing = cause
+                self._steps.clear()
+                self._give_up(cause, dead=True)
+                self.cache.clear()
+            case ev.RanksSilent(cause):
+                self._silent = cause
+                self._give_up(cause, dead=False)
+            case ev.RanksBack():
+                self._silent = ""
             case ev.Stop():
                 self._refusing = self._refusing or "this prefill instance is shutting down"
                 for handle in list(self.planner.line):
@@ -154,8 +163,8 @@ class PrefillState:
             heapq.heappush(self._deadlines, (start.deadline_ns, start.handle))
 
     def _no_room(self) -> KvmeshError | None:
-        if self._refusing:
-            return Unavailable(self._refusing)
+        if self._refusing or self._silent:
+            return Unavailable(self._refusing or self._silent)
         waiting = len(self.planner.line)
         if waiting < self.config.max_queued:
             return None
@@ -256,13 +265,12 @@ class PrefillState:
                 self._lives.computed(h, chunk, step.sampled.get(h.handle), step.end_ns)
             self._lives.settle(h)
 
-    def _rank_lost(self, cause: str) -> None:
-        """Nothing here can be computed, pushed or trusted any more."""
-        self._refusing = cause
-        self._steps.clear()
+    def _give_up(self, cause: str, *, dead: bool) -> None:
+        """The ranks do not answer: fail all at once, so that it can go elsewhere. Of `dead` ranks nothing is
+        waited for; pages that a frozen one may still touch stay held until it has answered."""
         for h in list(self.handoffs.values()):
-            h.steps.clear()
-            self._pushes.rank_lost(h)
+            if dead:
+                h.steps.clear()
+            self._pushes.doubt(h, dead=dead)
             self._lives.abort(h, HandoffLost(cause))
             self._lives.settle(h)
-        self.cache.clear()

@@ -192,6 +192,8 @@ EVENTS: dict[str, Make] = {
     "push-failed": _push_failed,
     "drained": lambda p, a, g: ev.FromRank(0, m.PushDrained(int(a[0]), g.get("certain", "yes") == "yes")),
     "lost": lambda p, a, g: ev.RankLost(0, "rank 0 ended, exit status -9"),
+    "silent": lambda p, a, g: ev.RanksSilent("rank 0 has been silent for 5.1 s"),
+    "back": lambda p, a, g: ev.RanksBack(),
     "stop": lambda p, a, g: ev.Stop(),
     "tick": lambda p, a, g: ev.Tick(),
 }

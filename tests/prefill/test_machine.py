@@ -267,6 +267,14 @@ class Machine(RuleBasedStateMachine):
         self.step(ev.RankLost(0, "killed"))
         assert not self.state.handoffs
 
+    @precondition(lambda self: not self.lost)
+    @rule()
+    def rank_is_silent_for_a_while(self) -> None:
+        self.doubt.update(h.handle for h in self.state.handoffs.values() if not h.quiet)
+        self.step(ev.RanksSilent("silent"))
+        assert all(h.told or h.deaf for h in self.state.handoffs.values())
+        self.step(ev.RanksBack())
+
     @rule(ms=st.sampled_from([1, 60, 800]))
     def time_passes(self, ms: int) -> None:
         self.now += ms * MS

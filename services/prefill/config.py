@@ -1,0 +1,66 @@
+"""What a prefill instance can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvmesh.node.config import InstanceConfig
+from kvmesh.rpc.errors import ConfigError
+from services.prefill.checks import BrainConfig
+from services.prefill.planner import PlanConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillConfig(InstanceConfig):
+    """Fields of a prefill instance. Tokens are prompt tokens that are not in the prefix cache."""
+
+    prefill_chunk_tokens: int = field(
+        default=512, metadata={"help": "Tokens of one request in one step at most (one block at least).", "min": 1}
+    )
+    max_batch_tokens: int = field(
+        default=1024, metadata={"help": "Tokens of all short requests in one step at most.", "min": 1}
+    )
+    long_prompt_tokens: int = field(
+        default=512, metadata={"help": "A request with more tokens to compute runs alone in its steps.", "min": 0}
+    )
+    pipeline_depth: int = field(
+        default=2, metadata={"help": "Steps at the ranks: with 2 they never wait for the front.", "min": 1}
+    )
+    max_queued: int = field(
+        default=1024, metadata={"help": "Waiting requests; more are refused as overloaded.", "min": 0}
+    )
+    priority_step_ms: int = field(
+        default=30_000, metadata={"help": "Waiting this long outweighs one step of priority.", "min": 1}
+    )
+    stop_grace_ms: int = field(
+        default=2_000, metadata={"help": "On stop, running handoffs have so long to finish.", "min": 0}
+    )
+
+    def brain(self, *, max_context_tokens: int, vocab_size: int, world: int) -> BrainConfig:
+        """The brain's part. Raises ConfigError naming key and value."""
+        for key in ("prefill_chunk_tokens", "max_batch_tokens", "pipeline_depth", "priority_step_ms"):
+            if getattr(self, key) < 1:
+                raise _bad(key, getattr(self, key), "at least 1")
+        for key in ("long_prompt_tokens", "max_queued", "stop_grace_ms"):
+            if getattr(self, key) < 0:
+                raise _bad(key, getattr(self, key), "not negative")
+        chunk = max(self.prefill_chunk_tokens, self.block_tokens)
+        plan = PlanConfig(
+            block_tokens=self.block_tokens,
+            prefill_chunk_tokens=chunk,
+            max_batch_tokens=max(self.max_batch_tokens, chunk),
+            long_prompt_tokens=self.long_prompt_tokens,
+            pipeline_depth=self.pipeline_depth,
+            priority_step_ns=self.priority_step_ms * 1_000_000,
+        )
+        return BrainConfig(
+            plan=plan,
+            max_context_tokens=max_context_tokens,
+            vocab_size=vocab_size,
+            max_queued=self.max_queued,
+            world=world,
+        )
+
+
+def _bad(key: str, value: object, why: str) -> ConfigError:
+    return ConfigError(f"{key}={value!r}: {why}", field=key)

@@ -1,0 +1,138 @@
+"""The prefill service: wiring, liveness of the ranks, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from kvmesh.kvcache.page_pool import PagePool
+from kvmesh.node import messages as m
+from kvmesh.node.front import Front
+from kvmesh.rpc.errors import InternalError
+from kvmesh.rpc.pb import common_pb2 as pb_common
+from kvmesh.rpc.pb import prefill_pb2_grpc as pb_grpc
+from kvmesh.rpc.server import Server, join
+from kvmesh.telemetry import names, setup
+from services.prefill import events as ev
+from services.prefill.config import PrefillConfig
+from services.prefill.report import Reporter
+from services.prefill.runner import Runner
+from services.prefill.servicer import PrefillServicer
+from services.prefill.state import PrefillState
+
+log = logging.getLogger(__name__)
+
+SERVICE = "kvmesh.v1.Prefill"
+WATCH_S = 0.25
+
+
+async def run(config: PrefillConfig, stop: asyncio.Event, started: Callable[[dict[str, object]], None]) -> None:
+    """Serve until `stop`; `started` hears the addresses once calls are accepted.
+
+    Raises ConfigError or CheckpointError at start, InternalError when a rank process ends."""
+    instance = Instance(config)
+    telemetry = setup.start(
+        "prefill",
+        instance.front.instance_id,
+        trace_dir=config.trace_dir,
+        otlp_endpoint=config.otlp_endpoint,
+        log_level=config.log_level,
+    )
+    try:
+        metrics_port, close_metrics = names.serve_metrics(config.host, config.metrics_port)
+        try:
+            metrics = join(config.host, metrics_port)
+            await instance.run(stop, lambda found: started({**found, "metrics": metrics}))
+        finally:
+            await asyncio.to_thread(close_metrics)
+    finally:
+        await asyncio.to_thread(telemetry.shutdown)
+
+
+class Instance:
+    """One prefill instance in this process."""
+
+    def __init__(self, config: PrefillConfig) -> None:
+        self.config = config
+        self.front = Front(config, pb_common.ROLE_PREFILL, self._on_message, self._on_rank_lost)
+        self._runner: Runner | None = None
+        self._lost = asyncio.Event()
+        self._cause = ""
+
+    async def run(self, stop: asyncio.Event, started: Callable[[dict[str, object]], None]) -> None:
+        """Start ranks, serve, end in order."""
+        front = self.front
+        try:
+            await front.start_ranks(stop)
+            runner = self._runner = self._build()
+            writers = tuple(rank.ready.engine_name for rank in front.ranks)
+            servicer = PrefillServicer(runner, lambda: front.ref, writers)
+
+            def add(server: Server) -> None:
+                pb_grpc.add_PrefillServicer_to_server(servicer, server.grpc)
+                server.serves(SERVICE)
+
+            try:
+                await front.serve(add, runner.reporter.beat)
+                started({"address": front.address, "instance_id": front.instance_id})
+                await self._watch(stop, runner)
+                await self._wind_down(runner)
+            finally:
+                servicer.close()
+                runner.close()
+        finally:
+            await front.close()
+        if self._cause:
+            raise InternalError(self._cause)
+
+    def _build(self) -> Runner:
+        readies = [rank.ready for rank in self.front.ranks]
+        brain = self.config.brain(
+            max_context_tokens=self.front.max_context_tokens,
+            vocab_size=readies[0].vocab_size,
+            world=len(readies),
+        )
+        state = PrefillState(brain, PagePool(min(ready.num_pages for ready in readies)))
+        reporter = Reporter(state, self.front.instance_id)
+        return Runner(state, self.front.ranks, reporter, readies[0].fingerprint, self.front.urge)
+
+    async def _watch(self, stop: asyncio.Event, runner: Runner) -> None:
+        """Until stopped or a rank is lost; tells the brain when ranks fall silent and when they speak again."""
+        ready = True
+        waits = [asyncio.ensure_future(stop.wait()), asyncio.ensure_future(self._lost.wait())]
+        try:
+            while not any(wait.done() for wait in waits):
+                await asyncio.wait(waits, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
+                if self.front.ready != ready and not self._lost.is_set():
+                    ready = not ready
+                    names.PREFILL_READY.set(ready)
+                    cause = self.front.not_ready_reason
+                    log.warning("ready again" if ready else f"not ready: {cause}")
+                    runner.feed(ev.RanksBack() if ready else ev.RanksSilent(cause))
+                    self.front.urge()
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _wind_down(self, runner: Runner) -> None:
+        """Refuse what waits, let what runs finish for a while."""
+        names.PREFILL_READY.set(0)
+        runner.feed(ev.Stop())
+        leaving = asyncio.ensure_future(self.front.leave())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.stop_grace_ms / 1000):
+                await runner.idle.wait()
+        await leaving
+
+    def _on_message(self, rank: int, message: m.ToFront) -> None:
+        if self._runner is not None:
+            self._runner.rank_said(rank, message)
+
+    def _on_rank_lost(self, cause: str) -> None:
+        self._cause = cause
+        self._lost.set()
+        log.error("%s", cause)
+        if self._runner is not None:
+            self._runner.feed(ev.RankLost(0, cause))

@@ -1,0 +1,200 @@
+"""Runs the brain: events in on the event loop, actions out to ranks and streams, one timer for deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvmesh.node import messages as m
+from kvmesh.rpc.errors import InvalidRequest, KvmeshError
+from kvmesh.rpc.pb import prefill_pb2 as pb
+from kvmesh.telemetry import spans
+from services.prefill import events as ev
+from services.prefill import wire
+from services.prefill.report import Origin, Reporter
+from services.prefill.state import PrefillState
+
+
+class Rank(Protocol):
+    """What the runner needs of kvmesh.node.rank_client.RankClient."""
+
+    def send(self, message: m.ToRank, /) -> None: ...
+
+
+@dataclass(eq=False)
+class Stream:
+    """One decode instance's Handoff stream: its number, its own handles, what is still to be written to it."""
+
+    number: int
+    handles: dict[int, int] = field(default_factory=dict)  # the stream's handle → ours
+    outbox: list[pb.HandoffEvent] = field(default_factory=list)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def put(self, event: pb.HandoffEvent) -> None:
+        self.outbox.append(event)
+        self.news.set()
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    stream: Stream
+    handle: int  # the stream's
+    origin: Origin
+
+
+class Runner:
+    """The one owner of the brain. Every method belongs to the event loop; none blocks.
+
+    `urge` asks for a heartbeat soon; it is called when the instance becomes idle or refuses work."""
+
+    def __init__(
+        self,
+        state: PrefillState,
+        ranks: Sequence[Rank],
+        reporter: Reporter,
+        fingerprint: str,
+        urge: Callable[[], None],
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.state = state
+        self.reporter = reporter
+        self.idle = asyncio.Event()  # no handoff is left
+        self.idle.set()
+        self._ranks = ranks
+        self._fingerprint = fingerprint
+        self._urge = urge
+        self._clock_ns = clock_ns
+        self._streams: dict[int, Stream] = {}
+        self._owners: dict[int, _Owner] = {}
+        self._handles = itertools.count(1)
+        self._stream_numbers = itertools.count(1)
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_ns = 0
+        self._closed = False
+
+    @property
+    def streams(self) -> int:
+        """Open Handoff streams."""
+        return len(self._streams)
+
+    def feed(self, event: ev.Event) -> None:
+        """One event through the brain, and everything it leads to."""
+        now = self._clock_ns()
+        for action in self.state.step(event, now):
+            if isinstance(action, ev.ToRank):
+                self._ranks[action.rank].send(action.message)
+            elif isinstance(action, ev.Ended):
+                self._ended(action, now)
+            else:
+                self._tell(action)
+        self._arm(now)
+
+    def rank_said(self, rank: int, message: m.ToFront) -> None:
+        """Front's `on_message`."""
+        self.reporter.rank_said(message)
+        self.feed(ev.FromRank(rank, message))
+
+    def wake_streams(self) -> None:
+        """Let every stream's writer look around."""
+        for stream in self._streams.values():
+            stream.news.set()
+
+    def close(self) -> None:
+        """No timer from here on."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # ── streams ──────────────────────────────────────────────────────────────────────────────────
+
+    def open_stream(self, segment_descriptors: Sequence[bytes]) -> Stream:
+        """A decode instance has said hello; ranks learn where its segments are."""
+        stream = Stream(next(self._stream_numbers))
+        self._streams[stream.number] = stream
+        for rank in self._ranks:
+            for descriptor in segment_descriptors:
+                rank.send(m.OpenSegment(descriptor))
+        return stream
+
+    def close_stream(self, stream: Stream) -> None:
+        """It is over: all of its handoffs are cancelled."""
+        del self._streams[stream.number]
+        self.feed(ev.StreamBroken(stream.number))
+
+    def take(self, stream: Stream, request: pb.HandoffRequest) -> None:
+        """One message of decode. Raises InvalidRequest when it breaks the protocol: the stream has to end."""
+        kind = request.WhichOneof("kind")
+        if kind == "start":
+            self._start(stream, request.start)
+            return
+        message = getattr(request, kind) if kind else None
+        if message is None or kind == "hello":
+            raise InvalidRequest.of("kind", kind, "after the hello: start, landing, renewed or cancel")
+        handle = stream.handles.get(message.handle)
+        if handle is None:
+            return  # crossed with its end
+        match kind:
+            case "landing":
+                self.feed(wire.landing_in(request.landing, handle))
+            case "renewed":
+                self.feed(ev.Renewed(handle, message.handoff_epoch, message.lease_ms))
+            case "cancel":
+                self.feed(ev.Cancel(handle, message.reason))
+
+    def _start(self, stream: Stream, request: pb.StartPrefill) -> None:
+        if request.handle in stream.handles:
+            raise InvalidRequest.of("handle", request.handle, "names a handoff of this stream already")
+        now = self._clock_ns()
+        origin = Origin(request.request_id, request.attempt, spans.context_from(request.traceparent))
+        handle = next(self._handles)
+        try:
+            start = wire.start_in(request, handle, stream.number, self._fingerprint, now)
+        except KvmeshError as error:
+            self.reporter.refused(origin, error.code, now)
+            failed = wire.event_out(ev.SendFailed(handle, error, drained=True), request.handle)
+            assert failed is not None
+            stream.put(failed)
+            return
+        stream.handles[request.handle] = handle
+        self._owners[handle] = _Owner(stream, request.handle, origin)
+        self.idle.clear()
+        self.feed(start)
+
+    def _tell(self, action: ev.Action) -> None:
+        owner = self._owners[action.handle]  # type: ignore[union-attr]
+        event = wire.event_out(action, owner.handle)
+        assert event is not None, action
+        owner.stream.put(event)
+
+    def _ended(self, end: ev.Ended, now: int) -> None:
+        owner = self._owners.pop(end.handle)
+        del owner.stream.handles[owner.handle]
+        self.reporter.ended(end, owner.origin, now)
+        if not self._owners:
+            self.idle.set()
+        if not self._owners or "overloaded" in end.cause:
+            self._urge()
+
+    # ── time ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _arm(self, now: int) -> None:
+        due = self.state.next_deadline_ns
+        if due == self._timer_ns or self._closed:
+            return
+        self._timer_ns = due
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if due:
+            delay_s = max(due - now, 0) * 1e-9
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+
+    def _tick(self) -> None:
+        self._timer_ns = 0
+        self._timer = None
+        self.feed(ev.Tick())
