@@ -196,11 +196,16 @@ class Worker:
         ]
         try:
             out = self._runner.prefill(inputs, on_layer)
+        except NonFiniteLogits as error:
+            bad = tuple(items[i].handle for i in error.rows)
+            self._prefill_failed(bad, error)
+            rest = tuple(i for i in items if i.handle not in bad)
+            # The others have lost nothing: computing them again writes the same bytes.
+            self.prefill(m.PrefillStep(step.step_id, rest), between_layers)
+            return
         except Exception as error:
             log.exception("prefill step failed")
-            handles = tuple(i.handle for i in items)
-            self.pusher.step_failed(handles)
-            self._send(m.RankError(handles, f"prefill step: {error}"))
+            self._prefill_failed(tuple(i.handle for i in items), error)
             return
         sampled = tuple(
             m.Sampled(item.handle, token.token_id, _logprobs(token))
@@ -208,6 +213,10 @@ class Worker:
             if token is not None
         )
         self._send(m.PrefillStepDone(step.step_id, start, time.monotonic_ns(), sampled))
+
+    def _prefill_failed(self, handles: tuple[int, ...], error: Exception) -> None:
+        self.pusher.step_failed(handles)
+        self._send(m.RankError(handles, f"prefill step: {error}"))
 
     def decode_step(self) -> None:
         rows = self._runnable()
