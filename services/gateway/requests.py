@@ -13,7 +13,7 @@ from types import TracebackType
 
 from opentelemetry.context import Context
 
-from kvmesh.rpc.errors import DeadlinePassed, InternalError, KvmeshError, ModelNotFound, Overloaded, Unavailable
+from kvmesh.rpc.errors import DeadlinePassed, InternalError, KvmeshError, ModelNotFound, Unavailable
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
 from kvmesh.telemetry import names, spans
 from services.gateway.accounts import Account
@@ -183,7 +183,7 @@ class Request:
     def _again(self, choice: Choice, err: KvmeshError) -> None:
         """Place `choice` anew, or raise what went wrong."""
         core = self.core
-        if isinstance(err, Unavailable | Overloaded):
+        if isinstance(err, Unavailable):
             core.catalog.poke()
         if not err.retryable or choice.delivered or choice.attempt >= core.config.max_retries or core.stopping:
             raise err
@@ -205,6 +205,8 @@ class Request:
                 await asyncio.sleep(delay_s)
             placement = choice.placement = await self._place(choice)
         except KvmeshError as err:
+            if isinstance(err, Unavailable):
+                self.core.catalog.poke()
             self._fail(err)  # the conductor's word is final
             return
         except Exception as err:

@@ -369,7 +369,13 @@ async def test_a_client_that_does_not_read_stops_its_own_tokens_only(make_mesh: 
     await mesh.quiet()
 
 
-async def test_the_session_of_an_instance_that_left_is_closed(mesh: Mesh) -> None:
+async def test_the_session_of_an_instance_that_left_is_closed(
+    make_mesh: MeshMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from services.gateway import conductor
+
+    monkeypatch.setattr(conductor, "READY_REFRESH_S", 0.2)
+    mesh = await make_mesh()
     (decode,) = mesh.decodes
     assert (await mesh.http.post(URL, json=CHAT)).status_code == 200
     assert (await mesh.status()).streams == 1

@@ -1,0 +1,170 @@
+"""kvmesh.v1.Gateway over real gRPC: the same path as REST."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvmesh.kvcache.keys import pack_tokens
+from kvmesh.rpc.channels import connect
+from kvmesh.rpc.errors import DeadlinePassed, HandoffLost, InvalidRequest, KvmeshError, ModelNotFound, Overloaded
+from kvmesh.rpc.pb import gateway_pb2
+from kvmesh.rpc.status import from_rpc_error
+from tests.gateway.conftest import Mesh, MeshMaker, seen, until
+from tests.gateway.scripted import CACHED, MODEL, Run
+
+
+def asks(**fields: Any) -> gateway_pb2.GenerateRequest:
+    return gateway_pb2.GenerateRequest(**({"text": "Hi"} if "prompt" not in fields else {}) | fields)
+
+
+async def generate(mesh: Mesh, request: gateway_pb2.GenerateRequest) -> list[gateway_pb2.GenerateResponse]:
+    return [part async for part in mesh.stub.Generate(request, timeout=15)]
+
+
+async def error_of(mesh: Mesh, request: gateway_pb2.GenerateRequest) -> KvmeshError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await generate(mesh, request)
+    return from_rpc_error(caught.value)
+
+
+async def test_tokens_text_usage_and_timings(mesh: Mesh) -> None:
+    mesh.decodes[0].script = mesh.says("Füchse 🦊")
+    parts = await generate(mesh, asks(max_tokens=30, request_id="job"))
+    assert "".join(part.text for part in parts) == "Füchse 🦊"
+    assert [token for part in parts for token in part.token_ids] == [*mesh.ids("Füchse 🦊"), mesh.eos]
+    assert [part.finish_reason for part in parts] == [""] * (len(parts) - 1) + ["stop"]
+    last = parts[-1]
+    assert last.usage.cached_tokens == CACHED
+    assert last.usage.completion_tokens == len(mesh.ids("Füchse 🦊")) + 1
+    assert last.timings.transfer_us == 33
+    assert {part.request_id for part in parts} == {mesh.conductor.asked[0].request_id}
+    assert last.request_id.startswith("job-")
+
+
+async def test_every_kind_of_prompt(mesh: Mesh) -> None:
+    chat = gateway_pb2.Chat(messages=[gateway_pb2.ChatMessage(role="user", content="Hi")])
+    for request in (asks(), gateway_pb2.GenerateRequest(token_ids=pack_tokens([5, 6])), asks(text="", chat=chat)):
+        assert await generate(mesh, request)
+    prompts = [run.prompt for run in mesh.decodes[0].runs]
+    assert prompts == [mesh.ids("Hi"), [5, 6], mesh.ids("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")]
+
+
+async def test_sampling_fields(mesh: Mesh) -> None:
+    await generate(mesh, asks(temperature=0.0, top_p=0.5, top_k=2, seed=9, ignore_eos=True, priority=-1, max_tokens=3))
+    start = mesh.decodes[0].runs[0].start
+    sampling = start.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.0, 0.5, 2, 9)
+    assert (sampling.ignore_eos, sampling.max_tokens, start.priority) == (True, 3, -1)
+    await generate(mesh, asks())
+    assert mesh.decodes[0].runs[1].start.sampling.temperature == 1.0
+
+
+async def test_stops_and_logprobs(mesh: Mesh) -> None:
+    mesh.decodes[0].script = mesh.says("one two END three")
+    parts = await generate(mesh, asks(stop=["END"], logprobs=True, top_logprobs=1))
+    assert "".join(part.text for part in parts) == "one two "
+    assert parts[-1].finish_reason == "stop"
+    entries = [entry for part in parts for entry in part.logprobs]
+    assert {len(entry.top) for entry in entries} == {1}
+    await asyncio.wait_for(mesh.decodes[0].runs[0].cancelled.wait(), 10)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "words"),
+    [
+        ({"text": ""}, "prompt", "must not be empty"),
+        ({"prompt": None}, "prompt", "required"),
+        ({"token_ids": b"123"}, "token_ids", "3 bytes"),
+        ({"token_ids": b""}, "prompt", "must not be empty"),
+        ({"token_ids": pack_tokens([401])}, "prompt", "prompt=401"),
+        ({"chat": gateway_pb2.Chat()}, "messages", "must not be empty"),
+        ({"chat": gateway_pb2.Chat(messages=[gateway_pb2.ChatMessage(role="x")])}, "chat.messages.0.role", "'x'"),
+        ({"temperature": float("nan")}, "temperature", "temperature=nan"),
+        ({"temperature": float("inf")}, "temperature", "temperature=inf"),
+        ({"temperature": -1.0}, "temperature", "temperature=-1"),
+        ({"top_p": 0.0}, "top_p", "over 0"),
+        ({"top_p": float("nan")}, "top_p", "nan"),
+        ({"seed": 2**64 - 1}, "seed", "must be between"),
+        ({"stop": ["x"] * 100_000}, "stop", "100000"),
+        ({"stop": [""]}, "stop", "not empty"),
+        ({"top_logprobs": 2}, "top_logprobs", "logprobs=true"),
+        ({"logprobs": True, "top_logprobs": 21}, "logprobs", "between"),
+        ({"max_tokens": 2**32 - 1}, "max_tokens", "between"),
+        ({"cache_salt": "x" * 300}, "cache_salt", "at most 256"),
+        ({"request_id": "a b"}, "request_id", "'a b'"),
+    ],
+)
+async def test_bad_requests(mesh: Mesh, fields: dict[str, Any], field: str, words: str) -> None:
+    if {"token_ids", "chat", "prompt"} & fields.keys():
+        request = gateway_pb2.GenerateRequest(**{k: v for k, v in fields.items() if k != "prompt"})
+    else:
+        request = asks(**fields)
+    err = await error_of(mesh, request)
+    assert isinstance(err, InvalidRequest)
+    assert err.field == field
+    assert words in err.message
+    assert not mesh.conductor.asked
+
+
+async def test_named_errors(mesh: Mesh) -> None:
+    assert isinstance(await error_of(mesh, asks(model="other")), ModelNotFound)
+    mesh.conductor.failures.append(Overloaded("full", retry_after_ms=1500))
+    refused = await error_of(mesh, asks())
+    assert isinstance(refused, Overloaded)
+    assert refused.retry_after_ms == 1500
+
+    async def fails(run: Run) -> None:
+        await run.fail(HandoffLost("prefill went away"))
+
+    async def silent(run: Run) -> None:
+        await asyncio.Event().wait()
+
+    mesh.decodes[0].script = fails
+    assert isinstance(await error_of(mesh, asks()), HandoffLost)
+    mesh.decodes[0].script = silent
+    assert isinstance(await error_of(mesh, asks(timeout_ms=200)), DeadlinePassed)
+    await asyncio.wait_for(mesh.decodes[0].runs[-1].cancelled.wait(), 10)
+    assert (await mesh.status()).requests == 0
+
+
+async def test_a_cancelled_call_cancels_the_request(mesh: Mesh) -> None:
+    async def one_token(run: Run) -> None:
+        await run.token(mesh.ids("Hi")[0], 0)
+        await asyncio.Event().wait()
+
+    mesh.decodes[0].script = one_token
+    reading = mesh.stub.Generate(asks())
+    assert (await reading.read()).text
+    waiting = mesh.stub.Generate(asks())
+    await seen(lambda: len(mesh.decodes[0].runs) == 2)
+    for call in (reading, waiting):
+        call.cancel()
+    for run in mesh.decodes[0].runs:
+        await asyncio.wait_for(run.cancelled.wait(), 10)
+    await mesh.quiet()
+
+
+async def test_status_and_health(make_mesh: MeshMaker) -> None:
+    mesh = await make_mesh()
+    status = await mesh.status()
+    assert (status.requests, status.streams, list(status.models), status.ready) == (0, 0, [MODEL], True)
+    await generate(mesh, asks())
+    assert (await mesh.status()).streams == 1
+    async with connect(str(mesh.told["address"])) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        answer = await health.Check(health_pb2.HealthCheckRequest(service="kvmesh.v1.Gateway"), timeout=5)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        await mesh.conductor.stop()
+        mesh.conductor.asked.clear()
+        await error_of(mesh, asks(timeout_ms=300))
+
+        async def look() -> Any:
+            return await health.Check(health_pb2.HealthCheckRequest(service=""), timeout=5)
+
+        await until(look, lambda answer: answer.status == health_pb2.HealthCheckResponse.NOT_SERVING)
+    assert "cannot be reached" in (await mesh.status()).not_ready_reason
