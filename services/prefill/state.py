@@ -243,13 +243,18 @@ class PrefillState:
         self._answered(done.step_id, step, rank)
 
     def _step_failed(self, rank: int, handles: tuple[int, ...], text: str) -> None:
-        """A rank runs its steps in order and answers each once: the error is about the oldest one there."""
+        """A rank runs its steps in order: the error is about the oldest one there. It ends the step when it names all
+        of its requests; else those named drop out and the others are still answered."""
         number = next((n for n, s in self._steps.items() if rank in s.waiting), None)
-        if number is None or {c.handle for c in self._steps[number].chunks} != set(handles):
+        if number is None:
+            return
+        members = {c.handle for c in self._steps[number].chunks}
+        if not members.issuperset(handles):
             return
         for handle in handles:
             self._lives.abort(self.handoffs[handle], Unavailable(f"the prefill failed: {text}"))
-        self._answered(number, self._steps[number], rank)
+        if members == set(handles):
+            self._answered(number, self._steps[number], rank)
 
     def _answered(self, number: int, step: _Step, rank: int) -> None:
         step.waiting.discard(rank)
