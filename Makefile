@@ -23,18 +23,16 @@ DEV := $(VENV)/.stamp-dev
 help: ## this list
 	@echo "kvmesh"; grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-$(VENV)/.stamp-torch: scripts/make_venv.sh
+$(VENV)/.stamp-torch:
 	@scripts/make_venv.sh $(VENV) "$(TORCH_SPEC)" $(PIP_EXTRA_ARGS)
 	@touch $@
 
 $(RUN): $(VENV)/.stamp-torch pyproject.toml
-	@echo "installing kvmesh ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@scripts/pip_install.sh $(VENV) "kvmesh" -e .
 	@touch $@
 
 $(DEV): $(VENV)/.stamp-torch pyproject.toml
-	@echo "installing kvmesh and what its tests need ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@scripts/pip_install.sh $(VENV) "kvmesh and what its tests need" -e '.[dev]'
 	@touch $@ $(RUN)
 
 install: $(RUN) ## make .venv with what kvmesh needs

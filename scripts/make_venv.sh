@@ -38,6 +38,6 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
   "$python" -m venv --clear "$venv"
 fi
 if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
-  echo "installing $torch (the largest part; minutes on a slow network) ..."
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$torch" "$@"
+  echo "torch is the largest part: minutes on a slow network"
+  "$(dirname "$0")/pip_install.sh" "$venv" "$torch" "$torch" "$@"
 fi
