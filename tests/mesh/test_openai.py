@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 
 import grpc
 import httpx
 import openai
 import pytest
+import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -21,9 +23,10 @@ pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240), pytest.mark.asyncio(lo
 MODEL = "demo-model"
 
 
-@pytest.fixture
-def client(small_mesh: Running) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{small_mesh.http}/v1", api_key="none", max_retries=0, timeout=60)
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(small_mesh: Running) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{small_mesh.http}/v1", api_key="none", max_retries=0, timeout=60) as it:
+        yield it
 
 
 async def test_the_demo_model_answers_from_what_it_read(client: openai.AsyncOpenAI) -> None:
