@@ -60,12 +60,7 @@ PRECEDENCE = (
 @cache
 def config_class(service: str) -> type[ServiceConfig]:
     """`GatewayConfig` of "gateway", and so on."""
-    try:
-        module = importlib.import_module(f"services.{service}.config")
-    except ModuleNotFoundError:  # until it lands; removed then
-        from kvmesh.node.config import InstanceConfig
-
-        return InstanceConfig
+    module = importlib.import_module(f"services.{service}.config")
     cls: type[ServiceConfig] = getattr(module, f"{service.capitalize()}Config")
     return cls
 
