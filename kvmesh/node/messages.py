@@ -45,6 +45,12 @@ class OpenSegment(Message, frozen=True):
     descriptor: bytes
 
 
+class CloseSegment(Message, frozen=True):
+    """Nobody here writes to it any more: its connections and maps go (a dead peer's memory with them)."""
+
+    name: str
+
+
 class Ping(Message, frozen=True):
     nonce: int
 
@@ -175,6 +181,7 @@ class Leave(Message, frozen=True):
 ToRank = (
     Configure
     | OpenSegment
+    | CloseSegment
     | Ping
     | Shutdown
     | PrefillStep

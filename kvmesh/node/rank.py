@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvmesh.rank")
 
 # Between layers only these are handled; the rest keeps its order for the gap between steps.
-URGENT = (m.PushOpen, m.PushLease, m.PushCancel, m.OpenSegment, m.OpenWindow, m.Fence, m.Ping)
+URGENT = (m.PushOpen, m.PushLease, m.PushCancel, m.OpenSegment, m.CloseSegment, m.OpenWindow, m.Fence, m.Ping)
 HOUSEKEEPING_MS = 50
 
 

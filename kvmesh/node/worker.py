@@ -127,7 +127,13 @@ class Worker:
             case m.PushCancel(handle):
                 self.pusher.cancel(handle)
             case m.OpenSegment(descriptor):
-                self.engine.open_segment(descriptor)
+                try:
+                    self.engine.open_segment(descriptor)
+                except TransferError as error:
+                    # A peer that cannot be reached fails its own handoffs (PushFailed), not this rank.
+                    log.error("%s", error)
+            case m.CloseSegment(name):
+                self.engine.close_segment(name)
             case m.OpenWindow(peer, epoch, offsets):
                 shard = self.layout.shard_bytes
                 self.engine.open_window(peer, epoch, [Range(o, shard) for o in offsets])
