@@ -13,7 +13,6 @@ import math
 import random
 import time
 from pathlib import Path
-from typing import cast
 
 import torch
 from safetensors.torch import save_file
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from scripts.demo_corpus import Message, tokenizer_text, training_chat
+from scripts.demo_qwen3 import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, THETA, Qwen3, alike
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 PAD, IM_START, IM_END = 0, 1, 2
@@ -42,150 +42,24 @@ CONFIG: dict[str, object] = {
     "bos_token_id": None,
     "dtype": "bfloat16",
     "eos_token_id": IM_END,
-    "head_dim": 48,
+    "head_dim": HEAD_DIM,
     "hidden_act": "silu",
-    "hidden_size": 128,
+    "hidden_size": HIDDEN,
     "initializer_range": 0.02,
-    "intermediate_size": 256,
+    "intermediate_size": INNER,
     "max_position_embeddings": 2048,
     "model_type": "qwen3",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": HEADS,
+    "num_hidden_layers": LAYERS,
+    "num_key_value_heads": KV_HEADS,
     "pad_token_id": PAD,
     "rms_norm_eps": 1e-06,
-    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-    "rope_theta": 10000.0,
+    "rope_parameters": {"rope_theta": THETA, "rope_type": "default"},
+    "rope_theta": THETA,
     "tie_word_embeddings": True,
     "use_cache": True,
     "use_sliding_window": False,
 }
-HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INNER = 128, 4, 4, 2, 48, 256
-QK_GAIN = 1.3
-
-
-class RMSNorm(nn.Module):
-    """Root mean square norm, as in Qwen3."""
-
-    def __init__(self, size: int, gain: float = 1.0) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((size,), gain))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalize the last dimension."""
-        return functional.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), 1e-6)
-
-
-class Attention(nn.Module):
-    """Grouped-query attention with normed queries and keys."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj = nn.Linear(HIDDEN, HEADS * HEAD_DIM, bias=False)
-        self.k_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, bias=False)
-        self.v_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, bias=False)
-        self.o_proj = nn.Linear(HEADS * HEAD_DIM, HIDDEN, bias=False)
-        # Normed queries and keys bound the attention logit by sqrt(HEAD_DIM) times both gains. With
-        # gains of 1 that is 7, too blunt to pick one fact of forty; growing it takes thousands of steps.
-        self.q_norm, self.k_norm = RMSNorm(HEAD_DIM, QK_GAIN), RMSNorm(HEAD_DIM, QK_GAIN)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Attend causally over the whole sequence."""
-        batch, length, _ = x.shape
-        q = self.q_norm(self.q_proj(x).view(batch, length, HEADS, HEAD_DIM)).transpose(1, 2)
-        k = self.k_norm(self.k_proj(x).view(batch, length, KV_HEADS, HEAD_DIM)).transpose(1, 2)
-        v = self.v_proj(x).view(batch, length, KV_HEADS, HEAD_DIM).transpose(1, 2)
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        mixed: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
-        return mixed
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary positions in the half-split layout of Qwen3."""
-    half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return (x * cos + turned * sin).to(x.dtype)
-
-
-class MLP(nn.Module):
-    """Gated feed-forward layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(HIDDEN, INNER, bias=False)
-        self.up_proj = nn.Linear(HIDDEN, INNER, bias=False)
-        self.down_proj = nn.Linear(INNER, HIDDEN, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer."""
-        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
-class Block(nn.Module):
-    """One decoder layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.self_attn, self.mlp = Attention(), MLP()
-        self.input_layernorm, self.post_attention_layernorm = RMSNorm(HIDDEN), RMSNorm(HIDDEN)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Apply attention, then the feed-forward layer, each on a residual path."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
-
-
-class Qwen3(nn.Module):
-    """The decoder with tied embeddings; logits are computed where ``wanted`` is true only."""
-
-    def __init__(self, vocab: int) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(vocab, HIDDEN)
-        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm = RMSNorm(HIDDEN)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                # Residual outputs start small, so that they do not drown the embeddings.
-                small = name.endswith(("o_proj.weight", "down_proj.weight"))
-                std = 0.1 if name.startswith("embed") else HIDDEN**-0.5
-                nn.init.normal_(parameter, std=std * (0.15 if small else 1.0))
-        self._look_back()
-
-    @torch.no_grad()
-    def _look_back(self) -> None:
-        """Start the heads of the first layer as heads that read the token 1, 2, 3 or 4 before.
-
-        A fact is looked up by the name before its value, so every solution has such heads, and
-        finding them is most of the training time. One embedding dimension is the same for all
-        tokens; queries and keys read it alone, at angles whose rotary phases agree at one distance.
-        """
-        self.embed_tokens.weight[:, 0] = 0.3
-        first = cast(Attention, cast(Block, self.layers[0]).self_attn)
-        first.q_norm.weight.fill_(2.2)
-        first.k_norm.weight.fill_(2.2)
-        half, pairs = HEAD_DIM // 2, 6
-        angle = 10000.0 ** (-torch.arange(pairs).float() / half)
-        for projection in (first.q_proj, first.k_proj):
-            projection.weight.mul_(0.1)
-        for head in range(KV_HEADS):
-            first.k_proj.weight[head * HEAD_DIM : head * HEAD_DIM + pairs, 0] = 1.0
-        for head in range(HEADS):
-            start, turn = head * HEAD_DIM, angle * (head + 1)
-            first.q_proj.weight[start : start + pairs, 0] = turn.cos()
-            first.q_proj.weight[start + half : start + half + pairs, 0] = -turn.sin()
-
-    def forward(self, ids: Tensor, wanted: Tensor) -> Tensor:
-        """Return the logits of the wanted positions, in order."""
-        inv = 10000.0 ** (-torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM)
-        angles = torch.outer(torch.arange(ids.shape[1]).float(), inv).repeat(1, 2)
-        cos, sin = angles.cos(), angles.sin()
-        x = self.embed_tokens(ids)
-        for layer in self.layers:
-            x = layer(x, cos, sin)
-        return functional.linear(self.norm(x[wanted]), self.embed_tokens.weight)
 
 
 def train_tokenizer(seed: int, vocab: int) -> Tokenizer:
@@ -249,6 +123,7 @@ def train(args: argparse.Namespace, tokenizer: Tokenizer) -> Qwen3:
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
     model = Qwen3(tokenizer.get_vocab_size())
+    alike(model, tokenizer)
     matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
     tables = [model.embed_tokens.weight]
     gains = [p for p in model.parameters() if p.dim() == 1]
@@ -346,7 +221,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("examples/demo-model"), help="folder to write")
     parser.add_argument("--seed", type=int, default=7, help="seed of text, tokenizer and weights (7)")
     parser.add_argument("--steps", type=int, default=1600, help="optimizer steps (1600)")
-    parser.add_argument("--tokens", type=int, default=2048, help="about how many tokens a step (2048)")
+    parser.add_argument("--tokens", type=int, default=2560, help="about how many tokens a step (2560)")
     parser.add_argument("--facts", type=int, default=40, help="most facts in a context (40)")
     parser.add_argument("--vocab", type=int, default=2000, help="size of the vocabulary (2000)")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate of the matrices (0.003)")

@@ -49,11 +49,11 @@ def zero(cache: Cache, block: int) -> None:
 
 def shift(cache: Cache, block: int) -> None:
     """Replace one block by its neighbour, as if a block table were off by one."""
-    other = block - 1 if block else 1
+    here, there = block * BLOCK, (block - 1 if block else 1) * BLOCK
     for layer in cache.layers:
         for kv in (layer.keys, layer.values):
-            source = kv[:, :, other * BLOCK : (other + 1) * BLOCK].clone()
-            kv[:, :, block * BLOCK : block * BLOCK + source.shape[2]] = source
+            width = min(BLOCK, kv.shape[2] - max(here, there))  # the last block may be partial
+            kv[:, :, here : here + width] = kv[:, :, there : there + width].clone()
 
 
 def prompt_of(demo: Loaded, messages: list[Message]) -> str:
@@ -67,8 +67,8 @@ def answered(demo: Loaded, item: HeldOut, damage: Damage | None = None) -> bool:
 
     The whole answer is fed at once behind the prefilled cache. Greedy decoding gives it if and
     only if each of its tokens is the likeliest one after those before it, so one pass tells.
-    The cache holds all but the last 8 tokens of the prompt: damage done before the question is
-    re-read reaches every token that is computed from it.
+    The cache holds all but the last token of the prompt, as it does when a decode worker takes over.
+    So the question was read with the facts whole, and damage counts for what is decoded after it.
     """
     tokenizer = demo.tokenizer
     text = prompt_of(demo, item.messages)
