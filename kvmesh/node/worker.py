@@ -73,12 +73,24 @@ class Worker:
             self._pages = self._over(self._page_region, self._num_pages)
             self._extents = self._over(self._extent_region, self._num_extents)
             self._runner = Runner(self._checkpoint, dtype, configure.device, configure.block_tokens, self._pages)
+            self._warm_up()
         except BaseException:
             self.engine.close()
             raise
         self.pusher = Pusher(self.engine, self.layout, self._page_region.address, send)
         self.running: dict[int, Row] = {}
         self._load_ms = int((time.monotonic() - started) * 1000)
+
+    def _warm_up(self) -> None:
+        """The first steps of a process take tens of milliseconds more than the others: no user should wait for them."""
+        count = min(4, self._num_pages)
+        pages = tuple(range(count))
+        tokens = (0,) * (count * self.layout.block_tokens - 1)
+        sample = SampleParams()
+        for _ in range(2):
+            self._runner.prefill([PrefillInput(tokens, 0, pages, sample)], lambda _: None)
+            self._runner.decode([DecodeInput(0, len(tokens), pages, sample)])
+        self._pages[:count].zero_()
 
     def _over(self, region: Region, blocks: int) -> torch.Tensor:
         """`[blocks, layers, 2, kv_heads, block_tokens, head_dim]` over the region's memory."""
