@@ -27,7 +27,7 @@ from services.gateway.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 3.0
+DRAIN_S = 1.5  # a supervisor waits 3 s
 _HTTP_GRACE_S = 2
 _GRPC_GRACE_S = 0.5
 _KEEP_ALIVE_S = 60
