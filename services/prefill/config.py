@@ -36,14 +36,17 @@ class PrefillConfig(InstanceConfig):
         default=2_000, metadata={"help": "On stop, running handoffs have so long to finish.", "min": 0}
     )
 
-    def brain(self, *, max_context_tokens: int, vocab_size: int, world: int) -> BrainConfig:
-        """The brain's part. Raises ConfigError naming key and value."""
+    def check(self) -> None:
+        """Raises ConfigError naming key and value."""
         for key in ("prefill_chunk_tokens", "max_batch_tokens", "pipeline_depth", "priority_step_ms"):
             if getattr(self, key) < 1:
                 raise _bad(key, getattr(self, key), "at least 1")
         for key in ("long_prompt_tokens", "max_queued", "stop_grace_ms"):
             if getattr(self, key) < 0:
                 raise _bad(key, getattr(self, key), "not negative")
+
+    def brain(self, *, max_context_tokens: int, vocab_size: int, world: int) -> BrainConfig:
+        """The brain's part."""
         chunk = max(self.prefill_chunk_tokens, self.block_tokens)
         plan = PlanConfig(
             block_tokens=self.block_tokens,

@@ -55,6 +55,7 @@ class Instance:
     """One prefill instance in this process."""
 
     def __init__(self, config: PrefillConfig) -> None:
+        config.check()
         self.config = config
         self.front = Front(config, pb_common.ROLE_PREFILL, self._on_message, self._on_rank_lost)
         self._runner: Runner | None = None
@@ -76,6 +77,7 @@ class Instance:
 
             try:
                 await front.serve(add, runner.reporter.beat)
+                names.PREFILL_READY.set(1)
                 started({"address": front.address, "instance_id": front.instance_id})
                 await self._watch(stop, runner)
                 await self._wind_down(runner)
@@ -100,18 +102,23 @@ class Instance:
 
     async def _watch(self, stop: asyncio.Event, runner: Runner) -> None:
         """Until stopped or a rank is lost; tells the brain when ranks fall silent and when they speak again."""
-        ready = True
+        ready, looks = True, 0
         waits = [asyncio.ensure_future(stop.wait()), asyncio.ensure_future(self._lost.wait())]
         try:
-            while not any(wait.done() for wait in waits):
+            while True:
                 await asyncio.wait(waits, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
-                if self.front.ready != ready and not self._lost.is_set():
-                    ready = not ready
-                    names.PREFILL_READY.set(ready)
-                    cause = self.front.not_ready_reason
-                    log.warning("ready again" if ready else f"not ready: {cause}")
-                    runner.feed(ev.RanksBack() if ready else ev.RanksSilent(cause))
-                    self.front.urge()
+                if any(wait.done() for wait in waits):
+                    return
+                # Looked at twice: after a pause of this process the ranks' answers are still unread.
+                looks = looks + 1 if self.front.ready != ready else 0
+                if looks < 2:
+                    continue
+                ready, looks = not ready, 0
+                names.PREFILL_READY.set(ready)
+                cause = self.front.not_ready_reason
+                log.warning("ready again" if ready else f"not ready: {cause}")
+                runner.feed(ev.RanksBack() if ready else ev.RanksSilent(cause))
+                self.front.urge()
         finally:
             for wait in waits:
                 wait.cancel()

@@ -13,6 +13,7 @@ from kvmesh.node import messages as m
 from kvmesh.rpc.errors import InvalidRequest, KvmeshError
 from kvmesh.rpc.pb import prefill_pb2 as pb
 from kvmesh.telemetry import spans
+from kvmesh.transfer import SegmentDescriptor
 from services.prefill import events as ev
 from services.prefill import wire
 from services.prefill.report import Origin, Reporter
@@ -30,6 +31,7 @@ class Stream:
     """One decode instance's Handoff stream: its number, its own handles, what is still to be written to it."""
 
     number: int
+    segments: tuple[str, ...] = ()
     handles: dict[int, int] = field(default_factory=dict)  # the stream's handle → ours
     outbox: list[pb.HandoffEvent] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -113,18 +115,26 @@ class Runner:
     # ── streams ──────────────────────────────────────────────────────────────────────────────────
 
     def open_stream(self, segment_descriptors: Sequence[bytes]) -> Stream:
-        """A decode instance has said hello; ranks learn where its segments are."""
-        stream = Stream(next(self._stream_numbers))
+        """A decode instance has said hello; ranks learn where its segments are. TransferError: they are none."""
+        segments = tuple(SegmentDescriptor.decode(descriptor).name for descriptor in segment_descriptors)
+        stream = Stream(next(self._stream_numbers), segments)
         self._streams[stream.number] = stream
-        for rank in self._ranks:
-            for descriptor in segment_descriptors:
-                rank.send(m.OpenSegment(descriptor))
+        for descriptor in segment_descriptors:
+            self._to_ranks(m.OpenSegment(descriptor))
         return stream
 
     def close_stream(self, stream: Stream) -> None:
-        """It is over: all of its handoffs are cancelled."""
+        """It is over: all of its handoffs are cancelled, its segments closed unless a newer stream names them."""
         del self._streams[stream.number]
         self.feed(ev.StreamBroken(stream.number))
+        in_use = {name for other in self._streams.values() for name in other.segments}
+        for name in stream.segments:
+            if name not in in_use:
+                self._to_ranks(m.CloseSegment(name))
+
+    def _to_ranks(self, message: m.ToRank) -> None:
+        for rank in self._ranks:
+            rank.send(message)
 
     def take(self, stream: Stream, request: pb.HandoffRequest) -> None:
         """One message of decode. Raises InvalidRequest when it breaks the protocol: the stream has to end."""
