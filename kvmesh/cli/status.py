@@ -28,7 +28,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
     watch: Annotated[float | None, typer.Option(help="Show it again every so many seconds.", min=0.2)] = None,
 ) -> None:
-    """Show services, instances, their load and their pools.
+    """Show services, instances, their load and their pools (pages and extents: available/all).
 
     Examples:
 
@@ -71,10 +71,10 @@ def _screen(found: dict[str, Any]) -> RenderableType:
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for column in columns:
-        number = column in ("queued", "running", "waiting", "silent", "restarts", "handoffs")
-        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+        number = column in ("queued", "running", "waiting", "pages", "extents", "silent", "restarts")
+        table.add_column(column, justify="right" if number else "left", no_wrap=column != "")
     return table
 
 
@@ -103,35 +103,23 @@ def _says(name: str, told: dict[str, Any]) -> str:
         return escape(str(told["error"]))
     if name == "gateway":
         reason = told["not_ready_reason"]
-        return escape(reason) if reason else f"{told['requests']} requests, {told['streams']} decode streams"
+        return (
+            escape(reason)
+            if reason
+            else f"{count(told['requests'], 'request')}, {count(told['streams'], 'decode stream')}"
+        )
     if name == "conductor":
-        return f"{len(told['instances'])} instances, store master {escape(told['store_master'])}"
-    return f"{len(told['members'])} members"
+        return f"{count(len(told['instances']), 'instance')}, store master {escape(told['store_master'])}"
+    return count(len(told["members"]), "member")
 
 
 def _instances(instances: list[dict[str, Any]]) -> RenderableType:
     if not instances:
         return "[yellow]no instance has registered[/]"
-    table = _table(
-        "instance",
-        "role",
-        "state",
-        "queued",
-        "running",
-        "waiting",
-        "pages free",
-        "extents free",
-        "handoffs",
-        "silent",
-        "",
-    )
+    table = _table("instance", "role", "state", "queued", "running", "waiting", "pages", "extents", "silent", "")
     for one in sorted(instances, key=lambda one: (one["role"] != "ROLE_PREFILL", one["instance"]["instance_id"])):
         load, pools = one.get("load", {}), one["pools"]
         broken = "error" in pools
-        cached = f" (+{pools['pages_cached']} cached)" if pools.get("pages_cached") else ""
-        why = one["not_ready_reason"] or (pools["error"] if broken else "")
-        if pools.get("quarantined"):
-            why = f"{why} {pools['quarantined']} quarantined".strip()
         table.add_row(
             escape(one["instance"]["instance_id"]),
             one["role"].removeprefix("ROLE_").lower(),
@@ -139,10 +127,21 @@ def _instances(instances: list[dict[str, Any]]) -> RenderableType:
             str(load.get("queued_requests", 0)),
             str(load.get("running_requests", 0)),
             str(load.get("waiting_requests", 0)),
-            "?" if broken else f"{pools['pages_free']}/{pools['pages_total']}{cached}",
+            "?" if broken else f"{pools['pages_free'] + pools['pages_cached']}/{pools['pages_total']}",
             "?" if broken else f"{pools['extents_free']}/{pools['extents_total']}",
-            "?" if broken else str(pools["handoffs"]),
             f"{one['silent_ms']} ms",
-            f"[dim]{escape(why)}[/]",
+            f"[dim]{escape(_notes(one, pools))}[/]",
         )
     return table
+
+
+def _notes(one: dict[str, Any], pools: dict[str, Any]) -> str:
+    notes = [one["not_ready_reason"], pools.get("error", "")]
+    counted = (("pages_cached", "cached page"), ("handoffs", "handoff"), ("quarantined", "quarantined extent"))
+    notes += [count(pools[key], word) for key, word in counted if pools.get(key)]
+    return ", ".join(note for note in notes if note)
+
+
+def count(number: int, word: str) -> str:
+    """ "1 request", "2 requests"."""
+    return f"{number} {word}{'' if number == 1 else 's'}"

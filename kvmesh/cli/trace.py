@@ -76,8 +76,8 @@ def find_trace(spans: list[dict[str, Any]], wanted: str) -> list[dict[str, Any]]
     """The spans of the one trace that `wanted` names: a request id, a response id, or the start of a trace id.
 
     InvalidRequest: none, or several."""
-    keys = ("kvmesh.request_id", "gen_ai.response.id")
-    ids = {span["trace_id"] for span in spans if wanted in [span["attributes"].get(key) for key in keys]}
+    bare = wanted.removeprefix("chatcmpl-").removeprefix("cmpl-")
+    ids = {span["trace_id"] for span in spans if span["attributes"].get("kvmesh.request_id") in (wanted, bare)}
     if not ids and len(wanted) >= 6:
         ids = {span["trace_id"] for span in spans if span["trace_id"].startswith(wanted.lower())}
     if len(ids) != 1:
@@ -140,9 +140,21 @@ def _last_end(node: Node) -> int:
     return max([node.end_ns, *map(_last_end, node.children)])
 
 
+def _told(name: str, value: Any) -> bool:
+    """Is it worth a reader's attention? First attempts and requests without preemption are the rule."""
+    return value is not None and not (value == 0 and name in ("attempt", "preemptions"))
+
+
+def _shown(name: str, value: Any) -> str:
+    if name == "bytes":
+        return f"{value / 1024:,.0f} KiB"
+    return f"{name}={escape(str(value))}"
+
+
 def _rows(table: Table, node: Node, head: str, tail: str, first: int, whole: int) -> None:
     span = node.span
-    shown = [f"{name}={span['attributes'][key]}" for key, name in _SHOWN.items() if key in span["attributes"]]
+    attributes = span["attributes"]
+    shown = [_shown(name, attributes[key]) for key, name in _SHOWN.items() if _told(name, attributes.get(key))]
     name = escape(str(span["name"]))
     if span["status"]:
         name = f"[red]{name}[/]"

@@ -164,7 +164,7 @@ def _ask(out: Console, mesh: Mesh, demo: bool) -> bool:
     for message in messages:
         text = message["content"]
         shown = text if len(text) <= 600 else f"{text[:400].rstrip()} ... {text[-160:].lstrip()}"
-        out.print(f"\n[bold]{message['role']}[/]  {escape(shown)}", soft_wrap=True)
+        out.print(f"\n[bold]{message['role']}[/]  {escape(shown)}")
     out.print("\n[bold]assistant[/]  ", end="")
 
     def write(text: str) -> None:
