@@ -89,6 +89,9 @@ class Actor:
         assert not self._flood.is_alive()
         return self._flood_result
 
+    def flood_over(self) -> bool:
+        return self._flood is not None and not self._flood.is_alive()
+
     def window(self, peer: str, epoch: int, ranges: Sequence[tuple[int, int]]) -> None:
         self.engine.open_window(peer, epoch, [Range(o, n) for o, n in ranges])
 
