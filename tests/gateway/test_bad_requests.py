@@ -6,8 +6,6 @@ import asyncio
 import json
 from typing import Any
 
-import pytest
-
 from tests.gateway.conftest import Mesh
 from tests.gateway.scripted import MODEL
 
@@ -216,9 +214,8 @@ async def test_a_client_that_waits_for_100_continue_is_told_at_once(mesh: Mesh) 
     await writer.wait_closed()
 
 
-@pytest.mark.parametrize(
-    ("header", "value"),
-    [
+async def test_bad_headers(mesh: Mesh) -> None:
+    for header, value in (
         ("x-request-id", "a b"),
         ("x-request-id", "x" * 129),
         ("x-request-id", ""),
@@ -226,12 +223,10 @@ async def test_a_client_that_waits_for_100_continue_is_told_at_once(mesh: Mesh) 
         ("x-request-timeout-ms", "-5"),
         ("x-request-timeout-ms", "1.5"),
         ("x-request-timeout-ms", "9" * 30),
-    ],
-)
-async def test_bad_headers(mesh: Mesh, header: str, value: str) -> None:
-    response = await mesh.http.post("/v1/chat/completions", json=CHAT, headers={header: value})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == header
+    ):
+        response = await mesh.http.post("/v1/chat/completions", json=CHAT, headers={header: value})
+        assert response.status_code == 400, (header, value)
+        assert response.json()["error"]["param"] == header
 
 
 async def test_request_ids(mesh: Mesh) -> None:
