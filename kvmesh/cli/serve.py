@@ -71,7 +71,8 @@ def known_keys() -> frozenset[str]:
     from kvmesh.cli.settings import MeshSettings
 
     classes: list[Any] = [config_class(name) for name in SERVICES]
-    keys = {field.name for cls in [*classes, MeshSettings] for field in dataclasses.fields(cls)}
+    fields = [field for cls in [*classes, MeshSettings] for field in dataclasses.fields(cls)]
+    keys = {field.name for field in fields if not field.metadata.get("internal")}
     return frozenset(keys) | RESERVED_KEYS
 
 
