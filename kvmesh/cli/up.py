@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -48,6 +49,7 @@ Examples:
 
 DEFAULT_PROMPT = "In one sentence: what is a key-value cache in a language model?"
 PROMPT_TOKENS = 64
+LOADING_S = 1800.0  # a large checkpoint from a slow disk; a service that dies is noticed at once
 
 
 def command() -> Callable[..., None]:
@@ -105,7 +107,7 @@ def up(settings: MeshSettings, *, prompt: bool, leave: bool) -> int:
             with progress:
                 mesh.start()
                 runs.point_latest(mesh.run_dir)
-                mesh.wait_ready(stopped=told)
+                mesh.wait_ready(LOADING_S, stopped=told)
                 if not told.is_set():
                     progress.done()
             answered = True
@@ -163,7 +165,7 @@ def _ask(out: Console, mesh: Mesh, demo: bool) -> bool:
     messages, max_tokens = first_prompt(Path(mesh.settings.model), demo)
     for message in messages:
         text = message["content"]
-        shown = text if len(text) <= 600 else f"{text[:400].rstrip()} ... {text[-160:].lstrip()}"
+        shown = text if len(text) <= 600 else f"{text[:400].rsplit(' ', 1)[0]} ... {text[-160:].split(' ', 1)[1]}"
         out.print(f"\n[bold]{message['role']}[/]  {escape(shown)}")
     out.print("\n[bold]assistant[/]  ", end="")
 
@@ -181,12 +183,21 @@ def _ask(out: Console, mesh: Mesh, demo: bool) -> bool:
     return True
 
 
+def program() -> str:
+    """How this user calls `kvmesh`: by name when it is on the PATH, else by its path (as after `make up`)."""
+    own = Path(sys.executable).parent / "kvmesh"
+    if shutil.which("kvmesh") or not own.exists():
+        return "kvmesh"
+    return str(own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own)
+
+
 def _explain(out: Console, mesh: Mesh) -> None:
     """How to go on."""
-    url, name = mesh.url, mesh.settings.model_name
+    url, name, kvmesh = mesh.url, mesh.settings.model_name, program()
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32})
     lines = (
-        f"\n[bold green]The mesh is up[/]  {url}/v1  [dim](docs: {url}/docs)[/]   gRPC {mesh.addresses['gateway']}",
+        f"\n[bold green]The mesh is up[/]  {url}/v1   [dim]docs: {url}/docs[/]",
+        f"[bold]gRPC[/]            {mesh.addresses['gateway']}",
         "",
         "[bold]curl[/]",
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {escape(shlex.quote(body))}",
@@ -198,8 +209,8 @@ def _explain(out: Console, mesh: Mesh) -> None:
         ".choices\\[0].message.content)",
         "",
         f"[bold]Logs[/]    {mesh.run_dir}/logs",
-        f"[bold]Traces[/]  {mesh.run_dir}/traces   [dim]kvmesh trace --last[/]",
-        "[bold]Look[/]    kvmesh status    kvmesh chat",
+        f"[bold]Traces[/]  {mesh.run_dir}/traces   [dim]{kvmesh} trace --last[/]",
+        f"[bold]Look[/]    {kvmesh} status    {kvmesh} chat",
         "",
         "Ctrl-C stops everything.",
     )
