@@ -48,6 +48,7 @@ class _Step:
     chunks: tuple[Chunk, ...]
     waiting: set[int]  # ranks that have not answered
     sampled: dict[int, m.Sampled] = field(default_factory=dict)
+    failed: set[tuple[int, int]] = field(default_factory=set)  # (rank, handle)
     start_ns: int = 0
     end_ns: int = 0
 
@@ -243,18 +244,18 @@ class PrefillState:
         self._answered(done.step_id, step, rank)
 
     def _step_failed(self, rank: int, handles: tuple[int, ...], text: str) -> None:
-        """A rank runs its steps in order: the error is about the oldest one there. It ends the step when it names all
-        of its requests; else those named drop out and the others are still answered."""
+        """Requests of the oldest step at the rank (it runs them in order) failed. A step that failed as a whole
+        has no other answer; one that goes on without them is answered by PrefillStepDone."""
         number = next((n for n, s in self._steps.items() if rank in s.waiting), None)
-        if number is None:
+        members = {c.handle for c in self._steps[number].chunks} if number is not None else set()
+        if number is None or not members.issuperset(handles):
             return
-        members = {c.handle for c in self._steps[number].chunks}
-        if not members.issuperset(handles):
-            return
+        step = self._steps[number]
+        step.failed.update((rank, handle) for handle in handles)
         for handle in handles:
             self._lives.abort(self.handoffs[handle], Unavailable(f"the prefill failed: {text}"))
-        if members == set(handles):
-            self._answered(number, self._steps[number], rank)
+        if step.failed.issuperset((rank, handle) for handle in members):
+            self._answered(number, step, rank)
 
     def _answered(self, number: int, step: _Step, rank: int) -> None:
         step.waiting.discard(rank)

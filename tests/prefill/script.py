@@ -157,16 +157,16 @@ def _landing(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
 
 def _done(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
     step = p.steps.pop(int(a[0]))
-    sampled = () if "none" in g.get("sampled", "") else tuple(
-        m.Sampled(i.handle, 100 + i.handle) for i in step.items if i.sample
-    )  # fmt: skip
+    without = {int(h) for h in g.get("without", "0").split(",")}
+    sampled = tuple(m.Sampled(i.handle, 100 + i.handle) for i in step.items if i.sample and i.handle not in without)
     start, end = p.now - int(g.get("took", 0)) * MS, p.now
     return ev.FromRank(0, m.PrefillStepDone(step.step_id, start, end, sampled))
 
 
 def _error(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
-    step = p.steps.pop(int(a[0]))
-    return ev.FromRank(0, m.RankError(tuple(i.handle for i in step.items), "out of memory"))
+    step = p.steps[int(a[0])]
+    only = [int(h) for h in g["only"].split(",")] if "only" in g else [i.handle for i in step.items]
+    return ev.FromRank(0, m.RankError(tuple(only), "out of memory"))
 
 
 def _pushed(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:

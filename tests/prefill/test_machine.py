@@ -188,19 +188,29 @@ class Machine(RuleBasedStateMachine):
     # ── rank ─────────────────────────────────────────────────────────────────────────────────────
 
     @precondition(lambda self: self.inbox)
-    @rule(fails=st.sampled_from([False] * 9 + [True]))
-    def rank_runs_a_step(self, fails: bool) -> None:
+    @rule(fails=st.sampled_from(["no"] * 9 + ["all", "some"]), data=st.data())
+    def rank_runs_a_step(self, fails: str, data: st.DataObject) -> None:
+        handles = [i.handle for i in self.inbox[0].items]
+        bad = handles if fails == "all" else []
+        if fails == "some":
+            bad = data.draw(st.lists(st.sampled_from(handles), unique=True, min_size=1))
+        self.run_step(bad, answers=fails != "all")
+
+    def run_step(self, bad: list[int], answers: bool = True) -> None:
+        """A step that fails as a whole is answered by the error alone; else it is run again without `bad`."""
         step = self.inbox.popleft()
-        handles = tuple(i.handle for i in step.items)
-        if fails:
-            for handle in handles:
-                self.written[handle] = -1
-            self.outbox.append(m.RankError(handles, "out of memory"))
-            return
         for item in step.items:
-            self.write(item)
-        sampled = tuple(m.Sampled(i.handle, 7) for i in step.items if i.sample is not None)
-        self.outbox.append(m.PrefillStepDone(step.step_id, self.now - 5, self.now, sampled))
+            if item.handle in bad:
+                self.written[item.handle] = -1
+                self.content.update(dict.fromkeys(item.pages[item.start // BLOCK :], ()))
+            else:
+                self.write(item)
+        if bad:
+            self.outbox.append(m.RankError(tuple(bad), "out of memory"))
+        if answers:
+            good = [i for i in step.items if i.sample is not None and i.handle not in bad]
+            sampled = tuple(m.Sampled(i.handle, 7) for i in good)
+            self.outbox.append(m.PrefillStepDone(step.step_id, self.now - 5, self.now, sampled))
 
     def write(self, item: m.PrefillItem) -> None:
         tokens = self.lives[item.handle].start.token_ids
@@ -308,7 +318,7 @@ class Machine(RuleBasedStateMachine):
             if self.outbox:
                 self.rank_is_heard()
             elif self.inbox:
-                self.rank_runs_a_step(False)
+                self.run_step([])
             elif self.begun():
                 self.landing(self.begun()[0], 100_000, False)
             elif self.pushes:

@@ -35,7 +35,7 @@ def children() -> set[int]:
 
 
 def config(checkpoint: Path, **fields: Any) -> PrefillConfig:
-    known = {
+    known: dict[str, Any] = {
         "model": str(checkpoint),
         "instance_id": "prefill-x",
         "block_tokens": BLOCK,
