@@ -68,7 +68,7 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServicer):
         self.writer = writer
         self.before_begin, self.before_push, self.before_end = Gate(), Gate(), Gate()
         self.refuse_with: pb.ErrorDetail | None = None
-        self.version: int = protocol.PROTOCOL_VERSION
+        self.version = protocol.PROTOCOL_VERSION
         self.first_token: int | None = None
         self.requests: dict[int, Landed] = {}
         self.cancelled: list[str] = []
@@ -119,6 +119,9 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServicer):
                     landed.task.cancel()
             writer.cancel()
             await asyncio.gather(writer, *(x.task for x in mine if x.task is not None), return_exceptions=True)
+
+    async def GetPools(self, request: pb.GetPoolsRequest, context: Any) -> pb.GetPoolsResponse:  # noqa: N802
+        return pb.GetPoolsResponse()
 
     async def _serve(self, landed: Landed, say: Say) -> None:
         start, client = landed.start, self.writer.client

@@ -72,7 +72,7 @@ class AdversarialMesh(RuleBasedStateMachine):
         handle = data.draw(st.sampled_from(sorted(world.asked)))
         h = world.state.requests.get(handle)
         epoch = world.landings.get(handle, h.epoch if h else 0)
-        says = [
+        says: list[e.Event] = [
             e.BeginFill(world.asked[handle]),
             e.RenewLease(epoch, 1),
             e.FirstToken(token, None, 0),

@@ -17,8 +17,8 @@ from kvmesh.rpc.errors import InternalError
 from services.decode import main
 from services.decode.config import DecodeConfig
 from tests.checkpoints import prompts
-from tests.decode.bench import BLOCK, Bench, ScriptedPrefill, bench
-from tests.node.driver import rank
+from tests.decode.bench import Bench, ScriptedPrefill, bench
+from tests.node.driver import BLOCK, rank
 from tests.reference import assert_matches_reference
 from tests.services import Running, until
 

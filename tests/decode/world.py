@@ -78,7 +78,8 @@ class Rank:
 
     def step(self, stop: bool = False) -> None:
         """One decode step; `stop`: the first row samples EOS."""
-        tokens, context = [], 0
+        tokens: list[m.Token] = []
+        context = 0
         for handle, row in list(self.rows.items()):
             if row.context >= len(row.pages) * BLOCK:
                 if not row.stalled:
