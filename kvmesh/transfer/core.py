@@ -170,7 +170,7 @@ class Core:
         carried = 0
         for i, (slot, _, _, length) in enumerate(frame.parts):
             flight[slot] -= 1
-            if states[slot].final:
+            if states[slot] is not TransferState.PENDING:
                 continue
             if i in refusals:
                 self.count("parts_refused")

@@ -214,10 +214,12 @@ class Lane:
         slots, addresses, offsets = group.slots, group.addresses, group.offsets
         lengths, states, dooms = batch.lengths, batch.states, batch.doom
         slice_bytes = limits.slice_bytes
+        waiting, pending = TransferState.WAITING, TransferState.PENDING
         tail = slice_bytes + slice_bytes // 4  # a short tail rides with the last slice
         while at < total and room > 0 and len(parts) < limits.frame_parts:
             slot = slots[at]
-            if states[slot].final or slot in dooms:
+            state = states[slot]
+            if (state is not waiting and state is not pending) or slot in dooms:
                 at, skip = at + 1, 0
                 continue
             left = lengths[slot] - skip
@@ -235,9 +237,10 @@ class Lane:
 
     def _frame(self, group: Group, transport: Transport, parts: list[Part], nbytes: int) -> Frame:
         batch = group.batch
-        for part in parts:
-            batch.flight[part[0]] += 1
-            batch.states[part[0]] = TransferState.PENDING
+        flight, states, pending = batch.flight, batch.states, TransferState.PENDING
+        for slot, _, _, _ in parts:
+            flight[slot] += 1
+            states[slot] = pending
         kind = Kind.WRITE if group.opcode is Opcode.WRITE else Kind.READ
         frame = Frame(next(self.serials), self.owner, self, transport, kind, group.epoch, parts, nbytes)
         frame.group = group

@@ -19,26 +19,30 @@ def grouped(
     groups: dict[tuple[object, ...], Group] = {}
     group: Group | None = None
     slot = len(batch.states)
+    same: tuple[object, ...] = ()
+    near = near_end = far = far_end = 0
     for request in requests:
         address, offset, length = request.local_address, request.remote_offset, request.length
+        kin = (request.segment, request.opcode, request.handoff_epoch, request.traffic_class)
         if not (
             group is not None
-            and request.segment == group.lane.name
-            and request.handoff_epoch == group.epoch
-            and request.opcode is group.opcode
-            and request.traffic_class == group.traffic_class
+            and kin == same
             and length > 0
-            and group.local.address <= address
-            and address + length <= group.local.address + group.local.length
-            and group.remote.base_offset <= offset
-            and offset + length <= group.remote.base_offset + group.remote.length
+            and near <= address
+            and address + length <= near_end
+            and far <= offset
+            and offset + length <= far_end
         ):
             group = _new_group(core, segment, batch, request, groups, deadline)
+            same = kin
+            near, near_end = group.local.address, group.local.address + group.local.length
+            far, far_end = group.remote.base_offset, group.remote.base_offset + group.remote.length
         group.slots.append(slot)
         group.addresses.append(address)
         group.offsets.append(offset)
-        group.open += 1
         slot += 1
+    for group in groups.values():
+        group.open = len(group.slots)
     return list(groups.values())
 
 

@@ -98,6 +98,7 @@ class Server:
         self._accept = accept
         self._lock = threading.Lock()
         self._connections: set[Accepted] = set()
+        self._threads: set[threading.Thread] = set()  # also those whose connection is gone from the table
         self._by_id: dict[tuple[str, int], Accepted] = {}
         self._closing = False
         self._ended = threading.Event()
@@ -163,18 +164,19 @@ class Server:
                     sock.close()
                 else:
                     self._connections.add(connection)
+                    self._threads = {t for t in self._threads if t.is_alive()} | {connection.thread}
                     connection.thread.start()
 
     def close(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self._closing = True
-            connections = list(self._connections)
+            connections, threads = list(self._connections), list(self._threads)
         for connection in connections:
             connection.interrupt()
-        for connection in connections:
-            if connection.thread is not threading.current_thread():
-                connection.thread.join(max(0.0, deadline - time.monotonic()))
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
         self._ended.set()
         try:
             self._sock.shutdown(socket.SHUT_RDWR)  # wakes accept
