@@ -6,8 +6,8 @@ python=${PYTHON:-.venv/bin/python}
 export PATH="$(cd "$(dirname "$python")" && pwd):$PATH"
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
-"$python" -m grpc_tools.protoc -I protos --python_out="$out" --grpc_python_out="$out" --mypy_out="$out" \
-  --mypy_grpc_out="$out" protos/kvmesh/v1/*.proto
+"$python" -m grpc_tools.protoc -I protos --python_out="$out" --grpc_python_out="$out" --mypy_out="quiet:$out" \
+  --mypy_grpc_out="quiet:$out" protos/kvmesh/v1/*.proto
 # The stubs live inside the package kvmesh.rpc.pb; descriptor names stay kvmesh/v1/*.proto.
 sed -i -E 's/from kvmesh\.v1 import/from kvmesh.rpc.pb import/; s/\bkvmesh\.v1\.([a-z]+_pb2)/kvmesh.rpc.pb.\1/g; s/import kvmesh\.v1\./import kvmesh.rpc.pb./' "$out"/kvmesh/v1/*.py "$out"/kvmesh/v1/*.pyi
 touch "$out/kvmesh/v1/__init__.py"
