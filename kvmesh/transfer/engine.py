@@ -95,8 +95,11 @@ class TransferEngine:
     def register_memory(self, buffer: object, location: str) -> Region:
         """Registers memory of the caller: a writable contiguous buffer (bytearray, numpy), an (address, length) pair
         or anything with `data_ptr()` and `nbytes` (a contiguous torch tensor). The caller keeps it alive. Peers reach
-        it over tcp; it can be the target of shm writes, not the source of them nor of shm reads."""
+        it over tcp; it can be the target of shm writes, not the source of them nor of shm reads. Host memory only:
+        no transport here carries device memory."""
         self._check_open()
+        if not location.startswith("cpu"):
+            raise TransferError(f"location={location!r}: only host memory can be registered", field="location")
         address, length, view = memory.writable(buffer)
         return self._register(address, length, location, view, buffer, -1)
 
@@ -342,7 +345,8 @@ class TransferEngine:
 
     def close(self) -> None:
         """Fails what is unfinished, closes every window, socket and descriptor, ends every thread. Idempotent and
-        bounded by close_timeout_s even beside frozen peers. Views of allocated memory stay valid."""
+        bounded by close_timeout_s even beside frozen peers. Views of allocated memory stay valid. Not to be called
+        from an engine's callback."""
         with self._close_lock:
             if self._closed.is_set():
                 return

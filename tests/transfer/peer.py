@@ -14,7 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from kvmesh.transfer import EngineConfig, Notification, Opcode, Range, TransferEngine, TransferRequest, TransferStatus
+from kvmesh.rpc.errors import TransferError
+from kvmesh.transfer import (
+    EngineConfig,
+    Notification,
+    Opcode,
+    Range,
+    TransferEngine,
+    TransferRequest,
+    TransferState,
+    TransferStatus,
+)
 from kvmesh.transfer.api import BatchId, Region
 
 Copy = tuple[int, int, int]  # offset in the local region, offset in the remote segment, length
@@ -74,7 +84,11 @@ class Actor:
 
         def run() -> None:
             while True:
-                statuses = self.transfer(opcode, segment, copies, epoch)
+                try:
+                    statuses = self.transfer(opcode, segment, copies, epoch)
+                except TransferError as err:  # the engine was closed
+                    self._flood_result = [TransferStatus(TransferState.FAILED, 0, str(err))]
+                    return
                 failed = [s for s in statuses if s.state.value != "completed"]
                 if failed:
                     self._flood_result = failed

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvmesh.rpc.errors import TransferError
-from kvmesh.transfer import memory
+from kvmesh.transfer import EngineConfig, TransferEngine, memory
 from kvmesh.transfer.segment import LocalSegment
 
 
@@ -115,3 +115,9 @@ def test_a_region_that_is_read_stays() -> None:
         segment.remove(region, 0)
     segment.unuse(region)
     segment.remove(region, 0)
+
+
+def test_device_memory_is_refused() -> None:
+    with TransferEngine("x#1", EngineConfig(transports=("tcp",))) as engine:
+        with pytest.raises(TransferError, match="location='cuda:0'"):
+            engine.register_memory((4096, 4096), "cuda:0")
