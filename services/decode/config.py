@@ -2,77 +2,84 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 from kvmesh.node.config import InstanceConfig
 from kvmesh.rpc.errors import ConfigError
 from services.decode.limits import Limits
 
+_MS = {"min": 1}
+_COUNT = {"min": 0}
+_PERCENT = {"min": 0, "max": 90}
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeConfig(InstanceConfig):
     """Fields of a decode instance. Timers of a handoff: see docs/handoff.md."""
 
-    max_running: int = field(default=64, metadata={"help": "Requests in the batch at most."})
-    max_waiting: int = field(default=256, metadata={"help": "Requests admitted but not in the batch at most."})
-    queue_ms: int = field(default=60_000, metadata={"help": "Longest wait for prefill to begin, and for a landing."})
-    fill_begin_ms: int = field(default=10_000, metadata={"help": "A landing that nobody begins to fill is taken back."})
-    lease_ms: int = field(default=5_000, metadata={"help": "A fill without progress for so long is given up."})
+    max_running: int = field(default=64, metadata={"help": "Requests in the batch at most.", "min": 1})
+    max_waiting: int = field(
+        default=256, metadata={"help": "Requests admitted but not in the batch at most.", **_COUNT}
+    )
+    queue_ms: int = field(
+        default=60_000, metadata={"help": "Longest wait for prefill to begin, and for a landing.", **_MS}
+    )
+    fill_begin_ms: int = field(
+        default=10_000, metadata={"help": "A landing that nobody begins to fill is taken back.", **_MS}
+    )
+    lease_ms: int = field(default=5_000, metadata={"help": "A fill without progress for so long is given up.", **_MS})
     lease_margin_ms: int = field(
-        default=500, metadata={"help": "The writer is told a lease shorter by this than decode's own timer."}
+        default=500, metadata={"help": "The writer is told a lease shorter by this than decode's own timer.", **_COUNT}
     )
     drain_ms: int = field(
-        default=2_000, metadata={"help": "A cancelled writer has so long to drain, then it is fenced."}
+        default=2_000, metadata={"help": "A cancelled writer has so long to drain, then it is fenced.", **_MS}
     )
-    batch_wait_ms: int = field(default=60_000, metadata={"help": "Longest wait of a filled request for the batch."})
-    token_ms: int = field(default=30_000, metadata={"help": "A running request without a token for so long is failed."})
+    batch_wait_ms: int = field(
+        default=60_000, metadata={"help": "Longest wait of a filled request for the batch.", **_MS}
+    )
+    token_ms: int = field(
+        default=30_000, metadata={"help": "A running request without a token for so long is failed.", **_MS}
+    )
     watermark_percent: int = field(
-        default=2, metadata={"help": "Share of the pages that landings leave free for running requests to grow."}
+        default=2,
+        metadata={"help": "Share of the pages that landings leave free for running requests to grow.", **_PERCENT},
     )
     swap_percent: int = field(
-        default=25, metadata={"help": "Share of the extents that landings leave free for preempted requests."}
+        default=25,
+        metadata={"help": "Share of the extents that landings leave free for preempted requests.", **_PERCENT},
     )
     lookahead_tokens: int = field(
-        default=16, metadata={"help": "A page is granted so many tokens before it is needed."}
+        default=16, metadata={"help": "A page is granted so many tokens before it is needed.", **_COUNT}
     )
     landing: str = field(
         default="auto",
-        metadata={"help": "auto: into device pages where the device takes it; host: always into host extents first."},
+        metadata={
+            "help": "auto: into device pages where the device takes it; host: always into host extents first.",
+            "choices": ("auto", "host"),
+        },
     )
-    stop_grace_ms: int = field(default=2_000, metadata={"help": "On stop, running requests have so long to finish."})
-    connect_ms: int = field(default=5_000, metadata={"help": "Longest wait for a prefill instance to answer hello."})
+    stop_grace_ms: int = field(
+        default=2_000, metadata={"help": "On stop, running requests have so long to finish.", **_COUNT}
+    )
+    connect_ms: int = field(
+        default=5_000, metadata={"help": "Longest wait for a prefill instance to answer hello.", **_MS}
+    )
 
     def limits(self) -> Limits:
-        """The brain's part. Raises ConfigError naming key and value."""
-        timers = ("queue_ms", "fill_begin_ms", "lease_ms", "drain_ms", "batch_wait_ms", "token_ms", "connect_ms")
-        for key in ("max_running", *timers):
-            if getattr(self, key) < 1:
-                raise _bad(key, getattr(self, key), "at least 1")
-        for key in ("max_waiting", "lease_margin_ms", "lookahead_tokens", "stop_grace_ms"):
-            if getattr(self, key) < 0:
-                raise _bad(key, getattr(self, key), "not negative")
-        if self.landing not in ("auto", "host"):
-            raise _bad("landing", self.landing, "auto or host")
+        """The brain's part. Raises ConfigError naming key and value (a config need not have come from a loader)."""
+        for f in dataclasses.fields(self):
+            value, meta = getattr(self, f.name), f.metadata
+            if "min" in meta and not value >= meta["min"]:
+                raise _bad(f.name, value, f"at least {meta['min']}")
+            if "max" in meta and not value <= meta["max"]:
+                raise _bad(f.name, value, f"at most {meta['max']}")
+            if "choices" in meta and value not in meta["choices"]:
+                raise _bad(f.name, value, f"one of {', '.join(map(str, meta['choices']))}")
         if self.lease_margin_ms >= self.lease_ms:
             raise _bad("lease_margin_ms", self.lease_margin_ms, f"below lease_ms={self.lease_ms}")
-        for key in ("watermark_percent", "swap_percent"):
-            if not 0 <= getattr(self, key) <= 90:
-                raise _bad(key, getattr(self, key), "between 0 and 90")
-        return Limits(
-            max_running=self.max_running,
-            max_waiting=self.max_waiting,
-            queue_ms=self.queue_ms,
-            fill_begin_ms=self.fill_begin_ms,
-            lease_ms=self.lease_ms,
-            lease_margin_ms=self.lease_margin_ms,
-            drain_ms=self.drain_ms,
-            batch_wait_ms=self.batch_wait_ms,
-            token_ms=self.token_ms,
-            watermark_percent=self.watermark_percent,
-            swap_percent=self.swap_percent,
-            lookahead_tokens=self.lookahead_tokens,
-        )
+        return Limits(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Limits)})
 
 
 def _bad(key: str, value: object, why: str) -> ConfigError:
-    return ConfigError(f"{key}={value!r}: {why}", field=key)
+    return ConfigError(f"{key}={value!r}: must be {why}", field=key)

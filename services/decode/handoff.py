@@ -58,11 +58,11 @@ class Handoff(Request):
     def _begin_fill(self, event: e.BeginFill, now: int, out: list[e.Action]) -> None:
         if self.phase is not Phase.ADMITTED or self.times.begin_fill:
             return
-        if event.num_blocks != self.prompt_blocks:
-            wrong = f"prefill counts {event.num_blocks} blocks in the prompt, decode {self.prompt_blocks}"
-            self._cancel(e.Cancel(InternalError(wrong)), now, out)
+        if event.num_blocks == self.prompt_blocks:
+            self.times.begin_fill = now
             return
-        self.times.begin_fill = now
+        wrong = f"prefill counts {event.num_blocks} blocks in the prompt, decode {self.prompt_blocks}"
+        self._cancel(e.Cancel(InternalError(wrong)), now, out)
 
     def _land(self, event: e.Land, now: int, out: list[e.Action]) -> None:
         assert self.wants_landing and len(event.slots) == self.prompt_blocks, self.phase
@@ -110,11 +110,10 @@ class Handoff(Request):
         self.first = event
         self.made = 1
         self.last_token = event.token_id
-        times = self.times
+        times, spec = self.times, self.spec
         times.first, times.cached_tokens = now, event.cached_tokens
         times.queue_us, times.prefill_us = event.queue_us, event.prefill_us
         out.append(e.EmitFirst(event))
-        spec = self.spec
         if event.token_id in spec.stop_token_ids and spec.min_tokens <= 1:
             self._finish_early(Reason.STOP, now, out)
         elif spec.max_tokens <= 1:
@@ -281,9 +280,8 @@ class Handoff(Request):
         out.append(e.CopyOut(tuple(self.pages[:used]), tuple(self.extents)))
 
     def _left(self, event: e.Left, now: int, out: list[e.Action]) -> None:
-        if event.rank not in self.batch or not self.leaving:
-            return
-        self._out_of_batch({event.rank}, now, out)
+        if self.leaving and event.rank in self.batch:
+            self._out_of_batch({event.rank}, now, out)
 
     def _out_of_batch(self, ranks: set[int], now: int, out: list[e.Action]) -> None:
         self.batch -= ranks
@@ -365,7 +363,7 @@ class Handoff(Request):
         self.due = now + ms * NS_PER_MS
 
     def _timer(self, event: e.Timer, now: int, out: list[e.Action]) -> None:
-        if not self.ended and now >= self.spec.deadline_ns:
+        if now >= self.spec.deadline_ns and not self.ended:
             self._cancel(e.Cancel(DeadlinePassed(f"the deadline passed while {self.where}")), now, out)
         elif now >= self.due:
             if self.phase is Phase.CANCELLING:
