@@ -24,6 +24,7 @@ class Pushes:
         self._lives = lives
         self._world = world
         self._progress_ns = [0] * world
+        self._leased: dict[int, Handoff] = {}  # with a landing; those that are over leave at the next progress
 
     def landing(self, landing: ev.Landing, now: int) -> None:
         """Decode has reserved the landing: let the ranks push."""
@@ -42,6 +43,7 @@ class Pushes:
             why = f"the landing came {late} ms after BeginFill, too late for its lease of {landing.lease_ms} ms"
             self._lives.abort(h, HandoffLost(why))
             return
+        self._leased[h.handle] = h
         for target in landing.ranks:
             h.pushes[target.rank] = Push.OPEN
             push = m.PushOpen(
@@ -91,11 +93,11 @@ class Pushes:
     def progress(self, rank: int, now: int) -> None:
         """The rank has got something done: renew leases that are half over."""
         self._progress_ns[rank] = now
-        for h in self._lives.handoffs.values():
+        for h in list(self._leased.values()):
             lease = h.lease
-            if lease is None or h.ending or h.quiet or lease.renew_sent_ns:
-                continue
-            if lease.half_over(now) and min(self._progress_ns) >= lease.from_ns:
+            if lease is None or h.ending or h.quiet:
+                del self._leased[h.handle]
+            elif not lease.renew_sent_ns and lease.half_over(now) and min(self._progress_ns) >= lease.from_ns:
                 lease.renew_sent_ns = now
                 self._lives.tell(h, ev.SendRenew(h.handle, h.epoch, sum(h.acked_bytes)))
 
