@@ -15,7 +15,7 @@ from typing import Any
 from kvmesh.node import messages as m
 from kvmesh.node.front import Front
 from kvmesh.rpc import protocol
-from kvmesh.rpc.errors import KvmeshError, Unavailable
+from kvmesh.rpc.errors import KvmeshError, Overloaded, Unavailable
 from kvmesh.rpc.pb import decode_pb2, prefill_pb2
 from kvmesh.telemetry import names, spans
 from services.decode import inputs as i
@@ -158,6 +158,8 @@ class Core:
 
     def _refused(self, output: i.Refused) -> None:
         refuse_request(output.spec.carry.span, output.error)
+        if isinstance(output.error, Overloaded):
+            self.front.urge()  # the conductor's picture of this instance is too rosy
 
     def _hello(self) -> prefill_pb2.HandoffHello:
         return prefill_pb2.HandoffHello(
