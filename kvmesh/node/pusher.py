@@ -170,11 +170,11 @@ class Pusher:
             end = min(computed.chunk_end, prompt)
             self._gather(requests, push, done, end, push.posted_layers, computed.layers_done)
             push.posted_layers = computed.layers_done
-        push.posted_all = push.posted_tokens >= prompt
         if requests:
             self._submit(push, requests)
-        if push.posted_all and not push.cause:
-            push.marking = True
+        if push.posted_tokens >= prompt and not push.cause:
+            # Both at once, and not before: a fast target acknowledges inside `_submit`, which must not end the push.
+            push.posted_all = push.marking = True
             try:
                 # Delivered behind every write before it; its answer is the last word on this handoff.
                 self._engine.notify(

@@ -1,0 +1,75 @@
+"""The pusher over two real transfer engines, one of which answers before the pusher can look away."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from kvmesh.kvcache.layout import ShardLayout
+from kvmesh.node import messages as m
+from kvmesh.node.pusher import Pusher
+from kvmesh.transfer import BatchId, EngineConfig, Range, TransferEngine, TransferRequest
+
+LAYOUT = ShardLayout(layers=2, kv_heads=1, block_tokens=16, head_dim=8, itemsize=4)
+BLOCKS = 4
+TIMEOUT_S = 20.0
+PATIENCE = EngineConfig(transports=("shm",))
+
+
+class Prompt(TransferEngine):
+    """Every write has been acknowledged when `submit` returns: the fastest target there can be."""
+
+    def submit(self, batch: BatchId, requests: Sequence[TransferRequest], timeout_s: float | None = None) -> None:
+        super().submit(batch, requests, timeout_s)
+        assert self.wait_sync(batch, TIMEOUT_S)
+
+
+class Pair:
+    """A pusher with its pages, and the landing of BLOCKS blocks."""
+
+    def __init__(self, writer: TransferEngine, reader: TransferEngine) -> None:
+        nbytes = BLOCKS * LAYOUT.shard_bytes
+        self.reader = reader
+        source, target = writer.allocate(nbytes, "cpu:0"), reader.allocate(nbytes, "cpu:0")
+        assert source.memory is not None and target.memory is not None
+        source.memory[:nbytes] = bytes(i % 251 for i in range(nbytes))
+        self.source, self.target = source.memory[:nbytes], target.memory[:nbytes]
+        self.said: list[m.ToFront] = []
+        self.base = target.base_offset
+        self.segment = writer.open_segment(reader.local_descriptor())
+        reader.open_window(writer.name, 1, [Range(self.base, nbytes)])
+        self.pusher = Pusher(writer, LAYOUT, source.address, self.said.append)
+
+    def open(self) -> None:
+        offsets = tuple(self.base + i * LAYOUT.shard_bytes for i in range(BLOCKS))
+        tokens = BLOCKS * LAYOUT.block_tokens
+        lease = time.monotonic_ns() + int(TIMEOUT_S * 1e9)
+        self.pusher.open(m.PushOpen(7, 1, self.segment, tuple(range(BLOCKS)), offsets, 0, tokens, tokens, lease))
+
+    def ended(self) -> m.ToFront:
+        """What the push was said to end with."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while self.pusher.active:
+            assert time.monotonic() < deadline, "the push never ended"
+            time.sleep(0.001)
+        return self.said[-1]
+
+
+@contextmanager
+def pair(kind: type[TransferEngine]) -> Iterator[Pair]:
+    with ExitStack() as stack:
+        writer = stack.enter_context(kind("writer@1", PATIENCE))
+        reader = stack.enter_context(TransferEngine("reader@1", PATIENCE))
+        yield Pair(writer, reader)
+
+
+def test_done_is_said_behind_the_end_mark_however_fast_the_target_is() -> None:
+    """Nobody listens for marks at the target: a push that is done before its mark was answered does not notice."""
+    with pair(Prompt) as two:
+        two.open()
+        assert bytes(two.target) == bytes(two.source)
+        ended = two.ended()
+        assert isinstance(ended, m.PushFailed), two.said
+        assert "end mark" in ended.cause
+        assert not any(isinstance(said, m.PushDone) for said in two.said), "a push ends once"
