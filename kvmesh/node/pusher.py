@@ -22,6 +22,8 @@ from kvmesh.transfer import BatchId, TransferEngine, TransferRequest, TransferSt
 from kvmesh.transfer.api import Opcode, TransferStatus
 
 PROGRESS_NS = 100_000_000
+# A lease is renewed on progress, so what is posted at once must not be silent until its last byte has arrived.
+BATCH_BYTES = 32 << 20
 END_MARK = b"end"
 # Handoffs whose landing never came leave a small record behind; more than this many are forgotten.
 MAX_COMPUTED = 65_536
@@ -206,10 +208,18 @@ class Pusher:
             )
 
     def _submit(self, push: _Push, requests: list[TransferRequest]) -> None:
-        batch = self._engine.allocate_batch(len(requests))
-        push.batches[batch] = (sum(r.length for r in requests), len(requests))
+        """In batches, each of which tells of progress once it is acknowledged."""
         if not push.first_post_ns:
             push.first_post_ns = self._clock_ns()
+        count = max(1, BATCH_BYTES // max(r.length for r in requests))
+        for at in range(0, len(requests), count):
+            self._submit_batch(push, requests[at : at + count])
+            if push.cause:
+                return
+
+    def _submit_batch(self, push: _Push, requests: list[TransferRequest]) -> None:
+        batch = self._engine.allocate_batch(len(requests))
+        push.batches[batch] = (sum(r.length for r in requests), len(requests))
         try:
             self._engine.submit(batch, requests)
             self._engine.on_done(batch, lambda: self._acknowledged(push, batch))

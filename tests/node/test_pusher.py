@@ -6,10 +6,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+import pytest
+
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.node import messages as m
+from kvmesh.node import pusher
 from kvmesh.node.pusher import Pusher
-from kvmesh.transfer import BatchId, EngineConfig, Range, TransferEngine, TransferRequest
+from kvmesh.transfer import BatchId, EngineConfig, Notification, Range, TransferEngine, TransferRequest
 
 LAYOUT = ShardLayout(layers=2, kv_heads=1, block_tokens=16, head_dim=8, itemsize=4)
 BLOCKS = 4
@@ -73,3 +76,19 @@ def test_done_is_said_behind_the_end_mark_however_fast_the_target_is() -> None:
         assert isinstance(ended, m.PushFailed), two.said
         assert "end mark" in ended.cause
         assert not any(isinstance(said, m.PushDone) for said in two.said), "a push ends once"
+
+
+def test_a_long_push_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progress is what the lease is renewed for: many blocks that go at once must not be silent until the last."""
+    monkeypatch.setattr(pusher, "PROGRESS_NS", 0)
+    monkeypatch.setattr(pusher, "BATCH_BYTES", LAYOUT.shard_bytes)
+    marks: list[Notification] = []
+    with pair(TransferEngine) as two:
+        two.reader.on_notify = marks.append
+        two.open()
+        ended = two.ended()
+        assert isinstance(ended, m.PushDone) and ended.bytes_done == BLOCKS * LAYOUT.shard_bytes
+        assert bytes(two.target) == bytes(two.source)
+        told = [said.bytes_done for said in two.said if isinstance(said, m.PushProgress)]
+        assert told == [LAYOUT.shard_bytes * (i + 1) for i in range(BLOCKS)]
+        assert [mark.payload for mark in marks] == [pusher.END_MARK]
