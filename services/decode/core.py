@@ -82,6 +82,7 @@ class Core:
                     _DO[type(output)](self, output)
                 if type(event) is i.PeerGone:
                     self.handoffs.forget(event.peer)
+                    log.warning("handoff stream ended: %s", event.cause)
         finally:
             self._feeding = False
             self._arm()

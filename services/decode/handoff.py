@@ -172,7 +172,7 @@ class Handoff(Request):
 
     def _writer_gone(self, event: e.HandoffFailed | e.PeerLost, now: int, out: list[e.Action]) -> None:
         if isinstance(event, e.PeerLost):
-            event = e.HandoffFailed(HandoffLost(f"the prefill instance was lost: {event.cause}"), drained=False)
+            event = e.HandoffFailed(HandoffLost(f"lost the writer of the KV: {event.cause}"), drained=False)
         self.writer_done = True
         self.drained = self.drained or event.drained
         quiet = self.drained or not self.landing_sent
