@@ -118,6 +118,8 @@ def test_a_region_that_is_read_stays() -> None:
 
 
 def test_device_memory_is_refused() -> None:
-    with TransferEngine("x#1", EngineConfig(transports=("tcp",))) as engine:
-        with pytest.raises(TransferError, match="location='cuda:0'"):
-            engine.register_memory((4096, 4096), "cuda:0")
+    with (
+        TransferEngine("x#1", EngineConfig(transports=("tcp",))) as engine,
+        pytest.raises(TransferError, match="location='cuda:0'"),
+    ):
+        engine.register_memory((4096, 4096), "cuda:0")
