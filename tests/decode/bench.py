@@ -19,7 +19,6 @@ from kvmesh.rpc import channels, protocol
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from kvmesh.rpc.server import Server
-from kvmesh.rpc.status import from_detail
 from services.decode import main
 from services.decode.config import DecodeConfig
 from tests.node.driver import BLOCK, GREEDY, Driver, rank
@@ -341,8 +340,3 @@ async def bench(
                     await made.close()
         finally:
             await prefill.server.stop(0)
-
-
-def error_of(answer: Answer) -> Exception:
-    assert answer.failed is not None
-    return from_detail(answer.failed)
