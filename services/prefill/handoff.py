@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from kvmesh.rpc.errors import KvmeshError
 from services.prefill.events import Ended, Landing, Outcome, Start
 
-# The writer's share of a lease: the holder counts from a little later and with another clock.
-LEASE_PART = 0.9
+# The writer stops before its lease ends: the holder counts from a little later and with another clock. What clocks
+# drift apart is small beside the bound, which keeps a landing of use that had to wait: that wait is in the lease.
+LEASE_MARGIN = 0.1
+MAX_LEASE_MARGIN_MS = 500
 
 
 class Phase(enum.Enum):
@@ -40,7 +42,8 @@ class Lease:
     @classmethod
     def granted(cls, from_ns: int, lease_ms: int) -> Lease:
         """A lease of `lease_ms` that counts from `from_ns`, less the margin."""
-        return cls(from_ns, from_ns + int(lease_ms * 1_000_000 * LEASE_PART))
+        margin_ms = min(lease_ms * LEASE_MARGIN, MAX_LEASE_MARGIN_MS)
+        return cls(from_ns, from_ns + int((lease_ms - margin_ms) * 1_000_000))
 
     def half_over(self, now: int) -> bool:
         return now - self.from_ns >= (self.until_ns - self.from_ns) / 2
