@@ -264,8 +264,7 @@ class Pusher:
             status = self._engine.status(batch, i)
             if status.state is not TransferState.COMPLETED:
                 cause = cause or status.cause or status.state.value
-                refused = "window" in status.cause
-                certain = certain and (refused or status.state is TransferState.CANCELLED)
+                certain = certain and status.drained
         return cause, certain
 
     def _fail(self, push: _Push, cause: str) -> None:
