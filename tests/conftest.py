@@ -1,0 +1,15 @@
+"""For all tests: threads of numeric libraries are capped, and whole meshes come last."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+# Before torch is imported anywhere, and inherited by every process that a test starts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What fails in milliseconds is told before meshes are started; the order is otherwise as written."""
+    items.sort(key=lambda item: item.get_closest_marker("mesh") is not None)
