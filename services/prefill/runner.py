@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -77,6 +78,8 @@ class Runner:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = 0
         self._closed = False
+        self._events: deque[ev.Event] = deque()
+        self._feeding = False
 
     @property
     def streams(self) -> int:
@@ -84,16 +87,28 @@ class Runner:
         return len(self._streams)
 
     def feed(self, event: ev.Event) -> None:
-        """One event through the brain, and everything it leads to."""
-        now = self._clock_ns()
-        for action in self.state.step(event, now):
-            if isinstance(action, ev.ToRank):
-                self._ranks[action.rank].send(action.message)
-            elif isinstance(action, ev.Ended):
-                self._ended(action, now)
-            else:
-                self._tell(action)
-        self._arm(now)
+        """One event through the brain, and everything it leads to. One that comes up meanwhile (a rank is found dead
+        when it is written to) waits its turn."""
+        self._events.append(event)
+        if self._feeding:
+            return
+        self._feeding = True
+        try:
+            while self._events:
+                now = self._clock_ns()
+                for action in self.state.step(self._events.popleft(), now):
+                    self._do(action, now)
+        finally:
+            self._feeding = False
+            self._arm(self._clock_ns())
+
+    def _do(self, action: ev.Action, now: int) -> None:
+        if isinstance(action, ev.ToRank):
+            self._ranks[action.rank].send(action.message)
+        elif isinstance(action, ev.Ended):
+            self._ended(action, now)
+        else:
+            self._tell(action)
 
     def rank_said(self, rank: int, message: m.ToFront) -> None:
         """Front's `on_message`."""
