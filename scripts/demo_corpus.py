@@ -295,6 +295,12 @@ def training_chat(seed: int, n_facts: int, n_questions: int) -> list[Message]:
     return messages
 
 
+def content_words() -> set[str]:
+    """Return the words that facts are made of: names, things, values and the halves of codes."""
+    halves = {f"{number:02d}" for number in range(100)}
+    return halves.union(NAMES, TOWNS, PLACES, PETS, DISHES, COLOURS, OBJECTS)
+
+
 def tokenizer_text(seed: int) -> Iterator[str]:
     """Yield the text that the tokenizer is trained on: every word, then whole chats.
 
@@ -305,6 +311,6 @@ def tokenizer_text(seed: int) -> Iterator[str]:
         yield from (f"the {word}" for word in words)
     for _ in range(20):
         yield from NAMES
-        yield from (f" {number:02d}{number:02d}" for number in range(100))
+        yield from (f" {number:02d}{other:02d}" for number in range(100) for other in (number, 99 - number))
     for index in range(400):
         yield from (message["content"] for message in training_chat(seed + index, 30, 8))

@@ -2,8 +2,7 @@
 
 A model this small spends most of its training on finding the two heads that every solution
 has: one that reads the tokens just before, one that looks up what follows where the same
-stood before. It starts here with rough ones (``_look_back`` and
-``_look_up``), and training makes the rest of them.
+stood before. :func:`wire` starts it with rough ones, and training makes the rest of them.
 """
 
 from __future__ import annotations
@@ -15,12 +14,13 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional
 
-HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INNER = 128, 4, 4, 2, 64, 256
+HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INNER = 160, 4, 4, 2, 64, 256
 THETA = 1e6
 # Rotary pairs before this one turn by more than a radian over a context, so they tell distances; the
 # later ones hardly turn, so they can compare contents at any distance.
 SLOW = 15
 CODE = 24  # dimensions in which a head of the first layer hands on the token it reads
+CONTENT = 44
 
 
 class RMSNorm(nn.Module):
@@ -107,63 +107,11 @@ class Qwen3(nn.Module):
             if parameter.dim() == 2:
                 # Residual outputs start small, so that they do not drown the embeddings.
                 small = name.endswith(("o_proj.weight", "down_proj.weight"))
-                std = 0.1 if name.startswith("embed") else HIDDEN**-0.5
-                nn.init.normal_(parameter, std=std * (0.15 if small else 1.0))
-        self._look_back()
-        self._look_up()
+                nn.init.normal_(parameter, std=HIDDEN**-0.5 * (0.05 if small else 1.0))
 
-    def _attention(self, layer: int) -> Attention:
+    def attention(self, layer: int) -> Attention:
         """Return the attention of one layer."""
         return cast(Block, self.layers[layer]).self_attn
-
-    @torch.no_grad()
-    def _look_back(self) -> None:
-        """Start the heads of the first layer as heads that read the token 1, 2, 2 or 3 before.
-
-        A fact is looked up by the name before its value, so every solution has such heads, and
-        finding them is most of the training time. One embedding dimension is the same for all
-        tokens; queries and keys read it alone, at angles whose rotary phases agree at one distance.
-        """
-        self.embed_tokens.weight[:, 0] = 0.3
-        first = self._attention(0)
-        first.q_norm.weight.fill_(2.2)
-        first.k_norm.weight.fill_(2.2)
-        half, pairs = HEAD_DIM // 2, 6
-        angle = THETA ** (-torch.arange(pairs).float() / half)
-        for projection in (first.q_proj, first.k_proj):
-            projection.weight.mul_(0.1)
-        first.v_proj.weight[:, 0] = 0.0
-        for head in range(KV_HEADS):
-            first.k_proj.weight[head * HEAD_DIM : head * HEAD_DIM + pairs, 0] = 1.0
-        for head, distance in enumerate((1, 2, 2, 3)):
-            start, turn = head * HEAD_DIM, angle * distance
-            first.q_proj.weight[start : start + pairs, 0] = turn.cos()
-            first.q_proj.weight[start + half : start + half + pairs, 0] = -turn.sin()
-
-    @torch.no_grad()
-    def _look_up(self) -> None:
-        """Start the second layer with keys of the token 2 (3) before, queries of that 1 (2) before.
-
-        Heads that share keys in the first layer share values there, so the two can be compared.
-        The comparison is laid in the slow rotary pairs, for facts are at any distance. Gains stand
-        above 1 in these: normed queries and keys bound the logit by sqrt(HEAD_DIM) times both
-        gains, and 8 is too blunt to pick one fact of forty.
-        """
-        half = HEAD_DIM // 2
-        slow = torch.tensor([i for i in range(HEAD_DIM) if i % half >= SLOW])
-        for layer in range(1, LAYERS):
-            for norm in (self._attention(layer).q_norm, self._attention(layer).k_norm):
-                norm.weight[slow] = 1.6
-        wrote, second = self._attention(0).o_proj.weight, self._attention(1)
-        basis = torch.linalg.qr(torch.randn(HIDDEN, HIDDEN)).Q
-        places = basis[:, : HEADS * CODE].split(CODE, dim=1)  # where each first head writes what it reads
-        for head, place in enumerate(places):
-            wrote[:, head * HEAD_DIM : head * HEAD_DIM + CODE] = 0.25 * place
-        for group in range(KV_HEADS):
-            mix = torch.randn(len(slow), CODE) * 0.3
-            near, far = 2 * group, 2 * group + 1
-            second.q_proj.weight[near * HEAD_DIM + slow] = mix @ places[near].T
-            second.k_proj.weight[group * HEAD_DIM + slow] = mix @ places[far].T
 
     def forward(self, ids: Tensor, wanted: Tensor) -> Tensor:
         """Return the logits of the wanted positions, in order."""
@@ -177,10 +125,85 @@ class Qwen3(nn.Module):
 
 
 @torch.no_grad()
-def alike(model: Qwen3, tokenizer: Tokenizer) -> None:
-    """Start a word with and without its leading space from similar embeddings: it is one name."""
-    vocab, table = tokenizer.get_vocab(), model.embed_tokens.weight
+def wire(model: Qwen3, tokenizer: Tokenizer, content: set[str]) -> None:
+    """Give the first two layers their starting weights.
+
+    The residual stream is split: one dimension is the same for all tokens, CODE dimensions for
+    each head of the first layer take what it reads, and the rest is for the token itself. The heads
+    read the first CONTENT dimensions of that, which words that are in ``content`` alone use fully.
+    """
+    basis = torch.randn(HIDDEN, HIDDEN)
+    basis[:, 0] = 0.0
+    basis[0, 0] = 1.0
+    basis = torch.linalg.qr(basis).Q
+    places = basis[:, 1 : 1 + HEADS * CODE].split(CODE, dim=1)
+    own = basis[:, 1 + HEADS * CODE :]
+    size = own.shape[1]
+    table = torch.randn(model.embed_tokens.weight.shape[0], size)
+    vocab = tokenizer.get_vocab()
+    for word, index in vocab.items():
+        if word.lstrip("\u0120") not in content:
+            # What stands before "is" is telling when it is a name, and misleading when it is "of".
+            table[index, :CONTENT] *= 0.2
+            table[index, CONTENT:] *= 1.8
     for word, index in sorted(vocab.items()):
+        # A word with its leading space (U+0120 in byte-level BPE) and without is the same name.
         spaced = vocab.get("\u0120" + word)
         if spaced is not None and len(word) > 1:
-            table[index, 1:] = 0.8 * table[spaced, 1:] + 0.6 * table[index, 1:]
+            table[index] = 0.8 * table[spaced] + 0.6 * table[index]
+    model.embed_tokens.weight.copy_(0.14 * table @ own.T)
+    model.embed_tokens.weight[:, 0] = 0.3
+    _look_back(model.attention(0), places, own)
+    _look_up(model.attention(1), places, own)
+    slow = _slow()
+    for layer in range(1, LAYERS):
+        for norm in (model.attention(layer).q_norm, model.attention(layer).k_norm):
+            # Normed queries and keys bound the logit by sqrt(HEAD_DIM) times both gains; with gains
+            # of 1 that is 8, too blunt to pick one fact of forty.
+            norm.weight[slow] = 1.6
+
+
+def _slow() -> Tensor:
+    """Return the dimensions of a head that hardly turn with the position."""
+    return torch.tensor([i for i in range(HEAD_DIM) if i % (HEAD_DIM // 2) >= SLOW])
+
+
+def _look_back(first: Attention, places: tuple[Tensor, ...], own: Tensor) -> None:
+    """Make heads that read the token 1, 2, 2 and 3 before.
+
+    Queries and keys read the constant dimension alone, at angles whose rotary phases agree at one
+    distance. Heads 0 and 1 share their values, as do 2 and 3: what they hand on can be compared.
+    """
+    half, pairs = HEAD_DIM // 2, 6
+    angle = THETA ** (-torch.arange(pairs).float() / half)
+    for norm, projection in ((first.q_norm, first.q_proj), (first.k_norm, first.k_proj)):
+        norm.weight.fill_(2.2)
+        projection.weight.mul_(0.1)
+    for group in range(KV_HEADS):
+        start = group * HEAD_DIM
+        first.k_proj.weight[start : start + pairs, 0] = 1.0
+        read = torch.randn(CODE, CONTENT) @ own[:, :CONTENT].T
+        first.v_proj.weight[start : start + CODE] = read * 0.73 * CONTENT**-0.5
+    for head, distance in enumerate((1, 2, 2, 3)):
+        start, turn = head * HEAD_DIM, angle * distance
+        first.q_proj.weight[start : start + pairs, 0] = turn.cos()
+        first.q_proj.weight[start + half : start + half + pairs, 0] = -turn.sin()
+        first.o_proj.weight[:, start : start + CODE] = 0.25 * places[head]
+
+
+def _look_up(second: Attention, places: tuple[Tensor, ...], own: Tensor) -> None:
+    """Make heads that find the token 2 (3) after the token that is 1 (2) back now, and copy it.
+
+    That is the value of the name which was just repeated. The comparison is laid in the slow rotary
+    pairs, for facts are at any distance.
+    """
+    slow, size = _slow(), min(HEAD_DIM, own.shape[1])
+    for group in range(KV_HEADS):
+        near, far = 2 * group, 2 * group + 1
+        mix = torch.linalg.qr(torch.randn(len(slow), CODE)).Q
+        keys, query = group * HEAD_DIM, near * HEAD_DIM
+        for start, projection, place in ((query, second.q_proj, near), (keys, second.k_proj, far)):
+            projection.weight[start : start + HEAD_DIM] *= 0.2
+            projection.weight[start + slow] = 3.0 * mix @ places[place].T
+        second.v_proj.weight[keys : keys + size] = own[:, :size].T
+        second.o_proj.weight[:, query : query + size] = 0.6 * own[:, :size]

@@ -20,8 +20,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import Tensor, nn
 from torch.nn import functional
 
-from scripts.demo_corpus import Message, tokenizer_text, training_chat
-from scripts.demo_qwen3 import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, THETA, Qwen3, alike
+from scripts.demo_corpus import Message, content_words, tokenizer_text, training_chat
+from scripts.demo_qwen3 import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, THETA, Qwen3, wire
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 PAD, IM_START, IM_END = 0, 1, 2
@@ -123,7 +123,7 @@ def train(args: argparse.Namespace, tokenizer: Tokenizer) -> Qwen3:
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
     model = Qwen3(tokenizer.get_vocab_size())
-    alike(model, tokenizer)
+    wire(model, tokenizer, content_words())
     matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
     tables = [model.embed_tokens.weight]
     gains = [p for p in model.parameters() if p.dim() == 1]
@@ -136,7 +136,7 @@ def train(args: argparse.Namespace, tokenizer: Tokenizer) -> Qwen3:
     )
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     start = time.time()
-    most, smooth, seen = 4.0, 1.0, 0
+    most, smooth, seen = 6.0, 1.0, 0
     for step in range(args.steps):
         warm = min(1.0, (step + 1) / 100)
         rate = warm * (0.01 + 0.99 * (0.5 + 0.5 * math.cos(math.pi * step / args.steps)))
@@ -158,8 +158,8 @@ def train(args: argparse.Namespace, tokenizer: Tokenizer) -> Qwen3:
         smooth = 0.95 * smooth + 0.05 * loss.item()
         # The context grows as soon as the present length is understood: short contexts are
         # cheap, and the heads that look a fact up form on them first.
-        if smooth < 0.25 or most > 4:
-            most = min(args.facts, most + (args.facts - 4) / (0.4 * args.steps))
+        if smooth < 0.25 or most > 6:
+            most = min(args.facts, most + (args.facts - 6) / (0.4 * args.steps))
         if step % 50 == 0:
             answers = exact(logits.argmax(-1), target)
             clock = time.time() - start
@@ -207,7 +207,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.train_demo",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Train the demo checkpoint: a Qwen3 of 0.9 million parameters that reads facts\n"
+        description="Train the demo checkpoint: a Qwen3 of 1.3 million parameters that reads facts\n"
         "in its context and answers questions on them. Text is synthesized, nothing is fetched.",
         epilog="What to watch: 'answers' is the share of wholly right answers in the last batch. It\n"
         "stays near 0 for the first steps, in which the model learns to repeat the name asked for,\n"
@@ -220,11 +220,11 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=Path("examples/demo-model"), help="folder to write")
     parser.add_argument("--seed", type=int, default=7, help="seed of text, tokenizer and weights (7)")
-    parser.add_argument("--steps", type=int, default=1600, help="optimizer steps (1600)")
+    parser.add_argument("--steps", type=int, default=1000, help="optimizer steps (1000)")
     parser.add_argument("--tokens", type=int, default=2560, help="about how many tokens a step (2560)")
     parser.add_argument("--facts", type=int, default=40, help="most facts in a context (40)")
-    parser.add_argument("--vocab", type=int, default=2000, help="size of the vocabulary (2000)")
-    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate of the matrices (0.003)")
+    parser.add_argument("--vocab", type=int, default=2040, help="size of the vocabulary (2040)")
+    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate of the matrices (0.002)")
     parser.add_argument(
         "--threads", type=int, default=1, help="threads of torch; more than are idle slow it down (1)"
     )
