@@ -17,6 +17,9 @@ import numpy.typing as npt
 WINDOW = 256
 ENOUGH_SAMPLES = 8
 REFIT_EVERY = 8
+# A busy instance brings hundreds of samples a second and a fit costs a millisecond: once a second is often enough,
+# and half a window of new samples never waits.
+REFIT_INTERVAL_S = 1.0
 # How strongly one pseudo-sample of the prior counts beside one real sample.
 PRIOR_WEIGHT = 0.02
 HUBER = 1.5
@@ -56,6 +59,7 @@ class FittedModel:
         self._samples: deque[tuple[float, float, float]] = deque(maxlen=WINDOW)
         self._unfitted = 0
         self._newest: float | None = None
+        self._fitted_at = 0.0
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -69,9 +73,15 @@ class FittedModel:
         self._unfitted += 1
         if len(self._samples) < ENOUGH_SAMPLES:
             self.coefficients = self.prior.scaled(self._ratio())
-        elif self._unfitted >= REFIT_EVERY or len(self._samples) == ENOUGH_SAMPLES:
+        elif len(self._samples) == ENOUGH_SAMPLES or self._stale(now):
+            self._fitted_at = now
             self.coefficients = _fit(self._samples, self.prior.scaled(self._ratio()), self._anchors)
             self._unfitted = 0
+
+    def _stale(self, now: float) -> bool:
+        if self._unfitted >= WINDOW // 2:
+            return True
+        return self._unfitted >= REFIT_EVERY and now - self._fitted_at >= REFIT_INTERVAL_S
 
     def predict(self, x1: float, x2: float) -> float:
         """Seconds, the best estimate: for ranking and for queues."""

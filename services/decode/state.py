@@ -24,7 +24,7 @@ from services.decode.outbox import Finish, Outbox, Stream
 from services.decode.request import NEVER
 from services.decode.scheduler import Scheduler
 
-MAX_SAMPLES = 64
+MAX_SAMPLES = 16  # between two heartbeats; the conductor keeps a window of many
 
 
 class DecodeState:

@@ -75,7 +75,7 @@ def test_a_window_of_equal_sizes_still_extrapolates() -> None:
 def test_the_window_follows_a_change() -> None:
     model = learnt(256)
     for i in range(256):
-        model.add(200 + 10 * i, 0, 3 * prefill_time(200 + 10 * i, 0), now=0.0)
+        model.add(200 + 10 * i, 0, 3 * prefill_time(200 + 10 * i, 0), now=0.05 * i)
     assert model.predict(1000, 0) == pytest.approx(3 * prefill_time(1000, 0), rel=0.05)
 
 
