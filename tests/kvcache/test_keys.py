@@ -56,9 +56,7 @@ def test_the_first_keys_never_change() -> None:
 
 
 @given(tokens=TOKENS, at=st.integers(0, 69), block_tokens=st.sampled_from([1, 4, 16]))
-def test_a_changed_token_changes_its_block_and_all_after_it(
-    tokens: list[int], at: int, block_tokens: int
-) -> None:
+def test_a_changed_token_changes_its_block_and_all_after_it(tokens: list[int], at: int, block_tokens: int) -> None:
     if at >= len(tokens):
         return
     changed = [*tokens[:at], tokens[at] ^ 1, *tokens[at + 1 :]]

@@ -18,19 +18,56 @@ pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300)]
 
 # Odd on purpose: GQA ratios 1, 4, 7; tied and untied; head_dim ≠ hidden/heads; each rope scaling; odd vocabularies.
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama-gqa4-tied": {"family": "llama", "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 24,
-                        "tie_word_embeddings": True, "vocab_size": 301},
-    "llama-gqa1-linear": {"family": "llama", "num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 96, "vocab_size": 517,
-                          "rope": "linear"},
-    "llama-gqa7-llama3": {"family": "llama", "num_attention_heads": 7, "num_key_value_heads": 1, "hidden_size": 112, "head_dim": 32,
-                          "vocab_size": 389, "rope": "llama3"},
-    "qwen2-bias-yarn": {"family": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 4,
-                        "tie_word_embeddings": True, "vocab_size": 333, "rope": "yarn"},
-    "qwen3-gqa7": {"family": "qwen3", "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 8,
-                   "vocab_size": 411},
-    "qwen3-gqa4-sharded": {"family": "qwen3", "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 40,
-                           "tie_word_embeddings": True, "vocab_size": 350, "shards": 3},
-}  # fmt: skip
+    "llama-gqa4-tied": {
+        "family": "llama",
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "tie_word_embeddings": True,
+        "vocab_size": 301,
+    },
+    "llama-gqa1-linear": {
+        "family": "llama",
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "hidden_size": 96,
+        "vocab_size": 517,
+        "rope": "linear",
+    },
+    "llama-gqa7-llama3": {
+        "family": "llama",
+        "num_attention_heads": 7,
+        "num_key_value_heads": 1,
+        "hidden_size": 112,
+        "head_dim": 32,
+        "vocab_size": 389,
+        "rope": "llama3",
+    },
+    "qwen2-bias-yarn": {
+        "family": "qwen2",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "vocab_size": 333,
+        "rope": "yarn",
+    },
+    "qwen3-gqa7": {
+        "family": "qwen3",
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 411,
+    },
+    "qwen3-gqa4-sharded": {
+        "family": "qwen3",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 40,
+        "tie_word_embeddings": True,
+        "vocab_size": 350,
+        "shards": 3,
+    },
+}
 
 MeshFactory = Callable[..., AbstractAsyncContextManager[Running]]
 
