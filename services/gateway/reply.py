@@ -99,6 +99,13 @@ class Reply(Response):
 
     async def _guarded(self, answer: Answering, request: Request, frames: Frames, timings: bool, send: Send) -> None:
         try:
+            async with request.guard():
+                await self._answer(answer, request, frames, timings, send)
+        except TimeoutError:
+            log.warning("request %s: the client takes nothing, given up after the deadline", request.request_id)
+
+    async def _answer(self, answer: Answering, request: Request, frames: Frames, timings: bool, send: Send) -> None:
+        try:
             async with request:
                 await answer(request, frames, timings, send)
         except KvmeshError as err:

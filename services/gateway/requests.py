@@ -28,6 +28,7 @@ from services.gateway.stops import StopMatcher, StopStrings
 log = logging.getLogger(__name__)
 
 _RETRY_BACKOFF_S = 0.05
+_LAST_WORDS_S = 1.0
 
 
 class Request:
@@ -153,6 +154,11 @@ class Request:
                 choice.delivered = True
                 step.append((choice.index, delta))
         return step
+
+    def guard(self) -> asyncio.Timeout:
+        """Around all that is written to the client: one that takes nothing cannot hold the request beyond its deadline
+        and a moment for the last words. TimeoutError then; nobody is left to be told."""
+        return asyncio.timeout_at(self._deadline + _LAST_WORDS_S)
 
     # ── what choices need ─────────────────────────────────────────────────────────────────────────
 

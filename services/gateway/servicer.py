@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator
 from typing import Any
 
 from kvmesh.kvcache.keys import TOKEN_BYTES, unpack_tokens
-from kvmesh.rpc.errors import InvalidRequest
+from kvmesh.rpc.errors import DeadlinePassed, InvalidRequest
 from kvmesh.rpc.metadata import context_from_metadata
 from kvmesh.rpc.pb import common_pb2, gateway_pb2, gateway_pb2_grpc
 from services.gateway.chat import Message
@@ -29,9 +28,10 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     def __init__(self, core: Core) -> None:
         self._core = core
 
-    async def Generate(  # noqa: N802
+    # A coroutine that writes, where the stubs expect a generator: only so can a write have a deadline.
+    async def Generate(  # type: ignore[override]  # noqa: N802
         self, request: gateway_pb2.GenerateRequest, context: Any
-    ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
+    ) -> None:
         """Tokens as they come; usage and timings with the last. Cancelling the call cancels the request."""
         received_ns = time.monotonic_ns()
         request_id = engine_id(request.request_id)
@@ -46,11 +46,14 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             received_ns=received_ns,
             token_ids=True,
         )
-        async with running:
-            async for step in running:
-                for _, delta in step:
-                    yield self._response(running, delta)
-                    running.account.wrote()
+        try:
+            async with running.guard(), running:
+                async for step in running:
+                    for _, delta in step:
+                        await context.write(self._response(running, delta))
+                        running.account.wrote()
+        except TimeoutError:
+            raise DeadlinePassed("the deadline passed while the client took nothing") from None
 
     def _response(self, running: Request, delta: Delta) -> gateway_pb2.GenerateResponse:
         response = gateway_pb2.GenerateResponse(

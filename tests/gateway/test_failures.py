@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from kvmesh.rpc.errors import HandoffLost, InternalError, InvalidRequest, KvmeshError, Overloaded, Unavailable
 from kvmesh.rpc.pb import common_pb2 as pb
-from kvmesh.rpc.pb import decode_pb2
+from kvmesh.rpc.pb import decode_pb2, gateway_pb2
 from tests.gateway.conftest import Mesh, MeshMaker, seen, until
 from tests.gateway.scripted import MODEL, BreakStream, Decode, Run, Script
 
@@ -367,6 +368,32 @@ async def test_a_client_that_does_not_read_stops_its_own_tokens_only(make_mesh: 
     writer.close()
     await asyncio.wait_for(mesh.decodes[0].runs[0].cancelled.wait(), 10)
     await mesh.quiet()
+
+
+async def test_a_client_that_never_reads_is_let_go_after_its_deadline(make_mesh: MeshMaker) -> None:
+    """Over HTTP and gRPC: its connection stays open, the request behind it does not."""
+    mesh = await make_mesh()
+    mesh.conductor.card.max_context_tokens = 2**31
+
+    async def endless(run: Run) -> None:
+        for index in itertools.count():
+            await run.token(mesh.ids("a")[0], index)
+
+    mesh.decodes[0].script = endless
+    host, port = mesh.told["http"].split(":")
+    reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+    body = json.dumps(CHAT | {"stream": True, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}).encode()
+    head = f"POST {URL} HTTP/1.1\r\nHost: x\r\nx-request-timeout-ms: 5000\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    await reader.readline()
+    call = mesh.stub.Generate(
+        gateway_pb2.GenerateRequest(text="Hi", ignore_eos=True, logprobs=True, top_logprobs=20, timeout_ms=5000)
+    )
+    await call.read()
+    await mesh.quiet()
+    assert not call.done(), "the client has not read to the end"
+    call.cancel()
+    writer.close()
 
 
 async def test_the_session_of_an_instance_that_left_is_closed(
