@@ -228,9 +228,10 @@ class Core:
             self._arm(now + self.config.ack_timeout_s)
 
     def _touch(self, lane: Lane, frame: Frame) -> None:
-        by_name = {t.name: t for t in lane.transports}
         for segment, name in self._endpoints.touch((lane.name, frame.transport.name), lambda k: self._idle(k, lane)):
-            by_name[name].forget(segment, "evicted to make room")
+            for transport in self.lanes[segment].transports:
+                if transport.name == name:
+                    transport.forget(segment, "evicted to make room")
             self.count("endpoints_evicted")
 
     def _idle(self, key: tuple[str, str], busy: Lane) -> bool:

@@ -325,3 +325,16 @@ def test_idle_connections_make_room_for_others(nest: Nest, transport: str) -> No
             assert writer.transfer("write", segment, [(0, base, 4096)], 1)[0].state is TransferState.COMPLETED
         until(lambda: sum(bool(connections(t)) for t in targets) <= 2, "at most two targets are connected")
     assert writer.engine.counters()["endpoints_evicted"] >= 4
+
+
+def test_room_is_made_for_a_peer_that_another_transport_reaches(nest: Nest) -> None:
+    """The connection that goes belongs to a lane with other transports than the one that needs the room."""
+    writer = nest.actor("writer#1", EngineConfig(max_endpoints=1))
+    writer.allocate(4096, seed=1)
+    for i, transports in enumerate((("shm",), ("tcp",), ("shm", "tcp"))):
+        target = nest.actor(f"target#{i}", EngineConfig(transports=transports))
+        base = target.allocate(4096)
+        target.window("writer#1", 1, [(base, 4096)])
+        segment = writer.open(target.descriptor())
+        assert writer.transfer("write", segment, [(0, base, 4096)], 1)[0].state is TransferState.COMPLETED
+    assert writer.engine.counters()["endpoints_evicted"] == 2
