@@ -256,7 +256,8 @@ class Sessions:
         self._gateway_id = gateway_id
         self._incarnation = incarnation
         self._timeout_s = timeout_s
-        self._open: dict[Key, Session] = {}
+        self._open: dict[Key, Session] = {}  # where new requests go
+        self._living: set[Session] = set()  # those, and older ones whose requests go on
         self._opening: dict[Key, asyncio.Task[Session]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -277,7 +278,12 @@ class Sessions:
             task = asyncio.get_running_loop().create_task(self._dial(key, ref), name=f"dial {ref.instance_id}")
             self._opening[key] = task
             task.add_done_callback(lambda done: self._dialled(key, done))
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():  # not the caller: `close` ended it
+                raise Unavailable("the gateway is shutting down") from None
+            raise
 
     async def _dial(self, key: Key, ref: common_pb2.InstanceRef) -> Session:
         session = Session(ref, self._ended)
@@ -289,6 +295,7 @@ class Sessions:
         if session.error is not None:  # it broke before anybody could use it
             raise session.error
         self._open[key] = session
+        self._living.add(session)
         names.GATEWAY_STREAMS.set(len(self._open))
         return session
 
@@ -298,6 +305,7 @@ class Sessions:
             task.exception()  # waiters have it; nobody may be waiting any more
 
     def _ended(self, session: Session) -> None:
+        self._living.discard(session)
         if self._open.get(session.key) is session:
             del self._open[session.key]
             names.GATEWAY_STREAMS.set(len(self._open))
@@ -323,7 +331,7 @@ class Sessions:
         for task in list(self._opening.values()):
             task.cancel()
         await asyncio.gather(*self._opening.values(), return_exceptions=True)
-        for session in list(self._open.values()):
+        for session in list(self._living):
             session.break_(Unavailable("the gateway is shutting down"))
         while self._closing:
             await asyncio.gather(*list(self._closing), return_exceptions=True)
