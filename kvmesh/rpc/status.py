@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from kvmesh.rpc.errors import (
     BY_CODE,
@@ -97,6 +98,8 @@ async def _fail(context: Any, method: str, err: Exception) -> NoReturn:
         raise err  # the handler ended the call itself
     if isinstance(err, grpc.RpcError):
         err = from_rpc_error(err)
+    if isinstance(err, DecodeError):  # not the service's fault: wrong bytes, or text that is not UTF-8
+        err = InvalidRequest(f"message: cannot be read: {err}", field="message")
     if not isinstance(err, KvmeshError):
         log.error("%s failed: %s", method, err, exc_info=err)
         err = InternalError(f"{method.rsplit('/', 1)[-1]} failed: {type(err).__name__}: {err}")
@@ -106,9 +109,23 @@ async def _fail(context: Any, method: str, err: Exception) -> NoReturn:
 _Behavior = Callable[[Any, Any], Any]
 
 
+def _readable(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """`parse` that returns its DecodeError: gRPC would answer what it raises with UNKNOWN and a traceback."""
+
+    def read(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except DecodeError as err:
+            return err
+
+    return read
+
+
 def _guard_call(behavior: _Behavior, method: str) -> Callable[[Any, Any], Awaitable[Any]]:
     async def call(request: Any, context: Any) -> Any:
         try:
+            if isinstance(request, DecodeError):
+                raise request
             return await behavior(request, context)
         except asyncio.CancelledError:
             raise
@@ -121,6 +138,8 @@ def _guard_call(behavior: _Behavior, method: str) -> Callable[[Any, Any], Awaita
 def _guard_stream(behavior: _Behavior, method: str) -> Callable[[Any, Any], AsyncIterator[Any]]:
     async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
+            if isinstance(request, DecodeError):
+                raise request
             async for response in behavior(request, context):
                 yield response
         except asyncio.CancelledError:
@@ -153,8 +172,9 @@ class errors_to_status(grpc.aio.ServerInterceptor):  # noqa: N801
         generator = inspect.isasyncgenfunction(behavior)
         wrapped = _guard_stream(behavior, method) if generator else _guard_call(behavior, method)
         make = getattr(grpc, f"{kind}_rpc_method_handler")
+        parse = handler.request_deserializer
         return make(
             wrapped,
-            request_deserializer=handler.request_deserializer,
+            request_deserializer=parse if parse is None or handler.request_streaming else _readable(parse),
             response_serializer=handler.response_serializer,
         )

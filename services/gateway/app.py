@@ -25,6 +25,10 @@ from services.gateway.reply import Reply
 
 TITLE = "kvmesh"
 _REF = "#/components/schemas/{model}"
+_EXAMPLES: dict[Any, dict[str, Any]] = {
+    ChatRequest: {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32},
+    CompletionRequest: {"prompt": "Hello", "max_tokens": 32, "temperature": 0},
+}
 _FAILURES = {
     "400": "A field is unknown, not supported or out of range; the prompt is too long",
     "404": "Unknown model",
@@ -58,11 +62,22 @@ def build(core: Core) -> FastAPI:
     app = FastAPI(title=TITLE, docs_url=None, redoc_url=None, openapi_url=None)
     app.router.redirect_slashes = False
 
-    @app.post("/v1/chat/completions", summary="Chat", response_model=None, openapi_extra=_body(ChatRequest))
+    def body(kind: type[ChatRequest] | type[CompletionRequest]) -> dict[str, Any]:
+        return _body(kind, {"model": core.model, **_EXAMPLES[kind]})
+
+    @app.post(
+        "/v1/chat/completions", summary="Chat", tags=["OpenAI"], response_model=None, openapi_extra=body(ChatRequest)
+    )
     async def chat(request: Request) -> Response:
         return Reply(core, ChatRequest)
 
-    @app.post("/v1/completions", summary="Complete", response_model=None, openapi_extra=_body(CompletionRequest))
+    @app.post(
+        "/v1/completions",
+        summary="Complete",
+        tags=["OpenAI"],
+        response_model=None,
+        openapi_extra=body(CompletionRequest),
+    )
     async def completions(request: Request) -> Response:
         return Reply(core, CompletionRequest)
 
@@ -71,29 +86,29 @@ def build(core: Core) -> FastAPI:
         known = {"max_context_tokens": facts.max_context_tokens} if facts else {}
         return {"id": core.model, "object": "model", "created": created, "owned_by": "kvmesh", **known}
 
-    @app.get("/v1/models", summary="Models", response_model=None)
+    @app.get("/v1/models", summary="Models", tags=["OpenAI"], response_model=None)
     async def models() -> Response:
         return _json({"object": "list", "data": [card()]})
 
-    @app.get("/v1/models/{model:path}", summary="One model", response_model=None)
+    @app.get("/v1/models/{model:path}", summary="One model", tags=["OpenAI"], response_model=None)
     async def model(model: str) -> Response:
         if model != core.model:
             shown = repr(brief(model, 200))
             raise ModelNotFound(f"model={shown}: not served here; served: {core.model}", field="model")
         return _json(card())
 
-    @app.get("/health", summary="Is this process alive?", response_model=None)
+    @app.get("/health", summary="Is this process alive?", tags=["Operations"], response_model=None)
     async def health() -> Response:
         return _json({"status": "ok"})
 
-    @app.get("/ready", summary="Can a request be served?", response_model=None)
+    @app.get("/ready", summary="Can a request be served?", tags=["Operations"], response_model=None)
     async def ready() -> Response:
         if core.catalog.ready and not core.stopping:
             return _json({"status": "ready", "model": core.model})
         reason = "shutting down" if core.stopping else core.catalog.not_ready_reason
         return _json({"status": "not ready", "model": core.model, "reason": reason}, 503)
 
-    @app.get("/metrics", summary="Prometheus", response_model=None)
+    @app.get("/metrics", summary="Prometheus", tags=["Operations"], response_model=None)
     async def metrics() -> Response:
         body, content_type = names.render()
         return Response(body, media_type=content_type)
@@ -103,8 +118,9 @@ def build(core: Core) -> FastAPI:
     return app
 
 
-def _body(kind: type[ChatRequest] | type[CompletionRequest]) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": _REF.format(model=kind.__name__)}}}
+def _body(kind: type[ChatRequest] | type[CompletionRequest], example: dict[str, Any]) -> dict[str, Any]:
+    """OpenAPI's account of a body; `example` is what "Try it out" sends, and works."""
+    content = {"application/json": {"schema": {"$ref": _REF.format(model=kind.__name__)}, "example": example}}
     responses = {
         "200": {
             "description": "OpenAI's answer; with stream=true, server-sent events",
@@ -124,7 +140,11 @@ def _add_failures(app: FastAPI) -> None:
     async def http(request: Request, err: HTTPException) -> Response:
         where = f"{request.method} {brief(request.url.path, 200)}"
         if err.status_code in (404, 405):
-            return _failure(NotFound(f"{where}: no such endpoint; see /docs"), err.status_code)
+            allowed = (err.headers or {}).get("Allow", "")
+            why = f"this endpoint takes {allowed}" if allowed else "no such endpoint"
+            answer = _failure(NotFound(f"{where}: {why}; see /docs"), err.status_code)
+            answer.headers.update(err.headers or {})
+            return answer
         kind = InvalidRequest if err.status_code < 500 else InternalError
         return _failure(kind(f"{where}: {err.detail}"), err.status_code)
 
@@ -162,5 +182,9 @@ def _schema(app: FastAPI) -> dict[str, Any]:
     found = get_openapi(title=TITLE, version="1", openapi_version="3.0.3", description=text, routes=app.routes)
     bodies = [(ChatRequest, "validation"), (CompletionRequest, "validation")]
     _, definitions = models_json_schema(bodies, ref_template=_REF)  # type: ignore[arg-type]
-    found.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+    # FastAPI's own 422 never happens here: parameters are text, and bodies are read by us.
+    for path in found["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+    found["components"] = {"schemas": definitions["$defs"]}
     return found

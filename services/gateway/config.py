@@ -34,7 +34,7 @@ class GatewayConfig(ServiceConfig):
     timeout_s: float = field(default=600.0, metadata={"help": "Longest life of a request, seconds."})
     ttft_slo_ms: int = field(default=0, metadata={"help": "Time to first token wanted; 0: the conductor's."})
     tbt_slo_ms: int = field(default=0, metadata={"help": "Time between tokens wanted; 0: the conductor's."})
-    max_body_bytes: int = field(default=8 << 20, metadata={"help": "Longest REST request body."})
+    max_body_bytes: int = field(default=8 << 20, metadata={"help": "Longest request, bytes."})
     max_stops: int = field(default=16, metadata={"help": "Stop strings a request may name."})
     max_stop_chars: int = field(default=256, metadata={"help": "Characters of one stop string."})
     max_choices: int = field(default=64, metadata={"help": "Answers a request may ask for (prompts x n)."})

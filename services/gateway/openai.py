@@ -287,5 +287,7 @@ def _first(err: ValidationError) -> InvalidRequest:
     field = ".".join(str(part) for part in found["loc"]) or "body"
     if found["type"] == "missing":
         return InvalidRequest(f"{field}: required and missing", field=field)
+    if found["type"] == "model_type":
+        return refused(field, found["input"], "must be an object")
     why = found["msg"].removeprefix("Input should be ")
     return refused(field, found["input"], why if found["type"] == "wrong" else f"must be {why}")

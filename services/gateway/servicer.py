@@ -8,13 +8,14 @@ import uuid
 from typing import Any
 
 from kvmesh.kvcache.keys import TOKEN_BYTES, unpack_tokens
-from kvmesh.rpc.errors import DeadlinePassed, InvalidRequest
+from kvmesh.rpc.errors import BodyTooLarge, DeadlinePassed, InvalidRequest
 from kvmesh.rpc.metadata import context_from_metadata
 from kvmesh.rpc.pb import common_pb2, gateway_pb2, gateway_pb2_grpc
 from services.gateway.chat import Message
 from services.gateway.choice import Delta
+from services.gateway.config import MAX_TOP_LOGPROBS
 from services.gateway.core import Core
-from services.gateway.generation import Generation, Prompt, refused
+from services.gateway.generation import Generation, Prompt, between, refused
 from services.gateway.openai import ROLES
 from services.gateway.requests import Request
 
@@ -102,9 +103,12 @@ def engine_id(given: str) -> str:
 
 
 def to_generation(request: gateway_pb2.GenerateRequest, core: Core) -> Generation:
-    """The request in the gateway's own terms. InvalidRequest names field and value."""
+    """The request in the gateway's own terms. InvalidRequest names field and value; BodyTooLarge: as over REST."""
+    if request.ByteSize() > core.config.max_body_bytes:
+        raise BodyTooLarge(f"message: longer than {core.config.max_body_bytes} bytes", field="message")
     if request.top_logprobs and not request.logprobs:
         raise refused("top_logprobs", request.top_logprobs, "only allowed with logprobs=true")
+    between("top_logprobs", request.top_logprobs, 0, MAX_TOP_LOGPROBS)
     return Generation(
         model=request.model or core.model,
         prompts=(_prompt(request),),

@@ -25,7 +25,9 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"model": 5}, "model", "model=5"),
     ({"messages": []}, "messages", "must not be empty"),
     ({"messages": "Hi"}, "messages", "must be a valid list"),
-    ({"messages": [1]}, "messages.0", ""),
+    ({"messages": [1]}, "messages.0", "messages.0=1: must be an object"),
+    ({"messages": [None]}, "messages.0", "must be an object"),
+    ({"stream": True, "stream_options": 5}, "stream_options", "must be an object"),
     ({"messages": USER * 5000}, "messages", "at most 4096"),
     (message(role="user"), "messages.0.content", "required and missing"),
     (message(content="Hi"), "messages.0.role", "required and missing"),
@@ -242,7 +244,12 @@ async def test_request_ids(mesh: Mesh) -> None:
 
 
 async def test_paths_that_do_not_exist(mesh: Mesh) -> None:
-    for method, path, status in (("GET", "/v2", 404), ("GET", "/v1/chat/completions", 405), ("POST", "/health", 405)):
+    for method, path, status, words in (
+        ("GET", "/v2", 404, "GET /v2: no such endpoint; see /docs"),
+        ("GET", "/v1/chat/completions", 405, "GET /v1/chat/completions: this endpoint takes POST; see /docs"),
+        ("POST", "/health", 405, "POST /health: this endpoint takes GET; see /docs"),
+    ):
         response = await mesh.http.request(method, path)
         assert response.status_code == status
-        assert response.json()["error"]["code"] == "not_found"
+        assert response.headers.get("allow", "") == ("" if status == 404 else words.split(" takes ")[1].split(";")[0])
+        assert response.json()["error"] | {"code": "not_found", "message": words} == response.json()["error"]

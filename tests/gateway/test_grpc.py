@@ -11,7 +11,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvmesh.kvcache.keys import pack_tokens
 from kvmesh.rpc.channels import connect
-from kvmesh.rpc.errors import DeadlinePassed, HandoffLost, InvalidRequest, KvmeshError, ModelNotFound, Overloaded
+from kvmesh.rpc.errors import (
+    BodyTooLarge,
+    DeadlinePassed,
+    HandoffLost,
+    InvalidRequest,
+    KvmeshError,
+    ModelNotFound,
+    Overloaded,
+)
 from kvmesh.rpc.pb import gateway_pb2
 from kvmesh.rpc.status import from_rpc_error
 from tests.gateway.conftest import Mesh, MeshMaker, seen, until
@@ -92,7 +100,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"stop": ["x"] * 100_000}, "stop", "100000"),
     ({"stop": [""]}, "stop", "not empty"),
     ({"top_logprobs": 2}, "top_logprobs", "logprobs=true"),
-    ({"logprobs": True, "top_logprobs": 21}, "logprobs", "between"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs=21: must be between 0 and 20"),
     ({"max_tokens": 2**32 - 1}, "max_tokens", "between"),
     ({"cache_salt": "x" * 300}, "cache_salt", "at most 256"),
     ({"request_id": "a b"}, "request_id", "'a b'"),
@@ -110,6 +118,32 @@ async def test_bad_requests(mesh: Mesh) -> None:
         if not isinstance(err, InvalidRequest) or err.field != field or words not in err.message:
             wrong.append((fields, err))
     assert not wrong
+    assert not mesh.conductor.asked
+
+
+async def test_messages_that_cannot_be_read(mesh: Mesh) -> None:
+    """Text that is not UTF-8, and bytes that are no message: the caller's fault."""
+    async with connect(str(mesh.told["address"])) as channel:
+        for data in (b"\x1a\x02\xff\xfe", b"\x1a\x03\xed\xa0\x80", b"\xff" * 20):
+            call: Any = channel.unary_stream("/kvmesh.v1.Gateway/Generate")
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call(data, timeout=10).read()
+            err = from_rpc_error(refused.value)
+            assert isinstance(err, InvalidRequest), err
+            assert err.field == "message"
+    assert not mesh.conductor.asked
+
+
+async def test_a_field_of_a_later_build_is_passed_over(mesh: Mesh) -> None:
+    async with connect(str(mesh.told["address"])) as channel:
+        call: Any = channel.unary_stream("/kvmesh.v1.Gateway/Generate")
+        assert await call(asks().SerializeToString() + b"\xf8\x3f\x05", timeout=10).read()
+
+
+async def test_a_message_of_20_mb_is_refused_before_it_is_tokenized(mesh: Mesh) -> None:
+    err = await error_of(mesh, asks(text="x" * 20_000_000))
+    assert isinstance(err, BodyTooLarge)
+    assert "longer than 8388608 bytes" in err.message
     assert not mesh.conductor.asked
 
 

@@ -80,6 +80,10 @@ async def test_documentation_needs_no_network(mesh: Mesh) -> None:
             found = found[part]
     body = schema["components"]["schemas"]["ChatRequest"]
     assert body["additionalProperties"] is False
+    assert not [name for name in schema["components"]["schemas"] if "ValidationError" in name]
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        example = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["example"]
+        assert (await mesh.http.post(path, json=example)).status_code == 200, "what the page offers to try works"
     assert {"messages", "temperature", "cache_salt"} <= body["properties"].keys()
 
 

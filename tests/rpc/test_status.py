@@ -104,6 +104,26 @@ KINDS = ["Unary", "Stream", "Written", "Both"]
 
 
 @pytest.mark.parametrize("name", KINDS)
+async def test_a_message_that_cannot_be_read_is_the_callers_fault(
+    failing: Any, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, channel = failing
+    bad = b"\x0a\x01\xff"
+    if name == "Unary":
+        answer = channel.unary_unary("/t.T/Unary")(bad, timeout=5)
+    elif name == "Both":
+        answer = channel.stream_stream("/t.T/Both")(iter([bad]), timeout=5).read()
+    else:
+        answer = channel.unary_stream(f"/t.T/{name}")(bad, timeout=5).read()
+    with caplog.at_level(logging.WARNING), pytest.raises(grpc.RpcError) as caught:
+        await answer
+    err = from_rpc_error(caught.value)
+    assert (type(err), err.field) == (InvalidRequest, "message")
+    assert "UTF-8" in err.message
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("name", KINDS)
 async def test_a_named_error_arrives_as_itself(failing: Any, name: str) -> None:
     servicer, channel = failing
     assert await call(channel, name) == ["hello"]
