@@ -268,14 +268,15 @@ class ShmPath:
 
     def _answer(self, answer: Asked, rest: memoryview) -> None:
         with self.changed:
-            frame = self.inflight.pop(answer.seq, None)
+            frame = self.inflight.get(answer.seq)
+            if answer.kind != wire.ANSWER or frame is None or answer.flags >= len(wire.CAUSES):
+                raise ProtocolBroken("answer to nothing asked")
+            if len(rest) != 4 * answer.count:
+                raise ProtocolBroken("answer of another length")
+            del self.inflight[answer.seq]
             self.progress_at = time.monotonic()
             if self.backlog and self.ready:
                 self._flush()
-        if answer.kind != wire.ANSWER or frame is None or answer.flags >= len(wire.CAUSES):
-            raise ProtocolBroken("answer to nothing asked")
-        if len(rest) != 4 * answer.count:
-            raise ProtocolBroken("answer of another length")
         refused = struct.unpack(f"<{answer.count}I", rest) if answer.count else ()
         frame.done(refused, wire.CAUSES[answer.flags])
 

@@ -8,11 +8,13 @@ import os
 import socket
 import struct
 import threading
+from collections.abc import Sequence
 
 import pytest
 
 from kvmesh.transfer import EngineConfig, TransferState, wire
 from kvmesh.transfer.shm_path import ShmPath
+from kvmesh.transfer.shm_server import ShmAccepted
 from tests.transfer.conftest import Nest, engine_threads, until
 from tests.transfer.peer import Actor
 from tests.transfer.raw import RawShm, RawTcp
@@ -338,3 +340,26 @@ def test_room_is_made_for_a_peer_that_another_transport_reaches(nest: Nest) -> N
         segment = writer.open(target.descriptor())
         assert writer.transfer("write", segment, [(0, base, 4096)], 1)[0].state is TransferState.COMPLETED
     assert writer.engine.counters()["endpoints_evicted"] == 2
+
+
+def test_an_answer_that_cannot_be_read_loses_no_frame(nest: Nest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection that brought it ends; what it was about goes out again over another one."""
+    target, writer = nest.actor("target#1", quick("shm")), nest.actor("writer#1", quick("shm"))
+    base = target.allocate(4096)
+    writer.allocate(4096, seed=1)
+    target.window("writer#1", 1, [(base, 4096)])
+    segment = writer.open(target.descriptor())
+    honest, lies = ShmAccepted._answer, [1, 1]
+
+    def answer(self: ShmAccepted, seq: int, refused: Sequence[int], code: int) -> None:
+        if lies:
+            self.sock.send(wire.HEAD.pack(wire.ANSWER, 0, 0, lies.pop(), seq, 0, 0))
+        else:
+            honest(self, seq, refused, code)
+
+    monkeypatch.setattr(ShmAccepted, "_answer", answer)
+    assert writer.transfer("write", segment, [(0, base, 4096)], 1)[0].state is TransferState.COMPLETED
+    lies.append(1)
+    writer.engine.notify(segment, 1, b"end")
+    until(lambda: writer.engine.counters().get("shm.connected", 0) >= 4, "connected again after each lie")
+    until(lambda: len(target.notified) == 1, "told once")
