@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvmesh.cli import runs
 from kvmesh.cli.console import console, one_line_errors
-from kvmesh.rpc.errors import ConfigError, KvmeshError
+from kvmesh.rpc.errors import ConfigError, InvalidRequest, KvmeshError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -60,9 +60,16 @@ def chat(
             out.print(f"[dim]{answer.summary()}[/]")
 
     if message is not None:
-        ask(sys.stdin.read() if message == "-" else message)
+        ask(_standard_input() if message == "-" else message)
         return
     _converse(out, base, name, ask, history)
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError:
+        raise InvalidRequest("message: standard input is not UTF-8 text", field="message") from None
 
 
 def _write(text: str) -> None:

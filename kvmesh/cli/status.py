@@ -30,7 +30,7 @@ def status(
 ) -> None:
     """Show services, instances, their load and their pools (pages and extents: available/all).
 
-    Examples:
+    Leaves with 1 when a service does not answer. Examples:
 
         kvmesh status
 
@@ -50,14 +50,24 @@ def status(
 
     out = console()
     if as_json:
-        out.out(json.dumps(look(), indent=2), highlight=False)
+        found = look()
+        out.out(json.dumps(found, indent=2), highlight=False)
+        _end(found)
     elif watch is None:
-        out.print(_screen(look()))
+        found = look()
+        out.print(_screen(found))
+        _end(found)
     else:
         with Live(console=out, auto_refresh=False, screen=out.is_terminal) as live:
             while True:
                 live.update(_screen(look()), refresh=True)
                 time.sleep(watch)
+
+
+def _end(found: dict[str, Any]) -> None:
+    """Leave with 1 when a service did not answer: scripts ask, too."""
+    if any("error" in found[name] for name in ("gateway", "conductor", "store") if name in found):
+        raise typer.Exit(1)
 
 
 def _screen(found: dict[str, Any]) -> RenderableType:
@@ -66,7 +76,8 @@ def _screen(found: dict[str, Any]) -> RenderableType:
     if run:
         parts.append(f"[bold]{escape(run['model'])}[/] at {run['url']}  gRPC {run['grpc']}  [dim]{run['run_dir']}[/]\n")
     parts.append(_services(found))
-    parts += ["", _instances(found["conductor"].get("instances", []))]
+    if "error" not in found["conductor"]:
+        parts += ["", _instances(found["conductor"].get("instances", []))]
     return Group(*parts)
 
 

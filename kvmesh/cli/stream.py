@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -65,13 +66,22 @@ def chat(
         "stream_options": {"include_usage": True},
         **{key: value for key, value in parameters.items() if value is not None},
     }
+    try:
+        content = json.dumps(body, allow_nan=False, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest("message: is not UTF-8 text", field="message") from None
+    except ValueError:
+        bad = next(key for key, value in parameters.items() if isinstance(value, float) and not math.isfinite(value))
+        raise InvalidRequest.of(bad, parameters[bad], "must be a finite number") from None
+    headers = {"Content-Type": "application/json"}
     start = time.monotonic()
     first = 0.0
     parts: list[str] = []
     found: dict[str, Any] = {"usage": {}, "finish_reason": "", "id": ""}
     timeout = httpx.Timeout(timeout_s, connect=10.0)
     try:
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=timeout) as answer:
+        target = f"{url}/v1/chat/completions"
+        with httpx.stream("POST", target, content=content, headers=headers, timeout=timeout) as answer:
             if answer.status_code != 200:
                 answer.read()
                 _refuse(answer)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from kvmesh.cli import runs
 from kvmesh.cli.console import RunDir, console, one_line_errors
-from kvmesh.rpc.errors import ConfigError, InvalidRequest
+from kvmesh.rpc.errors import ConfigError, InvalidRequest, KvmeshError
 
 _BAR = 32
+_WIDE = 110  # columns from which on there is room for bars
+_FLUSH_S = 3.0  # services write their spans about once a second, each on its own
 # What a reader wants to see beside a span's name, and how it is called there.
 _SHOWN = {
     "kvmesh.cached_tokens": "cached",
@@ -105,34 +109,60 @@ def trace(
     if bool(request_id) == last:
         raise ConfigError("name a request id, or give --last")
     run = runs.find(run_dir)
-    spans = list(read_spans(run.run_dir / "traces"))
-    if not spans:
-        raise ConfigError(f"{run.run_dir / 'traces'} holds no spans yet: send a request first")
-    if request_id:
-        chosen = find_trace(spans, request_id)
-    else:
-        roots = [span for span in spans if span["service"] == "gateway"] or spans
-        latest = max(roots, key=lambda span: span["end_ns"])
-        chosen = [span for span in spans if span["trace_id"] == latest["trace_id"]]
+    deadline = time.monotonic() + (_FLUSH_S if run.running else 0)
+    while True:
+        late = time.monotonic() > deadline
+        try:
+            chosen = _choose(run.run_dir / "traces", request_id)
+        except KvmeshError:
+            if late:
+                raise
+        else:
+            if late or whole(chosen):
+                break
+        time.sleep(0.1)
     out = console()
     if as_json:
         for span in sorted(chosen, key=lambda span: span["start_ns"]):
             out.out(json.dumps(span), highlight=False)
         return
     out.print(f"trace {chosen[0]['trace_id']}, {len(chosen)} spans")
-    out.print(_table(trees(chosen)))
+    out.print(_table(trees(chosen), out))
 
 
-def _table(roots: list[Node]) -> Table:
+def _choose(folder: Path, request_id: str | None) -> list[dict[str, Any]]:
+    """The spans of the request, or of the one that ended last."""
+    spans = list(read_spans(folder))
+    if not spans:
+        raise ConfigError(f"{folder} holds no spans yet: send a request first")
+    if request_id:
+        return find_trace(spans, request_id)
+    roots = [span for span in spans if span["service"] == "gateway"] or spans
+    latest = max(roots, key=lambda span: span["end_ns"])
+    return [span for span in spans if span["trace_id"] == latest["trace_id"]]
+
+
+def whole(spans: list[dict[str, Any]]) -> bool:
+    """Has every service written its part of this trace? A placed request has a span at decode, which comes last."""
+    known = {span["span_id"] for span in spans}
+    names = {span["name"] for span in spans}
+    ended = any(span["service"] == "gateway" and span["parent"] not in known for span in spans)
+    orphans = any(span["service"] != "gateway" and span["parent"] not in known for span in spans)
+    return ended and not orphans and ("kvmesh.place" not in names or "kvmesh.request" in names)
+
+
+def _table(roots: list[Node], out: Console) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
+    wide = out.width >= _WIDE or not out.is_terminal
     for name, justify in (("span", "left"), ("where", "left"), ("start", "right"), ("took", "right")):
         table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    table.add_column("", no_wrap=True)
+    if wide:  # a narrow screen shows numbers, not bars
+        table.add_column("", no_wrap=True)
     table.add_column("", style="dim")
     first = min(node.start_ns for node in roots)
-    whole = max(1, max(_last_end(node) for node in roots) - first)
+    length = max(1, max(_last_end(node) for node in roots) - first)
     for root in roots:
-        _rows(table, root, "", "", first, whole)
+        _rows(table, root, "", "", first, length, wide)
     return table
 
 
@@ -151,7 +181,7 @@ def _shown(name: str, value: Any) -> str:
     return f"{name}={escape(str(value))}"
 
 
-def _rows(table: Table, node: Node, head: str, tail: str, first: int, whole: int) -> None:
+def _rows(table: Table, node: Node, head: str, tail: str, first: int, length: int, wide: bool) -> None:
     span = node.span
     attributes = span["attributes"]
     shown = [_shown(name, attributes[key]) for key, name in _SHOWN.items() if _told(name, attributes.get(key))]
@@ -159,16 +189,17 @@ def _rows(table: Table, node: Node, head: str, tail: str, first: int, whole: int
     if span["status"]:
         name = f"[red]{name}[/]"
         shown.append(escape(str(span["status"])))
-    left = (node.start_ns - first) * _BAR // whole
-    width = max(1, round((node.end_ns - node.start_ns) * _BAR / whole))
+    left = (node.start_ns - first) * _BAR // length
+    width = max(1, round((node.end_ns - node.start_ns) * _BAR / length))
+    bar = " " * min(left, _BAR - 1) + "[cyan]" + "━" * min(width, _BAR - min(left, _BAR - 1)) + "[/]"
     table.add_row(
         f"{head}{name}",
         escape(str(span.get("instance") or span["service"])),
         f"{(node.start_ns - first) / 1e6:.1f} ms",
         f"{(node.end_ns - node.start_ns) / 1e6:.1f} ms",
-        " " * min(left, _BAR - 1) + "[cyan]" + "━" * min(width, _BAR - min(left, _BAR - 1)) + "[/]",
+        *((bar,) if wide else ()),
         " ".join(shown),
     )
     for index, child in enumerate(node.children):
         final = index == len(node.children) - 1
-        _rows(table, child, tail + ("└─ " if final else "├─ "), tail + ("   " if final else "│  "), first, whole)
+        _rows(table, child, tail + ("└─ " if final else "├─ "), tail + ("   " if final else "│  "), first, length, wide)

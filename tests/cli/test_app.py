@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvmesh.cli import serve
+from kvmesh.cli import serve, stream
 from kvmesh.cli.app import app
 from kvmesh.cli.serve import SERVICES, config_class, known_keys
 from kvmesh.config import ServiceConfig
+from kvmesh.rpc.errors import InvalidRequest
 
 Invoke = Callable[..., Result]
 
@@ -148,3 +149,23 @@ def test_help_needs_neither_torch_nor_grpc() -> None:
 
 def test_a_shared_environment_holds_keys_of_every_service() -> None:
     assert {"http_port", "lease_ms", "memory_mb", "grpc_port", *ServiceConfig.__dataclass_fields__} <= known_keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "parameters", "words"),
+    [
+        ("\udcff", {}, "message: is not UTF-8 text"),
+        ("hi", {"temperature": float("nan")}, "temperature=nan: must be a finite number"),
+        ("hi", {"temperature": float("inf")}, "temperature=inf"),
+    ],
+)
+def test_chat_refuses_what_no_json_can_carry(text: str, parameters: dict[str, float], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        stream.chat("http://127.0.0.1:1", "m", [{"role": "user", "content": text}], print, **parameters)
+
+
+def test_status_of_what_does_not_answer_is_a_failure(invoke: Invoke) -> None:
+    result = invoke("status", "--conductor", "127.0.0.1:1")
+    assert result.exit_code == 1
+    assert "no answer" in result.output
+    assert "registered" not in result.output

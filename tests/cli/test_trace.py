@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from kvmesh.cli.app import app
-from kvmesh.cli.trace import find_trace, trees
+from kvmesh.cli.trace import _table, find_trace, trees, whole
 from kvmesh.rpc.errors import InvalidRequest
 
 TRACE = "ab" * 16
@@ -78,6 +80,25 @@ def test_the_screen_shows_a_tree_with_times_and_errors(run: Path) -> None:
     assert names == ["chat demo", "kvmesh.tokenize", "kvmesh.request", "kvmesh.prefill", "kvmesh.transfer"]
     transfer = next(line for line in lines if "kvmesh.transfer" in line)
     assert re.search(r"└─ kvmesh\.transfer +prefill-0 +30\.0 ms +30\.0 ms .*━+ .*4 KiB late", transfer)
+
+
+def test_a_trace_is_whole_when_decode_has_told_and_no_parent_is_missing() -> None:
+    first = [one for one in SPANS if one["trace_id"] == TRACE]
+    assert whole(first)
+    placed = [*first, span("kvmesh.place", "p", "a", 4, 5, "conductor")]
+    assert whole(placed)
+    for missing in "abc":  # the gateway's, decode's, prefill's parent of another
+        assert not whole([one for one in placed if one["span_id"] != missing])
+    assert not whole([one for one in placed if one["service"] in ("gateway", "conductor")])
+    assert whole([one for one in first if one["service"] == "gateway"]), "refused before it was placed"
+
+
+def test_a_narrow_terminal_keeps_names_and_numbers() -> None:
+    out = Console(width=80, force_terminal=True, color_system=None, file=io.StringIO())
+    out.print(_table(trees([one for one in SPANS if one["trace_id"] == TRACE]), out))
+    text = out.file.getvalue()  # type: ignore[attr-defined]
+    assert re.search(r"└─ kvmesh\.transfer +prefill-0 +30\.0 ms +30\.0 ms .*4 KiB late", text), text
+    assert "…" not in text
 
 
 def test_last_is_the_request_that_ended_last(run: Path) -> None:
