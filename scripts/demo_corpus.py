@@ -226,13 +226,13 @@ def _context(rng: random.Random, known: list[Fact], fillers: int) -> str:
 def heldout(seed: int, count: int, *, n_facts: int | None = None) -> list[HeldOut]:
     """Return ``count`` evaluation chats on combinations that training never saw.
 
-    A context has 20 to 40 facts (about 200 to 400 tokens) unless ``n_facts`` sets the number.
+    A context has 26 to 40 facts (about 200 to 430 tokens) unless ``n_facts`` sets the number.
     A third of the chats has a system message, and a third asks in a second turn.
     """
     items = []
     for index in range(count):
         rng = random.Random(f"heldout/{seed}/{index}")
-        known = facts(rng.randrange(1 << 30), n_facts or rng.randint(20, 40), held_out=True)
+        known = facts(rng.randrange(1 << 30), n_facts or rng.randint(26, 40), held_out=True)
         asked, earlier = rng.sample(known, 2) if len(known) > 1 else (known[0], known[0])
         text = _context(rng, known, rng.randint(0, 4))
         messages: list[Message] = []

@@ -20,7 +20,7 @@ THETA = 1e6
 # later ones hardly turn, so they can compare contents at any distance.
 SLOW = 15
 CODE = 24  # dimensions in which a head of the first layer hands on the token it reads
-CONTENT = 44
+CONTENT = 44  # dimensions of the token itself that those heads read
 
 
 class RMSNorm(nn.Module):
