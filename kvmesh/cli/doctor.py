@@ -64,7 +64,7 @@ def torch() -> Finding:
 
 def cuda() -> Finding:
     """A GPU that torch can use."""
-    enables = "--device cuda:0"
+    enables = "the engine on GPUs (kvmesh.engine); services of this version run on the CPU"
     try:
         module = importlib.import_module("torch")
     except (ImportError, OSError):
@@ -81,12 +81,12 @@ def triton() -> Finding:
     try:
         return Finding("triton", "ok", importlib.metadata.version("triton"))
     except importlib.metadata.PackageNotFoundError:
-        return Finding("triton", "missing", "not installed", "attention kernels on GPUs: pip install 'kvmesh[cuda]'")
+        return Finding("triton", "missing", "not installed", "attention kernels on GPUs, in a later version")
 
 
 def rdma() -> Finding:
     """pyverbs, which must be of the very version of the installed libibverbs, and a device to use it on."""
-    enables = "KV transfer over RDMA: pip install 'kvmesh[rdma]', and rdma-core of the same version"
+    enables = "KV transfer over RDMA, in a later version; it needs pyverbs of rdma-core's version"
     try:
         ours = importlib.metadata.version("pyverbs")
     except importlib.metadata.PackageNotFoundError:

@@ -31,7 +31,7 @@ class MeshSettings:
     http_port: int = field(default=8000, metadata={"help": "REST port; 0 picks a free one.", **_PORT})
     grpc_port: int = field(default=8001, metadata={"help": "gRPC port; 0 picks a free one.", **_PORT})
     dtype: str = field(default="float32", metadata={"help": "float32, bfloat16 or float16.", "choices": DTYPES})
-    device: str = field(default="cpu", metadata={"help": "cpu or cuda:N."})
+    device: str = field(default="cpu", metadata={"help": "Device of the ranks; this version serves on cpu."})
     block_tokens: int = field(
         default=64,
         metadata={"help": "Tokens a KV block: a power of two in 16..512.", "choices": (16, 32, 64, 128, 256, 512)},

@@ -12,12 +12,12 @@ class InstanceConfig(ServiceConfig):
     """Fields common to prefill and decode; each service's config adds its own."""
 
     instance_id: str = field(default="", metadata={"help": "Name in the mesh; empty: made from role and pid."})
-    model: str = field(default="", metadata={"help": "Checkpoint folder or hub id."})
+    model: str = field(default="", metadata={"help": "Checkpoint folder."})
     served_name: str = field(default="", metadata={"help": "Model name clients use; empty: the folder's name."})
     conductor: str = field(default="127.0.0.1:0", metadata={"help": "Address of the conductor."})
     store: str = field(default="127.0.0.1:0", metadata={"help": "Address of the store master."})
     dtype: str = field(default="float32", metadata={"help": "float32, bfloat16 or float16."})
-    device: str = field(default="cpu", metadata={"help": "cpu or cuda:N."})
+    device: str = field(default="cpu", metadata={"help": "Device of the ranks; this version serves on cpu."})
     block_tokens: int = field(default=64, metadata={"help": "Tokens a block: a power of two in 16..512."})
     num_pages: int = field(default=0, metadata={"help": "Device pages; 0: as many as memory_mb holds."})
     num_extents: int = field(default=0, metadata={"help": "Host extents (landing, swap); 0: as many as pages."})

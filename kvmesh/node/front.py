@@ -218,7 +218,7 @@ def check_config(config: InstanceConfig) -> None:
     if config.block_tokens not in BLOCK_TOKENS:
         raise _bad("block_tokens", config.block_tokens, "a power of two in 16..512")
     if not config.model:
-        raise _bad("model", config.model, "a checkpoint folder")
+        raise _bad("model", config.model, "a checkpoint folder (--model PATH)")
     if not Path(config.model).is_dir():
         raise _bad("model", config.model, "not a folder")
     known = {"shm", "tcp"}

@@ -38,6 +38,7 @@ class RankClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: asyncio.Future[m.Ready] | None = None
         self._closing = False
+        self._refused = False  # it said why it cannot start, and ends
         self._nonce = 0
         self.last_pong = 0.0
         self.cpu_seconds = 0.0
@@ -148,6 +149,7 @@ class RankClient:
                 if not self._ready.done():
                     self._ready.set_result(message)
             case m.InitFailed(code, text):
+                self._refused = True
                 if not self._ready.done():
                     self._ready.set_exception(BY_CODE.get(code, InternalError)(text))
             case m.Pong(_, cpu_seconds):
@@ -161,7 +163,7 @@ class RankClient:
 
     def _lost(self, cause: str) -> None:
         self._detach()
-        if self._closing:
+        if self._closing or self._refused:  # its end was announced, and by whom it was asked for is told elsewhere
             return
         code = self._process.poll() if self._process else None
         text = f"rank {self.rank} (pid {self.pid}) {cause}" + (f", exit status {code}" if code is not None else "")

@@ -50,6 +50,8 @@ def check_port(host: str, port: int, key: str = "port") -> None:
             probe.bind(address)
             probe.listen(1)  # only listening tells a port in use under SO_REUSEADDR
         except OSError as err:
+            if err.errno == errno.EADDRNOTAVAIL:
+                raise ConfigError(f"host={host!r}: is no address of this machine", field="host") from None
             raise ConfigError(f"{key}={port}: {_why(err)} on {host}", field=key) from None
 
 

@@ -107,6 +107,22 @@ def test_an_unknown_flag_is_refused(invoke: Invoke) -> None:
     assert "No such option" in result.output
 
 
+@pytest.mark.parametrize("command", [["up"], *(["serve", name] for name in SERVICES)], ids=" ".join)
+def test_an_unknown_key_is_refused_wherever_it_comes_from(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: list[str]
+) -> None:
+    file = tmp_path / "mesh.toml"
+    file.write_text("lees_ms = 3\n")
+    by_file = invoke(*command, "--config", str(file))
+    assert f"error: unknown key 'lees_ms' (in {file})" in by_file.output
+    by_flag = invoke(*command, "--lees-ms", "3")
+    assert "No such option: --lees-ms" in by_flag.output
+    monkeypatch.setenv("KVMESH_LEES_MS", "3")
+    by_environment = invoke(*command)
+    assert "error: unknown key 'KVMESH_LEES_MS' (from KVMESH_LEES_MS)" in by_environment.output
+    assert (by_file.exit_code, by_flag.exit_code, by_environment.exit_code) == (2, 2, 2)
+
+
 def test_a_port_in_use_names_the_port_and_the_flag(invoke: Invoke) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

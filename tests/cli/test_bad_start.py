@@ -1,0 +1,125 @@
+"""What cannot start says why in one line, leaves with 2 and leaves nothing behind: real processes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file, save_file
+
+from kvmesh.cli.serve import SERVICES
+from tests.checkpoints import make_checkpoint
+
+MARK = "TEST_BAD_START"
+SHARD = "model-00002-of-00002.safetensors"
+NORM = "model.layers.0.input_layernorm.weight"
+
+
+@dataclass
+class Starts:
+    """Starts `kvmesh` commands whose processes, and the processes of those, carry a mark."""
+
+    folder: Path
+    mark: str
+
+    def refused(self, *args: str, env: dict[str, str] | None = None) -> str:
+        """The one line of error of a command that must not start."""
+        done = subprocess.run(
+            [sys.executable, "-m", "kvmesh.cli", *args],
+            env={**os.environ, MARK: self.mark, "XDG_STATE_HOME": str(self.folder), **(env or {})},
+            cwd=self.folder, capture_output=True, text=True, timeout=110, check=False,
+        )  # fmt: skip
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert self.left() == []
+        (line,) = done.stderr.strip().splitlines()
+        assert line.startswith("error: ")
+        return line.removeprefix("error: ")
+
+    def left(self) -> list[str]:
+        """Marked processes that still run."""
+        return [" ".join(one.cmdline()) for one in psutil.process_iter() if self._mine(one)]
+
+    def _mine(self, process: psutil.Process) -> bool:
+        try:
+            return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self.mark
+        except psutil.Error:
+            return False
+
+
+@pytest.fixture
+def starts(tmp_path: Path) -> Iterator[Starts]:
+    one = Starts(tmp_path, uuid.uuid4().hex)
+    yield one
+    for process in psutil.process_iter():  # only after a failed test
+        if one._mine(process):
+            process.kill()
+
+
+def broken(folder: Path, how: str) -> str:
+    """Breaks a sharded checkpoint; returns what the error must say after the shard's path."""
+    make_checkpoint(folder, shards=2)
+    shard = folder / SHARD
+    if how == "missing shard":
+        shard.unlink()
+        return ": no such file"
+    if how == "truncated shard":
+        data = shard.read_bytes()
+        shard.write_bytes(data[: len(data) // 2])
+        return ": truncated: its header describes"
+    tensors = load_file(shard)
+    tensors[NORM] = tensors[NORM][:-1].clone()
+    save_file(tensors, shard)
+    return f": tensor {NORM} has shape [63], config.json asks for [64]"
+
+
+BREAKAGES = ["missing shard", "truncated shard", "wrong shape"]
+
+
+@pytest.mark.parametrize("how", BREAKAGES)
+@pytest.mark.parametrize("service", ["prefill", "decode"])
+def test_an_instance_refuses_a_broken_checkpoint(starts: Starts, service: str, how: str) -> None:
+    model = starts.folder / "model"
+    words = broken(model, how)
+    assert starts.refused("serve", service, "--model", str(model)).startswith(f"{model / SHARD}{words}")
+
+
+@pytest.mark.mesh
+@pytest.mark.parametrize("how", BREAKAGES)
+def test_up_refuses_a_broken_checkpoint_and_stops_what_it_started(starts: Starts, how: str) -> None:
+    model = starts.folder / "model"
+    words = broken(model, how)
+    line = starts.refused("up", "--model", str(model), "--http-port=0", "--grpc-port=0", "--memory-mb=16")
+    assert line.startswith((f"prefill-0: {model / SHARD}{words}", f"decode-0: {model / SHARD}{words}"))
+
+
+@pytest.mark.parametrize(
+    ("service", "key"),
+    [*((service, key) for service in SERVICES for key in ("port", "metrics_port")), ("gateway", "http_port")],
+)
+def test_a_port_in_use_is_told_before_anything_is_loaded(starts: Starts, service: str, key: str) -> None:
+    free = {"port": "0", **({"http_port": "0"} if service == "gateway" else {})}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = free | {key: str(taken.getsockname()[1])}
+        flags = [f"--{name.replace('_', '-')}={port}" for name, port in ports.items()]
+        model = [] if service in ("store", "conductor") else ["--model=/no/such/model"]
+        line = starts.refused("serve", service, *flags, *model)
+    assert line == f"{key}={ports[key]}: the port is in use on 127.0.0.1"
+
+
+def test_a_host_that_is_not_here_is_named(starts: Starts) -> None:
+    line = starts.refused("serve", "store", "--host=192.0.2.1")
+    assert line == "host='192.0.2.1': is no address of this machine"
+
+
+@pytest.mark.parametrize("service", ["prefill", "decode", "gateway"])
+def test_a_model_is_needed(starts: Starts, service: str) -> None:
+    free = ["--port=0", "--http-port=0"] if service == "gateway" else []
+    assert starts.refused("serve", service, *free).startswith("model='': ")
