@@ -112,7 +112,7 @@ def up(settings: MeshSettings, *, prompt: bool, leave: bool) -> int:
                     progress.done()
             answered = True
             if prompt and not told.is_set():
-                answered = _ask(out, mesh, demo)
+                answered = _ask(out, mesh)
             if leave:
                 return 0 if answered else 1
             if not told.is_set():
@@ -148,21 +148,21 @@ class _Signals:
             signal.signal(number, handler)
 
 
-def first_prompt(model: Path, demo: bool) -> tuple[list[Message], int]:
+def first_prompt(model: Path) -> tuple[list[Message], int]:
     """Messages and max_tokens of the first request: the demo model's own, which it can answer from a context."""
     path = model / "demo_prompt.json"
-    if demo and path.is_file():
+    if path.is_file():
         told = json.loads(path.read_text(encoding="utf-8"))
         messages = told["messages"] if isinstance(told, dict) else told
         return messages, int(told.get("max_tokens", PROMPT_TOKENS)) if isinstance(told, dict) else PROMPT_TOKENS
     return [{"role": "user", "content": DEFAULT_PROMPT}], PROMPT_TOKENS
 
 
-def _ask(out: Console, mesh: Mesh, demo: bool) -> bool:
+def _ask(out: Console, mesh: Mesh) -> bool:
     """Send the first request and show its answer as it comes; False (and why, on the screen) when it failed."""
     from kvmesh.cli import stream
 
-    messages, max_tokens = first_prompt(Path(mesh.settings.model), demo)
+    messages, max_tokens = first_prompt(Path(mesh.settings.model))
     for message in messages:
         text = message["content"]
         shown = text if len(text) <= 600 else f"{text[:400].rsplit(' ', 1)[0]} ... {text[-160:].split(' ', 1)[1]}"

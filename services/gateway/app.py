@@ -124,7 +124,7 @@ def _body(kind: type[ChatRequest] | type[CompletionRequest], example: dict[str, 
     responses = {
         "200": {
             "description": "OpenAI's answer; with stream=true, server-sent events",
-            "content": {"application/json": {}, "text/event-stream": {}},
+            "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
         }
     }
     responses |= {status: {"description": text} for status, text in _FAILURES.items()}

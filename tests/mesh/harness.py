@@ -29,6 +29,7 @@ class Running:
         self.http = mesh.url
         self.grpc = mesh.addresses["gateway"]
         self.client = MeshClient(self.grpc)
+        self.left: list[str] = []  # what `settled` saw last
 
     def pid(self, name: str) -> int:
         return self.mesh.processes[name].pid
