@@ -67,9 +67,7 @@ pudding pumpkin quinoa radishes raisins salad sauce sausages sorbet soup spinach
 truffles turnips waffles walnuts yogurt
 """)
 
-COLOURS = _words(
-    "amber beige black blue brown gold green grey ivory orange pink purple red silver violet white"
-)
+COLOURS = _words("amber beige black blue brown gold green grey ivory orange pink purple red silver violet white")
 
 OBJECTS = _words("""
 anchor axe bag ball basket bell book boot bottle bowl box brush bucket candle chair clock coat coin comb

@@ -101,10 +101,7 @@ def make_batch(tokenizer: Tokenizer, rng: random.Random, tokens: int, most: int)
     n_facts = rng.randint(max(2, most // 3), most)
     n_questions = max(4, min(16, n_facts))
     size = max(1, round(tokens / (16 + 9.5 * n_facts + 22 * n_questions)))
-    rows = [
-        encode_chat(tokenizer, training_chat(rng.randrange(1 << 40), n_facts, n_questions))
-        for _ in range(size)
-    ]
+    rows = [encode_chat(tokenizer, training_chat(rng.randrange(1 << 40), n_facts, n_questions)) for _ in range(size)]
     length = -(-max(len(ids) for ids, _ in rows) // 32) * 32
     ids = torch.tensor([row + [PAD] * (length - len(row)) for row, _ in rows])
     mask = torch.tensor([marks + [False] * (length - len(marks)) for _, marks in rows])
@@ -131,9 +128,7 @@ def train(args: argparse.Namespace, tokenizer: Tokenizer) -> Qwen3:
         torch.optim.AdamW(tables, lr=args.lr / 2, betas=(0.9, 0.99), weight_decay=0.0),
         torch.optim.AdamW(gains, lr=args.lr, betas=(0.9, 0.99), weight_decay=0.0),
     ]
-    optimizers.append(
-        torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
-    )
+    optimizers.append(torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
     peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     start = time.time()
     most, smooth, seen = 6.0, 1.0, 0
@@ -225,9 +220,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--facts", type=int, default=40, help="most facts in a context (40)")
     parser.add_argument("--vocab", type=int, default=2040, help="size of the vocabulary (2040)")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate of the matrices (0.002)")
-    parser.add_argument(
-        "--threads", type=int, default=1, help="threads of torch; more than are idle slow it down (1)"
-    )
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch; more than are idle slow it down (1)")
     parser.add_argument("--no-bf16", dest="bf16", action="store_false", help="train in float32 throughout")
     return parser.parse_args()
 

@@ -112,9 +112,7 @@ def test_one_wrong_block_shows_as_wrong_answers(demo: Loaded, damage: Damage) ->
 
 
 def test_contexts_span_several_blocks(demo: Loaded) -> None:
-    lengths = [
-        len(demo.tokenizer(prompt_of(demo, item.messages))["input_ids"]) for item in heldout(SEED, 100)
-    ]
+    lengths = [len(demo.tokenizer(prompt_of(demo, item.messages))["input_ids"]) for item in heldout(SEED, 100)]
     assert min(lengths) >= 3 * BLOCK
 
 
