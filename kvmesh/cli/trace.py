@@ -20,6 +20,7 @@ from kvmesh.rpc.errors import ConfigError, InvalidRequest, KvmeshError
 
 _BAR = 32
 _WIDE = 110  # columns from which on there is room for bars
+_PIPE = 160  # columns of a table that goes to a file or another program
 _FLUSH_S = 3.0  # services write their spans about once a second, each on its own
 # What a reader wants to see beside a span's name, and how it is called there.
 _SHOWN = {
@@ -127,6 +128,8 @@ def trace(
             out.out(json.dumps(span), highlight=False)
         return
     out.print(f"trace {chosen[0]['trace_id']}, {len(chosen)} spans")
+    if not out.is_terminal:
+        out.width = max(out.width, _PIPE)
     out.print(_table(trees(chosen), out))
 
 

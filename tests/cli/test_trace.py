@@ -101,6 +101,13 @@ def test_a_narrow_terminal_keeps_names_and_numbers() -> None:
     assert "…" not in text
 
 
+def test_what_is_piped_is_not_cut(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    output = CliRunner().invoke(app, ["trace", "r-1", "--run-dir", str(run)]).output
+    assert "…" not in output
+    assert "4 KiB late" in output
+
+
 def test_last_is_the_request_that_ended_last(run: Path) -> None:
     result = CliRunner().invoke(app, ["trace", "--last", "--json", "--run-dir", str(run)])
     found = [json.loads(line) for line in result.output.splitlines()]
