@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvmesh.kvcache.keys import Namespace, chain, pack_tokens
 from kvmesh.rpc.errors import ContextTooLong
-from services.gateway.chat import ChatTemplates, Message
+from services.gateway.chat import ChatTemplates
 from services.gateway.detokenize import CONTEXT_TOKENS
 from services.gateway.generation import Generation, Prompt, refused
 from services.gateway.tokenizer import Tokenizer
@@ -68,7 +68,16 @@ class Preparer:
                 bad = next(token for token in ids if token >= bounds.vocab_size)
                 raise refused(field, bad, f"token id outside the vocabulary of {bounds.vocab_size}")
         else:
-            ids = self._encode(prompt, now)
+            text = prompt if isinstance(prompt, str) else self._templates.render(prompt, now)
+            # Megabytes of text cost hundreds of megabytes to tokenize: what cannot fit is refused unread.
+            if len(text) > bounds.max_context_tokens * self.tokenizer.longest:
+                raise ContextTooLong(
+                    f"{field}: {len(text)} characters cannot fit this model's context of "
+                    f"{bounds.max_context_tokens} tokens",
+                    field=field,
+                )
+            # Templates write the special tokens themselves.
+            ids = self.tokenizer.encode(text, add_special_tokens=isinstance(prompt, str))
         if not ids:
             raise refused(field, prompt, "has no tokens")
         if len(ids) >= bounds.max_context_tokens:
@@ -78,20 +87,14 @@ class Preparer:
                 field=field,
             )
         packed = pack_tokens(ids)
-        text = ""
+        echo = ""
         if generation.echo:
-            text = prompt if isinstance(prompt, str) else self.tokenizer.decode(ids)
+            echo = prompt if isinstance(prompt, str) else self.tokenizer.decode(ids)
         return Prepared(
             len(ids),
             packed,
             chain(namespace, packed, bounds.block_tokens),
-            text,
+            echo,
             tuple(ids[-CONTEXT_TOKENS:]),
             all(token in self.tokenizer.special_ids for token in ids),
         )
-
-    def _encode(self, prompt: str | Sequence[Message], now: Callable[[], datetime.datetime]) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, add_special_tokens=True)
-        # Templates write the special tokens themselves.
-        return self.tokenizer.encode(self._templates.render(prompt, now), add_special_tokens=False)

@@ -6,6 +6,7 @@ import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,11 @@ class Tokenizer:
         special = _json(folder / "special_tokens_map.json")
         config = special | _json(folder / "tokenizer_config.json")
         return cls(inner, config, _templates(folder, config))
+
+    @cached_property
+    def longest(self) -> int:
+        """Characters of the longest token: no text of n characters has fewer than n / longest tokens."""
+        return max(map(len, self._inner.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`; releases the GIL while it works."""

@@ -234,6 +234,12 @@ async def test_a_prompt_that_leaves_no_room(mesh: Mesh) -> None:
     assert (await complete(mesh, prompt=[1] * 511, max_tokens=9)).usage.completion_tokens == 1
 
 
+async def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(mesh: Mesh) -> None:
+    with pytest.raises(openai.BadRequestError, match="1000000 characters") as caught:
+        await complete(mesh, prompt="ab" * 500_000)
+    assert caught.value.code == "context_length_exceeded"
+
+
 async def test_timings_are_told_when_asked_for(mesh: Mesh) -> None:
     header = {"x-kvmesh-timings": "1"}
     answer = await chat(mesh, extra_headers=header)
