@@ -4,7 +4,11 @@ Ours is a whole mesh (gateway, conductor, store master, one prefill, one decode)
 same runner in one process called directly (`LocalEngine`). Both get the same prompts, in one run, round by round in
 turn; every prompt is new, so nothing is answered from a prefix cache.
 
+`closed` arrivals keep N requests in flight: the next is sent when one ends (answers of different lengths, so that they
+do not march in step). `burst` arrivals send all N at the same moment and wait for the last: the worst case of a queue.
+
     python -m benchmarks.mesh                         # demo model, 1, 16 and 64 concurrent requests
+    python -m benchmarks.mesh --arrivals burst
     python -m benchmarks.mesh --concurrency 1 --rounds 20 --json benchmarks/results/mesh.json
 """
 
@@ -55,18 +59,22 @@ class Sample:
     stages: dict[str, float] = field(default_factory=dict)
 
 
+Work = tuple[list[int], int]  # prompt, max_tokens
+
+
 @dataclass
 class Round:
     samples: list[Sample]
     wall_s: float
     cpu_s: dict[str, float]  # by service
+    steady: list[Sample] = field(default_factory=list)  # those whose TTFT counts
 
 
 # ── the floor: the engine in one process ──────────────────────────────────────────────────────────
 
 
 def floor_process(pipe: Connection, model: str, pages: int, threads: int) -> None:
-    """Serves `(prompts, max_tokens)` over the pipe with (ttft_ms, done_ms) for each, until None."""
+    """Serves `(work, concurrency)` over the pipe with (ttft_ms, done_ms) for each, until None."""
     import torch
 
     from kvmesh.engine.local import GenerateParams, LocalEngine
@@ -74,12 +82,23 @@ def floor_process(pipe: Connection, model: str, pages: int, threads: int) -> Non
     torch.set_num_threads(threads)
     engine = LocalEngine(model, num_pages=pages, max_batch=64)
     pipe.send("ready")
-    while (work := pipe.recv()) is not None:
-        prompts, max_tokens = work
-        answers = engine.generate(prompts, GenerateParams(max_tokens=max_tokens))
-        pipe.send(
-            [((a.tokens[0].at_ns - a.submitted_ns) / 1e6, (a.tokens[-1].at_ns - a.submitted_ns) / 1e6) for a in answers]
-        )
+    while (order := pipe.recv()) is not None:
+        work, concurrency = order
+        waiting = list(reversed(work))
+        started: dict[int, int] = {}
+        first: dict[int, float] = {}
+        done: dict[int, float] = {}
+        while waiting or engine.busy:
+            while waiting and len(started) - len(done) < concurrency:
+                prompt, max_tokens = waiting.pop()
+                now = time.monotonic_ns()
+                started[engine.submit(prompt, GenerateParams(max_tokens=max_tokens))] = now
+            for token in engine.step():
+                since = (token.at_ns - started[token.handle]) / 1e6
+                first.setdefault(token.handle, since)
+                if token.finish:
+                    done[token.handle] = since
+        pipe.send([(first[handle], done[handle]) for handle in started])
 
 
 class Floor:
@@ -90,14 +109,15 @@ class Floor:
         self._process.start()
         assert self._pipe.recv() == "ready"
 
-    def run(self, prompts: list[list[int]], max_tokens: int) -> Round:
+    def run(self, work: list[Work], concurrency: int) -> Round:
         before, start = psutil.Process(self._process.pid).cpu_times(), time.monotonic()
-        self._pipe.send((prompts, max_tokens))
+        self._pipe.send((work, concurrency))
         answers = self._pipe.recv()
         wall = time.monotonic() - start
         after = psutil.Process(self._process.pid).cpu_times()
         cpu = after.user + after.system - before.user - before.system
-        return Round([Sample(a, b, max_tokens) for a, b in answers], wall, {"engine": cpu})
+        samples = [Sample(a, b, n) for (a, b), (_, n) in zip(answers, work, strict=True)]
+        return Round(samples, wall, {"engine": cpu})
 
     def close(self) -> None:
         self._pipe.send(None)
@@ -179,14 +199,21 @@ def cpu_seconds(mesh: Mesh) -> dict[str, float]:
     return found
 
 
-async def run_mesh(mesh: Mesh, prompts: list[list[int]], max_tokens: int) -> Round:
+async def run_mesh(mesh: Mesh, work: list[Work], concurrency: int) -> Round:
     host, port = mesh.url.removeprefix("http://").split(":")
+    samples: list[Sample | None] = [None] * len(work)
+    left = iter(enumerate(work))
+
+    async def client() -> None:
+        for i, (prompt, max_tokens) in left:
+            samples[i] = await request(host, int(port), mesh.settings.model_name, prompt, max_tokens)
+
     before, start = cpu_seconds(mesh), time.monotonic()
-    calls = [request(host, int(port), mesh.settings.model_name, p, max_tokens) for p in prompts]
-    samples = await asyncio.wait_for(asyncio.gather(*calls), 300)
+    await asyncio.wait_for(asyncio.gather(*(client() for _ in range(concurrency))), 300)
     wall = time.monotonic() - start
     after = cpu_seconds(mesh)
-    return Round(list(samples), wall, {name: after[name] - before.get(name, 0.0) for name in after})
+    cpu = {name: after[name] - before.get(name, 0.0) for name in after}
+    return Round([s for s in samples if s is not None], wall, cpu)
 
 
 # ── the run ───────────────────────────────────────────────────────────────────────────────────────
@@ -200,17 +227,23 @@ def percentile(values: list[float], q: float) -> float:
 def compare(args: argparse.Namespace, mesh: Mesh, floor: Floor, concurrency: int, rng: random.Random) -> dict[str, Any]:
     ours: list[Round] = []
     base: list[Round] = []
-    rounds = args.rounds if concurrency > 1 else args.rounds * 5
-    for n in range(rounds + 1):
-        prompts = [[rng.randrange(20, 250) for _ in range(args.prompt_tokens)] for _ in range(concurrency)]
-        one, two = floor.run(prompts, args.max_tokens), asyncio.run(run_mesh(mesh, prompts, args.max_tokens))
+    burst = args.arrivals == "burst"
+    count = concurrency if burst else max(5 * concurrency, 24)
+    for n in range(args.rounds + 1):
+        work = []
+        for _ in range(count):
+            tokens = args.max_tokens if burst else rng.randint(args.max_tokens // 2, args.max_tokens * 3 // 2)
+            work.append(([rng.randrange(20, 250) for _ in range(args.prompt_tokens)], tokens))
+        one, two = floor.run(work, concurrency), asyncio.run(run_mesh(mesh, work, concurrency))
         if n:  # the first round warms both
+            for r in (one, two):
+                r.steady = r.samples if burst else r.samples[concurrency:]  # the first N came all at once
             base.append(one)
             ours.append(two)
-        print(f"\r{concurrency} concurrent: round {n}/{rounds}", end="", flush=True)
+        print(f"\r{concurrency} concurrent: round {n}/{args.rounds}", end="", flush=True)
     print("\r" + " " * 50, end="\r")
-    mesh_ttft = [s.ttft for r in ours for s in r.samples]
-    floor_ttft = [s.ttft for r in base for s in r.samples]
+    mesh_ttft = [s.ttft for r in ours for s in r.steady]
+    floor_ttft = [s.ttft for r in base for s in r.steady]
     tokens = sum(s.tokens for r in ours for s in r.samples)
     names = sorted({name for r in ours for name in r.cpu_s})
     return {
@@ -223,7 +256,7 @@ def compare(args: argparse.Namespace, mesh: Mesh, floor: Floor, concurrency: int
         "floor_ttft_p90_ms": percentile(floor_ttft, 0.9),
         "mesh_tokens_per_s": tokens / sum(r.wall_s for r in ours),
         "floor_tokens_per_s": tokens / sum(r.wall_s for r in base),
-        "stages_p50_ms": {key: statistics.median(s.stages[key] for r in ours for s in r.samples) for key, _ in STAGES},
+        "stages_p50_ms": {key: statistics.median(s.stages[key] for r in ours for s in r.steady) for key, _ in STAGES},
         "cpu_us_per_token": {name: 1e6 * sum(r.cpu_s.get(name, 0.0) for r in ours) / tokens for name in names},
         "floor_cpu_us_per_token": 1e6 * sum(r.cpu_s["engine"] for r in base) / tokens,
     }
@@ -255,7 +288,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(ROOT / "examples" / "demo-model"))
     parser.add_argument("--concurrency", default="1,16,64", help="comma-separated")
-    parser.add_argument("--rounds", type=int, default=4, help="measured rounds (five times as many at concurrency 1)")
+    parser.add_argument("--arrivals", choices=("closed", "burst"), default="closed")
+    parser.add_argument("--rounds", type=int, default=4, help="measured rounds")
     parser.add_argument("--prompt-tokens", type=int, default=192)
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1, help="compute threads of each rank and of the floor")
