@@ -72,7 +72,7 @@ class Preparer:
             # Megabytes of text cost hundreds of megabytes to tokenize: what cannot fit is refused unread.
             if len(text) > bounds.max_context_tokens * self.tokenizer.longest:
                 raise ContextTooLong(
-                    f"{field}: {len(text)} characters cannot fit this model's context of "
+                    f"{field}: {len(text)} characters leave no room for an answer in this model's context of "
                     f"{bounds.max_context_tokens} tokens",
                     field=field,
                 )
