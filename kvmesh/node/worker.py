@@ -90,7 +90,8 @@ class Worker:
         for _ in range(2):
             self._runner.prefill([PrefillInput(tokens, 0, pages, sample)], lambda _: None)
             self._runner.decode([DecodeInput(0, len(tokens), pages, sample)])
-        self._pages[:count].zero_()
+        # Touch every page once: a first write to shared memory costs a fault for each 4 KiB of it.
+        self._pages.zero_()
 
     def _over(self, region: Region, blocks: int) -> torch.Tensor:
         """`[blocks, layers, 2, kv_heads, block_tokens, head_dim]` over the region's memory."""

@@ -18,7 +18,7 @@ class PrefillConfig(InstanceConfig):
         default=512, metadata={"help": "Tokens of one request in one step at most (one block at least).", "min": 1}
     )
     max_batch_tokens: int = field(
-        default=1024, metadata={"help": "Tokens of all short requests in one step at most.", "min": 1}
+        default=512, metadata={"help": "Tokens of all short requests in one step at most.", "min": 1}
     )
     long_prompt_tokens: int = field(
         default=512, metadata={"help": "A request with more tokens to compute runs alone in its steps.", "min": 0}
