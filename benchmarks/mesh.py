@@ -312,7 +312,8 @@ def main() -> None:
             floor.close()
     show(results)
     if args.json:
-        meta = {"machine": platform.machine(), "cpus": os.cpu_count(), "args": vars(args)}
+        told = {**vars(args), "model": Path(args.model).name}
+        meta = {"machine": platform.machine(), "cpus": os.cpu_count(), "args": told}
         Path(args.json).write_text(json.dumps({**meta, "results": results}, indent=1) + "\n")
 
 
