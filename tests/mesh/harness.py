@@ -83,6 +83,13 @@ class Running:
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.left}") from None
 
+    async def streams(self) -> dict[str, int]:
+        """Open Session and Handoff streams, as each instance counts them."""
+        counts = {}
+        for name in self.instances():
+            counts[name] = (await pools(self.mesh.addresses[name], name.split("-")[0])).streams
+        return counts
+
     async def busy(self, name: str) -> None:
         """The instance holds work."""
 

@@ -36,6 +36,8 @@ async def test_random_cancels_leave_the_others_right_and_nothing_behind(small_me
     assert [a.error for a in expected] == [None] * REQUESTS
     assert [len(a.tokens) for a in expected] == [n for _, n in work]
 
+    streams = await small_mesh.streams()
+
     victims = set(rng.sample(range(REQUESTS), REQUESTS // 2))
     stop_after = {i: rng.choice([-1, 0, 1, 2, 5]) for i in victims}  # tokens seen; -1: after a random delay
 
@@ -63,6 +65,7 @@ async def test_random_cancels_leave_the_others_right_and_nothing_behind(small_me
         if result is not None:
             assert (i, result.error, result.tokens) == (i, None, expected[i].tokens)
     await small_mesh.settled()
+    assert await small_mesh.streams() == streams  # one a pair, opened by the first request and kept
     threads_before = small_mesh.threads()
     again = await small_mesh.client.generate(*work[0])
     assert again.tokens == expected[0].tokens
