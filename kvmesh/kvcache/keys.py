@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 KEY_VERSION = 1
 KEY_BYTES = 16
+DIGEST_BYTES = 32
 TOKEN_BYTES = 4
 
 _DOMAIN = b"kvmesh.block-key\x00"
@@ -94,6 +95,14 @@ def chain(
     view = memoryview(packed).cast("B")
     if len(view) % TOKEN_BYTES:
         raise ValueError(f"packed token ids have {len(view)} bytes, not a multiple of {TOKEN_BYTES}")
+    return chain_tip(namespace, view, block_tokens, extra=extra)[0]
+
+
+def chain_tip(
+    namespace: Namespace, packed: bytes | memoryview, block_tokens: int, *, extra: Mapping[int, bytes] | None = None
+) -> tuple[bytes, bytes]:
+    """(keys as of `chain`, the full 32-byte digest that the next block's would follow: see `extend`)."""
+    view = memoryview(packed)
     step = block_tokens * TOKEN_BYTES
     sha256, digest, keys = hashlib.sha256, namespace.root(block_tokens), []
     for index, end in enumerate(range(step, len(view) + 1, step)):
@@ -103,7 +112,18 @@ def chain(
             hashed.update(extra[index])
         digest = hashed.digest()
         keys.append(digest[:KEY_BYTES])
-    return b"".join(keys)
+    return b"".join(keys), digest
+
+
+def extend(digest: bytes, packed_block: bytes | memoryview) -> tuple[bytes, bytes]:
+    """One more block after `digest` (32 bytes): (its key, its digest). `packed_block` holds exactly one block's tokens.
+    ValueError: the digest is none."""
+    if len(digest) != DIGEST_BYTES:
+        raise ValueError(f"a chain digest has {DIGEST_BYTES} bytes, not {len(digest)}")
+    hashed = hashlib.sha256(digest)
+    hashed.update(packed_block)
+    digest = hashed.digest()
+    return digest[:KEY_BYTES], digest
 
 
 def split(packed: bytes) -> list[bytes]:

@@ -178,6 +178,42 @@ class Leave(Message, frozen=True):
     handle: int
 
 
+# ── front → rank: the node store ──────────────────────────────────────────────────────────────────
+
+
+class SealCopy(Message, frozen=True):
+    """Device pages → host extents, for the node store. Answer SealCopied. The front holds pages and extents until then."""
+
+    ticket: int
+    pages: tuple[int, ...]
+    extents: tuple[int, ...]
+
+
+class LoadCopy(Message, frozen=True):
+    """Sealed host extents → device pages. Answer LoadCopied. Done before any step or command that is sent later, but
+    not before urgent ones (PushOpen!): pages may be named as complete only once LoadCopied is here, or by a step."""
+
+    ticket: int
+    extents: tuple[int, ...]
+    pages: tuple[int, ...]
+
+
+class PullOpen(Message, frozen=True):
+    """READ whole shards at `offsets` of `segment` (open already) into host extents, off the step's path. Answer
+    PullEnded, always; until then the extents belong to the transfer engine."""
+
+    ticket: int
+    segment: str
+    offsets: tuple[int, ...]
+    extents: tuple[int, ...]
+
+
+class PullCancel(Message, frozen=True):
+    """Stop early; PullEnded says what arrived. Unknown tickets are ignored."""
+
+    ticket: int
+
+
 ToRank = (
     Configure
     | OpenSegment
@@ -195,6 +231,10 @@ ToRank = (
     | Join
     | Grant
     | Leave
+    | SealCopy
+    | LoadCopy
+    | PullOpen
+    | PullCancel
 )
 
 
@@ -337,6 +377,30 @@ class RankError(Message, frozen=True):
     message: str
 
 
+class SealCopied(Message, frozen=True):
+    ticket: int
+    start_ns: int
+    end_ns: int
+
+
+class LoadCopied(Message, frozen=True):
+    ticket: int
+    start_ns: int
+    end_ns: int
+
+
+class PullEnded(Message, frozen=True):
+    """`arrived`: positions of the PullOpen that are complete in their extents; `end_ns` is when the last byte was known
+    to be here (the lease must still have held then). No byte of this pull is on its way any more."""
+
+    ticket: int
+    arrived: tuple[int, ...]
+    cause: str  # "" when all arrived
+    bytes_done: int
+    start_ns: int
+    end_ns: int
+
+
 ToFront = (
     Ready
     | InitFailed
@@ -354,4 +418,7 @@ ToFront = (
     | Stalled
     | Left
     | RankError
+    | SealCopied
+    | LoadCopied
+    | PullEnded
 )

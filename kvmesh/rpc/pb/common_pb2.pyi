@@ -47,6 +47,8 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     ROLE_PREFILL: _Role.ValueType  # 1
     ROLE_DECODE: _Role.ValueType  # 2
     ROLE_BOTH: _Role.ValueType  # 3
+    ROLE_POOL: _Role.ValueType  # 4
+    """memory without an engine: joins the store master, never the conductor"""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper): ...
 
@@ -54,6 +56,8 @@ ROLE_UNSPECIFIED: Role.ValueType  # 0
 ROLE_PREFILL: Role.ValueType  # 1
 ROLE_DECODE: Role.ValueType  # 2
 ROLE_BOTH: Role.ValueType  # 3
+ROLE_POOL: Role.ValueType  # 4
+"""memory without an engine: joins the store master, never the conductor"""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 class _FinishReason:
@@ -255,6 +259,11 @@ class StageTimings(_message.Message):
     ADMIT_US_FIELD_NUMBER: _builtins.int
     RESERVE_US_FIELD_NUMBER: _builtins.int
     EXPOSED_TRANSFER_US_FIELD_NUMBER: _builtins.int
+    PULL_US_FIELD_NUMBER: _builtins.int
+    PULL_BYTES_FIELD_NUMBER: _builtins.int
+    PULLED_TOKENS_FIELD_NUMBER: _builtins.int
+    HOST_TOKENS_FIELD_NUMBER: _builtins.int
+    AT_DECODE_TOKENS_FIELD_NUMBER: _builtins.int
     queue_us: _builtins.int
     """prefill queue"""
     prefill_us: _builtins.int
@@ -272,6 +281,15 @@ class StageTimings(_message.Message):
     """BeginFill received → landing sent"""
     exposed_transfer_us: _builtins.int
     """first token sampled → KV complete at decode"""
+    pull_us: _builtins.int
+    """prefill asked other nodes for prefix blocks → the last one was sealed here"""
+    pull_bytes: _builtins.int
+    pulled_tokens: _builtins.int
+    """of cached_tokens: came from other nodes for this request"""
+    host_tokens: _builtins.int
+    """of cached_tokens: loaded from this instance's own host segment"""
+    at_decode_tokens: _builtins.int
+    """prompt tokens whose KV was not sent: it lay at decode or decode pulled it"""
     def __init__(
         self,
         *,
@@ -284,10 +302,15 @@ class StageTimings(_message.Message):
         admit_us: _builtins.int = ...,
         reserve_us: _builtins.int = ...,
         exposed_transfer_us: _builtins.int = ...,
+        pull_us: _builtins.int = ...,
+        pull_bytes: _builtins.int = ...,
+        pulled_tokens: _builtins.int = ...,
+        host_tokens: _builtins.int = ...,
+        at_decode_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_us", b"admit_us", "exposed_transfer_us", b"exposed_transfer_us", "first_decode_us", b"first_decode_us", "load_us", b"load_us", "prefill_us", b"prefill_us", "queue_us", b"queue_us", "reserve_us", b"reserve_us", "transfer_bytes", b"transfer_bytes", "transfer_us", b"transfer_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_us", b"admit_us", "at_decode_tokens", b"at_decode_tokens", "exposed_transfer_us", b"exposed_transfer_us", "first_decode_us", b"first_decode_us", "host_tokens", b"host_tokens", "load_us", b"load_us", "prefill_us", b"prefill_us", "pull_bytes", b"pull_bytes", "pull_us", b"pull_us", "pulled_tokens", b"pulled_tokens", "queue_us", b"queue_us", "reserve_us", b"reserve_us", "transfer_bytes", b"transfer_bytes", "transfer_us", b"transfer_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -354,6 +377,10 @@ class PoolCounters(_message.Message):
     STREAMS_FIELD_NUMBER: _builtins.int
     WINDOWS_FIELD_NUMBER: _builtins.int
     QUARANTINED_FIELD_NUMBER: _builtins.int
+    STORE_BLOCKS_FIELD_NUMBER: _builtins.int
+    STORE_WRITING_FIELD_NUMBER: _builtins.int
+    STORE_LEASES_FIELD_NUMBER: _builtins.int
+    PULLS_FIELD_NUMBER: _builtins.int
     pages_total: _builtins.int
     pages_free: _builtins.int
     pages_cached: _builtins.int
@@ -368,6 +395,14 @@ class PoolCounters(_message.Message):
     windows: _builtins.int
     """write windows open at the transfer engine"""
     quarantined: _builtins.int
+    store_blocks: _builtins.int
+    """sealed in the host segment; idle ones count as free extents"""
+    store_writing: _builtins.int
+    """being written: copies and pulls under way"""
+    store_leases: _builtins.int
+    """given to readers, not over"""
+    pulls: _builtins.int
+    """by this instance, under way"""
     def __init__(
         self,
         *,
@@ -381,10 +416,14 @@ class PoolCounters(_message.Message):
         streams: _builtins.int = ...,
         windows: _builtins.int = ...,
         quarantined: _builtins.int = ...,
+        store_blocks: _builtins.int = ...,
+        store_writing: _builtins.int = ...,
+        store_leases: _builtins.int = ...,
+        pulls: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["extents_free", b"extents_free", "extents_total", b"extents_total", "handoffs", b"handoffs", "pages_cached", b"pages_cached", "pages_free", b"pages_free", "pages_total", b"pages_total", "quarantined", b"quarantined", "requests", b"requests", "streams", b"streams", "windows", b"windows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["extents_free", b"extents_free", "extents_total", b"extents_total", "handoffs", b"handoffs", "pages_cached", b"pages_cached", "pages_free", b"pages_free", "pages_total", b"pages_total", "pulls", b"pulls", "quarantined", b"quarantined", "requests", b"requests", "store_blocks", b"store_blocks", "store_leases", b"store_leases", "store_writing", b"store_writing", "streams", b"streams", "windows", b"windows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -428,3 +467,33 @@ class GetPoolsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetPoolsResponse: _TypeAlias = GetPoolsResponse  # noqa: Y015
+
+@_typing.final
+class PullRange(_message.Message):
+    """Prompt blocks [first_block, first_block + blocks) lie sealed in the node store of `holder`. A hint: the holder
+    may have evicted them meanwhile.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOLDER_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    first_block: _builtins.int
+    blocks: _builtins.int
+    @_builtins.property
+    def holder(self) -> Global___InstanceRef: ...
+    def __init__(
+        self,
+        *,
+        holder: Global___InstanceRef | None = ...,
+        first_block: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "first_block", b"first_block", "holder", b"holder"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PullRange: _TypeAlias = PullRange  # noqa: Y015

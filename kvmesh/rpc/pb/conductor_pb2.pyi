@@ -32,7 +32,7 @@ class _BlockSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BlockSour
     BLOCK_SOURCE_DECODE_PULLS: _BlockSource.ValueType  # 3
 
 class BlockSource(_BlockSource, metaclass=_BlockSourceEnumTypeWrapper):
-    """Where one prefix block comes from. More sources come with the shared pool."""
+    """Where decode gets one prompt block from."""
 
 BLOCK_SOURCE_UNSPECIFIED: BlockSource.ValueType  # 0
 BLOCK_SOURCE_PREFILL_PUSHES: BlockSource.ValueType  # 1
@@ -164,6 +164,13 @@ class Load(_message.Message):
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     FREE_EXTENTS_FIELD_NUMBER: _builtins.int
     WAITING_REQUESTS_FIELD_NUMBER: _builtins.int
+    STORE_BLOCKS_FIELD_NUMBER: _builtins.int
+    STORE_CAPACITY_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    DEVICE_HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    HOST_HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    REMOTE_HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    PULLED_BYTES_FIELD_NUMBER: _builtins.int
     queued_requests: _builtins.int
     queued_tokens: _builtins.int
     """uncached tokens still to prefill"""
@@ -174,6 +181,19 @@ class Load(_message.Message):
     free_extents: _builtins.int
     waiting_requests: _builtins.int
     """decode: admitted, not yet in the batch"""
+    store_blocks: _builtins.int
+    """sealed in the host segment"""
+    store_capacity: _builtins.int
+    """blocks the host segment holds"""
+    prompt_tokens: _builtins.int
+    """counters since the instance's start: tokens of prompts prefilled here,"""
+    device_hit_tokens: _builtins.int
+    """of them found in device pages,"""
+    host_hit_tokens: _builtins.int
+    """in its own host segment,"""
+    remote_hit_tokens: _builtins.int
+    """pulled from other nodes"""
+    pulled_bytes: _builtins.int
     def __init__(
         self,
         *,
@@ -184,10 +204,17 @@ class Load(_message.Message):
         context_tokens: _builtins.int = ...,
         free_extents: _builtins.int = ...,
         waiting_requests: _builtins.int = ...,
+        store_blocks: _builtins.int = ...,
+        store_capacity: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        device_hit_tokens: _builtins.int = ...,
+        host_hit_tokens: _builtins.int = ...,
+        remote_hit_tokens: _builtins.int = ...,
+        pulled_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "free_extents", b"free_extents", "free_pages", b"free_pages", "queued_requests", b"queued_requests", "queued_tokens", b"queued_tokens", "running_requests", b"running_requests", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "device_hit_tokens", b"device_hit_tokens", "free_extents", b"free_extents", "free_pages", b"free_pages", "host_hit_tokens", b"host_hit_tokens", "prompt_tokens", b"prompt_tokens", "pulled_bytes", b"pulled_bytes", "queued_requests", b"queued_requests", "queued_tokens", b"queued_tokens", "remote_hit_tokens", b"remote_hit_tokens", "running_requests", b"running_requests", "store_blocks", b"store_blocks", "store_capacity", b"store_capacity", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -203,6 +230,9 @@ class PrefillSample(_message.Message):
     DURATION_US_FIELD_NUMBER: _builtins.int
     TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
     TRANSFER_US_FIELD_NUMBER: _builtins.int
+    PULLED_TOKENS_FIELD_NUMBER: _builtins.int
+    PULL_BYTES_FIELD_NUMBER: _builtins.int
+    PULL_US_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     computed_tokens: _builtins.int
     cached_tokens: _builtins.int
@@ -210,6 +240,10 @@ class PrefillSample(_message.Message):
     duration_us: _builtins.int
     transfer_bytes: _builtins.int
     transfer_us: _builtins.int
+    pulled_tokens: _builtins.int
+    """of cached_tokens: pulled from other nodes for this request"""
+    pull_bytes: _builtins.int
+    pull_us: _builtins.int
     def __init__(
         self,
         *,
@@ -219,10 +253,13 @@ class PrefillSample(_message.Message):
         duration_us: _builtins.int = ...,
         transfer_bytes: _builtins.int = ...,
         transfer_us: _builtins.int = ...,
+        pulled_tokens: _builtins.int = ...,
+        pull_bytes: _builtins.int = ...,
+        pull_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "duration_us", b"duration_us", "request_id", b"request_id", "transfer_bytes", b"transfer_bytes", "transfer_us", b"transfer_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "duration_us", b"duration_us", "pull_bytes", b"pull_bytes", "pull_us", b"pull_us", "pulled_tokens", b"pulled_tokens", "request_id", b"request_id", "transfer_bytes", b"transfer_bytes", "transfer_us", b"transfer_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -329,6 +366,8 @@ class Placement(_message.Message):
     PREDICTED_TBT_MS_FIELD_NUMBER: _builtins.int
     PREDICTED_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
+    PULLS_FIELD_NUMBER: _builtins.int
+    DECODE_PULLS_FIELD_NUMBER: _builtins.int
     predicted_ttft_ms: _builtins.int
     predicted_tbt_ms: _builtins.int
     predicted_cached_tokens: _builtins.int
@@ -338,6 +377,14 @@ class Placement(_message.Message):
     def prefill(self) -> _common_pb2.InstanceRef: ...
     @_builtins.property
     def decode(self) -> _common_pb2.InstanceRef: ...
+    @_builtins.property
+    def pulls(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PullRange]:
+        """what prefill should fetch, in order of blocks"""
+
+    @_builtins.property
+    def decode_pulls(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PullRange]:
+        """what decode should fetch for the blocks of source DECODE_PULLS"""
+
     def __init__(
         self,
         *,
@@ -347,10 +394,12 @@ class Placement(_message.Message):
         predicted_tbt_ms: _builtins.int = ...,
         predicted_cached_tokens: _builtins.int = ...,
         sources: _builtins.bytes = ...,
+        pulls: _abc.Iterable[_common_pb2.PullRange] | None = ...,
+        decode_pulls: _abc.Iterable[_common_pb2.PullRange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "predicted_cached_tokens", b"predicted_cached_tokens", "predicted_tbt_ms", b"predicted_tbt_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "prefill", b"prefill", "sources", b"sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "decode_pulls", b"decode_pulls", "predicted_cached_tokens", b"predicted_cached_tokens", "predicted_tbt_ms", b"predicted_tbt_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "prefill", b"prefill", "pulls", b"pulls", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -462,6 +511,7 @@ class InstanceStatus(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     SILENT_MS_FIELD_NUMBER: _builtins.int
     CAPACITY_BLOCKS_FIELD_NUMBER: _builtins.int
+    INDEXED_BLOCKS_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     model: _builtins.str
     ready: _builtins.bool
@@ -469,6 +519,8 @@ class InstanceStatus(_message.Message):
     silent_ms: _builtins.int
     """since its last heartbeat"""
     capacity_blocks: _builtins.int
+    indexed_blocks: _builtins.int
+    """of its node store, as the index has it"""
     @_builtins.property
     def instance(self) -> _common_pb2.InstanceRef: ...
     @_builtins.property
@@ -484,11 +536,167 @@ class InstanceStatus(_message.Message):
         load: Global___Load | None = ...,
         silent_ms: _builtins.int = ...,
         capacity_blocks: _builtins.int = ...,
+        indexed_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_blocks", b"capacity_blocks", "instance", b"instance", "load", b"load", "model", b"model", "not_ready_reason", b"not_ready_reason", "ready", b"ready", "role", b"role", "silent_ms", b"silent_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_blocks", b"capacity_blocks", "indexed_blocks", b"indexed_blocks", "instance", b"instance", "load", b"load", "model", b"model", "not_ready_reason", b"not_ready_reason", "ready", b"ready", "role", b"role", "silent_ms", b"silent_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InstanceStatus: _TypeAlias = InstanceStatus  # noqa: Y015
+
+@_typing.final
+class ExplainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class Term(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """"queue_ms", "prefill_ms", "pull_ms", "transfer_tail_ms", ..."""
+    value: _builtins.float
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        value: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Term: _TypeAlias = Term  # noqa: Y015
+
+@_typing.final
+class Candidate(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    CHOSEN_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
+    SCORE_MS_FIELD_NUMBER: _builtins.int
+    TERMS_FIELD_NUMBER: _builtins.int
+    LOCAL_BLOCKS_FIELD_NUMBER: _builtins.int
+    PULLED_BLOCKS_FIELD_NUMBER: _builtins.int
+    role: _common_pb2.Role.ValueType
+    """what it was considered for"""
+    chosen: _builtins.bool
+    verdict: _builtins.str
+    """"chosen", "slower by 12 ms", "over the SLO", "avoided", "not ready: ..." """
+    score_ms: _builtins.float
+    """what candidates are compared by"""
+    local_blocks: _builtins.int
+    """leading prompt blocks it held"""
+    pulled_blocks: _builtins.int
+    """further ones it would fetch"""
+    @_builtins.property
+    def instance(self) -> _common_pb2.InstanceRef: ...
+    @_builtins.property
+    def terms(self) -> _containers.RepeatedCompositeFieldContainer[Global___Term]: ...
+    def __init__(
+        self,
+        *,
+        instance: _common_pb2.InstanceRef | None = ...,
+        role: _common_pb2.Role.ValueType = ...,
+        chosen: _builtins.bool = ...,
+        verdict: _builtins.str = ...,
+        score_ms: _builtins.float = ...,
+        terms: _abc.Iterable[Global___Term] | None = ...,
+        local_blocks: _builtins.int = ...,
+        pulled_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "instance", b"instance", "local_blocks", b"local_blocks", "pulled_blocks", b"pulled_blocks", "role", b"role", "score_ms", b"score_ms", "terms", b"terms", "verdict", b"verdict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Candidate: _TypeAlias = Candidate  # noqa: Y015
+
+@_typing.final
+class ExplainResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_BLOCKS_FIELD_NUMBER: _builtins.int
+    BEST_PREFIX_BLOCKS_FIELD_NUMBER: _builtins.int
+    CANDIDATES_FIELD_NUMBER: _builtins.int
+    PLACEMENT_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_MS_FIELD_NUMBER: _builtins.int
+    REPORTED_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    attempt: _builtins.int
+    model: _builtins.str
+    outcome: _builtins.str
+    """"placed" or the refusal's reason"""
+    message: _builtins.str
+    """of a refusal"""
+    prompt_tokens: _builtins.int
+    prompt_blocks: _builtins.int
+    best_prefix_blocks: _builtins.int
+    """leading blocks that lie anywhere in the mesh"""
+    age_ms: _builtins.int
+    """since the decision"""
+    cached_tokens: _builtins.int
+    """what prefill reported afterwards, when it has"""
+    prefill_ms: _builtins.int
+    """measured, when reported"""
+    reported: _builtins.bool
+    @_builtins.property
+    def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]: ...
+    @_builtins.property
+    def placement(self) -> Global___Placement: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        model: _builtins.str = ...,
+        outcome: _builtins.str = ...,
+        message: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
+        prompt_blocks: _builtins.int = ...,
+        best_prefix_blocks: _builtins.int = ...,
+        candidates: _abc.Iterable[Global___Candidate] | None = ...,
+        placement: Global___Placement | None = ...,
+        age_ms: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        prefill_ms: _builtins.int = ...,
+        reported: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "attempt", b"attempt", "best_prefix_blocks", b"best_prefix_blocks", "cached_tokens", b"cached_tokens", "candidates", b"candidates", "message", b"message", "model", b"model", "outcome", b"outcome", "placement", b"placement", "prefill_ms", b"prefill_ms", "prompt_blocks", b"prompt_blocks", "prompt_tokens", b"prompt_tokens", "reported", b"reported", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015

@@ -60,6 +60,11 @@ class ConductorStub:
                 request_serializer=kvmesh_dot_v1_dot_conductor__pb2.GetConductorStatusRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_conductor__pb2.GetConductorStatusResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kvmesh.v1.Conductor/Explain',
+                request_serializer=kvmesh_dot_v1_dot_conductor__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_conductor__pb2.ExplainResponse.FromString,
+                _registered_method=True)
 
 
 class ConductorServicer:
@@ -97,6 +102,13 @@ class ConductorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Why a recent request went where it went: candidates, the terms of each, the choice. NOT_FOUND: unknown or forgotten.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ConductorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -124,6 +136,11 @@ def add_ConductorServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=kvmesh_dot_v1_dot_conductor__pb2.GetConductorStatusRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_conductor__pb2.GetConductorStatusResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kvmesh_dot_v1_dot_conductor__pb2.ExplainRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_conductor__pb2.ExplainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -262,6 +279,33 @@ class Conductor:
             '/kvmesh.v1.Conductor/GetStatus',
             kvmesh_dot_v1_dot_conductor__pb2.GetConductorStatusRequest.SerializeToString,
             kvmesh_dot_v1_dot_conductor__pb2.GetConductorStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.Conductor/Explain',
+            kvmesh_dot_v1_dot_conductor__pb2.ExplainRequest.SerializeToString,
+            kvmesh_dot_v1_dot_conductor__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,8 @@ class ConductorStub:
     Schedule: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ScheduleRequest, _conductor_pb2.ScheduleResponse]
     ListModels: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ListModelsRequest, _conductor_pb2.ListModelsResponse]
     GetStatus: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.GetConductorStatusRequest, _conductor_pb2.GetConductorStatusResponse]
+    Explain: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ExplainRequest, _conductor_pb2.ExplainResponse]
+    """Why a recent request went where it went: candidates, the terms of each, the choice. NOT_FOUND: unknown or forgotten."""
 
 @_typing.type_check_only
 class ConductorAsyncStub(ConductorStub):
@@ -51,6 +53,8 @@ class ConductorAsyncStub(ConductorStub):
     Schedule: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ScheduleRequest, _conductor_pb2.ScheduleResponse]  # type: ignore[assignment]
     ListModels: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ListModelsRequest, _conductor_pb2.ListModelsResponse]  # type: ignore[assignment]
     GetStatus: _aio.UnaryUnaryMultiCallable[_conductor_pb2.GetConductorStatusRequest, _conductor_pb2.GetConductorStatusResponse]  # type: ignore[assignment]
+    Explain: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ExplainRequest, _conductor_pb2.ExplainResponse]  # type: ignore[assignment]
+    """Why a recent request went where it went: candidates, the terms of each, the choice. NOT_FOUND: unknown or forgotten."""
 
 class ConductorServicer(metaclass=_abc_1.ABCMeta):
     """The global scheduler. All its state is soft: rebuilt from registrations and heartbeats."""
@@ -90,5 +94,13 @@ class ConductorServicer(metaclass=_abc_1.ABCMeta):
         request: _conductor_pb2.GetConductorStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_conductor_pb2.GetConductorStatusResponse, _abc.Awaitable[_conductor_pb2.GetConductorStatusResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _conductor_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_conductor_pb2.ExplainResponse, _abc.Awaitable[_conductor_pb2.ExplainResponse]]:
+        """Why a recent request went where it went: candidates, the terms of each, the choice. NOT_FOUND: unknown or forgotten."""
 
 def add_ConductorServicer_to_server(servicer: ConductorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -102,6 +102,7 @@ class StartPrefill(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    PULLS_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """names the handoff within this stream; never reused in it"""
     request_id: _builtins.str
@@ -114,6 +115,10 @@ class StartPrefill(_message.Message):
     traceparent: _builtins.str
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
+    @_builtins.property
+    def pulls(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PullRange]:
+        """where missing prefix blocks lie"""
+
     def __init__(
         self,
         *,
@@ -127,10 +132,11 @@ class StartPrefill(_message.Message):
         deadline_ms: _builtins.int = ...,
         priority: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        pulls: _abc.Iterable[_common_pb2.PullRange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_keys", b"block_keys", "deadline_ms", b"deadline_ms", "handle", b"handle", "model_fingerprint", b"model_fingerprint", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_keys", b"block_keys", "deadline_ms", b"deadline_ms", "handle", b"handle", "model_fingerprint", b"model_fingerprint", "priority", b"priority", "pulls", b"pulls", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -180,7 +186,7 @@ class RankLanding(_message.Message):
     segment: _builtins.str
     """name in the segment descriptor"""
     first_block: _builtins.int
-    """blocks before this one already lie at decode"""
+    """blocks before this one lie at decode already: not to be sent"""
     @_builtins.property
     def offset(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """one per prompt block: its shard's first byte"""

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from kvmesh.rpc.pb import common_pb2 as kvmesh_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvmesh/v1/store.proto\x12\tkvmesh.v1\x1a\x16kvmesh/v1/common.proto\"t\n\x06Member\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.kvmesh.v1.Role\x12\x0f\n\x07node_id\x18\x03 \x01(\t\x12\x10\n\x08store_id\x18\x04 \x01(\t\"f\n\x0bJoinRequest\x12\x34\n\x10protocol_version\x18\x01 \x01(\x0e\x32\x1a.kvmesh.v1.ProtocolVersion\x12!\n\x06member\x18\x02 \x01(\x0b\x32\x11.kvmesh.v1.Member\"[\n\x0cJoinResponse\x12\x1d\n\x15heartbeat_interval_ms\x18\x01 \x01(\r\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\x12\x1a\n\x12master_incarnation\x18\x03 \x01(\x06\"D\n\x0b\x42\x65\x61tRequest\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x0b\n\x03seq\x18\x02 \x01(\x06\"*\n\x0c\x42\x65\x61tResponse\x12\x1a\n\x12master_incarnation\x18\x01 \x01(\x06\"8\n\x0cLeaveRequest\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\"\x0f\n\rLeaveResponse\"\x15\n\x13WatchMembersRequest\"f\n\x0bMemberEvent\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12\'\n\x06\x63hange\x18\x02 \x01(\x0e\x32\x17.kvmesh.v1.MemberChange\x12!\n\x06member\x18\x03 \x01(\x0b\x32\x11.kvmesh.v1.Member\"q\n\x0cMemberEvents\x12\x1a\n\x12master_incarnation\x18\x01 \x01(\x06\x12\x10\n\x08snapshot\x18\x02 \x01(\x08\x12&\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x16.kvmesh.v1.MemberEvent\x12\x0b\n\x03seq\x18\x04 \x01(\x06\"\x14\n\x12ListMembersRequest\"U\n\x13ListMembersResponse\x12\x1a\n\x12master_incarnation\x18\x01 \x01(\x06\x12\"\n\x07members\x18\x02 \x03(\x0b\x32\x11.kvmesh.v1.Member*w\n\x0cMemberChange\x12\x1d\n\x19MEMBER_CHANGE_UNSPECIFIED\x10\x00\x12\x18\n\x14MEMBER_CHANGE_JOINED\x10\x01\x12\x16\n\x12MEMBER_CHANGE_LEFT\x10\x02\x12\x16\n\x12MEMBER_CHANGE_DIED\x10\x03\x32\xd4\x02\n\x0bStoreMaster\x12\x37\n\x04Join\x12\x16.kvmesh.v1.JoinRequest\x1a\x17.kvmesh.v1.JoinResponse\x12\x37\n\x04\x42\x65\x61t\x12\x16.kvmesh.v1.BeatRequest\x1a\x17.kvmesh.v1.BeatResponse\x12:\n\x05Leave\x12\x17.kvmesh.v1.LeaveRequest\x1a\x18.kvmesh.v1.LeaveResponse\x12I\n\x0cWatchMembers\x12\x1e.kvmesh.v1.WatchMembersRequest\x1a\x17.kvmesh.v1.MemberEvents0\x01\x12L\n\x0bListMembers\x12\x1d.kvmesh.v1.ListMembersRequest\x1a\x1e.kvmesh.v1.ListMembersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvmesh/v1/store.proto\x12\tkvmesh.v1\x1a\x16kvmesh/v1/common.proto\"t\n\x06Member\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.kvmesh.v1.Role\x12\x0f\n\x07node_id\x18\x03 \x01(\t\x12\x10\n\x08store_id\x18\x04 \x01(\t\"f\n\x0bJoinRequest\x12\x34\n\x10protocol_version\x18\x01 \x01(\x0e\x32\x1a.kvmesh.v1.ProtocolVersion\x12!\n\x06member\x18\x02 \x01(\x0b\x32\x11.kvmesh.v1.Member\"[\n\x0cJoinResponse\x12\x1d\n\x15heartbeat_interval_ms\x18\x01 \x01(\r\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\x12\x1a\n\x12master_incarnation\x18\x03 \x01(\x06\"j\n\x0b\x42\x65\x61tRequest\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x0b\n\x03seq\x18\x02 \x01(\x06\x12$\n\x05usage\x18\x03 \x01(\x0b\x32\x15.kvmesh.v1.StoreUsage\"H\n\nStoreUsage\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x01 \x01(\x04\x12\x12\n\nfree_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\"N\n\x0c\x42\x65\x61tResponse\x12\x1a\n\x12master_incarnation\x18\x01 \x01(\x06\x12\"\n\x05pools\x18\x02 \x03(\x0b\x32\x13.kvmesh.v1.PoolNode\"H\n\x08PoolNode\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x12\n\nfree_bytes\x18\x02 \x01(\x04\"8\n\x0cLeaveRequest\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\"\x0f\n\rLeaveResponse\"_\n\x0bMemberEvent\x12\'\n\x06\x63hange\x18\x02 \x01(\x0e\x32\x17.kvmesh.v1.MemberChange\x12!\n\x06member\x18\x03 \x01(\x0b\x32\x11.kvmesh.v1.MemberJ\x04\x08\x01\x10\x02\"\x91\x01\n\x0c\x41nnouncement\x12\x10\n\x08store_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x0b\n\x03seq\x18\x03 \x01(\x06\x12\x0e\n\x06sealed\x18\x04 \x01(\x0c\x12\x0f\n\x07removed\x18\x05 \x01(\x0c\x12\x10\n\x08snapshot\x18\x06 \x01(\x08\x12\x0c\n\x04part\x18\x07 \x01(\r\x12\x0c\n\x04more\x18\x08 \x01(\x08\"@\n\x0f\x41nnounceRequest\x12-\n\x0c\x61nnouncement\x18\x01 \x01(\x0b\x32\x17.kvmesh.v1.Announcement\"R\n\x10\x41nnounceResponse\x12\x1a\n\x12master_incarnation\x18\x01 \x01(\x06\x12\x15\n\rwant_snapshot\x18\x02 \x01(\x08\x12\x0b\n\x03seq\x18\x03 \x01(\x06\"\x0e\n\x0cWatchRequest\"v\n\nStoreEvent\x12\x0b\n\x03seq\x18\x01 \x01(\x06\x12(\n\x06member\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.MemberEventH\x00\x12)\n\x06\x62locks\x18\x03 \x01(\x0b\x32\x17.kvmesh.v1.AnnouncementH\x00\x42\x06\n\x04kind\"}\n\x0bStoreEvents\x12\x1a\n\x12master_incarnation\x18\x01 \x01(\x06\x12\x0b\n\x03seq\x18\x02 \x01(\x06\x12\x10\n\x08snapshot\x18\x03 \x01(\x08\x12\x0c\n\x04more\x18\x04 \x01(\x08\x12%\n\x06\x65vents\x18\x05 \x03(\x0b\x32\x15.kvmesh.v1.StoreEvent\"\x1d\n\rLookupRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\"5\n\x0eLookupResponse\x12#\n\x07holders\x18\x01 \x03(\x0b\x32\x12.kvmesh.v1.Holders\"\x1c\n\x07Holders\x12\x11\n\tstore_ids\x18\x01 \x03(\t\"\x17\n\x15GetStoreStatusRequest\"\x91\x01\n\x16GetStoreStatusResponse\x12\x1a\n\x12master_incarnation\x18\x01 \x01(\x06\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\x10\n\x08replicas\x18\x03 \x01(\x04\x12\x11\n\tmap_bytes\x18\x04 \x01(\x04\x12&\n\x06stores\x18\x05 \x03(\x0b\x32\x16.kvmesh.v1.StoreStatus\"s\n\x0bStoreStatus\x12!\n\x06member\x18\x01 \x01(\x0b\x32\x11.kvmesh.v1.Member\x12\x0e\n\x06\x62locks\x18\x02 \x01(\x04\x12\x0b\n\x03seq\x18\x03 \x01(\x06\x12$\n\x05usage\x18\x04 \x01(\x0b\x32\x15.kvmesh.v1.StoreUsage\"\x14\n\x12ListMembersRequest\"U\n\x13ListMembersResponse\x12\x1a\n\x12master_incarnation\x18\x01 \x01(\x06\x12\"\n\x07members\x18\x02 \x03(\x0b\x32\x11.kvmesh.v1.Member*w\n\x0cMemberChange\x12\x1d\n\x19MEMBER_CHANGE_UNSPECIFIED\x10\x00\x12\x18\n\x14MEMBER_CHANGE_JOINED\x10\x01\x12\x16\n\x12MEMBER_CHANGE_LEFT\x10\x02\x12\x16\n\x12MEMBER_CHANGE_DIED\x10\x03\x32\x9b\x04\n\x0bStoreMaster\x12\x37\n\x04Join\x12\x16.kvmesh.v1.JoinRequest\x1a\x17.kvmesh.v1.JoinResponse\x12\x37\n\x04\x42\x65\x61t\x12\x16.kvmesh.v1.BeatRequest\x1a\x17.kvmesh.v1.BeatResponse\x12:\n\x05Leave\x12\x17.kvmesh.v1.LeaveRequest\x1a\x18.kvmesh.v1.LeaveResponse\x12L\n\x0bListMembers\x12\x1d.kvmesh.v1.ListMembersRequest\x1a\x1e.kvmesh.v1.ListMembersResponse\x12\x43\n\x08\x41nnounce\x12\x1a.kvmesh.v1.AnnounceRequest\x1a\x1b.kvmesh.v1.AnnounceResponse\x12:\n\x05Watch\x12\x17.kvmesh.v1.WatchRequest\x1a\x16.kvmesh.v1.StoreEvents0\x01\x12=\n\x06Lookup\x12\x18.kvmesh.v1.LookupRequest\x1a\x19.kvmesh.v1.LookupResponse\x12P\n\tGetStatus\x12 .kvmesh.v1.GetStoreStatusRequest\x1a!.kvmesh.v1.GetStoreStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvmesh.rpc.pb.store_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_MEMBERCHANGE']._serialized_start=915
-  _globals['_MEMBERCHANGE']._serialized_end=1034
+  _globals['_MEMBERCHANGE']._serialized_start=1959
+  _globals['_MEMBERCHANGE']._serialized_end=2078
   _globals['_MEMBER']._serialized_start=60
   _globals['_MEMBER']._serialized_end=176
   _globals['_JOINREQUEST']._serialized_start=178
@@ -41,23 +41,47 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOINRESPONSE']._serialized_start=282
   _globals['_JOINRESPONSE']._serialized_end=373
   _globals['_BEATREQUEST']._serialized_start=375
-  _globals['_BEATREQUEST']._serialized_end=443
-  _globals['_BEATRESPONSE']._serialized_start=445
-  _globals['_BEATRESPONSE']._serialized_end=487
-  _globals['_LEAVEREQUEST']._serialized_start=489
-  _globals['_LEAVEREQUEST']._serialized_end=545
-  _globals['_LEAVERESPONSE']._serialized_start=547
-  _globals['_LEAVERESPONSE']._serialized_end=562
-  _globals['_WATCHMEMBERSREQUEST']._serialized_start=564
-  _globals['_WATCHMEMBERSREQUEST']._serialized_end=585
-  _globals['_MEMBEREVENT']._serialized_start=587
-  _globals['_MEMBEREVENT']._serialized_end=689
-  _globals['_MEMBEREVENTS']._serialized_start=691
-  _globals['_MEMBEREVENTS']._serialized_end=804
-  _globals['_LISTMEMBERSREQUEST']._serialized_start=806
-  _globals['_LISTMEMBERSREQUEST']._serialized_end=826
-  _globals['_LISTMEMBERSRESPONSE']._serialized_start=828
-  _globals['_LISTMEMBERSRESPONSE']._serialized_end=913
-  _globals['_STOREMASTER']._serialized_start=1037
-  _globals['_STOREMASTER']._serialized_end=1377
+  _globals['_BEATREQUEST']._serialized_end=481
+  _globals['_STOREUSAGE']._serialized_start=483
+  _globals['_STOREUSAGE']._serialized_end=555
+  _globals['_BEATRESPONSE']._serialized_start=557
+  _globals['_BEATRESPONSE']._serialized_end=635
+  _globals['_POOLNODE']._serialized_start=637
+  _globals['_POOLNODE']._serialized_end=709
+  _globals['_LEAVEREQUEST']._serialized_start=711
+  _globals['_LEAVEREQUEST']._serialized_end=767
+  _globals['_LEAVERESPONSE']._serialized_start=769
+  _globals['_LEAVERESPONSE']._serialized_end=784
+  _globals['_MEMBEREVENT']._serialized_start=786
+  _globals['_MEMBEREVENT']._serialized_end=881
+  _globals['_ANNOUNCEMENT']._serialized_start=884
+  _globals['_ANNOUNCEMENT']._serialized_end=1029
+  _globals['_ANNOUNCEREQUEST']._serialized_start=1031
+  _globals['_ANNOUNCEREQUEST']._serialized_end=1095
+  _globals['_ANNOUNCERESPONSE']._serialized_start=1097
+  _globals['_ANNOUNCERESPONSE']._serialized_end=1179
+  _globals['_WATCHREQUEST']._serialized_start=1181
+  _globals['_WATCHREQUEST']._serialized_end=1195
+  _globals['_STOREEVENT']._serialized_start=1197
+  _globals['_STOREEVENT']._serialized_end=1315
+  _globals['_STOREEVENTS']._serialized_start=1317
+  _globals['_STOREEVENTS']._serialized_end=1442
+  _globals['_LOOKUPREQUEST']._serialized_start=1444
+  _globals['_LOOKUPREQUEST']._serialized_end=1473
+  _globals['_LOOKUPRESPONSE']._serialized_start=1475
+  _globals['_LOOKUPRESPONSE']._serialized_end=1528
+  _globals['_HOLDERS']._serialized_start=1530
+  _globals['_HOLDERS']._serialized_end=1558
+  _globals['_GETSTORESTATUSREQUEST']._serialized_start=1560
+  _globals['_GETSTORESTATUSREQUEST']._serialized_end=1583
+  _globals['_GETSTORESTATUSRESPONSE']._serialized_start=1586
+  _globals['_GETSTORESTATUSRESPONSE']._serialized_end=1731
+  _globals['_STORESTATUS']._serialized_start=1733
+  _globals['_STORESTATUS']._serialized_end=1848
+  _globals['_LISTMEMBERSREQUEST']._serialized_start=1850
+  _globals['_LISTMEMBERSREQUEST']._serialized_end=1870
+  _globals['_LISTMEMBERSRESPONSE']._serialized_start=1872
+  _globals['_LISTMEMBERSRESPONSE']._serialized_end=1957
+  _globals['_STOREMASTER']._serialized_start=2081
+  _globals['_STOREMASTER']._serialized_end=2620
 # @@protoc_insertion_point(module_scope)

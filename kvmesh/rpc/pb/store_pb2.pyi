@@ -126,41 +126,101 @@ class BeatRequest(_message.Message):
 
     INSTANCE_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     @_builtins.property
     def instance(self) -> _common_pb2.InstanceRef: ...
+    @_builtins.property
+    def usage(self) -> Global___StoreUsage: ...
     def __init__(
         self,
         *,
         instance: _common_pb2.InstanceRef | None = ...,
         seq: _builtins.int = ...,
+        usage: Global___StoreUsage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "seq", b"seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "seq", b"seq", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BeatRequest: _TypeAlias = BeatRequest  # noqa: Y015
 
 @_typing.final
+class StoreUsage(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
+    FREE_BYTES_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    capacity_bytes: _builtins.int
+    free_bytes: _builtins.int
+    """not sealed, not being written"""
+    blocks: _builtins.int
+    """sealed"""
+    def __init__(
+        self,
+        *,
+        capacity_bytes: _builtins.int = ...,
+        free_bytes: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "capacity_bytes", b"capacity_bytes", "free_bytes", b"free_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreUsage: _TypeAlias = StoreUsage  # noqa: Y015
+
+@_typing.final
 class BeatResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MASTER_INCARNATION_FIELD_NUMBER: _builtins.int
+    POOLS_FIELD_NUMBER: _builtins.int
     master_incarnation: _builtins.int
+    @_builtins.property
+    def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolNode]:
+        """nodes without an engine that take copies"""
+
     def __init__(
         self,
         *,
         master_incarnation: _builtins.int = ...,
+        pools: _abc.Iterable[Global___PoolNode] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["master_incarnation", b"master_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["master_incarnation", b"master_incarnation", "pools", b"pools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BeatResponse: _TypeAlias = BeatResponse  # noqa: Y015
+
+@_typing.final
+class PoolNode(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_FIELD_NUMBER: _builtins.int
+    FREE_BYTES_FIELD_NUMBER: _builtins.int
+    free_bytes: _builtins.int
+    @_builtins.property
+    def instance(self) -> _common_pb2.InstanceRef: ...
+    def __init__(
+        self,
+        *,
+        instance: _common_pb2.InstanceRef | None = ...,
+        free_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_bytes", b"free_bytes", "instance", b"instance"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolNode: _TypeAlias = PoolNode  # noqa: Y015
 
 @_typing.final
 class LeaveRequest(_message.Message):
@@ -198,7 +258,123 @@ class LeaveResponse(_message.Message):
 Global___LeaveResponse: _TypeAlias = LeaveResponse  # noqa: Y015
 
 @_typing.final
-class WatchMembersRequest(_message.Message):
+class MemberEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGE_FIELD_NUMBER: _builtins.int
+    MEMBER_FIELD_NUMBER: _builtins.int
+    change: Global___MemberChange.ValueType
+    @_builtins.property
+    def member(self) -> Global___Member: ...
+    def __init__(
+        self,
+        *,
+        change: Global___MemberChange.ValueType = ...,
+        member: Global___Member | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["member", b"member"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "member", b"member"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MemberEvent: _TypeAlias = MemberEvent  # noqa: Y015
+
+@_typing.final
+class Announcement(_message.Message):
+    """Changes of one node store since its last announcement, or all that it holds. Batches of one incarnation are numbered
+    from 1 without gaps. A snapshot may take several messages (`part` 0, 1, ...; `more` on all but the last), all with
+    the seq of the last batch that it includes; it replaces whatever was known of that store.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STORE_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    SEQ_FIELD_NUMBER: _builtins.int
+    SEALED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
+    store_id: _builtins.str
+    incarnation: _builtins.int
+    seq: _builtins.int
+    sealed: _builtins.bytes
+    """keys, 16 bytes each"""
+    removed: _builtins.bytes
+    snapshot: _builtins.bool
+    part: _builtins.int
+    more: _builtins.bool
+    def __init__(
+        self,
+        *,
+        store_id: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        seq: _builtins.int = ...,
+        sealed: _builtins.bytes = ...,
+        removed: _builtins.bytes = ...,
+        snapshot: _builtins.bool = ...,
+        part: _builtins.int = ...,
+        more: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "more", b"more", "part", b"part", "removed", b"removed", "sealed", b"sealed", "seq", b"seq", "snapshot", b"snapshot", "store_id", b"store_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Announcement: _TypeAlias = Announcement  # noqa: Y015
+
+@_typing.final
+class AnnounceRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ANNOUNCEMENT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def announcement(self) -> Global___Announcement: ...
+    def __init__(
+        self,
+        *,
+        announcement: Global___Announcement | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["announcement", b"announcement"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["announcement", b"announcement"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnnounceRequest: _TypeAlias = AnnounceRequest  # noqa: Y015
+
+@_typing.final
+class AnnounceResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MASTER_INCARNATION_FIELD_NUMBER: _builtins.int
+    WANT_SNAPSHOT_FIELD_NUMBER: _builtins.int
+    SEQ_FIELD_NUMBER: _builtins.int
+    master_incarnation: _builtins.int
+    want_snapshot: _builtins.bool
+    """a gap, or the first word of this store: announce a snapshot"""
+    seq: _builtins.int
+    """the last batch applied"""
+    def __init__(
+        self,
+        *,
+        master_incarnation: _builtins.int = ...,
+        want_snapshot: _builtins.bool = ...,
+        seq: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["master_incarnation", b"master_incarnation", "seq", b"seq", "want_snapshot", b"want_snapshot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnnounceResponse: _TypeAlias = AnnounceResponse  # noqa: Y015
+
+@_typing.final
+class WatchRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -210,63 +386,214 @@ class WatchMembersRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___WatchMembersRequest: _TypeAlias = WatchMembersRequest  # noqa: Y015
+Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
 
 @_typing.final
-class MemberEvent(_message.Message):
+class StoreEvent(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQ_FIELD_NUMBER: _builtins.int
-    CHANGE_FIELD_NUMBER: _builtins.int
     MEMBER_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
-    change: Global___MemberChange.ValueType
     @_builtins.property
-    def member(self) -> Global___Member: ...
+    def member(self) -> Global___MemberEvent: ...
+    @_builtins.property
+    def blocks(self) -> Global___Announcement:
+        """as the node sent it: origin and its own seq are kept"""
+
     def __init__(
         self,
         *,
         seq: _builtins.int = ...,
-        change: Global___MemberChange.ValueType = ...,
-        member: Global___Member | None = ...,
+        member: Global___MemberEvent | None = ...,
+        blocks: Global___Announcement | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["member", b"member"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "kind", b"kind", "member", b"member"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "member", b"member", "seq", b"seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "kind", b"kind", "member", b"member", "seq", b"seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["member", "blocks"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
-Global___MemberEvent: _TypeAlias = MemberEvent  # noqa: Y015
+Global___StoreEvent: _TypeAlias = StoreEvent  # noqa: Y015
 
 @_typing.final
-class MemberEvents(_message.Message):
+class StoreEvents(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MASTER_INCARNATION_FIELD_NUMBER: _builtins.int
-    SNAPSHOT_FIELD_NUMBER: _builtins.int
-    EVENTS_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
     master_incarnation: _builtins.int
-    snapshot: _builtins.bool
     seq: _builtins.int
     """of the last change known here: the next event carries seq + 1"""
+    snapshot: _builtins.bool
+    more: _builtins.bool
+    """the snapshot goes on in the next message"""
     @_builtins.property
-    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemberEvent]: ...
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreEvent]: ...
     def __init__(
         self,
         *,
         master_incarnation: _builtins.int = ...,
-        snapshot: _builtins.bool = ...,
-        events: _abc.Iterable[Global___MemberEvent] | None = ...,
         seq: _builtins.int = ...,
+        snapshot: _builtins.bool = ...,
+        more: _builtins.bool = ...,
+        events: _abc.Iterable[Global___StoreEvent] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "master_incarnation", b"master_incarnation", "seq", b"seq", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "master_incarnation", b"master_incarnation", "more", b"more", "seq", b"seq", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___MemberEvents: _TypeAlias = MemberEvents  # noqa: Y015
+Global___StoreEvents: _TypeAlias = StoreEvents  # noqa: Y015
+
+@_typing.final
+class LookupRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    keys: _builtins.bytes
+    """16 bytes each"""
+    def __init__(
+        self,
+        *,
+        keys: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LookupRequest: _TypeAlias = LookupRequest  # noqa: Y015
+
+@_typing.final
+class LookupResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOLDERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holders]:
+        """one per key"""
+
+    def __init__(
+        self,
+        *,
+        holders: _abc.Iterable[Global___Holders] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holders", b"holders"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LookupResponse: _TypeAlias = LookupResponse  # noqa: Y015
+
+@_typing.final
+class Holders(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STORE_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def store_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        store_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["store_ids", b"store_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Holders: _TypeAlias = Holders  # noqa: Y015
+
+@_typing.final
+class GetStoreStatusRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStoreStatusRequest: _TypeAlias = GetStoreStatusRequest  # noqa: Y015
+
+@_typing.final
+class GetStoreStatusResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MASTER_INCARNATION_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    MAP_BYTES_FIELD_NUMBER: _builtins.int
+    STORES_FIELD_NUMBER: _builtins.int
+    master_incarnation: _builtins.int
+    blocks: _builtins.int
+    """distinct keys"""
+    replicas: _builtins.int
+    """of all keys together"""
+    map_bytes: _builtins.int
+    """estimate of what the map takes"""
+    @_builtins.property
+    def stores(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreStatus]: ...
+    def __init__(
+        self,
+        *,
+        master_incarnation: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+        replicas: _builtins.int = ...,
+        map_bytes: _builtins.int = ...,
+        stores: _abc.Iterable[Global___StoreStatus] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "map_bytes", b"map_bytes", "master_incarnation", b"master_incarnation", "replicas", b"replicas", "stores", b"stores"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStoreStatusResponse: _TypeAlias = GetStoreStatusResponse  # noqa: Y015
+
+@_typing.final
+class StoreStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    SEQ_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    seq: _builtins.int
+    @_builtins.property
+    def member(self) -> Global___Member: ...
+    @_builtins.property
+    def usage(self) -> Global___StoreUsage: ...
+    def __init__(
+        self,
+        *,
+        member: Global___Member | None = ...,
+        blocks: _builtins.int = ...,
+        seq: _builtins.int = ...,
+        usage: Global___StoreUsage | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["member", b"member", "usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "member", b"member", "seq", b"seq", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreStatus: _TypeAlias = StoreStatus  # noqa: Y015
 
 @_typing.final
 class ListMembersRequest(_message.Message):

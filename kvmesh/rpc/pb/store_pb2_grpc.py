@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class StoreMasterStub:
-    """The store master. Membership is its first duty: the only truth about who lives. The block map
-    (announcements, replica targets) joins with the shared pool and will use numbers of its own.
+    """The store master: who lives (the only truth about that), and which node store holds which block. All of it is soft
+    state, rebuilt from joins and announcements.
     """
 
     def __init__(self, channel):
@@ -51,21 +51,36 @@ class StoreMasterStub:
                 request_serializer=kvmesh_dot_v1_dot_store__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_store__pb2.LeaveResponse.FromString,
                 _registered_method=True)
-        self.WatchMembers = channel.unary_stream(
-                '/kvmesh.v1.StoreMaster/WatchMembers',
-                request_serializer=kvmesh_dot_v1_dot_store__pb2.WatchMembersRequest.SerializeToString,
-                response_deserializer=kvmesh_dot_v1_dot_store__pb2.MemberEvents.FromString,
-                _registered_method=True)
         self.ListMembers = channel.unary_unary(
                 '/kvmesh.v1.StoreMaster/ListMembers',
                 request_serializer=kvmesh_dot_v1_dot_store__pb2.ListMembersRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_store__pb2.ListMembersResponse.FromString,
                 _registered_method=True)
+        self.Announce = channel.unary_unary(
+                '/kvmesh.v1.StoreMaster/Announce',
+                request_serializer=kvmesh_dot_v1_dot_store__pb2.AnnounceRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_store__pb2.AnnounceResponse.FromString,
+                _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/kvmesh.v1.StoreMaster/Watch',
+                request_serializer=kvmesh_dot_v1_dot_store__pb2.WatchRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_store__pb2.StoreEvents.FromString,
+                _registered_method=True)
+        self.Lookup = channel.unary_unary(
+                '/kvmesh.v1.StoreMaster/Lookup',
+                request_serializer=kvmesh_dot_v1_dot_store__pb2.LookupRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_store__pb2.LookupResponse.FromString,
+                _registered_method=True)
+        self.GetStatus = channel.unary_unary(
+                '/kvmesh.v1.StoreMaster/GetStatus',
+                request_serializer=kvmesh_dot_v1_dot_store__pb2.GetStoreStatusRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_store__pb2.GetStoreStatusResponse.FromString,
+                _registered_method=True)
 
 
 class StoreMasterServicer:
-    """The store master. Membership is its first duty: the only truth about who lives. The block map
-    (announcements, replica targets) joins with the shared pool and will use numbers of its own.
+    """The store master: who lives (the only truth about that), and which node store holds which block. All of it is soft
+    state, rebuilt from joins and announcements.
     """
 
     def Join(self, request, context):
@@ -87,16 +102,35 @@ class StoreMasterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def WatchMembers(self, request, context):
-        """A snapshot of all members first (`snapshot` true), then every change; `seq` has no gaps
-        within one `master_incarnation`. A quiet stream sends an empty message every heartbeat interval.
-        A watcher that falls behind is closed with UNAVAILABLE and starts over with a snapshot.
+    def ListMembers(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Announce(self, request, context):
+        """What changed in one node store. NOT_FOUND: not a member; join again, then announce a snapshot.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ListMembers(self, request, context):
+    def Watch(self, request, context):
+        """Members and blocks, one sequenced stream: a snapshot first (messages with `snapshot`, the last without `more`), then
+        every change; `seq` has no gaps within one `master_incarnation`. A quiet stream sends an empty message every
+        heartbeat interval. A watcher that falls behind is closed with UNAVAILABLE and starts over with a snapshot.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Lookup(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetStatus(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -120,15 +154,30 @@ def add_StoreMasterServicer_to_server(servicer, server):
                     request_deserializer=kvmesh_dot_v1_dot_store__pb2.LeaveRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_store__pb2.LeaveResponse.SerializeToString,
             ),
-            'WatchMembers': grpc.unary_stream_rpc_method_handler(
-                    servicer.WatchMembers,
-                    request_deserializer=kvmesh_dot_v1_dot_store__pb2.WatchMembersRequest.FromString,
-                    response_serializer=kvmesh_dot_v1_dot_store__pb2.MemberEvents.SerializeToString,
-            ),
             'ListMembers': grpc.unary_unary_rpc_method_handler(
                     servicer.ListMembers,
                     request_deserializer=kvmesh_dot_v1_dot_store__pb2.ListMembersRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_store__pb2.ListMembersResponse.SerializeToString,
+            ),
+            'Announce': grpc.unary_unary_rpc_method_handler(
+                    servicer.Announce,
+                    request_deserializer=kvmesh_dot_v1_dot_store__pb2.AnnounceRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_store__pb2.AnnounceResponse.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=kvmesh_dot_v1_dot_store__pb2.WatchRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_store__pb2.StoreEvents.SerializeToString,
+            ),
+            'Lookup': grpc.unary_unary_rpc_method_handler(
+                    servicer.Lookup,
+                    request_deserializer=kvmesh_dot_v1_dot_store__pb2.LookupRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_store__pb2.LookupResponse.SerializeToString,
+            ),
+            'GetStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStatus,
+                    request_deserializer=kvmesh_dot_v1_dot_store__pb2.GetStoreStatusRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_store__pb2.GetStoreStatusResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -139,8 +188,8 @@ def add_StoreMasterServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class StoreMaster:
-    """The store master. Membership is its first duty: the only truth about who lives. The block map
-    (announcements, replica targets) joins with the shared pool and will use numbers of its own.
+    """The store master: who lives (the only truth about that), and which node store holds which block. All of it is soft
+    state, rebuilt from joins and announcements.
     """
 
     @staticmethod
@@ -225,33 +274,6 @@ class StoreMaster:
             _registered_method=True)
 
     @staticmethod
-    def WatchMembers(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/kvmesh.v1.StoreMaster/WatchMembers',
-            kvmesh_dot_v1_dot_store__pb2.WatchMembersRequest.SerializeToString,
-            kvmesh_dot_v1_dot_store__pb2.MemberEvents.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def ListMembers(request,
             target,
             options=(),
@@ -268,6 +290,114 @@ class StoreMaster:
             '/kvmesh.v1.StoreMaster/ListMembers',
             kvmesh_dot_v1_dot_store__pb2.ListMembersRequest.SerializeToString,
             kvmesh_dot_v1_dot_store__pb2.ListMembersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Announce(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.StoreMaster/Announce',
+            kvmesh_dot_v1_dot_store__pb2.AnnounceRequest.SerializeToString,
+            kvmesh_dot_v1_dot_store__pb2.AnnounceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvmesh.v1.StoreMaster/Watch',
+            kvmesh_dot_v1_dot_store__pb2.WatchRequest.SerializeToString,
+            kvmesh_dot_v1_dot_store__pb2.StoreEvents.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Lookup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.StoreMaster/Lookup',
+            kvmesh_dot_v1_dot_store__pb2.LookupRequest.SerializeToString,
+            kvmesh_dot_v1_dot_store__pb2.LookupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.StoreMaster/GetStatus',
+            kvmesh_dot_v1_dot_store__pb2.GetStoreStatusRequest.SerializeToString,
+            kvmesh_dot_v1_dot_store__pb2.GetStoreStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

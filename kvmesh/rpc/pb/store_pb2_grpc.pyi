@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class StoreMasterStub:
-    """The store master. Membership is its first duty: the only truth about who lives. The block map
-    (announcements, replica targets) joins with the shared pool and will use numbers of its own.
+    """The store master: who lives (the only truth about that), and which node store holds which block. All of it is soft
+    state, rebuilt from joins and announcements.
     """
 
     @_typing.overload
@@ -39,17 +39,21 @@ class StoreMasterStub:
     Beat: _grpc.UnaryUnaryMultiCallable[_store_pb2.BeatRequest, _store_pb2.BeatResponse]
     """NOT_FOUND: this master does not know that incarnation; join again."""
     Leave: _grpc.UnaryUnaryMultiCallable[_store_pb2.LeaveRequest, _store_pb2.LeaveResponse]
-    WatchMembers: _grpc.UnaryStreamMultiCallable[_store_pb2.WatchMembersRequest, _store_pb2.MemberEvents]
-    """A snapshot of all members first (`snapshot` true), then every change; `seq` has no gaps
-    within one `master_incarnation`. A quiet stream sends an empty message every heartbeat interval.
-    A watcher that falls behind is closed with UNAVAILABLE and starts over with a snapshot.
-    """
     ListMembers: _grpc.UnaryUnaryMultiCallable[_store_pb2.ListMembersRequest, _store_pb2.ListMembersResponse]
+    Announce: _grpc.UnaryUnaryMultiCallable[_store_pb2.AnnounceRequest, _store_pb2.AnnounceResponse]
+    """What changed in one node store. NOT_FOUND: not a member; join again, then announce a snapshot."""
+    Watch: _grpc.UnaryStreamMultiCallable[_store_pb2.WatchRequest, _store_pb2.StoreEvents]
+    """Members and blocks, one sequenced stream: a snapshot first (messages with `snapshot`, the last without `more`), then
+    every change; `seq` has no gaps within one `master_incarnation`. A quiet stream sends an empty message every
+    heartbeat interval. A watcher that falls behind is closed with UNAVAILABLE and starts over with a snapshot.
+    """
+    Lookup: _grpc.UnaryUnaryMultiCallable[_store_pb2.LookupRequest, _store_pb2.LookupResponse]
+    GetStatus: _grpc.UnaryUnaryMultiCallable[_store_pb2.GetStoreStatusRequest, _store_pb2.GetStoreStatusResponse]
 
 @_typing.type_check_only
 class StoreMasterAsyncStub(StoreMasterStub):
-    """The store master. Membership is its first duty: the only truth about who lives. The block map
-    (announcements, replica targets) joins with the shared pool and will use numbers of its own.
+    """The store master: who lives (the only truth about that), and which node store holds which block. All of it is soft
+    state, rebuilt from joins and announcements.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -57,16 +61,20 @@ class StoreMasterAsyncStub(StoreMasterStub):
     Beat: _aio.UnaryUnaryMultiCallable[_store_pb2.BeatRequest, _store_pb2.BeatResponse]  # type: ignore[assignment]
     """NOT_FOUND: this master does not know that incarnation; join again."""
     Leave: _aio.UnaryUnaryMultiCallable[_store_pb2.LeaveRequest, _store_pb2.LeaveResponse]  # type: ignore[assignment]
-    WatchMembers: _aio.UnaryStreamMultiCallable[_store_pb2.WatchMembersRequest, _store_pb2.MemberEvents]  # type: ignore[assignment]
-    """A snapshot of all members first (`snapshot` true), then every change; `seq` has no gaps
-    within one `master_incarnation`. A quiet stream sends an empty message every heartbeat interval.
-    A watcher that falls behind is closed with UNAVAILABLE and starts over with a snapshot.
-    """
     ListMembers: _aio.UnaryUnaryMultiCallable[_store_pb2.ListMembersRequest, _store_pb2.ListMembersResponse]  # type: ignore[assignment]
+    Announce: _aio.UnaryUnaryMultiCallable[_store_pb2.AnnounceRequest, _store_pb2.AnnounceResponse]  # type: ignore[assignment]
+    """What changed in one node store. NOT_FOUND: not a member; join again, then announce a snapshot."""
+    Watch: _aio.UnaryStreamMultiCallable[_store_pb2.WatchRequest, _store_pb2.StoreEvents]  # type: ignore[assignment]
+    """Members and blocks, one sequenced stream: a snapshot first (messages with `snapshot`, the last without `more`), then
+    every change; `seq` has no gaps within one `master_incarnation`. A quiet stream sends an empty message every
+    heartbeat interval. A watcher that falls behind is closed with UNAVAILABLE and starts over with a snapshot.
+    """
+    Lookup: _aio.UnaryUnaryMultiCallable[_store_pb2.LookupRequest, _store_pb2.LookupResponse]  # type: ignore[assignment]
+    GetStatus: _aio.UnaryUnaryMultiCallable[_store_pb2.GetStoreStatusRequest, _store_pb2.GetStoreStatusResponse]  # type: ignore[assignment]
 
 class StoreMasterServicer(metaclass=_abc_1.ABCMeta):
-    """The store master. Membership is its first duty: the only truth about who lives. The block map
-    (announcements, replica targets) joins with the shared pool and will use numbers of its own.
+    """The store master: who lives (the only truth about that), and which node store holds which block. All of it is soft
+    state, rebuilt from joins and announcements.
     """
 
     @_abc_1.abstractmethod
@@ -92,21 +100,43 @@ class StoreMasterServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_store_pb2.LeaveResponse, _abc.Awaitable[_store_pb2.LeaveResponse]]: ...
 
     @_abc_1.abstractmethod
-    def WatchMembers(
-        self,
-        request: _store_pb2.WatchMembersRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_store_pb2.MemberEvents], _abc.AsyncIterator[_store_pb2.MemberEvents]]:
-        """A snapshot of all members first (`snapshot` true), then every change; `seq` has no gaps
-        within one `master_incarnation`. A quiet stream sends an empty message every heartbeat interval.
-        A watcher that falls behind is closed with UNAVAILABLE and starts over with a snapshot.
-        """
-
-    @_abc_1.abstractmethod
     def ListMembers(
         self,
         request: _store_pb2.ListMembersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.ListMembersResponse, _abc.Awaitable[_store_pb2.ListMembersResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Announce(
+        self,
+        request: _store_pb2.AnnounceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.AnnounceResponse, _abc.Awaitable[_store_pb2.AnnounceResponse]]:
+        """What changed in one node store. NOT_FOUND: not a member; join again, then announce a snapshot."""
+
+    @_abc_1.abstractmethod
+    def Watch(
+        self,
+        request: _store_pb2.WatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_store_pb2.StoreEvents], _abc.AsyncIterator[_store_pb2.StoreEvents]]:
+        """Members and blocks, one sequenced stream: a snapshot first (messages with `snapshot`, the last without `more`), then
+        every change; `seq` has no gaps within one `master_incarnation`. A quiet stream sends an empty message every
+        heartbeat interval. A watcher that falls behind is closed with UNAVAILABLE and starts over with a snapshot.
+        """
+
+    @_abc_1.abstractmethod
+    def Lookup(
+        self,
+        request: _store_pb2.LookupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.LookupResponse, _abc.Awaitable[_store_pb2.LookupResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def GetStatus(
+        self,
+        request: _store_pb2.GetStoreStatusRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.GetStoreStatusResponse, _abc.Awaitable[_store_pb2.GetStoreStatusResponse]]: ...
 
 def add_StoreMasterServicer_to_server(servicer: StoreMasterServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

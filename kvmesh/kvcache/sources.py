@@ -1,0 +1,43 @@
+"""Where prefix blocks lie that somebody wants to fetch: the brains' words for pulls. Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PullRange:
+    """Prompt blocks [first_block, first_block + blocks) lie sealed in the node store of this life of this instance."""
+
+    instance_id: str
+    address: str  # host:port of its gRPC server
+    incarnation: int
+    first_block: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class PullJob:
+    """Fetch blocks into host extents that the node store has begun (`NodeStore.begin`) for them. `blocks[i]` is the
+    prompt's block of `keys[i]`, which goes to `extents[i]`. `ranges` are tried in order for what they cover."""
+
+    ticket: int
+    blocks: tuple[int, ...]
+    keys: tuple[bytes, ...]
+    extents: tuple[int, ...]
+    ranges: tuple[PullRange, ...]
+    timeout_ms: int
+    request_id: str = ""
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """How a job ended: said once for each, when no byte of it can land any more. `arrived`: positions in the job whose
+    bytes were read under a lease that held to the end; the others are to be abandoned."""
+
+    ticket: int
+    arrived: tuple[int, ...]
+    bytes_done: int
+    took_ns: int
+    cause: str = ""
