@@ -104,7 +104,7 @@ def leaks(counters: pb.PoolCounters) -> list[str]:
         found.append(f"pages {counters.pages_free}+{counters.pages_cached} of {counters.pages_total}")
     if counters.extents_free != counters.extents_total:
         found.append(f"extents {counters.extents_free} of {counters.extents_total}")
-    for name in ("handoffs", "requests", "windows", "quarantined"):
+    for name in ("handoffs", "requests", "windows", "quarantined", "store_writing", "store_leases", "pulls"):
         if getattr(counters, name):
             found.append(f"{name} {getattr(counters, name)}")
     return found

@@ -319,6 +319,8 @@ class GetNodeStoreResponse(_message.Message):
     PULLED_BLOCKS_FIELD_NUMBER: _builtins.int
     PULLED_BYTES_FIELD_NUMBER: _builtins.int
     OFFLOADED_BLOCKS_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    SHARD_BYTES_FIELD_NUMBER: _builtins.int
     capacity_bytes: _builtins.int
     block_hits: _builtins.int
     """blocks asked for and found, locally and by readers"""
@@ -331,6 +333,9 @@ class GetNodeStoreResponse(_message.Message):
     pulled_bytes: _builtins.int
     offloaded_blocks: _builtins.int
     """copied to pool nodes at this node's wish"""
+    layout: _builtins.str
+    """of its shards; empty: several (a pool node)"""
+    shard_bytes: _builtins.int
     @_builtins.property
     def instance(self) -> _common_pb2.InstanceRef: ...
     @_builtins.property
@@ -349,10 +354,12 @@ class GetNodeStoreResponse(_message.Message):
         pulled_blocks: _builtins.int = ...,
         pulled_bytes: _builtins.int = ...,
         offloaded_blocks: _builtins.int = ...,
+        layout: _builtins.str = ...,
+        shard_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "pools", b"pools"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hits", b"block_hits", "block_misses", b"block_misses", "capacity_bytes", b"capacity_bytes", "evicted", b"evicted", "instance", b"instance", "leased_blocks", b"leased_blocks", "leases_given", b"leases_given", "offloaded_blocks", b"offloaded_blocks", "pools", b"pools", "pulled_blocks", b"pulled_blocks", "pulled_bytes", b"pulled_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hits", b"block_hits", "block_misses", b"block_misses", "capacity_bytes", b"capacity_bytes", "evicted", b"evicted", "instance", b"instance", "layout", b"layout", "leased_blocks", b"leased_blocks", "leases_given", b"leases_given", "offloaded_blocks", b"offloaded_blocks", "pools", b"pools", "pulled_blocks", b"pulled_blocks", "pulled_bytes", b"pulled_bytes", "shard_bytes", b"shard_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
