@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def four(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Running]:
-    """2 prefill, 2 decode, 1 pool node, over each transport; prefill-1 reads slowly from prefill-0 where a test says so."""
+    """2 prefill, 2 decode, 1 pool node, over each transport."""
     async with running_mesh(
         model,
         tmp_path_factory.mktemp("run"),
@@ -179,7 +179,7 @@ async def test_hints_that_are_wrong_cost_nothing_but_time(four: Running, model: 
 async def test_a_holder_that_goes_away_in_the_middle_of_the_pull(
     blow: str, transports: str, model: Path, tmp_path: Path
 ) -> None:
-    """Killed, or frozen until its lease is over and then evicting: another holder or recomputing, never a wrong token."""
+    """Killed, or frozen until its lease is over and then evicting: computed instead, never a wrong token."""
     flags = {
         "*": {"transports": transports},
         "prefill-0": {"num_extents": 24, "store_lease_ms": 400},

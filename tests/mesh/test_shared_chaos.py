@@ -1,0 +1,227 @@
+"""128 conversations over 2 prefill, 2 decode and a pool node, while clients leave and processes die or freeze.
+
+The oracle is a dict from prompt to answer, made by one engine in one process. Whatever happens: the right tokens or one
+clear error; afterwards every pool is full again and the master's and the conductor's index say what the stores hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvmesh.engine.local import GenerateParams, LocalEngine
+from kvmesh.rpc.channels import connect
+from kvmesh.rpc.errors import KvmeshError
+from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc
+from tests.mesh.client import Answer, until
+from tests.mesh.direct import blocks_at, lookup, store_status
+from tests.mesh.harness import Running, running_mesh
+
+pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(600)]
+
+CONVERSATIONS = 128
+TURNS = 3
+SEED = int(os.environ.get("KVMESH_CHAOS_SEED", "7"))
+STRIKES = int(os.environ.get("KVMESH_CHAOS_STRIKES", "8"))
+HEARTBEAT_S = 0.2
+VICTIMS = ("prefill-0", "prefill-1", "decode-0", "decode-1", "pool-0", "store", "conductor")
+
+Turn = tuple[tuple[int, ...], int]  # what the user adds, tokens of the answer
+
+
+def conversations(rng: random.Random) -> list[list[Turn]]:
+    """Each begins with one of four shared heads, so that prefixes travel."""
+    heads = [[rng.randrange(20, 250) for _ in range(n)] for n in (64, 128, 128, 200)]
+    out = []
+    for i in range(CONVERSATIONS):
+        turns: list[Turn] = []
+        for turn in range(TURNS):
+            said = [rng.randrange(20, 250) for _ in range(rng.choice([5, 30, 70]))]
+            turns.append((tuple((heads[i % 4] if turn == 0 else []) + said), rng.choice([2, 8, 24])))
+        out.append(turns)
+    return out
+
+
+def answers_of(model: Path, talks: list[list[Turn]]) -> dict[tuple[tuple[int, ...], int], list[int]]:
+    """(prompt, tokens wanted) → tokens, turn by turn, by the engine alone."""
+    engine = LocalEngine(str(model), num_pages=4096, max_batch=64)
+    oracle: dict[tuple[tuple[int, ...], int], list[int]] = {}
+    said = [() for _ in talks]
+    for turn in range(TURNS):
+        handles = {}
+        for i, talk in enumerate(talks):
+            more, count = talk[turn]
+            said[i] = (*said[i], *more)
+            params = GenerateParams(max_tokens=count, ignore_eos=True)
+            handles[engine.submit(list(said[i]), params)] = i
+        made: dict[int, list[int]] = {h: [] for h in handles}
+        while engine.busy:
+            for token in engine.step():
+                made[token.handle].append(token.token_id)
+        for handle, i in handles.items():
+            oracle[said[i], talks[i][turn][1]] = made[handle]
+            said[i] = (*said[i], *made[handle])
+    return oracle
+
+
+class Striker:
+    """Kills and freezes processes, one blow after another, as the seed says."""
+
+    def __init__(self, running: Running, rng: random.Random) -> None:
+        self.running = running
+        self.rng = rng
+        self.blows: list[str] = []
+
+    async def run(self) -> None:
+        for _ in range(STRIKES):
+            await asyncio.sleep(self.rng.uniform(0.3, 1.2))
+            name = self.rng.choice(VICTIMS)
+            if self.rng.random() < 0.5:
+                await self.kill(name)
+            else:
+                await self.freeze(name, self.rng.uniform(0.2, 2.5))
+
+    async def kill(self, name: str) -> None:
+        ranks = self.running.rank_pids(name) if self.running.pid(name) else []
+        self.blows.append(f"kill {name}")
+        if ranks and self.rng.random() < 0.5:
+            self.blows[-1] += " (its rank)"
+            os.kill(ranks[0], signal.SIGKILL)
+        else:
+            self.running.kill(name)
+
+    async def freeze(self, name: str, seconds: float) -> None:
+        pid = self.running.pid(name)
+        ranks = self.running.rank_pids(name) if pid else []
+        victim = self.rng.choice([pid, *ranks])
+        if not victim:
+            return
+        self.blows.append(f"freeze {name}{' (its rank)' if victim != pid else ''} for {seconds:.1f} s")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGSTOP)
+            try:
+                await asyncio.sleep(seconds)
+            finally:
+                os.kill(victim, signal.SIGCONT)
+
+
+async def talk(
+    running: Running, turns: list[Turn], oracle: dict[tuple[tuple[int, ...], int], list[int]], rng: random.Random
+) -> list[str]:
+    """One conversation; returns what became of its turns. A turn that failed or was left is asked again, a few times."""
+    ends: list[str] = []
+    said: tuple[int, ...] = ()
+    for more, count in turns:
+        said = (*said, *more)
+        right = oracle[said, count]
+        for _ in range(6):
+            answer = await one(running, said, count, rng)
+            if answer is None:
+                ends.append("left")
+                continue
+            assert answer.tokens == right[: len(answer.tokens)], "a wrong token"
+            if answer.error is None:
+                assert answer.tokens == right
+                ends.append("answered")
+                break
+            assert isinstance(answer.error, KvmeshError)
+            assert answer.error.message
+            ends.append(answer.error.code)
+            await asyncio.sleep(rng.uniform(0.1, 0.5))
+        said = (*said, *right)
+    return ends
+
+
+async def one(running: Running, prompt: tuple[int, ...], count: int, rng: random.Random) -> Answer | None:
+    """None: the client left."""
+    leaves_after = rng.choice([0, 1, 3]) if rng.random() < 0.15 else -1
+    task: asyncio.Task[Answer]
+
+    def seen(tokens: int) -> None:
+        if 0 <= leaves_after <= tokens:
+            task.cancel()
+
+    task = asyncio.create_task(
+        running.client.generate(list(prompt), count, on_token=seen, timeout_s=90.0, timeout_ms=60_000)
+    )
+    if leaves_after == 0:
+        asyncio.get_running_loop().call_later(rng.uniform(0.0, 0.3), task.cancel)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        return None
+
+
+async def index_is_truth(running: Running) -> str:
+    """ "" when master and conductor name exactly what the node stores hold, else the first difference."""
+    status = await store_status(running)
+    counted = {store.member.instance.instance_id: store.blocks for store in status.stores}
+    async with connect(running.mesh.addresses["conductor"]) as channel:
+        stub = conductor_pb2_grpc.ConductorStub(channel)
+        told = await stub.GetStatus(conductor_pb2.GetConductorStatusRequest(), timeout=5)
+    indexed = {i.instance.instance_id: i.indexed_blocks for i in told.instances}
+    for name in ("prefill-0", "prefill-1", "decode-0", "decode-1", "pool-0"):
+        truth = await blocks_at(running.mesh.addresses[name])
+        holders = await lookup(running, sorted(truth)) if truth else []
+        missing = sum(name not in found for found in holders)
+        if missing or counted.get(name, 0) != len(truth):
+            return f"{name}: holds {len(truth)}, the master counts {counted.get(name)} and misses {missing}"
+        if name in indexed and indexed[name] != len(truth):
+            return f"{name}: holds {len(truth)}, the conductor counts {indexed[name]}"
+    return ""
+
+
+async def test_right_tokens_or_one_clear_error_whatever_dies(demo_path: Path, tmp_path: Path) -> None:
+    rng = random.Random(SEED)
+    talks = conversations(rng)
+    oracle = await asyncio.to_thread(answers_of, demo_path, talks)
+    flags = {"prefill": {"num_pages": 256, "num_extents": 256}, "decode": {"num_pages": 256, "num_extents": 256}}
+    async with running_mesh(demo_path, tmp_path / "run", prefill=2, decode=2, pool=1, flags=flags) as running:
+        striker = Striker(running, rng)
+        striking = asyncio.create_task(striker.run())
+        try:
+            ends = await asyncio.gather(
+                *(talk(running, turns, oracle, random.Random(SEED * 1000 + i)) for i, turns in enumerate(talks))
+            )
+        finally:
+            striking.cancel()
+            await asyncio.gather(striking, return_exceptions=True)
+        flat = [end for one_talk in ends for end in one_talk]
+        counts = {end: flat.count(end) for end in sorted(set(flat))}
+        print(f"{len(flat)} requests: {counts}; blows: {striker.blows}")
+        assert striker.blows
+        assert counts.get("left", 0) >= 10, "hardly anybody left: the test tests nothing"
+        assert counts["answered"] >= CONVERSATIONS * TURNS * 0.9, counts
+
+        await asyncio.to_thread(running.mesh.wait_ready, 120.0)
+        for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
+            await running.ready(name)
+        await running.settled()
+        started = time.monotonic()
+        last = ""
+
+        async def same() -> bool:
+            nonlocal last
+            last = await index_is_truth(running)
+            return not last
+
+        # Two heartbeats, times what a crowded machine may take to run them.
+        try:
+            await until(same, "the index equal to the stores", 2 * HEARTBEAT_S * 10)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {last}") from None
+        print(f"index equals the stores {time.monotonic() - started:.2f} s after the last request")
+        assert psutil.pid_exists(running.pid("gateway"))
+        for i in range(4):
+            more, count = talks[i][0]
+            again = await running.client.generate(list(more), count)
+            assert (again.error, again.tokens) == (None, oracle[more, count])
+        await running.settled()
