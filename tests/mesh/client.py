@@ -30,6 +30,7 @@ class Answer:
     timings: pb.StageTimings | None = None
     request_id: str = ""
     error: Exception | None = None
+    first_s: float = 0.0  # sent → first token here (direct requests only)
 
 
 def packed(tokens: Iterable[int]) -> bytes:

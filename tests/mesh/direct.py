@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,19 +100,21 @@ class Direct:
                 )
                 await call.write(decode_pb2.SessionRequest(hello=hello))
                 await call.write(decode_pb2.SessionRequest(start=start))
-                await self._read(call, answer)
+                await self._read(call, answer, time.monotonic())
             except grpc.aio.AioRpcError as error:
                 answer.error = from_rpc_error(error)
             finally:
                 call.cancel()
         return answer
 
-    async def _read(self, call: Any, answer: Answer) -> None:
+    async def _read(self, call: Any, answer: Answer, sent: float) -> None:
         while not answer.finish and answer.error is None:
             message = await call.read()
             if message is grpc.aio.EOF:
                 answer.error = KvmeshError("the session ended without an answer")
                 return
+            if message.tokens.token_id and not answer.tokens:
+                answer.first_s = time.monotonic() - sent
             answer.tokens += message.tokens.token_id
             for failed in message.failed:
                 answer.error = from_detail(failed.error)

@@ -54,18 +54,18 @@ def answers_of(model: Path, talks: list[list[Turn]]) -> dict[tuple[tuple[int, ..
     """(prompt, tokens wanted) → tokens, turn by turn, by the engine alone."""
     engine = LocalEngine(str(model), num_pages=4096, max_batch=64)
     oracle: dict[tuple[tuple[int, ...], int], list[int]] = {}
-    said = [() for _ in talks]
+    said: list[tuple[int, ...]] = [() for _ in talks]
     for turn in range(TURNS):
         handles = {}
         for i, talk in enumerate(talks):
             more, count = talk[turn]
             said[i] = (*said[i], *more)
-            params = GenerateParams(max_tokens=count, ignore_eos=True)
+            params = GenerateParams(max_tokens=count)
             handles[engine.submit(list(said[i]), params)] = i
         made: dict[int, list[int]] = {h: [] for h in handles}
         while engine.busy:
             for token in engine.step():
-                made[token.handle].append(token.token_id)
+                made[token.handle].append(token.sampled.token_id)
         for handle, i in handles.items():
             oracle[said[i], talks[i][turn][1]] = made[handle]
             said[i] = (*said[i], *made[handle])
@@ -116,7 +116,7 @@ class Striker:
 async def talk(
     running: Running, turns: list[Turn], oracle: dict[tuple[tuple[int, ...], int], list[int]], rng: random.Random
 ) -> list[str]:
-    """One conversation; returns what became of its turns. A turn that failed or was left is asked again, a few times."""
+    """One conversation; returns what became of its turns. Failed or left turns are asked again."""
     ends: list[str] = []
     said: tuple[int, ...] = ()
     for more, count in turns:

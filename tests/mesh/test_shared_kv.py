@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -23,7 +24,12 @@ pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300), pyte
 
 VOCAB = 301
 BLOCK = 16
-SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 24, "tie_word_embeddings": True}
+SHAPE: dict[str, Any] = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "tie_word_embeddings": True,
+}
 # Reads of prefill-1 are late: time enough to strike in the middle of a pull.
 SLOW_READS = json.dumps({"rules": [{"kind": "delay", "op": "read", "delay_ms": 700, "peer": "prefill-0/*"}]})
 
@@ -180,7 +186,7 @@ async def test_a_holder_that_goes_away_in_the_middle_of_the_pull(
     blow: str, transports: str, model: Path, tmp_path: Path
 ) -> None:
     """Killed, or frozen until its lease is over and then evicting: computed instead, never a wrong token."""
-    flags = {
+    flags: dict[str, dict[str, Any]] = {
         "*": {"transports": transports},
         "prefill-0": {"num_extents": 24, "store_lease_ms": 400},
         "prefill-1": {"fault": SLOW_READS, "pull_timeout_ms": 4000},
