@@ -1,8 +1,9 @@
 """What a cached prefix is worth: TTFT at 0 %, 50 % and 95 % prefix hits, local and pulled from another node.
 
-One mesh of 2 prefill and 1 decode instances; every case takes its turn in every round, with prompts of its own. *local*: the
-prefix was computed on the prefill instance that gets the request and lies in its device pages; *remote*: it lies in the
-host segment of the other one and is pulled through the transfer engine, then loaded. Beside it in the same run: the time of the pull alone, and a memcpy of as many bytes.
+One mesh of 2 prefill and 1 decode instances; every case takes its turn in every round, with prompts of its own.
+*local*: the prefix was computed on the prefill instance that gets the request and lies in its device pages; *remote*:
+it lies in the host segment of the other one and is pulled through the transfer engine, then loaded. Beside it in the
+same run: the time of the pull alone, and a memcpy of as many bytes.
 
     python -m benchmarks.prefix                       # a random model of 8 layers, prompts of 2,048 tokens
     python -m benchmarks.prefix --tokens 1024 --rounds 8 --transport tcp --json benchmarks/results/prefix.json
@@ -148,7 +149,9 @@ async def main() -> None:
     show(cases)
     if args.json:
         told = {"machine": platform.machine(), "cpus": os.cpu_count(), "args": vars(args)}
-        Path(args.json).write_text(json.dumps({**told, "cases": [asdict(c) for c in cases]}, indent=1) + "\n")
+        Path(args.json).write_text(  # noqa: ASYNC240
+            json.dumps({**told, "cases": [asdict(c) for c in cases]}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

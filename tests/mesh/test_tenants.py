@@ -1,0 +1,75 @@
+"""Two tenants with equal prompts share nothing; without a key there is no answer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from tests.mesh.harness import Running, running_mesh
+
+pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+
+KEYS = {"alice": "sk-alice-0123456789abcdef", "bob": "sk-bob-0123456789abcdef"}
+
+
+def key_file(folder: Path) -> Path:
+    path = folder / "keys.toml"
+    path.write_text(
+        "".join(
+            f'[[key]]\nname = "{name}"\nsha256 = "{hashlib.sha256(key.encode()).hexdigest()}"\n'
+            for name, key in KEYS.items()
+        )
+    )
+    return path
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def guarded(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
+    folder = tmp_path_factory.mktemp("tenants")
+    flags = {"gateway": {"api_keys": str(key_file(folder))}}
+    async with running_mesh(demo_path, folder / "run", prefill=2, decode=1, flags=flags) as running:
+        yield running
+
+
+async def complete(running: Running, who: str, prompt: list[int], **more: object) -> httpx.Response:
+    body = {"model": running.mesh.settings.model_name, "prompt": prompt, "max_tokens": 4, "temperature": 0, **more}
+    headers = {"authorization": f"Bearer {KEYS.get(who, who)}"} if who else {}
+    async with httpx.AsyncClient(base_url=running.http, timeout=60) as client:
+        return await client.post("/v1/completions", json=body, headers=headers)
+
+
+def cached(response: httpx.Response) -> int:
+    assert response.status_code == 200, response.text
+    found: int = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
+async def test_equal_prompts_of_two_tenants(guarded: Running) -> None:
+    prompt = [(i * 37 + i * i) % 200 + 20 for i in range(200)]
+    assert cached(await complete(guarded, "alice", prompt)) == 0
+    assert cached(await complete(guarded, "alice", prompt)) == 192
+    assert cached(await complete(guarded, "bob", prompt)) == 0
+    assert cached(await complete(guarded, "bob", prompt)) == 192
+    # A salt that a client names stays within its tenant, whoever's name it is.
+    assert cached(await complete(guarded, "bob", prompt, cache_salt="alice")) == 0
+    assert cached(await complete(guarded, "alice", prompt, cache_salt="alice")) == 0
+
+
+@pytest.mark.parametrize("who", ["", "sk-nobody", "alice", KEYS["bob"][:-1], KEYS["bob"] + "0"])
+async def test_without_a_valid_key(who: str, guarded: Running) -> None:
+    headers = {"authorization": f"Bearer {who}"} if who else {}
+    async with httpx.AsyncClient(base_url=guarded.http, timeout=60) as client:
+        response = await client.post(
+            "/v1/completions",
+            json={"model": guarded.mesh.settings.model_name, "prompt": [30, 31], "max_tokens": 1},
+            headers=headers,
+        )
+    assert response.status_code == 401
+    error = response.json()["error"]
+    assert error["code"] == "invalid_api_key"
+    assert who == "" or who not in response.text or len(who) < 8
