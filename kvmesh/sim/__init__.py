@@ -1,0 +1,1 @@
+"""Virtual time, traces, and what could have been reached: pure, imported by the CLI alone."""
