@@ -20,7 +20,8 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Configure(Message, frozen=True):
-    """First message. The rank answers Ready or InitFailed."""
+    """First message. The rank answers Ready or InitFailed. `model_path` "": a rank without an engine (a pool node's):
+    `memory_bytes` of host segment that others read and that takes pulls, nothing else."""
 
     instance_id: str
     incarnation: int
@@ -199,13 +200,16 @@ class LoadCopy(Message, frozen=True):
 
 
 class PullOpen(Message, frozen=True):
-    """READ whole shards at `offsets` of `segment` (open already) into host extents, off the step's path. Answer
-    PullEnded, always; until then the extents belong to the transfer engine."""
+    """READ whole shards at `offsets` of `segment` (open already) to `landing`, offsets in this rank's own segment, inside
+    its host region; off the step's path. Answer PullEnded, always; until then that memory belongs to the transfer
+    engine. What is not here at `deadline_ns` is given up."""
 
     ticket: int
     segment: str
     offsets: tuple[int, ...]
-    extents: tuple[int, ...]
+    landing: tuple[int, ...]
+    shard_bytes: int
+    deadline_ns: int
 
 
 class PullCancel(Message, frozen=True):
@@ -257,6 +261,8 @@ class Ready(Message, frozen=True):
     extent_base_offset: int  # extents likewise; pages land directly only when `direct_landing`
     direct_landing: bool
     load_ms: int
+    layout: str = ""  # what a shard of this rank holds, for people and for equality; "" without an engine
+    host_bytes: int = 0  # of the host region
 
 
 class InitFailed(Message, frozen=True):
