@@ -340,6 +340,7 @@ class Mesh:
                 "run_dir": str(self.run_dir),
                 "model": self.settings.model_name,
                 "model_path": self.settings.model,
+                "models": {served.name: served.path for served in self.settings.served},
                 "url": self.url,
                 "grpc": self.addresses.get("gateway", ""),
                 "services": services,

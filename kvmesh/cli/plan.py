@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvmesh.cli.serve import config_class
-from kvmesh.cli.settings import MeshSettings
+from kvmesh.cli.settings import MeshSettings, Served
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.server import check_port, join
 
@@ -82,22 +82,41 @@ def check_front_ports(settings: MeshSettings) -> None:
             raise ConfigError(f"{err.message}; choose another with {flag}", field=key) from None
 
 
-def names(settings: MeshSettings) -> list[tuple[str, str]]:
-    """(name, service) of every process, in the order of start."""
-    instances = [(f"prefill-{i}", "prefill") for i in range(settings.prefill)]
-    instances += [(f"decode-{i}", "decode") for i in range(settings.decode)]
-    return [("store", "store"), ("conductor", "conductor"), *instances, ("gateway", "gateway")]
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A process to be: its service, and the model of an instance (None: of the others)."""
+
+    name: str
+    service: str
+    served: Served | None = None
+
+
+def processes(settings: MeshSettings) -> list[Planned]:
+    """Every process, in the order of start. Instances of further models carry their model's name."""
+    instances = [
+        Planned(f"{served.prefix}{service}-{i}", service, served)
+        for served in settings.served
+        for service, count in (("prefill", settings.prefill), ("decode", settings.decode))
+        for i in range(count)
+    ]
+    pools = [Planned(f"pool-{i}", "pool") for i in range(settings.pool)]
+    return [
+        Planned("store", "store"),
+        Planned("conductor", "conductor"),
+        *pools,
+        *instances,
+        Planned("gateway", "gateway"),
+    ]
 
 
 def plan(settings: MeshSettings, run_dir: Path, ports: Ports) -> list[Spec]:
     """The processes of a mesh, every port chosen."""
-    port = {name: ports.take() for name, _ in names(settings) if name != "gateway"}
+    wanted = processes(settings)
+    port = {one.name: ports.take() for one in wanted if one.service != "gateway"}
     port["gateway"] = settings.grpc_port or ports.take(settings.host)
     http_port = settings.http_port or ports.take(settings.host)
     conductor, store = join(LOCALHOST, port["conductor"]), join(LOCALHOST, port["store"])
     instance = {
-        "model": settings.model,
-        "served_name": settings.model_name,
         "conductor": conductor,
         "store": store,
         "dtype": settings.dtype,
@@ -109,6 +128,7 @@ def plan(settings: MeshSettings, run_dir: Path, ports: Ports) -> list[Spec]:
     own: dict[str, dict[str, Any]] = {
         "store": {},
         "conductor": {"store": store, "slo_ttft_ms": settings.slo_ttft_ms, "slo_tbt_ms": settings.slo_tbt_ms},
+        "pool": {"store": store, "memory_mb": settings.pool_memory_mb},
         "prefill": instance,
         "decode": instance,
         "gateway": {
@@ -116,11 +136,13 @@ def plan(settings: MeshSettings, run_dir: Path, ports: Ports) -> list[Spec]:
             "http_port": http_port,
             "model": settings.model,
             "served_name": settings.model_name,
+            "models": ",".join(f"{served.name}={served.path}" for served in settings.served[1:]),
             "conductor": conductor,
         },
     }
     specs = []
-    for name, service in names(settings):
+    for one in wanted:
+        name, service = one.name, one.service
         metrics_port = ports.take()
         ready_file = run_dir / "ready" / f"{name}.json"
         flags: dict[str, Any] = {
@@ -133,6 +155,7 @@ def plan(settings: MeshSettings, run_dir: Path, ports: Ports) -> list[Spec]:
             "otlp_endpoint": settings.otlp_endpoint,
             "ready_file": str(ready_file),
             **own[service],
+            **({"model": one.served.path, "served_name": one.served.name} if one.served else {}),
             **_extra(settings.flags, name, service),
         }
         specs.append(

@@ -17,6 +17,11 @@ from kvmesh.cli.mesh import Event, State
 _WORDS = {State.STARTING: "starting", State.LOADING: "loading", State.READY: "ready", State.DOWN: "down"}
 
 
+def _loads(name: str) -> bool:
+    """Does this process load a model?"""
+    return "prefill-" in name or "decode-" in name
+
+
 class Progress:
     """Takes a mesh's events from its thread. Until `done` it shows every service's way up; afterwards only what
     somebody should know: a death with its cause, and the return."""
@@ -68,7 +73,7 @@ class Progress:
             elif not self._done and not self._live and event.state is not before:
                 if event.state is State.READY:
                     self._out.print(f"{event.name} is ready ({event.text})")
-                elif event.state is State.LOADING and event.name.startswith(("prefill", "decode")):
+                elif event.state is State.LOADING and _loads(event.name):
                     self._out.print(f"{event.name} loads the model ...")
 
     def __rich__(self) -> Table:
@@ -80,7 +85,7 @@ class Progress:
                 table.add_row("[green]✓[/]", name, f"[dim]{text}[/]")
             else:
                 word = _WORDS.get(state, state.value)
-                if state is State.LOADING and name.startswith(("prefill", "decode")):
+                if state is State.LOADING and _loads(name):
                     word = "loading the model"
                 table.add_row(self._spinner, name, f"[dim]{word}[/]")
         table.add_row("", "", f"[dim]{time.monotonic() - self._start:.0f} s[/]")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 import json
 import logging
 import os
 import typing
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -23,32 +25,62 @@ from kvmesh.rpc.errors import ConfigError
 
 log = logging.getLogger("kvmesh.cli.serve")
 
-# service → what it is, and an example of starting it alone
-SERVICES: dict[str, tuple[str, str]] = {
-    "gateway": (
+
+@dataclass(frozen=True)
+class Service:
+    """What a service is, an example of starting it alone, and where its code lies: `config` names the module and class
+    of its configuration, `main` the module with its `run`."""
+
+    text: str
+    example: str
+    config: tuple[str, str]
+    main: str
+
+
+def _service(name: str, text: str, example: str) -> Service:
+    config = (f"services.{name}.config", f"{name.capitalize()}Config")
+    return Service(text, example, config, f"services.{name}.main")
+
+
+SERVICES: dict[str, Service] = {
+    "gateway": _service(
+        "gateway",
         "Front door: OpenAI-compatible REST and gRPC; tokenizes, asks the conductor, streams.",
         "--model ./my-model --conductor 127.0.0.1:7001 --http-port 8000 --port 8001",
     ),
-    "conductor": (
+    "conductor": _service(
+        "conductor",
         "Global scheduler: decides where each request is prefilled and decoded, or refuses it.",
         "--port 7001 --store 127.0.0.1:7002",
     ),
-    "prefill": (
+    "prefill": _service(
+        "prefill",
         "Computes prompts and pushes their KV, layer by layer, to decode instances.",
         "--model ./my-model --port 7010 --conductor 127.0.0.1:7001 --store 127.0.0.1:7002",
     ),
-    "decode": (
+    "decode": _service(
+        "decode",
         "Takes KV from prefill instances and generates tokens in one continuous batch.",
         "--model ./my-model --port 7020 --conductor 127.0.0.1:7001 --store 127.0.0.1:7002",
     ),
-    "store": (
-        "Store master: membership of the mesh by heartbeat.",
+    "store": _service(
+        "store",
+        "Store master: membership and the block map.",
         "--port 7002",
+    ),
+    "pool": Service(
+        "Pool node: memory for KV blocks, without an engine; other nodes put cold blocks there and read them.",
+        "--port 7030 --store 127.0.0.1:7002 --memory-mb 4096",
+        ("kvmesh.node.pool_config", "PoolConfig"),
+        "kvmesh.node.pool",
     ),
 }
 
+if importlib.util.find_spec("kvmesh.node.pool_config") is None:  # TEMPORARY: until the module is there
+    del SERVICES["pool"]
+
 # Variables of the KVMESH_ namespace that are no service's configuration.
-RESERVED_KEYS = frozenset(("parent_pid", "url"))
+RESERVED_KEYS = frozenset(("parent_pid", "url", "api_key"))
 
 PRECEDENCE = (
     "Every option may also come from the environment as KVMESH_<NAME> (KVMESH_LOG_LEVEL=debug) or from a TOML file "
@@ -60,8 +92,8 @@ PRECEDENCE = (
 @cache
 def config_class(service: str) -> type[ServiceConfig]:
     """`GatewayConfig` of "gateway", and so on."""
-    module = importlib.import_module(f"services.{service}.config")
-    cls: type[ServiceConfig] = getattr(module, f"{service.capitalize()}Config")
+    module, name = SERVICES[service].config
+    cls: type[ServiceConfig] = getattr(importlib.import_module(module), name)
     return cls
 
 
@@ -78,8 +110,8 @@ def known_keys() -> frozenset[str]:
 
 def register(app: typer.Typer) -> None:
     """Add one command a service, its options made from the fields of its configuration."""
-    for service, (text, example) in SERVICES.items():
-        text = f"{text}\n\n{PRECEDENCE}\n\nExample:\n\n    kvmesh serve {service} {example}"
+    for service, about in SERVICES.items():
+        text = f"{about.text}\n\n{PRECEDENCE}\n\nExample:\n\n    kvmesh serve {service} {about.example}"
         app.command(service, help=text)(_command(service))
 
 
@@ -122,10 +154,14 @@ def option(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     text = field.metadata.get("help", "")
     if field.default_factory is not dataclasses.MISSING:
         shown = str(field.default_factory())
+    elif field.default == ():
+        shown = ""
     else:
         shown = "" if field.default is dataclasses.MISSING else str(field.default)
     flag = flag_of(field.name, field.metadata)
     kind: Any = bool if hint is bool else str
+    if field.metadata.get("repeat"):
+        kind = list[str]
     flags = [f"{flag}/--no-{flag[2:]}"] if hint is bool else [flag]
     metavar = None if hint is bool else field.metadata.get("metavar") or {int: "N", float: "X"}.get(hint, "TEXT")
     if shown and hint is not bool:
@@ -155,7 +191,7 @@ def serve(service: str, config: ServiceConfig) -> None:
         log_level=config.log_level,
     )
     try:
-        run = importlib.import_module(f"services.{service}.main").run
+        run = importlib.import_module(SERVICES[service].main).run
 
         def started(told: dict[str, object]) -> None:
             log.info("serving %s", " ".join(f"{key}={value}" for key, value in told.items()))

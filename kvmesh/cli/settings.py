@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,15 @@ _COUNT = {"min": 1, "max": 64}
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One model of a mesh. `path`: as given, or its checkpoint folder; `prefix`: of its instances' names."""
+
+    name: str
+    path: str
+    prefix: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeshSettings:
     """One mesh on this machine. `flags` and `env` are for tests and benchmarks: by process name ("decode-0"), by
@@ -25,8 +35,19 @@ class MeshSettings:
         metadata={"help": "Checkpoint folder or Hugging Face id; empty: the demo model.", "metavar": "PATH|HUB_ID"},
     )
     served_name: str = field(default="", metadata={"help": "Model name clients use; empty: made from the model."})
-    prefill: int = field(default=1, metadata={"help": "Prefill instances.", **_COUNT})
-    decode: int = field(default=1, metadata={"help": "Decode instances.", **_COUNT})
+    add_model: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "Another model in the same mesh, with as many prefill and decode instances of its own; "
+            "may be given several times.",
+            "metavar": "[NAME=]PATH",
+            "repeat": True,
+        },
+    )
+    prefill: int = field(default=1, metadata={"help": "Prefill instances of each model.", **_COUNT})
+    decode: int = field(default=1, metadata={"help": "Decode instances of each model.", **_COUNT})
+    pool: int = field(default=0, metadata={"help": "Pool nodes: memory without an engine.", "min": 0, "max": 64})
+    pool_memory_mb: int = field(default=256, metadata={"help": "KV memory of each pool node, MiB.", "min": 1})
     host: str = field(default="127.0.0.1", metadata={"help": "Address that REST and gRPC listen on."})
     http_port: int = field(default=8000, metadata={"help": "REST port; 0 picks a free one.", **_PORT})
     grpc_port: int = field(default=8001, metadata={"help": "gRPC port; 0 picks a free one.", **_PORT})
@@ -74,8 +95,28 @@ class MeshSettings:
             raise ConfigError(
                 f"grpc_port={self.grpc_port}: is http_port too; choose another with --grpc-port", field="grpc_port"
             )
+        seen = {self.model_name}
+        for served in self.served[1:]:
+            if served.name in seen:
+                why = "a model of this name is there already; give another as NAME=PATH"
+                raise ConfigError(f"add_model={served.name!r}: {why}", field="add_model")
+            seen.add(served.name)
 
     @property
     def model_name(self) -> str:
-        """The name clients use."""
+        """The name clients use (of the first model)."""
         return self.served_name or Path(self.model).name
+
+    @property
+    def served(self) -> tuple[Served, ...]:
+        """Every model of the mesh, the first one first. ConfigError: a name or path is missing or cannot be."""
+        found = [Served(self.model_name, self.model, "")]
+        for text in self.add_model:
+            name, equals, path = text.partition("=")
+            if not equals:
+                name, path = (Path(text).name if Path(text).expanduser().is_dir() else text), text
+            if not name or not path or "," in text:
+                why = "must be NAME=PATH or PATH, without commas"
+                raise ConfigError(f"add_model={text!r}: {why}", field="add_model")
+            found.append(Served(name, path, re.sub(r"[^\w.-]", "-", name) + "-"))
+        return tuple(found)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvmesh.cli.mesh import Mesh
     from kvmesh.cli.stream import Answer, Message
 
-HELP = f"""Start a whole mesh on this machine: store master, conductor, prefill and decode instances, gateway.
+HELP = f"""Start a whole mesh on this machine: store master, conductor, prefill, decode and pool nodes, gateway.
 
 Waits until all are ready, asks the model something, prints the streamed answer, and keeps the services running \
 until Ctrl-C. A service that dies is started again.
@@ -43,6 +43,10 @@ Examples:
     kvmesh up
 
     kvmesh up --model ./Qwen2.5-0.5B-Instruct --prefill 2 --decode 2 --dtype bfloat16
+
+    kvmesh up --prefill 2 --decode 2 --pool 1 --pool-memory-mb 1024
+
+    kvmesh up --model ./chat-model --add-model code=./code-model
 
     kvmesh up --model Qwen/Qwen3-0.6B --slo-ttft 2000 --slo-tbt 200 --http-port 9000
 """
@@ -60,6 +64,7 @@ def command() -> Callable[..., None]:
         path = options.pop("config")
         prompt = options.pop("prompt")
         leave = options.pop("exit_after_prompt")
+        options = {key: None if value == [] else value for key, value in options.items()}  # a repeatable one not given
         settings = load(MeshSettings, options, toml=path, env=os.environ, also_known=serve.known_keys())
         code = up(settings, prompt=prompt or leave, leave=leave)
         if code:
@@ -87,7 +92,8 @@ def up(settings: MeshSettings, *, prompt: bool, leave: bool) -> int:
     demo = not settings.model
     folder = models.resolve(settings.model)
     name = settings.served_name or (folder.name if demo or Path(settings.model).is_dir() else settings.model)
-    settings = dataclasses.replace(settings, model=str(folder), served_name=name)
+    further = tuple(f"{served.name}={models.resolve(served.path)}" for served in settings.served[1:])
+    settings = dataclasses.replace(settings, model=str(folder), served_name=name, add_model=further)
     out.print("[dim]starting ...[/]" if out.is_terminal else "starting ...")
 
     from kvmesh.cli import mesh as meshes
