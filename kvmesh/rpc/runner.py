@@ -1,0 +1,86 @@
+"""The start, the clock and the end that control services share: telemetry, metrics, one server, ticks, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from kvmesh.config import ServiceConfig
+from kvmesh.rpc.server import Server, join
+from kvmesh.telemetry import names, setup
+
+STOP_GRACE_S = 0.5
+MIN_TICK_S = 0.01
+
+
+class Service(ABC):
+    """What one service adds to the common run. `name` is its short name ("store"), `tick_s` the pause between ticks."""
+
+    def __init__(self, name: str, *, tick_s: float) -> None:
+        self.name = name
+        self.tick_s = max(MIN_TICK_S, tick_s)
+
+    @abstractmethod
+    def add_to(self, server: Server) -> None:
+        """Add servicers to `server.grpc` and name them with `server.serves`. It does not listen yet."""
+
+    async def start(self) -> None:  # noqa: B027
+        """The server listens and nobody was told: begin background tasks. Must return soon."""
+
+    @abstractmethod
+    def tick(self) -> None:
+        """Time passes: once after `start`, then every `tick_s`. What it raises ends the service."""
+
+    async def close(self) -> None:  # noqa: B027
+        """End streams and tasks: the server is about to stop. Called once after `start`, also when that failed."""
+
+
+async def run(
+    service: Service, config: ServiceConfig, stop: asyncio.Event, started: Callable[[dict[str, object]], None]
+) -> None:
+    """Serve until `stop`; `started` hears {"address", "metrics"}. Nothing is left running.
+
+    Raises ConfigError when a port is in use or a setting of the telemetry is wrong."""
+    telemetry = setup.start(
+        service.name,
+        service.name,
+        trace_dir=config.trace_dir,
+        otlp_endpoint=config.otlp_endpoint,
+        log_level=config.log_level,
+    )
+    try:
+        metrics_port, close_metrics = names.serve_metrics(config.host, config.metrics_port)
+        try:
+            await _serve(service, config, stop, started, join(config.host, metrics_port))
+        finally:
+            await asyncio.to_thread(close_metrics)
+    finally:
+        await asyncio.to_thread(telemetry.shutdown)
+
+
+async def _serve(
+    service: Service,
+    config: ServiceConfig,
+    stop: asyncio.Event,
+    started: Callable[[dict[str, object]], None],
+    metrics: str,
+) -> None:
+    server = Server(config.host, config.port)
+    service.add_to(server)
+    await server.start()
+    try:
+        try:
+            await service.start()
+            server.set_ready(True)
+            started({"address": server.address, "metrics": metrics})
+            while not stop.is_set():
+                service.tick()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(service.tick_s):
+                        await stop.wait()
+        finally:
+            await service.close()
+    finally:
+        await server.stop(STOP_GRACE_S)
