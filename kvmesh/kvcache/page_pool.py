@@ -50,6 +50,14 @@ class PagePool:
         """Pages nobody holds."""
         return len(self._free)
 
+    def grow(self, n: int) -> None:
+        """Add `n` free pages, numbered on from `total`; handed out after the pages that are free now. O(free + n)."""
+        if n < 0:
+            raise ValueError(f"n={n}: must not be negative")
+        old = self.total
+        self._refs += [0] * n
+        self._free[:0] = range(old + n - 1, old - 1, -1)
+
     def refcount(self, page: int) -> int:
         """References to `page`; 0 = free. PageInvariantError if there is no such page."""
         return self._refs[self._known(page)]
