@@ -10,6 +10,8 @@ The spans of one request:
         ├── kvmesh.admit                     decode: received → prefill asked
         ├── kvmesh.prefill                   prefill: received → everything acknowledged
         │   ├── kvmesh.queue                 received → first chunk starts
+        │   ├── kvmesh.pull                  other nodes asked for blocks → what arrived is sealed here
+        │   ├── kvmesh.load                  own host segment → device pages
         │   ├── kvmesh.compute               first chunk starts → first token sampled
         │   └── kvmesh.transfer              first byte posted → last acknowledged
         ├── kvmesh.reserve                   decode: BeginFill → landing sent
@@ -53,6 +55,7 @@ SPAN_REQUEST = "kvmesh.request"
 SPAN_ADMIT = "kvmesh.admit"
 SPAN_PREFILL = "kvmesh.prefill"
 SPAN_QUEUE = "kvmesh.queue"
+SPAN_PULL = "kvmesh.pull"
 SPAN_COMPUTE = "kvmesh.compute"
 SPAN_TRANSFER = "kvmesh.transfer"
 SPAN_RESERVE = "kvmesh.reserve"
@@ -93,6 +96,10 @@ PREDICTED_CACHED_TOKENS = "kvmesh.predicted_cached_tokens"
 PREDICTED_TERM = "kvmesh.predicted"  # + ".queue_ms" and the other terms of the TTFT
 PROMPT_TOKENS = "kvmesh.prompt_tokens"
 CACHED_TOKENS = "kvmesh.cached_tokens"  # the prefix really found
+DEVICE_TOKENS = "kvmesh.device_tokens"  # of the cached ones: lay in device pages,
+HOST_TOKENS = "kvmesh.host_tokens"  # in the own host segment,
+PULLED_TOKENS = "kvmesh.pulled_tokens"  # on other nodes
+PULL_BYTES = "kvmesh.pull.bytes"
 COMPUTED_TOKENS = "kvmesh.computed_tokens"  # by prefill: the rest
 CHUNKS = "kvmesh.chunks"
 BLOCKS = "kvmesh.blocks"
@@ -167,6 +174,11 @@ PREFILL_STEP = _histogram("prefill_step_seconds", "One engine step.", _WAIT)
 PREFILL_TRANSFER_BYTES = _counter("prefill_transfer_bytes_total", "KV bytes acknowledged by decode.")
 PREFILL_COMPUTED_TOKENS = _counter("prefill_computed_tokens_total", "Prompt tokens computed.")
 PREFILL_CACHED_TOKENS = _counter("prefill_cached_tokens_total", "Prompt tokens found in the prefix cache.")
+PREFILL_HIT_TOKENS = _counter("prefill_hit_tokens_total", "Of them, by where they lay.", "tier")  # device, host, remote
+PREFILL_PULL = _histogram("prefill_pull_seconds", "Blocks asked of other nodes until sealed here.", _WAIT)
+PREFILL_PULLS = _counter("prefill_pulls_total", "Pulls that ended.", "outcome")  # outcome: all, some, none
+PREFILL_PULLED_BYTES = _counter("prefill_pulled_bytes_total", "KV bytes fetched from other nodes.")
+PREFILL_EXTENTS = _gauge("prefill_extents_count", "Host extents.", "state")  # state: total, free
 PREFILL_PAGES = _gauge("prefill_pages_count", "Device pages.", "state")  # state: total, free, cached
 PREFILL_HANDOFFS = _gauge("prefill_handoffs_count", "Handoffs by state.", "state")
 PREFILL_LEASE_STOPS = _counter("prefill_lease_stops_total", "Transfers stopped as their lease ran out.")
