@@ -20,7 +20,7 @@ class InstanceConfig(ServiceConfig):
     device: str = field(default="cpu", metadata={"help": "Device of the ranks; this version serves on cpu."})
     block_tokens: int = field(default=64, metadata={"help": "Tokens a block: a power of two in 16..512."})
     num_pages: int = field(default=0, metadata={"help": "Device pages; 0: as many as memory_mb holds."})
-    num_extents: int = field(default=0, metadata={"help": "Blocks of the host segment (node store, landing, swap); 0: as many as pages."})
+    num_extents: int = field(default=0, metadata={"help": "Blocks of the host segment; 0: as many as pages."})
     memory_mb: int = field(default=512, metadata={"help": "Memory for device pages, MiB, when num_pages is 0."})
     threads: int = field(default=1, metadata={"help": "torch threads of a rank."})
     max_context_tokens: int = field(default=0, metadata={"help": "Longest prompt + answer; 0: the model's."})
@@ -31,7 +31,8 @@ class InstanceConfig(ServiceConfig):
     )
     advertise_host: str = field(default="", metadata={"help": "Host that peers dial; empty: host."})
     store_high_percent: int = field(
-        default=95, metadata={"help": "Above this share of the host segment the coldest blocks go.", "min": 1, "max": 100}
+        default=95,
+        metadata={"help": "Above this share of the host segment the coldest blocks go.", "min": 1, "max": 100},
     )
     store_low_percent: int = field(default=90, metadata={"help": "... down to this share.", "min": 0, "max": 100})
     store_lease_ms: int = field(default=5_000, metadata={"help": "Longest lease given to readers, ms.", "min": 10})
@@ -43,5 +44,9 @@ class InstanceConfig(ServiceConfig):
     )
     offload_percent: int = field(
         default=80,
-        metadata={"help": "Above this share cold blocks are copied to pool nodes, if there are any.", "min": 0, "max": 100},
+        metadata={
+            "help": "Above this share cold blocks are copied to pool nodes, if there are any.",
+            "min": 0,
+            "max": 100,
+        },
     )

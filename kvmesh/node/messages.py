@@ -183,7 +183,7 @@ class Leave(Message, frozen=True):
 
 
 class SealCopy(Message, frozen=True):
-    """Device pages → host extents, for the node store. Answer SealCopied. The front holds pages and extents until then."""
+    """Device pages → host extents, for the node store. Answer SealCopied; the front holds both until then."""
 
     ticket: int
     pages: tuple[int, ...]
@@ -200,8 +200,8 @@ class LoadCopy(Message, frozen=True):
 
 
 class PullOpen(Message, frozen=True):
-    """READ whole shards at `offsets` of `segment` (open already) to `landing`, offsets in this rank's own segment, inside
-    its host region; off the step's path. Answer PullEnded, always; until then that memory belongs to the transfer
+    """READ whole shards at `offsets` of `segment` (open already) to `landing`: offsets in this rank's own segment, in
+    its host region. Off the step's path. Answer PullEnded, always; until then that memory belongs to the transfer
     engine. What is not here at `deadline_ns` is given up."""
 
     ticket: int

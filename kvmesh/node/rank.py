@@ -1,4 +1,5 @@
-"""One rank process: `python -m kvmesh.node.rank FD`. Torch, device pages, host segment, transfer engine.
+"""One rank process: `python -m kvmesh.node.rank FD`. Torch, device pages, host segment, transfer engine; a pool node's
+rank has only the last two.
 
 The main thread alternates between commands of the front and engine steps. It runs the decode batch by itself, step
 after step, and prefill steps as the front sends them; the transfer engine's threads move bytes beside it.
@@ -23,12 +24,26 @@ from kvmesh.node.ipc import RankPort
 from kvmesh.rpc.errors import KvmeshError
 
 if TYPE_CHECKING:
+    from kvmesh.node.store_worker import StoreWorker
     from kvmesh.node.worker import Worker
+
+    AnyWorker = Worker | StoreWorker
 
 log = logging.getLogger("kvmesh.rank")
 
 # Between layers only these are handled; the rest keeps its order for the gap between steps.
-URGENT = (m.PushOpen, m.PushLease, m.PushCancel, m.OpenSegment, m.CloseSegment, m.OpenWindow, m.Fence, m.Ping)
+URGENT = (
+    m.PushOpen,
+    m.PushLease,
+    m.PushCancel,
+    m.PullOpen,
+    m.PullCancel,
+    m.OpenSegment,
+    m.CloseSegment,
+    m.OpenWindow,
+    m.Fence,
+    m.Ping,
+)
 HOUSEKEEPING_MS = 50
 
 
@@ -39,7 +54,7 @@ class RankLoop:
         self._port = port
         self._later: deque[m.ToRank] = deque()
         self._steps: deque[m.PrefillStep] = deque()
-        self._worker: Worker | None = None
+        self._worker: AnyWorker | None = None
 
     def run(self) -> None:
         first = self._port.receive(None)
@@ -52,19 +67,16 @@ class RankLoop:
         with contextlib.closing(self._worker) as worker:
             while True:
                 self._take_commands(worker)
-                worker.pusher.check_leases()
+                worker.tick()
                 if self._steps:
                     step = self._steps.popleft()
                     worker.prefill(step, between_layers=self._take_urgent)
-                if worker.running:
-                    worker.decode_step()
+                worker.step()
 
     def _configure(self, configure: m.Configure) -> bool:
         try:
             os.environ["OMP_NUM_THREADS"] = str(configure.threads)
-            from kvmesh.node.worker import Worker  # torch loads here, after the thread cap
-
-            self._worker = Worker(configure, self._port.send)
+            self._worker = self._make(configure)
         except KvmeshError as error:
             self._port.send(m.InitFailed(error.code, error.message))
             return False
@@ -75,9 +87,18 @@ class RankLoop:
         self._port.send(self._worker.ready())
         return True
 
-    def _take_commands(self, worker: Worker) -> None:
+    def _make(self, configure: m.Configure) -> AnyWorker:
+        if not configure.model_path:
+            from kvmesh.node.store_worker import StoreWorker
+
+            return StoreWorker(configure, self._port.send)
+        from kvmesh.node.worker import Worker  # torch loads here, after the thread cap
+
+        return Worker(configure, self._port.send)
+
+    def _take_commands(self, worker: AnyWorker) -> None:
         busy = bool(self._steps or self._later) or worker.has_work
-        timeout = 0 if busy else (HOUSEKEEPING_MS if worker.pusher.active else None)
+        timeout = 0 if busy else (HOUSEKEEPING_MS if worker.needs_ticks else None)
         self._later.extend(self._port.receive(timeout))
         while self._later:
             self._handle(worker, self._later.popleft())
@@ -92,7 +113,7 @@ class RankLoop:
             else:
                 self._later.append(message)
 
-    def _handle(self, worker: Worker, message: m.ToRank) -> None:
+    def _handle(self, worker: AnyWorker, message: m.ToRank) -> None:
         match message:
             case m.PrefillStep():
                 self._steps.append(message)

@@ -1,4 +1,4 @@
-"""What a rank does: owns the memory, runs steps, copies between pages and extents, pushes and receives KV."""
+"""What a rank does: owns the memory, runs steps, copies between pages and extents, pushes, pulls and receives KV."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from kvmesh.engine.runner import (
     shard_layout,
 )
 from kvmesh.node import messages as m
+from kvmesh.node.memory import touch
+from kvmesh.node.puller import Puller
 from kvmesh.node.pusher import Pusher
 from kvmesh.rpc.errors import ConfigError, NonFiniteLogits, TransferError
 from kvmesh.transfer import EngineConfig, Notification, Range, Region, TransferEngine
@@ -78,6 +80,7 @@ class Worker:
             self.engine.close()
             raise
         self.pusher = Pusher(self.engine, self.layout, self._page_region.address, send)
+        self.puller = Puller(self.engine, self._extent_region, send)
         self.running: dict[int, Row] = {}
         self._load_ms = int((time.monotonic() - started) * 1000)
 
@@ -92,6 +95,7 @@ class Worker:
             self._runner.decode([DecodeInput(0, len(tokens), pages, sample)])
         # Touch every page once: a first write to shared memory costs a fault for each 4 KiB of it.
         self._pages.zero_()
+        touch(self._extent_region)
 
     def _over(self, region: Region, blocks: int) -> torch.Tensor:
         """`[blocks, layers, 2, kv_heads, block_tokens, head_dim]` over the region's memory."""
@@ -119,7 +123,15 @@ class Worker:
             extent_base_offset=self._extent_region.base_offset,
             direct_landing=self._configure.device == "cpu",
             load_ms=self._load_ms,
+            layout=self._layout_text(),
+            host_bytes=self._extent_region.length,
         )
+
+    def _layout_text(self) -> str:
+        shape, c = self.layout, self._configure
+        dims = f"{shape.layers}x2x{shape.kv_heads}x{shape.block_tokens}x{shape.head_dim}"
+        part = f"L{shape.first_layer} H{shape.first_head} rank {c.rank}/{c.world_size}"
+        return f"{self._checkpoint.fingerprint[:16]} {c.dtype} {dims} {part}"
 
     def close(self) -> None:
         self.engine.close()
@@ -128,6 +140,20 @@ class Worker:
     def has_work(self) -> bool:
         """Whether the loop should go on without waiting for a command."""
         return any(not row.stalled for row in self.running.values())
+
+    @property
+    def needs_ticks(self) -> bool:
+        """Whether `tick` should be called now and then though nothing else happens."""
+        return self.pusher.active > 0
+
+    def tick(self) -> None:
+        """Between steps and commands."""
+        self.pusher.check_leases()
+
+    def step(self) -> None:
+        """One step of the running batch, if there is one."""
+        if self.running:
+            self.decode_step()
 
     # ── commands ─────────────────────────────────────────────────────────────────────────────────
 
@@ -154,8 +180,18 @@ class Worker:
             case m.Fence(peer, epoch):
                 # The fence may wait for a slice in flight: never on the thread that runs steps.
                 threading.Thread(target=self._fence, args=(peer, epoch), name="fence", daemon=True).start()
+            case m.PullOpen():
+                self.puller.open(message)
+            case m.PullCancel(ticket):
+                self.puller.cancel(ticket)
             case m.CopyIn() | m.CopyOut():
                 self._copy(message)
+            case m.SealCopy(ticket, pages, extents):
+                start = self._move(self._extents, extents, self._pages, pages)
+                self._send(m.SealCopied(ticket, start, time.monotonic_ns()))
+            case m.LoadCopy(ticket, extents, pages):
+                start = self._move(self._pages, pages, self._extents, extents)
+                self._send(m.LoadCopied(ticket, start, time.monotonic_ns()))
             case m.Join():
                 self._join(message)
             case m.Grant(handle, pages):
@@ -185,14 +221,20 @@ class Worker:
         self._send(m.FillEnded(note.peer, note.handoff_epoch))
 
     def _copy(self, message: m.CopyIn | m.CopyOut) -> None:
-        start = time.monotonic_ns()
         into_pages = isinstance(message, m.CopyIn)
-        for extent, page in zip(message.extents, message.pages, strict=True):
-            if into_pages:
-                self._pages[page].copy_(self._extents[extent])
-            else:
-                self._extents[extent].copy_(self._pages[page])
+        if into_pages:
+            start = self._move(self._pages, message.pages, self._extents, message.extents)
+        else:
+            start = self._move(self._extents, message.extents, self._pages, message.pages)
         self._send(m.Copied(message.handle, into_pages, start, time.monotonic_ns()))
+
+    @staticmethod
+    def _move(to: torch.Tensor, targets: tuple[int, ...], source: torch.Tensor, places: tuple[int, ...]) -> int:
+        """Whole blocks, one after the other; returns when it began (monotonic ns)."""
+        start = time.monotonic_ns()
+        for target, place in zip(targets, places, strict=True):
+            to[target].copy_(source[place])
+        return start
 
     def _join(self, j: m.Join) -> None:
         step = DecodeInput(j.next_token, j.context_tokens, j.pages, _params(j.sampling, j.token_index + 1))

@@ -1,0 +1,142 @@
+"""Pulls at a rank: whole shards, READ one-sided from a peer's segment into our host region.
+
+Opened and cancelled on the main thread, acknowledged on transfer engine threads; one lock guards the table. PullEnded
+is said once for each PullOpen, and only when every request of it is final: the transfer engine answers for a READ only
+when nothing of it can land any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvmesh.node import messages as m
+from kvmesh.rpc.errors import TransferError
+from kvmesh.transfer import BatchId, Region, TransferEngine, TransferRequest, TransferState
+from kvmesh.transfer.api import Opcode
+
+log = logging.getLogger("kvmesh.rank")
+
+BATCH_BYTES = 32 << 20
+
+
+@dataclass(slots=True)
+class _Pull:
+    spec: m.PullOpen
+    start_ns: int
+    posting: bool = True
+    cancelled: bool = False
+    batches: dict[BatchId, tuple[int, int]] = field(default_factory=dict)  # in flight → (first position, count)
+    arrived: list[int] = field(default_factory=list)
+    cause: str = ""
+    last_ns: int = 0  # the last byte that arrived
+
+
+class Puller:
+    """All pulls of this rank into `region`."""
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        region: Region,
+        send: Callable[[m.ToFront], None],
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._engine = engine
+        self._region = region
+        self._send = send
+        self._clock_ns = clock_ns
+        self._lock = threading.RLock()
+        self._pulls: dict[int, _Pull] = {}
+
+    @property
+    def active(self) -> int:
+        return len(self._pulls)
+
+    def open(self, spec: m.PullOpen) -> None:
+        """Post all of it, batch by batch."""
+        with self._lock:
+            pull = self._pulls[spec.ticket] = _Pull(spec, self._clock_ns())
+            try:
+                self._check(spec)
+                count = max(1, BATCH_BYTES // spec.shard_bytes)
+                for first in range(0, len(spec.offsets), count):
+                    if pull.cause:
+                        break
+                    self._submit(pull, first, min(first + count, len(spec.offsets)))
+            except TransferError as error:
+                self._failed(pull, error.message)
+            except Exception as error:  # whatever the front said, this rank goes on
+                log.exception("pull %d", spec.ticket)
+                self._failed(pull, f"{type(error).__name__}: {error}")
+            pull.posting = False
+            self._settle(pull)
+
+    def cancel(self, ticket: int) -> None:
+        with self._lock:
+            pull = self._pulls.get(ticket)
+            if pull is not None:
+                self._failed(pull, "cancelled")
+
+    def _check(self, spec: m.PullOpen) -> None:
+        region, size = self._region, spec.shard_bytes
+        end = region.base_offset + region.length
+        if size < 1 or len(spec.offsets) != len(spec.landing):
+            raise TransferError(f"pull of {len(spec.offsets)} shards of {size} bytes into {len(spec.landing)} places")
+        for offset in spec.landing:
+            if not region.base_offset <= offset <= end - size:
+                raise TransferError(f"landing={offset}: not in the host region", field="landing")
+        for offset in spec.offsets:
+            if offset < 0:
+                raise TransferError(f"offset={offset}: must not be negative", field="offsets")
+
+    def _submit(self, pull: _Pull, first: int, end: int) -> None:
+        spec, shift = pull.spec, self._region.address - self._region.base_offset
+        requests = [
+            TransferRequest(Opcode.READ, spec.landing[i] + shift, spec.segment, spec.offsets[i], spec.shard_bytes)
+            for i in range(first, end)
+        ]
+        left_s = (spec.deadline_ns - self._clock_ns()) * 1e-9
+        if left_s <= 0:
+            raise TransferError("the pull's deadline has passed")
+        batch = self._engine.allocate_batch(len(requests))
+        pull.batches[batch] = (first, len(requests))
+        try:
+            self._engine.submit(batch, requests, left_s)
+        except TransferError:
+            del pull.batches[batch]
+            self._engine.free_batch(batch)
+            raise
+        self._engine.on_done(batch, lambda: self._final(pull, batch))
+
+    def _final(self, pull: _Pull, batch: BatchId) -> None:
+        """Nothing of this batch can land any more (transfer engine thread)."""
+        now = self._clock_ns()
+        with self._lock:
+            first, _ = pull.batches.pop(batch)
+            for i, status in enumerate(self._engine.statuses(batch), first):
+                if status.state is TransferState.COMPLETED:
+                    pull.arrived.append(i)
+                    pull.last_ns = now
+                else:
+                    pull.cause = pull.cause or status.cause or status.state.value
+            self._engine.free_batch(batch)
+            self._settle(pull)
+
+    def _failed(self, pull: _Pull, cause: str) -> None:
+        pull.cause = pull.cause or cause
+        for batch in list(pull.batches):
+            self._engine.cancel(batch)
+
+    def _settle(self, pull: _Pull) -> None:
+        if pull.posting or pull.batches or self._pulls.get(pull.spec.ticket) is not pull:
+            return
+        spec = pull.spec
+        del self._pulls[spec.ticket]
+        arrived = tuple(sorted(pull.arrived))
+        cause = "" if len(arrived) == len(spec.offsets) else pull.cause or "not all arrived"
+        nbytes = len(arrived) * spec.shard_bytes
+        self._send(m.PullEnded(spec.ticket, arrived, cause, nbytes, pull.start_ns, pull.last_ns or self._clock_ns()))

@@ -1,0 +1,100 @@
+"""What a pool node's rank does: owns memory that peers read, and pulls into it. No engine, no torch."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from kvmesh.node import messages as m
+from kvmesh.node.memory import touch
+from kvmesh.node.puller import Puller
+from kvmesh.rpc.errors import ConfigError, TransferError
+from kvmesh.transfer import EngineConfig, TransferEngine
+
+log = logging.getLogger("kvmesh.rank")
+
+
+class StoreWorker:
+    """The rank's state, with the same face as `worker.Worker`. All methods run on the main thread."""
+
+    has_work = False
+    needs_ticks = False
+
+    def __init__(self, configure: m.Configure, send: Callable[[m.ToFront], None]) -> None:
+        started = time.monotonic()
+        if configure.memory_bytes < 1:
+            raise ConfigError(f"memory_bytes={configure.memory_bytes}: must be positive", field="memory_mb")
+        name = f"{configure.instance_id}/{configure.rank}@{configure.incarnation:x}"
+        transfer = EngineConfig(
+            transports=configure.transports,
+            fault=configure.fault,
+            host=configure.host,
+            advertise_host=configure.advertise_host,
+        )
+        self.engine = TransferEngine(name, transfer)
+        try:
+            self._region = self.engine.allocate(configure.memory_bytes, "cpu:0")
+            touch(self._region)
+        except OSError as error:
+            self.engine.close()
+            raise ConfigError(f"memory_mb={configure.memory_bytes >> 20}: {error}", field="memory_mb") from None
+        except BaseException:
+            self.engine.close()
+            raise
+        self._send = send
+        self.puller = Puller(self.engine, self._region, send)
+        self._load_ms = int((time.monotonic() - started) * 1000)
+
+    def ready(self) -> m.Ready:
+        """A rank without pages: only its host region is real."""
+        return m.Ready(
+            engine_name=self.engine.name,
+            descriptor=self.engine.local_descriptor().encode(),
+            model_name="",
+            fingerprint="",
+            vocab_size=0,
+            eos_token_ids=(),
+            max_context_tokens=0,
+            kv_bytes_per_token=0,
+            num_pages=0,
+            num_extents=0,
+            shard_bytes=0,
+            page_base_offset=0,
+            extent_base_offset=self._region.base_offset,
+            direct_landing=False,
+            load_ms=self._load_ms,
+            host_bytes=self._region.length,
+        )
+
+    def tick(self) -> None:
+        """Nothing here has a lease of its own."""
+
+    def step(self) -> None:
+        """No engine, no steps."""
+
+    def prefill(self, step: m.PrefillStep, between_layers: Callable[[], None]) -> None:
+        """Refused: nobody should ask."""
+        handles = tuple(item.handle for item in step.items)
+        self._send(m.RankError(handles, "this rank has no engine"))
+
+    def handle(self, message: m.ToRank) -> None:
+        """Segments and pulls; anything else is logged."""
+        match message:
+            case m.PullOpen():
+                self.puller.open(message)
+            case m.PullCancel(ticket):
+                self.puller.cancel(ticket)
+            case m.OpenSegment(descriptor):
+                try:
+                    self.engine.open_segment(descriptor)
+                except TransferError as error:
+                    # A holder that cannot be reached fails its own pulls (PullEnded), not this rank.
+                    log.error("%s", error)
+            case m.CloseSegment(name):
+                self.engine.close_segment(name)
+            case _:
+                log.error("unexpected message %s", type(message).__name__)
+
+    def close(self) -> None:
+        self.engine.close()
