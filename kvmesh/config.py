@@ -40,6 +40,20 @@ class ServiceConfig:
     trace_dir: str = field(default="", metadata={"help": "Folder for spans as JSON lines; empty: none."})
     otlp_endpoint: str = field(default="", metadata={"help": "OTLP gRPC collector, e.g. http://127.0.0.1:4317."})
     ready_file: str = field(default="", metadata={"help": "Written as JSON once the service accepts calls."})
+    tls_cert: str = field(
+        default="", metadata={"help": "PEM certificate of this service; with tls_key its gRPC server speaks TLS."}
+    )
+    tls_key: str = field(default="", metadata={"help": "PEM private key of tls_cert, without a passphrase."})
+    tls_ca: str = field(
+        default="",
+        metadata={
+            "help": "PEM certificates of the authorities that peers must be signed by: calls go over TLS, and a TLS "
+            "server asks its clients for certificates."
+        },
+    )
+    tls_server_name: str = field(
+        default="", metadata={"help": "Name that peers' certificates must hold; empty: the address that is called."}
+    )
 
 
 def load(

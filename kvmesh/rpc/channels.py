@@ -5,6 +5,7 @@ from __future__ import annotations
 import grpc
 import grpc.aio
 
+from kvmesh.rpc import security
 from kvmesh.rpc.protocol import MAX_MESSAGE_BYTES
 
 KEEPALIVE_MS = 10_000
@@ -26,6 +27,15 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def connect(address: str) -> grpc.aio.Channel:
-    """Open a channel to `host:port`. It connects on the first call; the caller owns and closes it."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+def connect(address: str, *, tls: security.Security | None = None) -> grpc.aio.Channel:
+    """Open a channel to `host:port`. It connects on the first call; the caller owns and closes it.
+
+    Over TLS when this process was configured so (`security.configure`); `tls` instead of that."""
+    tls = security.current() if tls is None else tls
+    credentials = tls.channel_credentials()
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    options: list[tuple[str, str | int]] = [*CHANNEL_OPTIONS]
+    if tls.server_name:
+        options.append(("grpc.ssl_target_name_override", tls.server_name))
+    return grpc.aio.secure_channel(address, credentials, options=options)

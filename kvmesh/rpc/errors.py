@@ -4,11 +4,13 @@
     ├── InvalidRequest ............ INVALID_ARGUMENT     400   field, value
     │   └── ContextTooLong ........ INVALID_ARGUMENT     400
     ├── BodyTooLarge .............. INVALID_ARGUMENT     413
+    ├── Unauthorized .............. UNAUTHENTICATED      401   no valid API key
     ├── ModelNotFound ............. NOT_FOUND            404
     ├── UnknownInstance ........... NOT_FOUND            404   register again
     ├── Overloaded ................ RESOURCE_EXHAUSTED   429   retry_after_ms
     ├── Unavailable ............... UNAVAILABLE          503   retryable
-    │   └── HandoffLost ........... UNAVAILABLE          503   retryable: writer or holder went away
+    │   ├── HandoffLost ........... UNAVAILABLE          503   retryable: writer or holder went away
+    │   └── TlsFailed ............. UNAVAILABLE          503   retryable: one side speaks TLS, or distrusts the other
     ├── DeadlinePassed ............ DEADLINE_EXCEEDED    504
     ├── RequestCancelled .......... CANCELLED            499
     ├── ProtocolMismatch .......... FAILED_PRECONDITION  412
@@ -69,6 +71,13 @@ class BodyTooLarge(KvmeshError):
     openai_type = "invalid_request_error"
 
 
+class Unauthorized(KvmeshError):
+    code = "invalid_api_key"
+    grpc_status = "UNAUTHENTICATED"
+    http_status = 401
+    openai_type = "invalid_request_error"
+
+
 class ModelNotFound(KvmeshError):
     code = "model_not_found"
     grpc_status = "NOT_FOUND"
@@ -99,6 +108,10 @@ class Unavailable(KvmeshError):
 
 class HandoffLost(Unavailable):
     code = "handoff_lost"
+
+
+class TlsFailed(Unavailable):
+    code = "tls_failed"
 
 
 class DeadlinePassed(KvmeshError):

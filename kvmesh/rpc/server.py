@@ -11,6 +11,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvmesh.rpc import security
 from kvmesh.rpc.channels import KEEPALIVE_MS
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.protocol import MAX_MESSAGE_BYTES
@@ -64,11 +65,16 @@ def _why(err: OSError) -> str:
 
 
 class Server:
-    """One listening gRPC server. Add servicers to `.grpc` and name them with `.serves` before `start`."""
+    """One listening gRPC server. Add servicers to `.grpc` and name them with `.serves` before `start`.
 
-    def __init__(self, host: str, port: int) -> None:
+    It speaks TLS when this process was configured so (`security.configure`; `tls` instead of that), and then asks
+    clients for certificates, unless it is a `public` door."""
+
+    def __init__(self, host: str, port: int, *, public: bool = False, tls: security.Security | None = None) -> None:
         self.host = host
         self.port = port
+        self._public = public
+        self._tls = tls
         self.grpc = grpc.aio.server(options=_OPTIONS, interceptors=(errors_to_status(),))
         self._health = health.aio.HealthServicer()
         self._services: list[str] = []
@@ -92,11 +98,17 @@ class Server:
         names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.grpc)
         try:
-            self.port = self.grpc.add_insecure_port(self.address)
+            self.port = self._listen()
         except RuntimeError:
             raise ConfigError(f"port={self.port}: the port is in use on {self.host}", field="port") from None
         await self.grpc.start()
         return self.port
+
+    def _listen(self) -> int:
+        credentials = (self._tls or security.current()).server_credentials(public=self._public)
+        if credentials is None:
+            return self.grpc.add_insecure_port(self.address)
+        return self.grpc.add_secure_port(self.address, credentials)
 
     def set_ready(self, ready: bool) -> None:
         """Answer health checks with SERVING or NOT_SERVING from the next turn of the loop on."""

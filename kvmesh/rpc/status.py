@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
+from kvmesh.rpc import security
 from kvmesh.rpc.errors import (
     BY_CODE,
     BodyTooLarge,
@@ -22,6 +23,7 @@ from kvmesh.rpc.errors import (
     Overloaded,
     ProtocolMismatch,
     RequestCancelled,
+    Unauthorized,
     Unavailable,
     UnknownInstance,
 )
@@ -42,6 +44,7 @@ _BY_STATUS: dict[grpc.StatusCode, type[KvmeshError]] = {
     grpc.StatusCode.CANCELLED: RequestCancelled,
     grpc.StatusCode.FAILED_PRECONDITION: ProtocolMismatch,
     grpc.StatusCode.UNIMPLEMENTED: ProtocolMismatch,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthorized,
 }
 
 
@@ -78,6 +81,8 @@ def from_rpc_error(err: grpc.RpcError) -> KvmeshError:
     message = getattr(err, "details", lambda: None)() or str(code or err)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in message:
         return BodyTooLarge(message)  # gRPC's own limit, not a full peer
+    if code is grpc.StatusCode.UNAVAILABLE and (why := security.explain(message)):
+        return why
     return _BY_STATUS.get(code, InternalError)(message)
 
 

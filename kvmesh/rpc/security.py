@@ -1,0 +1,213 @@
+"""TLS between services: who this process is, whom it trusts, and what a failed handshake means.
+
+    tls_cert + tls_key            servers of this process speak TLS with this certificate
+    tls_ca                        channels of this process speak TLS; the peer must be signed by one of these
+    tls_cert + tls_key + tls_ca   mTLS: servers ask for a client certificate, channels present this one
+
+Files are read once, at `configure`: a renewed certificate needs a restart.
+"""
+
+from __future__ import annotations
+
+import re
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import grpc
+
+from kvmesh.rpc.errors import ConfigError, TlsFailed, Unavailable
+
+FIELDS = ("tls_cert", "tls_key", "tls_ca", "tls_server_name")
+_CERTIFICATE = b"-----BEGIN CERTIFICATE-----"
+_KEY = re.compile(rb"-----BEGIN (\w+ )*PRIVATE KEY-----")
+_MOST_BYTES = 4 << 20  # of a PEM file; a bundle of all public authorities has a tenth
+
+
+class Files(Protocol):
+    """What a configuration says of TLS: paths of PEM files ("" = none) and the name override."""
+
+    @property
+    def tls_cert(self) -> str: ...
+    @property
+    def tls_key(self) -> str: ...
+    @property
+    def tls_ca(self) -> str: ...
+    @property
+    def tls_server_name(self) -> str: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TlsFiles:
+    """`Files` of a program that is no service: a command line tool, a benchmark, a test."""
+
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
+    tls_server_name: str = ""
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> TlsFiles:
+        """From KVMESH_TLS_CERT and so on, as services read them."""
+        return cls(**{name: env.get(f"KVMESH_{name.upper()}", "") for name in FIELDS})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Security:
+    """PEM bytes, checked; empty: none."""
+
+    cert: bytes = field(default=b"", repr=False)
+    key: bytes = field(default=b"", repr=False)
+    ca: bytes = field(default=b"", repr=False)
+    server_name: str = ""
+
+    @classmethod
+    def load(cls, files: Files) -> Security:
+        """Read and check the files. ConfigError names field and path: one is missing, unreadable, not PEM, encrypted,
+        does not match the other, or makes no sense alone."""
+        cert, key = load_pair(files.tls_cert, files.tls_key, "tls_cert", "tls_key")
+        ca = b""
+        if files.tls_ca:
+            ca = _read(files.tls_ca, "tls_ca")
+            _check_authorities(ca, files.tls_ca, "tls_ca")
+        elif files.tls_server_name:
+            raise _refuse("tls_server_name", files.tls_server_name, "is of no use without tls_ca")
+        return cls(cert=cert, key=key, ca=ca, server_name=files.tls_server_name)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials | None:
+        """For client channels; None: plaintext."""
+        if not self.ca:
+            return None
+        return grpc.ssl_channel_credentials(self.ca, self.key or None, self.cert or None)
+
+    def server_credentials(self, *, public: bool = False) -> grpc.ServerCredentials | None:
+        """For listening servers; None: plaintext. A `public` one asks nobody for a certificate."""
+        if not self.cert:
+            return None
+        pairs = [(self.key, self.cert)]
+        if self.ca and not public:
+            return grpc.ssl_server_credentials(pairs, self.ca, require_client_auth=True)
+        return grpc.ssl_server_credentials(pairs)
+
+
+PLAINTEXT = Security()
+
+_current = PLAINTEXT
+
+
+def configure(files: Files) -> Security:
+    """From here on channels and servers of this process use `files`. ConfigError as `Security.load`; then nothing has
+    changed."""
+    global _current
+    _current = Security.load(files)
+    return _current
+
+
+def use(security: Security) -> Security:
+    """Use `security` in this process; returns what was used before."""
+    global _current
+    before, _current = _current, security
+    return before
+
+
+def current() -> Security:
+    """What this process was configured with; plaintext when it was not."""
+    return _current
+
+
+# ── files ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def load_pair(cert_path: str, key_path: str, cert_field: str, key_field: str) -> tuple[bytes, bytes]:
+    """Certificate (chain) and private key, both or neither. ConfigError names field and path."""
+    if not cert_path and not key_path:
+        return b"", b""
+    for name, path, other in ((cert_field, cert_path, key_field), (key_field, key_path, cert_field)):
+        if not path:
+            raise _refuse(name, path, f"is needed with {other}")
+    cert, key = _read(cert_path, cert_field), _read(key_path, key_field)
+    _check_authorities(cert, cert_path, cert_field)
+    if not _KEY.search(key):
+        raise _refuse(key_field, key_path, "holds no PEM private key")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # An empty passphrase opens no key; without one OpenSSL would ask the terminal.
+        context.load_cert_chain(cert_path, key_path, password="")
+    except ssl.SSLError as err:
+        if err.reason == "KEY_VALUES_MISMATCH":
+            why = f"is not the key of {cert_field}={cert_path!r}"
+        elif b"ENCRYPTED" in key:
+            why = "is encrypted; kvmesh needs a key without a passphrase"
+        else:
+            why = f"cannot be used with {cert_field}={cert_path!r} ({_reason(err)})"
+        raise _refuse(key_field, key_path, why) from None
+    except OSError as err:
+        raise _refuse(key_field, key_path, err.strerror or str(err)) from None
+    return cert, key
+
+
+def _check_authorities(pem: bytes, path: str, name: str) -> None:
+    if _CERTIFICATE not in pem:
+        raise _refuse(name, path, "holds no PEM certificate")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem.decode("ascii"))
+    except (ssl.SSLError, UnicodeDecodeError) as err:
+        why = _reason(err) if isinstance(err, ssl.SSLError) else "not ASCII"
+        raise _refuse(name, path, f"holds a certificate that cannot be read ({why})") from None
+
+
+def _read(path: str, name: str) -> bytes:
+    try:
+        with Path(path).open("rb") as file:
+            found = file.read(_MOST_BYTES + 1)
+    except (OSError, ValueError) as err:
+        why = err.strerror if isinstance(err, OSError) else str(err)
+        raise _refuse(name, path, why or type(err).__name__) from None
+    if len(found) > _MOST_BYTES:
+        raise _refuse(name, path, f"is longer than {_MOST_BYTES} bytes")
+    return found
+
+
+def _reason(err: ssl.SSLError) -> str:
+    return (err.reason or str(err)).replace("_", " ").lower()
+
+
+def _refuse(name: str, path: str, why: str) -> ConfigError:
+    return ConfigError(f"{name}={path!r}: {why}", field=name)
+
+
+# ── what gRPC says of handshakes ──────────────────────────────────────────────────────────────────
+
+_PEER = re.compile(r"ipv[46]:(\S+?): |unix:(\S+?): ")
+
+
+def explain(details: str) -> Unavailable | None:
+    """What gRPC's account of a connection that could not be made means in terms of TLS; None when it is not about that.
+
+    TlsFailed where gRPC says so. A TLS server that meets plaintext, or no certificate, closes the connection without
+    a word, before any HTTP/2, and so does a process that dies: then the message says what it may be."""
+    if "failed to connect" not in details:
+        return None
+    peer = _PEER.search(details)
+    where = (peer.group(1) or peer.group(2)).replace("%5B", "[").replace("%5D", "]") if peer else "the peer"
+    if "WRONG_VERSION_NUMBER" in details:
+        return TlsFailed(f"{where} speaks no TLS, and this side does: tls_ca is set here, tls_cert is not set there")
+    if "CERTIFICATE_VERIFY_FAILED" in details:
+        why = re.search(r"CERTIFICATE_VERIFY_FAILED: ([a-z0-9 ]+)", details)
+        told = f": {why.group(1).strip()}" if why else ""
+        return TlsFailed(f"{where} has a certificate that tls_ca does not vouch for{told}")
+    if "Hostname Verification" in details:
+        name = f"tls_server_name={_current.server_name!r}" if _current.server_name else "that address"
+        return TlsFailed(f"{where} has a certificate that does not name {name}")
+    if "handshake failed" in details.lower():
+        return TlsFailed(f"{where}: {details[-200:]}")
+    if details.rstrip().endswith(("Socket closed", "Connection reset by peer")):
+        closed = f"{where} closed the connection at once"
+        if not _current.ca:
+            return Unavailable(f"{closed}: it may speak TLS, and this side does not (tls_ca is not set)")
+        if not _current.cert:
+            return Unavailable(f"{closed}: it may want a client certificate (tls_cert is not set)")
+        return Unavailable(f"{closed}: it may distrust this side's tls_cert, or be going down")
+    return None
