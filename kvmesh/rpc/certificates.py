@@ -175,10 +175,8 @@ def _with_openssl(hosts: Sequence[str], days: int) -> tuple[bytes, bytes, bytes]
         for kind in _NAMES:
             openssl(f"ecparam -name prime256v1 -genkey -noout -out {kind}.ec")
             openssl(f"pkcs8 -topk8 -nocrypt -in {kind}.ec -out {kind}.key")
-        days_text = f"-sha256 -days {days}"
-        openssl(
-            f"req -x509 -new -key authority.key -config authority.conf -extensions authority {days_text} -out ca.pem"
-        )
+        valid = f"-sha256 -days {days}"
+        openssl(f"req -x509 -new -key authority.key -config authority.conf -extensions authority {valid} -out ca.pem")
         openssl("req -new -key service.key -config service.conf -out service.csr")
         signing = "-CA ca.pem -CAkey authority.key -CAcreateserial -extfile service.conf -extensions service"
         openssl(f"x509 -req -in service.csr {signing} {valid} -out cert.pem")
