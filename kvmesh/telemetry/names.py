@@ -110,6 +110,7 @@ HANDOFF_EPOCH = "kvmesh.handoff_epoch"
 PREEMPTIONS = "kvmesh.preemptions"
 CANDIDATES = "kvmesh.candidates"
 OUTCOME = "kvmesh.outcome"
+TENANT = "kvmesh.tenant"  # name of the API key's entry, at most 64 characters
 
 # ── metrics ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -150,7 +151,9 @@ GATEWAY_CACHED_TOKENS = _counter("gateway_cached_tokens_total", "Prompt tokens t
 GATEWAY_OUTPUT_TOKENS = _counter("gateway_output_tokens_total", "Tokens sent to clients.")
 GATEWAY_RETRIES = _counter("gateway_retries_total", "Further attempts after an instance failed.", "reason")
 GATEWAY_STREAMS = _gauge("gateway_streams_count", "Open Session streams.")
-GATEWAY_READY = _gauge("gateway_ready_bool", "1 when requests are served.")
+GATEWAY_READY = _gauge("gateway_ready_bool", "1 when requests are served, of any model.")
+GATEWAY_MODEL_READY = _gauge("gateway_model_ready_bool", "1 when requests of that model are served.", "model")
+GATEWAY_UNAUTHORIZED = _counter("gateway_unauthorized_total", "Calls without a valid API key.", "route")
 
 # Conductor. outcome: placed, overloaded, unavailable, ...; reason: ttft, tbt, capacity, no_instance.
 CONDUCTOR_DECISIONS = _counter("conductor_decisions_total", "Schedule calls answered.", "outcome")

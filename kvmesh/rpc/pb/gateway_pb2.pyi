@@ -247,14 +247,19 @@ class GetGatewayStatusResponse(_message.Message):
     MODELS_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
     NOT_READY_REASON_FIELD_NUMBER: _builtins.int
+    MODEL_STATUS_FIELD_NUMBER: _builtins.int
     requests: _builtins.int
     """in flight"""
     streams: _builtins.int
     """open decode sessions"""
     ready: _builtins.bool
+    """any model can be served"""
     not_ready_reason: _builtins.str
+    """why no model can be served"""
     @_builtins.property
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def model_status(self) -> _containers.RepeatedCompositeFieldContainer[Global___GatewayModel]: ...
     def __init__(
         self,
         *,
@@ -263,11 +268,37 @@ class GetGatewayStatusResponse(_message.Message):
         models: _abc.Iterable[_builtins.str] | None = ...,
         ready: _builtins.bool = ...,
         not_ready_reason: _builtins.str = ...,
+        model_status: _abc.Iterable[Global___GatewayModel] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models", "not_ready_reason", b"not_ready_reason", "ready", b"ready", "requests", b"requests", "streams", b"streams"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_status", b"model_status", "models", b"models", "not_ready_reason", b"not_ready_reason", "ready", b"ready", "requests", b"requests", "streams", b"streams"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetGatewayStatusResponse: _TypeAlias = GetGatewayStatusResponse  # noqa: Y015
+
+@_typing.final
+class GatewayModel(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    NOT_READY_REASON_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    ready: _builtins.bool
+    not_ready_reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        ready: _builtins.bool = ...,
+        not_ready_reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "not_ready_reason", b"not_ready_reason", "ready", b"ready"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GatewayModel: _TypeAlias = GatewayModel  # noqa: Y015
