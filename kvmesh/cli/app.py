@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvmesh.cli import chat, doctor, serve, status, trace, up
+from kvmesh.cli import bench, chat, doctor, replay, serve, status, trace, up
 from kvmesh.cli.console import console
 
 app = typer.Typer(
@@ -30,6 +30,8 @@ app.add_typer(serve_app, name="serve")
 app.command("chat")(chat.chat)
 app.command("status")(status.status)
 app.command("trace")(trace.trace)
+app.command("bench")(bench.bench)
+app.command("replay")(replay.replay)
 app.command("doctor")(doctor.doctor)
 
 

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from kvmesh.cli import runs
-from kvmesh.cli.console import console, one_line_errors
+from kvmesh.cli.console import ApiKey, console, one_line_errors
 from kvmesh.rpc.errors import ConfigError, InvalidRequest, KvmeshError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -30,6 +30,7 @@ def chat(
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    api_key: ApiKey = None,
 ) -> None:
     """Chat with a running mesh; answers stream as they are made.
 
@@ -44,7 +45,7 @@ def chat(
     from kvmesh.cli import stream
 
     base = (url or _default_url()).rstrip("/").removesuffix("/v1")
-    served = stream.models(base)
+    served = stream.models(base, api_key)
     name = model or (served[0] if served else "")
     if not name:
         raise ConfigError(f"{base} serves no model yet")
@@ -53,7 +54,9 @@ def chat(
 
     def ask(text: str) -> None:
         messages = [*history, {"role": "user", "content": text}]
-        answer = stream.chat(base, name, messages, _write, max_tokens=max_tokens, temperature=temperature, seed=seed)
+        answer = stream.chat(
+            base, name, messages, _write, api_key=api_key, max_tokens=max_tokens, temperature=temperature, seed=seed
+        )
         history[:] = [*messages, {"role": "assistant", "content": answer.text}]
         _write("\n")
         if sys.stdout.isatty():

@@ -24,6 +24,10 @@ RunDir = Annotated[
     Path | None, typer.Option("--run-dir", help="Folder of the run; by default that of the latest `kvmesh up`.")
 ]
 
+ApiKey = Annotated[
+    str | None, typer.Option(envvar="KVMESH_API_KEY", help="API key, where the gateway wants one.", show_envvar=True)
+]
+
 
 def console(*, stderr: bool = False) -> Console:
     """A console that never colours numbers and paths by itself."""

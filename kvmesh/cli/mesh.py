@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import json
 import logging
@@ -19,7 +20,7 @@ from typing import Any
 
 from kvmesh.cli import plan, probe
 from kvmesh.cli.settings import MeshSettings
-from kvmesh.rpc import process
+from kvmesh.rpc import process, security
 from kvmesh.rpc.errors import ConfigError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -89,8 +90,15 @@ class Mesh:
             raise ConfigError("run_dir='': a mesh needs a folder for its logs", field="run_dir")
         if not specs:
             plan.check_front_ports(settings)
-        self.settings = settings
         self.run_dir = Path(settings.run_dir)
+        if settings.tls:
+            from kvmesh.rpc.certificates import make_certificates
+
+            host = [settings.host] if settings.host not in ("", "0.0.0.0", "::") else []
+            made = make_certificates(self.run_dir / "tls", host).files
+            settings = dataclasses.replace(settings, tls=False, **dataclasses.asdict(made))
+        self.settings = settings
+        self.security = security.Security.load(settings)  # what clients of this mesh use, too
         specs = specs or plan.plan(settings, self.run_dir, plan.Ports())
         self.processes: dict[str, Process] = {spec.name: Process(spec) for spec in specs}
         self.addresses: dict[str, str] = {spec.name: spec.address for spec in specs}
@@ -236,7 +244,7 @@ class Mesh:
         spec = one.spec
         if one.state is State.STARTING and spec.ready_file.exists():
             self._become(one, State.LOADING, only_from=State.STARTING)
-        if one.state is State.LOADING and probe.ready(spec.address, spec.http):
+        if one.state is State.LOADING and probe.ready(spec.address, spec.http, self.security):
             now = time.monotonic()
             one._ready_at, one._early_deaths = now, 0
             self._become(one, State.READY, f"{now - one._spawned_at:.1f} s", only_from=State.LOADING)
@@ -342,6 +350,8 @@ class Mesh:
                 "model_path": self.settings.model,
                 "models": {served.name: served.path for served in self.settings.served},
                 "url": self.url,
+                "tls": {key: getattr(self.settings, key) for key in security.FIELDS},
+                "api_keys": self.settings.api_keys,
                 "grpc": self.addresses.get("gateway", ""),
                 "services": services,
             }

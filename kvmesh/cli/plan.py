@@ -14,6 +14,7 @@ from typing import Any
 
 from kvmesh.cli.serve import config_class
 from kvmesh.cli.settings import MeshSettings, Served
+from kvmesh.rpc import security
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.server import check_port, join
 
@@ -136,6 +137,7 @@ def plan(settings: MeshSettings, run_dir: Path, ports: Ports) -> list[Spec]:
             "http_port": http_port,
             "model": settings.model,
             "served_name": settings.model_name,
+            "api_keys": settings.api_keys,
             "models": ",".join(f"{served.name}={served.path}" for served in settings.served[1:]),
             "conductor": conductor,
         },
@@ -154,6 +156,7 @@ def plan(settings: MeshSettings, run_dir: Path, ports: Ports) -> list[Spec]:
             "trace_dir": str(run_dir / "traces"),
             "otlp_endpoint": settings.otlp_endpoint,
             "ready_file": str(ready_file),
+            **{key: getattr(settings, key) for key in security.FIELDS},
             **own[service],
             **({"model": one.served.path, "served_name": one.served.name} if one.served else {}),
             **_extra(settings.flags, name, service),

@@ -8,11 +8,22 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvmesh.rpc.channels import CHANNEL_OPTIONS
+from kvmesh.rpc.security import PLAINTEXT, Security
 
 
-def health(address: str, timeout_s: float = 1.0) -> str:
+def _channel(address: str, tls: Security) -> grpc.Channel:
+    credentials = tls.channel_credentials()
+    if credentials is None:
+        return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    options: list[tuple[str, str | int]] = [*CHANNEL_OPTIONS]
+    if tls.server_name:
+        options.append(("grpc.ssl_target_name_override", tls.server_name))
+    return grpc.secure_channel(address, credentials, options=options)
+
+
+def health(address: str, timeout_s: float = 1.0, tls: Security = PLAINTEXT) -> str:
     """ "SERVING", "NOT_SERVING", or the gRPC status of a failed call, e.g. "UNAVAILABLE"."""
-    with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+    with _channel(address, tls) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.RpcError as err:
@@ -33,8 +44,8 @@ def http_ok(address: str, path: str, timeout_s: float = 1.0) -> bool:
         link.close()
 
 
-def ready(address: str, http_address: str = "") -> bool:
+def ready(address: str, http_address: str = "", tls: Security = PLAINTEXT) -> bool:
     """Does the service say that it is ready?"""
-    if health(address) != "SERVING":
+    if health(address, tls=tls) != "SERVING":
         return False
     return not http_address or http_ok(http_address, "/ready")

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvmesh.cli.console import state_dir
 from kvmesh.rpc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvmesh.rpc.security import Security, TlsFiles
 
 KEPT_RUNS = 20
 STATE_FILE = "mesh.json"
@@ -88,9 +92,30 @@ class Run:
         return str(self.told.get("url", ""))
 
     @property
+    def tls(self) -> TlsFiles:
+        """How its services speak TLS, if they do."""
+        from kvmesh.rpc.security import FIELDS, TlsFiles
+
+        told = self.told.get("tls") or {}
+        return TlsFiles(**{key: str(told.get(key, "")) for key in FIELDS})
+
+    def security(self) -> Security:
+        """What clients of its services use. ConfigError: a file is gone."""
+        from kvmesh.rpc.security import Security
+
+        return Security.load(self.tls)
+
+    @property
     def services(self) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = self.told.get("services", {})
         return found
+
+
+def secure(run: Run | None) -> None:
+    """Have this process call services as `run` wants it, without one as KVMESH_TLS_* say. ConfigError: a bad file."""
+    from kvmesh.rpc.security import TlsFiles, configure
+
+    configure(run.tls if run and any(dataclasses.astuple(run.tls)) else TlsFiles.from_env(os.environ))
 
 
 def find(run_dir: Path | None) -> Run:

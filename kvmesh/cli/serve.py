@@ -174,13 +174,14 @@ def option(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
 
 def serve(service: str, config: ServiceConfig) -> None:
     """Run one service until it is told to stop."""
-    from kvmesh.rpc import process
+    from kvmesh.rpc import process, security
     from kvmesh.rpc.server import check_port
     from kvmesh.telemetry import setup
 
     process.follow_supervisor()
     for key in ("port", "http_port", "metrics_port"):  # before a model is loaded for minutes
         check_port(config.host, getattr(config, key, 0), key)
+    security.configure(config)
     if getattr(config, "instance_id", None) == "":
         config = dataclasses.replace(cast(Any, config), instance_id=f"{service}-{os.getpid()}")
     telemetry = setup.start(

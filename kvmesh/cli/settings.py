@@ -77,6 +77,24 @@ class MeshSettings:
             "metavar": "MS",
         },
     )
+    api_keys: str = field(
+        default="",
+        metadata={"help": "File of API keys; the gateway then refuses requests without one.", "metavar": "FILE"},
+    )
+    tls: bool = field(
+        default=False,
+        metadata={"help": "mTLS between all services, with certificates made for this run (in its folder)."},
+    )
+    tls_cert: str = field(
+        default="", metadata={"help": "PEM certificate of all services, in place of made ones.", "metavar": "FILE"}
+    )
+    tls_key: str = field(default="", metadata={"help": "Its PEM private key.", "metavar": "FILE"})
+    tls_ca: str = field(
+        default="", metadata={"help": "PEM certificates of the authorities that services trust.", "metavar": "FILE"}
+    )
+    tls_server_name: str = field(
+        default="", metadata={"help": "Name in the services' certificate; empty: the addresses called."}
+    )
     run_dir: str = field(
         default="", metadata={"help": "Folder for logs and traces; empty: a new one under the state folder."}
     )
@@ -95,6 +113,8 @@ class MeshSettings:
             raise ConfigError(
                 f"grpc_port={self.grpc_port}: is http_port too; choose another with --grpc-port", field="grpc_port"
             )
+        if self.tls and self.tls_cert:
+            raise ConfigError(f"tls_cert={self.tls_cert!r}: --tls makes certificates of its own", field="tls_cert")
         seen = {self.model_name}
         for served in self.served[1:]:
             if served.name in seen:

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from kvmesh.rpc.errors import InvalidRequest, KvmeshError, Overloaded, Unavailable
+from kvmesh.rpc.errors import InvalidRequest, KvmeshError, Overloaded, Unauthorized, Unavailable
 
 Message = dict[str, str]
 
@@ -39,14 +39,25 @@ class Answer:
         )
 
 
-def models(url: str, timeout_s: float = 10.0) -> list[str]:
-    """Names the mesh serves."""
+def authorization(api_key: str | None) -> dict[str, str]:
+    """The header that a key travels in."""
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+def cards_of(url: str, headers: dict[str, str], timeout_s: float = 10.0) -> list[dict[str, Any]]:
+    """What the mesh says of the models it serves. KvmeshError: refused or unreachable."""
     try:
-        answer = httpx.get(f"{url}/v1/models", timeout=timeout_s)
-    except httpx.HTTPError as err:
+        answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=timeout_s)
+    except (httpx.HTTPError, httpx.InvalidURL) as err:
         raise _unreachable(url, err) from None
     _refuse(answer)
-    return [str(model["id"]) for model in answer.json().get("data", [])]
+    found: list[dict[str, Any]] = answer.json().get("data", [])
+    return found
+
+
+def models(url: str, api_key: str | None = None) -> list[str]:
+    """Names the mesh serves."""
+    return [str(model["id"]) for model in cards_of(url, authorization(api_key))]
 
 
 def chat(
@@ -55,6 +66,7 @@ def chat(
     messages: list[Message],
     on_text: Callable[[str], None],
     *,
+    api_key: str | None = None,
     timeout_s: float = 600.0,
     **parameters: Any,
 ) -> Answer:
@@ -73,7 +85,7 @@ def chat(
     except ValueError:
         bad = next(key for key, value in parameters.items() if isinstance(value, float) and not math.isfinite(value))
         raise InvalidRequest.of(bad, parameters[bad], "must be a finite number") from None
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json", **authorization(api_key)}
     start = time.monotonic()
     first = 0.0
     parts: list[str] = []
@@ -144,10 +156,12 @@ def _named(told: Any, status: int) -> KvmeshError:
     message = str(told.get("message", told)) if isinstance(told, dict) else str(told)
     if status == 429:
         return Overloaded(message)
+    if status == 401:
+        return Unauthorized(f"{message} (--api-key, or KVMESH_API_KEY)")
     return (InvalidRequest if 400 <= status < 500 else Unavailable)(message)
 
 
-def _unreachable(url: str, err: httpx.HTTPError) -> KvmeshError:
+def _unreachable(url: str, err: Exception) -> KvmeshError:
     if isinstance(err, httpx.ConnectError):
         return Unavailable(f"nothing answers at {url}: is the mesh up? (kvmesh up, or --url)")
     return Unavailable(f"{url}: {err or type(err).__name__}")

@@ -168,6 +168,10 @@ def _ask(out: Console, mesh: Mesh) -> bool:
     """Send the first request and show its answer as it comes; False (and why, on the screen) when it failed."""
     from kvmesh.cli import stream
 
+    key = os.environ.get("KVMESH_API_KEY")
+    if mesh.settings.api_keys and not key:
+        out.print("\n[dim]No first request: the gateway wants an API key, and KVMESH_API_KEY holds none.[/]")
+        return True
     messages, max_tokens = first_prompt(Path(mesh.settings.model))
     for message in messages:
         text = message["content"]
@@ -181,7 +185,7 @@ def _ask(out: Console, mesh: Mesh) -> bool:
 
     try:
         name = mesh.settings.model_name
-        answer: Answer = stream.chat(mesh.url, name, messages, write, max_tokens=max_tokens, temperature=0)
+        answer: Answer = stream.chat(mesh.url, name, messages, write, api_key=key, max_tokens=max_tokens, temperature=0)
     except KvmeshError as err:
         out.print(f"\n[red]the request failed:[/] {escape(err.message)}  (logs: {mesh.run_dir}/logs)")
         return False
@@ -201,22 +205,25 @@ def _explain(out: Console, mesh: Mesh) -> None:
     """How to go on."""
     url, name, kvmesh = mesh.url, mesh.settings.model_name, program()
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32})
+    auth = ' -H "Authorization: Bearer $KVMESH_API_KEY"' if mesh.settings.api_keys else ""
+    client_key = "os.environ['KVMESH_API_KEY']" if mesh.settings.api_keys else "'none'"
     lines = (
         f"\n[bold green]The mesh is up[/]  {url}/v1   [dim]docs: {url}/docs[/]",
         f"[bold]gRPC[/]            {mesh.addresses['gateway']}",
         "",
         "[bold]curl[/]",
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {escape(shlex.quote(body))}",
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{auth} -d {escape(shlex.quote(body))}",
         "",
         "[bold]Python[/]  [dim](pip install openai)[/]",
+        *(["  import os"] if mesh.settings.api_keys else []),
         "  from openai import OpenAI",
-        f"  client = OpenAI(base_url={url + '/v1'!r}, api_key='none')",
+        f"  client = OpenAI(base_url={url + '/v1'!r}, api_key={escape(client_key)})",
         f"  print(client.chat.completions.create(model={name!r}, messages=\\[{{'role': 'user', 'content': 'Hello'}}])"
         ".choices\\[0].message.content)",
         "",
         f"[bold]Logs[/]    {mesh.run_dir}/logs",
         f"[bold]Traces[/]  {mesh.run_dir}/traces   [dim]{kvmesh} trace --last[/]",
-        f"[bold]Look[/]    {kvmesh} status    {kvmesh} chat",
+        f"[bold]Look[/]    {kvmesh} status    {kvmesh} chat    {kvmesh} bench    {kvmesh} explain REQUEST_ID",
         "",
         "Ctrl-C stops everything.",
     )

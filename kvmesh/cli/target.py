@@ -1,0 +1,95 @@
+"""The mesh that a load is sent to: its URL, model, key, and what the model can read."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from kvmesh.cli import runs
+from kvmesh.cli.stream import authorization, cards_of
+from kvmesh.rpc.errors import ConfigError, KvmeshError, Unavailable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """`context_tokens`: longest prompt + answer; `block_tokens`: of the engine, 0 when nobody tells."""
+
+    url: str
+    model: str
+    headers: dict[str, str] = field(default_factory=dict, repr=False)
+    context_tokens: int
+    vocab_size: int
+    block_tokens: int
+
+
+def find(url: str | None, run_dir: Path | None, model: str | None, api_key: str | None, vocab: int | None) -> Target:
+    """Ask `url`, or the mesh of `run_dir` (the latest), what it serves. ConfigError: no such model, or a fact that
+    nobody tells; Unavailable: nothing answers."""
+    run = None
+    if url is None:
+        run = runs.find_running(run_dir)
+        url = run.url
+    url = url.rstrip("/").removesuffix("/v1")
+    headers = authorization(api_key)
+    card = _card(url, headers, model)
+    if run and not {"vocab_size", "block_tokens"} <= card.keys():
+        card = {**_of_conductor(run, card["id"]), **card}
+    vocab = vocab or card.get("vocab_size")
+    if not vocab:
+        raise ConfigError("vocab: this gateway does not tell the size of the vocabulary; give --vocab N", field="vocab")
+    return Target(
+        url=url,
+        model=card["id"],
+        headers=headers,
+        context_tokens=int(card.get("max_context_tokens") or 0),
+        vocab_size=int(vocab),
+        block_tokens=int(card.get("block_tokens") or 0),
+    )
+
+
+def _card(url: str, headers: dict[str, str], model: str | None) -> dict[str, Any]:
+    cards = {str(card["id"]): card for card in cards_of(url, headers)}
+    if not cards:
+        raise Unavailable(f"{url} serves no model yet")
+    if model is not None and model not in cards:
+        raise ConfigError(f"model={model!r}: {url} serves {', '.join(cards)}", field="model")
+    found: dict[str, Any] = cards[model] if model else next(iter(cards.values()))
+    return found
+
+
+def client(target: Target, timeout_s: float) -> httpx.AsyncClient:
+    """A client without bounds on connections of its own; the caller closes it."""
+    return httpx.AsyncClient(
+        headers={**target.headers, "Accept-Encoding": "identity"},
+        timeout=httpx.Timeout(timeout_s, connect=10.0),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        trust_env=False,
+    )
+
+
+def _of_conductor(run: runs.Run, model: str) -> dict[str, Any]:
+    """Vocabulary and block size from the run's conductor; nothing when it does not answer."""
+    from kvmesh.rpc.channels import connect
+    from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc
+
+    async def ask() -> dict[str, Any]:
+        channel = connect(run.services["conductor"]["address"], tls=run.security())
+        try:
+            told = await conductor_pb2_grpc.ConductorStub(channel).ListModels(
+                conductor_pb2.ListModelsRequest(), timeout=5.0
+            )
+        finally:
+            await channel.close()
+        cards = [card for card in told.models if card.name == model]
+        return {"vocab_size": cards[0].vocab_size, "block_tokens": cards[0].block_tokens} if cards else {}
+
+    import grpc
+
+    try:
+        return asyncio.run(ask())
+    except (grpc.RpcError, KvmeshError, KeyError):
+        return {}
