@@ -206,7 +206,7 @@ _INTS: dict[int, tuple[int, ...]] = {
 }
 
 
-def _bounds(descriptor: FieldDescriptor) -> Iterable[Any]:
+def _bounds(descriptor: Any) -> Iterable[Any]:
     if descriptor.type in _INTS:
         return _INTS[descriptor.type]
     if descriptor.type in (FieldDescriptor.TYPE_FLOAT, FieldDescriptor.TYPE_DOUBLE):
