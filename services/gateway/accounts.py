@@ -13,8 +13,9 @@ from kvmesh.rpc.errors import InternalError, KvmeshError, RequestCancelled
 from kvmesh.rpc.pb import common_pb2
 from kvmesh.telemetry import names, spans
 from services.gateway.choices import Choice
+from services.gateway.config import MAX_NAME_CHARS
 from services.gateway.frames import Usage
-from services.gateway.generation import Generation
+from services.gateway.generation import Generation, brief
 
 _STAGES = [field.name for field in common_pb2.StageTimings.DESCRIPTOR.fields]
 
@@ -23,9 +24,18 @@ class Account:
     """Of one request. Times are monotonic nanoseconds; 0: has not happened."""
 
     def __init__(
-        self, generation: Generation, *, request_id: str, route: str, stream: bool, parent: Context, received_ns: int
+        self,
+        generation: Generation,
+        *,
+        request_id: str,
+        route: str,
+        stream: bool,
+        parent: Context,
+        received_ns: int,
+        tenant: str = "",
     ) -> None:
         self._generation = generation
+        self._model = brief(generation.model, MAX_NAME_CHARS)
         self._route = route
         self.received_ns = received_ns
         self.tokenized_ns = 0
@@ -36,7 +46,7 @@ class Account:
         attributes: dict[str, spans.Value] = {
             names.OPERATION: operation,
             names.PROVIDER: "kvmesh",
-            names.REQUEST_MODEL: generation.model,
+            names.REQUEST_MODEL: self._model,
             names.REQUEST_ID: request_id,
             names.TEMPERATURE: generation.temperature,
             names.TOP_P: generation.top_p,
@@ -47,7 +57,9 @@ class Account:
         }
         optional = {names.MAX_TOKENS: generation.max_tokens, names.SEED: generation.seed}
         attributes |= {name: value for name, value in optional.items() if value is not None}
-        self.span = spans.begin(f"{operation} {generation.model}", parent, attributes, start_ns=received_ns)
+        if tenant:
+            attributes[names.TENANT] = tenant
+        self.span = spans.begin(f"{operation} {self._model}", parent, attributes, start_ns=received_ns)
         self.context = spans.context_of(self.span)
 
     def tokenized(self, prompt_tokens: int, block_tokens: int) -> None:
@@ -89,7 +101,7 @@ class Account:
                     names.OUTPUT_TOKENS: usage.completion_tokens,
                     names.CACHED_INPUT_TOKENS: usage.cached_tokens,
                     names.FINISH_REASONS: [choice.answer.finish for choice in choices],
-                    names.RESPONSE_MODEL: self._generation.model,
+                    names.RESPONSE_MODEL: self._model,
                     names.OUTCOME: outcome,
                 }
             )

@@ -15,11 +15,13 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 
-from kvmesh.rpc.errors import InternalError, InvalidRequest, KvmeshError, ModelNotFound
+from kvmesh.rpc.errors import InternalError, InvalidRequest, KvmeshError
 from kvmesh.telemetry import names
+from services.gateway.api_keys import Tenant
 from services.gateway.core import Core
-from services.gateway.frames import error_json, retry_after
+from services.gateway.frames import error_headers, error_json
 from services.gateway.generation import brief
+from services.gateway.models import Model
 from services.gateway.openai import ChatRequest, CompletionRequest
 from services.gateway.reply import Reply
 
@@ -31,6 +33,7 @@ _EXAMPLES: dict[Any, dict[str, Any]] = {
 }
 _FAILURES = {
     "400": "A field is unknown, not supported or out of range; the prompt is too long",
+    "401": "No valid API key, where the gateway asks for one",
     "404": "Unknown model",
     "413": "The body is too long",
     "429": "The mesh cannot meet its latency targets now; Retry-After tells when to come again",
@@ -52,7 +55,7 @@ def _json(body: Any, status: int = 200, headers: dict[str, str] | None = None) -
 
 
 def _failure(err: KvmeshError, status: int | None = None) -> Response:
-    headers = {name.decode(): value.decode() for name, value in retry_after(err)}
+    headers = {name.decode(): value.decode() for name, value in error_headers(err)}
     return _json(error_json(err), status or err.http_status, headers)
 
 
@@ -63,7 +66,7 @@ def build(core: Core) -> FastAPI:
     app.router.redirect_slashes = False
 
     def body(kind: type[ChatRequest] | type[CompletionRequest]) -> dict[str, Any]:
-        return _body(kind, {"model": core.model, **_EXAMPLES[kind]})
+        return _body(kind, {"model": core.models.names[0], **_EXAMPLES[kind]})
 
     @app.post(
         "/v1/chat/completions", summary="Chat", tags=["OpenAI"], response_model=None, openapi_extra=body(ChatRequest)
@@ -81,32 +84,35 @@ def build(core: Core) -> FastAPI:
     async def completions(request: Request) -> Response:
         return Reply(core, CompletionRequest)
 
-    def card() -> dict[str, Any]:
-        facts = core.catalog.facts
-        known = {"max_context_tokens": facts.max_context_tokens} if facts else {}
-        return {"id": core.model, "object": "model", "created": created, "owned_by": "kvmesh", **known}
+    def card(model: Model) -> dict[str, Any]:
+        facts = ("max_context_tokens", "vocab_size", "block_tokens")
+        known = {name: getattr(model.facts, name) for name in facts} if model.facts else {}
+        head = {"id": model.name, "object": "model", "created": created, "owned_by": "kvmesh"}
+        return {**head, **known, **_state(model)}
+
+    def tenant(request: Request) -> Tenant:
+        given = request.headers.get("authorization")
+        return core.keys.tenant(None if given is None else given.encode("latin-1"), "models")
 
     @app.get("/v1/models", summary="Models", tags=["OpenAI"], response_model=None)
-    async def models() -> Response:
-        return _json({"object": "list", "data": [card()]})
+    async def models(request: Request) -> Response:
+        return _json({"object": "list", "data": [card(model) for model in core.models.of(tenant(request))]})
 
     @app.get("/v1/models/{model:path}", summary="One model", tags=["OpenAI"], response_model=None)
-    async def model(model: str) -> Response:
-        if model != core.model:
-            shown = repr(brief(model, 200))
-            raise ModelNotFound(f"model={shown}: not served here; served: {core.model}", field="model")
-        return _json(card())
+    async def model(request: Request, model: str) -> Response:
+        return _json(card(core.models.find(model, tenant(request))))
 
     @app.get("/health", summary="Is this process alive?", tags=["Operations"], response_model=None)
     async def health() -> Response:
-        return _json({"status": "ok"})
+        return _json({"status": "ok", "models": {model.name: _state(model) for model in core.models}})
 
-    @app.get("/ready", summary="Can a request be served?", tags=["Operations"], response_model=None)
+    @app.get("/ready", summary="Can a request of any model be served?", tags=["Operations"], response_model=None)
     async def ready() -> Response:
-        if core.catalog.ready and not core.stopping:
-            return _json({"status": "ready", "model": core.model})
-        reason = "shutting down" if core.stopping else core.catalog.not_ready_reason
-        return _json({"status": "not ready", "model": core.model, "reason": reason}, 503)
+        reason = core.not_ready_reason
+        told = {"models": {model.name: _state(model) for model in core.models}}
+        if not reason:
+            return _json({"status": "ready", **told})
+        return _json({"status": "not ready", "reason": reason, **told}, 503)
 
     @app.get("/metrics", summary="Prometheus", tags=["Operations"], response_model=None)
     async def metrics() -> Response:
@@ -114,8 +120,12 @@ def build(core: Core) -> FastAPI:
         return Response(body, media_type=content_type)
 
     _add_failures(app)
-    _add_documentation(app)
+    _add_documentation(app, keys=core.keys.required)
     return app
+
+
+def _state(model: Model) -> dict[str, Any]:
+    return {"ready": True} if model.ready else {"ready": False, "not_ready_reason": model.not_ready_reason}
 
 
 def _body(kind: type[ChatRequest] | type[CompletionRequest], example: dict[str, Any]) -> dict[str, Any]:
@@ -153,14 +163,14 @@ def _add_failures(app: FastAPI) -> None:
         return _failure(InternalError(f"the gateway failed: {type(err).__name__}"))
 
 
-def _add_documentation(app: FastAPI) -> None:
+def _add_documentation(app: FastAPI, *, keys: bool) -> None:
     """/docs and /openapi.json; everything the page loads comes from here, so it works without a network."""
     schema: dict[str, Any] = {}
 
     @app.get("/openapi.json", include_in_schema=False)
     async def openapi() -> Response:
         if not schema:
-            schema.update(_schema(app))
+            schema.update(_schema(app, keys=keys))
         return _json(schema)
 
     @app.get("/docs", include_in_schema=False)
@@ -176,7 +186,7 @@ def _add_documentation(app: FastAPI) -> None:
     app.mount("/docs/assets", StaticFiles(directory=str(swagger_ui_bundle.swagger_ui_path)), name="swagger")
 
 
-def _schema(app: FastAPI) -> dict[str, Any]:
+def _schema(app: FastAPI, *, keys: bool) -> dict[str, Any]:
     text = "Large language models over a mesh of prefill and decode instances. OpenAI-compatible."
     # Swagger UI 4 reads OpenAPI 3.0.
     found = get_openapi(title=TITLE, version="1", openapi_version="3.0.3", description=text, routes=app.routes)
@@ -186,5 +196,9 @@ def _schema(app: FastAPI) -> dict[str, Any]:
     for path in found["paths"].values():
         for operation in path.values():
             operation["responses"].pop("422", None)
+            if keys and "OpenAI" in operation.get("tags", ()):
+                operation["security"] = [{"key": []}]
     found["components"] = {"schemas": definitions["$defs"]}
+    if keys:
+        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return found

@@ -1,4 +1,4 @@
-"""The gateway's side of the conductor: placements, and what is known of the model and its instances."""
+"""The gateway's side of the conductor: placements, and what is known of the models and their instances."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 
 import grpc
 import grpc.aio
 from opentelemetry.context import Context
 
-from kvmesh.kvcache.keys import Namespace
-from kvmesh.rpc import channels, status
+from kvmesh.rpc import channels, security, status
 from kvmesh.rpc.errors import DeadlinePassed, KvmeshError, ModelNotFound, Unavailable, UnknownInstance
 from kvmesh.rpc.metadata import metadata
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc
+from kvmesh.telemetry import names
+from services.gateway.models import Facts, Model, Models
 
 log = logging.getLogger(__name__)
 
@@ -28,40 +28,6 @@ READY_REFRESH_S = 5.0
 
 _PREFILL = (common_pb2.ROLE_PREFILL, common_pb2.ROLE_BOTH)
 _DECODE = (common_pb2.ROLE_DECODE, common_pb2.ROLE_BOTH)
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What the mesh says about the served model."""
-
-    fingerprint: str
-    block_tokens: int
-    kv_dtype: str
-    max_context_tokens: int
-    vocab_size: int
-    eos_ids: frozenset[int]
-    weights_epoch: int
-
-    @classmethod
-    def of(cls, card: common_pb2.ModelCard) -> Facts:
-        return cls(
-            card.fingerprint,
-            card.block_tokens,
-            card.kv_dtype,
-            card.max_context_tokens,
-            card.vocab_size,
-            frozenset(card.eos_token_ids),
-            card.weights_epoch,
-        )
-
-    def namespace(self, salt: str) -> Namespace:
-        """Where the block keys of this model, for tenants with this salt, are rooted."""
-        return Namespace(
-            fingerprint=self.fingerprint,
-            kv_dtype=self.kv_dtype,
-            tenant_salt=salt,
-            weights_epoch=self.weights_epoch,
-        )
 
 
 class Conductor:
@@ -101,8 +67,8 @@ class Conductor:
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
             backoff = min(2 * backoff, _MAX_BACKOFF_S)
 
-    async def look(self, model: str) -> tuple[common_pb2.ModelCard | None, list[conductor_pb2.InstanceStatus]]:
-        """The card of `model` (None: nobody registered it) and all instances. Raises named errors."""
+    async def look(self) -> tuple[dict[str, common_pb2.ModelCard], list[conductor_pb2.InstanceStatus]]:
+        """The cards of all registered models by name, and all instances. Raises named errors."""
         try:
             cards, known = await asyncio.gather(
                 self._stub.ListModels(conductor_pb2.ListModelsRequest(), timeout=_REFRESH_TIMEOUT_S),
@@ -110,7 +76,7 @@ class Conductor:
             )
         except grpc.RpcError as err:
             raise self._named(err) from None
-        return next((card for card in cards.models if card.name == model), None), list(known.instances)
+        return {card.name: card for card in cards.models}, list(known.instances)
 
     def _named(self, err: grpc.RpcError) -> KvmeshError:
         named = status.from_rpc_error(err)
@@ -119,7 +85,9 @@ class Conductor:
         if isinstance(named, ModelNotFound | UnknownInstance):
             return Unavailable(named.message, retry_after_ms=1000)  # its instances have not registered yet
         if isinstance(named, Unavailable) and not _spoken(err):
-            return Unavailable(f"the conductor at {self.address} cannot be reached", retry_after_ms=1000)
+            why = security.explain(err.details() or "") if isinstance(err, grpc.aio.AioRpcError) else None
+            told = f": {why.message}" if why else ""
+            return Unavailable(f"the conductor at {self.address} cannot be reached{told}", retry_after_ms=1000)
         return named
 
 
@@ -130,36 +98,22 @@ def _spoken(err: grpc.RpcError) -> bool:
 
 
 class Catalog:
-    """Model facts and readiness, looked up in the background: every second until all is well, then slowly,
+    """Facts and readiness of all models, looked up in the background: every second until all is well, then slowly,
     and at once when somebody has met trouble."""
 
     def __init__(
         self,
         conductor: Conductor,
-        model: str,
+        models: Models,
         *,
         on_ready: Callable[[bool], None],
         on_instances: Callable[[Collection[tuple[str, int]]], None],
     ) -> None:
-        self.model = model
-        self.facts: Facts | None = None
-        self.not_ready_reason = "the conductor has not answered yet"
+        self.models = models
         self._conductor = conductor
         self._on_ready = on_ready
         self._on_instances = on_instances
         self._poked = asyncio.Event()
-
-    @property
-    def ready(self) -> bool:
-        return not self.not_ready_reason
-
-    def require(self) -> Facts:
-        """The facts. Unavailable, saying why, while nobody has registered the model."""
-        if self.facts is None:
-            raise Unavailable(
-                f"model {self.model!r} cannot be served yet: {self.not_ready_reason}", retry_after_ms=1000
-            )
-        return self.facts
 
     def poke(self) -> None:
         """Something failed: look again soon."""
@@ -168,15 +122,20 @@ class Catalog:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            was = self.not_ready_reason
             try:
                 await self._refresh()
             except KvmeshError as err:
-                self.not_ready_reason = err.message
-            if self.not_ready_reason != was:
-                log.info("ready" if self.ready else "not ready: %s", *([] if self.ready else [self.not_ready_reason]))
-            self._on_ready(self.ready)
-            await self._pause(READY_REFRESH_S if self.ready else UNREADY_REFRESH_S)
+                for model in self.models:
+                    self._set(model, err.message)
+            self._on_ready(self.models.ready)
+            await self._pause(READY_REFRESH_S if all(model.ready for model in self.models) else UNREADY_REFRESH_S)
+
+    def _set(self, model: Model, reason: str) -> None:
+        """`reason`: why `model` is not ready, "" when it is. Changes are logged."""
+        if reason != model.not_ready_reason:
+            log.info("model %s: %s", model.name, f"not ready: {reason}" if reason else "ready")
+        model.not_ready_reason = reason
+        names.GATEWAY_MODEL_READY.labels(model=model.name).set(model.ready)
 
     async def _pause(self, seconds: float) -> None:
         self._poked.clear()
@@ -188,11 +147,13 @@ class Catalog:
             pass
 
     async def _refresh(self) -> None:
-        card, instances = await self._conductor.look(self.model)
+        cards, instances = await self._conductor.look()
         self._on_instances({(i.instance.instance_id, i.instance.incarnation) for i in instances})
-        if card is not None:
-            self.facts = Facts.of(card)
-        self.not_ready_reason = why_not_ready(self.model, card is not None, instances)
+        for model in self.models:
+            card = cards.get(model.name)
+            if card is not None:
+                model.facts = Facts.of(card)
+            self._set(model, why_not_ready(model.name, card is not None, instances))
 
 
 def why_not_ready(model: str, registered: bool, instances: Collection[conductor_pb2.InstanceStatus]) -> str:

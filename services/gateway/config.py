@@ -9,6 +9,7 @@ from kvmesh.config import ServiceConfig
 from kvmesh.rpc.errors import ConfigError
 
 MAX_TOP_LOGPROBS = 20  # of SamplingParams.top_logprobs
+MAX_NAME_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,14 @@ class GatewayConfig(ServiceConfig):
     http_port: int = field(default=8000, metadata={"help": "REST port; 0 picks a free one.", "min": 0, "max": 65535})
     instance_id: str = field(default="", metadata={"help": "Name in traces; empty: made from the pid."})
     model: str = field(default="", metadata={"help": "Checkpoint folder (tokenizer and chat template)."})
+    models: tuple[str, ...] = field(
+        default=(), metadata={"help": "More models, NAME=FOLDER with commas between.", "metavar": "NAME=PATH,..."}
+    )
+    api_keys: str = field(
+        default="", metadata={"help": "TOML file of API keys (see kvmesh apikey); empty: everybody may ask."}
+    )
+    http_tls_cert: str = field(default="", metadata={"help": "PEM certificate (chain) for HTTPS; empty: plain HTTP."})
+    http_tls_key: str = field(default="", metadata={"help": "PEM private key of http_tls_cert."})
     served_name: str = field(default="", metadata={"help": "Model name clients use; empty: the folder's name."})
     conductor: str = field(default="127.0.0.1:0", metadata={"help": "Address of the conductor."})
     timeout_s: float = field(default=600.0, metadata={"help": "Longest life of a request, seconds."})
@@ -59,11 +68,28 @@ class GatewayConfig(ServiceConfig):
             value = getattr(self, name)
             if not value >= low:
                 raise ConfigError(f"{name}={value}: must be at least {low}", field=name)
+        self.folders  # noqa: B018 (refuses what it cannot read)
 
     @property
     def model_name(self) -> str:
-        """The name that clients use."""
+        """The name that clients use for `model`."""
         return self.served_name or Path(self.model).name
+
+    @property
+    def folders(self) -> dict[str, str]:
+        """Checkpoint folder of every model by the name that clients use. ConfigError: not NAME=PATH, a name twice."""
+        found = {self.model_name: self.model} if self.model else {}
+        for text in self.models:
+            name, equals, path = text.partition("=")
+            name, path = name.strip(), path.strip()
+            if not (name and equals and path):
+                raise ConfigError(f"models={text!r}: must be NAME=FOLDER", field="models")
+            if len(name) > MAX_NAME_CHARS:
+                raise ConfigError(f"models={text!r}: the name is over {MAX_NAME_CHARS} characters", field="models")
+            if name in found:
+                raise ConfigError(f"models={text!r}: there are two models of this name", field="models")
+            found[name] = path
+        return found
 
     @property
     def limits(self) -> Limits:

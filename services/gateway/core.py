@@ -8,10 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from kvmesh.telemetry import names
-from services.gateway.conductor import Catalog, Conductor, Facts
+from services.gateway.api_keys import Tenant
+from services.gateway.conductor import Catalog, Conductor
 from services.gateway.config import GatewayConfig
 from services.gateway.generation import Generation
-from services.gateway.prepare import ModelBounds, Prepared, Preparer
+from services.gateway.key_file import KeyFile
+from services.gateway.models import Facts, Model, Models
+from services.gateway.prepare import ModelBounds, Prepared
 from services.gateway.sessions import Sessions
 
 if TYPE_CHECKING:
@@ -19,14 +22,20 @@ if TYPE_CHECKING:
 
 
 class Core:
-    """One model's tokenizer, the way to the conductor, the sessions to decode, and the requests in flight."""
+    """The models and who may use them, the way to the conductor, the sessions to decode, the requests in flight."""
 
     def __init__(
-        self, config: GatewayConfig, preparer: Preparer, conductor: Conductor, sessions: Sessions, catalog: Catalog
+        self,
+        config: GatewayConfig,
+        models: Models,
+        keys: KeyFile,
+        conductor: Conductor,
+        sessions: Sessions,
+        catalog: Catalog,
     ) -> None:
         self.config = config
-        self.model = config.model_name
-        self.preparer = preparer
+        self.models = models
+        self.keys = keys
         self.conductor = conductor
         self.sessions = sessions
         self.catalog = catalog
@@ -49,13 +58,18 @@ class Core:
             self.idle.set()
         names.GATEWAY_RUNNING.set(len(self.running))
 
-    async def prepare(self, generation: Generation, facts: Facts) -> list[Prepared]:
+    @property
+    def not_ready_reason(self) -> str:
+        """ "" while requests of any model can be served."""
+        return "shutting down" if self.stopping else self.models.not_ready_reason
+
+    async def prepare(self, generation: Generation, model: Model, facts: Facts, tenant: Tenant) -> list[Prepared]:
         """Template, tokens and keys, off the event loop."""
         bounds = ModelBounds(facts.block_tokens, facts.max_context_tokens, facts.vocab_size)
-        namespace = facts.namespace(generation.cache_salt)
+        namespace = facts.namespace(tenant, generation.cache_salt)
         now = datetime.datetime.now
         return await asyncio.get_running_loop().run_in_executor(
-            self._pool, self.preparer.prepare, generation, namespace, bounds, now
+            self._pool, model.preparer.prepare, generation, namespace, bounds, now
         )
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from kvmesh.rpc.errors import KvmeshError
+from kvmesh.rpc.errors import KvmeshError, Unauthorized
 from services.gateway.choice import TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
@@ -49,8 +49,10 @@ def error_event(err: KvmeshError) -> bytes:
     return b"data: " + orjson.dumps(error_json(err)) + b"\n\n"
 
 
-def retry_after(err: KvmeshError) -> list[tuple[bytes, bytes]]:
-    """Headers that tell a client when to come again; none when that would not help."""
+def error_headers(err: KvmeshError) -> list[tuple[bytes, bytes]]:
+    """Headers that tell a client what would help: a key, or to come again and when."""
+    if isinstance(err, Unauthorized):
+        return [(b"www-authenticate", b"Bearer")]
     if not err.retryable:
         return []
     wait_ms = err.retry_after_ms or 1000

@@ -13,7 +13,7 @@ from opentelemetry.context import Context
 
 from kvmesh.rpc.errors import BodyTooLarge, DeadlinePassed, InvalidRequest, KvmeshError
 from kvmesh.telemetry import spans
-from services.gateway.frames import error_json, retry_after
+from services.gateway.frames import error_headers, error_json
 from services.gateway.generation import brief, refused
 
 Scope = dict[str, Any]
@@ -25,6 +25,7 @@ REQUEST_ID = b"x-request-id"
 TIMEOUT = b"x-request-timeout-ms"
 TIMINGS = b"x-kvmesh-timings"
 TRACEPARENT = b"traceparent"
+AUTHORIZATION = b"authorization"
 MAX_TIMEOUT_MS = 24 * 3600 * 1000
 
 JSON: Headers = [(b"content-type", b"application/json")]
@@ -56,11 +57,12 @@ class Asked:
             # Clients may use an id twice; inside the mesh each request has a name of its own.
             self.request_id = f"{text}-{self.request_id[:8]}"
         self.timeout_s = _milliseconds(headers.get(TIMEOUT))
+        self.authorization = headers.get(AUTHORIZATION)
         self.timings = headers.get(TIMINGS, b"") == b"1"
         self.parent: Context = spans.context_from(headers.get(TRACEPARENT, b"").decode("latin-1"))
 
 
-_KNOWN = frozenset((REQUEST_ID, TIMEOUT, TIMINGS, TRACEPARENT))
+_KNOWN = frozenset((REQUEST_ID, TIMEOUT, TIMINGS, TRACEPARENT, AUTHORIZATION))
 
 
 def _milliseconds(value: bytes | None) -> float | None:
@@ -145,4 +147,4 @@ async def send_error(send: Send, err: KvmeshError, headers: Headers) -> None:
     """`err` as OpenAI writes it. After a body that was not read to its end the connection is closed."""
     more = [(b"connection", b"close")] if isinstance(err, BodyTooLarge) else []
     body = orjson.dumps(error_json(err))
-    await send_body(send, err.http_status, [*JSON, *retry_after(err), *headers, *more], body)
+    await send_body(send, err.http_status, [*JSON, *error_headers(err), *headers, *more], body)

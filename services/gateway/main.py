@@ -8,11 +8,12 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import uvicorn
 from fastapi import FastAPI
 
+from kvmesh.rpc import security
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.pb import gateway_pb2_grpc
 from kvmesh.rpc.server import Server, check_port, join
@@ -21,6 +22,8 @@ from services.gateway import app, servicer
 from services.gateway.conductor import Catalog, Conductor
 from services.gateway.config import GatewayConfig
 from services.gateway.core import Core
+from services.gateway.key_file import KeyFile
+from services.gateway.models import Models
 from services.gateway.prepare import Preparer
 from services.gateway.sessions import Key, Sessions
 from services.gateway.tokenizer import Tokenizer
@@ -35,13 +38,12 @@ _KEEP_ALIVE_S = 60
 
 async def run(config: GatewayConfig, stop: asyncio.Event, started: Callable[[dict[str, object]], None]) -> None:
     """Serve until `stop`; `started` hears the addresses (gRPC, "http", "metrics"). ConfigError: a port in use,
-    no model; CheckpointError: no tokenizer there."""
-    if not config.model:
-        raise ConfigError("model='': the gateway needs a checkpoint folder (its tokenizer)", field="model")
+    no model, bad API keys or certificates; CheckpointError: no tokenizer there."""
+    models = Models(await _preparers(config.folders))
+    keys = KeyFile(config.api_keys)
+    keys.load()
+    http_tls = security.load_pair(config.http_tls_cert, config.http_tls_key, "http_tls_cert", "http_tls_key")[0]
     names.activate("gateway")
-    # One prompt is one call: rayon's threads would only wait for each other.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    preparer = Preparer(await asyncio.to_thread(Tokenizer.load, config.model))
     async with contextlib.AsyncExitStack() as stack:
         metrics_port, close_metrics = names.serve_metrics(config.host, config.metrics_port)
         stack.push_async_callback(asyncio.to_thread, close_metrics)
@@ -52,7 +54,7 @@ async def run(config: GatewayConfig, stop: asyncio.Event, started: Callable[[dic
         gateway_id = config.instance_id or f"gateway-{os.getpid()}"
         sessions = Sessions(gateway_id, secrets.randbits(63), config.session_timeout_ms / 1000)
         stack.push_async_callback(sessions.close)
-        grpc_server = Server(config.host, config.port)
+        grpc_server = Server(config.host, config.port, public=True)
 
         def on_ready(ready: bool) -> None:
             names.GATEWAY_READY.set(ready)
@@ -61,27 +63,36 @@ async def run(config: GatewayConfig, stop: asyncio.Event, started: Callable[[dic
         def on_instances(living: Collection[Key]) -> None:
             sessions.keep_only(living)
 
-        catalog = Catalog(conductor, config.model_name, on_ready=on_ready, on_instances=on_instances)
-        core = Core(config, preparer, conductor, sessions, catalog)
+        catalog = Catalog(conductor, models, on_ready=on_ready, on_instances=on_instances)
+        core = Core(config, models, keys, conductor, sessions, catalog)
         stack.callback(core.close)
         gateway_pb2_grpc.add_GatewayServicer_to_server(servicer.GatewayServicer(core), grpc_server.grpc)
         grpc_server.serves(servicer.SERVICE)
         await grpc_server.start()
         stack.push_async_callback(grpc_server.stop, _GRPC_GRACE_S)
-        http = HttpServer(app.build(core), config.host, config.http_port)
+        http = HttpServer(app.build(core), config)
         await http.start()
         stack.push_async_callback(http.stop)
-        watching = asyncio.create_task(catalog.run(), name="catalog")
-        stack.push_async_callback(_end, watching)
+        for name, work in (("catalog", catalog.run()), ("api keys", keys.follow())):
+            stack.push_async_callback(_end, asyncio.create_task(work, name=name))
         started(
             {
                 "address": grpc_server.address,
                 "http": http.address,
+                "scheme": "https" if http_tls else "http",
                 "metrics": join(config.host, metrics_port),
             }
         )
         await stop.wait()
         await _drain(core, grpc_server)
+
+
+async def _preparers(folders: Mapping[str, str]) -> dict[str, Preparer]:
+    if not folders:
+        raise ConfigError("model='': the gateway needs a checkpoint folder (its tokenizer)", field="model")
+    # One prompt is one call: rayon's threads would only wait for each other.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return {name: Preparer(await asyncio.to_thread(Tokenizer.load, folder)) for name, folder in folders.items()}
 
 
 async def _drain(core: Core, server: Server) -> None:
@@ -118,11 +129,11 @@ class _Uvicorn(uvicorn.Server):
 
 
 class HttpServer:
-    """uvicorn on this event loop."""
+    """uvicorn on this event loop; HTTPS when the configuration names a certificate."""
 
-    def __init__(self, application: FastAPI, host: str, port: int) -> None:
-        self._host = host
-        self._port = port
+    def __init__(self, application: FastAPI, config: GatewayConfig) -> None:
+        self._host = config.host
+        self._port = config.http_port
         self._server = _Uvicorn(
             uvicorn.Config(
                 application,
@@ -135,6 +146,8 @@ class HttpServer:
                 timeout_graceful_shutdown=_HTTP_GRACE_S,
                 backlog=2048,
                 timeout_keep_alive=_KEEP_ALIVE_S,
+                ssl_certfile=config.http_tls_cert or None,
+                ssl_keyfile=config.http_tls_key or None,
             )
         )
         self._task: asyncio.Task[None] | None = None

@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvmesh.kvcache.keys import Namespace, chain, pack_tokens
+from kvmesh.kvcache.keys import Namespace, chain_tip, pack_tokens
 from kvmesh.rpc.errors import ContextTooLong
 from services.gateway.chat import ChatTemplates
 from services.gateway.detokenize import CONTEXT_TOKENS
@@ -25,11 +25,13 @@ class ModelBounds:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """One prompt, ready to be placed. `token_ids` are packed little-endian u32, `keys` 16 bytes a full block."""
+    """One prompt, ready to be placed. `token_ids` are packed little-endian u32, `keys` 16 bytes a full block,
+    `chain_digest` the 32 bytes that the key of the next block, the answer's first, is chained from."""
 
     tokens: int
     token_ids: bytes
     keys: bytes
+    chain_digest: bytes
     text: str  # as given; of token ids what they read as; only for `echo`
     context: tuple[int, ...]  # its last tokens, which tell how the answer's first ones read
     blank: bool  # nothing but special tokens
@@ -87,13 +89,15 @@ class Preparer:
                 field=field,
             )
         packed = pack_tokens(ids)
+        keys, chain_digest = chain_tip(namespace, packed, bounds.block_tokens)
         echo = ""
         if generation.echo:
             echo = prompt if isinstance(prompt, str) else self.tokenizer.decode(ids)
         return Prepared(
             len(ids),
             packed,
-            chain(namespace, packed, bounds.block_tokens),
+            keys,
+            chain_digest,
             echo,
             tuple(ids[-CONTEXT_TOKENS:]),
             all(token in self.tokenizer.special_ids for token in ids),

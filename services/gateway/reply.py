@@ -55,6 +55,7 @@ class Reply(Response):
         try:
             asked = Asked(scope)
             self._own_headers = [(REQUEST_ID, asked.echoed_id.encode())]
+            tenant = self._core.keys.tenant(asked.authorization, self._kind.route)  # before a stranger's body is read
             body = await read_json(scope, receive, self._core.config.max_body_bytes)
             read = self._kind.read(body, self._core.config.limits)
             wanted = read.generation(self._core.config.limits)
@@ -66,14 +67,6 @@ class Reply(Response):
         del body
         if asked.timeout_s is not None:
             wanted = dataclasses.replace(wanted, timeout_s=asked.timeout_s)
-        frames = Frames(
-            chat=self._kind is ChatRequest,
-            request_id=asked.request_id,
-            created=int(time.time()),
-            model=wanted.model,
-            include_usage=read.include_usage,
-            piece=self._core.preparer.tokenizer.piece,
-        )
         request = Request(
             self._core,
             wanted,
@@ -82,6 +75,15 @@ class Reply(Response):
             stream=bool(read.stream),
             parent=asked.parent,
             received_ns=received_ns,
+            tenant=tenant,
+        )
+        frames = Frames(
+            chat=self._kind is ChatRequest,
+            request_id=asked.request_id,
+            created=int(time.time()),
+            model=wanted.model,
+            include_usage=read.include_usage,
+            piece=request.piece,
         )
         answer = self._stream if read.stream else self._whole
         await self._unless_gone(receive, self._guarded(answer, request, frames, asked.timings, send))

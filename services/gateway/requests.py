@@ -13,15 +13,16 @@ from types import TracebackType
 
 from opentelemetry.context import Context
 
-from kvmesh.rpc.errors import DeadlinePassed, InternalError, KvmeshError, ModelNotFound, Unavailable
+from kvmesh.rpc.errors import DeadlinePassed, InternalError, KvmeshError, Unavailable
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
 from kvmesh.telemetry import names, spans
 from services.gateway.accounts import Account
+from services.gateway.api_keys import ANYBODY, Tenant
 from services.gateway.choice import Answer, Delta
 from services.gateway.choices import Choice
-from services.gateway.conductor import Facts
 from services.gateway.core import Core
 from services.gateway.generation import Generation, brief
+from services.gateway.models import Facts, Model
 from services.gateway.prepare import Prepared
 from services.gateway.stops import StopMatcher, StopStrings
 
@@ -49,13 +50,21 @@ class Request:
         parent: Context,
         received_ns: int,
         token_ids: bool = False,
+        tenant: Tenant = ANYBODY,
     ) -> None:
         self.core = core
+        self.tenant = tenant
         self.generation = generation
         self.request_id = request_id
         self.choices: list[Choice] = []
         self.account = Account(
-            generation, request_id=request_id, route=route, stream=stream, parent=parent, received_ns=received_ns
+            generation,
+            request_id=request_id,
+            route=route,
+            stream=stream,
+            parent=parent,
+            received_ns=received_ns,
+            tenant=tenant.name,
         )
         self._stream = stream
         self._token_ids = token_ids
@@ -66,6 +75,7 @@ class Request:
         self._dirty: list[Choice] = []
         self._failure: KvmeshError | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._model: Model | None = None
         self._facts: Facts | None = None
         self._stops: StopStrings | None = None
         self._left = 0
@@ -113,13 +123,11 @@ class Request:
         """Template, tokens, keys, off they go. Raises what a client did wrong, or Unavailable while the model is
         unknown."""
         core, wanted = self.core, self.generation
-        if wanted.model != core.model:
-            shown = repr(brief(wanted.model, 200))
-            raise ModelNotFound(f"model={shown}: not served here; served: {core.model}", field="model")
-        facts = self._facts = core.catalog.require()
+        model = self._model = core.models.find(wanted.model, self.tenant)
+        facts = self._facts = model.require()
         try:
             async with asyncio.timeout_at(self._deadline):
-                prepared = await core.prepare(wanted, facts)
+                prepared = await core.prepare(wanted, model, facts, self.tenant)
         except TimeoutError:
             raise self._late() from None
         self.account.tokenized(sum(prompt.tokens for prompt in prepared), facts.block_tokens)
@@ -160,6 +168,11 @@ class Request:
         and a moment for the last words. TimeoutError then; nobody is left to be told."""
         return asyncio.timeout_at(self._deadline + _LAST_WORDS_S)
 
+    def piece(self, token_id: int) -> tuple[str, list[int]]:
+        """Text and bytes of one of the model's tokens."""
+        assert self._model is not None, "prepared"
+        return self._model.preparer.tokenizer.piece(token_id)
+
     # ── what choices need ─────────────────────────────────────────────────────────────────────────
 
     @property
@@ -179,8 +192,8 @@ class Request:
 
     def new_answer(self, prompt: Prepared) -> Answer:
         """See choices.Owner."""
-        assert self._facts is not None, "prepared"
-        detokenizer = self.core.preparer.tokenizer.detokenizer(prompt.context, opens=prompt.blank)
+        assert self._facts is not None and self._model is not None, "prepared"
+        detokenizer = self._model.preparer.tokenizer.detokenizer(prompt.context, opens=prompt.blank)
         matcher = StopMatcher(self._stops) if self._stops else None
         return Answer(detokenizer, matcher, () if self.generation.ignore_eos else self._facts.eos_ids)
 
@@ -284,6 +297,7 @@ class Request:
             priority=wanted.priority,
             traceparent=spans.traceparent(self.account.span),
             credit_tokens=self.credit_tokens,
+            chain_digest=choice.prompt.chain_digest,
         )
 
     def _engine_id(self, choice: Choice) -> str:

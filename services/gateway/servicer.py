@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import time
 import uuid
+from collections.abc import Iterable
 from typing import Any
 
 from kvmesh.kvcache.keys import TOKEN_BYTES, unpack_tokens
 from kvmesh.rpc.errors import BodyTooLarge, DeadlinePassed, InvalidRequest
 from kvmesh.rpc.metadata import context_from_metadata
 from kvmesh.rpc.pb import common_pb2, gateway_pb2, gateway_pb2_grpc
+from services.gateway.api_keys import Tenant
 from services.gateway.chat import Message
 from services.gateway.choice import Delta
 from services.gateway.config import MAX_TOP_LOGPROBS
@@ -20,6 +22,7 @@ from services.gateway.openai import ROLES
 from services.gateway.requests import Request
 
 SERVICE = "kvmesh.v1.Gateway"
+AUTHORIZATION = "authorization"
 _ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
@@ -35,17 +38,20 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     ) -> None:
         """Tokens as they come; usage and timings with the last. Cancelling the call cancels the request."""
         received_ns = time.monotonic_ns()
+        metadata = context.invocation_metadata()
+        tenant = self._core.keys.tenant(_authorization(metadata), "grpc")
         request_id = engine_id(request.request_id)
-        wanted = to_generation(request, self._core)
+        wanted = to_generation(request, self._core, tenant)
         running = Request(
             self._core,
             wanted,
             request_id=request_id,
             route="grpc",
             stream=True,
-            parent=context_from_metadata(context.invocation_metadata()),
+            parent=context_from_metadata(metadata),
             received_ns=received_ns,
             token_ids=True,
+            tenant=tenant,
         )
         try:
             async with running.guard(), running:
@@ -86,10 +92,22 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         return gateway_pb2.GetGatewayStatusResponse(
             requests=len(core.running),
             streams=len(core.sessions),
-            models=[core.model],
-            ready=core.catalog.ready and not core.stopping,
-            not_ready_reason="shutting down" if core.stopping else core.catalog.not_ready_reason,
+            models=core.models.names,
+            ready=not core.not_ready_reason,
+            not_ready_reason=core.not_ready_reason,
+            model_status=[
+                gateway_pb2.GatewayModel(name=model.name, ready=model.ready, not_ready_reason=model.not_ready_reason)
+                for model in core.models
+            ],
         )
+
+
+def _authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> bytes | None:
+    """The Authorization header of a call, if it has one."""
+    for key, value in metadata or ():
+        if key == AUTHORIZATION:
+            return value if isinstance(value, bytes) else value.encode("utf-8", "surrogateescape")
+    return None
 
 
 def engine_id(given: str) -> str:
@@ -102,7 +120,7 @@ def engine_id(given: str) -> str:
     return f"{given}-{fresh[:8]}"
 
 
-def to_generation(request: gateway_pb2.GenerateRequest, core: Core) -> Generation:
+def to_generation(request: gateway_pb2.GenerateRequest, core: Core, tenant: Tenant) -> Generation:
     """The request in the gateway's own terms. InvalidRequest names field and value; BodyTooLarge: as over REST."""
     if request.ByteSize() > core.config.max_body_bytes:
         raise BodyTooLarge(f"message: longer than {core.config.max_body_bytes} bytes", field="message")
@@ -110,7 +128,7 @@ def to_generation(request: gateway_pb2.GenerateRequest, core: Core) -> Generatio
         raise refused("top_logprobs", request.top_logprobs, "only allowed with logprobs=true")
     between("top_logprobs", request.top_logprobs, 0, MAX_TOP_LOGPROBS)
     return Generation(
-        model=request.model or core.model,
+        model=request.model or core.models.only(tenant).name,
         prompts=(_prompt(request),),
         max_tokens=request.max_tokens or None,
         temperature=request.temperature if request.HasField("temperature") else 1.0,

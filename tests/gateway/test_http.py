@@ -37,7 +37,7 @@ async def test_readiness_says_why_not(make_mesh: MeshMaker) -> None:
 async def test_an_instance_that_loads_is_not_ready(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     from services.gateway.conductor import why_not_ready
 
-    assert (await mesh.http.get("/ready")).json() == {"status": "ready", "model": MODEL}
+    assert (await mesh.http.get("/ready")).json() == {"status": "ready", "models": {MODEL: {"ready": True}}}
     mesh.conductor.ready = False
     instances = (await mesh.conductor.GetStatus(None, None)).instances  # type: ignore[arg-type]
     assert why_not_ready(MODEL, True, instances) == "no decode instance is ready (decode-0: loading)"

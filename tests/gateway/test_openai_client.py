@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from kvmesh.kvcache.keys import Namespace, chain
+from services.gateway.api_keys import combined_salt
 from tests.gateway.conftest import Mesh
 from tests.gateway.scripted import BLOCK_TOKENS, CACHED, FINGERPRINT, MODEL, Run
 
@@ -47,7 +48,7 @@ async def test_what_conductor_and_decode_are_told(mesh: Mesh) -> None:
         extra_headers={"traceparent": traceparent, "x-request-timeout-ms": "60000"},
     )  # fmt: skip
     asked, start = mesh.conductor.asked[0], mesh.decodes[0].runs[0].start
-    namespace = Namespace(fingerprint=FINGERPRINT, kv_dtype="float32", tenant_salt="me")
+    namespace = Namespace(fingerprint=FINGERPRINT, kv_dtype="float32", tenant_salt=combined_salt("", "me"))
     assert asked.block_keys == start.block_keys == chain(namespace, prompt, BLOCK_TOKENS)
     assert (asked.prompt_tokens, asked.max_tokens, asked.priority, asked.model) == (40, 5, -4, MODEL)
     assert asked.request_id == start.request_id

@@ -1,0 +1,171 @@
+"""API keys: who may ask, as which tenant, and what keeps tenants' KV blocks apart.
+
+A file of keys is TOML, one table a key, and holds no key, only digests:
+
+    [[key]]
+    name = "alice"              # of the tenant, in traces
+    sha256 = "64 hex digits"    # of the key
+    salt = "alice"              # default: the name; tenants of one salt share KV blocks
+    models = ["small"]          # default: every model of the gateway
+    disabled = false
+
+Keys must be long and random, as `make_entry` makes them: a digest of one can be known to everybody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import re
+import secrets
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvmesh.rpc.errors import ConfigError, Unauthorized
+
+MAX_KEYS = 4096  # every one of them is compared at every call
+MAX_SALT_CHARS = 256
+PREFIX = "sk-kvmesh-"
+_RANDOM_BYTES = 32
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_NAME_RULE = "must be 1 to 64 of A-Z a-z 0-9 . _ @ - and begin with a letter or digit"
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_TYPES: Mapping[str, type] = {"name": str, "sha256": str, "salt": str, "models": list, "disabled": bool}
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Whose request it is. `models`: those it may use; None: all."""
+
+    name: str = ""
+    salt: str = ""
+    models: frozenset[str] | None = None
+
+    def may_use(self, model: str) -> bool:
+        return self.models is None or model in self.models
+
+
+ANYBODY = Tenant()
+"""Of a gateway without API keys."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key of the file; `digest` is the SHA-256 of the key."""
+
+    tenant: Tenant
+    digest: bytes
+    disabled: bool = False
+
+    def matches(self, digest: bytes) -> bool:
+        """Takes as long whether it does or not."""
+        return hmac.compare_digest(self.digest, digest)
+
+
+class KeyRing:
+    """All keys of one file, at one moment."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self.entries = tuple(entries)
+
+    @classmethod
+    def parse(cls, text: str) -> KeyRing:
+        """Read a file's text. ConfigError names the entry and the field; never a digest that may be a key."""
+        try:
+            found = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as err:
+            raise ConfigError(f"api_keys: not TOML ({_place(err)})", field="api_keys") from None
+        tables = found.get("key", [])
+        if found.keys() - {"key"} or not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
+            raise ConfigError("api_keys: must hold [[key]] tables and nothing else", field="api_keys")
+        if not 1 <= len(tables) <= MAX_KEYS:
+            raise ConfigError(f"api_keys: holds {len(tables)} keys; 1 to {MAX_KEYS} are allowed", field="api_keys")
+        entries = [_entry(index, table) for index, table in enumerate(tables)]
+        for what, values in (
+            ("name", [entry.tenant.name for entry in entries]),
+            ("sha256", [entry.digest.hex() for entry in entries]),
+        ):
+            if len(set(values)) < len(values):
+                twice = next(index for index, value in enumerate(values) if value in values[:index])
+                shown = f" ({entries[twice].tenant.name!r})"
+                raise ConfigError(f"api_keys: key {twice}{shown}: {what} is used twice", field="api_keys")
+        return cls(entries)
+
+    def tenant(self, authorization: bytes | None) -> Tenant:
+        """Who presents this Authorization header. Unauthorized, never with the key in it.
+
+        Every entry is compared, so that time does not tell which one was met, nor whether any."""
+        if authorization is None:
+            raise Unauthorized("no API key: send it in an Authorization header, as in 'Authorization: Bearer KEY'")
+        scheme, _, key = authorization.strip().partition(b" ")
+        digest = hashlib.sha256(key.strip()).digest()
+        found: Entry | None = None
+        for entry in self.entries:
+            if entry.matches(digest):
+                found = entry
+        if scheme.lower() != b"bearer":
+            raise Unauthorized("the Authorization header holds no API key: it must read 'Bearer KEY'")
+        if found is None or found.disabled or not key.strip():
+            raise Unauthorized("incorrect API key")
+        return found.tenant
+
+
+def _entry(index: int, table: dict[str, Any]) -> Entry:
+    name = table.get("name")
+    shown = f"key {index}" + (f" ({name!r})" if isinstance(name, str) and _NAME.fullmatch(name) else "")
+
+    def refuse(why: str) -> ConfigError:
+        return ConfigError(f"api_keys: {shown}: {why}", field="api_keys")
+
+    for field, value in table.items():
+        if field not in _TYPES:
+            raise refuse(f"unknown field {field[:40]!r}")
+        if type(value) is not _TYPES[field]:
+            raise refuse(f"{field} must be {_words(_TYPES[field])}")
+    for field in ("name", "sha256"):
+        if field not in table:
+            raise refuse(f"{field} is missing")
+    if not _NAME.fullmatch(table["name"]):
+        raise refuse(f"name {_NAME_RULE}")
+    if not _DIGEST.fullmatch(table["sha256"].lower()):
+        raise refuse("sha256 must be the 64 hex digits of the key's SHA-256, not the key")
+    salt = table.get("salt", table["name"])
+    if not 1 <= len(salt) <= MAX_SALT_CHARS:
+        raise refuse(f"salt has {len(salt)} characters; 1 to {MAX_SALT_CHARS} are allowed")
+    models = table.get("models")
+    if models is not None and (not models or not all(isinstance(model, str) and model for model in models)):
+        raise refuse("models must name models; without it all are allowed")
+    tenant = Tenant(table["name"], salt, None if models is None else frozenset(models))
+    return Entry(tenant, bytes.fromhex(table["sha256"]), table.get("disabled", False))
+
+
+def _words(kind: type) -> str:
+    return {str: "text", list: "a list of names", bool: "true or false"}[kind]
+
+
+def _place(err: tomllib.TOMLDecodeError) -> str:
+    """Where the file is broken, without the text that stands there."""
+    found = re.search(r"at (line \d+, column \d+|end of document)", str(err))
+    return found.group(1) if found else "its syntax is wrong"
+
+
+def combined_salt(tenant_salt: str, cache_salt: str) -> str:
+    """The salt of the key namespace for a request's own salt within its tenant's: no two pairs give the same text.
+
+    "" only where there is neither: blocks that everybody may share."""
+    if not tenant_salt and not cache_salt:
+        return ""
+    return f"{len(tenant_salt)}:{tenant_salt}:{cache_salt}"
+
+
+def make_entry(name: str, *, random: Callable[[int], str] = secrets.token_urlsafe) -> tuple[str, str]:
+    """(a new key, its table for the file of keys). The key is nowhere else. ConfigError: no name for a tenant."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"name={name[:80]!r}: {_NAME_RULE}", field="name")
+    key = PREFIX + random(_RANDOM_BYTES)
+    # JSON's strings are TOML's, too.
+    text = f"[[key]]\nname = {json.dumps(name)}\nsha256 = {json.dumps(hashlib.sha256(key.encode()).hexdigest())}\n"
+    return key, text
