@@ -79,8 +79,6 @@ class Peers:
         for known in [k for k in peer.segments if k[0] == life[0]]:
             self._release(peer.segments.pop(known))
         peer.segments[life] = tuple(names)
-        if peer.forgotten and peer.users == 0:
-            self._drop(peer)
         return tuple(names)
 
     def forget(self, peer: Peer) -> None:
@@ -102,10 +100,9 @@ class Peers:
         return len(self._peers)
 
     async def close(self) -> None:
-        """All of them, used or not."""
+        """All of them; those still in use are closed by their last user."""
         for peer in list(self._peers.values()):
             self.forget(peer)
-            self._drop(peer)
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     def _evict(self) -> None:
@@ -116,15 +113,14 @@ class Peers:
                 self.forget(peer)
 
     def _drop(self, peer: Peer) -> None:
-        if peer.users and not peer.forgotten:
+        if peer.users:
             return
         for names in peer.segments.values():
             self._release(names)
         peer.segments.clear()
-        if peer.users == 0:
-            task = asyncio.get_running_loop().create_task(peer.channel.close(None), name="close channel")
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+        task = asyncio.get_running_loop().create_task(peer.channel.close(None), name="close channel")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     def _release(self, names: Sequence[str]) -> None:
         for name in names:

@@ -11,6 +11,7 @@ The spans of one request:
         ├── kvmesh.prefill                   prefill: received → everything acknowledged
         │   ├── kvmesh.queue                 received → first chunk starts
         │   ├── kvmesh.pull                  other nodes asked for blocks → what arrived is sealed here
+        │   │                                (kvmesh.fetch: one for each holder, lease asked → last byte read)
         │   ├── kvmesh.load                  own host segment → device pages
         │   ├── kvmesh.compute               first chunk starts → first token sampled
         │   └── kvmesh.transfer              first byte posted → last acknowledged
@@ -56,6 +57,7 @@ SPAN_ADMIT = "kvmesh.admit"
 SPAN_PREFILL = "kvmesh.prefill"
 SPAN_QUEUE = "kvmesh.queue"
 SPAN_PULL = "kvmesh.pull"
+SPAN_FETCH = "kvmesh.fetch"
 SPAN_COMPUTE = "kvmesh.compute"
 SPAN_TRANSFER = "kvmesh.transfer"
 SPAN_RESERVE = "kvmesh.reserve"
@@ -100,6 +102,8 @@ DEVICE_TOKENS = "kvmesh.device_tokens"  # of the cached ones: lay in device page
 HOST_TOKENS = "kvmesh.host_tokens"  # in the own host segment,
 PULLED_TOKENS = "kvmesh.pulled_tokens"  # on other nodes
 PULL_BYTES = "kvmesh.pull.bytes"
+HOLDER = "kvmesh.pull.holder"  # instance id of the node that blocks were read from
+WANTED_BLOCKS = "kvmesh.pull.wanted_blocks"
 AT_DECODE_TOKENS = "kvmesh.at_decode_tokens"  # of the prompt: their KV lay in decode's store and was not sent
 DECODE_PULLED_TOKENS = "kvmesh.decode.pulled_tokens"  # fetched by decode from other nodes for this request
 COMPUTED_TOKENS = "kvmesh.computed_tokens"  # by prefill: the rest
@@ -116,7 +120,8 @@ TENANT = "kvmesh.tenant"  # name of the API key's entry, at most 64 characters
 
 # ── metrics ───────────────────────────────────────────────────────────────────────────────────────
 
-SERVICES = ("gateway", "conductor", "prefill", "decode", "store")
+# "node": the node store of a prefill, decode or pool process, served beside the service's own.
+SERVICES = ("gateway", "conductor", "prefill", "decode", "store", "node")
 REGISTRIES: dict[str, CollectorRegistry] = {name: CollectorRegistry() for name in SERVICES}
 _PROCESS = CollectorRegistry()
 ProcessCollector(registry=_PROCESS)
@@ -219,6 +224,21 @@ STORE_CHANGES = _counter("store_member_changes_total", "Membership changes.", "c
 STORE_BEATS = _counter("store_beats_total", "Heartbeats taken.")
 STORE_HEARTBEAT_AGE = _gauge("store_heartbeat_age_seconds", "Longest silence of a live member.")
 STORE_WATCHERS = _gauge("store_watchers_count", "Open WatchMembers streams.")
+
+# Node store. outcome: all, some, none of the blocks came; state: sealed, writing, free.
+NODE_PULLS = _counter("node_pulls_total", "Pull jobs that ended.", "outcome")
+NODE_PULL = _histogram("node_pull_seconds", "A pull job asked for until ended.", _WAIT)
+NODE_PULLED_BLOCKS = _counter("node_pulled_blocks_total", "Blocks read from other nodes.")
+NODE_PULLED_BYTES = _counter("node_pulled_bytes_total", "KV bytes read from other nodes.")
+NODE_PULL_LAPSED = _counter("node_pull_lapsed_total", "Reads discarded since their lease had run out.")
+NODE_LEASES_GIVEN = _counter("node_leases_given_total", "Leases given to readers.")
+NODE_LEASES = _gauge("node_leases_count", "Leases given to readers and not over.")
+NODE_BLOCKS = _gauge("node_blocks_count", "Blocks of the host segment.", "state")
+NODE_CAPACITY = _gauge("node_capacity_bytes", "Size of the host segment.")
+NODE_FREE = _gauge("node_free_bytes", "Of it neither sealed nor being written.")
+NODE_EVICTED = _gauge("node_evicted_blocks_count", "Blocks evicted since the start.")
+NODE_OFFLOADED = _counter("node_offloaded_blocks_total", "Cold blocks that pool nodes hold at this node's wish.")
+NODE_ANNOUNCED = _counter("node_announcements_total", "Announcements sent to the store master.", "outcome")
 
 BUILD_INFO: dict[str, Gauge] = {
     name: _gauge(f"{name}_build_info", "Always 1; the label tells the build.", "version") for name in SERVICES

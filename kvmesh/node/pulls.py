@@ -1,0 +1,335 @@
+"""The reader's side: pull jobs.
+
+    job ─▶ ranges, each for what is still missing and it covers ─▶ Lease ─▶ PullOpen at every rank ─▶ PullEnded
+                 ▲                                                     └─ RenewLease at half its time
+                 └── what a range did not bring goes to the next one that covers it
+
+A block has arrived when every rank has all of its bytes and the lease still held when the last of them was there.
+Memory that a rank reads into is given back (the job ends) only after its PullEnded, or when the rank is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import grpc.aio
+
+from kvmesh.kvcache.sources import PullJob, Pulled, PullRange
+from kvmesh.node import messages as m
+from kvmesh.node import reader_lease
+from kvmesh.node.partitions import Partition
+from kvmesh.node.peers import Peer, Peers
+from kvmesh.node.reader_lease import NS, ReaderLease, Terms
+from kvmesh.node.segments import Rank, Segments
+from kvmesh.rpc import status
+from kvmesh.rpc.errors import KvmeshError, RequestCancelled, TransferError, Unavailable, UnknownInstance
+from kvmesh.telemetry import names, spans
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CALL_S = 1.0  # a holder that has not answered a lease by then is passed over
+CLOSE_S = 2.0
+
+
+@dataclass
+class PullStats:
+    """Since the start of this process."""
+
+    blocks: int = 0
+    nbytes: int = 0
+
+
+@dataclass(eq=False)
+class _Running:
+    job: PullJob
+    partition: Partition
+    deadline_ns: int
+    stop: asyncio.Event = field(default_factory=asyncio.Event)  # cancelled
+    nbytes: int = 0
+    causes: dict[str, None] = field(default_factory=dict)
+
+    def left_ns(self) -> int:
+        return 0 if self.stop.is_set() else max(0, self.deadline_ns - time.monotonic_ns())
+
+
+class Pulls:
+    """All pulls of one process. On the event loop; nothing here raises to its caller."""
+
+    def __init__(self, reader: str, ranks: Sequence[Rank], segments: Segments, peers: Peers, lease_ms: int) -> None:
+        self.stats = PullStats()
+        self._reader = reader
+        self._ranks = ranks
+        self._segments = segments
+        self._peers = peers
+        self._lease_ms = lease_ms
+        self._tickets = itertools.count(1)
+        self._reads: dict[tuple[int, int], asyncio.Future[m.PullEnded | None]] = {}  # (rank, ticket)
+        self._jobs: dict[int, _Running] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._lost = ""
+
+    @property
+    def active(self) -> int:
+        """Jobs under way."""
+        return len(self._jobs)
+
+    # ── what callers do ──────────────────────────────────────────────────────────────────────────
+
+    def start(self, job: PullJob, partition: Partition, on_pulled: Callable[[Pulled], None]) -> None:
+        """Begin a job; `on_pulled` hears of its end once, in a later turn of the loop."""
+        assert job.ticket not in self._jobs, f"ticket {job.ticket} names a pull already"
+        deadline_ns = time.monotonic_ns() + job.timeout_ms * 1_000_000
+        record = self._jobs[job.ticket] = _Running(job, partition, deadline_ns)
+
+        async def run() -> None:
+            try:
+                pulled = await self._run(record)
+            finally:
+                del self._jobs[job.ticket]
+            on_pulled(pulled)
+
+        self._spawn(run(), f"pull {job.ticket}")
+
+    def cancel(self, ticket: int) -> None:
+        """It ends soon, with what has arrived. Unknown tickets are ignored."""
+        record = self._jobs.get(ticket)
+        if record is not None:
+            record.stop.set()
+
+    def rank_said(self, rank: int, message: m.PullEnded) -> None:
+        """A rank's last word on one of our reads."""
+        waiting = self._reads.pop((rank, message.ticket), None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(message)
+
+    def ranks_lost(self, cause: str) -> None:
+        """No rank will say anything any more, and what they read into is gone."""
+        self._lost = self._lost or cause
+        for record in self._jobs.values():
+            record.stop.set()
+        reads, self._reads = self._reads, {}
+        for waiting in reads.values():
+            if not waiting.done():
+                waiting.set_result(None)
+
+    async def close(self) -> None:
+        """End every job; those that a rank keeps for too long end as if it were gone. Bounded."""
+        for record in self._jobs.values():
+            record.stop.set()
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=CLOSE_S)
+        self.ranks_lost("the instance is closing")
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=CLOSE_S)
+
+    def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("%s failed", task.get_name(), exc_info=task.exception())
+
+    # ── one job ──────────────────────────────────────────────────────────────────────────────────
+
+    async def _run(self, record: _Running) -> Pulled:
+        job, start = record.job, time.monotonic_ns()
+        arrived: set[int] = set()
+        try:
+            await self._ranges(record, arrived)
+        except Exception as error:
+            log.exception("pull %d failed", job.ticket)
+            record.causes[f"{type(error).__name__}: {error}"] = None
+        took = time.monotonic_ns() - start
+        cause = ""
+        if len(arrived) < len(job.keys):
+            stopped = "cancelled" if record.stop.is_set() else "" if record.left_ns() else "not within its time"
+            cause = "; ".join(filter(None, (self._lost or stopped, *record.causes))) or "nobody to ask"
+            wanted, who = len(job.keys), job.request_id or "-"
+            log.info("pull of %d blocks for %s: %d came (%s)", wanted, who, len(arrived), cause)
+        self.stats.blocks += len(arrived)
+        self.stats.nbytes += record.nbytes
+        names.NODE_PULLS.labels(outcome="all" if not cause else "some" if arrived else "none").inc()
+        names.NODE_PULL.observe(took / NS)
+        names.NODE_PULLED_BYTES.inc(record.nbytes)
+        names.NODE_PULLED_BLOCKS.inc(len(arrived))
+        return Pulled(job.ticket, tuple(sorted(arrived)), record.nbytes, took, cause)
+
+    async def _ranges(self, record: _Running, arrived: set[int]) -> None:
+        """Give every missing position to the first range that covers it and was not tried for it yet, until none is
+        left to give or the time is over. Ranges run beside one another: no position is with two of them."""
+        job = record.job
+        missing = set(range(len(job.keys)))
+        tried: list[set[int]] = [set() for _ in job.ranges]
+        running: dict[asyncio.Task[set[int]], set[int]] = {}
+        while True:
+            for i, source in enumerate(job.ranges):
+                mine = {p for p in missing - tried[i] if _covers(source, job.blocks[p])}
+                if mine and record.left_ns():
+                    tried[i] |= mine
+                    missing -= mine
+                    spare = any(_covers(r, job.blocks[p]) for r, t in zip(job.ranges, tried) for p in mine - t)
+                    running[asyncio.ensure_future(self._guarded(record, source, sorted(mine), spare))] = mine
+            if not running:
+                return
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                got = task.result()
+                arrived |= got
+                missing |= running.pop(task) - got
+
+    async def _guarded(self, record: _Running, source: PullRange, positions: list[int], spare: bool) -> set[int]:
+        """What of `positions` came from this holder; never raises. `spare`: somebody else could be asked afterwards,
+        so this one does not get all of the time."""
+        start = time.monotonic_ns()
+        deadline_ns = start + record.left_ns() // (2 if spare else 1)
+        got: set[int] = set()
+        cause = ""
+        try:
+            async with self._peers.use(source.address) as peer:
+                try:
+                    got, cause = await self._from(record, source, positions, peer, deadline_ns)
+                except (Unavailable, UnknownInstance, TransferError):
+                    self._peers.forget(peer)
+                    raise
+        except KvmeshError as error:
+            cause = error.message
+        except Exception as error:
+            log.exception("pull from %s failed", source.instance_id)
+            cause = f"{type(error).__name__}: {error}"
+        if cause:
+            record.causes[f"{source.instance_id}: {cause}"] = None
+        nbytes = len(got) * record.partition.shard_bytes * len(self._ranks)
+        record.nbytes += nbytes
+        self._trace(record.job, source, start, (len(positions), len(got), nbytes), cause)
+        return got
+
+    def _trace(
+        self, job: PullJob, source: PullRange, start: int, counts: tuple[int, int, int], cause: str
+    ) -> None:
+        if not job.traceparent:
+            return
+        wanted, got, nbytes = counts
+        attributes: dict[str, spans.Value] = {
+            names.REQUEST_ID: job.request_id,
+            names.INSTANCE: self._reader,
+            names.HOLDER: source.instance_id,
+            names.WANTED_BLOCKS: wanted,
+            names.BLOCKS: got,
+            names.PULL_BYTES: nbytes,
+        }
+        parent = spans.context_from(job.traceparent)
+        spans.record(names.SPAN_FETCH, parent, start, time.monotonic_ns(), attributes, error=cause)
+
+    # ── one holder ───────────────────────────────────────────────────────────────────────────────
+
+    async def _from(
+        self, record: _Running, source: PullRange, positions: list[int], peer: Peer, deadline_ns: int
+    ) -> tuple[set[int], str]:
+        """(positions that arrived, why not all). Raises KvmeshError."""
+        terms = Terms(self._reader, self._lease_ms, record.partition.layout, len(self._ranks))
+        keys = [record.job.keys[p] for p in positions]
+        timeout_s = max(min(CALL_S, (deadline_ns - time.monotonic_ns()) / NS), 0.001)
+        lease = await _unless(
+            record.stop, reader_lease.ask(terms, source, keys, peer, self._peers, timeout_s)
+        )
+        if lease is None:
+            return set(), "holds none of them"
+        # Held by this pull itself too: the peer may be forgotten while ranks read from it.
+        for name in lease.segments:
+            self._segments.share(name)
+        try:
+            extents = [record.job.extents[positions[i]] for i in lease.held]
+            ended = await self._read(record, lease, extents, deadline_ns)
+        finally:
+            for name in lease.segments:
+                self._segments.release(name)
+            self._spawn(reader_lease.give_back(lease, self._peers), "give a lease back")
+        if not record.stop.is_set() and any(said is None or said.cause for said in ended):
+            # Its segment may be broken: whoever comes next asks for descriptors again.
+            self._peers.forget(peer)
+        whole, cause = _judge(lease, ended)
+        return {positions[lease.held[i]] for i in whole}, cause or _partly(len(lease.held), len(keys))
+
+    async def _read(
+        self, record: _Running, lease: ReaderLease, extents: list[int], deadline_ns: int
+    ) -> list[m.PullEnded | None]:
+        """Every rank's last word; None of one that is gone. Returns only when nothing can land any more."""
+        reads = self._open(record.partition, lease, extents, deadline_ns)
+        ended = asyncio.gather(*reads.values())
+        stopping = asyncio.ensure_future(record.stop.wait())
+        renewing = asyncio.ensure_future(reader_lease.keep_alive(lease, self._lease_ms))
+        try:
+            left_s = (deadline_ns - time.monotonic_ns()) / NS
+            await asyncio.wait({ended, stopping, renewing}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                # Over its time, cancelled, or the lease is over: what comes now is of no use.
+                for rank, ticket in reads:
+                    self._ranks[rank].send(m.PullCancel(ticket))
+            return list(await ended)
+        finally:
+            stopping.cancel()
+            renewing.cancel()
+
+    def _open(
+        self, partition: Partition, lease: ReaderLease, extents: list[int], deadline_ns: int
+    ) -> dict[tuple[int, int], asyncio.Future[m.PullEnded | None]]:
+        reads = {}
+        for rank, (name, offsets) in enumerate(zip(lease.segments, lease.offsets, strict=True)):
+            ticket = next(self._tickets)
+            reads[rank, ticket] = done = asyncio.get_running_loop().create_future()
+            if self._lost:
+                done.set_result(None)
+                continue
+            self._reads[rank, ticket] = done
+            landing = tuple(partition.offset(rank, extent) for extent in extents)
+            self._ranks[rank].send(m.PullOpen(ticket, name, offsets, landing, partition.shard_bytes, deadline_ns))
+        return reads
+
+
+def _judge(lease: ReaderLease, ended: Sequence[m.PullEnded | None]) -> tuple[set[int], str]:
+    """(what counts of what the lease held, why not all): every rank has it, and the lease had not lapsed."""
+    whole, cause = set(range(len(lease.held))), ""
+    for said in ended:
+        if said is None:
+            return set(), "the rank that read is gone"
+        if said.arrived and not lease.holds_at(said.end_ns):
+            names.NODE_PULL_LAPSED.inc()
+            return set(), "the lease ran out before the last byte was here"
+        whole &= set(said.arrived)
+        cause = cause or said.cause
+    return whole, cause
+
+
+def _partly(held: int, wanted: int) -> str:
+    return "" if held == wanted else f"holds {held} of {wanted}"
+
+
+def _covers(source: PullRange, block: int) -> bool:
+    return source.first_block <= block < source.first_block + source.blocks
+
+
+async def _unless(stop: asyncio.Event, call: Awaitable[T]) -> T:
+    """The call's answer, unless `stop` is set first. Raises KvmeshError."""
+    answer = asyncio.ensure_future(call)
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({answer, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            answer.cancel()
+            raise RequestCancelled("the pull was cancelled")
+        return answer.result()
+    except grpc.aio.AioRpcError as error:
+        raise status.from_rpc_error(error) from None
+    finally:
+        stopping.cancel()

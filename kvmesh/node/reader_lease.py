@@ -1,0 +1,138 @@
+"""A lease as its reader sees it: asked for, kept alive while bytes move, given back.
+
+It is counted from before the request, less 10 %: by that count it is over before it is over at the holder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc.aio
+
+from kvmesh.kvcache.sources import PullRange
+from kvmesh.node.peers import Peer, Peers
+from kvmesh.rpc import status
+from kvmesh.rpc.errors import TransferError, UnknownInstance
+from kvmesh.rpc.pb import blocks_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+NS = 1_000_000_000
+RELEASE_S = 1.0
+MIN_RENEW_S = 0.005
+
+
+@dataclass(eq=False)
+class ReaderLease:
+    """`held`: positions among the keys asked for; `offsets[rank][i]` of the i-th of them in `segments[rank]`.
+    `over`: the holder said so, whatever our count."""
+
+    peer: Peer
+    lease_id: int
+    until_ns: int
+    granted_s: float
+    held: tuple[int, ...] = ()
+    offsets: tuple[tuple[int, ...], ...] = ()
+    segments: tuple[str, ...] = ()
+    over: bool = False
+
+    def holds_at(self, when_ns: int) -> bool:
+        """Whether what was read until then counts."""
+        return not self.over and when_ns <= self.until_ns
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a reader asks for every time."""
+
+    reader: str
+    lease_ms: int
+    layout: str
+    ranks: int
+
+
+async def ask(
+    terms: Terms, source: PullRange, keys: Sequence[bytes], peer: Peer, peers: Peers, timeout_s: float
+) -> ReaderLease | None:
+    """A lease on what `source` holds of `keys`, its segments open at our ranks; None: it holds none of them.
+    Raises AioRpcError; TransferError when the answer makes no sense."""
+    life = (source.instance_id, source.incarnation)
+    known = peer.segments.get(life)
+    asked_ns = time.monotonic_ns()
+    request = pb.LeaseRequest(
+        reader=terms.reader,
+        holder_incarnation=source.incarnation,
+        keys=b"".join(keys),
+        lease_ms=terms.lease_ms,
+        layout=terms.layout,
+        want_descriptors=known is None,
+    )
+    answer = await peer.stub.Lease(request, timeout=timeout_s)
+    if not answer.lease_id:
+        return None
+    lease = ReaderLease(peer, answer.lease_id, _until(asked_ns, answer.lease_ms), answer.lease_ms / 1000)
+    try:
+        _check(answer, len(keys), terms.ranks)
+        lease.segments = peer.segments.get(life) or peers.learn(peer, life, [r.segment_descriptor for r in answer.ranks])
+        if [r.segment for r in answer.ranks] != list(lease.segments):
+            raise TransferError(f"{source.instance_id} names segments that its descriptors do not")
+    except TransferError:
+        await give_back(lease, peers)
+        raise
+    lease.held = tuple(i for i, here in enumerate(answer.held) if here)
+    lease.offsets = tuple(tuple(rank.offset) for rank in answer.ranks)
+    return lease
+
+
+async def keep_alive(lease: ReaderLease, lease_ms: int) -> None:
+    """Renew at half its time, again and again; returns when it is over. Raises nothing but CancelledError."""
+    while True:
+        left_s = (lease.until_ns - time.monotonic_ns()) / NS
+        await asyncio.sleep(max(min(lease.granted_s, left_s) / 2, MIN_RENEW_S))
+        asked_ns = time.monotonic_ns()
+        if asked_ns >= lease.until_ns:
+            return
+        request = pb.RenewBlocksRequest(lease_id=lease.lease_id, lease_ms=lease_ms)
+        try:
+            answer = await lease.peer.stub.RenewLease(request, timeout=(lease.until_ns - asked_ns) / NS)
+        except grpc.aio.AioRpcError as error:
+            if isinstance(status.from_rpc_error(error), UnknownInstance):
+                lease.over = True
+                return
+            continue  # tried again as long as there is time
+        except Exception:
+            log.exception("renewing a lease at %s", lease.peer.address)
+            return
+        lease.granted_s = answer.lease_ms / 1000
+        lease.until_ns = max(lease.until_ns, _until(asked_ns, answer.lease_ms))
+
+
+async def give_back(lease: ReaderLease, peers: Peers) -> None:
+    """The reader is done. Nobody has to wait for it: a lease that is not given back ends by itself."""
+    if lease.over:
+        return
+    async with peers.use(lease.peer.address) as peer:
+        try:
+            await peer.stub.ReleaseLease(pb.ReleaseBlocksRequest(lease_id=lease.lease_id), timeout=RELEASE_S)
+        except grpc.aio.AioRpcError as error:
+            log.debug("release at %s: %s", peer.address, error.details())
+            peers.forget(peer)
+
+
+def _until(asked_ns: int, lease_ms: int) -> int:
+    return asked_ns + lease_ms * 900_000
+
+
+def _check(answer: pb.LeaseResponse, keys: int, ranks: int) -> None:
+    """Raises TransferError when the holder's answer makes no sense."""
+    held = sum(1 for here in answer.held if here)
+    if len(answer.held) != keys or not held:
+        raise TransferError(f"a lease that speaks of {len(answer.held)} keys ({held} held), not of {keys}")
+    if [rank.rank for rank in answer.ranks] != list(range(ranks)):
+        raise TransferError(f"blocks of {len(answer.ranks)} ranks, not of {ranks}")
+    if any(len(rank.offset) != held for rank in answer.ranks):
+        raise TransferError("a lease whose offsets do not match its blocks")
