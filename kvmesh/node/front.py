@@ -11,10 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.kvcache.sources import Pulled
 from kvmesh.node import messages as m
+from kvmesh.node.blocks import Blocks
 from kvmesh.node.config import InstanceConfig
+from kvmesh.node.partitions import OnePartition, Partition, layout_tag
 from kvmesh.node.rank_client import RankClient
 from kvmesh.node.registration import Registrar
+from kvmesh.node.segments import Segments
 from kvmesh.rpc.errors import ConfigError, InternalError, KvmeshError
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2 as pb_conductor
@@ -34,7 +39,8 @@ class Front:
     """One instance's front process, without its role's brain.
 
     `on_message(rank, message)` runs on the event loop for everything a rank says after Ready. `on_rank_lost(cause)` is
-    called when a rank process ends: an instance without a rank cannot serve, so the service should stop."""
+    called when a rank process ends: an instance without a rank cannot serve, so the service should stop.
+    `segments` are peers' at our ranks; `blocks` the I/O of the node store, once a service has attached one."""
 
     def __init__(
         self,
@@ -49,7 +55,10 @@ class Front:
         self.instance_id = config.instance_id or f"{ROLE_NAMES[role]}-{config.node_id}-{os.getpid()}"
         self.incarnation = time.time_ns() & ~0xFFFF | secrets.randbits(16)
         self.on_rank_lost = on_rank_lost
-        self.ranks = [RankClient(rank, on_message, self._rank_lost) for rank in range(WORLD_SIZE)]
+        self.ranks = [RankClient(rank, self._rank_said, self._rank_lost) for rank in range(WORLD_SIZE)]
+        self.segments = Segments(self.ranks)
+        self.blocks: Blocks | None = None
+        self._on_message = on_message
         self.server: Server | None = None
         self.address = ""
         self._lost = ""
@@ -109,8 +118,33 @@ class Front:
                 rank.ping()
             await asyncio.sleep(PING_INTERVAL_S)
 
+    def attach(self, store: NodeStore, on_pulled: Callable[[Pulled], None]) -> Blocks:
+        """Serve this node store, whose extents are the ranks' host extents. Once, after `start_ranks`, before `serve`.
+        `on_pulled` hears the end of every pull job, on the event loop and never from inside `Blocks.pull`."""
+        assert self.blocks is None, "one node store an instance"
+        readies, c = [rank.ready for rank in self.ranks], self.config
+        bases = tuple(ready.extent_base_offset for ready in readies)
+        partition = Partition(layout_tag(readies), readies[0].shard_bytes, store, bases)
+        self.blocks = Blocks(
+            lambda: self.ref,
+            self.ranks,
+            self.segments,
+            OnePartition(partition),
+            on_pulled,
+            lease_ms=c.store_lease_ms,
+            announce_ms=c.announce_ms,
+            offload_percent=c.offload_percent,
+        )
+        return self.blocks
+
+    def _rank_said(self, rank: int, message: m.ToFront) -> None:
+        if self.blocks is None or not self.blocks.rank_said(rank, message):
+            self._on_message(rank, message)
+
     def _rank_lost(self, _: int, cause: str) -> None:
         self._lost = cause
+        if self.blocks is not None:
+            self.blocks.ranks_lost(cause)
         self.urge()
         self.on_rank_lost(cause)
 
@@ -163,6 +197,9 @@ class Front:
         """Bind, add the role's servicers, say SERVING, then register and beat. ConfigError: the port is taken."""
         server = Server(self.config.host, self.config.port)
         add(server)
+        blocks = self.blocks
+        if blocks is not None:
+            blocks.add_to(server)
         port = await server.start()
         self.server = server
         self.address = f"{self.config.advertise_host or self.config.host}:{port}"
@@ -178,7 +215,11 @@ class Front:
             self.config.store,
             lambda: self._report(report),
             lambda: self.ready,
+            usage=(lambda: blocks.usage) if blocks is not None else None,
+            on_pools=blocks.pools_changed if blocks is not None else None,
         )
+        if blocks is not None:
+            blocks.start(self._registrar, self.config.store)
         self._tasks.append(asyncio.create_task(self._registrar.run(self._stop), name="registrar"))
 
     def _report(self, report: Callable[[], pb_conductor.HeartbeatRequest]) -> pb_conductor.HeartbeatRequest:
@@ -207,6 +248,8 @@ class Front:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self.blocks is not None:
+            await self.blocks.close()
         if self.server is not None:
             await self.server.stop(0.5)
             self.server = None

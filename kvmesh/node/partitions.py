@@ -7,6 +7,7 @@ block keeps them all (slabs are not moved between layouts in use).
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from kvmesh.rpc.errors import InvalidRequest, Overloaded
 MAX_LAYOUTS = 64
 SLABS = 64  # a pool's region is cut into about so many
 MIN_SLAB_BYTES = 256 << 10
+MIN_SHARD_BYTES = 1024  # a number of somebody's mind must not become a table of millions of extents
 PAGE = 4096
 
 
@@ -149,7 +151,8 @@ class PoolPartitions:
         return Changes(sealed, tuple(changed.keys() - set(sealed)))
 
     def keys(self) -> list[bytes]:
-        return list(dict.fromkeys(key for partition in self._partitions.values() for key in partition.store.keys()))
+        stores = [partition.store for partition in self._partitions.values()]
+        return list(dict.fromkeys(itertools.chain.from_iterable(store.keys() for store in stores)))
 
     def _holds(self, key: bytes) -> bool:
         return any(partition.store.holds(key) for partition in self._partitions.values())
@@ -191,8 +194,8 @@ class PoolPartitions:
         return self._used.count(0) * self._slab_bytes + inside
 
     def _add(self, layout: str, shard_bytes: int) -> SlabPartition:
-        if not 0 < shard_bytes <= self.capacity_bytes:
-            raise InvalidRequest.of("shard_bytes", shard_bytes, f"must be in 1..{self.capacity_bytes}")
+        if not MIN_SHARD_BYTES <= shard_bytes <= self.capacity_bytes:
+            raise InvalidRequest.of("shard_bytes", shard_bytes, f"must be in {MIN_SHARD_BYTES}..{self.capacity_bytes}")
         if len(self._partitions) >= MAX_LAYOUTS:
             raise Overloaded(f"this pool node keeps {MAX_LAYOUTS} layouts already", retry_after_ms=1000)
         high, low = self._percent

@@ -37,7 +37,7 @@ class Peer:
     forgotten: bool = False
 
     @property
-    def stub(self) -> pb_grpc.NodeStoreStub:
+    def stub(self) -> pb_grpc.NodeStoreAsyncStub:
         return pb_grpc.NodeStoreStub(self.channel)
 
 

@@ -16,11 +16,11 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc.aio
 
-from kvmesh.kvcache.sources import PullJob, Pulled, PullRange
+from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
 from kvmesh.node import messages as m
 from kvmesh.node import reader_lease
 from kvmesh.node.partitions import Partition
@@ -178,7 +178,8 @@ class Pulls:
                 if mine and record.left_ns():
                     tried[i] |= mine
                     missing -= mine
-                    spare = any(_covers(r, job.blocks[p]) for r, t in zip(job.ranges, tried) for p in mine - t)
+                    rest = zip(job.ranges, tried, strict=True)
+                    spare = any(_covers(other, job.blocks[p]) for other, had in rest for p in mine - had)
                     running[asyncio.ensure_future(self._guarded(record, source, sorted(mine), spare))] = mine
             if not running:
                 return
@@ -214,9 +215,7 @@ class Pulls:
         self._trace(record.job, source, start, (len(positions), len(got), nbytes), cause)
         return got
 
-    def _trace(
-        self, job: PullJob, source: PullRange, start: int, counts: tuple[int, int, int], cause: str
-    ) -> None:
+    def _trace(self, job: PullJob, source: PullRange, start: int, counts: tuple[int, int, int], cause: str) -> None:
         if not job.traceparent:
             return
         wanted, got, nbytes = counts
@@ -240,9 +239,7 @@ class Pulls:
         terms = Terms(self._reader, self._lease_ms, record.partition.layout, len(self._ranks))
         keys = [record.job.keys[p] for p in positions]
         timeout_s = max(min(CALL_S, (deadline_ns - time.monotonic_ns()) / NS), 0.001)
-        lease = await _unless(
-            record.stop, reader_lease.ask(terms, source, keys, peer, self._peers, timeout_s)
-        )
+        lease = await _unless(record.stop, reader_lease.ask(terms, source, keys, peer, self._peers, timeout_s))
         if lease is None:
             return set(), "holds none of them"
         # Held by this pull itself too: the peer may be forgotten while ranks read from it.
@@ -271,7 +268,8 @@ class Pulls:
         renewing = asyncio.ensure_future(reader_lease.keep_alive(lease, self._lease_ms))
         try:
             left_s = (deadline_ns - time.monotonic_ns()) / NS
-            await asyncio.wait({ended, stopping, renewing}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            waits: set[asyncio.Future[Any]] = {ended, stopping, renewing}
+            await asyncio.wait(waits, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             if not ended.done():
                 # Over its time, cancelled, or the lease is over: what comes now is of no use.
                 for rank, ticket in reads:
@@ -324,7 +322,8 @@ async def _unless(stop: asyncio.Event, call: Awaitable[T]) -> T:
     answer = asyncio.ensure_future(call)
     stopping = asyncio.ensure_future(stop.wait())
     try:
-        await asyncio.wait({answer, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        waits: set[asyncio.Future[Any]] = {answer, stopping}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
             answer.cancel()
             raise RequestCancelled("the pull was cancelled")

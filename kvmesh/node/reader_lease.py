@@ -77,7 +77,9 @@ async def ask(
     lease = ReaderLease(peer, answer.lease_id, _until(asked_ns, answer.lease_ms), answer.lease_ms / 1000)
     try:
         _check(answer, len(keys), terms.ranks)
-        lease.segments = peer.segments.get(life) or peers.learn(peer, life, [r.segment_descriptor for r in answer.ranks])
+        lease.segments = peer.segments.get(life) or peers.learn(
+            peer, life, [r.segment_descriptor for r in answer.ranks]
+        )
         if [r.segment for r in answer.ranks] != list(lease.segments):
             raise TransferError(f"{source.instance_id} names segments that its descriptors do not")
     except TransferError:

@@ -12,7 +12,7 @@ import logging
 import random
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ClassVar, cast
 
 import grpc
@@ -157,9 +157,18 @@ class _Peer(ABC):
 class _StorePeer(_Peer):
     name = "store master"
 
-    def __init__(self, address: str, rng: random.Random, member: pb_store.Member) -> None:
+    def __init__(
+        self,
+        address: str,
+        rng: random.Random,
+        member: pb_store.Member,
+        usage: Callable[[], pb_store.StoreUsage] | None,
+        on_pools: Callable[[Sequence[pb_store.PoolNode]], None] | None,
+    ) -> None:
         super().__init__(address, rng)
         self._member = member
+        self._usage = usage
+        self._on_pools = on_pools
         self._seq = 0
 
     async def _enter(self, channel: grpc.aio.Channel, timeout_s: float) -> tuple[int, int]:
@@ -170,7 +179,11 @@ class _StorePeer(_Peer):
     async def _beat(self, channel: grpc.aio.Channel, timeout_s: float) -> None:
         self._seq += 1
         request = pb_store.BeatRequest(instance=self._member.instance, seq=self._seq)
-        await pb_store_grpc.StoreMasterStub(channel).Beat(request, timeout=timeout_s)
+        if self._usage is not None:
+            request.usage.CopyFrom(self._usage())
+        answer = await pb_store_grpc.StoreMasterStub(channel).Beat(request, timeout=timeout_s)
+        if self._on_pools is not None:
+            self._on_pools(answer.pools)
 
     async def _goodbye(self, channel: grpc.aio.Channel, timeout_s: float) -> None:
         request = pb_store.LeaveRequest(instance=self._member.instance)
@@ -239,11 +252,12 @@ class _ConductorPeer(_Peer):
 
 
 class Registrar:
-    """Keeps one incarnation of one instance known to conductor and store master.
+    """Keeps one incarnation of one instance known to conductor and store master; a pool node (`pool_node`) to the
+    master alone.
 
     `report` returns what is new since its last call (`load` in full, samples and finished ids once, and a
-    `not_ready_reason`); the registrar fills in instance, seq and ready. Both callbacks run on the event loop and
-    must not block."""
+    `not_ready_reason`); the registrar fills in instance, seq and ready. `usage` is what the master is told of the node
+    store, `on_pools` hears which pool nodes it knows. All callbacks run on the event loop and must not block."""
 
     def __init__(
         self,
@@ -257,6 +271,9 @@ class Registrar:
         store_address: str,
         report: Callable[[], pb.HeartbeatRequest],
         ready: Callable[[], bool],
+        *,
+        usage: Callable[[], pb_store.StoreUsage] | None = None,
+        on_pools: Callable[[Sequence[pb_store.PoolNode]], None] | None = None,
     ) -> None:
         rng = random.Random()
         registration = pb.RegisterInstanceRequest(
@@ -269,20 +286,40 @@ class Registrar:
             max_running_requests=max_running,
         )
         member = pb_store.Member(instance=ref_pb, role=role, node_id=node_id, store_id=ref_pb.instance_id)
-        self._conductor = _ConductorPeer(conductor_address, rng, registration, report, ready)
-        self._store = _StorePeer(store_address, rng, member)
+        self._conductor: _ConductorPeer | None = _ConductorPeer(conductor_address, rng, registration, report, ready)
+        self._store = _StorePeer(store_address, rng, member, usage, on_pools)
+
+    @classmethod
+    def pool_node(
+        cls, ref_pb: pb_common.InstanceRef, node_id: str, store_address: str, usage: Callable[[], pb_store.StoreUsage]
+    ) -> Registrar:
+        """Of memory without an engine: it joins the master and nobody else."""
+        made = cls.__new__(cls)
+        member = pb_store.Member(
+            instance=ref_pb, role=pb_common.ROLE_POOL, node_id=node_id, store_id=ref_pb.instance_id
+        )
+        made._conductor = None
+        made._store = _StorePeer(store_address, random.Random(), member, usage, None)
+        return made
 
     @property
     def registered(self) -> dict[str, bool]:
         """Whether each peer knows this incarnation now: {"conductor": ..., "store": ...}."""
-        return {"conductor": self._conductor.registered, "store": self._store.registered}
+        known = {"store": self._store.registered}
+        return known if self._conductor is None else {"conductor": self._conductor.registered} | known
 
     def urge(self) -> None:
         """The load has changed a lot: send a conductor heartbeat soon (coalesced, at most every 20 ms).
         Call it on the event loop that runs `run`."""
-        self._conductor.urge()
+        if self._conductor is not None:
+            self._conductor.urge()
+
+    def urge_store(self) -> None:
+        """The master seems to have forgotten us: beat soon, to find out and to join again. On the loop, as `urge`."""
+        self._store.urge()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set; then Leave to the master and a last heartbeat with ready=false to the conductor,
         each with a deadline of 1 s. Raises nothing but CancelledError."""
-        await asyncio.gather(self._conductor.run(stop), self._store.run(stop))
+        peers = [self._store] if self._conductor is None else [self._conductor, self._store]
+        await asyncio.gather(*(peer.run(stop) for peer in peers))

@@ -1,0 +1,288 @@
+"""All I/O around the node stores of one process: leases to readers, pulls from holders, announcements, offload.
+
+    readers ──Lease──▶ NodeStoreServicer ─┐
+    brain ──PullJob──▶ Pulls ─────────────┼──▶ Partitions (NodeStore: metadata)     ranks: the bytes
+    master ◀─Announce─ Announcing ────────┤
+    pool nodes ◀─Pull─ Offload ───────────┘
+
+Everything runs on one event loop: stores are pure and never entered twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import cast
+
+from kvmesh.kvcache.announce import Announcer
+from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
+from kvmesh.node import messages as m
+from kvmesh.node.announcing import Announcing
+from kvmesh.node.block_servicer import SERVICE, NodeStoreServicer, counted
+from kvmesh.node.offload import Offload
+from kvmesh.node.partitions import Partition, Partitions
+from kvmesh.node.peers import Peers
+from kvmesh.node.pulls import Pulls
+from kvmesh.node.rank_client import RankClient
+from kvmesh.node.registration import Registrar
+from kvmesh.node.segments import Segments
+from kvmesh.rpc.pb import blocks_pb2 as pb
+from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
+from kvmesh.rpc.pb import common_pb2 as pb_common
+from kvmesh.rpc.pb import store_pb2 as pb_store
+from kvmesh.rpc.server import Server
+from kvmesh.telemetry import names
+
+log = logging.getLogger(__name__)
+
+TIDY_S = 1.0
+
+
+class Blocks:
+    """One process's. Made by `Front.attach` (an instance) or `pool.run`; `start` once the server listens.
+
+    `ref()` is this life's reference; `offload_percent` 100 and a pool node never offload."""
+
+    def __init__(
+        self,
+        ref: Callable[[], pb_common.InstanceRef],
+        ranks: Sequence[RankClient],
+        segments: Segments,
+        partitions: Partitions,
+        on_pulled: Callable[[Pulled], None],
+        *,
+        lease_ms: int,
+        announce_ms: int,
+        offload_percent: int = 100,
+    ) -> None:
+        names.activate("node")
+        own = ref()
+        self.partitions = partitions
+        self.max_lease_ms = lease_ms
+        self._ref = ref
+        self._ranks = ranks
+        self._on_pulled = on_pulled
+        self._announce_s = announce_ms / 1000
+        self._peers = Peers(segments)
+        self._pulls = Pulls(own.instance_id, ranks, segments, self._peers, lease_ms)
+        # What is announced looks like one store; see `partitions.Source`.
+        self._announcer = Announcer(own.instance_id, own.incarnation, cast(NodeStore, partitions.source))
+        self._servicer = NodeStoreServicer(self)
+        self._offload: Offload | None = None
+        if offload_percent < 100:
+            self._offload = Offload(partitions.all()[0], offload_percent, self._peers, ref, random.Random())
+        self._own_tickets = itertools.count(-1, -1)  # of pulls at others' wish; brains count upwards
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_ns = 0
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closed = False
+
+    # ── what roles use ───────────────────────────────────────────────────────────────────────────
+
+    def pull(self, job: PullJob) -> None:
+        """Fetch blocks that the role's store has begun; `on_pulled` is called once, in a later turn of the loop."""
+        self._pulls.start(job, self.partitions.all()[0], self._on_pulled)
+
+    def cancel_pull(self, ticket: int) -> None:
+        """It ends soon, with what has arrived; `on_pulled` says so. Unknown tickets are ignored."""
+        self._pulls.cancel(ticket)
+
+    @property
+    def pulls(self) -> int:
+        """Under way, also those at others' wish."""
+        return self._pulls.active
+
+    @property
+    def pulled_bytes(self) -> int:
+        """Since the start."""
+        return self._pulls.stats.nbytes
+
+    @property
+    def leases(self) -> int:
+        """Given to readers and not over."""
+        return sum(partition.store.stats.leases for partition in self.partitions.all())
+
+    @property
+    def layout(self) -> str:
+        """Of the only partition; "" when there are several or none."""
+        found = self.partitions.all()
+        return found[0].layout if len(found) == 1 else ""
+
+    # ── what the front uses ──────────────────────────────────────────────────────────────────────
+
+    def add_to(self, server: Server) -> None:
+        """NodeStore on `server`."""
+        pb_grpc.add_NodeStoreServicer_to_server(self._servicer, server.grpc)
+        server.serves(SERVICE)
+
+    def start(self, registrar: Registrar, store_address: str) -> None:
+        """The server listens and the address is known: announce, offload, tidy."""
+        announcing = Announcing(
+            self._announcer,
+            store_address,
+            self._announce_s,
+            lambda: registrar.registered["store"],
+            registrar.urge_store,
+        )
+        self._spawn(announcing.run(), "announce")
+        self._spawn(self._tidy(), "tidy node store")
+        if self._offload is not None:
+            self._spawn(self._offload.run(), "offload")
+
+    def rank_said(self, rank: int, message: m.ToFront) -> bool:
+        """Whether it was for us (the end of a read)."""
+        if isinstance(message, m.PullEnded):
+            self._pulls.rank_said(rank, message)
+            return True
+        return False
+
+    def ranks_lost(self, cause: str) -> None:
+        """The memory is gone with a rank: pulls end, nothing is held any more."""
+        self._pulls.ranks_lost(cause)
+        for partition in self.partitions.all():
+            partition.store.drop_all()
+
+    def pools_changed(self, pools: Sequence[pb_store.PoolNode]) -> None:
+        """Which pool nodes live, as the master has it."""
+        if self._offload is not None:
+            self._offload.pools = pools
+
+    @property
+    def usage(self) -> pb_store.StoreUsage:
+        """For the master."""
+        partitions = self.partitions
+        blocks = sum(partition.store.stats.sealed for partition in partitions.all())
+        return pb_store.StoreUsage(
+            capacity_bytes=partitions.capacity_bytes, free_bytes=partitions.free_bytes, blocks=blocks
+        )
+
+    async def close(self) -> None:
+        """End tasks, pulls and channels; safe at any moment, once or more. Bounded."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._pulls.close()
+        await self._peers.close()
+
+    # ── what the servicer uses ───────────────────────────────────────────────────────────────────
+
+    @property
+    def ref(self) -> pb_common.InstanceRef:
+        return self._ref()
+
+    @property
+    def segments(self) -> Sequence[tuple[str, bytes]]:
+        return [(rank.ready.engine_name, rank.ready.descriptor) for rank in self._ranks]
+
+    @property
+    def announced_seq(self) -> int:
+        return self._announcer.seq
+
+    @property
+    def counters(self) -> pb.GetNodeStoreResponse:
+        answer = counted(self.partitions)
+        answer.instance.CopyFrom(self.ref)
+        answer.pools.pulls = self.pulls
+        answer.pulled_blocks = self._pulls.stats.blocks
+        answer.pulled_bytes = self._pulls.stats.nbytes
+        answer.offloaded_blocks = self._offload.blocks if self._offload is not None else 0
+        answer.layout = self.layout
+        if answer.layout:
+            answer.shard_bytes = self.partitions.all()[0].shard_bytes
+        return answer
+
+    async def pull_for(
+        self, keys: Sequence[bytes], ranges: Sequence[PullRange], layout: str, shard_bytes: int, timeout_ms: int
+    ) -> Partition:
+        """Copy what is missing of `keys` into our own memory and seal it; returns where. Its caller may be cancelled
+        meanwhile: the pull goes on and what arrives is sealed. Raises InvalidRequest, Overloaded."""
+        found = self.partitions.get(layout)
+        missing = [key for key in keys if found is None or not found.store.holds(key)]
+        partition = self.partitions.room(layout, shard_bytes, len(missing))
+        begun = partition.store.begin(keys)
+        wanted = [(i, extent) for i, extent in enumerate(begun) if extent is not None]
+        if wanted:
+            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            positions, extents = zip(*wanted, strict=True)
+            job = PullJob(
+                next(self._own_tickets),
+                positions,
+                tuple(keys[i] for i in positions),
+                extents,
+                tuple(ranges),
+                timeout_ms,
+            )
+
+            def pulled(said: Pulled) -> None:
+                arrived = set(said.arrived)
+                for at, key in enumerate(job.keys):
+                    if at in arrived:
+                        partition.store.seal(key)
+                    else:
+                        partition.store.abandon(key)
+                self.partitions.settle()
+                if not done.done():
+                    done.set_result(None)
+
+            self._pulls.start(job, partition, pulled)
+            await done
+        else:
+            self.partitions.settle()
+        return partition
+
+    # ── time ─────────────────────────────────────────────────────────────────────────────────────
+
+    def leases_changed(self) -> None:
+        """Arm the timer for the next lease that ends."""
+        ends = [end for p in self.partitions.all() if (end := p.store.next_expiry) is not None]
+        due = min(ends, default=0)
+        if (due == self._timer_ns and self._timer is not None) or self._closed:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._timer_ns = due
+        if due:
+            delay_s = max(0, due - time.monotonic_ns()) * 1e-9
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        now = time.monotonic_ns()
+        for partition in self.partitions.all():
+            partition.store.expire(now)
+        self.partitions.settle()
+        self.leases_changed()
+
+    async def _tidy(self) -> None:
+        while True:
+            self._peers.tidy()
+            answer = counted(self.partitions)
+            names.NODE_LEASES.set(answer.pools.store_leases)
+            names.NODE_EVICTED.set(answer.evicted)
+            names.NODE_CAPACITY.set(answer.capacity_bytes)
+            names.NODE_FREE.set(self.partitions.free_bytes)
+            names.NODE_BLOCKS.labels(state="sealed").set(answer.pools.store_blocks)
+            names.NODE_BLOCKS.labels(state="writing").set(answer.pools.store_writing)
+            names.NODE_BLOCKS.labels(state="free").set(answer.pools.extents_free)
+            await asyncio.sleep(TIDY_S)
+
+    def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        task.add_done_callback(_report)
+        self._tasks.append(task)
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("%s failed", task.get_name(), exc_info=task.exception())

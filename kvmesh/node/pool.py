@@ -1,0 +1,184 @@
+"""A pool node as a service: memory that keeps other nodes' blocks. It joins the store master, never the conductor.
+
+One process for its front (this one), one rank without an engine for the memory and its transfers. It computes nothing
+and asks for nothing: instances ask it to pull (NodeStore.Pull), readers lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+
+from kvmesh.kvcache.sources import Pulled
+from kvmesh.node import messages as m
+from kvmesh.node.blocks import Blocks
+from kvmesh.node.partitions import PoolPartitions
+from kvmesh.node.pool_config import PoolConfig
+from kvmesh.node.rank_client import RankClient
+from kvmesh.node.registration import Registrar
+from kvmesh.node.segments import Segments
+from kvmesh.rpc.errors import InternalError
+from kvmesh.rpc.pb import common_pb2 as pb
+from kvmesh.rpc.server import Server, join
+from kvmesh.telemetry import names, setup
+
+log = logging.getLogger(__name__)
+
+ALLOCATE_TIMEOUT_S = 120.0
+PING_INTERVAL_S = 0.5
+GOODBYE_S = 1.5
+
+
+async def run(config: PoolConfig, stop: asyncio.Event, started: Callable[[dict[str, object]], None]) -> None:
+    """Serve until `stop`; `started` hears the addresses once calls are accepted.
+
+    Raises ConfigError at start (a port in use, memory that is not there), InternalError when the rank ends."""
+    node = PoolNode(config)
+    telemetry = setup.start(
+        "pool",
+        node.instance_id,
+        trace_dir=config.trace_dir,
+        otlp_endpoint=config.otlp_endpoint,
+        log_level=config.log_level,
+    )
+    try:
+        metrics_port, close_metrics = names.serve_metrics(config.host, config.metrics_port)
+        try:
+            metrics = join(config.host, metrics_port)
+            await node.run(stop, lambda found: started({**found, "metrics": metrics}))
+        finally:
+            await asyncio.to_thread(close_metrics)
+    finally:
+        await asyncio.to_thread(telemetry.shutdown)
+
+
+class PoolNode:
+    """One life of one pool node in this process."""
+
+    def __init__(self, config: PoolConfig) -> None:
+        self.config = config
+        self.instance_id = config.instance_id or f"pool-{config.node_id}-{os.getpid()}"
+        self.incarnation = time.time_ns() & ~0xFFFF | secrets.randbits(16)
+        self.address = ""
+        self._rank = RankClient(0, self._said, self._rank_lost)
+        self._blocks: Blocks | None = None
+        self._lost = asyncio.Event()
+        self._cause = ""
+        self._stop = asyncio.Event()
+
+    @property
+    def ref(self) -> pb.InstanceRef:
+        return pb.InstanceRef(instance_id=self.instance_id, address=self.address, incarnation=self.incarnation)
+
+    async def run(self, stop: asyncio.Event, started: Callable[[dict[str, object]], None]) -> None:
+        """Allocate, serve, end in order."""
+        config = self.config
+        tasks: list[asyncio.Task[None]] = []
+        server: Server | None = None
+        self._rank.spawn(1)
+        try:
+            await self._rank.configure(self._configure(), ALLOCATE_TIMEOUT_S)
+            blocks = self._blocks = self._attach()
+            listening = Server(config.host, config.port)
+            blocks.add_to(listening)
+            port = await listening.start()
+            server = listening
+            self.address = f"{config.advertise_host or config.host}:{port}"
+            registrar = Registrar.pool_node(self.ref, config.node_id, config.store, lambda: blocks.usage)
+            blocks.start(registrar, config.store)
+            tasks = [
+                asyncio.create_task(registrar.run(self._stop), name="registrar"),
+                asyncio.create_task(self._watch(server), name="ping rank"),
+            ]
+            server.set_ready(True)
+            started({"address": self.address, "instance_id": self.instance_id})
+            await self._until(stop)
+            server.set_ready(False)
+            self._stop.set()
+            await asyncio.wait(tasks[:1], timeout=GOODBYE_S)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if self._blocks is not None:
+                await self._blocks.close()
+            if server is not None:
+                await server.stop(0.5)
+            await self._rank.close()
+        if self._cause:
+            raise InternalError(f"pool node {self.instance_id} lost its memory: {self._cause}")
+
+    async def _until(self, stop: asyncio.Event) -> None:
+        waits = [asyncio.ensure_future(stop.wait()), asyncio.ensure_future(self._lost.wait())]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
+    async def _watch(self, server: Server) -> None:
+        """A rank that is silent serves no reads over tcp and ends no pull: health says so."""
+        while True:
+            self._rank.ping()
+            await asyncio.sleep(PING_INTERVAL_S)
+            silent_ms = self._rank.silent_s(time.monotonic()) * 1000
+            server.set_ready(silent_ms <= self.config.rank_silence_ms)
+
+    def _configure(self) -> m.Configure:
+        c = self.config
+        return m.Configure(
+            instance_id=self.instance_id,
+            incarnation=self.incarnation,
+            rank=0,
+            world_size=1,
+            model_path="",
+            dtype="",
+            device="cpu",
+            block_tokens=0,
+            num_pages=0,
+            num_extents=0,
+            memory_bytes=c.memory_mb << 20,
+            threads=1,
+            max_context_tokens=0,
+            transports=c.transport_list,
+            fault=c.fault,
+            host=c.host,
+            advertise_host=c.advertise_host,
+        )
+
+    def _attach(self) -> Blocks:
+        ready, c = self._rank.ready, self.config
+        partitions = PoolPartitions(
+            ready.extent_base_offset,
+            ready.host_bytes,
+            high_percent=c.store_high_percent,
+            low_percent=c.store_low_percent,
+            lease_seed=self.incarnation,
+        )
+        return Blocks(
+            lambda: self.ref,
+            [self._rank],
+            Segments([self._rank]),
+            partitions,
+            _nobody_asked,
+            lease_ms=c.store_lease_ms,
+            announce_ms=c.announce_ms,
+        )
+
+    def _said(self, rank: int, message: m.ToFront) -> None:
+        if self._blocks is None or not self._blocks.rank_said(rank, message):
+            log.error("the rank said %s", type(message).__name__)
+
+    def _rank_lost(self, _: int, cause: str) -> None:
+        self._cause = cause
+        self._lost.set()
+        log.error("%s", cause)
+        if self._blocks is not None:
+            self._blocks.ranks_lost(cause)
+
+
+def _nobody_asked(pulled: Pulled) -> None:
+    """A pool node has no role that pulls."""
+    log.error("a pull ended that nobody asked for: %s", pulled)

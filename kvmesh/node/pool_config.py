@@ -1,0 +1,45 @@
+"""What a pool node can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvmesh.config import ServiceConfig
+from kvmesh.rpc.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolConfig(ServiceConfig):
+    """Memory without an engine. Raises ConfigError naming field and value when settings do not fit together."""
+
+    instance_id: str = field(default="", metadata={"help": "Name in the mesh; empty: made from role and pid."})
+    store: str = field(default="127.0.0.1:0", metadata={"help": "Address of the store master."})
+    memory_mb: int = field(default=512, metadata={"help": "Memory that it gives to the mesh, MiB.", "min": 1})
+    transports: str = field(default="shm,tcp", metadata={"help": "Transfer transports, preferred first."})
+    fault: str = field(default="", metadata={"help": "JSON for the fault transport (tests)."})
+    rank_silence_ms: int = field(
+        default=5000, metadata={"help": "A rank silent this long makes the node not ready.", "min": 1}
+    )
+    advertise_host: str = field(default="", metadata={"help": "Host that peers dial; empty: host."})
+    store_high_percent: int = field(
+        default=95, metadata={"help": "Above this share of the memory the coldest blocks go.", "min": 1, "max": 100}
+    )
+    store_low_percent: int = field(default=90, metadata={"help": "... down to this share.", "min": 0, "max": 100})
+    store_lease_ms: int = field(default=5_000, metadata={"help": "Longest lease given to readers, ms.", "min": 10})
+    announce_ms: int = field(
+        default=50, metadata={"help": "Changes of the node store are announced this often, ms.", "min": 1}
+    )
+
+    def __post_init__(self) -> None:
+        if self.store_low_percent > self.store_high_percent:
+            raise ConfigError(
+                f"store_low_percent={self.store_low_percent}: above store_high_percent ({self.store_high_percent})",
+                field="store_low_percent",
+            )
+        names = self.transport_list
+        if not names or not set(names) <= {"shm", "tcp"}:
+            raise ConfigError(f"transports={self.transports!r}: a list of shm, tcp", field="transports")
+
+    @property
+    def transport_list(self) -> tuple[str, ...]:
+        return tuple(name.strip() for name in self.transports.split(",") if name.strip())
