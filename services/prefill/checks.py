@@ -18,6 +18,7 @@ class BrainConfig:
     vocab_size: int
     max_queued: int = 1024
     world: int = 1
+    pull_timeout_ms: int = 2_000
 
 
 def refusal(start: ev.Start, config: BrainConfig, num_pages: int) -> KvmeshError | None:

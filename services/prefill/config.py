@@ -38,7 +38,13 @@ class PrefillConfig(InstanceConfig):
 
     def check(self) -> None:
         """Raises ConfigError naming key and value."""
-        for key in ("prefill_chunk_tokens", "max_batch_tokens", "pipeline_depth", "priority_step_ms"):
+        for key in (
+            "prefill_chunk_tokens",
+            "max_batch_tokens",
+            "pipeline_depth",
+            "priority_step_ms",
+            "pull_timeout_ms",
+        ):
             if getattr(self, key) < 1:
                 raise _bad(key, getattr(self, key), "at least 1")
         for key in ("long_prompt_tokens", "max_queued", "stop_grace_ms"):
@@ -62,6 +68,7 @@ class PrefillConfig(InstanceConfig):
             vocab_size=vocab_size,
             max_queued=self.max_queued,
             world=world,
+            pull_timeout_ms=self.pull_timeout_ms,
         )
 
 

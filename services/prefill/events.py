@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from kvmesh.kvcache import sources
 from kvmesh.node import messages as m
 from kvmesh.rpc.errors import KvmeshError
 
@@ -27,6 +28,8 @@ class Start:
     sampling: m.Sampling
     deadline_ns: int = 0
     priority: int = 0  # smaller goes first
+    pulls: tuple[sources.PullRange, ...] = ()  # where missing blocks may lie; a hint
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +78,17 @@ class StreamBroken:
 
 @dataclass(frozen=True, slots=True)
 class FromRank:
-    """PrefillStepDone, PushProgress, PushDone, PushFailed, PushDrained or RankError of one rank."""
+    """PrefillStepDone, a push's messages, SealCopied, LoadCopied or RankError of one rank."""
 
     rank: int
     message: m.ToFront
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """A pull is over: no byte of it can land any more."""
+
+    result: sources.Pulled
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +121,20 @@ class Tick:
     """Time has passed."""
 
 
-Event = Start | Landing | Renewed | Cancel | StreamBroken | FromRank | RankLost | RanksSilent | RanksBack | Stop | Tick
+Event = (
+    Start
+    | Landing
+    | Renewed
+    | Cancel
+    | StreamBroken
+    | FromRank
+    | Pulled
+    | RankLost
+    | RanksSilent
+    | RanksBack
+    | Stop
+    | Tick
+)
 
 
 # ── what to do ────────────────────────────────────────────────────────────────────────────────────
@@ -119,10 +142,24 @@ Event = Start | Landing | Renewed | Cancel | StreamBroken | FromRank | RankLost 
 
 @dataclass(frozen=True, slots=True)
 class ToRank:
-    """Send PrefillStep, PushOpen, PushLease or PushCancel to one rank."""
+    """Send PrefillStep, PushOpen, PushLease, PushCancel, SealCopy or LoadCopy to one rank."""
 
     rank: int
     message: m.ToRank
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Fetch blocks from other nodes; answered by Pulled, always, once."""
+
+    job: sources.PullJob
+
+
+@dataclass(frozen=True, slots=True)
+class CancelPull:
+    """Nobody waits for it any more; Pulled still follows."""
+
+    ticket: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +176,32 @@ class SendRenew:
 
 
 @dataclass(frozen=True, slots=True)
+class Found:
+    """The prefix that was not computed, by where it was when the request got its pages."""
+
+    device_tokens: int = 0
+    host_tokens: int = 0  # in the own host segment
+    pulled_tokens: int = 0  # likewise, but fetched from other nodes while this request waited
+    pull_from_ns: int = 0  # asked for them; 0: nothing was pulled for it
+    pull_until_ns: int = 0  # the last one was sealed here; 0: it did not wait so long
+    pull_bytes: int = 0  # of the pull that this request began
+    load_from_ns: int = 0  # host segment → device pages; 0: nothing was loaded
+    load_until_ns: int = 0
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.device_tokens + self.host_tokens + self.pulled_tokens
+
+    @property
+    def pull_ns(self) -> int:
+        return max(self.pull_until_ns - self.pull_from_ns, 0)
+
+
+@dataclass(frozen=True, slots=True)
 class SendFirstToken:
     handle: int
     sampled: m.Sampled
-    cached_tokens: int
+    found: Found
     queue_ns: int
     prefill_ns: int
 
@@ -183,7 +242,7 @@ class Ended:
     outcome: Outcome
     cause: str  # error code and message, or the reason of the cancel
     prompt_tokens: int
-    cached_tokens: int
+    found: Found
     computed_tokens: int
     chunks: int
     arrived_ns: int
@@ -194,4 +253,15 @@ class Ended:
     transfer_bytes: int
 
 
-Action = ToRank | SendBeginFill | SendRenew | SendFirstToken | SendFillDone | SendDrained | SendFailed | Ended
+Action = (
+    ToRank
+    | Pull
+    | CancelPull
+    | SendBeginFill
+    | SendRenew
+    | SendFirstToken
+    | SendFillDone
+    | SendDrained
+    | SendFailed
+    | Ended
+)

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from kvmesh.rpc.errors import KvmeshError
-from services.prefill.events import Ended, Landing, Outcome, Start
+from services.prefill.events import Ended, Found, Landing, Outcome, Start
 
 # The writer stops before its lease ends: the holder counts from a little later and with another clock. What clocks
 # drift apart is small beside the bound, which keeps a landing of use that had to wait: that wait is in the lease.
@@ -15,7 +15,7 @@ MAX_LEASE_MARGIN_MS = 500
 
 
 class Phase(enum.Enum):
-    QUEUED = "QUEUED"  # holds nothing but its place in the line
+    QUEUED = "QUEUED"  # no pages; extents of blocks that were pulled for it
     COMPUTING = "COMPUTING"  # pages; chunks are planned or at the ranks; layers are pushed once there is a landing
     PUSHING = "PUSHING"  # every chunk is computed; the push goes on or still has no landing
     CANCELLING = "CANCELLING"  # nothing new begins; pages are held until neither step nor push can touch them
@@ -58,9 +58,16 @@ class Handoff:
     world: int
     phase: Phase = Phase.QUEUED
 
+    pulls: set[int] = field(default_factory=set)  # tickets of the pulls it waits for
+    pinned: list[int] = field(default_factory=list)  # extents that arrived for it, one reference each, while QUEUED
+    arrived: set[bytes] = field(default_factory=set)  # keys of the blocks in them
+    found: Found = field(default_factory=Found)
+
     pages: list[int] = field(default_factory=list)  # one reference each, until the end
-    cached_tokens: int = 0
-    computed_tokens: int = 0  # prefix whose KV is complete, cached tokens included
+    cached_tokens: int = 0  # need not be computed
+    ready_tokens: int = 0  # of them: KV is complete in `pages`, the others are being loaded
+    computed_tokens: int = 0  # prefix whose KV is complete when the steps before are, cached tokens included
+    loading: int = 0  # ticket of the LoadCopy at the ranks; 0: none
     steps: set[int] = field(default_factory=set)  # at the ranks, not answered
     chunks: int = 0
     promised_from: int = 0  # blocks from here on are promised to requests with the same prefix
@@ -117,9 +124,9 @@ class Handoff:
 
     @property
     def over(self) -> bool:
-        """Decode knows how it ended, and neither a step nor a push can touch the pages any more."""
+        """Decode knows how it ended, and neither load nor step nor push can touch the pages any more."""
         known = self.told if self.ending else self.fill_told and self.sampled_ns > 0
-        return known and self.quiet and not self.steps
+        return known and self.quiet and not self.steps and not self.loading
 
     def ended(self) -> Ended:
         """The summary of a life that is over."""
@@ -134,7 +141,7 @@ class Handoff:
             outcome=outcome,
             cause=cause,
             prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens,
+            found=self.found,
             computed_tokens=max(self.computed_tokens - self.cached_tokens, 0),
             chunks=self.chunks,
             arrived_ns=self.arrived_ns,

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import PrefixCache
 from kvmesh.node import messages as m
 from kvmesh.rpc.errors import HandoffLost, InternalError, KvmeshError
 from services.prefill import events as ev
+from services.prefill.blocks import SharedBlocks
+from services.prefill.checks import BrainConfig
 from services.prefill.handoff import Handoff, Phase, Push
 from services.prefill.planner import Chunk, Planner, Wait
 
@@ -19,12 +23,13 @@ class Lives:
     `actions` collects what the current event leads to. A handoff is in `handoffs` exactly as long as it holds
     something or decode waits to be told how it ended."""
 
-    def __init__(self, pool: PagePool, planner: Planner) -> None:
+    def __init__(self, config: BrainConfig, pool: PagePool, store: NodeStore, planner: Planner) -> None:
         self.pool = pool
         self.cache = PrefixCache(pool)
+        self.blocks = SharedBlocks(config, store, pool, self.cache, lambda action: self.actions.append(action))
         self.planner = planner
         self.handoffs: dict[int, Handoff] = {}
-        self.promised: dict[bytes, int] = {}  # keys of blocks that admitted handoffs will have computed
+        self.promised: dict[bytes, int] = {}  # keys of blocks that admitted handoffs will have computed or loaded
         self.actions: list[ev.Action] = []
         self._block = planner.config.block_tokens
 
@@ -39,38 +44,77 @@ class Lives:
         """Keys that may come from the cache: at least the last token is computed, it gives the first answer token."""
         return h.start.block_keys[: (h.prompt_tokens - 1) // self._block]
 
+    def arrive(self, h: Handoff) -> int:
+        """It has joined the line: pulls begin. Returns when it stops waiting for its own; 0: it began none."""
+        return self.blocks.arrive(h, self.usable(h), self.promised)
+
     def rest(self, handle: int) -> int | Wait:
-        """Tokens that are not cached now, or TWIN when the first of them are being computed for somebody else."""
+        """Tokens that are not cached now, in device pages or the host segment; TWIN or PULL when the first of them are
+        on their way here."""
         h = self.handoffs[handle]
+        if self.blocks.waits(h):
+            return Wait.PULL
         usable = self.usable(h)
         found = self.cache.peek(usable)
         if found < len(usable) and usable[found] in self.promised:
             return Wait.TWIN
+        found += self.blocks.store.peek(usable[found:])
+        if found < len(usable) and usable[found] in self.promised:
+            return Wait.TWIN
+        if found < len(usable) and self.blocks.waits(h, usable[found]):
+            return Wait.PULL
         return h.prompt_tokens - found * self._block
 
-    def admit(self, handle: int) -> int | Wait:
-        """Give a waiting request all of its pages, cached ones first; returns its cached tokens, or PAGES."""
+    def expected_rest(self, handle: int) -> int:
+        """Tokens that will have to be computed if everything on its way here arrives."""
         h = self.handoffs[handle]
-        found = self.cache.match(self.usable(h))
+        usable = self.usable(h)
+        found = self.cache.peek(usable)
+        return h.prompt_tokens - (found + self.blocks.coming(usable[found:])) * self._block
+
+    def admit(self, handle: int) -> int | Wait:
+        """Give a waiting request all of its pages: cached ones first, then those that the host segment's blocks are
+        loaded into. Returns the tokens that need not be computed, or PAGES."""
+        h = self.handoffs[handle]
+        usable = self.usable(h)
+        found = self.cache.match(usable)
         need = -(-h.prompt_tokens // self._block) - len(found)
         if need > self.pool.free + self.cache.evictable:
             self.pool.release(found)
             return Wait.PAGES
         self.cache.evict(need - self.pool.free)
         h.pages = found + self.pool.allocate(need)
-        h.cached_tokens = h.computed_tokens = len(found) * self._block
+        h.ready_tokens = len(found) * self._block
+        h.cached_tokens = h.computed_tokens = self.blocks.load(h, usable, len(found)) * self._block
+        self.blocks.leave(h, cancel=False)
         h.promised_from = len(found)
         for key in h.start.block_keys[len(found) :]:
             self.promised[key] = self.promised.get(key, 0) + 1
         h.phase = Phase.COMPUTING
         return h.cached_tokens
 
+    def loaded(self, rank: int, copied: m.LoadCopied) -> None:
+        """A rank has copied its shards; once all have, the pages may be matched and pushed."""
+        load = self.blocks.loaded(rank, copied)
+        if load is None:
+            return
+        h, end = load.handoff, load.end
+        h.loading = 0
+        h.ready_tokens = end * self._block
+        h.found = replace(h.found, load_from_ns=load.from_ns, load_until_ns=load.until_ns)
+        self.cache.insert(h.start.block_keys[:end], h.pages[:end], start=load.first)
+        if not h.ending:
+            self._unpromise(h, end)
+        self.settle(h)
+
     def computed(self, h: Handoff, chunk: Chunk, sampled: m.Sampled | None, end_ns: int) -> None:
-        """The KV of one chunk is in its pages: its full blocks may be matched from now on."""
+        """The KV of one chunk is in its pages: its full blocks may be matched from now on, and are shared."""
+        assert not h.loading, "a step was answered before the load that it was sent after"
         h.computed_tokens = chunk.end
         full = chunk.end // self._block
         self.cache.insert(h.start.block_keys[:full], h.pages[:full], start=h.promised_from)
         self._unpromise(h, full)
+        self.blocks.seal(h.start.block_keys[:full], chunk.start // self._block, h.pages)
         if not chunk.last:
             return
         if sampled is None:
@@ -79,7 +123,7 @@ class Lives:
         h.phase = Phase.PUSHING
         h.sampled_ns = end_ns
         queue, prefill = max(h.first_step_ns - h.arrived_ns, 0), h.sampled_ns - h.first_step_ns
-        self.tell(h, ev.SendFirstToken(h.handle, sampled, h.cached_tokens, queue, prefill))
+        self.tell(h, ev.SendFirstToken(h.handle, sampled, h.found, queue, prefill))
 
     def _unpromise(self, h: Handoff, until: int | None = None) -> None:
         keys = h.start.block_keys[h.promised_from : until]
@@ -97,6 +141,7 @@ class Lives:
             return
         if h.phase is Phase.COMPUTING:
             self._unpromise(h)
+        self.blocks.leave(h, cancel=True)
         h.phase = Phase.CANCELLING
         h.error, h.reason = error, reason
         self.planner.drop(h.handle)
@@ -118,6 +163,7 @@ class Lives:
                 self.tell(h, ev.SendDrained(h.handle, h.epoch))
         if h.over and self.handoffs.pop(h.handle, None) is not None:
             self.pool.release(h.pages)
+            self.blocks.store.touch(h.start.block_keys if h.pages else ())
             self.actions.append(h.ended())
 
     # ── tests ────────────────────────────────────────────────────────────────────────────────────
@@ -125,7 +171,8 @@ class Lives:
     def check_integrity(self) -> None:
         """AssertionError unless references are holders and promises are what is being computed. O(everything)."""
         self.cache.check_integrity()
-        held = [page for h in self.handoffs.values() for page in h.pages]
+        self.blocks.check_integrity(self.handoffs)
+        held = [page for h in self.handoffs.values() for page in h.pages] + self.blocks.sealing_pages()
         cached = self.cache.pages()
         for page in range(self.pool.total):
             holders = held.count(page) + (page in cached)
@@ -134,6 +181,7 @@ class Lives:
         for h in self.handoffs.values():
             assert (h.phase is Phase.QUEUED) == (h.handle in self.planner.line), f"handle {h.handle}: the line"
             assert not h.over, f"handle {h.handle} should have ended"
+            assert h.phase is Phase.QUEUED or not (h.pulls or h.pinned), f"handle {h.handle} still waits for pulls"
             if h.phase is Phase.COMPUTING:
                 for key in h.start.block_keys[h.promised_from :]:
                     promised[key] = promised.get(key, 0) + 1

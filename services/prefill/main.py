@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
+from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.node import messages as m
 from kvmesh.node.front import Front
@@ -96,9 +97,18 @@ class Instance:
             vocab_size=readies[0].vocab_size,
             world=len(readies),
         )
-        state = PrefillState(brain, PagePool(min(ready.num_pages for ready in readies)))
-        reporter = Reporter(state, self.front.instance_id)
-        return Runner(state, self.front.ranks, reporter, readies[0].fingerprint, self.front.urge)
+        store = NodeStore(
+            min(ready.num_extents for ready in readies),
+            high_percent=self.config.store_high_percent,
+            low_percent=self.config.store_low_percent,
+            lease_seed=self.front.incarnation,
+        )
+        state = PrefillState(brain, PagePool(min(ready.num_pages for ready in readies)), store)
+        front = self.front
+        reporter = Reporter(state, front.instance_id)
+        runner = Runner(state, front.ranks, front.segments, reporter, readies[0].fingerprint, front.urge)
+        runner.puller = front.attach(store, runner.pulled)
+        return runner
 
     async def _watch(self, stop: asyncio.Event, runner: Runner) -> None:
         """Until stopped or a rank is lost; tells the brain when ranks fall silent and when they speak again."""

@@ -5,7 +5,8 @@
 - A request whose uncached rest is over `long_prompt_tokens` runs alone, one chunk a step; shorter ones are packed
   together. While both kinds are waiting, steps alternate between them: neither starves the other.
 - A request that does not get its pages blocks everybody behind it in the line: none overtakes it on memory.
-- A request whose next block is being computed for somebody else is passed over until that block is in the cache.
+- A request whose next block is being computed or loaded for somebody else is passed over until that block is in the
+  cache, and one whose next block is being pulled from another node until it is here, for a bounded time.
 """
 
 from __future__ import annotations
@@ -98,10 +99,11 @@ class Wait(enum.Enum):
     """Why a waiting request cannot be admitted now."""
 
     PAGES = "pages"
-    TWIN = "twin"  # its next block is being computed for another request
+    TWIN = "twin"  # its next block is being computed or loaded for another request
+    PULL = "pull"  # its next block is on its way from another node
 
 
-# How many of its tokens are not cached now, or TWIN.
+# How many of its tokens are not cached now, or TWIN or PULL.
 Rest = Callable[[int], "int | Wait"]
 # Give it its pages: how many leading tokens are cached, or PAGES.
 Admit = Callable[[int], "int | Wait"]

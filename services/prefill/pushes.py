@@ -53,7 +53,7 @@ class Pushes:
                 pages=tuple(h.pages),
                 offsets=target.offsets,
                 first_block=target.first_block,
-                ready_tokens=h.cached_tokens,
+                ready_tokens=h.ready_tokens,  # this overtakes a LoadCopy: the step tells of pages being loaded
                 prompt_tokens=h.prompt_tokens,
                 lease_until_ns=h.lease.until_ns,
             )

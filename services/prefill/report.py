@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from opentelemetry.context import Context
+from opentelemetry.trace import Span
 
+from kvmesh.kvcache.sources import Pulled
 from kvmesh.node import messages as m
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import conductor_pb2 as pb_conductor
@@ -26,16 +27,23 @@ class Origin:
 
     request_id: str
     attempt: int
-    parent: Context  # of the request's span at decode
+    life: Span  # child of the request's span at decode; parent of what happens here, on other nodes too
 
 
 class Reporter:
     """Turns ends of handoffs into spans, metrics and samples. `instance_id` names this instance in spans."""
 
     def __init__(self, state: PrefillState, instance_id: str) -> None:
+        self.instance_id = instance_id
         self._state = state
-        self._instance_id = instance_id
         self._beat = pb_conductor.HeartbeatRequest()
+        self._counted = pb_conductor.Load()  # since the start
+
+    def began(self, request_id: str, attempt: int, traceparent: str, now: int) -> Origin:
+        """A request is here; `ended` or `refused` follows."""
+        attributes: dict[str, spans.Value] = {names.REQUEST_ID: request_id, names.ATTEMPT: attempt, names.INSTANCE: self.instance_id}
+        parent = spans.context_from(traceparent)
+        return Origin(request_id, attempt, spans.begin(names.SPAN_PREFILL, parent, attributes, start_ns=now))
 
     def rank_said(self, message: m.ToFront) -> None:
         """Metrics of single messages."""
@@ -47,6 +55,14 @@ class Reporter:
             case _:
                 pass
 
+    def pulled(self, result: Pulled) -> None:
+        """A pull is over."""
+        outcome = "all" if not result.cause else "some" if result.arrived else "none"
+        names.PREFILL_PULLS.labels(outcome=outcome).inc()
+        names.PREFILL_PULL.observe(result.took_ns * S)
+        names.PREFILL_PULLED_BYTES.inc(result.bytes_done)
+        self._counted.pulled_bytes += result.bytes_done
+
     def ended(self, end: ev.Ended, origin: Origin, now: int) -> None:
         """One handoff is over, at `now` (monotonic ns)."""
         self._spans(end, origin, now)
@@ -56,10 +72,13 @@ class Reporter:
             self._beat.prefill_samples.add(
                 request_id=origin.request_id,
                 computed_tokens=end.computed_tokens,
-                cached_tokens=end.cached_tokens,
+                cached_tokens=end.found.cached_tokens,
                 duration_us=(end.last_step_ns - end.first_step_ns) // 1000,
                 transfer_bytes=end.transfer_bytes,
                 transfer_us=(end.last_ack_ns - end.first_post_ns) // 1000,
+                pulled_tokens=end.found.pulled_tokens,
+                pull_bytes=end.found.pull_bytes,
+                pull_us=end.found.pull_ns // 1000,
             )
         elif end.outcome is ev.Outcome.FAILED:
             log.warning("prefill failed: %s", end.cause, extra={"request_id": origin.request_id})
@@ -67,18 +86,22 @@ class Reporter:
     def refused(self, origin: Origin, code: str, now: int) -> None:
         """A request that never reached the brain."""
         names.PREFILL_REQUESTS.labels(outcome=ev.Outcome.FAILED.value).inc()
-        attributes = self._who(origin) | {names.OUTCOME: ev.Outcome.FAILED.value, names.ERROR_TYPE: code}
-        spans.record(names.SPAN_PREFILL, origin.parent, now, now, attributes, error=code)
+        origin.life.set_attributes({names.OUTCOME: ev.Outcome.FAILED.value, names.ERROR_TYPE: code})
+        spans.finish(origin.life, end_ns=now, error=code)
         self._beat.finished_request_ids.append(origin.request_id)
 
     def beat(self) -> pb_conductor.HeartbeatRequest:
         """What is new since the last call. Refreshes the gauges."""
         beat, self._beat = self._beat, pb_conductor.HeartbeatRequest()
-        load = self._state.load()
+        load, store = self._state.load(), self._state.store
+        beat.load.CopyFrom(self._counted)
         beat.load.queued_requests = load.queued_requests
         beat.load.queued_tokens = load.queued_tokens
         beat.load.running_requests = load.running_requests
         beat.load.free_pages = load.free_pages
+        beat.load.free_extents = store.free
+        beat.load.store_blocks = store.stats.sealed
+        beat.load.store_capacity = store.total
         names.PREFILL_QUEUED.set(load.queued_requests)
         names.PREFILL_QUEUED_TOKENS.set(load.queued_tokens)
         names.PREFILL_RUNNING.set(load.running_requests)
@@ -86,6 +109,8 @@ class Reporter:
         pages = {"total": pool.total, "free": pool.free, "cached": cache.evictable}
         for state, count in pages.items():
             names.PREFILL_PAGES.labels(state=state).set(count)
+        names.PREFILL_EXTENTS.labels(state="total").set(store.total)
+        names.PREFILL_EXTENTS.labels(state="free").set(store.free)
         phases = [h.phase for h in self._state.handoffs.values()]
         for phase in Phase:
             names.PREFILL_HANDOFFS.labels(state=phase.value.lower()).set(phases.count(phase))
@@ -93,45 +118,58 @@ class Reporter:
 
     def pools(self, streams: int) -> pb_common.PoolCounters:
         """Live counts for leak checks."""
-        state = self._state
+        state, store = self._state, self._state.store.stats
         return pb_common.PoolCounters(
             pages_total=state.pool.total,
             pages_free=state.pool.free,
             pages_cached=state.cache.evictable,
+            extents_total=state.store.total,
+            extents_free=state.store.free,
+            store_blocks=store.sealed,
+            store_writing=store.writing,
+            store_leases=store.leases,
+            pulls=state.pulls,
             handoffs=len(state.handoffs),
             requests=len(state.handoffs),
             streams=streams,
         )
 
-    def _who(self, origin: Origin) -> dict[str, spans.Value]:
-        return {
-            names.REQUEST_ID: origin.request_id,
-            names.ATTEMPT: origin.attempt,
-            names.INSTANCE: self._instance_id,
-        }
-
     def _spans(self, end: ev.Ended, origin: Origin, now: int) -> None:
-        done = end.outcome is ev.Outcome.DONE
-        attributes = self._who(origin) | {
-            names.OUTCOME: end.outcome.value,
-            names.PROMPT_TOKENS: end.prompt_tokens,
-            names.CACHED_TOKENS: end.cached_tokens,
-            names.COMPUTED_TOKENS: end.computed_tokens,
-            names.CHUNKS: end.chunks,
+        done, found = end.outcome is ev.Outcome.DONE, end.found
+        prefix: dict[str, spans.Value] = {
+            names.CACHED_TOKENS: found.cached_tokens,
+            names.DEVICE_TOKENS: found.device_tokens,
+            names.HOST_TOKENS: found.host_tokens,
+            names.PULLED_TOKENS: found.pulled_tokens,
         }
+        computed: dict[str, spans.Value] = {names.COMPUTED_TOKENS: end.computed_tokens, names.CHUNKS: end.chunks}
+        attributes = prefix | computed | {names.OUTCOME: end.outcome.value, names.PROMPT_TOKENS: end.prompt_tokens}
         error = ""
         if end.outcome is ev.Outcome.FAILED:
             attributes[names.ERROR_TYPE], _, error = end.cause.partition(": ")
         last = max(end.last_step_ns, end.last_ack_ns) if done else now
-        life = spans.record(names.SPAN_PREFILL, origin.parent, end.arrived_ns, last, attributes, error=error)
+        life = spans.context_of(origin.life)
         began = end.first_step_ns or now
         spans.record(names.SPAN_QUEUE, life, end.arrived_ns, began)
+        if found.pull_from_ns:
+            pulled: dict[str, spans.Value] = {
+                names.PULLED_TOKENS: found.pulled_tokens,
+                names.PULL_BYTES: found.pull_bytes,
+            }
+            spans.record(names.SPAN_PULL, life, found.pull_from_ns, found.pull_until_ns or began, pulled)
+        if found.load_until_ns:
+            loaded: dict[str, spans.Value] = {
+                names.HOST_TOKENS: found.host_tokens,
+                names.PULLED_TOKENS: found.pulled_tokens,
+            }
+            spans.record(names.SPAN_LOAD, life, found.load_from_ns, found.load_until_ns, loaded)
         if end.first_step_ns:
-            computed = {key: attributes[key] for key in (names.CACHED_TOKENS, names.COMPUTED_TOKENS, names.CHUNKS)}
-            spans.record(names.SPAN_COMPUTE, life, began, end.last_step_ns, computed)
+            spans.record(names.SPAN_COMPUTE, life, began, end.last_step_ns, prefix | computed)
         if end.first_post_ns:
             moved: dict[str, spans.Value] = {names.TRANSFER_BYTES: end.transfer_bytes, names.CHUNKS: end.chunks}
             spans.record(names.SPAN_TRANSFER, life, end.first_post_ns, end.last_ack_ns, moved)
+        origin.life.set_attributes(attributes)
+        spans.finish(origin.life, end_ns=max(last, end.arrived_ns), error=error)
 
     def _metrics(self, end: ev.Ended) -> None:
         names.PREFILL_REQUESTS.labels(outcome=end.outcome.value).inc()
@@ -139,7 +177,21 @@ class Reporter:
         if end.first_step_ns:
             names.PREFILL_QUEUE.observe(max(end.first_step_ns - end.arrived_ns, 0) * S)
             names.PREFILL_COMPUTED_TOKENS.inc(end.computed_tokens)
-            names.PREFILL_CACHED_TOKENS.inc(end.cached_tokens)
+            names.PREFILL_CACHED_TOKENS.inc(end.found.cached_tokens)
+            self._count_hits(end)
         if end.outcome is ev.Outcome.DONE:
             names.PREFILL_COMPUTE.observe((end.last_step_ns - end.first_step_ns) * S)
             names.PREFILL_TRANSFER.observe((end.last_ack_ns - end.first_post_ns) * S)
+
+    def _count_hits(self, end: ev.Ended) -> None:
+        counted, found = self._counted, end.found
+        counted.prompt_tokens += end.prompt_tokens
+        counted.device_hit_tokens += found.device_tokens
+        counted.host_hit_tokens += found.host_tokens
+        counted.remote_hit_tokens += found.pulled_tokens
+        for tier, tokens in (
+            ("device", found.device_tokens),
+            ("host", found.host_tokens),
+            ("remote", found.pulled_tokens),
+        ):
+            names.PREFILL_HIT_TOKENS.labels(tier=tier).inc(tokens)

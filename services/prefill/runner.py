@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvmesh.kvcache.sources import Pulled, PullJob
 from kvmesh.node import messages as m
 from kvmesh.rpc.errors import InvalidRequest, KvmeshError
 from kvmesh.rpc.pb import prefill_pb2 as pb
 from kvmesh.telemetry import spans
-from kvmesh.transfer import SegmentDescriptor
 from services.prefill import events as ev
 from services.prefill import wire
 from services.prefill.report import Origin, Reporter
@@ -27,12 +27,28 @@ class Rank(Protocol):
     def send(self, message: m.ToRank, /) -> None: ...
 
 
+class Segments(Protocol):
+    """What the runner needs of kvmesh.node.segments.Segments."""
+
+    def open(self, descriptor: bytes, /) -> str: ...
+
+    def release(self, name: str, /) -> None: ...
+
+
+class Puller(Protocol):
+    """What the runner needs of kvmesh.node.blocks.Blocks, which answers every pull through `Runner.pulled`."""
+
+    def pull(self, job: PullJob, /) -> None: ...
+
+    def cancel_pull(self, ticket: int, /) -> None: ...
+
+
 @dataclass(eq=False)
 class Stream:
     """One decode instance's Handoff stream: its number, its own handles, what is still to be written to it."""
 
     number: int
-    segments: tuple[str, ...] = ()
+    segments: list[str] = field(default_factory=list)
     handles: dict[int, int] = field(default_factory=dict)  # the stream's handle → ours
     outbox: list[pb.HandoffEvent] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -58,6 +74,7 @@ class Runner:
         self,
         state: PrefillState,
         ranks: Sequence[Rank],
+        segments: Segments,
         reporter: Reporter,
         fingerprint: str,
         urge: Callable[[], None],
@@ -67,7 +84,9 @@ class Runner:
         self.reporter = reporter
         self.idle = asyncio.Event()  # no handoff is left
         self.idle.set()
+        self.puller: Puller | None = None  # set before the first stream: it needs `pulled` to be made
         self._ranks = ranks
+        self._segments = segments
         self._fingerprint = fingerprint
         self._urge = urge
         self._clock_ns = clock_ns
@@ -105,6 +124,12 @@ class Runner:
     def _do(self, action: ev.Action, now: int) -> None:
         if isinstance(action, ev.ToRank):
             self._ranks[action.rank].send(action.message)
+        elif isinstance(action, ev.Pull):
+            assert self.puller is not None
+            self.puller.pull(action.job)
+        elif isinstance(action, ev.CancelPull):
+            assert self.puller is not None
+            self.puller.cancel_pull(action.ticket)
         elif isinstance(action, ev.Ended):
             self._ended(action, now)
         else:
@@ -114,6 +139,11 @@ class Runner:
         """Front's `on_message`."""
         self.reporter.rank_said(message)
         self.feed(ev.FromRank(rank, message))
+
+    def pulled(self, result: Pulled) -> None:
+        """Blocks' `on_pulled`."""
+        self.reporter.pulled(result)
+        self.feed(ev.Pulled(result))
 
     def wake_streams(self) -> None:
         """Let every stream's writer look around."""
@@ -131,25 +161,25 @@ class Runner:
 
     def open_stream(self, segment_descriptors: Sequence[bytes]) -> Stream:
         """A decode instance has said hello; ranks learn where its segments are. TransferError: they are none."""
-        segments = tuple(SegmentDescriptor.decode(descriptor).name for descriptor in segment_descriptors)
-        stream = Stream(next(self._stream_numbers), segments)
+        stream = Stream(next(self._stream_numbers))
+        try:
+            for descriptor in segment_descriptors:
+                stream.segments.append(self._segments.open(descriptor))
+        except BaseException:
+            self._release(stream)
+            raise
         self._streams[stream.number] = stream
-        for descriptor in segment_descriptors:
-            self._to_ranks(m.OpenSegment(descriptor))
         return stream
 
     def close_stream(self, stream: Stream) -> None:
-        """It is over: all of its handoffs are cancelled, its segments closed unless a newer stream names them."""
+        """It is over: all of its handoffs are cancelled, its segments closed unless somebody else uses them."""
         del self._streams[stream.number]
         self.feed(ev.StreamBroken(stream.number))
-        in_use = {name for other in self._streams.values() for name in other.segments}
-        for name in stream.segments:
-            if name not in in_use:
-                self._to_ranks(m.CloseSegment(name))
+        self._release(stream)
 
-    def _to_ranks(self, message: m.ToRank) -> None:
-        for rank in self._ranks:
-            rank.send(message)
+    def _release(self, stream: Stream) -> None:
+        while stream.segments:
+            self._segments.release(stream.segments.pop())
 
     def take(self, stream: Stream, request: pb.HandoffRequest) -> None:
         """One message of decode. Raises InvalidRequest when it breaks the protocol: the stream has to end."""
@@ -175,10 +205,11 @@ class Runner:
         if request.handle in stream.handles:
             raise InvalidRequest.of("handle", request.handle, "names a handoff of this stream already")
         now = self._clock_ns()
-        origin = Origin(request.request_id, request.attempt, spans.context_from(request.traceparent))
+        origin = self.reporter.began(request.request_id, request.attempt, request.traceparent, now)
         handle = next(self._handles)
         try:
-            start = wire.start_in(request, handle, stream.number, self._fingerprint, now)
+            own, life = self.reporter.instance_id, spans.traceparent(origin.life)
+            start = wire.start_in(request, handle, stream.number, self._fingerprint, own, now, life)
         except KvmeshError as error:
             self.reporter.refused(origin, error.code, now)
             failed = wire.event_out(ev.SendFailed(handle, error, drained=True), request.handle)

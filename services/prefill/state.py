@@ -1,11 +1,13 @@
 """The prefill brain: every handoff's life, from the waiting line to the last acknowledged byte. Pure.
 
-    state = PrefillState(config, PagePool(num_pages))
+    state = PrefillState(config, PagePool(num_pages), NodeStore(num_extents))
     actions = state.step(event, now_ns)
 
 Promises, whatever the order of events:
 - a page is held by every handoff that may still read or write it: it is released only when decode knows how the
-  handoff ended and neither a step nor a push can touch it (Handoff.over);
+  handoff ended and neither load nor step nor push can touch it (Handoff.over);
+- an extent of the host segment has one writer, a pull or a copy, and is read only once it is sealed; nobody waits
+  longer for a pull than its timeout, and what has not arrived is computed;
 - decode is told exactly one ending: FirstToken and FillDone, or Drained, or Failed (nothing once its stream broke);
 - computation never waits for the landing; the push never begins without one or after its lease.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
+from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import PrefixCache
 from kvmesh.node import messages as m
@@ -29,6 +32,7 @@ from services.prefill.pushes import Pushes
 NO_RATE_RETRY_MS = 1000
 MAX_RETRY_MS = 60_000
 RATE_WEIGHT = 0.2  # of the newest step
+PATIENCE = 0  # in place of a handle: nobody's deadline, somebody stops waiting for a pull
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +64,10 @@ class _Step:
 class PrefillState:
     """All handoffs of one instance. One owner, one thread; costs O(blocks) a request, O(1) a message."""
 
-    def __init__(self, config: BrainConfig, pool: PagePool) -> None:
+    def __init__(self, config: BrainConfig, pool: PagePool, store: NodeStore) -> None:
         self.config = config
         self.planner = Planner(config.plan)
-        self._lives = Lives(pool, self.planner)
+        self._lives = Lives(config, pool, store, self.planner)
         self._pushes = Pushes(self._lives, config.world)
         self._steps: dict[int, _Step] = {}
         self._next_step = 1
@@ -83,6 +87,15 @@ class PrefillState:
         return self._lives.cache
 
     @property
+    def store(self) -> NodeStore:
+        return self._lives.blocks.store
+
+    @property
+    def pulls(self) -> int:
+        """Under way, cancelled ones included."""
+        return self._lives.blocks.pulls
+
+    @property
     def handoffs(self) -> dict[int, Handoff]:
         """Handle → handoff that has not ended. Read only."""
         return self._lives.handoffs
@@ -94,11 +107,7 @@ class PrefillState:
 
     def load(self) -> Load:
         """For heartbeats. O(waiting requests)."""
-        block, lives = self.config.plan.block_tokens, self._lives
-        queued = sum(
-            h.prompt_tokens - self.cache.peek(lives.usable(h)) * block
-            for h in map(self.handoffs.__getitem__, self.planner.line)
-        )
+        queued = sum(map(self._lives.expected_rest, self.planner.line))
         at_ranks = sum(step.tokens for step in self._steps.values())
         return Load(
             queued_requests=len(self.planner.line),
@@ -117,6 +126,7 @@ class PrefillState:
 
     def step(self, event: ev.Event, now: int) -> list[ev.Action]:
         """Take one event at `now` (monotonic ns, never going back) and say what to do, in order."""
+        self._lives.blocks.now = now
         match event:
             case ev.Start():
                 self._start(event, now)
@@ -131,9 +141,12 @@ class PrefillState:
                 self._stream_broken(stream)
             case ev.FromRank(rank, message):
                 self._from_rank(rank, message, now)
+            case ev.Pulled(result):
+                self._lives.blocks.pulled(result)
             case ev.RankLost(_, cause):
                 self._refusing = cause
                 self._steps.clear()
+                self._lives.blocks.lost()
                 self._give_up(cause, dead=True)
                 self.cache.clear()
             case ev.RanksSilent(cause):
@@ -162,6 +175,9 @@ class PrefillState:
         self.planner.line.add(start.handle, start.priority, now)
         if start.deadline_ns:
             heapq.heappush(self._deadlines, (start.deadline_ns, start.handle))
+        patience_ns = self._lives.arrive(h)
+        if patience_ns:
+            heapq.heappush(self._deadlines, (patience_ns, PATIENCE))
 
     def _no_room(self) -> KvmeshError | None:
         if self._refusing or self._silent:
@@ -226,6 +242,10 @@ class PrefillState:
                 self._step_done(rank, message)
             case m.RankError(handles, text):
                 self._step_failed(rank, handles, text)
+            case m.SealCopied():
+                self._lives.blocks.sealed(rank, message)
+            case m.LoadCopied():
+                self._lives.loaded(rank, message)
             case m.PushProgress() | m.PushDone() | m.PushFailed() | m.PushDrained():
                 self._pushes.from_rank(rank, message)
             case _:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvmesh.kvcache import keys
+from kvmesh.kvcache.sources import PullRange
 from kvmesh.node import messages as m
 from kvmesh.rpc.errors import InvalidRequest, ModelNotFound
 from kvmesh.rpc.pb import common_pb2 as pb_common
@@ -11,10 +14,14 @@ from kvmesh.rpc.status import to_detail
 from services.prefill import events as ev
 
 NS_PER_MS = 1_000_000
+MAX_PULLS = 1024  # ranges of one request
 
 
-def start_in(request: pb.StartPrefill, handle: int, stream: int, fingerprint: str, now: int) -> ev.Start:
-    """Raises ModelNotFound for another model's request and InvalidRequest for bytes that are none."""
+def start_in(
+    request: pb.StartPrefill, handle: int, stream: int, fingerprint: str, own: str, now: int, traceparent: str
+) -> ev.Start:
+    """Raises ModelNotFound for another model's request, InvalidRequest for bytes that are none and for hints that
+    cannot be right. `own` is this instance's id, `traceparent` the span that pulls belong to."""
     if request.model_fingerprint != fingerprint:
         raise ModelNotFound(
             f"this prefill instance serves the model with fingerprint {fingerprint[:16]}, "
@@ -39,7 +46,34 @@ def start_in(request: pb.StartPrefill, handle: int, stream: int, fingerprint: st
         sampling=m.Sampling(s.temperature, s.top_p, s.top_k, s.seed, s.top_logprobs if s.logprobs else -1),
         deadline_ns=now + request.deadline_ms * NS_PER_MS if request.deadline_ms else 0,
         priority=request.priority,
+        pulls=pulls_in(request.pulls, len(block_keys), own),
+        traceparent=traceparent,
     )
+
+
+def pulls_in(ranges: Sequence[pb_common.PullRange], blocks: int, own: str) -> tuple[PullRange, ...]:
+    """Hints for a prompt of `blocks` full blocks; those that name this instance itself are left out, it knows better
+    what it has. Raises InvalidRequest naming the field."""
+    if len(ranges) > MAX_PULLS:
+        raise InvalidRequest.of("pulls", f"{len(ranges)} ranges", f"at most {MAX_PULLS}")
+    found = []
+    for i, r in enumerate(ranges):
+        at, holder = f"pulls[{i}]", r.holder
+        if not holder.instance_id:
+            raise InvalidRequest.of(f"{at}.holder.instance_id", "", "a range names its holder")
+        host, _, port = holder.address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise InvalidRequest.of(f"{at}.holder.address", holder.address, "host:port of the holder")
+        if not holder.incarnation:
+            raise InvalidRequest.of(f"{at}.holder.incarnation", 0, "the life of the holder that has the blocks")
+        if not r.blocks:
+            raise InvalidRequest.of(f"{at}.blocks", 0, "at least one")
+        if r.first_block + r.blocks > blocks:
+            end = r.first_block + r.blocks
+            raise InvalidRequest.of(f"{at}.blocks", r.blocks, f"ends at block {end}, the prompt has {blocks} full ones")
+        if holder.instance_id != own:
+            found.append(PullRange(holder.instance_id, holder.address, holder.incarnation, r.first_block, r.blocks))
+    return tuple(found)
 
 
 def landing_in(landing: pb.Landing, handle: int) -> ev.Landing:
@@ -75,13 +109,21 @@ def event_out(action: ev.Action, handle: int) -> pb.HandoffEvent | None:
 
 
 def _first_token(action: ev.SendFirstToken, handle: int) -> pb.FirstToken:
-    timings = pb_common.StageTimings(queue_us=action.queue_ns // 1000, prefill_us=action.prefill_ns // 1000)
-    first = pb.FirstToken(
-        handle=handle, token_id=action.sampled.token_id, cached_tokens=action.cached_tokens, timings=timings
+    prefix = action.found
+    timings = pb_common.StageTimings(
+        queue_us=action.queue_ns // 1000,
+        prefill_us=action.prefill_ns // 1000,
+        pull_us=prefix.pull_ns // 1000,
+        pull_bytes=prefix.pull_bytes,
+        pulled_tokens=prefix.pulled_tokens,
+        host_tokens=prefix.host_tokens,
     )
-    found = action.sampled.logprobs
-    if found is not None:
-        first.logprobs.logprob = found.logprob
-        for token_id, logprob in found.top:
+    first = pb.FirstToken(
+        handle=handle, token_id=action.sampled.token_id, cached_tokens=prefix.cached_tokens, timings=timings
+    )
+    logprobs = action.sampled.logprobs
+    if logprobs is not None:
+        first.logprobs.logprob = logprobs.logprob
+        for token_id, logprob in logprobs.top:
             first.logprobs.top.add(token_id=token_id, logprob=logprob)
     return first

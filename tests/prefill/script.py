@@ -3,14 +3,17 @@
 A transcript is a text file of blocks: command lines, a line `----`, the expected output, an empty line. Lines that
 begin with `#` are comments. Times are milliseconds. A prompt is written as its blocks: `abc+2` stands for three
 full blocks with the contents a, b, c, and two more tokens; two prompts share a prefix where their letters agree.
+Hints are written `pulls=0-2@A,2-5@B`: blocks [0, 2) lie at A, [2, 5) at B.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
+from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
 from kvmesh.node import messages as m
 from services.prefill import events as ev
 from services.prefill.checks import BrainConfig
@@ -20,6 +23,7 @@ from services.prefill.state import PrefillState
 MS = 1_000_000
 BOOT_NS = 5_000 * MS  # a monotonic clock does not begin at 0
 DEFAULTS = {"pages": 8, "block": 4, "chunk": 12, "batch": 24, "long": 12, "depth": 2, "context": 64, "queued": 8}
+DEFAULTS |= {"extents": 0, "patience": 200, "ranks": 1}  # without extents nothing is sealed
 
 
 def prompt(text: str, block: int) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
@@ -30,7 +34,7 @@ def prompt(text: str, block: int) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
 
 
 def make_state(**limits: int) -> PrefillState:
-    """A brain with one rank and the limits of DEFAULTS unless told otherwise."""
+    """A brain with the limits of DEFAULTS unless told otherwise; `patience`: milliseconds that a pull may take."""
     c = DEFAULTS | limits
     plan = PlanConfig(
         block_tokens=c["block"],
@@ -40,8 +44,25 @@ def make_state(**limits: int) -> PrefillState:
         pipeline_depth=c["depth"],
         priority_step_ns=1000 * MS,
     )
-    config = BrainConfig(plan=plan, max_context_tokens=c["context"], vocab_size=256, max_queued=c["queued"])
-    return PrefillState(config, PagePool(c["pages"]))
+    config = BrainConfig(
+        plan=plan,
+        max_context_tokens=c["context"],
+        vocab_size=256,
+        max_queued=c["queued"],
+        world=c["ranks"],
+        pull_timeout_ms=c["patience"],
+    )
+    return PrefillState(config, PagePool(c["pages"]), NodeStore(c["extents"], high_percent=100, low_percent=100))
+
+
+def ranges(text: str) -> tuple[PullRange, ...]:
+    """Hints written as `0-2@A,2-5@B`."""
+    found = []
+    for part in filter(None, text.split(",")):
+        blocks, _, holder = part.partition("@")
+        first, end = map(int, blocks.split("-"))
+        found.append(PullRange(holder, f"{holder}:1", 1, first, end - first))
+    return tuple(found)
 
 
 @dataclass
@@ -51,6 +72,7 @@ class Player:
     state: PrefillState = field(default_factory=make_state)
     now_ms: int = 0
     steps: dict[int, m.PrefillStep] = field(default_factory=dict)
+    jobs: dict[int, PullJob] = field(default_factory=dict)
     block: int = DEFAULTS["block"]
 
     @property
@@ -83,9 +105,17 @@ class Player:
             parts += [f"pages={','.join(map(str, h.pages)) or '-'}", f"push={h.pushes[0].value}"]
             parts += [f"steps={','.join(map(str, sorted(h.steps)))}"] if h.steps else []
             parts += [f"lease..{ms(h.lease.until_ns)}"] if h.lease else []
+            parts += [f"pulls={','.join(map(str, sorted(h.pulls)))}"] if h.pulls else []
+            parts += [f"pinned={','.join(map(str, sorted(h.pinned)))}"] if h.pinned else []
+            parts += [f"loading={h.loading}"] if h.loading else []
             yield " ".join(parts)
         pool, cache, load = self.state.pool, self.state.cache, self.state.load()
         yield f"pages free={pool.free} idle={cache.evictable} of {pool.total}; waiting={load.queued_requests}"
+        store = self.state.store
+        if store.stats.sealed or store.stats.writing:
+            keys = store.keys()
+            blocks = " ".join(sorted(key.decode() for key in keys)) or "none"
+            yield f"extents free={store.free} writing={store.stats.writing} of {store.total}; sealed: {blocks}"
 
     def describe(self, action: ev.Action) -> str:
         """One readable line."""
@@ -102,13 +132,30 @@ class Player:
                 return f"rank: lease of {handle} until={ms(until)}"
             case ev.ToRank(_, m.PushCancel(handle)):
                 return f"rank: cancel push {handle}"
+            case ev.ToRank(_, m.SealCopy(ticket, pages, extents)):
+                return f"rank: seal {ticket} pages={commas(pages)} extents={commas(extents)}"
+            case ev.ToRank(_, m.LoadCopy(ticket, extents, pages)):
+                return f"rank: load {ticket} extents={commas(extents)} pages={commas(pages)}"
+            case ev.Pull(job):
+                self.jobs[job.ticket] = job
+                keys = ",".join(key.decode() for key in job.keys)
+                where = ",".join(f"{r.first_block}-{r.first_block + r.blocks}@{r.instance_id}" for r in job.ranges)
+                return (
+                    f"pull {job.ticket}: {keys} blocks={commas(job.blocks)} extents={commas(job.extents)} "
+                    f"from {where} timeout={job.timeout_ms}"
+                )
+            case ev.CancelPull(ticket):
+                return f"cancel pull {ticket}"
             case ev.SendBeginFill(handle, blocks):
                 return f"decode: {handle} BeginFill blocks={blocks}"
             case ev.SendRenew(handle, epoch, done):
                 return f"decode: {handle} RenewLease epoch={epoch} bytes={done}"
-            case ev.SendFirstToken(handle, sampled, cached, queue, prefill):
+            case ev.SendFirstToken(handle, sampled, found, queue, prefill):
                 times = f"queue={queue // MS} prefill={prefill // MS}"
-                return f"decode: {handle} FirstToken {sampled.token_id} cached={cached} {times}"
+                times += f" pull={found.pull_ns // MS} pull_bytes={found.pull_bytes}" if found.pull_from_ns else ""
+                parts = (found.device_tokens, found.host_tokens, found.pulled_tokens)
+                where = f" (device {parts[0]}, host {parts[1]}, pulled {parts[2]})" if any(parts[1:]) else ""
+                return f"decode: {handle} FirstToken {sampled.token_id} cached={found.cached_tokens}{where} {times}"
             case ev.SendFillDone(handle, epoch, took, size, exposed):
                 return f"decode: {handle} FillDone epoch={epoch} bytes={size} took={took // MS} exposed={exposed // MS}"
             case ev.SendDrained(handle, epoch):
@@ -131,6 +178,10 @@ class Player:
         return f"{item.handle} [{item.start}..{end}) pages={','.join(map(str, item.pages))}{sample}"
 
 
+def commas(numbers: Iterable[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
 def ms(monotonic_ns: int) -> int:
     """Milliseconds on the transcript's clock."""
     return (monotonic_ns - BOOT_NS) // MS
@@ -144,7 +195,8 @@ def _start(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
     deadline = p.now + int(g["deadline"]) * MS if "deadline" in g else 0
     sampling = m.Sampling(0.0, 1.0, 0, 0)
     stream, priority = int(g.get("stream", 1)), int(g.get("priority", 0))
-    return ev.Start(int(a[0]), stream, f"r{a[0]}", tokens, keys, sampling, deadline, priority)
+    hints = ranges(g.get("pulls", ""))
+    return ev.Start(int(a[0]), stream, f"r{a[0]}", tokens, keys, sampling, deadline, priority, hints)
 
 
 def _landing(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
@@ -160,7 +212,7 @@ def _done(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
     without = {int(h) for h in g.get("without", "0").split(",")}
     sampled = tuple(m.Sampled(i.handle, 100 + i.handle) for i in step.items if i.sample and i.handle not in without)
     start, end = p.now - int(g.get("took", 0)) * MS, p.now
-    return ev.FromRank(0, m.PrefillStepDone(step.step_id, start, end, sampled))
+    return ev.FromRank(int(g.get("rank", 0)), m.PrefillStepDone(step.step_id, start, end, sampled))
 
 
 def _error(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
@@ -179,6 +231,22 @@ def _push_failed(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
     return ev.FromRank(0, m.PushFailed(int(a[0]), int(g.get("epoch", 7)), cause, g.get("drained", "yes") == "yes"))
 
 
+def _pulled(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
+    job = p.jobs.pop(int(a[0]))
+    arrived = tuple(n for n, block in enumerate(job.blocks) if str(block) in g.get("blocks", "").split(","))
+    if g.get("blocks") == "all":
+        arrived = tuple(range(len(job.blocks)))
+    cause = "" if len(arrived) == len(job.blocks) else "gone"
+    return ev.Pulled(Pulled(job.ticket, arrived, 100 * len(arrived), 0, cause))
+
+
+def _copied(kind: type[m.SealCopied] | type[m.LoadCopied]) -> Make:
+    def make(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
+        return ev.FromRank(int(g.get("rank", 0)), kind(int(a[0]), p.now - int(g.get("took", 0)) * MS, p.now))
+
+    return make
+
+
 EVENTS: dict[str, Make] = {
     "start": _start,
     "landing": _landing,
@@ -191,6 +259,9 @@ EVENTS: dict[str, Make] = {
     "pushed": _pushed,
     "push-failed": _push_failed,
     "drained": lambda p, a, g: ev.FromRank(0, m.PushDrained(int(a[0]), g.get("certain", "yes") == "yes")),
+    "pulled": _pulled,
+    "sealed": _copied(m.SealCopied),
+    "loaded": _copied(m.LoadCopied),
     "lost": lambda p, a, g: ev.RankLost(0, "rank 0 ended, exit status -9"),
     "silent": lambda p, a, g: ev.RanksSilent("rank 0 has been silent for 5.1 s"),
     "back": lambda p, a, g: ev.RanksBack(),

@@ -1,24 +1,26 @@
 """Any interleaving of decode, rank and time: pages have holders, KV is right, every handoff has one ending.
 
-The rank here is a model that keeps what a real one would: messages in order both ways, the content of every page
-(as the token prefix it was computed from), and the pushes that may still read. The decode instances are rules.
+The rank here is a model that keeps what a real one would: messages in order both ways (copies are done before steps
+that were sent later, perhaps before earlier ones; pushes overtake everything), the content of every page and extent (as
+the token prefix it was computed from), the pulls that may still write and the pushes that may still read. The decode
+instances and the other nodes are rules.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
 
+from kvmesh.kvcache.sources import PullRange
 from kvmesh.node import messages as m
 from services.prefill import events as ev
 from services.prefill.handoff import Phase
-from tests.prefill.script import BOOT_NS, MS, make_state, prompt
+from tests.prefill.pool_model import BLOCK, EXTENTS, PAGES, PATIENCE_MS, Copy, SharedPool
+from tests.prefill.script import MS, prompt
 
-BLOCK, PAGES = 4, 10
 ENDINGS = (ev.SendDrained, ev.SendFailed)
 
 
@@ -46,19 +48,13 @@ class RankPush:
     cancelled: bool = False
 
 
-class Machine(RuleBasedStateMachine):
+class Machine(SharedPool):
     def __init__(self) -> None:
         super().__init__()
-        limits = {"pages": PAGES, "block": BLOCK, "chunk": 8, "batch": 16, "long": 8, "queued": 6}
-        self.state = make_state(**limits)
-        self.now = BOOT_NS
         self.lives: dict[int, Life] = {}
         self.broken: set[int] = set()
         self.epoch = 0
-        self.inbox: deque[m.PrefillStep] = deque()
-        self.outbox: deque[m.ToFront] = deque()
         self.pushes: dict[int, RankPush] = {}
-        self.content: dict[int, tuple[int, ...]] = {}  # page → tokens [0, end of its block)
         self.written: dict[int, int] = {}  # handle → tokens computed in unbroken order
         self.doubt: set[int] = set()  # handles with bytes that may fly without a holder
         self.lost = False
@@ -70,6 +66,13 @@ class Machine(RuleBasedStateMachine):
         for action in self.state.step(event, self.now):
             if isinstance(action, ev.ToRank):
                 self.at_rank(action.message)
+                continue
+            if isinstance(action, ev.Pull):
+                self.pull_begins(action.job)
+                continue
+            if isinstance(action, ev.CancelPull):
+                assert action.ticket in self.jobs and action.ticket not in self.cancelled
+                self.cancelled.add(action.ticket)
                 continue
             life = self.lives[action.handle]
             assert life.ended is None, f"{action} after the end"
@@ -102,7 +105,15 @@ class Machine(RuleBasedStateMachine):
                 assert handle not in self.pushes, "pushed twice"
                 assert not self.lives[handle].has(*ENDINGS), "pushed after the end"
                 assert message.lease_until_ns > self.now, "a push was opened after its lease"
+                tokens = self.lives[handle].start.token_ids
+                for block in range(message.ready_tokens // BLOCK):  # it may be read before anything else is done
+                    assert self.content.get(message.pages[block]) == tokens[: (block + 1) * BLOCK], "pushed too early"
                 self.pushes[handle] = RankPush(message)
+            case m.SealCopy() | m.LoadCopy():
+                assert message.ticket not in self.copies
+                self.one_owner(message)
+                self.copies[message.ticket] = message
+                self.inbox.append(message)
             case m.PushCancel(handle):
                 if handle in self.pushes:
                     self.pushes[handle].cancelled = True
@@ -112,13 +123,8 @@ class Machine(RuleBasedStateMachine):
     def one_writer(self, step: m.PrefillStep) -> None:
         """A page that this step writes is read or written by no other request, and by no later step of its own."""
         for item in step.items:
-            mine = set(item.pages[item.start // BLOCK :])
             assert item.start % BLOCK == 0
-            assert mine.isdisjoint(self.state.cache.pages()), "a cached page is written"
-            for other in self.state.handoffs.values():
-                assert other.handle == item.handle or mine.isdisjoint(other.pages), (
-                    "two holders of a page being written"
-                )
+            self.nobody_else(set(item.pages[item.start // BLOCK :]), item.handle)
 
     # ── decode ───────────────────────────────────────────────────────────────────────────────────
 
@@ -129,15 +135,21 @@ class Machine(RuleBasedStateMachine):
         stream=st.integers(1, 3),
         deadline_ms=st.sampled_from([0, 0, 0, 700]),
         priority=st.integers(-1, 1),
+        hints=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=2),
     )
-    def start(self, blocks: str, more: int, stream: int, deadline_ms: int, priority: int) -> None:
+    def start(
+        self, blocks: str, more: int, stream: int, deadline_ms: int, priority: int, hints: list[tuple[int, int]]
+    ) -> None:
         if stream in self.broken:
             return
         tokens, keys = prompt(f"{blocks}+{more}", BLOCK)
         handle = len(self.lives) + 1
         deadline = self.now + deadline_ms * MS if deadline_ms else 0
-        start = ev.Start(handle, stream, f"r{handle}", tokens, keys, m.Sampling(0, 1, 0, 0), deadline, priority)
+        pulls = tuple(PullRange("A", "A:1", 1, at, min(n, len(keys) - at)) for at, n in hints if at < len(keys))
+        sampling = m.Sampling(0, 1, 0, 0)
+        start = ev.Start(handle, stream, f"r{handle}", tokens, keys, sampling, deadline, priority, pulls)
         self.lives[handle] = Life(start)
+        self.starts[start.request_id] = start
         self.step(start)
 
     def open(self, *, landed: bool | None = None) -> list[int]:
@@ -187,10 +199,15 @@ class Machine(RuleBasedStateMachine):
 
     # ── rank ─────────────────────────────────────────────────────────────────────────────────────
 
-    @precondition(lambda self: self.inbox)
+    def next_step(self) -> m.PrefillStep | None:
+        return next((message for message in self.inbox if isinstance(message, m.PrefillStep)), None)
+
+    @precondition(lambda self: self.next_step())
     @rule(fails=st.sampled_from(["no"] * 9 + ["all", "some"]), data=st.data())
     def rank_runs_a_step(self, fails: str, data: st.DataObject) -> None:
-        handles = [i.handle for i in self.inbox[0].items]
+        step = self.next_step()
+        assert step is not None
+        handles = [i.handle for i in step.items]
         bad = handles if fails == "all" else []
         if fails == "some":
             bad = data.draw(st.lists(st.sampled_from(handles), unique=True, min_size=1))
@@ -198,7 +215,11 @@ class Machine(RuleBasedStateMachine):
 
     def run_step(self, bad: list[int], answers: bool = True) -> None:
         """A step that fails as a whole is answered by the error alone; else it is run again without `bad`."""
-        step = self.inbox.popleft()
+        while isinstance(self.inbox[0], Copy):  # they were sent before it
+            self.copy(self.inbox[0])
+        step = self.next_step()
+        assert step is not None
+        self.inbox.remove(step)
         for item in step.items:
             if item.handle in bad:
                 self.written[item.handle] = -1
@@ -262,7 +283,10 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.outbox)
     @rule()
     def rank_is_heard(self) -> None:
-        self.step(ev.FromRank(0, self.outbox.popleft()))
+        message = self.outbox.popleft()
+        if isinstance(message, m.SealCopied | m.LoadCopied):
+            del self.copies[message.ticket]
+        self.step(ev.FromRank(0, message))
 
     @precondition(lambda self: not self.lost and len(self.lives) > 3)
     @rule(really=st.sampled_from([False] * 30 + [True]))
@@ -272,10 +296,12 @@ class Machine(RuleBasedStateMachine):
         self.lost = True
         self.inbox.clear()
         self.outbox.clear()
+        self.copies.clear()
         self.doubt.update(self.pushes)
         self.pushes.clear()
         self.step(ev.RankLost(0, "killed"))
         assert not self.state.handoffs
+        assert not self.state.store.keys()
 
     @precondition(lambda self: not self.lost)
     @rule()
@@ -285,7 +311,7 @@ class Machine(RuleBasedStateMachine):
         assert all(h.told or h.deaf for h in self.state.handoffs.values())
         self.step(ev.RanksBack())
 
-    @rule(ms=st.sampled_from([1, 60, 800]))
+    @rule(ms=st.sampled_from([1, 60, PATIENCE_MS, 800]))
     def time_passes(self, ms: int) -> None:
         self.now += ms * MS
         self.step(ev.Tick())
@@ -296,7 +322,7 @@ class Machine(RuleBasedStateMachine):
     def references_are_holders(self) -> None:
         self.state.check_integrity()
         for step in self.inbox:
-            for item in step.items:
+            for item in step.items if isinstance(step, m.PrefillStep) else ():
                 assert set(item.pages) <= set(self.state.handoffs[item.handle].pages), "a step outlives its pages"
         for handle, push in self.pushes.items():
             h = self.state.handoffs.get(handle)
@@ -306,19 +332,24 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def the_rank_is_busy_while_anything_can_run(self) -> None:
         ready = [h for h in self.state.handoffs.values() if h.phase is Phase.QUEUED]
-        if ready and not self.inbox and not self.outbox and not self.lost:
+        patient = self.now < max((h.arrived_ns for h in ready), default=0) + PATIENCE_MS * MS
+        if ready and not self.inbox and not self.outbox and not self.lost and not (patient and self.jobs):
             held = [h for h in self.state.handoffs.values() if h.pages]
             assert held, "requests wait and nothing holds pages"
 
     def teardown(self) -> None:
-        """Let everything come to its natural end: the pool is full again, nobody was forgotten."""
+        """Let everything come to its natural end: the pools are full again, nobody was forgotten. Pulls end last:
+        nobody waits for them for ever."""
+        self.time_passes(PATIENCE_MS)
         for _ in range(400):
-            if not self.state.handoffs:
+            if not (self.state.handoffs or self.inbox or self.outbox):
                 break
             if self.outbox:
                 self.rank_is_heard()
-            elif self.inbox:
+            elif self.next_step():
                 self.run_step([])
+            elif self.inbox:
+                self.rank_copies()
             elif self.begun():
                 self.landing(self.begun()[0], 100_000, False)
             elif self.pushes:
@@ -327,12 +358,17 @@ class Machine(RuleBasedStateMachine):
                 self.push(handle, "done" if self.written.get(handle) == push.spec.prompt_tokens else "failed")
             self.references_are_holders()
         assert not self.state.handoffs, "handoffs that never end"
+        for job in list(self.jobs.values()):
+            self.end_pull(job, [0])
         for life in self.lives.values():
             assert life.ended is not None
         pool, cache = self.state.pool, self.state.cache
         assert pool.free + cache.evictable == PAGES
         cache.clear()
         assert pool.free == PAGES
+        store = self.state.store
+        assert store.free == EXTENTS and not store.stats.writing and not self.state.pulls
+        store.check_integrity()
 
 
 TestMachine = Machine.TestCase

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvmesh.kvcache.keys import pack_tokens
 from kvmesh.node import messages as m
+from kvmesh.node.segments import Segments
 from kvmesh.rpc.pb import prefill_pb2 as pb
 from services.prefill import events as ev
 from services.prefill.report import Reporter
@@ -29,7 +30,8 @@ class Mortal:
 async def test_a_rank_that_is_lost_while_it_is_written_to() -> None:
     """The loss comes up inside of an event: it waits its turn, and every handoff still has one ending."""
     state, rank = make_state(), Mortal()
-    runner = rank.runner = Runner(state, [rank], Reporter(state, "prefill-1"), "f00d", lambda: None)
+    reporter = Reporter(state, "prefill-1")
+    runner = rank.runner = Runner(state, [rank], Segments([rank]), reporter, "f00d", lambda: None)
     stream = runner.open_stream([])
     for handle in (1, 2):
         start = pb.StartPrefill(handle=handle, request_id=f"r{handle}", model_fingerprint="f00d")

@@ -1,0 +1,324 @@
+"""What this instance takes from the pool of blocks and gives to it: pulls, loads, seals. Pure.
+
+    other nodes ──pull──▶ host extents ──load──▶ device pages ──step──▶ more pages ──seal──▶ host extents
+
+A pull begins when its request arrives and runs while it waits in line. Blocks that arrive are sealed in the node store
+(so they can be pulled from here in turn) and pinned for the requests that waited; whatever does not arrive is
+computed. A pull brings whole blocks before the first step: layer by layer, beside the computation, is not built.
+
+Every reference taken here has one way back: an extent being written is sealed or abandoned when its pull or copy is
+answered, a held extent is released when its load is, a page that is being sealed when its copy is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field, replace
+
+from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.kvcache.page_pool import PagePool
+from kvmesh.kvcache.prefix_cache import PrefixCache
+from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
+from kvmesh.node import messages as m
+from services.prefill import events as ev
+from services.prefill.checks import BrainConfig
+from services.prefill.handoff import Handoff
+
+NS_PER_MS = 1_000_000
+
+
+@dataclass(slots=True)
+class _Pull:
+    """Blocks on their way here; the extents of the job are WRITING in the store."""
+
+    job: PullJob
+    owner: int  # handle of the request that began it
+    until_ns: int  # nobody waits longer
+    waiters: dict[int, Handoff] = field(default_factory=dict)
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class _Seal:
+    """Pages being copied into WRITING extents: `blocks` of the chain `keys`."""
+
+    keys: tuple[bytes, ...]
+    blocks: tuple[int, ...]
+    pages: tuple[int, ...]  # one reference each
+    waiting: set[int]  # ranks that have not answered
+
+
+@dataclass(slots=True)
+class Load:
+    """Sealed extents being copied into pages of one handoff, which holds those."""
+
+    handoff: Handoff
+    first: int  # blocks [first, end) of its prompt
+    end: int
+    extents: list[int]  # one reference each
+    waiting: set[int]
+    from_ns: int = 0
+    until_ns: int = 0
+
+
+class SharedBlocks:
+    """All pulls, loads and seals of one instance. `emit` takes the actions, in order.
+
+    `now` (monotonic ns) is set by the brain at every event."""
+
+    def __init__(
+        self,
+        config: BrainConfig,
+        store: NodeStore,
+        pool: PagePool,
+        cache: PrefixCache,
+        emit: Callable[[ev.Action], None],
+    ) -> None:
+        self.store = store
+        self.now = 0
+        self._pool = pool
+        self._cache = cache
+        self._world = config.world
+        self._block = config.plan.block_tokens
+        self._timeout_ms = config.pull_timeout_ms
+        self._emit = emit
+        self._next_ticket = 1
+        self._pulls: dict[int, _Pull] = {}
+        self._pulling: dict[bytes, _Pull] = {}  # key → the pull that writes it
+        self._seals: dict[int, _Seal] = {}
+        self._loads: dict[int, Load] = {}
+
+    @property
+    def pulls(self) -> int:
+        """Under way, cancelled ones included."""
+        return len(self._pulls)
+
+    def _ticket(self) -> int:
+        self._next_ticket += 1
+        return self._next_ticket - 1
+
+    def _to_ranks(self, message: m.ToRank) -> None:
+        for rank in range(self._world):
+            self._emit(ev.ToRank(rank, message))
+
+    # ── pulls ────────────────────────────────────────────────────────────────────────────────────
+
+    def arrive(self, h: Handoff, usable: Sequence[bytes], promised: Container[bytes]) -> int:
+        """A request joins the line: wait for pulls of its missing blocks, and begin one for what its hints cover
+        without a gap and nobody fetches yet. Returns when it stops waiting for its own pull; 0: it began none."""
+        needed = self._needed(h, usable, promised)
+        # Blocks that are here already get None, and are not evicted to make room for the others.
+        extents = self.store.begin([usable[i] for i in needed])
+        begun = [(i, extent) for i, extent in zip(needed, extents, strict=True) if extent is not None]
+        if not begun:
+            return 0
+        job = PullJob(
+            ticket=self._ticket(),
+            blocks=tuple(i for i, _ in begun),
+            keys=tuple(usable[i] for i, _ in begun),
+            extents=tuple(extent for _, extent in begun),
+            ranges=h.start.pulls,
+            timeout_ms=self._timeout_ms,
+            request_id=h.start.request_id,
+            traceparent=h.start.traceparent,
+        )
+        pull = _Pull(job, h.handle, self.now + self._timeout_ms * NS_PER_MS)
+        self._pulls[job.ticket] = pull
+        self._pulling.update(dict.fromkeys(job.keys, pull))
+        self._join(h, pull)
+        self._emit(ev.Pull(job))
+        return pull.until_ns
+
+    def _needed(self, h: Handoff, usable: Sequence[bytes], promised: Container[bytes]) -> list[int]:
+        """Blocks to be read from the host segment, up to the first that is neither there nor coming nor covered by a
+        hint."""
+        covered = _covered(h.start.pulls, len(usable))
+        needed = []
+        for i in range(self._cache.peek(usable), len(usable)):
+            key = usable[i]
+            pull = self._pulling.get(key)
+            if self.store.holds(key):
+                needed.append(i)
+            elif key in promised:
+                continue
+            elif pull is not None and self._runs(pull):
+                self._join(h, pull)
+            elif covered[i] and not self.store.writing(key):
+                needed.append(i)
+            else:
+                break
+        return needed
+
+    def _join(self, h: Handoff, pull: _Pull) -> None:
+        pull.waiters[h.handle] = h
+        h.pulls.add(pull.job.ticket)
+        if not h.found.pull_from_ns:
+            h.found = replace(h.found, pull_from_ns=self.now)
+
+    def _runs(self, pull: _Pull) -> bool:
+        """Whether it is worth waiting for."""
+        return not pull.cancelled and self.now < pull.until_ns
+
+    def waits(self, h: Handoff, key: bytes | None = None) -> bool:
+        """Whether a queued request should wait for a pull: one that it has joined or, if `key` is its next missing
+        block, the one that fetches that (and it joins it)."""
+        if self.now >= h.arrived_ns + self._timeout_ms * NS_PER_MS:
+            return False  # however many pulls follow one another
+        if key is None:
+            return any(self._runs(self._pulls[ticket]) for ticket in h.pulls)
+        pull = self._pulling.get(key)
+        if pull is None or not self._runs(pull):
+            return False
+        self._join(h, pull)
+        return True
+
+    def coming(self, keys: Sequence[bytes]) -> int:
+        """How many leading blocks of `keys` are in the host segment or on their way to it."""
+        for n, key in enumerate(keys):
+            pull = self._pulling.get(key)
+            if not self.store.holds(key) and (pull is None or not self._runs(pull)):
+                return n
+        return len(keys)
+
+    def leave(self, h: Handoff, *, cancel: bool) -> None:
+        """It waits no longer. `cancel`: nor does it want the blocks, so a pull that only it waited for ends."""
+        for ticket in h.pulls:
+            pull = self._pulls[ticket]
+            del pull.waiters[h.handle]
+            if cancel and not pull.waiters and not pull.cancelled:
+                pull.cancelled = True
+                self._emit(ev.CancelPull(ticket))
+        h.pulls.clear()
+        self.store.release(h.pinned)
+        h.pinned = []
+
+    def pulled(self, result: Pulled) -> None:
+        """Seal what arrived (a chain's tail first: its head is to live longest) and pin it for those who waited."""
+        pull = self._pulls.pop(result.ticket, None)
+        assert pull is not None, "a pull is answered once"
+        job, arrived = pull.job, set(result.arrived)
+        for at in reversed(range(len(job.keys))):
+            key, extent = job.keys[at], job.extents[at]
+            del self._pulling[key]
+            if at not in arrived:
+                self.store.abandon(key)
+                continue
+            for h in pull.waiters.values():
+                self.store.share((extent,))
+                h.pinned.append(extent)
+                h.arrived.add(key)
+            self.store.seal(key)
+        for h in pull.waiters.values():
+            h.pulls.discard(job.ticket)
+            nbytes = result.bytes_done if h.handle == pull.owner else 0
+            h.found = replace(h.found, pull_until_ns=self.now, pull_bytes=h.found.pull_bytes + nbytes)
+
+    # ── loads ────────────────────────────────────────────────────────────────────────────────────
+
+    def load(self, h: Handoff, usable: Sequence[bytes], first: int) -> int:
+        """Copy the blocks from `first` on that the host segment has into the handoff's pages; returns up to which
+        block. The ranks do it before every step that is sent later."""
+        self.store.touch(usable[:first])  # what lies on the device stays warm here too
+        extents = self.store.hold(usable[first:])
+        end = first + len(extents)
+        if extents:
+            ticket = h.loading = self._ticket()
+            self._loads[ticket] = Load(h, first, end, extents, set(range(self._world)))
+            self._to_ranks(m.LoadCopy(ticket, tuple(extents), tuple(h.pages[first:end])))
+        pulled = sum(key in h.arrived for key in usable[first:end])
+        block = self._block
+        h.found = replace(
+            h.found,
+            device_tokens=first * block,
+            host_tokens=(end - first - pulled) * block,
+            pulled_tokens=pulled * block,
+        )
+        return end
+
+    def loaded(self, rank: int, copied: m.LoadCopied) -> Load | None:
+        """The load that is complete with this answer: its pages may be read by everybody."""
+        load = self._loads.get(copied.ticket)
+        if load is None or rank not in load.waiting:
+            return None
+        load.waiting.discard(rank)
+        load.from_ns = min(load.from_ns or copied.start_ns, copied.start_ns)
+        load.until_ns = max(load.until_ns, copied.end_ns)
+        if load.waiting:
+            return None
+        del self._loads[copied.ticket]
+        self.store.release(load.extents)
+        return load
+
+    # ── seals ────────────────────────────────────────────────────────────────────────────────────
+
+    def seal(self, keys: tuple[bytes, ...], first: int, pages: Sequence[int]) -> None:
+        """Blocks from `first` on of the chain `keys` are complete in `pages` (those of the whole chain): copy what the
+        store lacks, and has room for, into it."""
+        extents = self.store.begin(keys[first:])
+        blocks = tuple(first + n for n, extent in enumerate(extents) if extent is not None)
+        if not blocks:
+            return
+        taken = tuple(pages[i] for i in blocks)
+        self._pool.share(taken)
+        ticket = self._ticket()
+        self._seals[ticket] = _Seal(keys, blocks, taken, set(range(self._world)))
+        self._to_ranks(m.SealCopy(ticket, taken, tuple(extent for extent in extents if extent is not None)))
+
+    def sealed(self, rank: int, copied: m.SealCopied) -> None:
+        """A rank has copied its shards."""
+        seal = self._seals.get(copied.ticket)
+        if seal is None or rank not in seal.waiting:
+            return
+        seal.waiting.discard(rank)
+        if seal.waiting:
+            return
+        del self._seals[copied.ticket]
+        for i in reversed(seal.blocks):
+            self.store.seal(seal.keys[i])
+        self.store.touch(seal.keys)  # chunk by chunk the tail comes last, and the head is to live longest
+        self._pool.release(seal.pages)
+
+    # ── the end ──────────────────────────────────────────────────────────────────────────────────
+
+    def lost(self) -> None:
+        """The ranks are gone, and with them every block and every copy. Pulls are still to be answered."""
+        for seal in self._seals.values():
+            for i in seal.blocks:
+                self.store.abandon(seal.keys[i])
+            self._pool.release(seal.pages)
+        for load in self._loads.values():
+            self.store.release(load.extents)
+            load.handoff.loading = 0
+        self._seals.clear()
+        self._loads.clear()
+        self.store.drop_all()
+
+    # ── tests ────────────────────────────────────────────────────────────────────────────────────
+
+    def sealing_pages(self) -> list[int]:
+        """Pages held for seals, with repetition."""
+        return [page for seal in self._seals.values() for page in seal.pages]
+
+    def check_integrity(self, handoffs: dict[int, Handoff]) -> None:
+        """AssertionError unless extents are held by what is under way, and by nothing else. O(everything)."""
+        self.store.check_integrity()
+        assert {h.loading for h in handoffs.values() if h.loading} == set(self._loads)
+        writing = {key for pull in self._pulls.values() for key in pull.job.keys}
+        assert writing == set(self._pulling)
+        for seal in self._seals.values():
+            writing.update(seal.keys[i] for i in seal.blocks)
+        assert all(self.store.writing(key) for key in writing)
+        for ticket, pull in self._pulls.items():
+            for handle, h in pull.waiters.items():
+                assert handoffs.get(handle) is h and ticket in h.pulls, f"{handle} waits and is gone"
+        for h in handoffs.values():
+            assert h.pulls <= set(self._pulls)
+
+
+def _covered(ranges: Sequence[PullRange], blocks: int) -> bytearray:
+    """Per block, whether a range names it."""
+    covered = bytearray(blocks)
+    for r in ranges:
+        first, end = min(r.first_block, blocks), min(r.first_block + r.blocks, blocks)
+        covered[first:end] = b"\1" * (end - first)
+    return covered

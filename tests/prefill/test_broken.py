@@ -1,0 +1,94 @@
+"""The prefill machine finds what is broken on purpose: each of these breaks one promise of the shared pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import Phase as Stage
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from kvmesh.kvcache.sources import Pulled
+from services.prefill.blocks import SharedBlocks
+from services.prefill.handoff import Handoff
+from services.prefill.lives import Lives
+from services.prefill.planner import Wait
+from tests.prefill.test_machine import Machine
+
+
+def pushes_before_the_load(patch: pytest.MonkeyPatch) -> None:
+    """The push is told that pages are complete which are only being loaded."""
+    admit = Lives.admit
+
+    def broken(self: Lives, handle: int) -> int | Wait:
+        found = admit(self, handle)
+        self.handoffs[handle].ready_tokens = self.handoffs[handle].cached_tokens
+        return found
+
+    patch.setattr(Lives, "admit", broken)
+
+
+def waits_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """A pull that does not end is waited for whatever its timeout."""
+
+    def broken(self: SharedBlocks, h: Handoff, key: bytes | None = None) -> bool:
+        return bool(h.pulls)
+
+    patch.setattr(SharedBlocks, "waits", broken)
+
+
+def seals_what_did_not_arrive(patch: pytest.MonkeyPatch) -> None:
+    pulled = SharedBlocks.pulled
+
+    def broken(self: SharedBlocks, result: Pulled) -> None:
+        pulled(self, Pulled(result.ticket, tuple(range(9)), 0, 0))
+
+    patch.setattr(SharedBlocks, "pulled", broken)
+
+
+def forgets_what_it_pinned(patch: pytest.MonkeyPatch) -> None:
+    leave = SharedBlocks.leave
+
+    def broken(self: SharedBlocks, h: Handoff, *, cancel: bool) -> None:
+        if cancel:
+            h.pinned = []
+        leave(self, h, cancel=cancel)
+
+    patch.setattr(SharedBlocks, "leave", broken)
+
+
+def seals_pages_that_nobody_holds(patch: pytest.MonkeyPatch) -> None:
+    seal = SharedBlocks.seal
+
+    def broken(self: SharedBlocks, keys: tuple[bytes, ...], first: int, pages: Sequence[int]) -> None:
+        before = set(self._seals)
+        seal(self, keys, first, pages)
+        for ticket in set(self._seals) - before:
+            self._pool.release(self._seals[ticket].pages)
+            self._seals[ticket].pages = ()
+
+    patch.setattr(SharedBlocks, "seal", broken)
+
+
+@pytest.mark.parametrize(
+    "breakage",
+    [
+        pushes_before_the_load,
+        waits_for_ever,
+        seals_what_did_not_arrive,
+        forgets_what_it_pinned,
+        seals_pages_that_nobody_holds,
+    ],
+    ids=lambda breakage: breakage.__name__,
+)
+def test_a_broken_brain_is_found(
+    breakage: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breakage(monkeypatch)
+    tries = settings(
+        max_examples=3000, stateful_step_count=60, deadline=None, derandomize=True, database=None,
+        phases=[Stage.generate], report_multiple_bugs=False, print_blob=False,
+    )  # fmt: skip
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(Machine, settings=tries)
