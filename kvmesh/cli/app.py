@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvmesh.cli import bench, chat, doctor, replay, serve, status, trace, up
+from kvmesh.cli import apikey, bench, chat, doctor, explain, replay, serve, status, trace, up
 from kvmesh.cli.console import console
 
 app = typer.Typer(
@@ -30,9 +30,12 @@ app.add_typer(serve_app, name="serve")
 app.command("chat")(chat.chat)
 app.command("status")(status.status)
 app.command("trace")(trace.trace)
-app.command("bench")(bench.bench)
-app.command("replay")(replay.replay)
+app.command("explain")(explain.explain)
+app.command("bench", help=bench.HELP)(bench.bench)
+app.command("replay", help=replay.HELP)(replay.replay)
+app.command("apikey")(apikey.apikey)
 app.command("doctor")(doctor.doctor)
+app.command("apikey")(apikey.apikey)
 
 
 @app.command("version")

@@ -91,6 +91,20 @@ class Workload:
         return make
 
 
+HELP = """Send load to a running mesh; print TTFT, TBT, throughput, goodput and the hit rate as its clients saw them.
+
+Prompts are random token ids, answers have exactly the length asked for. TBT of a request is the mean of its longest \
+10% token intervals; goodput counts requests with TTFT and TBT within --slo-ttft and --slo-tbt; the hit rate is \
+cached prompt tokens / prompt tokens. Ctrl-C prints what there is. Examples:
+
+    kvmesh bench --concurrency 8 --requests 200
+
+    kvmesh bench --rate 5 --duration 60 --input-tokens 128:512 --slo-ttft 500 --slo-tbt 50
+
+    kvmesh bench --concurrency 4 --prefix-share 0.8 --prefixes 4 --warmup 8 --json bench.json
+"""
+
+
 @one_line_errors
 def bench(
     rate: Annotated[float | None, typer.Option(help="Requests a second, Poisson arrivals.", metavar="R")] = None,
@@ -126,18 +140,7 @@ def bench(
         str | None, typer.Option("--json", help="Report as JSON, '-': standard output.", metavar="FILE|-")
     ] = None,
 ) -> None:
-    """Send load to a running mesh; print TTFT, TBT, throughput, goodput and the hit rate as its clients saw them.
-
-    Prompts are random token ids, answers have exactly the length asked for. TBT of a request is the mean of its
-    longest 10% token intervals; goodput counts requests with TTFT and TBT within --slo-ttft and --slo-tbt; the
-    hit rate is cached prompt tokens / prompt tokens. Ctrl-C prints what there is. Examples:
-
-        kvmesh bench --concurrency 8 --requests 200
-
-        kvmesh bench --rate 5 --duration 60 --input-tokens 128:512 --slo-ttft 500 --slo-tbt 50
-
-        kvmesh bench --concurrency 4 --prefix-share 0.8 --prefixes 4 --warmup 8 --json bench.json
-    """
+    """Send load to a running mesh."""
     from kvmesh.cli import drive, target
     from kvmesh.cli.load import Generator
     from kvmesh.cli.report import Slo, show, summarise

@@ -8,10 +8,13 @@ from typing import Any
 import grpc
 import grpc.aio
 from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 
 from kvmesh.rpc.channels import connect
 from kvmesh.rpc.errors import KvmeshError
 from kvmesh.rpc.pb import (
+    blocks_pb2,
+    blocks_pb2_grpc,
     common_pb2,
     conductor_pb2,
     conductor_pb2_grpc,
@@ -28,7 +31,8 @@ TIMEOUT_S = 2.0
 
 
 async def collect(conductor: str, gateway: str, store: str) -> dict[str, Any]:
-    """Ask conductor, gateway, store master and every instance that the conductor knows, all at once.
+    """Ask conductor, gateway, store master, every instance that the conductor knows and every node store that the
+    master knows, all at once.
 
     Returns plain JSON; a service that does not answer has `error` in the place of its answer."""
     jobs: dict[str, Any] = {"conductor": _conductor(conductor)}
@@ -38,21 +42,58 @@ async def collect(conductor: str, gateway: str, store: str) -> dict[str, Any]:
         jobs["store"] = _store(store)
     found = dict(zip(jobs, await asyncio.gather(*jobs.values()), strict=True))
     instances = found["conductor"].get("instances", [])
-    pools = await asyncio.gather(*(_pools(one) for one in instances))
+    members = found.get("store", {}).get("members", [])
+    refs = {one["instance"]["instance_id"]: one["instance"] for one in [*instances, *members]}
+    pools, nodes = await asyncio.gather(
+        asyncio.gather(*(_pools(one) for one in instances)),
+        asyncio.gather(*(_node_store(ref["address"]) for ref in refs.values())),
+    )
     for one, pool in zip(instances, pools, strict=True):
         one["pools"] = pool
+    found["node_stores"] = dict(zip(refs, nodes, strict=True))
     return found
 
 
-def _plain(message: Any) -> dict[str, Any]:
-    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+async def explained(conductor: str, request_id: str) -> dict[str, Any] | None:
+    """The conductor's account of one request, as plain JSON; None: it knows none. KvmeshError: it does not answer."""
+    channel = connect(conductor)
+    try:
+        request = conductor_pb2.ExplainRequest(request_id=request_id)
+        return plain(await conductor_pb2_grpc.ConductorStub(channel).Explain(request, timeout=TIMEOUT_S))
+    except grpc.RpcError as err:
+        if err.code() is grpc.StatusCode.NOT_FOUND:
+            return None
+        raise from_rpc_error(err) from None
+    finally:
+        await channel.close()
+
+
+def plain(message: Message) -> dict[str, Any]:
+    """A message as JSON with every field and proto names; 64-bit numbers are numbers."""
+    found = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    _numbers(message.DESCRIPTOR, found)
+    return found
+
+
+def _numbers(kind: Any, found: dict[str, Any]) -> None:
+    """protobuf writes 64-bit numbers as text, for the sake of JavaScript."""
+    for field in kind.fields:
+        value = found.get(field.name)
+        if value is None:
+            continue
+        many = value if isinstance(value, list) else [value]
+        if field.message_type is not None and isinstance(many[0] if many else None, dict):
+            for one in many:
+                _numbers(field.message_type, one)
+        elif field.cpp_type in (field.CPPTYPE_INT64, field.CPPTYPE_UINT64):
+            found[field.name] = [int(one) for one in many] if isinstance(value, list) else int(value)
 
 
 async def _ask(address: str, call: Any) -> dict[str, Any]:
     """`call(channel)` as plain JSON, or its error."""
     channel = connect(address)
     try:
-        return {"address": address, **_plain(await call(channel))}
+        return {"address": address, **plain(await call(channel))}
     except grpc.RpcError as err:
         return {"address": address, "error": from_rpc_error(err).message}
     except KvmeshError as err:
@@ -75,11 +116,28 @@ def _gateway(address: str) -> Any:
     )
 
 
-def _store(address: str) -> Any:
-    request = store_pb2.ListMembersRequest()
-    return _ask(
-        address, lambda channel: store_pb2_grpc.StoreMasterStub(channel).ListMembers(request, timeout=TIMEOUT_S)
+async def _store(address: str) -> dict[str, Any]:
+    """Members, and under `map` what the master knows of blocks."""
+    status, members = await asyncio.gather(
+        _ask(
+            address,
+            lambda channel: store_pb2_grpc.StoreMasterStub(channel).GetStatus(
+                store_pb2.GetStoreStatusRequest(), timeout=TIMEOUT_S
+            ),
+        ),
+        _ask(
+            address,
+            lambda channel: store_pb2_grpc.StoreMasterStub(channel).ListMembers(
+                store_pb2.ListMembersRequest(), timeout=TIMEOUT_S
+            ),
+        ),
     )
+    return {**members, "map": status}
+
+
+def _node_store(address: str) -> Any:
+    request = blocks_pb2.GetNodeStoreRequest()
+    return _ask(address, lambda channel: blocks_pb2_grpc.NodeStoreStub(channel).GetStore(request, timeout=TIMEOUT_S))
 
 
 async def _pools(instance: dict[str, Any]) -> dict[str, Any]:

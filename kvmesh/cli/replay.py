@@ -122,6 +122,21 @@ def hit_lines(told: dict[str, Any]) -> list[tuple[str, str]]:
     return [*lines, ("", meaning)]
 
 
+HELP = """Send a production trace through a running mesh: at its times, and equal hash ids are equal tokens.
+
+A block of 512 trace tokens becomes F x 512 tokens, a partial last block F times its tokens rounded down (at least \
+1), an answer F times its tokens rounded up. What then exceeds the model's context is cut to leading whole blocks, \
+or left out (--too-long skip), and counted. Printed beside the live hit rate: the ideal one of the same slice \
+(unbounded cache, file order), and the one reachable with the engine's blocks. Examples:
+
+    kvmesh replay conversation_trace.jsonl --speed 10 --to 600
+
+    kvmesh replay conversation_trace.jsonl --speed inf --requests 200 --scale-tokens 1/32
+
+    kvmesh replay trace.jsonl --speed 2 --slo-ttft 2000 --slo-tbt 100 --json replay.json
+"""
+
+
 @one_line_errors
 def replay(
     trace: Annotated[Path, typer.Argument(help="JSON lines: timestamp, input_length, output_length, hash_ids.")],
@@ -160,19 +175,7 @@ def replay(
         str | None, typer.Option("--json", help="Report as JSON, '-': standard output.", metavar="FILE|-")
     ] = None,
 ) -> None:
-    """Send a production trace through a running mesh: prompts of which equal hash ids have equal tokens, at its times.
-
-    A block of 512 trace tokens becomes F x 512 tokens, a partial last block F times its tokens rounded down (at least
-    1), an answer F times its tokens rounded up. What then exceeds the model's context is cut to leading whole blocks,
-    or left out (--too-long skip), and counted. Printed beside the live hit rate: the ideal one of the same slice
-    (unbounded cache, file order), and the one reachable with the engine's blocks. Examples:
-
-        kvmesh replay conversation_trace.jsonl --speed 10 --to 600
-
-        kvmesh replay conversation_trace.jsonl --speed inf --requests 200 --scale-tokens 1/32
-
-        kvmesh replay trace.jsonl --speed 2 --slo-ttft 2000 --slo-tbt 100 --json replay.json
-    """
+    """Send a trace through a running mesh."""
     from kvmesh.cli import drive, target
     from kvmesh.cli.load import Generator
     from kvmesh.cli.report import Slo, show, summarise

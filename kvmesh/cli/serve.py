@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib
-import importlib.util
 import inspect
 import json
 import logging
@@ -75,9 +74,6 @@ SERVICES: dict[str, Service] = {
         "kvmesh.node.pool",
     ),
 }
-
-if importlib.util.find_spec("kvmesh.node.pool_config") is None:  # TEMPORARY: until the module is there
-    del SERVICES["pool"]
 
 # Variables of the KVMESH_ namespace that are no service's configuration.
 RESERVED_KEYS = frozenset(("parent_pid", "url", "api_key"))

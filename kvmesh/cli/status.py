@@ -16,6 +16,11 @@ from rich.table import Table
 from kvmesh.cli import runs
 from kvmesh.cli.console import RunDir, console, one_line_errors
 
+TIERS = ("device", "host", "remote")
+_TEXTS = ("service", "address", "state", "instance", "role", "model", "node store", "")
+_ORDER = {"ROLE_PREFILL": 0, "ROLE_DECODE": 1, "ROLE_BOTH": 2, "ROLE_POOL": 3}
+_WIDE = 110
+
 
 @one_line_errors
 def status(
@@ -28,7 +33,10 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
     watch: Annotated[float | None, typer.Option(help="Show it again every so many seconds.", min=0.2)] = None,
 ) -> None:
-    """Show services, instances, their load and their pools (pages and extents: available/all).
+    """Show services, instances and their load, what every node store holds, and where prompts found their prefixes.
+
+    pages, extents: available/all. blocks: sealed/all. device, host, remote, hits: share of the prompt tokens of
+    an instance, since its start, found in its device pages, its own host segment, other nodes, all together.
 
     Leaves with 1 when a service does not answer. Examples:
 
@@ -42,8 +50,10 @@ def status(
 
     def look() -> dict[str, Any]:
         if conductor:
+            runs.secure(None)
             return asyncio.run(collect(conductor, gateway or "", store or ""))
         run = runs.find_running(run_dir)
+        runs.secure(run)
         address = {name: one["address"] for name, one in run.services.items()}
         found = asyncio.run(collect(address["conductor"], address["gateway"], address["store"]))
         return {"run": run.told, **found}
@@ -51,16 +61,17 @@ def status(
     out = console()
     if as_json:
         found = look()
-        out.out(json.dumps(found, indent=2), highlight=False)
+        told = {**found, "hit_rates": hit_rates(found["conductor"].get("instances", []))}
+        out.out(json.dumps(told, indent=2), highlight=False)
         _end(found)
     elif watch is None:
         found = look()
-        out.print(_screen(found))
+        out.print(_screen(found, out.width if out.is_terminal else 160))
         _end(found)
     else:
         with Live(console=out, auto_refresh=False, screen=out.is_terminal) as live:
             while True:
-                live.update(_screen(look()), refresh=True)
+                live.update(_screen(look(), out.width), refresh=True)
                 time.sleep(watch)
 
 
@@ -70,22 +81,26 @@ def _end(found: dict[str, Any]) -> None:
         raise typer.Exit(1)
 
 
-def _screen(found: dict[str, Any]) -> RenderableType:
+def _screen(found: dict[str, Any], width: int) -> RenderableType:
     parts: list[RenderableType] = []
     run = found.get("run")
     if run:
-        parts.append(f"[bold]{escape(run['model'])}[/] at {run['url']}  gRPC {run['grpc']}  [dim]{run['run_dir']}[/]\n")
+        names = ", ".join(run.get("models") or [run["model"]])
+        parts.append(
+            f"[bold]{escape(names)}[/] at {run['url']}  gRPC {run['grpc']}\n[dim]{escape(run['run_dir'])}[/]\n"
+        )
     parts.append(_services(found))
     if "error" not in found["conductor"]:
         parts += ["", _instances(found["conductor"].get("instances", []))]
+    if found["node_stores"]:
+        parts += ["", _stores(found, width), "", *_cache(found)]
     return Group(*parts)
 
 
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for column in columns:
-        number = column in ("queued", "running", "waiting", "pages", "extents", "silent", "restarts")
-        table.add_column(column, justify="right" if number else "left", no_wrap=column != "")
+        table.add_column(column, justify="left" if column in _TEXTS else "right", no_wrap=column != "")
     return table
 
 
@@ -127,13 +142,18 @@ def _says(name: str, told: dict[str, Any]) -> str:
 def _instances(instances: list[dict[str, Any]]) -> RenderableType:
     if not instances:
         return "[yellow]no instance has registered[/]"
-    table = _table("instance", "role", "state", "queued", "running", "waiting", "pages", "extents", "silent", "")
-    for one in sorted(instances, key=lambda one: (one["role"] != "ROLE_PREFILL", one["instance"]["instance_id"])):
+    several = len({one["model"] for one in instances}) > 1
+    table = _table(
+        "instance", "role", *(["model"] if several else []), "state",
+        "queued", "run", "wait", "pages", "extents", "silent", "",
+    )  # fmt: skip
+    for one in sorted(instances, key=lambda one: (one["model"], one["role"] != "ROLE_PREFILL", _id(one))):
         load, pools = one.get("load", {}), one["pools"]
         broken = "error" in pools
         table.add_row(
-            escape(one["instance"]["instance_id"]),
-            one["role"].removeprefix("ROLE_").lower(),
+            escape(_id(one)),
+            _role(one),
+            *([escape(one["model"])] if several else []),
             "[green]ready[/]" if one["ready"] else "[yellow]not ready[/]",
             str(load.get("queued_requests", 0)),
             str(load.get("running_requests", 0)),
@@ -146,13 +166,111 @@ def _instances(instances: list[dict[str, Any]]) -> RenderableType:
     return table
 
 
+def _id(one: dict[str, Any]) -> str:
+    return str(one["instance"]["instance_id"])
+
+
+def _role(one: dict[str, Any]) -> str:
+    return str(one["role"]).removeprefix("ROLE_").lower()
+
+
 def _notes(one: dict[str, Any], pools: dict[str, Any]) -> str:
     notes = [one["not_ready_reason"], pools.get("error", "")]
-    counted = (("pages_cached", "cached page"), ("handoffs", "handoff"), ("quarantined", "quarantined extent"))
+    counted = (("handoffs", "handoff"), ("quarantined", "quarantined extent"))
     notes += [count(pools[key], word) for key, word in counted if pools.get(key)]
     return ", ".join(note for note in notes if note)
 
 
+# ── the shared pool ───────────────────────────────────────────────────────────────────────────────
+
+
+def _stores(found: dict[str, Any], width: int) -> RenderableType:
+    """Every node's host segment; instances also tell where the tokens of their prompts were found."""
+    instances = {_id(one): one for one in found["conductor"].get("instances", [])}
+    members = {_id(one): one for one in found.get("store", {}).get("members", [])}
+    wide = width >= _WIDE
+    more = ("pulled", "offloaded", "in the map") if wide else ()
+    table = _table(
+        "node store", "role", "blocks", "device", "host", "remote", "hits", "leases", "pulls", "evicted", *more
+    )
+    known = {one["member"]["store_id"]: one["blocks"] for one in _map(found).get("stores", [])}
+
+    def order(name: str) -> tuple[int, str]:
+        return _ORDER.get((instances.get(name) or members[name])["role"], 9), name
+
+    for name in sorted(found["node_stores"], key=order):
+        told = found["node_stores"][name]
+        role = _role(instances.get(name) or members[name])
+        if "error" in told:
+            table.add_row(escape(name), role, f"[red]{escape(told['error'][:40])}[/]")
+            continue
+        pools = told["pools"]
+        load = instances.get(name, {}).get("load") or {}
+        table.add_row(
+            escape(name),
+            role,
+            f"{pools['store_blocks']}/{pools['extents_total']}",
+            *_hits(load),
+            str(pools["store_leases"]),
+            str(pools["pulls"]),
+            str(told["evicted"]),
+            *(
+                [mebibytes(told["pulled_bytes"]), str(told["offloaded_blocks"]), str(known.get(name, "-"))]
+                if wide
+                else []
+            ),
+        )
+    return table
+
+
+def _hits(load: dict[str, Any]) -> list[str]:
+    """Shares of prompt tokens found in device pages, own host segment, other nodes, and all three together."""
+    asked = load.get("prompt_tokens", 0)
+    if not asked:
+        return ["-"] * 4
+    found = [load[f"{tier}_hit_tokens"] for tier in TIERS]
+    return [f"{tokens / asked:.0%}" for tokens in (*found, sum(found))]
+
+
+def hit_rates(instances: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of all instances together since their starts: prompt tokens, and by tier the share of them found there."""
+    loads = [one.get("load") or {} for one in instances]
+    asked = sum(load.get("prompt_tokens", 0) for load in loads)
+    found = {tier: sum(load.get(f"{tier}_hit_tokens", 0) for load in loads) for tier in TIERS}
+    rates = {tier: round(tokens / asked, 4) if asked else 0.0 for tier, tokens in found.items()}
+    return {"prompt_tokens": asked, **rates, "all": round(sum(found.values()) / asked, 4) if asked else 0.0}
+
+
+def _map(found: dict[str, Any]) -> dict[str, Any]:
+    told: dict[str, Any] = found.get("store", {}).get("map", {})
+    return told
+
+
+def _cache(found: dict[str, Any]) -> list[RenderableType]:
+    """One line on the prompts, one on the map."""
+    rates = hit_rates(found["conductor"].get("instances", []))
+    lines = []
+    if rates["prompt_tokens"]:
+        tiers = ", ".join(f"{tier} {rates[tier]:.1%}" for tier in TIERS)
+        text = f"{rates['all']:.1%} of {rates['prompt_tokens']:,} prompt tokens ({tiers})"
+        lines.append(f"[bold]hit rate[/]  {text}")
+    told = _map(found)
+    if told and "error" not in told:
+        each = f", {told['replicas'] / told['blocks']:.1f} each" if told["blocks"] else ""
+        pools = sum(one["role"] == "ROLE_POOL" for one in found["store"]["members"])
+        lines.append(
+            f"[bold]map[/]       {told['blocks']:,} distinct blocks, {count(told['replicas'], 'replica')}{each}, "
+            f"{mebibytes(told['map_bytes'])}; {count(pools, 'pool node')}"
+        )
+    elif told:
+        lines.append(f"[bold]map[/]       [red]{escape(told['error'])}[/]")
+    return ["\n".join(lines)] if lines else []
+
+
+def mebibytes(number: int) -> str:
+    return f"{number / 2**20:,.1f} MiB"
+
+
 def count(number: int, word: str) -> str:
-    """ "1 request", "2 requests"."""
-    return f"{number} {word}{'' if number == 1 else 's'}"
+    """ "1 request", "2,000 requests"."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import httpx
 
 from kvmesh.cli import runs
 from kvmesh.cli.stream import authorization, cards_of
-from kvmesh.rpc.errors import ConfigError, KvmeshError, Unavailable
+from kvmesh.rpc.errors import ConfigError, Unavailable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +29,11 @@ class Target:
 def find(url: str | None, run_dir: Path | None, model: str | None, api_key: str | None, vocab: int | None) -> Target:
     """Ask `url`, or the mesh of `run_dir` (the latest), what it serves. ConfigError: no such model, or a fact that
     nobody tells; Unavailable: nothing answers."""
-    run = None
     if url is None:
-        run = runs.find_running(run_dir)
-        url = run.url
+        url = runs.find_running(run_dir).url
     url = url.rstrip("/").removesuffix("/v1")
     headers = authorization(api_key)
     card = _card(url, headers, model)
-    if run and not {"vocab_size", "block_tokens"} <= card.keys():
-        card = {**_of_conductor(run, card["id"]), **card}
     vocab = vocab or card.get("vocab_size")
     if not vocab:
         raise ConfigError("vocab: this gateway does not tell the size of the vocabulary; give --vocab N", field="vocab")
@@ -67,29 +63,6 @@ def client(target: Target, timeout_s: float) -> httpx.AsyncClient:
         headers={**target.headers, "Accept-Encoding": "identity"},
         timeout=httpx.Timeout(timeout_s, connect=10.0),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        verify=ssl.create_default_context(),  # which minds SSL_CERT_FILE
         trust_env=False,
     )
-
-
-def _of_conductor(run: runs.Run, model: str) -> dict[str, Any]:
-    """Vocabulary and block size from the run's conductor; nothing when it does not answer."""
-    from kvmesh.rpc.channels import connect
-    from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc
-
-    async def ask() -> dict[str, Any]:
-        channel = connect(run.services["conductor"]["address"], tls=run.security())
-        try:
-            told = await conductor_pb2_grpc.ConductorStub(channel).ListModels(
-                conductor_pb2.ListModelsRequest(), timeout=5.0
-            )
-        finally:
-            await channel.close()
-        cards = [card for card in told.models if card.name == model]
-        return {"vocab_size": cards[0].vocab_size, "block_tokens": cards[0].block_tokens} if cards else {}
-
-    import grpc
-
-    try:
-        return asyncio.run(ask())
-    except (grpc.RpcError, KvmeshError, KeyError):
-        return {}

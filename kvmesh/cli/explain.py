@@ -1,0 +1,185 @@
+"""`kvmesh explain`: why the conductor placed a request where it did, and what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from kvmesh.cli import runs
+from kvmesh.cli.console import RunDir, console, one_line_errors
+from kvmesh.rpc.errors import ConfigError, InvalidRequest
+
+_ROLES = (("ROLE_PREFILL", "prefill"), ("ROLE_DECODE", "decode"))
+_NO_BLOCKS = "none of the prompt's blocks"
+
+
+@one_line_errors
+def explain(
+    request_id: Annotated[str, typer.Argument(help="Request or response id (cmpl-..., chatcmpl-...).")],
+    run_dir: RunDir = None,
+    conductor: Annotated[
+        str | None, typer.Option(help="Conductor of a mesh that `kvmesh up` did not start here.", metavar="HOST:PORT")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The conductor's answer, as JSON.")] = False,
+) -> None:
+    """Show why a recent request went where it went: every candidate, its terms, the choice, and what came of it.
+
+    Examples:
+
+        kvmesh explain chatcmpl-3f2a9c
+
+        kvmesh explain 3f2a9c --conductor 10.0.0.5:7001 --json
+    """
+    from kvmesh.cli.collect import explained
+
+    run = None if conductor else runs.find_running(run_dir)
+    runs.secure(run)
+    address = conductor or (run.services["conductor"]["address"] if run else "")
+    bare = request_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
+    if not bare:
+        raise ConfigError(f"request_id={request_id!r}: names no request", field="request_id")
+    told = asyncio.run(explained(address, bare))
+    if told is None:
+        raise InvalidRequest.of("request_id", request_id, "the conductor does not know it, or has forgotten it")
+    out = console()
+    if as_json:
+        out.out(json.dumps(told, indent=2), highlight=False)
+    else:
+        out.print(screen(told, out.width if out.is_terminal else 160))
+
+
+def screen(told: dict[str, Any], width: int = 80) -> RenderableType:
+    """Everything, for people."""
+    cached = told["best_prefix_blocks"]
+    asked = f"{told['prompt_tokens']:,} tokens, {blocks(told['prompt_blocks'])}; leading {cached} lie in the mesh"
+    head = f"[bold]{escape(told['request_id'])}[/]  {escape(told['model'])}, attempt {told['attempt'] + 1}"
+    parts: list[RenderableType] = [head, f"[dim]{asked}[/]", ""]
+    for role, word in _ROLES:
+        candidates = [one for one in told["candidates"] if one["role"] == role]
+        if candidates:
+            parts += [_table(word, candidates, width), ""]
+    parts.append("\n".join(escape(line) for line in sentences(told)))
+    return Group(*parts)
+
+
+def _table(word: str, candidates: list[dict[str, Any]], width: int) -> Table:
+    names = list(dict.fromkeys(term["name"] for one in candidates for term in one.get("terms", [])))
+    table = Table(box=None, pad_edge=False, padding=(0, 2 if width >= 100 else 1, 0, 0), header_style="dim")
+    table.add_column("", no_wrap=True)
+    table.add_column(word, no_wrap=True)
+    table.add_column("local", justify="right", no_wrap=True)
+    table.add_column("pull", justify="right", no_wrap=True)
+    for name in names:
+        table.add_column(_term(name), justify="right")
+    table.add_column("score ms", justify="right")
+    table.add_column("verdict")
+    for one in sorted(candidates, key=lambda one: (not one["chosen"], not one.get("terms"), one["score_ms"])):
+        terms = {term["name"]: term["value"] for term in one.get("terms", [])}
+        style = "bold green" if one["chosen"] else "" if terms else "dim"
+        table.add_row(
+            "→" if one["chosen"] else "",
+            escape(one["instance"]["instance_id"]),
+            str(one["local_blocks"]),
+            str(one["pulled_blocks"]),
+            *(number(terms[name]) if name in terms else "" for name in names),
+            number(one["score_ms"]) if terms or one["score_ms"] else "",
+            escape(one["verdict"]),
+            style=style,
+        )
+    return table
+
+
+def _term(name: str) -> str:
+    """ "queue_ms" → "queue ms": at 80 columns a heading breaks between words."""
+    return escape(name.replace("_", " "))
+
+
+def number(value: float) -> str:
+    """12,345; 123; 12.3; 0.04; 0."""
+    if not value:
+        return "0"
+    size = abs(value)
+    return f"{value:,.0f}" if size >= 100 else f"{value:.1f}" if size >= 1 else f"{value:.2f}"
+
+
+def blocks(count: int) -> str:
+    return f"{count} block{'' if count == 1 else 's'}"
+
+
+def sentences(told: dict[str, Any]) -> list[str]:
+    """Why, in words: one sentence for each choice or for the refusal, and one for what came afterwards."""
+    lines = []
+    if told["outcome"] != "placed":
+        lines.append(f"Refused ({told['outcome']}): {told['message'] or 'no reason was told'}.")
+    for role, word in _ROLES:
+        candidates = [one for one in told["candidates"] if one["role"] == role]
+        why = _why(candidates, told["prompt_blocks"], word)
+        if why:
+            lines.append(why)
+    return lines + _afterwards(told)
+
+
+def _why(candidates: list[dict[str, Any]], prompt_blocks: int, word: str) -> str:
+    chosen = next((one for one in candidates if one["chosen"]), None)
+    if chosen is None:
+        return ""
+    name, prefill = chosen["instance"]["instance_id"], word == "prefill"
+    others = sorted((o for o in candidates if not o["chosen"] and o.get("terms")), key=lambda one: one["score_ms"])
+    if not others:
+        reasons = [f"{o['instance']['instance_id']} {o['verdict']}" for o in candidates if not o["chosen"]]
+        rest = f" ({'; '.join(reasons)})" if reasons else ""
+        return f"{word}: {name} was the only one that could take it{rest}."
+    second = others[0]
+    lead = second["score_ms"] - chosen["score_ms"]
+    if lead > 0:
+        wins = f"{name} wins by {number(lead)} ms"
+    elif lead == 0:
+        wins = f"{name} and {second['instance']['instance_id']} were as good, and {name} was drawn"
+    else:
+        wins = f"{name} was chosen though {second['instance']['instance_id']} scores {number(-lead)} ms less"
+        wins += f" ({second['verdict']})"
+    mine, theirs = _has(chosen, prompt_blocks, prefill), _has(second, prompt_blocks, prefill)
+    return f"{word}: {wins}: it {mine}; {second['instance']['instance_id']} {theirs}."
+
+
+def _has(one: dict[str, Any], prompt_blocks: int, prefill: bool) -> str:
+    """What one candidate had and would have had to do."""
+    terms = {term["name"]: term["value"] for term in one["terms"]}
+    said = []
+    if prompt_blocks and (prefill or one["local_blocks"]):
+        held = f"{one['local_blocks']} of {blocks(prompt_blocks)}" if one["local_blocks"] else _NO_BLOCKS
+        said.append(f"holds {held}")
+    if one["pulled_blocks"]:
+        took = f" ({number(terms['pull_ms'])} ms)" if terms.get("pull_ms") else ""
+        said.append(f"would pull {one['pulled_blocks']}{took}")
+    if prefill:
+        queue = terms.get("queue_ms", 0)
+        said.append(f"has {number(queue)} ms queued" if queue >= 0.5 else "has nothing queued")
+        if "prefill_ms" in terms:
+            said.append(f"needs {number(terms['prefill_ms'])} ms of prefill")
+    else:
+        said.append(f"is expected at {number(one['score_ms'])} ms")
+    return ", ".join(said)
+
+
+def _afterwards(told: dict[str, Any]) -> list[str]:
+    if told["outcome"] != "placed":
+        return []
+    placed = told.get("placement") or {}
+    expected = (
+        f"Expected: TTFT {placed.get('predicted_ttft_ms', 0):,} ms, TBT {placed.get('predicted_tbt_ms', 0):,} ms, "
+        f"{placed.get('predicted_cached_tokens', 0):,} cached tokens."
+    )
+    if not told["reported"]:
+        return [expected, "Afterwards: prefill has not reported on it (yet)."]
+    return [
+        expected,
+        f"Afterwards: prefill took {told['prefill_ms']:,} ms and found {told['cached_tokens']:,} of "
+        f"{told['prompt_tokens']:,} prompt tokens cached.",
+    ]
