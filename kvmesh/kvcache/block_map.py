@@ -260,15 +260,23 @@ class BlockMap:
             return Verdict.GAP
         store.staged_parts += 1
         if part.more:
-            store.staged += b"".join(part.sealed)
+            self._stage(store, part.sealed)
             return Verdict.PARTIAL
-        new = dict.fromkeys(_split(store.staged))
-        new.update(dict.fromkeys(part.sealed))
-        self._remove(store, [key for key in self._keys_of(store) if key not in new])
-        self._add(store, new)
+        self._replace(store, part.sealed)
         store.seq = part.seq
         store.unstage()
         return Verdict.APPLIED
+
+    def _stage(self, store: _Store, keys: Sequence[bytes]) -> None:
+        """Part `staged_parts` - 1 of a snapshot that goes on."""
+        store.staged += b"".join(keys)
+
+    def _replace(self, store: _Store, keys: Sequence[bytes]) -> None:
+        """What was staged and `keys` is all that the store holds."""
+        new = dict.fromkeys(_split(store.staged))
+        new.update(dict.fromkeys(keys))
+        self._remove(store, [key for key in self._keys_of(store) if key not in new])
+        self._add(store, new)
 
     def _add(self, store: _Store, keys: Iterable[bytes]) -> None:
         masks, bit = self._masks, store.bit
