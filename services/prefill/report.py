@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from opentelemetry.trace import Span
 
-from kvmesh.kvcache.sources import Pulled
+from kvmesh.kvcache.sources import Pulled, PullJob
 from kvmesh.node import messages as m
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import conductor_pb2 as pb_conductor
@@ -38,10 +38,15 @@ class Reporter:
         self._state = state
         self._beat = pb_conductor.HeartbeatRequest()
         self._counted = pb_conductor.Load()  # since the start
+        self._pulls: dict[int, Span] = {}  # by ticket, under way
 
     def began(self, request_id: str, attempt: int, traceparent: str, now: int) -> Origin:
         """A request is here; `ended` or `refused` follows."""
-        attributes: dict[str, spans.Value] = {names.REQUEST_ID: request_id, names.ATTEMPT: attempt, names.INSTANCE: self.instance_id}
+        attributes: dict[str, spans.Value] = {
+            names.REQUEST_ID: request_id,
+            names.ATTEMPT: attempt,
+            names.INSTANCE: self.instance_id,
+        }
         parent = spans.context_from(traceparent)
         return Origin(request_id, attempt, spans.begin(names.SPAN_PREFILL, parent, attributes, start_ns=now))
 
@@ -55,13 +60,19 @@ class Reporter:
             case _:
                 pass
 
+    def pulling(self, job: PullJob, now: int) -> PullJob:
+        """A pull begins; `pulled` follows. What is fetched from each holder becomes a child of its span."""
+        parent = spans.context_from(job.traceparent)
+        attributes: dict[str, spans.Value] = {names.REQUEST_ID: job.request_id, names.WANTED_BLOCKS: len(job.keys)}
+        span = self._pulls[job.ticket] = spans.begin(names.SPAN_PULL, parent, attributes, start_ns=now)
+        return replace(job, traceparent=spans.traceparent(span))
+
     def pulled(self, result: Pulled) -> None:
         """A pull is over."""
-        outcome = "all" if not result.cause else "some" if result.arrived else "none"
-        names.PREFILL_PULLS.labels(outcome=outcome).inc()
-        names.PREFILL_PULL.observe(result.took_ns * S)
-        names.PREFILL_PULLED_BYTES.inc(result.bytes_done)
         self._counted.pulled_bytes += result.bytes_done
+        span = self._pulls.pop(result.ticket)
+        span.set_attributes({names.BLOCKS: len(result.arrived), names.PULL_BYTES: result.bytes_done})
+        spans.finish(span, error=result.cause)
 
     def ended(self, end: ev.Ended, origin: Origin, now: int) -> None:
         """One handoff is over, at `now` (monotonic ns)."""
@@ -109,8 +120,6 @@ class Reporter:
         pages = {"total": pool.total, "free": pool.free, "cached": cache.evictable}
         for state, count in pages.items():
             names.PREFILL_PAGES.labels(state=state).set(count)
-        names.PREFILL_EXTENTS.labels(state="total").set(store.total)
-        names.PREFILL_EXTENTS.labels(state="free").set(store.free)
         phases = [h.phase for h in self._state.handoffs.values()]
         for phase in Phase:
             names.PREFILL_HANDOFFS.labels(state=phase.value.lower()).set(phases.count(phase))
@@ -151,12 +160,6 @@ class Reporter:
         life = spans.context_of(origin.life)
         began = end.first_step_ns or now
         spans.record(names.SPAN_QUEUE, life, end.arrived_ns, began)
-        if found.pull_from_ns:
-            pulled: dict[str, spans.Value] = {
-                names.PULLED_TOKENS: found.pulled_tokens,
-                names.PULL_BYTES: found.pull_bytes,
-            }
-            spans.record(names.SPAN_PULL, life, found.pull_from_ns, found.pull_until_ns or began, pulled)
         if found.load_until_ns:
             loaded: dict[str, spans.Value] = {
                 names.HOST_TOKENS: found.host_tokens,

@@ -126,7 +126,7 @@ class Runner:
             self._ranks[action.rank].send(action.message)
         elif isinstance(action, ev.Pull):
             assert self.puller is not None
-            self.puller.pull(action.job)
+            self.puller.pull(self.reporter.pulling(action.job, now))
         elif isinstance(action, ev.CancelPull):
             assert self.puller is not None
             self.puller.cancel_pull(action.ticket)
