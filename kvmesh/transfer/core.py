@@ -73,7 +73,7 @@ class Core:
             batch.groups.append(group)
             group.lane.enqueue(group)
             lanes[group.lane.name] = group.lane
-        self._arm(now + min(self.config.request_timeout_s, self.config.ack_timeout_s))
+        self._arm(min(now + self.config.ack_timeout_s, *(group.deadline for group in groups)))
         for lane in lanes.values():
             self._pump(lane, after, now)
 
