@@ -190,37 +190,43 @@ def _stores(found: dict[str, Any], width: int) -> RenderableType:
     members = {_id(one): one for one in found.get("store", {}).get("members", [])}
     wide = width >= _WIDE
     more = ("pulled", "offloaded", "in the map") if wide else ()
-    table = _table(
-        "node store", "role", "blocks", "device", "host", "remote", "hits", "leases", "pulls", "evicted", *more
-    )
+    columns = [
+        "node store",
+        *(["role"] if wide else []),
+        "blocks",
+        "device",
+        "host",
+        "remote",
+        "hits",
+        "leases",
+        "pulls",
+    ]
+    table = _table(*columns, "evicted", *more)
     known = {one["member"]["store_id"]: one["blocks"] for one in _map(found).get("stores", [])}
 
-    def order(name: str) -> tuple[int, str]:
-        return _ORDER.get((instances.get(name) or members[name])["role"], 9), name
+    def role(name: str) -> str:
+        return str((instances.get(name) or members[name])["role"])
 
-    for name in sorted(found["node_stores"], key=order):
+    errors = []
+    for name in sorted(found["node_stores"], key=lambda name: (_ORDER.get(role(name), 9), name)):
         told = found["node_stores"][name]
-        role = _role(instances.get(name) or members[name])
+        shown = [escape(name), *([role(name).removeprefix("ROLE_").lower()] if wide else [])]
         if "error" in told:
-            table.add_row(escape(name), role, f"[red]{escape(told['error'][:40])}[/]")
+            table.add_row(*shown, "[red]?[/]")
+            errors.append(f"[red]{escape(name)}: {escape(told['error'])}[/]")
             continue
         pools = told["pools"]
-        load = instances.get(name, {}).get("load") or {}
+        rest = [mebibytes(told["pulled_bytes"]), str(told["offloaded_blocks"]), str(known.get(name, "-"))]
         table.add_row(
-            escape(name),
-            role,
+            *shown,
             f"{pools['store_blocks']}/{pools['extents_total']}",
-            *_hits(load),
+            *_hits(instances.get(name, {}).get("load") or {}),
             str(pools["store_leases"]),
             str(pools["pulls"]),
             str(told["evicted"]),
-            *(
-                [mebibytes(told["pulled_bytes"]), str(told["offloaded_blocks"]), str(known.get(name, "-"))]
-                if wide
-                else []
-            ),
+            *(rest if wide else []),
         )
-    return table
+    return Group(table, *errors)
 
 
 def _hits(load: dict[str, Any]) -> list[str]:
