@@ -7,6 +7,7 @@
     ├── Unauthorized .............. UNAUTHENTICATED      401   no valid API key
     ├── ModelNotFound ............. NOT_FOUND            404
     ├── UnknownInstance ........... NOT_FOUND            404   register again
+    ├── UnknownRequest ............ NOT_FOUND            404   never heard of, or forgotten
     ├── Overloaded ................ RESOURCE_EXHAUSTED   429   retry_after_ms
     ├── Unavailable ............... UNAVAILABLE          503   retryable
     │   ├── HandoffLost ........... UNAVAILABLE          503   retryable: writer or holder went away
@@ -89,6 +90,13 @@ class UnknownInstance(KvmeshError):
     code = "unknown_instance"
     grpc_status = "NOT_FOUND"
     http_status = 404
+
+
+class UnknownRequest(KvmeshError):
+    code = "unknown_request"
+    grpc_status = "NOT_FOUND"
+    http_status = 404
+    openai_type = "invalid_request_error"
 
 
 class Overloaded(KvmeshError):
