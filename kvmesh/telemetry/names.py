@@ -170,7 +170,7 @@ CONDUCTOR_PREDICTED_TTFT = _histogram("conductor_predicted_ttft_seconds", "TTFT 
 CONDUCTOR_TTFT_ERROR = _histogram("conductor_prefill_error_seconds", "Absolute error of predicted prefill time.", _WAIT)
 CONDUCTOR_INSTANCES = _gauge("conductor_instances_count", "Known instances.", "role", "state")
 CONDUCTOR_HEARTBEATS = _counter("conductor_heartbeats_total", "Heartbeats taken.")
-CONDUCTOR_INDEX_BLOCKS = _gauge("conductor_index_blocks", "Distinct blocks that node stores have announced.")
+CONDUCTOR_INDEX_BLOCKS = _gauge("conductor_index_blocks_count", "Distinct blocks that node stores have announced.")
 CONDUCTOR_FETCHED_BLOCKS = _counter("conductor_fetched_blocks_total", "Blocks that placements told prefill to fetch.")
 CONDUCTOR_HEARTBEAT_AGE = _gauge("conductor_heartbeat_age_seconds", "Longest silence of a live instance.")
 
