@@ -164,7 +164,7 @@ def mangled(rng: random.Random, raw: bytes) -> bytes:
         case 3:  # a length-delimited field that claims four gibibytes
             data += bytes([rng.randint(1, 15) << 3 | 2]) + b"\xff\xff\xff\xff\x0f" + rng.randbytes(8)
         case _:
-            data += data
+            data += bytes(data)  # its own buffer cannot grow while it is read
     return bytes(data)
 
 

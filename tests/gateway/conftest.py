@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ class Mesh:
         self.conductor.card.eos_token_ids.append(self.eos)
         self.decodes = self.conductor.decodes
         self.told: dict[str, Any] = {}
+        self.url = ""
         self.http: httpx.AsyncClient
         self.client: openai.AsyncOpenAI
         self.stub: gateway_pb2_grpc.GatewayAsyncStub
@@ -86,11 +88,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def make_mesh(checkpoint: Path) -> AsyncIterator[MeshMaker]:
-    """`await make_mesh(decodes=1, ready=True, **config)`."""
+    """`await make_mesh(decodes=1, wait_ready=True, also=further models, http_ca=of HTTPS, **config)`."""
     closing: list[Callable[[], Awaitable[None]]] = []
 
-    async def make(decodes: int = 1, *, wait_ready: bool = True, folder: Path | None = None, **config: Any) -> Mesh:
+    async def make(
+        decodes: int = 1,
+        *,
+        wait_ready: bool = True,
+        folder: Path | None = None,
+        also: dict[str, bool] | None = None,
+        http_ca: Path | None = None,
+        **config: Any,
+    ) -> Mesh:
         mesh = Mesh(folder or checkpoint)
+        mesh.conductor.also = also or {}
         await mesh.conductor.server.start()
         closing.append(lambda: mesh.conductor.stop())
         for index in range(decodes):
@@ -121,10 +132,15 @@ async def make_mesh(checkpoint: Path) -> AsyncIterator[MeshMaker]:
 
         closing.append(end)
         mesh.stop = end
-        mesh.http = httpx.AsyncClient(base_url=f"http://{mesh.told['http']}", timeout=TURN_S)
+        mesh.url = f"{mesh.told['scheme']}://{mesh.told['http']}"
+        verify: Any = ssl.create_default_context(cafile=http_ca) if http_ca else True
+        mesh.http = httpx.AsyncClient(base_url=mesh.url, timeout=TURN_S, verify=verify)
         closing.append(mesh.http.aclose)
         mesh.client = openai.AsyncOpenAI(
-            base_url=f"http://{mesh.told['http']}/v1", api_key="none", max_retries=0, timeout=TURN_S
+            base_url=f"{mesh.url}/v1",
+            api_key="none",
+            max_retries=0,
+            timeout=TURN_S,
         )
         closing.append(mesh.client.close)
         channel = connect(str(mesh.told["address"]))

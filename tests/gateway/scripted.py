@@ -23,11 +23,18 @@ FINGERPRINT = "feed"
 CACHED = 7
 
 
+def fingerprint_of(model: str) -> str:
+    """Of the models in `Conductor.also`."""
+    return model.encode().hex()
+
+
 class Conductor(conductor_pb2_grpc.ConductorServicer):
     """Places on `decodes` in turn, unless told to fail."""
 
     def __init__(self) -> None:
         self.decodes: list[Decode] = []
+        self.more = conductor_pb2.Placement()
+        """Added to every placement."""
         self.failures: deque[KvmeshError] = deque()
         self.asked: list[conductor_pb2.ScheduleRequest] = []
         self.metadata: list[dict[str, Any]] = []
@@ -39,6 +46,8 @@ class Conductor(conductor_pb2_grpc.ConductorServicer):
             max_context_tokens=MAX_CONTEXT,
             vocab_size=401,
         )
+        self.also: dict[str, bool] = {}
+        """Further models on the same instances → ready."""
         self.stopped = False
         self.registered = True
         self.ready = True
@@ -63,14 +72,19 @@ class Conductor(conductor_pb2_grpc.ConductorServicer):
             raise self.failures.popleft()
         usable = [d for d in self.decodes if d.ref.instance_id not in request.avoid_instance_ids] or self.decodes
         chosen = usable[(len(self.asked) - 1) % len(usable)]
-        return conductor_pb2.ScheduleResponse(
-            placement=conductor_pb2.Placement(prefill=pb.InstanceRef(instance_id="prefill-0"), decode=chosen.ref)
-        )
+        placement = conductor_pb2.Placement(prefill=pb.InstanceRef(instance_id="prefill-0"), decode=chosen.ref)
+        placement.MergeFrom(self.more)
+        return conductor_pb2.ScheduleResponse(placement=placement)
 
     async def ListModels(  # noqa: N802
         self, request: conductor_pb2.ListModelsRequest, context: Any
     ) -> conductor_pb2.ListModelsResponse:
-        return conductor_pb2.ListModelsResponse(models=[self.card] if self.registered else [])
+        cards = [self.card] if self.registered else []
+        for name in self.also:
+            cards.append(pb.ModelCard())
+            cards[-1].MergeFrom(self.card)
+            cards[-1].name, cards[-1].fingerprint = name, fingerprint_of(name)
+        return conductor_pb2.ListModelsResponse(models=cards)
 
     async def GetStatus(  # noqa: N802
         self, request: conductor_pb2.GetConductorStatusRequest, context: Any
@@ -80,9 +94,14 @@ class Conductor(conductor_pb2_grpc.ConductorServicer):
         return conductor_pb2.GetConductorStatusResponse(
             instances=[
                 conductor_pb2.InstanceStatus(
-                    instance=ref, role=role, model=MODEL, ready=ready, not_ready_reason="" if ready else "loading"
+                    instance=ref,
+                    role=role,
+                    model=model,
+                    ready=ready and fine,
+                    not_ready_reason="" if ready and fine else "loading",
                 )
                 for ref, role, ready in known
+                for model, fine in ({MODEL: True} | self.also).items()
             ]
         )
 
