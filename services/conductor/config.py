@@ -21,14 +21,26 @@ class ConductorConfig(ServiceConfig):
     lease_ms: int = field(
         default=1_500, metadata={"help": "An instance silent for longer gets no work, in ms.", "min": 1}
     )
+    balancing_threshold: float = field(
+        default=1.0,
+        metadata={
+            "help": "Fetching a prefix from other nodes is weighed when the best one in the mesh is more than so many "
+            "times as long as the instance's own; 1: whenever it is longer.",
+            "min": 0,
+        },
+    )
     store_silence_ms: int = field(
-        default=3_000, metadata={"help": "A member stream silent for longer is opened again, in ms.", "min": 1}
+        default=3_000,
+        metadata={"help": "A stream of the store master silent for longer is opened again, in ms.", "min": 1},
     )
 
     def __post_init__(self) -> None:
         for name in ("slo_ttft_ms", "slo_tbt_ms", "heartbeat_interval_ms", "store_silence_ms"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1", field=name)
+        if not 0 <= self.balancing_threshold < float("inf"):
+            text = f"balancing_threshold={self.balancing_threshold}: must be a number, at least 0"
+            raise ConfigError(text, field="balancing_threshold")
         if self.lease_ms < 2 * self.heartbeat_interval_ms:
             least = 2 * self.heartbeat_interval_ms
             raise ConfigError(f"lease_ms={self.lease_ms}: must be at least two heartbeats ({least})", field="lease_ms")

@@ -1,4 +1,4 @@
-"""What work will cost: prefill and decode step times fitted online, bandwidth averaged.
+"""What work will cost: prefill, decode step and pull times fitted online, bandwidth averaged.
 
 A fitted model is `t = a + b·x1 + c·x2` with a, b, c >= 0. Samples sit in a bounded window; the fit minimises the
 relative error, with Huber weights so that an outlier pulls no harder than a bounded error. A prior gives the shape
@@ -155,7 +155,7 @@ def _non_negative(features: _Array, times: _Array, weights: _Array) -> _Array:
     return best
 
 
-# ── the three models ──────────────────────────────────────────────────────────────────────────────
+# ── the models ────────────────────────────────────────────────────────────────────────────────────
 
 
 def _prefill_features(computed: float, cached: float) -> tuple[float, float]:
@@ -165,7 +165,9 @@ def _prefill_features(computed: float, cached: float) -> tuple[float, float]:
 
 PREFILL_PRIOR = Coefficients(a=0.010, b=50e-6, c=2.5e-9)
 DECODE_PRIOR = Coefficients(a=0.010, b=100e-6, c=0.2e-6)
+PULL_PRIOR = Coefficients(a=0.010, b=2e-9, c=0.005)
 _PREFILL_ANCHORS = tuple(_prefill_features(n, m) for n, m in ((1, 0), (256, 0), (2048, 0), (8192, 0), (512, 8192)))
+_PULL_ANCHORS = ((float(1 << 16), 0.0), (float(1 << 24), 0.0), (float(1 << 30), 0.0), (float(1 << 24), 4.0))
 _DECODE_ANCHORS = ((1.0, 64.0), (8.0, 4096.0), (64.0, 65536.0), (8.0, 131072.0))
 
 
@@ -250,3 +252,27 @@ class TransferModel:
         but the last of them: at least the share that cannot hide remains."""
         whole = nbytes / self.bytes_per_s
         return max(whole - prefill_s, whole * (1 - hidden_share))
+
+
+class PullModel:
+    """Time to fetch blocks from other nodes: an overhead, bytes (those ahead of ours at the holders too), and
+    something for each further holder."""
+
+    def __init__(self, prior: Coefficients = PULL_PRIOR) -> None:
+        self.fit = FittedModel(prior, _PULL_ANCHORS)
+
+    def add(self, nbytes: float, holders: int, seconds: float, now: float) -> None:
+        """Learn one pull."""
+        if nbytes > 0:
+            self.fit.add(nbytes, max(0, holders - 1), seconds, now)
+
+    def assume(self, bytes_per_s: float) -> None:
+        """Until pulls are measured: half as fast as KV goes to decode, over the same engine."""
+        self.fit.prior = Coefficients(PULL_PRIOR.a, 2 / bytes_per_s, PULL_PRIOR.c)
+        if not len(self.fit):
+            self.fit.coefficients = self.fit.prior
+
+    def seconds(self, nbytes: float, holders: int, now: float) -> float:
+        """Who expects a pull to be slow does not pull and learns nothing: so this is the figure that fades (see
+        `FittedModel.admission_s`)."""
+        return self.fit.admission_s(nbytes, max(0, holders - 1), now)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntEnum
 
+from kvmesh.kvcache.announce import Announcement
+from kvmesh.kvcache.sources import PullRange
 from kvmesh.rpc.errors import KvmeshError
 
 
@@ -25,6 +27,9 @@ class Role(Enum):
         return self is not Role.PREFILL
 
 
+Life = tuple[str, int]  # instance_id, incarnation
+
+
 @dataclass(frozen=True)
 class Ref:
     """One life of one instance."""
@@ -32,6 +37,19 @@ class Ref:
     instance_id: str
     address: str
     incarnation: int
+
+    @property
+    def life(self) -> Life:
+        """Without the address."""
+        return self.instance_id, self.incarnation
+
+
+@dataclass(frozen=True)
+class Member:
+    """A node store's owner as the store master knows it: an instance, or a pool node without an engine."""
+
+    ref: Ref
+    node_id: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,6 +83,13 @@ class Load:
     context_tokens: int = 0
     free_extents: int = 0
     waiting_requests: int = 0
+    store_blocks: int = 0
+    store_capacity: int = 0
+    prompt_tokens: int = 0
+    device_hit_tokens: int = 0
+    host_hit_tokens: int = 0
+    remote_hit_tokens: int = 0
+    pulled_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,6 +100,9 @@ class PrefillSample:
     duration_s: float
     transfer_bytes: int
     transfer_s: float
+    pulled_tokens: int = 0
+    pull_bytes: int = 0
+    pull_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -124,20 +152,18 @@ class Schedule:
     avoid: frozenset[str] = frozenset()
 
 
-Life = tuple[str, int]  # instance_id, incarnation
-
-
 @dataclass(frozen=True)
 class MembersReset:
-    """A snapshot of the store master's members: everything before it is superseded."""
+    """A snapshot of the store master's members, said when its announcements have been said: everything before it is
+    superseded."""
 
     master_incarnation: int
-    members: frozenset[Life]
+    members: tuple[Member, ...]
 
 
 @dataclass(frozen=True)
 class MemberJoined:
-    life: Life
+    member: Member
 
 
 @dataclass(frozen=True)
@@ -149,8 +175,15 @@ class MemberGone:
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """What a node store has announced, relayed by the master."""
+
+    announcement: Announcement
+
+
+@dataclass(frozen=True)
 class StoreLost:
-    """The member stream is broken: until the next MembersReset only heartbeats tell who lives."""
+    """The master's stream is broken: until the next MembersReset only heartbeats tell who lives."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +191,7 @@ class Tick:
     pass
 
 
-Event = Register | Heartbeat | Schedule | MembersReset | MemberJoined | MemberGone | StoreLost | Tick
+Event = Register | Heartbeat | Schedule | MembersReset | MemberJoined | MemberGone | Blocks | StoreLost | Tick
 
 # ── actions ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -173,6 +206,9 @@ class Placed:
     tbt_s: float
     cached_tokens: int
     terms: Mapping[str, float] = field(default_factory=dict)
+    sources: bytes = b""  # one `BlockSource` per prompt block; empty: prefill pushes all
+    pulls: tuple[PullRange, ...] = ()
+    decode_pulls: tuple[PullRange, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -193,7 +229,22 @@ class Measured:
     actual_s: float
 
 
-Action = Placed | Refuse | Measured
+@dataclass(frozen=True)
+class OutOfStep:
+    """An announcement of that store does not follow what is known of it: the master's stream must start over."""
+
+    store_id: str
+
+
+Action = Placed | Refuse | Measured | OutOfStep
+
+
+class Source(IntEnum):
+    """`BlockSource` of conductor.proto."""
+
+    PREFILL_PUSHES = 1
+    AT_DECODE = 2
+    DECODE_PULLS = 3
 
 
 @dataclass(frozen=True)
@@ -210,6 +261,7 @@ class InstanceView:
     capacity_blocks: int
     queue_s: float = 0.0  # predicted
     pending: int = 0  # placements not reported finished yet
+    indexed_blocks: int = 0  # sealed in its node store in this very life, as the index has it
 
 
 @dataclass(frozen=True)
@@ -223,3 +275,9 @@ class Settings:
     warm_up_s: float = 3.0  # after a start: an unknown model may just not have registered again yet
     forget_s: float = 60.0  # an instance silent this long leaves the status too
     pending_timeout_s: float = 15.0  # beyond twice what was predicted, a placement nobody reports is forgotten
+    balancing_threshold: float = (
+        1.0  # fetching is weighed when the best prefix is more than so many times the local one
+    )
+    confirmed_s: float = 10.0  # computed blocks count for so long without being announced
+    member_grace_s: float = 5.0  # after a master's restart, for its members to join again
+    max_explained: int = 4096

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from services.conductor.cost import DecodeModel, PrefillModel, TransferModel
+from services.conductor.cost import DecodeModel, PrefillModel, PullModel, TransferModel
 from services.conductor.domain import Load, ModelCard, Ref, Register, Role
 from services.conductor.load import DecodeBatch, PrefillQueue
 
@@ -12,7 +12,7 @@ MAX_KNOWN_SAMPLES = 2048
 
 
 class Instance:
-    """Mutable; owned by ConductorState. `slot`: its bit in the prefix index."""
+    """Mutable; owned by ConductorState. `slot`: its bit among pending blocks."""
 
     def __init__(self, registered: Register, slot: int, fits: ModelFits, now: float) -> None:
         self.ref: Ref = registered.ref
@@ -33,6 +33,8 @@ class Instance:
         self.prefill = PrefillModel(fits.prefill.fit.coefficients)
         self.decode = DecodeModel(fits.decode.fit.coefficients)
         self.transfer = TransferModel(fits.transfer.bytes_per_s)
+        self.pull = PullModel(fits.pull.fit.coefficients)
+        self.fits = fits
         self._sampled: OrderedDict[str, None] = OrderedDict()
 
     def blocks_for(self, tokens: int) -> int:
@@ -70,3 +72,4 @@ class ModelFits:
         self.prefill = PrefillModel()
         self.decode = DecodeModel()
         self.transfer = TransferModel()
+        self.pull = PullModel()

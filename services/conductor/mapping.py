@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from kvmesh.kvcache.announce import Announcement
+from kvmesh.kvcache.keys import KEY_BYTES, split
+from kvmesh.kvcache.sources import PullRange
 from kvmesh.rpc.errors import InvalidRequest
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import conductor_pb2 as pb
+from kvmesh.rpc.pb import store_pb2 as pb_store
 from services.conductor.domain import (
+    Blocks,
     DecodeSample,
     Heartbeat,
     InstanceView,
     Load,
+    Member,
+    MemberGone,
+    MemberJoined,
     ModelCard,
     Placed,
     PrefillSample,
@@ -18,8 +26,8 @@ from services.conductor.domain import (
     Role,
     Schedule,
 )
+from services.conductor.explain import Candidate, Decision
 
-KEY_BYTES = 16
 MAX_UINT32 = 0xFFFFFFFF
 
 _ROLES = {
@@ -101,6 +109,9 @@ def heartbeat_in(request: pb.HeartbeatRequest) -> Heartbeat:
                 s.duration_us / 1e6,
                 s.transfer_bytes,
                 s.transfer_us / 1e6,
+                s.pulled_tokens,
+                s.pull_bytes,
+                s.pull_us / 1e6,
             )
             for s in request.prefill_samples
         ),
@@ -121,6 +132,13 @@ def load_in(load: pb.Load) -> Load:
         context_tokens=load.context_tokens,
         free_extents=load.free_extents,
         waiting_requests=load.waiting_requests,
+        store_blocks=load.store_blocks,
+        store_capacity=load.store_capacity,
+        prompt_tokens=load.prompt_tokens,
+        device_hit_tokens=load.device_hit_tokens,
+        host_hit_tokens=load.host_hit_tokens,
+        remote_hit_tokens=load.remote_hit_tokens,
+        pulled_bytes=load.pulled_bytes,
     )
 
 
@@ -134,6 +152,13 @@ def load_out(load: Load) -> pb.Load:
         context_tokens=load.context_tokens,
         free_extents=load.free_extents,
         waiting_requests=load.waiting_requests,
+        store_blocks=load.store_blocks,
+        store_capacity=load.store_capacity,
+        prompt_tokens=load.prompt_tokens,
+        device_hit_tokens=load.device_hit_tokens,
+        host_hit_tokens=load.host_hit_tokens,
+        remote_hit_tokens=load.remote_hit_tokens,
+        pulled_bytes=load.pulled_bytes,
     )
 
 
@@ -150,7 +175,7 @@ def schedule_in(request: pb.ScheduleRequest) -> Schedule:
         model=request.model,
         prompt_tokens=request.prompt_tokens,
         max_tokens=request.max_tokens,
-        keys=tuple([packed[i : i + KEY_BYTES] for i in range(0, len(packed), KEY_BYTES)]),
+        keys=tuple(split(packed)),
         ttft_slo_s=request.ttft_slo_ms / 1000,
         tbt_slo_s=request.tbt_slo_ms / 1000,
         avoid=frozenset(request.avoid_instance_ids),
@@ -158,13 +183,91 @@ def schedule_in(request: pb.ScheduleRequest) -> Schedule:
 
 
 def placement_out(placed: Placed) -> pb.Placement:
-    """Prefill pushes every block: `sources` stays empty until there are other sources."""
+    """As the gateway carries it to decode, and decode to prefill."""
     return pb.Placement(
         prefill=ref_out(placed.prefill),
         decode=ref_out(placed.decode),
         predicted_ttft_ms=_ms(placed.ttft_s),
         predicted_tbt_ms=_ms(placed.tbt_s),
         predicted_cached_tokens=placed.cached_tokens,
+        sources=placed.sources,
+        pulls=[range_out(r) for r in placed.pulls],
+        decode_pulls=[range_out(r) for r in placed.decode_pulls],
+    )
+
+
+def range_out(r: PullRange) -> pb_common.PullRange:
+    """Blocks and their holder."""
+    holder = pb_common.InstanceRef(instance_id=r.instance_id, address=r.address, incarnation=r.incarnation)
+    return pb_common.PullRange(holder=holder, first_block=r.first_block, blocks=r.blocks)
+
+
+def decision_out(decision: Decision, now: float) -> pb.ExplainResponse:
+    """What Explain answers."""
+    answer = pb.ExplainResponse(
+        request_id=decision.request_id,
+        attempt=decision.attempt,
+        model=decision.model,
+        outcome=decision.outcome,
+        message=decision.message,
+        prompt_tokens=max(0, decision.prompt_tokens),
+        prompt_blocks=decision.prompt_blocks,
+        best_prefix_blocks=decision.best_prefix_blocks,
+        candidates=[_candidate_out(decision, c) for c in decision.candidates],
+        age_ms=_ms(max(0.0, now - decision.at)),
+    )
+    if decision.placed is not None:
+        answer.placement.CopyFrom(placement_out(decision.placed))
+    if decision.sample is not None:
+        answer.cached_tokens = decision.sample.cached_tokens
+        answer.prefill_ms = _ms(decision.sample.duration_s)
+        answer.reported = True
+    return answer
+
+
+def _candidate_out(decision: Decision, candidate: Candidate) -> pb.Candidate:
+    return pb.Candidate(
+        instance=ref_out(candidate.ref),
+        role=_ROLES_OUT[candidate.role],
+        chosen=decision.is_chosen(candidate),
+        verdict=decision.verdict(candidate),
+        score_ms=candidate.score_s * 1000,
+        terms=[pb.Term(name=name, value=value) for name, value in candidate.named_terms().items()],
+        local_blocks=candidate.local_blocks,
+        pulled_blocks=candidate.pulled_blocks,
+    )
+
+
+def member_in(member: pb_store.Member) -> Member:
+    """A node store's owner."""
+    return Member(ref_in(member.instance), member.node_id)
+
+
+def member_event_in(event: pb_store.MemberEvent) -> MemberJoined | MemberGone:
+    """Who came, left or died."""
+    member = member_in(event.member)
+    if event.change == pb_store.MEMBER_CHANGE_JOINED:
+        return MemberJoined(member)
+    return MemberGone(member.ref.life, "left" if event.change == pb_store.MEMBER_CHANGE_LEFT else "died")
+
+
+def blocks_in(told: pb_store.Announcement) -> Blocks:
+    """A relayed announcement. Raises InvalidRequest when its keys are not whole."""
+    for field, packed in (("sealed", told.sealed), ("removed", told.removed)):
+        if len(packed) % KEY_BYTES:
+            why = f"its length must be a multiple of {KEY_BYTES} bytes"
+            raise InvalidRequest.of(f"blocks.{field}", len(packed), why)
+    return Blocks(
+        Announcement(
+            told.store_id,
+            told.incarnation,
+            told.seq,
+            tuple(split(told.sealed)),
+            tuple(split(told.removed)),
+            told.snapshot,
+            told.part,
+            told.more,
+        )
     )
 
 
@@ -179,6 +282,7 @@ def view_out(view: InstanceView) -> pb.InstanceStatus:
         load=load_out(view.load),
         silent_ms=_ms(view.silent_s),
         capacity_blocks=view.capacity_blocks,
+        indexed_blocks=view.indexed_blocks,
     )
 
 

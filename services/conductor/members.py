@@ -5,52 +5,95 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from services.conductor.domain import Life
+from services.conductor.domain import Life, Member
 
 MAX_GONE = 4096
 
 
 class Members:
-    """Follows one member stream after another. Only the dead matter here: an instance that the master does not
-    mention may have registered with the conductor first."""
+    """Follows one stream after another. An instance that the master does not mention may have registered with the
+    conductor first: only the dead get no work. Blocks, though, are fetched from known members alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, grace_s: float) -> None:
+        """`grace_s`: a restarted master has forgotten everybody; for so long its members count as they were."""
+        self._grace_s = grace_s
         self._master: int | None = None
         self._connected = False
-        self._alive: set[Life] = set()
+        self._known: dict[str, Member] = {}  # by instance: its last life, alive or awaited
+        self._awaited: dict[Life, float] = {}  # members of the master before: until when
         self._gone: OrderedDict[Life, str] = OrderedDict()
+
+    @property
+    def connected(self) -> bool:
+        """Whether the master is being heard."""
+        return self._connected
 
     def verdict(self, life: Life) -> str:
         """ "left" or "died" when a connected master said so of this very incarnation, else ""."""
         return self._gone.get(life, "") if self._connected else ""
 
-    def reset(self, master_incarnation: int, members: Iterable[Life]) -> list[Life]:
-        """A snapshot. Returns the lives that ended while nobody was listening."""
-        now_alive = set(members)
-        # A restarted master has forgotten everybody: silence about a member means nothing until it had time to join.
-        missed = self._alive - now_alive if master_incarnation == self._master else set()
-        if master_incarnation != self._master:
-            self._gone.clear()
-        self._master, self._connected, self._alive = master_incarnation, True, now_alive
-        for life in now_alive:
-            self._gone.pop(life, None)
-        for life in missed:
-            self._bury(life, "died")
-        return sorted(missed)
+    def member(self, instance_id: str) -> Member | None:
+        """Who bears that name, as far as is known."""
+        return self._known.get(instance_id)
 
-    def joined(self, life: Life) -> None:
-        """It is a member (again)."""
-        self._alive.add(life)
+    def reset(self, master_incarnation: int, members: Iterable[Member], now: float) -> list[Life]:
+        """A snapshot. Returns the lives that ended while nobody was listening."""
+        new = {m.ref.instance_id: m for m in members}
+        alive = {m.ref.life for m in new.values()}
+        before = {m.ref.life: m for m in self._known.values()}
+        replaced = [life for life in before if life not in alive and life[0] in new]
+        if master_incarnation == self._master:
+            lost = {life for life in before if life not in alive and life not in self._awaited} | {*replaced}
+        else:
+            # Silence about a member means nothing until it had time to join.
+            lost = {*replaced}
+            self._awaited = {life: now + self._grace_s for life in before if life not in alive}
+            self._gone.clear()
+        for life in lost:
+            self._bury(life, "died")
+        self._master, self._connected = master_incarnation, True
+        self._awaited = {
+            life: until for life, until in self._awaited.items() if life not in alive and life[0] not in new
+        }
+        self._known = {life[0]: before[life] for life in self._awaited} | new
+        for life in alive:
+            self._gone.pop(life, None)
+        return sorted(lost)
+
+    def joined(self, member: Member) -> list[Life]:
+        """It is a member (again). Returns the life whose name it has taken, if that was still thought to live."""
+        life = member.ref.life
+        before = self._known.get(life[0])
+        self._known[life[0]] = member
         self._gone.pop(life, None)
+        self._awaited.pop(life, None)
+        if before is None or before.ref.life == life:
+            return []
+        self._awaited.pop(before.ref.life, None)
+        self._bury(before.ref.life, "died")
+        return [before.ref.life]
 
     def gone(self, life: Life, how: str) -> None:
         """It left or died."""
-        self._alive.discard(life)
+        known = self._known.get(life[0])
+        if known is not None and known.ref.life == life:
+            del self._known[life[0]]
+        self._awaited.pop(life, None)
         self._bury(life, how)
 
     def lost(self) -> None:
         """The stream broke: verdicts rest until the next snapshot."""
         self._connected = False
+
+    def expire(self, now: float) -> list[Life]:
+        """Members of the former master that have not joined the new one in time. Nobody said that they died."""
+        if not self._connected:
+            return []
+        late = [life for life, until in self._awaited.items() if until <= now]
+        for life in late:
+            del self._awaited[life]
+            self._known.pop(life[0])
+        return late
 
     def _bury(self, life: Life, how: str) -> None:
         self._gone[life] = how

@@ -7,13 +7,15 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from kvmesh.kvcache.keys import KEY_BYTES
 from kvmesh.rpc import protocol
+from kvmesh.rpc.errors import InvalidRequest, Unavailable, UnknownRequest
 from kvmesh.rpc.metadata import context_from_metadata
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2_grpc as pb_grpc
 from kvmesh.telemetry import names, spans
 from services.conductor import domain, mapping
-from services.conductor.domain import Event, Measured, Placed, Refuse, Role, Tick
+from services.conductor.domain import Event, Measured, OutOfStep, Placed, Refuse, Role, Tick
 from services.conductor.state import ConductorState
 
 
@@ -36,7 +38,8 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         self._store_status = store_status
 
     def deliver(self, event: Event) -> Placed | None:
-        """Hand an event to the brain; raises the error that answers it."""
+        """Hand an event to the brain; raises the error that answers it (Unavailable: the master's stream must start
+        over)."""
         placed = None
         for action in self._state.step(event, self._clock()):
             match action:
@@ -44,6 +47,8 @@ class ConductorServicer(pb_grpc.ConductorServicer):
                     placed = action
                 case Refuse(error):
                     raise error
+                case OutOfStep(store_id):
+                    raise Unavailable(f"an announcement of {store_id!r} does not follow what is known of it")
                 case Measured(_, predicted_s, actual_s):
                     names.CONDUCTOR_TTFT_ERROR.observe(abs(predicted_s - actual_s))
         return placed
@@ -56,6 +61,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         for role in Role:
             for ready, label in ((True, "ready"), (False, "not_ready")):
                 names.CONDUCTOR_INSTANCES.labels(role=role.value, state=label).set(count[role, ready])
+        names.CONDUCTOR_INDEX_BLOCKS.set(self._state.indexed_blocks)
         names.CONDUCTOR_HEARTBEAT_AGE.set(max((v.silent_s for v in views if v.ready), default=0.0))
 
     async def Register(  # noqa: N802
@@ -81,7 +87,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
             names.ATTEMPT: request.attempt,
             names.REQUEST_MODEL: request.model,
             names.PROMPT_TOKENS: request.prompt_tokens,
-            names.BLOCKS: len(request.block_keys) // mapping.KEY_BYTES,
+            names.BLOCKS: len(request.block_keys) // KEY_BYTES,
         }
         outcome, failure = "placed", ""
         try:
@@ -112,11 +118,22 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         attributes[names.PREDICTED_CACHED_TOKENS] = answer.cached_tokens
         attributes.update({f"{names.PREDICTED_TERM}.{term}": value for term, value in answer.terms.items()})
         names.CONDUCTOR_PREDICTED_TTFT.observe(answer.ttft_s)
+        names.CONDUCTOR_FETCHED_BLOCKS.inc(sum(r.blocks for r in answer.pulls))
         return answer
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:  # noqa: N802
         """One card per model name."""
         return pb.ListModelsResponse(models=[mapping.card_out(c) for c in self._state.models(self._clock())])
+
+    async def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.ExplainResponse:  # noqa: N802
+        """Raises InvalidRequest, UnknownRequest."""
+        if not request.request_id:
+            raise InvalidRequest.of("request_id", request.request_id, "must not be empty")
+        decision = self._state.explain(request.request_id)
+        if decision is None:
+            text = f"request_id={request.request_id!r}: no decision on it here, or it was forgotten"
+            raise UnknownRequest(text, field="request_id")
+        return mapping.decision_out(decision, self._clock())
 
     async def GetStatus(  # noqa: N802
         self, request: pb.GetConductorStatusRequest, context: Any

@@ -1,24 +1,27 @@
-"""The conductor's brain: `step(event, now) -> actions`. All of it is soft state, rebuilt from registrations and
-heartbeats; the store master's member stream says who is dead.
+"""The conductor's brain: `step(event, now) -> actions`. All of it is soft state, rebuilt from registrations, heartbeats
+and the store master's stream of members and blocks, which says who is dead and which node store holds what.
 """
 
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from kvmesh.kvcache.announce import Announcement
 from kvmesh.rpc.errors import InvalidRequest, KvmeshError, UnknownInstance
+from services.conductor import explain, routes
 from services.conductor.domain import (
     Action,
+    Blocks,
     Heartbeat,
     InstanceView,
     Life,
-    Measured,
+    Member,
     MemberGone,
     MemberJoined,
     MembersReset,
     ModelCard,
+    OutOfStep,
     Placed,
     Refuse,
     Register,
@@ -28,15 +31,15 @@ from services.conductor.domain import (
     Tick,
 )
 from services.conductor.domain import Event as Event
-from services.conductor.instance import Instance, ModelFits
-from services.conductor.load import DecodeWork, PrefillWork
+from services.conductor.explain import Decision, Explanations
+from services.conductor.fleet import Fleet
+from services.conductor.index import Index, Survey, bits
+from services.conductor.instance import Instance
+from services.conductor.ledger import Ledger
 from services.conductor.members import Members
-from services.conductor.placement import Choice, choose
-from services.conductor.prefix import PrefixIndex
+from services.conductor.placement import Choice, Terms, Weighed, choose
 from services.conductor.refusals import refuse_unplaceable
-
-MAX_REPLACED = 4096
-MAX_PREDICTED_TOKENS = 4096
+from services.conductor.routes import Mesh
 
 
 class ConductorState:
@@ -47,42 +50,50 @@ class ConductorState:
         self._rng = rng
         self._started_at = now
         self._stepped_at = now
-        self._instances: dict[str, Instance] = {}
-        self._members = Members()
-        self._index = PrefixIndex()
-        self._fits: dict[tuple[str, tuple[object, ...]], ModelFits] = {}
-        self._placed: dict[str, tuple[Instance, Instance]] = {}
-        self._replaced: OrderedDict[Life, None] = OrderedDict()
-        self._known_models: dict[str, None] = {}
+        self._fleet = Fleet()
+        self._members = Members(settings.member_grace_s)
+        self._index = Index()
+        self._ledger = Ledger(settings, self._index)
+        self._explanations = Explanations(settings.max_explained)
 
     # ── what the outside may ask ──────────────────────────────────────────────────────────────────
 
     def models(self, now: float) -> list[ModelCard]:
         """One card per model name: of the KV identity that Schedule would place on."""
-        names = dict.fromkeys(i.model.name for i in self._instances.values())
-        return [max((i.model for i in self._serving(name, now)), key=lambda m: m.max_context_tokens) for name in names]
+        return self._fleet.models(lambda i: self.why_not(i, now))
 
     def views(self, now: float) -> list[InstanceView]:
         """All known instances, in the order in which they came."""
-        return [
-            InstanceView(
-                i.ref,
-                i.role,
-                i.model.name,
-                ready=self.why_not(i, now) == "",
-                not_ready_reason=self.why_not(i, now),
-                load=i.load,
-                silent_s=max(0.0, now - i.last_seen),
-                capacity_blocks=i.capacity_blocks,
-                queue_s=i.queue.wait_s(now),
-                pending=len(i.queue.works) + len(i.batch.works),
-            )
-            for i in self._instances.values()
-        ]
+        return [self._view(i, now) for i in self._fleet]
+
+    @property
+    def indexed_blocks(self) -> int:
+        """Distinct blocks that node stores have announced."""
+        return len(self._index.truth)
+
+    def explain(self, request_id: str) -> Decision | None:
+        """The last decision on that request; None: unknown or forgotten."""
+        return self._explanations.get(request_id)
+
+    def _view(self, i: Instance, now: float) -> InstanceView:
+        why = self.why_not(i, now)
+        return InstanceView(
+            i.ref,
+            i.role,
+            i.model.name,
+            ready=why == "",
+            not_ready_reason=why,
+            load=i.load,
+            silent_s=max(0.0, now - i.last_seen),
+            capacity_blocks=i.capacity_blocks,
+            queue_s=i.queue.wait_s(now),
+            pending=len(i.queue.works) + len(i.batch.works),
+            indexed_blocks=self._index.count(i.ref.life),
+        )
 
     def why_not(self, instance: Instance, now: float) -> str:
         """Why an instance may get no work now; "" when it may."""
-        verdict = self._members.verdict((instance.ref.instance_id, instance.ref.incarnation))
+        verdict = self._members.verdict(instance.ref.life)
         silent_s = now - instance.last_seen
         if verdict:
             return f"the store master says it {verdict}"
@@ -95,20 +106,24 @@ class ConductorState:
     # ── events ────────────────────────────────────────────────────────────────────────────────────
 
     def step(self, event: Event, now: float) -> Sequence[Action]:
-        """Apply one event. At most one Placed or Refuse is among the actions: the answer to this event."""
+        """Apply one event. At most one Placed or Refuse is among the actions: the answer to this event.
+        ValueError: an announced key has not 16 bytes."""
         self._forgive_own_stall(now)
         match event:
             case Schedule():
                 return [self._schedule(event, now)]
             case Heartbeat():
                 return self._heartbeat(event, now)
+            case Blocks(announcement):
+                return [] if self._hear(announcement) else [OutOfStep(announcement.store_id)]
             case Register():
                 error = self._register(event, now)
                 return [Refuse(error)] if error else []
             case MembersReset(incarnation, members):
-                self._lose(self._members.reset(incarnation, members))
-            case MemberJoined(life):
-                self._members.joined(life)
+                self._lose(self._members.reset(incarnation, members, now))
+                self._drop_strangers()
+            case MemberJoined(member):
+                self._lose(self._members.joined(member))
             case MemberGone(life, how):
                 self._members.gone(life, how)
                 self._lose([life])
@@ -122,51 +137,32 @@ class ConductorState:
         """While this process stood still it heard nobody: that time counts against no lease."""
         gap, self._stepped_at = now - self._stepped_at, now
         if gap > self._settings.stall_s:
-            for instance in self._instances.values():
+            for instance in self._fleet:
                 instance.last_seen += gap
 
     def _register(self, event: Register, now: float) -> KvmeshError | None:
-        ref = event.ref
-        error = _invalid(event)
-        if error is None and (ref.instance_id, ref.incarnation) in self._replaced:
-            error = InvalidRequest.of(
-                "instance.incarnation", ref.incarnation, f"a later incarnation has taken the name {ref.instance_id!r}"
-            )
-        if error is not None:
+        if error := self._fleet.check(event):
             return error
-        old = self._instances.get(ref.instance_id)
-        if old is not None and old.ref.incarnation == ref.incarnation:
-            if (old.ref, old.role, old.model, old.capacity_blocks) == (
-                ref,
-                event.role,
-                event.model,
-                event.capacity_blocks,
-            ):
-                old.last_seen = now
-                return None
-        elif old is not None:
-            self._replaced[(old.ref.instance_id, old.ref.incarnation)] = None
-            if len(self._replaced) > MAX_REPLACED:
-                self._replaced.popitem(last=False)
+        old = self._fleet.named(event.ref.instance_id)
+        if old is not None and self._fleet.is_same(event):
+            old.last_seen = now
+            return None
         if old is not None:
-            self._forget(old)
-        slot = self._index.open(event.capacity_blocks)
-        self._instances[ref.instance_id] = Instance(event, slot, self._fits_of(event.model), now)
-        self._known_models[event.model.name] = None
+            self._forget(old, replaced=old.ref.incarnation != event.ref.incarnation)
+        self._fleet.add(event, self._index.pending.open(event.capacity_blocks), now)
         return None
 
-    def _fits_of(self, model: ModelCard) -> ModelFits:
-        return self._fits.setdefault((model.name, model.kv_identity), ModelFits())
-
     def _heartbeat(self, beat: Heartbeat, now: float) -> list[Action]:
-        instance = self._instances.get(beat.ref.instance_id)
-        if instance is None or instance.ref.incarnation != beat.ref.incarnation:
+        instance = self._fleet.of(beat.ref.life)
+        if instance is None:
             who = f"instance {beat.ref.instance_id!r} incarnation {beat.ref.incarnation}"
             return [Refuse(UnknownInstance(f"{who} is not registered here: register again"))]
         instance.last_seen = now
-        measured = self._learn(instance, beat, now)
+        measured = self._ledger.learn(instance, beat, now)
+        for sample in beat.prefill_samples:
+            self._explanations.report(instance.ref, sample)
         for request_id in beat.finished_request_ids:
-            self._finished(instance, request_id, now)
+            self._ledger.finished(instance, request_id, now)
         if beat.seq >= instance.last_seq:  # a call that was overtaken tells an older load
             instance.last_seq = beat.seq
             instance.ready = beat.ready
@@ -174,145 +170,159 @@ class ConductorState:
             instance.load = beat.load
             instance.queue.report(beat.load.queued_tokens, instance.seconds_per_token(), now)
             instance.batch.report(beat.load, now)
-        return measured
+        return list(measured)
 
-    def _learn(self, instance: Instance, beat: Heartbeat, now: float) -> list[Action]:
-        fits = self._fits_of(instance.model)
-        measured: list[Action] = []
-        for s in beat.prefill_samples:
-            if not instance.first_sample_of(s.request_id):
-                continue
-            predicted_s = instance.prefill.predict(s.computed_tokens, s.cached_tokens)
-            measured.append(Measured(s.request_id, predicted_s, s.duration_s))
-            for fit in (instance.prefill, fits.prefill):
-                fit.add(s.computed_tokens, s.cached_tokens, s.duration_s, now)
-            for transfer in (instance.transfer, fits.transfer):
-                transfer.add(s.transfer_bytes, s.transfer_s)
-            work = instance.queue.finish(s.request_id, done=True)
-            if work is not None:
-                self._index.confirm(instance.slot, work.keys)
-        for d in beat.decode_samples:
-            for step in (instance.decode, fits.decode):
-                step.add(d.batch, d.context_tokens, d.duration_s, now)
-        return measured
-
-    def _finished(self, instance: Instance, request_id: str, now: float) -> None:
-        work = instance.queue.finish(request_id, done=False)
-        if work is not None:
-            self._index.withdraw(instance.slot, work.keys, request_id)
-        instance.batch.finish(request_id, now)
-        placed = self._placed.get(request_id)
-        if placed is not None and placed[1] is instance:
-            del self._placed[request_id]
+    def _hear(self, announcement: Announcement) -> bool:
+        instance = self._fleet.of((announcement.store_id, announcement.incarnation))
+        if instance is None:
+            return self._index.hear(announcement, None, None)
+        return self._index.hear(announcement, instance.ref.life, instance.slot)
 
     # ── placing ───────────────────────────────────────────────────────────────────────────────────
 
     def _schedule(self, request: Schedule, now: float) -> Placed | Refuse:
-        serving = self._serving(request.model, now) if request.prompt_tokens > 0 else []
+        self._ledger.outgoing.expire(now)
+        serving = (
+            self._fleet.serving(request.model, lambda i: self.why_not(i, now)) if request.prompt_tokens > 0 else []
+        )
         why = {i.ref.instance_id: self.why_not(i, now) for i in serving}
-        usable = [i for i in serving if not why[i.ref.instance_id]]
-        prefills = [i for i in usable if i.role.prefills and i.can_prefill(request.prompt_tokens)]
-        decodes = [i for i in usable if i.role.decodes and i.can_decode(request.prompt_tokens)]
-        refused = _bad_keys(request, serving)
-        if refused is None and not (prefills and decodes):
-            known = request.model in self._known_models
-            fresh = now - self._started_at < self._settings.warm_up_s or not self._instances
-            refused = refuse_unplaceable(request, serving, why, known or fresh, self._known_models)
-        if refused is not None:
-            return refused
-        self._withdraw(request.request_id, now)
-        choice = choose(
-            request,
-            prefills,
-            decodes,
-            self._index,
-            ttft_slo_s=request.ttft_slo_s or self._settings.slo_ttft_s,
-            tbt_slo_s=request.tbt_slo_s or self._settings.slo_tbt_s,
-            now=now,
-            rng=self._rng,
+        terms = Terms(
+            request.ttft_slo_s or self._settings.slo_ttft_s,
+            request.tbt_slo_s or self._settings.slo_tbt_s,
+            self._settings.balancing_threshold,
+            now,
+            self._rng,
         )
-        return choice if isinstance(choice, Refuse) else self._commit(request, choice, now)
+        mesh, found = None, None
+        answer: Placed | Refuse | None = self._refused(request, serving, why, now)
+        if answer is None:
+            self._ledger.withdraw(request.request_id, now)
+            mesh = self._mesh(self._index.survey(request.keys), request, now)
+            found = self._weigh(request, serving, why, mesh, terms)
+            answer = self._answer(request, found.answer, now)
+        self._explanations.keep(
+            explain.decided(
+                request,
+                answer,
+                explain.candidates_of(request, serving, why, found, terms.ttft_slo_s),
+                best_prefix=mesh.survey.reach(mesh.among) if mesh is not None else 0,
+                ttft_slo_s=terms.ttft_slo_s,
+                tbt_slo_s=terms.tbt_slo_s,
+                now=now,
+            )
+        )
+        return answer
 
-    def _commit(self, request: Schedule, choice: Choice, now: float) -> Placed:
-        """The chosen instances carry the work from this moment on."""
+    def _refused(
+        self, request: Schedule, serving: Sequence[Instance], why: dict[str, str], now: float
+    ) -> Refuse | None:
+        """Why this request can be weighed nowhere."""
+        if refused := _bad_keys(request, serving):
+            return refused
+        if all(_able(request, serving, why)):
+            return None
+        known = request.model in self._fleet.known_models
+        fresh = now - self._started_at < self._settings.warm_up_s or not len(self._fleet)
+        return refuse_unplaceable(request, serving, why, known or fresh, self._fleet.known_models)
+
+    def _weigh(
+        self, request: Schedule, serving: Sequence[Instance], why: dict[str, str], mesh: Mesh, terms: Terms
+    ) -> Weighed:
+        prefills, decodes = _able(request, serving, why)
+        places = {i.ref.instance_id: self._index.place_of(i.ref.life, i.slot) for i in (*prefills, *decodes)}
+        return choose(request, prefills, decodes, places, mesh, terms)
+
+    def _mesh(self, survey: Survey, request: Schedule, now: float) -> Mesh:
+        """Who among the holders of these blocks may be asked for them."""
+        holders = {}
+        for slot in bits(survey.everyone):
+            holder = self._holder(self._index.truth.store_of(slot), now)
+            if holder is not None and holder.ref.instance_id not in request.avoid:
+                holders[slot] = holder
+        among = sum(1 << slot for slot in holders)
+        return Mesh(survey, holders, among, self._ledger.outgoing)
+
+    def _holder(self, store_id: str, now: float) -> Member | None:
+        """That store's owner, when the life that announced its blocks is a member, and ready if it is an instance."""
+        member, instance = self._members.member(store_id), self._fleet.named(store_id)
+        if member is None or self._index.truth.incarnation(store_id) != member.ref.incarnation:
+            return None
+        if instance is not None and (instance.ref.life != member.ref.life or self.why_not(instance, now)):
+            return None
+        return member
+
+    def _answer(self, request: Schedule, choice: Choice | Refuse, now: float) -> Placed | Refuse:
+        if isinstance(choice, Refuse):
+            return choice
+        self._ledger.commit(request, choice, now)
         p, d = choice.prefill, choice.decode
-        ttft_s = choice.ttft_s
-        patience_s = self._settings.pending_timeout_s
-        work = PrefillWork(
-            request.request_id, p.computed_tokens, p.prefill_s, request.keys, now, now + 2 * ttft_s + patience_s
-        )
-        p.instance.queue.add(work)
-        self._index.place(p.instance.slot, request.keys, request.request_id)
-        answer_s = min(request.max_tokens or MAX_PREDICTED_TOKENS, MAX_PREDICTED_TOKENS) * d.tbt_s
-        stay_s = 2 * (ttft_s + d.slot_wait_s + answer_s) + patience_s
-        blocks = d.instance.blocks_for(request.prompt_tokens + 1)
-        d.instance.batch.add(DecodeWork(request.request_id, request.prompt_tokens, blocks, now, now + stay_s))
-        self._placed[request.request_id] = (p.instance, d.instance)
         terms = {
             "queue_ms": p.queue_s * 1000,
+            "pull_ms": p.pull_s * 1000,
             "prefill_ms": p.prefill_s * 1000,
             "transfer_tail_ms": p.tail_s * 1000,
             "landing_wait_ms": d.landing_wait_s * 1000,
         }
-        return Placed(p.instance.ref, d.instance.ref, ttft_s, d.tbt_s, p.cached_tokens, terms)
-
-    def _serving(self, model: str, now: float) -> list[Instance]:
-        """Registered instances of a model whose KV fits together. Where one name stands for several (an update
-        is rolling through), those that can serve now come first, then the more numerous."""
-        groups: dict[tuple[object, ...], list[Instance]] = {}
-        for instance in self._instances.values():
-            if instance.model.name == model:
-                groups.setdefault(instance.model.kv_identity, []).append(instance)
-        if len(groups) <= 1:
-            return next(iter(groups.values()), [])
-
-        def worth(group: list[Instance]) -> tuple[bool, int, str]:
-            live = [i for i in group if not self.why_not(i, now)]
-            complete = any(i.role.prefills for i in live) and any(i.role.decodes for i in live)
-            return complete, len(live), group[0].model.fingerprint
-
-        return max(groups.values(), key=worth)
+        blocks = p.instance.blocks_for(request.prompt_tokens)
+        return Placed(
+            p.instance.ref,
+            d.instance.ref,
+            choice.ttft_s,
+            d.tbt_s,
+            p.cached_tokens,
+            terms,
+            routes.sources(blocks, d.at_decode, choice.decode_fetched_to),
+            tuple(leg.range for leg in p.legs),
+            tuple(leg.range for leg in choice.decode_legs),
+        )
 
     # ── forgetting ────────────────────────────────────────────────────────────────────────────────
 
-    def _withdraw(self, request_id: str, now: float) -> None:
-        """An earlier attempt of the same request is not coming any more."""
-        prefill, decode = self._placed.pop(request_id, (None, None))
-        if prefill is not None and decode is not None:
-            work = prefill.queue.withdraw(request_id, now)
-            if work is not None:
-                self._index.withdraw(prefill.slot, work.keys, request_id)
-            decode.batch.drop(request_id)
-
     def _lose(self, lives: Iterable[Life]) -> None:
-        """Dead: its queue and its cache are gone. The record stays for the status, and in case it comes back."""
-        for instance_id, incarnation in lives:
-            instance = self._instances.get(instance_id)
-            if instance is not None and instance.ref.incarnation == incarnation:
+        """Dead: its blocks, its queue and what it expected are gone. The record stays for the status, and in case it
+        comes back."""
+        for life in lives:
+            self._index.drop(life)
+            instance = self._fleet.of(life)
+            if instance is not None:
                 self._drain(instance)
-                instance.slot = self._index.open(instance.capacity_blocks)
+                instance.slot = self._index.pending.open(instance.capacity_blocks)
+
+    def _drop_strangers(self) -> None:
+        """Blocks of stores that are no members: whoever announced them is gone."""
+        for store_id in self._index.truth.stores():
+            if self._members.member(store_id) is None:
+                self._index.drop((store_id, self._index.truth.incarnation(store_id)))
 
     def _drain(self, instance: Instance) -> None:
         """Nothing placed there counts any more, and its slot is free."""
         instance.queue.clear()
         instance.batch.clear()
-        self._index.close(instance.slot)
+        self._index.pending.close(instance.slot)
 
-    def _forget(self, instance: Instance) -> None:
+    def _forget(self, instance: Instance, *, replaced: bool = False) -> None:
         self._drain(instance)
-        del self._instances[instance.ref.instance_id]
+        self._fleet.remove(instance, replaced=replaced)
 
     def _expire(self, now: float) -> None:
-        for instance in list(self._instances.values()):
-            for request_id in instance.queue.expired(now):
-                work = instance.queue.withdraw(request_id, now)
-                assert work is not None, "an expired placement is in the queue"
-                self._index.withdraw(instance.slot, work.keys, request_id)
-            for request_id in instance.batch.expired(now):
-                instance.batch.drop(request_id)
-                self._placed.pop(request_id, None)
+        self._ledger.outgoing.expire(now)
+        for life in self._members.expire(now):
+            self._index.drop(life)
+        if self._members.connected:  # else nothing could take the place of what is known
+            self._index.pending.expire(now)
+        for instance in self._fleet:
+            self._ledger.expire(instance, now)
             if now - instance.last_seen > self._settings.forget_s:
                 self._forget(instance)
+
+
+def _able(request: Schedule, serving: Sequence[Instance], why: dict[str, str]) -> tuple[list[Instance], list[Instance]]:
+    """Who could prefill it, who could decode it."""
+    usable = [i for i in serving if not why[i.ref.instance_id]]
+    return (
+        [i for i in usable if i.role.prefills and i.can_prefill(request.prompt_tokens)],
+        [i for i in usable if i.role.decodes and i.can_decode(request.prompt_tokens)],
+    )
 
 
 def _bad_keys(request: Schedule, serving: Sequence[Instance]) -> Refuse | None:
@@ -323,17 +333,3 @@ def _bad_keys(request: Schedule, serving: Sequence[Instance]) -> Refuse | None:
         why = f"{request.prompt_tokens} prompt tokens have {full} full blocks"
         return Refuse(InvalidRequest.of("block_keys", len(request.keys), why), "invalid")
     return None
-
-
-def _invalid(event: Register) -> InvalidRequest | None:
-    ref, model = event.ref, event.model
-    wrong: list[tuple[str, object, str, bool]] = [
-        ("instance.instance_id", ref.instance_id, "must not be empty", not ref.instance_id),
-        ("instance.address", ref.address, "must be host:port", not ref.address),
-        ("instance.incarnation", ref.incarnation, "must be new at every process start, never 0", not ref.incarnation),
-        ("model.name", model.name, "must not be empty", not model.name),
-        ("model.fingerprint", model.fingerprint, "must not be empty", not model.fingerprint),
-        ("model.block_tokens", model.block_tokens, "must be at least 1", model.block_tokens < 1),
-        ("capacity_blocks", event.capacity_blocks, "must be at least 1", event.capacity_blocks < 1),
-    ]
-    return next((InvalidRequest.of(name, value, why) for name, value, why, bad in wrong if bad), None)

@@ -1,4 +1,4 @@
-"""Follows the store master's member stream and hands what it says to the brain."""
+"""Follows the store master's stream of members and blocks and hands what it says to the brain."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from kvmesh.rpc import channels, status
 from kvmesh.rpc.errors import KvmeshError, Unavailable
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
-from services.conductor.domain import Event, Life, MemberGone, MemberJoined, MembersReset, StoreLost
+from services.conductor import mapping
+from services.conductor.domain import Event, Member, MembersReset, StoreLost
 
 log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
 
 
-class MemberWatch:
-    """One stream at a time, opened again after every failure. `deliver` takes each event as it comes."""
+class StoreWatch:
+    """One stream at a time, opened again after every failure. `deliver` takes each event as it comes; an error that it
+    raises ends the stream, and the next one begins with a snapshot."""
 
     def __init__(self, address: str, deliver: Callable[[Event], None], *, silence_s: float, rng: random.Random) -> None:
         """`silence_s`: a quiet master still sends empty messages; a stream silent for longer is broken."""
@@ -32,19 +34,19 @@ class MemberWatch:
         self._deliver = deliver
         self._silence_s = silence_s
         self._rng = rng
-        self._seq: int | None = None
+        self._followed = False
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set. Raises nothing but CancelledError."""
         failures = 0
         while not stop.is_set():
-            self._seq = None
+            self._followed = False
             error = await self._until_broken(stop)
             if stop.is_set():
                 return
-            failures = 1 if self._seq is not None else failures + 1
+            failures = 1 if self._followed else failures + 1
             if self.status == "connected" or failures == 1:
-                log.warning("member stream of the store master at %s broke: %s", self.address, error)
+                log.warning("stream of the store master at %s broke: %s", self.address, error)
             self.status = f"no connection to {self.address}: {error}"
             self._deliver(StoreLost())
             wait_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(failures, 10)) * self._rng.uniform(0.5, 1.0)
@@ -70,46 +72,73 @@ class MemberWatch:
         if isinstance(found, TimeoutError):
             return Unavailable(f"silent for over {self._silence_s:.1f} s")
         if isinstance(found, Exception) and not isinstance(found, KvmeshError):
-            log.error("reading the member stream failed", exc_info=found)
+            log.error("reading the store master's stream failed", exc_info=found)
         return found if isinstance(found, Exception) else None
 
     async def _read(self, channel: grpc.aio.Channel) -> None:
-        stream: Any = pb_grpc.StoreMasterStub(channel).WatchMembers(pb.WatchMembersRequest())
+        stream: Any = pb_grpc.StoreMasterStub(channel).Watch(pb.WatchRequest())
+        follower = _Follower(self._deliver)
         try:
             while True:
                 async with asyncio.timeout(self._silence_s):
                     message = await stream.read()
                 if message is grpc.aio.EOF:
                     raise Unavailable("the store master ended the stream")
-                self._take(message)
+                follower.take(message)
+                if follower.seq is not None:
+                    self._following(follower)
         finally:
             stream.cancel()
 
-    def _take(self, message: pb.MemberEvents) -> None:
+    def _following(self, follower: _Follower) -> None:
+        self._followed = True
+        if self.status != "connected":
+            log.info("following the store master at %s: %d members", self.address, follower.members)
+        self.status = "connected"
+
+
+class _Follower:
+    """One stream, from its snapshot on. `seq`: of the last change heard; None until the snapshot is whole."""
+
+    def __init__(self, deliver: Callable[[Event], None]) -> None:
+        self._deliver = deliver
+        self._snapshot: list[Member] = []
+        self._master: int | None = None
+        self.seq: int | None = None
+        self.members = 0
+
+    def take(self, message: pb.StoreEvents) -> None:
+        """Deliver what it says. Raises Unavailable when something is missing before it."""
+        if self._master not in (None, message.master_incarnation):
+            raise Unavailable("another store master speaks on the same stream")
         if message.snapshot:
-            members = frozenset(_life(event) for event in message.events)
-            self._deliver(MembersReset(message.master_incarnation, members))
-            self._seq = message.seq
-            if self.status != "connected":
-                log.info("following the store master at %s: %d members", self.address, len(members))
-            self.status = "connected"
-            return
-        if self._seq is None:
-            raise Unavailable("the stream began without a snapshot")
+            self._take_snapshot(message)
+        elif self.seq is None:
+            raise Unavailable("the stream began without a whole snapshot")
+        else:
+            self._take_changes(message, self.seq)
+
+    def _take_snapshot(self, message: pb.StoreEvents) -> None:
+        self._master, self.seq = message.master_incarnation, None
         for event in message.events:
-            self._seq += 1
-            if event.seq != self._seq:
-                raise Unavailable(f"gap in the member stream: expected seq {self._seq}, got {event.seq}")
-            self._deliver(_event(event))
-        if message.seq != self._seq:
-            raise Unavailable(f"gap in the member stream: have seq {self._seq}, the master is at {message.seq}")
+            if event.HasField("member"):
+                self._snapshot.append(mapping.member_in(event.member.member))
+            elif event.HasField("blocks"):
+                self._deliver(mapping.blocks_in(event.blocks))
+        if not message.more:
+            self._deliver(MembersReset(message.master_incarnation, tuple(self._snapshot)))
+            self.seq, self.members = message.seq, len(self._snapshot)
+            self._snapshot = []
 
-
-def _life(event: pb.MemberEvent) -> Life:
-    return event.member.instance.instance_id, event.member.instance.incarnation
-
-
-def _event(event: pb.MemberEvent) -> Event:
-    if event.change == pb.MEMBER_CHANGE_JOINED:
-        return MemberJoined(_life(event))
-    return MemberGone(_life(event), "left" if event.change == pb.MEMBER_CHANGE_LEFT else "died")
+    def _take_changes(self, message: pb.StoreEvents, seq: int) -> None:
+        for event in message.events:
+            seq += 1
+            if event.seq != seq:
+                raise Unavailable(f"gap in the stream: expected seq {seq}, got {event.seq}")
+            self.seq = seq
+            if event.HasField("member"):
+                self._deliver(mapping.member_event_in(event.member))
+            elif event.HasField("blocks"):
+                self._deliver(mapping.blocks_in(event.blocks))
+        if message.seq != seq:
+            raise Unavailable(f"gap in the stream: have seq {seq}, the master is at {message.seq}")

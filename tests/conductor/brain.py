@@ -4,11 +4,16 @@ import dataclasses
 import random
 from typing import Any
 
+from kvmesh.kvcache.announce import Announcement
 from services.conductor.domain import (
     Action,
+    Blocks,
     Event,
     Heartbeat,
     Load,
+    Member,
+    MemberJoined,
+    MembersReset,
     ModelCard,
     Placed,
     PrefillSample,
@@ -45,6 +50,20 @@ def chain(name: str, blocks: int) -> tuple[bytes, ...]:
     return tuple(f"{name}-{i}".encode().ljust(16, b".") for i in range(blocks))
 
 
+def member(name: str, incarnation: int = 1, node: str = "node") -> Member:
+    return Member(Ref(name, f"{name}:1", incarnation), node)
+
+
+def reset(master: int, *names: str | tuple[str, int]) -> MembersReset:
+    """A snapshot of members: names of first lives, or lives."""
+    lives = [(n, 1) if isinstance(n, str) else n for n in names]
+    return MembersReset(master, tuple(member(*life) for life in lives))
+
+
+def joined(name: str, incarnation: int = 1, node: str = "node") -> MemberJoined:
+    return MemberJoined(member(name, incarnation, node))
+
+
 class Brain:
     def __init__(self, seed: int = 0, **settings: Any) -> None:
         self.now = 100.0
@@ -53,6 +72,7 @@ class Brain:
         self.refs: dict[str, Ref] = {}
         self.seq = 0
         self.requests = 0
+        self.said: dict[tuple[str, int], int] = {}
 
     def step(self, event: Event) -> list[Action]:
         return list(self.state.step(event, self.now))
@@ -112,6 +132,20 @@ class Brain:
         """The prefill instance reports one request as computed."""
         sample = PrefillSample(request_id, computed, cached, seconds, computed * 1024, 0.001)
         return self.beat(name, prefill_samples=(sample,), finished_request_ids=(request_id,))
+
+    def seal(
+        self,
+        name: str,
+        keys: tuple[bytes, ...] = (),
+        *,
+        incarnation: int = 1,
+        removed: tuple[bytes, ...] = (),
+        **more: Any,
+    ) -> list[Action]:
+        """That life's node store announces its next batch, or a snapshot of all it holds."""
+        life = name, incarnation
+        self.said[life] = seq = self.said.get(life, 0) + 1
+        return self.step(Blocks(Announcement(name, incarnation, more.pop("seq", seq), keys, removed, **more)))
 
     def tick(self, seconds: float) -> None:
         self.now += seconds

@@ -9,15 +9,13 @@ from services.conductor.domain import (
     DecodeSample,
     Load,
     MemberGone,
-    MemberJoined,
-    MembersReset,
     Ref,
     Refuse,
     Role,
     StoreLost,
     Tick,
 )
-from tests.conductor.brain import BLOCK, IDLE, Brain, card, chain
+from tests.conductor.brain import BLOCK, IDLE, Brain, card, chain, joined, reset
 
 
 def error_of(actions: list[object]) -> Exception:
@@ -111,12 +109,12 @@ def test_registering_again_keeps_what_is_known() -> None:
 def test_the_masters_word_counts_for_that_incarnation_only(how: str) -> None:
     brain = Brain()
     brain.pair()
-    brain.step(MembersReset(1, frozenset({("p0", 1), ("d0", 1)})))
+    brain.step(reset(1, "p0", "d0"))
     brain.placed()
     brain.step(MemberGone(("p0", 1), how))
     brain.beat("p0")
     assert f"p0: the store master says it {how}" in str(brain.refused(Unavailable).error)
-    brain.step(MemberJoined(("p0", 1)))
+    brain.step(joined("p0"))
     brain.placed()
     brain.step(MemberGone(("p0", 1), how))
     brain.add("p0", Role.PREFILL, incarnation=2)  # the master has not heard of this one yet
@@ -126,44 +124,44 @@ def test_the_masters_word_counts_for_that_incarnation_only(how: str) -> None:
 def test_the_dead_lose_queue_and_cache() -> None:
     brain = Brain()
     brain.pair()
-    brain.step(MembersReset(1, frozenset({("p0", 1), ("d0", 1)})))
+    brain.step(reset(1, "p0", "d0"))
     keys = chain("x", 4)
     brain.placed(4 * BLOCK + 1, keys=keys)
     brain.step(MemberGone(("p0", 1), "died"))
     assert brain.view("p0").pending == 0
-    brain.step(MemberJoined(("p0", 1)))
+    brain.step(joined("p0"))
     assert brain.placed(4 * BLOCK + 1, keys=keys).cached_tokens == 0
 
 
 def test_known_to_the_master_alone_gets_nothing() -> None:
     brain = Brain()
     brain.add("d0", Role.DECODE)
-    brain.step(MembersReset(1, frozenset({("p0", 1), ("d0", 1)})))
+    brain.step(reset(1, "p0", "d0"))
     brain.refused(Unavailable)
 
 
 def test_without_the_master_heartbeats_decide() -> None:
     brain = Brain()
     brain.pair()
-    brain.step(MembersReset(1, frozenset({("p0", 1), ("d0", 1)})))
+    brain.step(reset(1, "p0", "d0"))
     brain.step(MemberGone(("p0", 1), "died"))
     brain.beat("p0")
     brain.refused(Unavailable)
     brain.step(StoreLost())
     brain.placed()
-    brain.step(MembersReset(1, frozenset({("d0", 1)})))  # the same master still says so
+    brain.step(reset(1, "d0"))  # the same master still says so
     brain.refused(Unavailable)
     brain.step(StoreLost())
-    brain.step(MembersReset(2, frozenset({("d0", 1)})))  # a restarted one has not heard of it yet
+    brain.step(reset(2, "d0"))  # a restarted one has not heard of it yet
     brain.placed()
 
 
 def test_a_death_during_a_broken_stream_is_found_in_the_snapshot() -> None:
     brain = Brain()
     brain.pair()
-    brain.step(MembersReset(1, frozenset({("p0", 1), ("d0", 1)})))
+    brain.step(reset(1, "p0", "d0"))
     brain.step(StoreLost())
-    brain.step(MembersReset(1, frozenset({("d0", 1)})))
+    brain.step(reset(1, "d0"))
     brain.beat("p0")
     assert "says it died" in str(brain.refused(Unavailable).error)
 
@@ -292,7 +290,8 @@ def test_an_overtaken_heartbeat_tells_no_load() -> None:
 def test_samples_sent_twice_are_learnt_once() -> None:
     brain = Brain()
     brain.pair()
-    instance = brain.state._instances["p0"]
+    instance = brain.state._fleet.named("p0")
+    assert instance is not None
     for _ in range(3):
         brain.done("p0", "r", 100)
     assert len(instance.prefill.fit) == 1
@@ -322,8 +321,8 @@ def test_everything_is_forgotten_in_the_end() -> None:
         brain.beat_all()
     assert brain.view("p0").pending == brain.view("d0").pending == 0
     assert brain.view("p0").queue_s == 0
-    assert len(brain.state._index) == 0
-    assert brain.state._placed == {}
+    assert len(brain.state._index.pending) == 0
+    assert len(brain.state._ledger) == 0
     brain.tick(brain.settings.forget_s + 1)
     assert brain.state.views(brain.now) == []
     assert brain.state.models(brain.now) == []

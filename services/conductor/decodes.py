@@ -1,0 +1,56 @@
+"""What a request would cost at each decode instance. Pure: instances are only read here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.conductor.domain import Schedule
+from services.conductor.index import Place, Survey
+from services.conductor.instance import Instance
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeChoice:
+    """One decode instance and the terms of its TBT, in seconds."""
+
+    instance: Instance
+    at_decode: int  # leading prompt blocks sealed in its own node store
+    tbt_s: float
+    admission_tbt_s: float
+    landing_wait_s: float  # until there is room for the KV
+    slot_wait_s: float  # until the batch has a free place
+    tail_s: float  # what of the transfer nothing can hide: less of it when blocks are here already
+    short: bool  # of pages for prompt and answer together
+
+    @property
+    def score_s(self) -> float:
+        """For ranking: what a token costs, waiting included."""
+        return self.tbt_s + self.landing_wait_s + self.slot_wait_s + self.tail_s
+
+
+def choice(request: Schedule, instance: Instance, place: Place, survey: Survey, now: float) -> DecodeChoice:
+    """`place`: the instance's blocks in the survey; only sealed ones count."""
+    batch, model = instance.batch, instance.model
+    at_decode = survey.depth(Place(place.sealed))
+    size = batch.requests + 1
+    context = batch.context_tokens + request.prompt_tokens
+    if instance.max_running and size > instance.max_running:
+        # The others wait for a place and cost the step nothing.
+        context *= instance.max_running / size
+        slot_wait_s = batch.drain_s(size - instance.max_running)
+        size = instance.max_running
+    else:
+        slot_wait_s = 0.0
+    blocks = instance.blocks_for(request.prompt_tokens + 1)
+    whole = instance.blocks_for(request.prompt_tokens + max(1, request.max_tokens))
+    sent = max(0, request.prompt_tokens - at_decode * model.block_tokens) * model.kv_bytes_per_token
+    return DecodeChoice(
+        instance,
+        at_decode,
+        tbt_s=instance.decode.predict(size, context),
+        admission_tbt_s=instance.decode.admission_s(size, context, now),
+        landing_wait_s=batch.landing_wait_s(blocks),
+        slot_wait_s=slot_wait_s,
+        tail_s=instance.fits.transfer.tail_s(sent, float("inf")),
+        short=batch.free_blocks < min(whole, instance.capacity_blocks),
+    )

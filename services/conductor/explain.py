@@ -1,0 +1,194 @@
+"""Why recent requests went where they went. Recording keeps raw numbers; words are made when somebody asks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from services.conductor.decodes import DecodeChoice
+from services.conductor.domain import Placed, PrefillSample, Ref, Refuse, Role, Schedule
+from services.conductor.instance import Instance
+from services.conductor.placement import Weighed
+from services.conductor.prefills import PrefillCandidate
+
+# All records together: a record of a mesh of a thousand instances is long.
+MAX_CANDIDATES = 131_072
+
+PREFILL_TERMS = ("queue_ms", "pull_ms", "prefill_ms", "transfer_tail_ms", "ttft_ms", "ttft_other_way_ms")
+DECODE_TERMS = ("tbt_ms", "landing_wait_ms", "slot_wait_ms", "transfer_tail_ms")
+
+
+class Candidate(NamedTuple):
+    """One instance that was weighed for one role, or could not be (`why`). Seconds."""
+
+    ref: Ref
+    role: Role  # PREFILL or DECODE
+    why: str
+    score_s: float = 0.0
+    admission_s: float = 0.0  # what is compared with the SLO
+    terms: tuple[float, ...] = ()
+    local_blocks: int = 0
+    pulled_blocks: int = 0
+
+    def named_terms(self) -> dict[str, float]:
+        """Milliseconds by name; what does not apply is left out."""
+        names = PREFILL_TERMS if self.role is Role.PREFILL else DECODE_TERMS
+        return {name: s * 1000 for name, s in zip(names, self.terms, strict=False) if s >= 0}
+
+
+@dataclass(slots=True)
+class Decision:
+    """One answered Schedule, and what prefill reported of it later."""
+
+    request_id: str
+    attempt: int
+    model: str
+    prompt_tokens: int
+    prompt_blocks: int
+    best_prefix_blocks: int
+    at: float
+    ttft_slo_s: float
+    tbt_slo_s: float
+    candidates: tuple[Candidate, ...]
+    outcome: str  # "placed" or the refusal's reason
+    message: str = ""
+    placed: Placed | None = None
+    sample: PrefillSample | None = field(default=None)
+
+    def is_chosen(self, candidate: Candidate) -> bool:
+        """Whether the request went there."""
+        if self.placed is None:
+            return False
+        return candidate.ref == (self.placed.prefill if candidate.role is Role.PREFILL else self.placed.decode)
+
+    def verdict(self, candidate: Candidate) -> str:
+        """In words, why it was chosen or not."""
+        if candidate.why:
+            return candidate.why
+        if self.is_chosen(candidate):
+            return "chosen"
+        slo_s = self.ttft_slo_s if candidate.role is Role.PREFILL else self.tbt_slo_s
+        if candidate.admission_s > slo_s:
+            return "over the SLO"
+        chosen = next((c for c in self.candidates if c.role is candidate.role and self.is_chosen(c)), None)
+        if chosen is None:
+            return "would do"
+        slower_ms = (candidate.score_s - chosen.score_s) * 1000
+        return f"slower by {slower_ms:.1f} ms" if slower_ms >= 0.05 else "as good: busier, without room or by chance"
+
+
+class Explanations:
+    """The last decisions, by request; the least recently decided or asked for goes first."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._decisions: OrderedDict[str, Decision] = OrderedDict()
+        self._candidates = 0
+
+    def __len__(self) -> int:
+        return len(self._decisions)
+
+    def get(self, request_id: str) -> Decision | None:
+        """The last decision on it; None: unknown or forgotten."""
+        if request_id in self._decisions:
+            self._decisions.move_to_end(request_id)
+        return self._decisions.get(request_id)
+
+    def keep(self, decision: Decision) -> None:
+        """It replaces the one of an earlier attempt."""
+        old = self._decisions.pop(decision.request_id, None)
+        self._candidates += len(decision.candidates) - (len(old.candidates) if old else 0)
+        self._decisions[decision.request_id] = decision
+        while len(self._decisions) > self._limit or (self._candidates > MAX_CANDIDATES and len(self._decisions) > 1):
+            _, gone = self._decisions.popitem(last=False)
+            self._candidates -= len(gone.candidates)
+
+    def report(self, ref: Ref, sample: PrefillSample) -> None:
+        """What the instance that was chosen found and took."""
+        decision = self._decisions.get(sample.request_id)
+        if decision is not None and decision.placed is not None and decision.placed.prefill == ref:
+            decision.sample = sample
+
+
+def decided(
+    request: Schedule,
+    answer: Placed | Refuse,
+    candidates: tuple[Candidate, ...],
+    *,
+    best_prefix: int,
+    ttft_slo_s: float,
+    tbt_slo_s: float,
+    now: float,
+) -> Decision:
+    """The record of one answer."""
+    placed = answer if isinstance(answer, Placed) else None
+    return Decision(
+        request.request_id,
+        request.attempt,
+        request.model,
+        request.prompt_tokens,
+        len(request.keys),
+        best_prefix,
+        now,
+        ttft_slo_s,
+        tbt_slo_s,
+        candidates,
+        "placed" if isinstance(answer, Placed) else answer.reason,
+        "" if isinstance(answer, Placed) else str(answer.error),
+        placed,
+    )
+
+
+def candidates_of(
+    request: Schedule, serving: Sequence[Instance], why: Mapping[str, str], found: Weighed | None, slo_s: float
+) -> tuple[Candidate, ...]:
+    """Every instance of the model in every role it has; `found`: None when nobody could be weighed."""
+    known = list(_weighed(found, slo_s)) if found is not None else []
+    done = {(c.ref, c.role) for c in known}
+    for i in serving:
+        for role, has_role, fits in (
+            (Role.PREFILL, i.role.prefills, i.can_prefill(request.prompt_tokens)),
+            (Role.DECODE, i.role.decodes, i.can_decode(request.prompt_tokens)),
+        ):
+            if has_role and (i.ref, role) not in done:
+                known.append(Candidate(i.ref, role, _why_unweighed(request, i, why[i.ref.instance_id], fits)))
+    return tuple(known)
+
+
+def _why_unweighed(request: Schedule, instance: Instance, reason: str, fits: bool) -> str:
+    if reason:
+        return f"not ready: {reason}"
+    if not fits:
+        return "the prompt does not fit"
+    return "avoided" if instance.ref.instance_id in request.avoid else "not weighed"
+
+
+def _weighed(found: Weighed, ttft_slo_s: float) -> Iterable[Candidate]:
+    landing_wait_s = found.decode.landing_wait_s if found.decode is not None else 0.0
+    for p in found.prefills:
+        yield _prefill(p, ttft_slo_s - landing_wait_s, landing_wait_s)
+    for d in found.decodes:
+        yield _decode(d)
+
+
+def _prefill(candidate: PrefillCandidate, slo_s: float, landing_wait_s: float) -> Candidate:
+    best = candidate.best(slo_s) or min(candidate.options, key=lambda o: o.admission_ttft_s)
+    other = next((o.ttft_s for o in candidate.options if o is not best), -1.0)
+    pull_s = best.pull_s if best.legs else -1.0
+    return Candidate(
+        best.instance.ref,
+        Role.PREFILL,
+        "",
+        best.ttft_s,
+        best.admission_ttft_s + landing_wait_s,
+        (best.queue_s, pull_s, best.prefill_s, best.tail_s, best.ttft_s, other),
+        best.local_blocks,
+        best.pulled_blocks,
+    )
+
+
+def _decode(d: DecodeChoice) -> Candidate:
+    terms = (d.tbt_s, d.landing_wait_s, d.slot_wait_s, d.tail_s)
+    return Candidate(d.instance.ref, Role.DECODE, "", d.score_s, d.admission_tbt_s, terms, d.at_decode)

@@ -1,0 +1,109 @@
+"""The registered instances: who they are, which model they serve, whom a new life replaces."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+from kvmesh.rpc.errors import InvalidRequest, KvmeshError
+from services.conductor.domain import Life, ModelCard, Register
+from services.conductor.instance import Instance, ModelFits
+
+MAX_REPLACED = 4096
+
+WhyNot = Callable[[Instance], str]
+
+
+class Fleet:
+    """Instances by name, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._instances: dict[str, Instance] = {}
+        self._fits: dict[tuple[str, tuple[object, ...]], ModelFits] = {}
+        self._replaced: OrderedDict[Life, None] = OrderedDict()
+        self.known_models: dict[str, None] = {}  # ever served here
+
+    def __iter__(self) -> Iterator[Instance]:
+        return iter(list(self._instances.values()))
+
+    def __len__(self) -> int:
+        return len(self._instances)
+
+    def named(self, instance_id: str) -> Instance | None:
+        """Whoever bears that name now."""
+        return self._instances.get(instance_id)
+
+    def of(self, life: Life) -> Instance | None:
+        """That very life, if it is registered."""
+        instance = self._instances.get(life[0])
+        return instance if instance is not None and instance.ref.incarnation == life[1] else None
+
+    def check(self, event: Register) -> KvmeshError | None:
+        """Why this registration is refused."""
+        ref = event.ref
+        if error := _invalid(event):
+            return error
+        if ref.life in self._replaced:
+            why = f"a later incarnation has taken the name {ref.instance_id!r}"
+            return InvalidRequest.of("instance.incarnation", ref.incarnation, why)
+        return None
+
+    def is_same(self, event: Register) -> bool:
+        """Whether it says nothing new: a life that is known registers again."""
+        old = self._instances.get(event.ref.instance_id)
+        new = event.ref, event.role, event.model, event.capacity_blocks
+        return old is not None and (old.ref, old.role, old.model, old.capacity_blocks) == new
+
+    def add(self, event: Register, slot: int, now: float) -> Instance:
+        """A checked registration of somebody new; whoever bore the name was removed before."""
+        model = event.model
+        fits = self._fits.setdefault((model.name, model.kv_identity), ModelFits())
+        instance = self._instances[event.ref.instance_id] = Instance(event, slot, fits, now)
+        self.known_models[model.name] = None
+        return instance
+
+    def remove(self, instance: Instance, *, replaced: bool = False) -> None:
+        """It leaves; `replaced`: its life may not come back."""
+        del self._instances[instance.ref.instance_id]
+        if replaced:
+            self._replaced[instance.ref.life] = None
+            if len(self._replaced) > MAX_REPLACED:
+                self._replaced.popitem(last=False)
+
+    def models(self, why_not: WhyNot) -> list[ModelCard]:
+        """One card per model name: of the KV identity that `serving` would give."""
+        names = dict.fromkeys(i.model.name for i in self._instances.values())
+        return [
+            max((i.model for i in self.serving(name, why_not)), key=lambda m: m.max_context_tokens) for name in names
+        ]
+
+    def serving(self, model: str, why_not: WhyNot) -> list[Instance]:
+        """Registered instances of a model whose KV fits together. Where one name stands for several (an update
+        is rolling through), those that can serve now come first, then the more numerous."""
+        groups: dict[tuple[object, ...], list[Instance]] = {}
+        for instance in self._instances.values():
+            if instance.model.name == model:
+                groups.setdefault(instance.model.kv_identity, []).append(instance)
+        if len(groups) <= 1:
+            return next(iter(groups.values()), [])
+
+        def worth(group: list[Instance]) -> tuple[bool, int, str]:
+            live = [i for i in group if not why_not(i)]
+            complete = any(i.role.prefills for i in live) and any(i.role.decodes for i in live)
+            return complete, len(live), group[0].model.fingerprint
+
+        return max(groups.values(), key=worth)
+
+
+def _invalid(event: Register) -> InvalidRequest | None:
+    ref, model = event.ref, event.model
+    wrong: list[tuple[str, object, str, bool]] = [
+        ("instance.instance_id", ref.instance_id, "must not be empty", not ref.instance_id),
+        ("instance.address", ref.address, "must be host:port", not ref.address),
+        ("instance.incarnation", ref.incarnation, "must be new at every process start, never 0", not ref.incarnation),
+        ("model.name", model.name, "must not be empty", not model.name),
+        ("model.fingerprint", model.fingerprint, "must not be empty", not model.fingerprint),
+        ("model.block_tokens", model.block_tokens, "must be at least 1", model.block_tokens < 1),
+        ("capacity_blocks", event.capacity_blocks, "must be at least 1", event.capacity_blocks < 1),
+    ]
+    return next((InvalidRequest.of(name, value, why) for name, value, why, bad in wrong if bad), None)

@@ -1,0 +1,144 @@
+"""The prefix index: what node stores have announced, and what placements will bring; both by an instance's life."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvmesh.kvcache.announce import Announcement
+from kvmesh.kvcache.block_map import BlockMap, Verdict
+from services.conductor.domain import Life
+from services.conductor.pending import Pending
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where an instance's blocks show in a survey: its bits among announced and among pending blocks; 0: none."""
+
+    sealed: int
+    coming: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Prompt blocks [first, end) lie at the same stores: `sealed` there, `coming` here."""
+
+    first: int
+    end: int
+    sealed: int
+    coming: int
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Who holds the leading blocks of one prompt, in runs; it ends at the first block that nobody holds. Questions
+    cost O(runs), however many blocks and instances there are."""
+
+    runs: tuple[Run, ...]
+
+    @property
+    def everyone(self) -> int:
+        """Bitset of all slots of the block map that hold any of them."""
+        found = 0
+        for run in self.runs:
+            found |= run.sealed
+        return found
+
+    def depth(self, place: Place) -> int:
+        """How many leading blocks are there, or will be."""
+        depth = 0
+        for run in self.runs:
+            if not (run.sealed & place.sealed or run.coming & place.coming):
+                break
+            depth = run.end
+        return depth
+
+    def reach(self, among: int, start: int = 0) -> int:
+        """Up to which block each one from `start` on is sealed at somebody of `among`; at least `start`."""
+        for run in self.runs:
+            if run.end > start:
+                if not run.sealed & among:
+                    break
+                start = run.end
+        return start
+
+
+class Index:
+    """A `BlockMap` with `Pending` blocks over it."""
+
+    def __init__(self) -> None:
+        self.truth = BlockMap()
+        self.pending = Pending()
+
+    def survey(self, keys: Sequence[bytes]) -> Survey:
+        """Where the blocks of one prompt lie. O(keys)."""
+        runs: list[Run] = []
+        first, sealed, coming = 0, 0, 0
+        sealed_of, coming_of = self.truth.mask, self.pending.mask
+        for at, key in enumerate(keys):
+            here, soon = sealed_of(key), coming_of(key)
+            if here != sealed or soon != coming:
+                if at:
+                    runs.append(Run(first, at, sealed, coming))
+                first, sealed, coming = at, here, soon
+                if not (here or soon):
+                    break
+            elif not (here or soon):
+                break
+        if (sealed or coming) and keys:
+            runs.append(Run(first, len(keys), sealed, coming))
+        return Survey(tuple(runs))
+
+    def place_of(self, life: Life, slot: int | None = None) -> Place:
+        """Where that very life's blocks show; `slot`: its own among the pending ones."""
+        return Place(self._bit(life), 0 if slot is None else 1 << slot)
+
+    def count(self, life: Life) -> int:
+        """Blocks announced by that very life."""
+        return self.truth.count(life[0]) if self.truth.incarnation(life[0]) == life[1] else 0
+
+    def hear(self, announcement: Announcement, life: Life | None, slot: int | None) -> bool:
+        """Take in what a store said; `life` and `slot`: of the instance of that name, if there is one. False: it does
+        not follow what is known. ValueError: a key has not 16 bytes."""
+        verdict = self.truth.apply(announcement)
+        if verdict is Verdict.APPLIED and slot is not None and life == _life_of(announcement):
+            if announcement.snapshot:
+                bit = self._bit(life)
+                self.pending.settle(slot, lambda key: bool(self.truth.mask(key) & bit))
+            else:
+                self.pending.arrived(slot, announcement.sealed)
+        return verdict is not Verdict.GAP
+
+    def drop(self, life: Life) -> None:
+        """Whatever that life held is gone."""
+        self.truth.drop(*life)
+
+    def place(self, life: Life, slot: int, keys: Sequence[bytes], request_id: str) -> None:
+        """`request_id` was placed there: what is not sealed there counts as coming."""
+        self.pending.place(slot, self._unsealed(life, keys), request_id)
+
+    def confirm(self, life: Life, slot: int, keys: Sequence[bytes], until: float) -> None:
+        """They are there now; what has not been announced counts until then."""
+        self.pending.confirm(slot, self._unsealed(life, keys), until)
+
+    def _unsealed(self, life: Life, keys: Sequence[bytes]) -> Sequence[bytes]:
+        bit, mask = self._bit(life), self.truth.mask
+        return [key for key in keys if not mask(key) & bit] if bit else keys
+
+    def _bit(self, life: Life) -> int:
+        slot = self.truth.slot(life[0])
+        return 0 if slot is None or self.truth.incarnation(life[0]) != life[1] else 1 << slot
+
+
+def _life_of(announcement: Announcement) -> Life:
+    return announcement.store_id, announcement.incarnation
+
+
+def bits(mask: int) -> list[int]:
+    """The slots of a bitset, lowest first."""
+    found = []
+    while mask:
+        low = mask & -mask
+        found.append(low.bit_length() - 1)
+        mask ^= low
+    return found

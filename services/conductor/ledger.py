@@ -1,0 +1,124 @@
+"""What was placed and is not over: the work that instances carry for it, the blocks it brings, the pulls it makes; and
+what its reports teach.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.conductor.domain import Heartbeat, Measured, PrefillSample, Schedule, Settings
+from services.conductor.index import Index
+from services.conductor.instance import Instance
+from services.conductor.load import DecodeWork, PrefillWork
+from services.conductor.outgoing import Load, Outgoing
+from services.conductor.placement import Choice
+from services.conductor.routes import lives_of
+
+MAX_PREDICTED_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    prefill: Instance
+    decode: Instance
+    ahead_bytes: int  # what the holders had to send before its pull
+    holders: int
+
+
+class Ledger:
+    """Placements by request; one request has one."""
+
+    def __init__(self, settings: Settings, index: Index) -> None:
+        self._settings = settings
+        self._index = index
+        self.outgoing = Outgoing()
+        self._placed: dict[str, _Placed] = {}
+
+    def __len__(self) -> int:
+        return len(self._placed)
+
+    def commit(self, request: Schedule, choice: Choice, now: float) -> None:
+        """The chosen instances carry the work from this moment on."""
+        p, d = choice.prefill, choice.decode
+        name, patience_s = request.request_id, self._settings.pending_timeout_s
+        p.instance.queue.add(
+            PrefillWork(name, p.computed_tokens, p.prefill_s, request.keys, now, now + 2 * choice.ttft_s + patience_s)
+        )
+        self._index.place(p.instance.ref.life, p.instance.slot, request.keys, name)
+        answer_s = min(request.max_tokens or MAX_PREDICTED_TOKENS, MAX_PREDICTED_TOKENS) * d.tbt_s
+        stay_s = 2 * (choice.ttft_s + d.slot_wait_s + answer_s) + patience_s
+        blocks = d.instance.blocks_for(request.prompt_tokens + 1)
+        d.instance.batch.add(DecodeWork(name, request.prompt_tokens, blocks, now, now + stay_s))
+        model = p.instance.model
+        block_bytes = model.block_tokens * model.kv_bytes_per_token
+        sent = lives_of((*p.legs, *choice.decode_legs))
+        self.outgoing.add(name, [Load(life, n * block_bytes) for life, n in sent.items()], now + 2 * p.pull_s)
+        self._placed[name] = _Placed(p.instance, d.instance, p.ahead_bytes, len(lives_of(p.legs)))
+
+    def withdraw(self, request_id: str, now: float) -> None:
+        """An earlier attempt of the same request is not coming any more."""
+        placed = self._placed.pop(request_id, None)
+        if placed is not None:
+            work = placed.prefill.queue.withdraw(request_id, now)
+            if work is not None:
+                self._index.pending.withdraw(placed.prefill.slot, work.keys, request_id)
+            placed.decode.batch.drop(request_id)
+        self.outgoing.end(request_id)
+
+    def learn(self, instance: Instance, beat: Heartbeat, now: float) -> list[Measured]:
+        """Take in the samples of a heartbeat."""
+        measured = []
+        for sample in beat.prefill_samples:
+            if instance.first_sample_of(sample.request_id):
+                measured.append(self._prefilled(instance, sample, now))
+        for d in beat.decode_samples:
+            for step in (instance.decode, instance.fits.decode):
+                step.add(d.batch, d.context_tokens, d.duration_s, now)
+        return measured
+
+    def _prefilled(self, instance: Instance, s: PrefillSample, now: float) -> Measured:
+        fits = instance.fits
+        predicted_s = instance.prefill.predict(s.computed_tokens, s.cached_tokens)
+        for fit in (instance.prefill, fits.prefill):
+            fit.add(s.computed_tokens, s.cached_tokens, s.duration_s, now)
+        for transfer in (instance.transfer, fits.transfer):
+            transfer.add(s.transfer_bytes, s.transfer_s)
+        self._pulled(instance, s, now)
+        work = instance.queue.finish(s.request_id, done=True)
+        if work is not None:
+            until = now + self._settings.confirmed_s
+            self._index.confirm(instance.ref.life, instance.slot, work.keys, until)
+        self.outgoing.end(s.request_id)
+        return Measured(s.request_id, predicted_s, s.duration_s)
+
+    def _pulled(self, instance: Instance, s: PrefillSample, now: float) -> None:
+        fits = instance.fits
+        if not len(fits.pull.fit):
+            for guess in (instance.pull, fits.pull):
+                guess.assume(fits.transfer.bytes_per_s)
+        if s.pull_bytes > 0:
+            placed = self._placed.get(s.request_id)
+            ahead, holders = (placed.ahead_bytes, placed.holders) if placed is not None else (0, 1)
+            for pull in (instance.pull, fits.pull):
+                pull.add(s.pull_bytes + ahead, holders, s.pull_s, now)
+
+    def finished(self, instance: Instance, request_id: str, now: float) -> None:
+        """The request has left that instance."""
+        work = instance.queue.finish(request_id, done=False)
+        if work is not None:
+            self._index.pending.withdraw(instance.slot, work.keys, request_id)
+            self.outgoing.end(request_id)
+        instance.batch.finish(request_id, now)
+        placed = self._placed.get(request_id)
+        if placed is not None and placed.decode is instance:
+            del self._placed[request_id]
+
+    def expire(self, instance: Instance, now: float) -> None:
+        """Placements there whose time is over count no more."""
+        for request_id in instance.queue.expired(now):
+            work = instance.queue.withdraw(request_id, now)
+            assert work is not None, "an expired placement is in the queue"
+            self._index.pending.withdraw(instance.slot, work.keys, request_id)
+        for request_id in instance.batch.expired(now):
+            instance.batch.drop(request_id)
+            self._placed.pop(request_id, None)

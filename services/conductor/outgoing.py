@@ -1,0 +1,63 @@
+"""What node stores have still to send: pulls that this conductor has named them for. A sender shares its bandwidth."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.conductor.domain import Life
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """`nbytes` that somebody will read from `holder`."""
+
+    holder: Life
+    nbytes: int
+
+
+class Outgoing:
+    """Bytes by holder. A pull counts from its placement until it is reported, or its predicted time is over twice."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[Life, int] = {}
+        self._pulls: dict[str, tuple[int, Sequence[Load]]] = {}
+        self._ends: list[tuple[float, int, str]] = []  # a heap; entries of ended pulls are skipped by their number
+        self._number = 0
+
+    def __len__(self) -> int:
+        """Pulls under way."""
+        return len(self._pulls)
+
+    def ahead(self, holder: Life) -> int:
+        """Bytes that it has still to send."""
+        return self._bytes.get(holder, 0)
+
+    def add(self, request_id: str, loads: Sequence[Load], until: float) -> None:
+        """A placement made `request_id` read these; what it read before is over."""
+        self.end(request_id)
+        if not loads:
+            return
+        self._number += 1
+        self._pulls[request_id] = self._number, loads
+        for load in loads:
+            self._bytes[load.holder] = self._bytes.get(load.holder, 0) + load.nbytes
+        heapq.heappush(self._ends, (until, self._number, request_id))
+
+    def end(self, request_id: str) -> None:
+        """Its pulls are over; also right when there is none."""
+        _, loads = self._pulls.pop(request_id, (0, ()))
+        for load in loads:
+            left = self._bytes[load.holder] - load.nbytes
+            if left > 0:
+                self._bytes[load.holder] = left
+            else:
+                del self._bytes[load.holder]
+
+    def expire(self, now: float) -> None:
+        """Time passes."""
+        while self._ends and self._ends[0][0] <= now:
+            _, number, request_id = heapq.heappop(self._ends)
+            if self._pulls.get(request_id, (0, ()))[0] == number:
+                self.end(request_id)
