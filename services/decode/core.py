@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.kvcache.sources import Pulled
 from kvmesh.node import messages as m
 from kvmesh.node.front import Front
 from kvmesh.rpc import protocol
@@ -40,12 +42,21 @@ class Core:
 
     def __init__(self, front: Front, limits: Limits, *, connect_s: float, host_landing: bool) -> None:
         self.front = front
-        self.state = DecodeState(limits, shape_of(front, host_landing))
+        shape = shape_of(front, host_landing)
+        store = NodeStore(
+            shape.num_extents,
+            high_percent=front.config.store_high_percent,
+            low_percent=front.config.store_low_percent,
+            lease_seed=front.incarnation,
+        )
+        self.state = DecodeState(limits, shape, store)
+        self.blocks = front.attach(store, self._pulled)
         self.observer = Observer(self.state)
         self.handoffs = Handoffs(self._hello, self.feed, connect_s)
         self.wake: dict[int, asyncio.Event] = {}  # by session: its outbox has something
         self._inputs: deque[i.Input] = deque()
         self._feeding = False
+        self._closed = False
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = NEVER
@@ -71,6 +82,8 @@ class Core:
 
     def feed(self, event: i.Input) -> None:
         """Let the brain take one input and do what it says. An input that arises meanwhile waits its turn."""
+        if self._closed:
+            return
         self._inputs.append(event)
         if self._feeding:
             return
@@ -92,6 +105,11 @@ class Core:
         self.feed(i.FromRank(rank, message))
         if rank == 0 and type(message) is m.DecodeStepDone:
             self.observer.step_done(message)
+
+    def _pulled(self, result: Pulled) -> None:
+        """A pull has ended."""
+        self.observer.pulled(result)
+        self.feed(i.Pulled(result))
 
     def start(self, session: int, start: decode_pb2.StartRequest) -> None:
         """A gateway's request: admitted, or its slot hears why not."""
@@ -149,6 +167,9 @@ class Core:
     def _tell_prefill(self, output: i.TellLanding | i.TellRenewed | i.TellCancel) -> None:
         self.handoffs.send(output.peer, mapping.to_prefill(output))
 
+    def _pull(self, output: i.Pull) -> None:
+        self.blocks.pull(self.observer.pulling(output.job, output.request, time.monotonic_ns()))
+
     def _flush(self, output: i.Flush) -> None:
         wake = self.wake.get(output.session)
         if wake is not None:
@@ -174,6 +195,7 @@ class Core:
     async def _publish(self) -> None:
         while True:
             self.observer.publish(len(self.wake), len(self.handoffs), self.front.ready)
+            self.feed(i.Tick())  # memory that is leased to others comes back without an input
             await asyncio.sleep(PUBLISH_S)
 
     async def settled(self, what: Callable[[], bool], timeout_s: float) -> bool:
@@ -190,6 +212,7 @@ class Core:
         await self.handoffs.close()
         self._publisher.cancel()
         await asyncio.gather(self._publisher, return_exceptions=True)
+        self._closed = True
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -222,6 +245,7 @@ _DO: dict[type[Any], Callable[[Core, Any], None]] = {
     i.TellLanding: Core._tell_prefill,
     i.TellRenewed: Core._tell_prefill,
     i.TellCancel: Core._tell_prefill,
+    i.Pull: Core._pull,
     i.Flush: Core._flush,
     i.Over: Core._over,
     i.Refused: Core._refused,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from kvmesh.kvcache.sources import PullRange
 from kvmesh.node.messages import Logprobs, Sampling
 from kvmesh.rpc.errors import KvmeshError
 
@@ -55,6 +56,10 @@ class Spec:
     sampling: Sampling = GREEDY
     priority: int = 0
     credit_tokens: int = 0
+    block_keys: tuple[bytes, ...] = ()  # of the prompt's full blocks
+    chain_digest: bytes = b""  # 32 bytes that the answer's first key is chained from; empty: its blocks are not sealed
+    tail: bytes = b""  # the prompt's tokens after its last full block, packed
+    pulls: tuple[PullRange, ...] = ()  # where blocks lie that we are to fetch: hints
     carry: Any = None
 
 
@@ -84,6 +89,10 @@ class FirstToken:
     cached_tokens: int
     queue_us: int = 0
     prefill_us: int = 0
+    pull_us: int = 0
+    pull_bytes: int = 0
+    pulled_tokens: int = 0
+    host_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +163,15 @@ class Copied:
 
 
 @dataclass(frozen=True, slots=True)
+class Loaded:
+    """The rank has copied the blocks that lay here already into the landing's pages."""
+
+    rank: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """The rank has taken the request out of its batch: the answer is complete."""
 
@@ -178,12 +196,14 @@ class StepFailed:
 
 @dataclass(frozen=True, slots=True)
 class Land:
-    """Landing reserved: one slot a prompt block."""
+    """Landing reserved. The prompt's first blocks lie in these `held` extents of our own store, one reference each: in
+    pages there is a slot for every prompt block, in extents only for the others."""
 
     epoch: int
     place: Place
     slots: list[int]
     writers: tuple[str, ...]
+    held: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +247,7 @@ class Timer:
 
 Event = (
     BeginFill | RenewLease | FirstToken | FillDone | Drained | HandoffFailed | PeerLost
-    | WindowOpened | FillEnded | Fenced | Copied | Ended | Left | StepFailed
+    | WindowOpened | FillEnded | Fenced | Copied | Loaded | Ended | Left | StepFailed
     | Land | Load | Seat | Grow | Preempt | Cancel | Timer
 )  # fmt: skip
 
@@ -267,6 +287,14 @@ class SendCancel:
 class Fence:
     rank: int
     peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCopy:
+    """Blocks that lie here already, into the landing's pages; each rank answers Loaded."""
+
+    extents: tuple[int, ...]
+    pages: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +339,15 @@ class FreeExtents:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepExtents:
+    """Nobody touches these any more, and the request's leading blocks lie in them, complete: the store may have those
+    that are not its own already (`shared` of them are)."""
+
+    extents: tuple[int, ...]
+    shared: int
+
+
+@dataclass(frozen=True, slots=True)
 class EmitFirst:
     """The first token goes to the client at once, however far the KV is."""
 
@@ -333,6 +370,6 @@ class Freed:
 
 
 Action = (
-    AskPrefill | OpenWindow | SendLanding | SendRenewed | SendCancel | Fence | CopyIn | CopyOut | Join | Grant | Leave
-    | FreePages | FreeExtents | EmitFirst | EmitFinish | EmitFail | Freed
+    AskPrefill | OpenWindow | SendLanding | SendRenewed | SendCancel | Fence | LoadCopy | CopyIn | CopyOut | Join
+    | Grant | Leave | FreePages | FreeExtents | KeepExtents | EmitFirst | EmitFinish | EmitFail | Freed
 )  # fmt: skip

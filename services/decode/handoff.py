@@ -7,9 +7,10 @@
                          CANCELLING ─▶ (drained) ─▶ fenced ─▶ FREE
                               └─▶ QUARANTINED (writer silent or lost) ─▶ fenced ─▶ FREE
 
-Pure: events and the time come in, actions go out. Three kinds of *hands* can be on a request's memory: `windows`
-(writers that are not fenced yet), `copying` (a rank copies between extents and pages) and `batch` (ranks whose steps
-use the pages). The one rule: **memory is given back only when no hand is on it**, whatever the client was told.
+Pure: events and the time come in, actions go out. Four kinds of *hands* can be on a request's memory: `windows`
+(writers that are not fenced yet), `loading` (a rank copies blocks of our own store into the landing), `copying` (a rank
+copies between extents and pages) and `batch` (ranks whose steps use the pages). The one rule: **memory is given back
+only when no hand is on it**, whatever the client was told.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from typing import Any
 from kvmesh.rpc.errors import DeadlinePassed, HandoffLost, InternalError
 from services.decode import events as e
 from services.decode.events import Phase, Place, Reason
+from services.decode.hands import Hands
 from services.decode.limits import NS_PER_MS
-from services.decode.request import NEVER, Request, Window
+from services.decode.request import NEVER, Window
 
 
-class Handoff(Request):
+class Handoff(Hands):
     """One request. `step(event, now)` is all that changes it, but for `token`, its fast path."""
 
     # ── in ───────────────────────────────────────────────────────────────────────────────────────
@@ -49,6 +51,8 @@ class Handoff(Request):
         self.made = index + 1
         self.last_token = token_id
         self.last_ns = now
+        if self.chain.pending is not None:
+            self.chain.pending.append(token_id)
         if index == 1:
             self.times.second = now
         return True
@@ -65,18 +69,38 @@ class Handoff(Request):
         self._cancel(e.Cancel(InternalError(wrong)), now, out)
 
     def _land(self, event: e.Land, now: int, out: list[e.Action]) -> None:
-        assert self.wants_landing and len(event.slots) == self.prompt_blocks, self.phase
+        assert self.wants_landing, self.phase
         self.phase = Phase.RESERVED
         self.epoch = event.epoch
+        self.first_block = len(event.held)
+        self.times.at_decode_tokens = self.first_block * self.shape.block_tokens
         if event.place is Place.PAGES:
-            self.pages = event.slots
+            self.pages, self.held = event.slots, event.held
         else:
-            self.extents = event.slots
+            self.extents, self.shared = [*event.held, *event.slots], len(event.held)
+        assert len(self.pages) + len(self.extents) == self.prompt_blocks > self.first_block
         keys = [(rank, peer) for rank in range(len(self.shape.ranks)) for peer in event.writers]
         self.windows = dict.fromkeys(keys, Window.OPENING)
         self.marks = set(keys)
         self._arm(now, self.limits.fill_begin_ms)
         out.extend(e.OpenWindow(rank, peer) for rank, peer in keys)
+        if self.held:
+            self.loading = self.all_ranks()
+            out.append(e.LoadCopy(tuple(self.held), tuple(self.pages[: self.first_block])))
+
+    def _loaded(self, event: e.Loaded, now: int, out: list[e.Action]) -> None:
+        if event.rank not in self.loading:
+            return
+        self.loading.discard(event.rank)
+        if self.loading:
+            return  # other ranks still copy
+        self.times.load_start, self.times.load_end = event.start_ns, event.end_ns
+        out.append(e.FreeExtents(tuple(self.held)))
+        self.held = []
+        if self.phase is Phase.LOADING:
+            self.in_pages = True
+            self._advance(now, out)
+        self._settle(now, out)
 
     def _window_opened(self, event: e.WindowOpened, now: int, out: list[e.Action]) -> None:
         key = (event.rank, event.peer)
@@ -113,6 +137,10 @@ class Handoff(Request):
         times, spec = self.times, self.spec
         times.first, times.cached_tokens = now, event.cached_tokens
         times.queue_us, times.prefill_us = event.queue_us, event.prefill_us
+        times.pull_us, times.pull_bytes = event.pull_us, event.pull_bytes
+        times.pulled_tokens, times.host_tokens = event.pulled_tokens, event.host_tokens
+        if self.chain.pending is not None:
+            self.chain.pending.append(event.token_id)
         out.append(e.EmitFirst(event))
         if event.token_id in spec.stop_token_ids and spec.min_tokens <= 1:
             self._finish_early(Reason.STOP, now, out)
@@ -143,7 +171,7 @@ class Handoff(Request):
         if self.phase in (Phase.RESERVED, Phase.FILLING):
             self.times.filled = now
             self.phase = Phase.LOADING
-            self.in_pages = bool(self.pages)
+            self.in_pages = bool(self.pages) and not self.loading
             self._arm(now, self.limits.batch_wait_ms if self.first else self.limits.lease_ms)
             self._fence(out)
             self._advance(now, out)
@@ -196,8 +224,8 @@ class Handoff(Request):
     def _advance(self, now: int, out: list[e.Action]) -> None:
         """LOADING → READY once the KV is in pages that nobody else writes and the first token is here."""
         if self.in_pages and self.extents and not self.windows and self.copying is None:
-            out.append(e.FreeExtents(tuple(self.extents)))
-            self.extents = []
+            out.append(e.KeepExtents(tuple(self.extents), self.shared))
+            self.extents, self.shared = [], 0
         if self.in_pages and not self.windows and not self.times.load_end:
             # Straight into pages: nothing was copied, but they are ours only from here on.
             self.times.load_start, self.times.load_end = self.times.filled, now
@@ -262,11 +290,6 @@ class Handoff(Request):
         else:
             self._copy_out(now, out)
 
-    def _leave(self, out: list[e.Action]) -> None:
-        if self.batch and not self.leaving:
-            self.leaving = True
-            out.append(e.Leave(tuple(sorted(self.batch))))
-
     def _copy_out(self, now: int, out: list[e.Action]) -> None:
         """Left the batch, so the answer's length is known: only blocks with KV go out."""
         used = self.shape.blocks(self.context)
@@ -305,6 +328,7 @@ class Handoff(Request):
     def _step_failed(self, event: e.StepFailed, now: int, out: list[e.Action]) -> None:
         if not self.batch:
             return
+        self.failed = True
         if not self.ended:
             self._end(e.EmitFail(InternalError(event.message)), now, out)
             self.phase = Phase.CANCELLING
@@ -321,46 +345,7 @@ class Handoff(Request):
             out.append(e.SendCancel(event.error.message))
         self._retire(Phase.CANCELLING, now, out)
 
-    def _end(self, action: e.EmitFinish | e.EmitFail, now: int, out: list[e.Action]) -> None:
-        assert not self.ended, "a request ends once"
-        self.ended = True
-        self.times.ended = now
-        out.append(action)
-
-    def _retire(self, phase: Phase, now: int, out: list[e.Action]) -> None:
-        """The client has its end. What nobody touches goes back now, the rest when the last hand is off it."""
-        self.phase = phase
-        self.due = NEVER
-        self._leave(out)
-        if phase is Phase.CANCELLING and self.windows and self.landing_sent and not self.drained:
-            self._arm(now, self.limits.drain_ms)
-        else:
-            self._fence(out)
-        self._settle(now, out)
-
-    def _fence(self, out: list[e.Action]) -> None:
-        for key, window in self.windows.items():
-            if window is not Window.FENCING:
-                self.windows[key] = Window.FENCING
-                out.append(e.Fence(*key))
-
-    def _settle(self, now: int, out: list[e.Action]) -> None:
-        if not self.ended or self.windows or self.copying or self.batch:
-            return
-        if self.pages:
-            out.append(e.FreePages(tuple(self.pages)))
-        if self.extents or self.swap:
-            out.append(e.FreeExtents((*self.extents, *self.swap)))
-        self.pages, self.extents, self.swap = [], [], []
-        self.seated = False
-        self.phase = Phase.FREE
-        self.due = NEVER
-        out.append(e.Freed())
-
     # ── time ─────────────────────────────────────────────────────────────────────────────────────
-
-    def _arm(self, now: int, ms: int) -> None:
-        self.due = now + ms * NS_PER_MS
 
     def _timer(self, event: e.Timer, now: int, out: list[e.Action]) -> None:
         if now >= self.spec.deadline_ns and not self.ended:
@@ -387,6 +372,7 @@ _HANDLERS: dict[type[Any], _Handler] = {
     e.FillEnded: Handoff._fill_ended,
     e.Fenced: Handoff._fenced,
     e.Copied: Handoff._copied,
+    e.Loaded: Handoff._loaded,
     e.Ended: Handoff._answer_ended,
     e.Left: Handoff._left,
     e.StepFailed: Handoff._step_failed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvmesh.kvcache import sources
 from kvmesh.node.messages import ToFront, ToRank
 from kvmesh.rpc.errors import KvmeshError
 from services.decode import events as e
@@ -100,14 +101,23 @@ class CloseDoor:
 
 @dataclass(frozen=True, slots=True)
 class EndAll:
-    """End every request with this error (we stop, or a rank died); memory comes back as ever, hand by hand."""
+    """End every request with this error (we stop, or a rank died); memory comes back as ever, hand by hand. `lost`:
+    the rank's memory is gone, and with it all that the node store held."""
 
     error: KvmeshError
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """A pull has ended: no byte of it can land any more."""
+
+    result: sources.Pulled
 
 
 Input = (
     SessionOpened | SessionClosed | Admit | Refuse | CancelSlot | AddCredit | PeerReady | PeerGone | FromPrefill
-    | FromRank | Tick | CloseDoor | EndAll
+    | FromRank | Tick | CloseDoor | EndAll | Pulled
 )  # fmt: skip
 
 # ── out ───────────────────────────────────────────────────────────────────────────────────────────
@@ -141,6 +151,7 @@ class TellLanding:
     epoch: int
     lease_ms: int
     ranks: tuple[RankOffsets, ...]
+    first_block: int = 0  # blocks before this one are here already
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +167,14 @@ class TellCancel:
     peer: int
     handle: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Fetch blocks for this request; `Pulled` is its one answer."""
+
+    job: sources.PullJob
+    request: Handoff
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,4 +200,4 @@ class Refused:
     error: KvmeshError
 
 
-Output = TellRank | AskPrefill | TellLanding | TellRenewed | TellCancel | Flush | Over | Refused
+Output = TellRank | AskPrefill | TellLanding | TellRenewed | TellCancel | Pull | Flush | Over | Refused

@@ -23,6 +23,7 @@ class Limits:
     watermark_percent: int = 2
     swap_percent: int = 25
     lookahead_tokens: int = 16
+    pull_timeout_ms: int = 2_000
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,7 +76,7 @@ async def _wind_down(front: Front, core: Core, servicer: DecodeServicer, grace_s
     state = core.state
     if not lost:
         await core.settled(lambda: not state.scheduler.live or bool(lost), grace_s)
-    core.feed(i.EndAll(Unavailable(why)))
+    core.feed(i.EndAll(Unavailable(why), lost=bool(lost)))
     if not lost:
         await core.settled(lambda: not state.requests or bool(lost), DRAIN_S)
     servicer.close()

@@ -64,6 +64,11 @@ def timings(times: Timeline) -> common_pb2.StageTimings:
         admit_us=times.admit_us,
         reserve_us=times.reserve_us,
         exposed_transfer_us=times.exposed_transfer_us,
+        pull_us=times.pull_us,
+        pull_bytes=times.pull_bytes,
+        pulled_tokens=times.pulled_tokens,
+        host_tokens=times.host_tokens,
+        at_decode_tokens=times.at_decode_tokens,
     )
 
 
@@ -84,6 +89,7 @@ def start_prefill(
     ask.deadline_ms = deadline_ms
     ask.priority = start.priority
     ask.traceparent = traceparent
+    ask.pulls.extend(start.placement.pulls)
     return message
 
 
@@ -91,11 +97,11 @@ def to_prefill(output: i.TellLanding | i.TellRenewed | i.TellCancel) -> prefill_
     """What the brain tells a writer."""
     message = prefill_pb2.HandoffRequest()
     match output:
-        case i.TellLanding(_, handle, epoch, lease_ms, ranks):
+        case i.TellLanding(_, handle, epoch, lease_ms, ranks, first_block):
             landing = message.landing
             landing.handle, landing.handoff_epoch, landing.lease_ms = handle, epoch, lease_ms
             for rank in ranks:
-                landing.ranks.add(rank=rank.rank, segment=rank.segment, offset=rank.offsets)
+                landing.ranks.add(rank=rank.rank, segment=rank.segment, offset=rank.offsets, first_block=first_block)
         case i.TellRenewed(_, handle, epoch, lease_ms):
             renewed = message.renewed
             renewed.handle, renewed.handoff_epoch, renewed.lease_ms = handle, epoch, lease_ms
@@ -133,4 +139,14 @@ def _first_token(message: prefill_pb2.FirstToken) -> e.FirstToken:
         top = tuple((t.token_id, t.logprob) for t in message.logprobs.top)
         logprobs = Logprobs(message.logprobs.logprob, top)
     figures = message.timings
-    return e.FirstToken(message.token_id, logprobs, message.cached_tokens, figures.queue_us, figures.prefill_us)
+    return e.FirstToken(
+        message.token_id,
+        logprobs,
+        message.cached_tokens,
+        queue_us=figures.queue_us,
+        prefill_us=figures.prefill_us,
+        pull_us=figures.pull_us,
+        pull_bytes=figures.pull_bytes,
+        pulled_tokens=figures.pulled_tokens,
+        host_tokens=figures.host_tokens,
+    )

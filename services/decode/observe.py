@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, deque
 from dataclasses import dataclass
 
 from opentelemetry.trace import Span
 
+from kvmesh.kvcache.sources import Pulled, PullJob
 from kvmesh.node.messages import DecodeStepDone
 from kvmesh.rpc.errors import KvmeshError
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
@@ -55,6 +57,8 @@ def end_request(span: Span, h: Handoff, outcome: str, error: str) -> None:
             spans.record(name, parent, start, end, {names.REQUEST_ID: h.spec.request_id})
     span.set_attribute(names.OUTPUT_TOKENS, h.made)
     span.set_attribute(names.CACHED_TOKENS, times.cached_tokens)
+    span.set_attribute(names.AT_DECODE_TOKENS, times.at_decode_tokens)
+    span.set_attribute(names.DECODE_PULLED_TOKENS, times.pulled_blocks * h.shape.block_tokens)
     span.set_attribute(names.PREEMPTIONS, times.preemptions)
     span.set_attribute(names.HANDOFF_EPOCH, h.epoch)
     span.set_attribute(names.OUTCOME, outcome)
@@ -75,6 +79,22 @@ class Observer:
         self._state = state
         self._finished: deque[str] = deque(maxlen=MAX_FINISHED)
         self._last_end = 0
+        self._pulled_bytes = 0
+        self._pulls: dict[int, Span] = {}  # by ticket, under way
+
+    def pulling(self, job: PullJob, h: Handoff, now: int) -> PullJob:
+        """A pull begins; `pulled` follows. What is fetched from each holder becomes a child of its span."""
+        attributes: dict[str, spans.Value] = {names.REQUEST_ID: h.spec.request_id, names.WANTED_BLOCKS: len(job.keys)}
+        parent = spans.context_of(h.spec.carry.span)
+        span = self._pulls[job.ticket] = spans.begin(names.SPAN_PULL, parent, attributes, start_ns=now)
+        return dataclasses.replace(job, traceparent=spans.traceparent(span))
+
+    def pulled(self, result: Pulled) -> None:
+        """A pull is over."""
+        self._pulled_bytes += result.bytes_done
+        span = self._pulls.pop(result.ticket)
+        span.set_attributes({names.BLOCKS: len(result.arrived), names.PULL_BYTES: result.bytes_done})
+        spans.finish(span, error=result.cause)
 
     def step_done(self, step: DecodeStepDone) -> None:
         """One engine step; once a step, not once a token."""
@@ -91,6 +111,7 @@ class Observer:
         self._finished.append(h.spec.request_id)
         outcome, error = (end.name.lower(), "") if isinstance(end, Reason) else (end.code, end.message)
         times = h.times
+        names.DECODE_AT_DECODE_TOKENS.inc(times.at_decode_tokens)
         names.DECODE_REQUESTS.labels(outcome=outcome).inc()
         if times.preemptions:
             names.DECODE_PREEMPTIONS.inc(times.preemptions)
@@ -109,7 +130,7 @@ class Observer:
     def counters(self, streams: int) -> common_pb2.PoolCounters:
         """What the instance holds now."""
         state, scheduler = self._state, self._state.scheduler
-        requests = state.requests.values()
+        requests, store = state.requests.values(), scheduler.extents.stats
         return common_pb2.PoolCounters(
             pages_total=scheduler.pages.total,
             pages_free=scheduler.pages.free,
@@ -120,6 +141,10 @@ class Observer:
             streams=streams,
             windows=sum(len(h.windows) for h in requests),
             quarantined=sum(h.phase is Phase.QUARANTINED for h in requests),
+            store_blocks=store.sealed,
+            store_writing=store.writing,
+            store_leases=store.leases,
+            pulls=len(state.pulls),
         )
 
     def report(self) -> conductor_pb2.HeartbeatRequest:
@@ -132,6 +157,9 @@ class Observer:
         load.free_pages = scheduler.pages.free
         load.free_extents = scheduler.extents.free
         load.context_tokens = self._context_tokens()
+        load.store_blocks = scheduler.extents.stats.sealed
+        load.store_capacity = scheduler.extents.total
+        load.pulled_bytes = self._pulled_bytes
         while state.steps:
             batch, context_tokens, duration_ns = state.steps.popleft()
             beat.decode_samples.add(batch=batch, context_tokens=context_tokens, duration_us=duration_ns // 1000)
@@ -159,6 +187,7 @@ class Observer:
         names.DECODE_EXTENTS.labels(state="total").set(scheduler.extents.total)
         names.DECODE_EXTENTS.labels(state="free").set(scheduler.extents.free)
         names.DECODE_EXTENTS.labels(state="quarantined").set(quarantined)
+        names.DECODE_EXTENTS.labels(state="sealed").set(scheduler.extents.stats.sealed)
         names.DECODE_STREAMS.labels(kind="session").set(sessions)
         names.DECODE_STREAMS.labels(kind="handoff").set(handoffs)
         names.DECODE_READY.set(int(ready))

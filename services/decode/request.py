@@ -7,6 +7,7 @@ from typing import Literal
 
 from kvmesh.rpc.errors import HandoffLost, KvmeshError, Overloaded, Unavailable
 from services.decode import events as e
+from services.decode.chain import Chain
 from services.decode.events import Phase
 from services.decode.limits import Limits, Shape
 from services.decode.outbox import Stream
@@ -46,6 +47,10 @@ class Request:
         self.in_pages = False  # the KV is complete in `pages`
         self.windows: dict[tuple[int, str], Window] = {}
         self.marks: set[tuple[int, str]] = set()  # (rank, writer) whose end mark is still to come
+        self.first_block = 0  # the landing's first block that the writer sends; those before it lay here already
+        self.shared = 0  # leading `extents` that are blocks of our store: read, never written
+        self.held: list[int] = []  # the store's extents under `loading`
+        self.loading: set[int] = set()  # ranks that copy from `held` into the landing's pages
         self.copying: tuple[Literal["in", "out"], set[int]] | None = None
         self.batch: set[int] = set()
         # the writer
@@ -63,6 +68,11 @@ class Request:
         self.swap: list[int] = []  # extents reserved for a preemption under way
         self.stalled = False
         self.grow_at = NEVER  # `made` from which on another page is wanted
+        # the shared pool
+        self.chain = Chain(spec.block_keys, spec.chain_digest, spec.tail, shape.block_tokens)
+        self.pulling: set[int] = set()  # pulls that its landing waits for
+        self.seal_at = NEVER  # `made` from which on another block is full
+        self.failed = False  # a step failed: its KV is not to be trusted
         # the state's own bookkeeping
         self.peer = 0
         self.writers: tuple[str, ...] = ()
@@ -73,8 +83,14 @@ class Request:
     # ── what the scheduler asks ──────────────────────────────────────────────────────────────────
 
     @property
+    def shared_keys(self) -> tuple[bytes, ...]:
+        """Of the prompt's blocks that need not be sent if they lie here. Never the one with the last token: prefill
+        computes that in any case, and its arrival tells that the computing is over."""
+        return self.spec.block_keys[: (self.spec.prompt_tokens - 1) // self.shape.block_tokens]
+
+    @property
     def wants_landing(self) -> bool:
-        return self.phase is Phase.ADMITTED and self.times.begin_fill > 0
+        return self.phase is Phase.ADMITTED and self.times.begin_fill > 0 and not self.pulling
 
     @property
     def wants_pages(self) -> bool:
@@ -113,8 +129,10 @@ class Request:
     @property
     def where(self) -> str:
         """For people: what it waits for."""
+        if self.phase is Phase.ADMITTED and self.times.begin_fill:
+            return "fetching blocks of the prompt" if self.pulling else "waiting for a landing"
         if self.phase is Phase.ADMITTED:
-            return "waiting for a landing" if self.wants_landing else "waiting for prefill"
+            return "waiting for prefill"
         if self.phase in (Phase.RESERVED, Phase.FILLING):
             return "the KV was being transferred"
         return "generating" if self.phase is Phase.RUNNING else "waiting for the batch"
@@ -123,7 +141,7 @@ class Request:
         """The error of a phase whose timer ran out."""
         limits = self.limits
         match self.phase:
-            case Phase.ADMITTED if self.wants_landing:
+            case Phase.ADMITTED if self.times.begin_fill:
                 why = f"no landing became free within queue_ms={limits.queue_ms}"
             case Phase.ADMITTED:
                 why = f"prefill did not begin within queue_ms={limits.queue_ms}"

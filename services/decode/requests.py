@@ -8,13 +8,15 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
+from kvmesh.kvcache import keys
+from kvmesh.kvcache.sources import PullRange
 from kvmesh.node.messages import Sampling
 from kvmesh.rpc.errors import ContextTooLong, InvalidRequest, ModelNotFound, Unavailable
 from kvmesh.rpc.pb import common_pb2, decode_pb2
 from services.decode.events import Spec
 from services.decode.limits import NS_PER_MS
 
-KEY_BYTES = 16
+MAX_PULL_RANGES = 1024
 MAX_TOP_LOGPROBS = 20
 
 
@@ -42,9 +44,12 @@ def check_start(start: decode_pb2.StartRequest, instance: Instance, now: int, ca
         raise ContextTooLong.of("prompt_tokens", tokens, why)
     if (highest := _highest(start.token_ids)) >= instance.vocab_size:
         raise InvalidRequest.of("token_ids", highest, f"not below the vocabulary's {instance.vocab_size}")
-    keys = KEY_BYTES * (tokens // instance.block_tokens)
-    if len(start.block_keys) != keys:
-        raise InvalidRequest.of("block_keys", len(start.block_keys), f"bytes; {tokens} tokens have {keys}")
+    blocks = tokens // instance.block_tokens
+    if len(start.block_keys) != keys.KEY_BYTES * blocks:
+        why = f"bytes; {tokens} tokens have {keys.KEY_BYTES * blocks}"
+        raise InvalidRequest.of("block_keys", len(start.block_keys), why)
+    if len(start.chain_digest) not in (0, keys.DIGEST_BYTES):
+        raise InvalidRequest.of("chain_digest", len(start.chain_digest), f"bytes; {keys.DIGEST_BYTES}, or none")
     if not start.deadline_ms:
         raise InvalidRequest.of("deadline_ms", 0, "every request has a deadline")
     sampling = start.sampling
@@ -68,6 +73,10 @@ def check_start(start: decode_pb2.StartRequest, instance: Instance, now: int, ca
         ),
         priority=start.priority,
         credit_tokens=start.credit_tokens,
+        block_keys=tuple(keys.split(start.block_keys)),
+        chain_digest=start.chain_digest,
+        tail=start.token_ids[blocks * instance.block_tokens * keys.TOKEN_BYTES :],
+        pulls=_pulls(start, blocks, instance),
         carry=carry,
     )
 
@@ -84,6 +93,27 @@ def _check_address(start: decode_pb2.StartRequest, instance: Instance) -> None:
         )
     if not start.placement.prefill.address:
         raise InvalidRequest.of("placement.prefill.address", "", "no prefill instance")
+
+
+def _pulls(start: decode_pb2.StartRequest, blocks: int, instance: Instance) -> tuple[PullRange, ...]:
+    """What decode is to fetch. What it is told to fetch from itself it has, or has not: no range."""
+    field, found = "placement.decode_pulls", []
+    if len(start.placement.decode_pulls) > MAX_PULL_RANGES:
+        why = f"ranges; at most {MAX_PULL_RANGES}"
+        raise InvalidRequest.of(field, len(start.placement.decode_pulls), why)
+    for r in start.placement.decode_pulls:
+        if not r.blocks or r.first_block + r.blocks > blocks:
+            why = f"the prompt has {blocks} full blocks"
+            raise InvalidRequest.of(f"{field}.blocks", f"{r.first_block}+{r.blocks}", why)
+        holder = r.holder
+        if not holder.address:
+            raise InvalidRequest.of(f"{field}.holder.address", "", "where its blocks lie")
+        if not holder.incarnation:
+            raise InvalidRequest.of(f"{field}.holder.incarnation", 0, "which life of it holds them")
+        if holder.instance_id != instance.ref.instance_id:
+            where = (holder.instance_id, holder.address, holder.incarnation)
+            found.append(PullRange(*where, r.first_block, r.blocks))
+    return tuple(found)
 
 
 def _highest(token_ids: bytes) -> int:

@@ -9,14 +9,16 @@ runs, or waits for hands that come off by a timer: a request that fits the whole
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.rpc.errors import ContextTooLong, KvmeshError, Overloaded
 from services.decode import events as e
 from services.decode.events import Phase, Place
 from services.decode.handoff import Handoff
 from services.decode.limits import NS_PER_MS, Limits, Shape
+from services.decode.sealing import Sealing
 
 Grant = tuple[Handoff, e.Event]
 MAX_RETRY_AFTER_MS = 30_000
@@ -25,11 +27,12 @@ MAX_RETRY_AFTER_MS = 30_000
 class Scheduler:
     """Pools and queues of one instance. `file` keeps the queues true after every step of a request."""
 
-    def __init__(self, limits: Limits, shape: Shape) -> None:
+    def __init__(self, limits: Limits, shape: Shape, store: NodeStore, new_ticket: Callable[[], int]) -> None:
         self.limits = limits
         self.shape = shape
         self.pages = PagePool(shape.num_pages)
-        self.extents = PagePool(shape.num_extents)
+        self.extents = store  # landing and swap; idle sealed blocks in it count as free
+        self.sealing = Sealing(store, self.pages, len(shape.ranks), new_ticket)
         self.requests: dict[int, Handoff] = {}  # not FREE
         self.live = 0  # whose client still waits for its end
         self.seats = 0  # in the batch, or on the way into it with pages
@@ -116,6 +119,16 @@ class Scheduler:
             return "ready"
         return "running" if h.running else ""
 
+    @property
+    def room_for_blocks(self) -> int:
+        """How many blocks may be written for the shared pool now: landings and swaps go first."""
+        landings = sum(h.prompt_blocks for h in self._landing.values())
+        return max(0, self.extents.free - self._swap_reserve - landings)
+
+    def look_again(self) -> None:
+        """Extents may have become free by themselves: leases of other nodes run out."""
+        self.dirty = self.dirty or bool(self._landing or self.needy)
+
     # ── decisions ────────────────────────────────────────────────────────────────────────────────
 
     def next_grant(self) -> Grant | None:
@@ -133,7 +146,7 @@ class Scheduler:
 
     def _make_room(self) -> Grant | None:
         """Pages ran out and somebody stands still: the last in order gives its pages back."""
-        if any(h.moving_out and h.pages for h in self.requests.values()):
+        if self.sealing.frees_pages or any(h.moving_out and h.pages for h in self.requests.values()):
             return None  # some come back soon
         holders = list(_in_order((*self.running.values(), *self._ready.values())))
         if len(holders) < 2:
@@ -166,20 +179,25 @@ class Scheduler:
             place = self._place(h.prompt_blocks)
             if place is None:
                 return None
-            pool = self.pages if place is Place.PAGES else self.extents
-            return h, e.Land(next(self._epochs), place, pool.allocate(h.prompt_blocks), h.writers)
+            held = self.extents.hold(h.shared_keys)
+            if place is Place.PAGES:
+                slots = self.pages.allocate(h.prompt_blocks)
+            else:
+                slots = self.extents.allocate(h.prompt_blocks - len(held))
+            return h, e.Land(next(self._epochs), place, slots, h.writers, held)
         return None
 
     def _place(self, blocks: int) -> Place | None:
         """Pages for those who will run soon; a burst waits in extents, but leaves some of them for those who must
-        get out of the pages. None: no room for it now."""
+        get out of the pages. None: no room for it now. Blocks that are here already count as if they were not: holding
+        them takes no more than they would."""
         if self.shape.direct_landing and not self._loading:
             idle = self.pages.free == self.pages.total
             if self.pages.free >= blocks + (0 if idle else self._watermark):
                 holders = sum(1 for h in self.requests.values() if h.pages)
                 if holders < self.limits.max_running:
                     return Place.PAGES
-        idle = self.extents.free == self.extents.total
+        idle = not any(h.extents or h.swap or h.held for h in self.requests.values())
         return Place.EXTENTS if self.extents.free >= blocks + (0 if idle else self._swap_reserve) else None
 
 

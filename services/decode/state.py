@@ -12,17 +12,19 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from kvmesh.kvcache.page_pool import PagePool
+from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.node import messages as m
 from kvmesh.rpc.errors import DeadlinePassed, KvmeshError, RequestCancelled
 from services.decode import events as e
 from services.decode import inputs as i
+from services.decode import orders
 from services.decode.events import Phase
 from services.decode.handoff import Handoff
 from services.decode.limits import Limits, Shape
 from services.decode.outbox import Finish, Outbox, Stream
 from services.decode.request import NEVER
 from services.decode.scheduler import Scheduler
+from services.decode.sources import Pulls
 
 MAX_SAMPLES = 16  # between two heartbeats; the conductor keeps a window of many
 
@@ -30,10 +32,12 @@ MAX_SAMPLES = 16  # between two heartbeats; the conductor keeps a window of many
 class DecodeState:
     """Everything one decode instance knows."""
 
-    def __init__(self, limits: Limits, shape: Shape) -> None:
+    def __init__(self, limits: Limits, shape: Shape, store: NodeStore) -> None:
         self.limits = limits
         self.shape = shape
-        self.scheduler = Scheduler(limits, shape)
+        tickets = itertools.count(1)
+        self.scheduler = Scheduler(limits, shape, store, lambda: next(tickets))
+        self.pulls = Pulls(store, limits.pull_timeout_ms, lambda: next(tickets))
         self.requests = self.scheduler.requests
         self.sessions: dict[int, Outbox] = {}
         self.steps: deque[tuple[int, int, int]] = deque(maxlen=MAX_SAMPLES)  # (batch, context_tokens, duration_ns)
@@ -82,7 +86,11 @@ class DecodeState:
 
     def _do(self, h: Handoff, actions: list[e.Action], now: int) -> None:
         for action in actions:
-            _ACTIONS[type(action)](self, h, action, now)
+            order = orders.ORDERS.get(type(action))
+            if order is not None:
+                self._out.extend(order(h, action))
+            else:
+                _ACTIONS[type(action)](self, h, action, now)
         if h.phase is not Phase.FREE and h.wake_at != h.armed:
             h.armed = h.wake_at
             if h.armed < NEVER:
@@ -120,6 +128,9 @@ class DecodeState:
         self.requests[handle] = h
         self.scheduler.live += 1
         self._do(h, h.begin(now), now)
+        job = self.pulls.begin(h, self.scheduler.room_for_blocks)
+        if job is not None:
+            self._out.append(i.Pull(job, h))
 
     def _refuse(self, event: i.Refuse, now: int) -> None:
         box = self.sessions.get(event.session)
@@ -185,6 +196,10 @@ class DecodeState:
                 self._window(epoch, e.FillEnded(rank, peer, epoch), now)
             case m.Fenced(peer, epoch):
                 self._window(epoch, e.Fenced(rank, peer, epoch), now)
+            case m.LoadCopied(epoch, start_ns, end_ns):
+                self._window(epoch, e.Loaded(rank, start_ns, end_ns), now)
+            case m.SealCopied(ticket):
+                self.scheduler.dirty |= self.scheduler.sealing.copied(rank, ticket)
             case m.Copied(handle, into_pages, start_ns, end_ns):
                 self._handle(handle, e.Copied(rank, into_pages, start_ns, end_ns), now)
             case m.Left(handle):
@@ -228,6 +243,8 @@ class DecodeState:
                     flush[stream.box.session] = None
                 if h.made >= h.grow_at and not token.finish and h.running:
                     self.scheduler.want_page(h)
+                if h.made >= h.seal_at:
+                    self._seal(h)
             if token.finish:
                 self._run(h, e.Ended(rank, e.Reason(token.finish)), now)
         if rank == 0:
@@ -236,6 +253,7 @@ class DecodeState:
     # ── time and ends ────────────────────────────────────────────────────────────────────────────
 
     def _tick(self, event: i.Tick, now: int) -> None:
+        self.scheduler.look_again()
         timers = self._timers
         while timers and timers[0][0] <= now:
             when, handle = heapq.heappop(timers)
@@ -252,81 +270,56 @@ class DecodeState:
     def _close_door(self, event: i.CloseDoor, now: int) -> None:
         self._door = event.error
 
+    def _pulled(self, event: i.Pulled, now: int) -> None:
+        for handle in self.pulls.ended(event.result):
+            if handle in self.requests:
+                self.scheduler.file(self.requests[handle])
+        self.scheduler.dirty = True
+
     def _end_all(self, event: i.EndAll, now: int) -> None:
+        sealing = self.scheduler.sealing
+        sealing.closed = True
+        if event.lost:
+            sealing.drop()
+            self.pulls.drop()
+            self.scheduler.extents.drop_all()
         for h in list(self.requests.values()):
             self._run(h, e.Cancel(event.error), now)
 
     # ── what a request's machine asks for ────────────────────────────────────────────────────────
 
-    def _all_ranks(self, message: m.ToRank) -> None:
-        self._out.extend(i.TellRank(rank, message) for rank in range(len(self.shape.ranks)))
-
-    def _offsets(self, h: Handoff, rank: int) -> tuple[int, ...]:
-        shape = self.shape.ranks[rank]
-        if h.extents:
-            return tuple(shape.extent_base_offset + x * shape.shard_bytes for x in h.extents)
-        return tuple(shape.page_base_offset + p * shape.shard_bytes for p in h.pages)
-
-    def _do_ask(self, h: Handoff, action: e.AskPrefill, now: int) -> None:
-        self._out.append(i.AskPrefill(h.peer, h))
-
     def _do_open(self, h: Handoff, action: e.OpenWindow, now: int) -> None:
         self._by_epoch[h.epoch] = h
-        offsets = self._offsets(h, action.rank)
-        self._out.append(i.TellRank(action.rank, m.OpenWindow(action.peer, h.epoch, offsets)))
-
-    def _do_landing(self, h: Handoff, action: e.SendLanding, now: int) -> None:
-        ranks = tuple(
-            i.RankOffsets(rank, shape.segment, self._offsets(h, rank)) for rank, shape in enumerate(self.shape.ranks)
-        )
-        self._out.append(i.TellLanding(h.peer, h.handle, h.epoch, action.lease_ms, ranks))
-
-    def _do_renewed(self, h: Handoff, action: e.SendRenewed, now: int) -> None:
-        self._out.append(i.TellRenewed(h.peer, h.handle, h.epoch, action.lease_ms))
-
-    def _do_cancel(self, h: Handoff, action: e.SendCancel, now: int) -> None:
-        self._out.append(i.TellCancel(h.peer, h.handle, action.reason))
-
-    def _do_fence(self, h: Handoff, action: e.Fence, now: int) -> None:
-        self._out.append(i.TellRank(action.rank, m.Fence(action.peer, h.epoch)))
-
-    def _do_copy_in(self, h: Handoff, action: e.CopyIn, now: int) -> None:
-        self._all_ranks(m.CopyIn(h.handle, action.extents, action.pages))
-
-    def _do_copy_out(self, h: Handoff, action: e.CopyOut, now: int) -> None:
-        self._all_ranks(m.CopyOut(h.handle, action.pages, action.extents))
+        self._out.extend(orders.open_window(h, action))
 
     def _do_join(self, h: Handoff, action: e.Join, now: int) -> None:
-        spec = h.spec
-        self._all_ranks(
-            m.Join(
-                handle=h.handle,
-                pages=tuple(h.pages),
-                context_tokens=h.context,
-                next_token=h.last_token,
-                token_index=h.made - 1,
-                max_tokens=spec.max_tokens,
-                min_tokens=spec.min_tokens,
-                stop_token_ids=spec.stop_token_ids,
-                sampling=spec.sampling,
-            )
-        )
+        self._out.extend(orders.join(h, action))
+        self._seal(h)
 
-    def _do_grant(self, h: Handoff, action: e.Grant, now: int) -> None:
-        self._all_ranks(m.Grant(h.handle, action.pages))
+    def _seal(self, h: Handoff) -> None:
+        self._tell_ranks(self.scheduler.sealing.running(h, self.scheduler.room_for_blocks))
 
-    def _do_leave(self, h: Handoff, action: e.Leave, now: int) -> None:
-        self._out.extend(i.TellRank(rank, m.Leave(h.handle)) for rank in action.ranks)
-
-    def _free(self, pool: PagePool, slots: tuple[int, ...]) -> None:
-        pool.release(slots)
-        self.scheduler.dirty = True
+    def _tell_ranks(self, message: m.ToRank | None) -> None:
+        if message is not None:
+            self._out.extend(orders.to_all(self.shape, message))
 
     def _do_free_pages(self, h: Handoff, action: e.FreePages, now: int) -> None:
-        self._free(self.scheduler.pages, action.pages)
+        if h.ended and h.in_pages and not h.failed:
+            self._tell_ranks(self.scheduler.sealing.last(h, action.pages, self.scheduler.room_for_blocks))
+        self.scheduler.pages.release(action.pages)
+        self.scheduler.dirty = True
 
     def _do_free_extents(self, h: Handoff, action: e.FreeExtents, now: int) -> None:
-        self._free(self.scheduler.extents, action.extents)
+        self.scheduler.extents.release(action.extents)
+        self.scheduler.dirty = True
+
+    def _do_keep_extents(self, h: Handoff, action: e.KeepExtents, now: int) -> None:
+        store, keys = self.scheduler.extents, h.chain.upto(h.context // self.shape.block_tokens)
+        own = range(action.shared, min(len(keys), len(action.extents)))
+        for block in reversed(own):
+            store.adopt(keys[block], action.extents[block])
+        store.release((*action.extents[: action.shared], *action.extents[max(own.stop, action.shared) :]))
+        self.scheduler.dirty = True
 
     def _do_first(self, h: Handoff, action: e.EmitFirst, now: int) -> None:
         assert h.stream is not None
@@ -373,21 +366,14 @@ _HANDLERS: dict[type[Any], Callable[[DecodeState, Any, int], None]] = {
     i.Tick: DecodeState._tick,
     i.CloseDoor: DecodeState._close_door,
     i.EndAll: DecodeState._end_all,
+    i.Pulled: DecodeState._pulled,
 }
 _ACTIONS: dict[type[Any], Callable[[DecodeState, Handoff, Any, int], None]] = {
-    e.AskPrefill: DecodeState._do_ask,
     e.OpenWindow: DecodeState._do_open,
-    e.SendLanding: DecodeState._do_landing,
-    e.SendRenewed: DecodeState._do_renewed,
-    e.SendCancel: DecodeState._do_cancel,
-    e.Fence: DecodeState._do_fence,
-    e.CopyIn: DecodeState._do_copy_in,
-    e.CopyOut: DecodeState._do_copy_out,
     e.Join: DecodeState._do_join,
-    e.Grant: DecodeState._do_grant,
-    e.Leave: DecodeState._do_leave,
     e.FreePages: DecodeState._do_free_pages,
     e.FreeExtents: DecodeState._do_free_extents,
+    e.KeepExtents: DecodeState._do_keep_extents,
     e.EmitFirst: DecodeState._do_first,
     e.EmitFinish: DecodeState._do_finish,
     e.EmitFail: DecodeState._do_fail,

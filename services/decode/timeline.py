@@ -25,6 +25,12 @@ class Timeline:
     transfer_us: int = 0
     transfer_bytes: int = 0
     cached_tokens: int = 0
+    pull_us: int = 0
+    pull_bytes: int = 0
+    pulled_tokens: int = 0
+    host_tokens: int = 0
+    at_decode_tokens: int = 0  # of the prompt, whose KV lay in our own store when it landed
+    pulled_blocks: int = 0  # fetched by us from other nodes for this request
     preemptions: int = 0
 
     @property

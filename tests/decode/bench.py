@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc.aio
 
+from kvmesh.kvcache import keys as block_keys
 from kvmesh.node import messages as m
 from kvmesh.rpc import channels, protocol
 from kvmesh.rpc.pb import common_pb2 as pb
@@ -58,6 +59,8 @@ class Landed:
     landing: asyncio.Future[prefill_pb2.Landing]
     task: asyncio.Task[None] | None = None
     renewals: int = 0
+    first_block: int = -1  # that decode wanted to be sent
+    pushed_bytes: int = 0
 
 
 class ScriptedPrefill(prefill_pb2_grpc.PrefillServicer):
@@ -147,9 +150,22 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServicer):
             await self.before_push.pass_()
             epoch, rank_landing = landing.handoff_epoch, landing.ranks[0]
             lease = time.monotonic_ns() + landing.lease_ms * 1_000_000
-            offsets = tuple(rank_landing.offset)
-            client.send(m.PushOpen(handle, epoch, rank_landing.segment, pages, offsets, 0, len(ids), len(ids), lease))
+            landed.first_block = rank_landing.first_block
+            client.send(
+                m.PushOpen(
+                    handle=handle,
+                    handoff_epoch=epoch,
+                    segment=rank_landing.segment,
+                    pages=pages,
+                    offsets=tuple(rank_landing.offset),
+                    first_block=rank_landing.first_block,
+                    ready_tokens=len(ids),
+                    prompt_tokens=len(ids),
+                    lease_until_ns=lease,
+                )
+            )
             pushed = await self.writer.take(m.PushDone)
+            landed.pushed_bytes = pushed.bytes_done
         await self.before_end.pass_()
         figures = pb.StageTimings(transfer_us=9, transfer_bytes=pushed.bytes_done)
         await say(Event(fill_done=prefill_pb2.FillDone(handle=handle, handoff_epoch=epoch, timings=figures)))
@@ -192,6 +208,7 @@ class Gateway:
         self.messages = 0
         self.reply: decode_pb2.SessionHelloReply | None = None
         self._next = 0
+        self.namespace = block_keys.Namespace(fingerprint=bench.fingerprint, kv_dtype="float32")
         self._reader: asyncio.Task[None] | None = None
 
     async def hello(self, version: int = protocol.PROTOCOL_VERSION) -> None:
@@ -232,14 +249,17 @@ class Gateway:
     async def start(self, prompt: Sequence[int], max_tokens: int = 8, **changes: Any) -> int:
         """Start a request; `changes` replace fields of StartRequest or, if it has none such, of its sampling."""
         self._next += 1
+        tokens = block_keys.pack_tokens(prompt)
+        keys, digest = block_keys.chain_tip(self.namespace, tokens, BLOCK)
         sampling: dict[str, Any] = {"max_tokens": max_tokens, "top_p": 1.0, "ignore_eos": True, "seed": 1}
         fields: dict[str, Any] = {
             "slot": self._next,
             "request_id": f"r{self._next}",
             "attempt": 1,
             "model_fingerprint": self._bench.fingerprint,
-            "token_ids": array("I", prompt).tobytes(),
-            "block_keys": bytes(16 * (len(prompt) // BLOCK)),
+            "token_ids": tokens,
+            "block_keys": keys,
+            "chain_digest": digest,
             "placement": {"prefill": self._bench.prefill.ref},
             "deadline_ms": 60_000,
             "credit_tokens": 1_000,
@@ -313,6 +333,7 @@ class Bench:
                 held == (0, 0, 0, 0)
                 and pools.pages_free == pools.pages_total
                 and pools.extents_free == pools.extents_total
+                and pools.store_writing == pools.pulls == pools.store_leases == 0
             )
 
         await until(clean)

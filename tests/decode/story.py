@@ -4,9 +4,13 @@ A file is blocks of `command(s)`, a line `----`, the expected output, an empty l
 
     new pages=8 extents=8 block=16 direct=yes running=2 waiting=8      a fresh instance (first, once)
     start a prompt=20 max=4 [priority=0] [credit=99] [stop=7] [deadline=60000] [peer=1]
+            [keys=AB: the prompt's full blocks] [chain=yes: the answer's blocks are sealed, too]
+            [pull=0-1@h1,2-2@h2: decode is to fetch these blocks of the prompt]
+    have A B                    the node store holds these blocks already
     begin-fill a | renew a bytes=10 | first-token a 42 | fill-done a | drained a | failed a drained=yes
     late begin-fill a ...       the same for a request that may be gone
     peer-lost 1 | gateway-gone | cancel a | credit a 3
+    loaded a | sealed | pulled all | pulled 0,2 | pulled none | rank-lost
     opened a | ended a | fenced a | copied-in a | copied-out a | left a | stalled a | step-error a
     step a=11 b=12:stop         one decode step: tokens, and how they finish
     wait 5000                   so many ms pass, timers fire when they are due
@@ -20,8 +24,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
 from kvmesh.node import messages as m
-from kvmesh.rpc.errors import HandoffLost, InvalidRequest, RequestCancelled
+from kvmesh.rpc.errors import HandoffLost, InvalidRequest, RequestCancelled, Unavailable
 from services.decode import events as e
 from services.decode import inputs as i
 from services.decode.events import Phase
@@ -42,6 +48,8 @@ class Story:
         self.names: dict[str, Handoff] = {}
         self.by_handle: dict[int, str] = {}
         self.slots: dict[int, str] = {}
+        self.seals: list[m.SealCopy] = []
+        self.jobs: list[PullJob] = []
         self._state_class = state_class
         self._shown: dict[str, str] = {}
 
@@ -56,6 +64,9 @@ class Story:
         options = dict(w.split("=", 1) for w in words[1:] if "=" in w)
         if name == "new":
             return self._new(options)
+        if name == "have":
+            self._have([key(letter) for letter in positional])
+            return []
         if name == "wait":
             return self._wait(int(positional[0]))
         if name == "start":
@@ -82,23 +93,35 @@ class Story:
             max_context_tokens=number("context", 1_000),
             ranks=ranks,
         )
-        self.state = self._state_class(limits, shape)
+        self.store = NodeStore(shape.num_extents, high_percent=100, low_percent=100)
+        self.state = self._state_class(limits, shape, self.store)
         self.state.step(i.SessionOpened(SESSION), self.now)
         for peer in (1, 2):
             self.state.step(i.PeerReady(peer, (f"p{peer}",)), self.now)
         return []
 
+    def _have(self, keys: list[bytes]) -> None:
+        assert None not in self.store.begin(keys)
+        for found in keys:
+            self.store.seal(found)
+
     def _start(self, name: str, options: dict[str, str]) -> list[str]:
         slot = len(self.slots) + 1
         self.slots[slot] = name
+        prompt, block = int(options.get("prompt", "20")), self.state.shape.block_tokens
+        chain = options.get("chain") == "yes"
         spec = e.Spec(
             request_id=name,
-            prompt_tokens=int(options.get("prompt", "20")),
+            prompt_tokens=prompt,
             max_tokens=int(options.get("max", "4")),
             deadline_ns=self.now + int(options.get("deadline", "600000")) * NS_PER_MS,
             stop_token_ids=tuple(int(t) for t in options.get("stop", "").split(",") if t),
             priority=int(options.get("priority", "0")),
             credit_tokens=int(options.get("credit", "99")),
+            block_keys=tuple(key(letter) for letter in options.get("keys", "")),
+            chain_digest=name.encode().ljust(32) if chain else b"",
+            tail=bytes(4 * (prompt % block)) if chain else b"",
+            pulls=tuple(pull_range(text) for text in options.get("pull", "").split(",") if text),
         )
         before = set(self.state.requests)
         outputs = self.state.step(i.Admit(SESSION, slot, int(options.get("peer", "1")), spec, self.now), self.now)
@@ -117,12 +140,25 @@ class Story:
                 return i.CancelSlot(SESSION, self._slot(positional[0]), RequestCancelled("the client went away"))
             case "credit":
                 return i.AddCredit(SESSION, self._slot(positional[0]), int(positional[1]))
+            case "rank-lost":
+                return i.EndAll(Unavailable("a rank died"), lost=True)
+            case "sealed":
+                return i.FromRank(0, m.SealCopied(self.seals.pop(0).ticket, 1, 2))
+            case "pulled":
+                return i.Pulled(self._pulled(positional[0]))
             case "step":
                 return i.FromRank(0, self._decode_step(options))
         h = self.names[positional[0]]
         if name in RANK_SAYS:
             return i.FromRank(0, RANK_SAYS[name](h))
         return i.FromPrefill(h.peer, h.handle, self._from_prefill(name, h, positional, options))
+
+    def _pulled(self, what: str) -> Pulled:
+        job = self.jobs.pop(0)
+        if what == "all":
+            return Pulled(job.ticket, tuple(range(len(job.keys))), 100, 2)
+        arrived = () if what == "none" else tuple(int(at) for at in what.split(","))
+        return Pulled(job.ticket, arrived, 100 * len(arrived), 2, "a holder went away")
 
     def _slot(self, name: str) -> int:
         return next(slot for slot, known in self.slots.items() if known == name)
@@ -185,9 +221,14 @@ class Story:
             case i.AskPrefill(peer, h):
                 self.by_handle[h.handle] = h.spec.request_id
                 return [f"prefill <- start {h.spec.request_id}" + (f" at p{peer}" if peer != 1 else "")]
-            case i.TellLanding(_, handle, epoch, lease_ms, ranks):
+            case i.TellLanding(_, handle, epoch, lease_ms, ranks, first):
+                where = f"at {ranks[0].offsets}" + (f" from block {first} on" if first else "")
+                return [f"prefill <- landing {self.by_handle[handle]} epoch={epoch} lease={lease_ms} {where}"]
+            case i.Pull(job, h):
+                self.jobs.append(job)
+                holders = ", ".join(r.instance_id for r in job.ranges)
                 return [
-                    f"prefill <- landing {self.by_handle[handle]} epoch={epoch} lease={lease_ms} at {ranks[0].offsets}"
+                    f"blocks  <- pull {h.spec.request_id} blocks {job.blocks} to extents {job.extents} from {holders}"
                 ]
             case i.TellRenewed(_, handle, _, lease_ms):
                 return [f"prefill <- renewed {self.by_handle[handle]} lease={lease_ms}"]
@@ -204,6 +245,11 @@ class Story:
                 return f"open window for {peer} epoch={epoch} at {offsets}"
             case m.Fence(peer, epoch):
                 return f"fence {peer} epoch={epoch}"
+            case m.SealCopy(_, pages, extents):
+                self.seals.append(message)
+                return f"seal pages {pages} in extents {extents}"
+            case m.LoadCopy(_, extents, pages):
+                return f"load extents {extents} to pages {pages}"
             case m.CopyIn(handle, extents, pages):
                 return f"copy in {self.by_handle[handle]} extents {extents} to pages {pages}"
             case m.CopyOut(handle, pages, extents):
@@ -238,10 +284,23 @@ class Story:
         return lines
 
 
+def key(letter: str) -> bytes:
+    """The block of that name."""
+    return letter.encode() * 16
+
+
+def pull_range(text: str) -> PullRange:
+    """`1-3@h1`: blocks 1 to 3 lie at h1."""
+    blocks, _, holder = text.partition("@")
+    first, _, last = blocks.partition("-")
+    return PullRange(holder, f"{holder}:1", 1, int(first), int(last) - int(first) + 1)
+
+
 RANK_SAYS: dict[str, Callable[[Handoff], m.ToFront]] = {
     "opened": lambda h: m.WindowOpened(_writer(h), h.epoch),
     "ended": lambda h: m.FillEnded(_writer(h), h.epoch),
     "fenced": lambda h: m.Fenced(_writer(h), h.epoch),
+    "loaded": lambda h: m.LoadCopied(h.epoch, 1, 2),
     "copied-in": lambda h: m.Copied(h.handle, True, 1, 2),
     "copied-out": lambda h: m.Copied(h.handle, False, 1, 2),
     "left": lambda h: m.Left(h.handle),
@@ -263,6 +322,10 @@ def describe(h: Handoff) -> str:
         parts.append(f"extents={h.extents}")
     if h.windows:
         parts.append("window=" + ",".join(sorted({w.value for w in h.windows.values()})))
+    if h.pulling:
+        parts.append("pulling")
+    if h.loading:
+        parts.append(f"loading from {h.held}")
     if h.copying:
         parts.append(f"copying-{h.copying[0]}")
     if h.batch:
@@ -290,6 +353,8 @@ def run(text: str) -> str:
             scheduler = getattr(story.state, "scheduler")  # noqa: B009
             pages, extents = scheduler.pages, scheduler.extents
             told.append(f"  free pages {pages.free}/{pages.total} extents {extents.free}/{extents.total}")
+            if extents.stats.sealed or extents.stats.writing:
+                told[-1] += f" sealed {extents.stats.sealed} writing {extents.stats.writing}"
             out += [*block, "----", *told, ""]
             block, expecting = [], True
         elif line.startswith("#") or not line.strip():

@@ -74,7 +74,7 @@ def test_a_copy_is_done_when_every_rank_has_copied() -> None:
     assert h.step(e.Load([1, 2]), NOW) == [e.CopyIn((3, 4), (1, 2))]
     assert h.step(e.Copied(0, True, 1, 2), NOW) == []
     assert h.step(e.Copied(0, True, 1, 2), NOW) == []  # the same rank twice is not two ranks
-    assert h.step(e.Copied(1, True, 1, 2), NOW) == [e.FreeExtents((3, 4)), e.Join()]
+    assert h.step(e.Copied(1, True, 1, 2), NOW) == [e.KeepExtents((3, 4), 0), e.Join()]
 
 
 def test_pages_come_back_when_every_rank_is_out_of_the_batch() -> None:

@@ -1,12 +1,14 @@
 """The handoff's invariants under every interleaving that hypothesis finds; and that breaking the fence shows.
 
-*one writer per page; references = holders; no page free while somebody could touch it; the pools return to full;
-every request ends exactly once.* The world (world.py) checks them after every single input.
+*one writer per page; references = holders; no page or extent free while somebody could touch it; a sealed block holds
+what its key names; pools and store return to full; every request ends exactly once.* The world (world.py) checks them
+after every single input.
 """
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -15,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from kvmesh.node import messages as m
 from services.decode import events as e
-from services.decode import handoff, state
+from services.decode import handoff, orders, scheduler, sealing, state
 from services.decode import inputs as i
 from tests.decode.world import World
 
@@ -28,9 +30,16 @@ SETTINGS = settings(
 class AdversarialMesh(RuleBasedStateMachine):
     """Prefill instances say anything at any time, even lies; ranks are slow; clients come and go."""
 
-    @initialize(direct=st.booleans(), pages=st.integers(3, 8), extents=st.integers(2, 6), running=st.integers(1, 3))
-    def build(self, direct: bool, pages: int, extents: int, running: int) -> None:
+    @initialize(
+        direct=st.booleans(),
+        pages=st.integers(3, 8),
+        extents=st.integers(2, 6),
+        running=st.integers(1, 3),
+        here=st.integers(0, 2),
+    )
+    def build(self, direct: bool, pages: int, extents: int, running: int, here: int) -> None:
         self.world = World(pages=pages, extents=extents, running=running, direct=direct)
+        self.world.have(1, here)
         self.requests: list[tuple[int, int]] = []
 
     @rule(
@@ -38,9 +47,11 @@ class AdversarialMesh(RuleBasedStateMachine):
         most=st.integers(1, 12),
         priority=st.integers(-1, 1),
         credit=st.sampled_from([0, 1, 99]),
+        text=st.integers(0, 2),
+        pull=st.tuples(st.integers(0, 2), st.integers(0, 3)),
     )
-    def start(self, prompt: int, most: int, priority: int, credit: int) -> None:
-        slot = self.world.start(prompt, most, priority=priority, credit=credit, deadline=100_000)
+    def start(self, prompt: int, most: int, priority: int, credit: int, text: int, pull: tuple[int, int]) -> None:
+        slot = self.world.start(prompt, most, priority=priority, credit=credit, deadline=100_000, text=text, pull=pull)
         self.requests.append((self.world.session, slot))
 
     @precondition(lambda self: self.requests)
@@ -89,22 +100,57 @@ class AdversarialMesh(RuleBasedStateMachine):
         handle = data.draw(st.sampled_from(sorted(self.world.asked)))
         self.world.honest_prefill(handle)
 
-    @rule(prompt=st.integers(1, 14), most=st.integers(2, 12), fences=st.booleans(), copies=st.booleans())
-    def one_handoff_goes_right(self, prompt: int, most: int, fences: bool, copies: bool) -> None:
+    @rule(
+        prompt=st.integers(1, 14),
+        most=st.integers(2, 12),
+        text=st.integers(0, 2),
+        fences=st.booleans(),
+        copies=st.booleans(),
+    )
+    def one_handoff_goes_right(self, prompt: int, most: int, text: int, fences: bool, copies: bool) -> None:
         """Without it, hardly any request would ever run."""
-        self.start(prompt, most, 0, 99)
+        self.start(prompt, most, 0, 99, text, (0, 0))
         for handle in self.world.asked:
             self.world.honest_prefill(handle)
         self.world.settle(fences=fences, copies=copies)
         self.world.honest_fills(fences=fences, copies=copies)
+
+    @rule(prompt=st.integers(5, 14))
+    def one_lands_on_what_is_here(self, prompt: int) -> None:
+        self.start(prompt, 5, 0, 99, 1, (0, 0))
+        for handle in self.world.asked:
+            self.world.honest_prefill(handle)
+        self.world.settle(copies=False)
 
     @precondition(lambda self: self.world.landings)
     @rule(data=st.data())
     def end_mark(self, data: st.DataObject) -> None:
         world = self.world
         handle = data.draw(st.sampled_from(sorted(world.landings)))
-        if (h := world.state.requests.get(handle)) is not None:
-            world.rank.says.append(m.FillEnded(f"p{h.peer}", world.landings[handle]))
+        if handle in world.state.requests:
+            world.end_mark(handle)
+
+    @rule()
+    def writers_scribble(self) -> None:
+        self.world.rank.scribble()
+        self.world.check()
+
+    @precondition(lambda self: self.world.jobs)
+    @rule(data=st.data())
+    def pull_ends(self, data: st.DataObject) -> None:
+        job = self.world.jobs[0]
+        self.world.pull_ends(sorted(data.draw(st.sets(st.sampled_from(range(len(job.keys)))))))
+
+    @precondition(lambda self: self.world.store.keys())
+    @rule(data=st.data())
+    def another_node_reads(self, data: st.DataObject) -> None:
+        keys = data.draw(st.lists(st.sampled_from(self.world.store.keys()), min_size=1, max_size=2, unique=True))
+        self.world.lease(keys)
+
+    @precondition(lambda self: self.world.leases)
+    @rule()
+    def it_has_read(self) -> None:
+        self.world.unlease()
 
     @precondition(lambda self: self.world.rank.commands)
     @rule()
@@ -118,9 +164,10 @@ class AdversarialMesh(RuleBasedStateMachine):
         self.world.rank.finish_fence()
 
     @precondition(lambda self: self.world.rank.copies)
-    @rule()
-    def copy_ends(self) -> None:
-        self.world.rank.finish_copy()
+    @rule(data=st.data())
+    def copy_ends(self, data: st.DataObject) -> None:
+        self.world.rank.finish_copy(data.draw(st.integers(0, len(self.world.rank.copies) - 1)))
+        self.world.check()
 
     @rule(stop=st.booleans())
     def rank_steps(self, stop: bool) -> None:
@@ -192,9 +239,74 @@ class JoinsBeforeFenced(handoff.Handoff):
         self.windows = windows
 
 
-@pytest.mark.parametrize("broken", [FreesBeforeFenced, FreesBeforeLeft, FreesBeforeCopied, JoinsBeforeFenced])
-def test_a_broken_rule_is_found(broken: type[handoff.Handoff], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "Handoff", broken)
+class FreesBeforeLoaded(handoff.Handoff):
+    """Memory goes back while our own blocks are copied into it."""
+
+    def _settle(self, now: int, out: list[e.Action]) -> None:
+        if self.ended:
+            self.loading.clear()
+        super()._settle(now, out)
+
+
+class JoinsBeforeLoaded(handoff.Handoff):
+    """Steps read pages into which our own blocks have not been copied yet."""
+
+    def _advance(self, now: int, out: list[e.Action]) -> None:
+        self.in_pages = self.in_pages or bool(self.loading and not self.marks)
+        super()._advance(now, out)
+
+
+class SealsTheUnfinished(handoff.Handoff):
+    """The block of the last token sampled counts as full, though that token has no KV yet."""
+
+    context = property(lambda self: self.spec.prompt_tokens + self.made)
+
+
+class KeepsNoPages(sealing.Sealing):
+    """Pages under a copy for the store have no reference of their own."""
+
+    def _copy(self, *args: Any, **kwargs: Any) -> m.SealCopy | None:
+        message = super()._copy(*args, **kwargs)
+        if message is not None:
+            self._pages.release(message.pages)
+        return message
+
+
+class SealsEarly(sealing.Sealing):
+    """Blocks can be found before their bytes are there."""
+
+    def _copy(self, keys: list[bytes], *args: Any, **kwargs: Any) -> m.SealCopy | None:
+        message = super()._copy(keys, *args, **kwargs)
+        for key in keys if message is not None else ():
+            if self._store.writing(key):
+                self._store.seal(key)
+        return message
+
+
+def invites_over_own_blocks(h: handoff.Handoff, action: e.OpenWindow) -> list[i.Output]:
+    """The writer may write where our own blocks lie."""
+    (landing,) = orders.ORDERS[e.SendLanding](h, e.SendLanding(0))
+    assert isinstance(landing, i.TellLanding)
+    return [i.TellRank(0, m.OpenWindow(action.peer, h.epoch, landing.ranks[0].offsets))]
+
+
+BROKEN: list[tuple[Any, str, Any]] = [
+    (state, "Handoff", FreesBeforeFenced),
+    (state, "Handoff", FreesBeforeLeft),
+    (state, "Handoff", FreesBeforeCopied),
+    (state, "Handoff", JoinsBeforeFenced),
+    (state, "Handoff", FreesBeforeLoaded),
+    (state, "Handoff", JoinsBeforeLoaded),
+    (state, "Handoff", SealsTheUnfinished),
+    (scheduler, "Sealing", KeepsNoPages),
+    (scheduler, "Sealing", SealsEarly),
+    (orders, "open_window", invites_over_own_blocks),
+]
+
+
+@pytest.mark.parametrize(("module", "name", "broken"), BROKEN, ids=[broken.__name__ for _, _, broken in BROKEN])
+def test_a_broken_rule_is_found(module: Any, name: str, broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, name, broken)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(
             AdversarialMesh,

@@ -1,14 +1,18 @@
 """Everything around the brain, adversarial: writers that write whenever a window is open, a rank that takes its time,
-a network that repeats, delays and lies. The world checks every touch of memory against who holds it.
+a network that repeats, delays and lies, readers with leases. The world checks every touch of memory against who holds
+it, and follows what lies in every page and extent: a sealed block holds what its key names, always.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvmesh.kvcache.page_pool import PagePool
+from kvmesh.kvcache import keys as block_keys
+from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
 from kvmesh.node import messages as m
 from kvmesh.rpc.errors import HandoffLost, RequestCancelled
 from services.decode import events as e
@@ -19,6 +23,9 @@ from services.decode.state import DecodeState
 PAGE_BASE, EXTENT_BASE, SHARD = 0, 1_000_000, 10
 BLOCK = 4
 Slot = tuple[str, int]  # ("page", 3)
+# Who reads what somebody else may still write: a copy out of a landing beside its own closing window (complete since
+# the end mark), and a copy of full blocks of a row that only writes behind them.
+HARMLESS = ({"window", "copy in"}, {"batch", "seal"})
 
 
 def slots_of(offsets: tuple[int, ...]) -> set[Slot]:
@@ -37,15 +44,53 @@ class Row:
 
 
 @dataclass
+class Use:
+    """Somebody who may touch slots now."""
+
+    who: str
+    reads: set[Slot]
+    writes: set[Slot]
+
+
+@dataclass
+class Prompt:
+    """What a request's blocks are called."""
+
+    tokens: int
+    keys: tuple[bytes, ...]
+
+    def key(self, block: int, answer: Sequence[int]) -> bytes:
+        """Of a full block of prompt and answer together."""
+        if block < len(self.keys):
+            return self.keys[block]
+        tokens = [0] * (self.tokens % BLOCK) + list(answer)
+        digest, found = digest_of(self.keys), b""
+        for at in range(block - len(self.keys) + 1):
+            found, digest = block_keys.extend(digest, block_keys.pack_tokens(tokens[at * BLOCK : (at + 1) * BLOCK]))
+        return found
+
+
+def digest_of(keys: Sequence[bytes]) -> bytes:
+    return (keys[-1] if keys else b"root").ljust(32)
+
+
+Copy = m.CopyIn | m.CopyOut | m.LoadCopy | m.SealCopy
+
+
+@dataclass
 class Rank:
     """A rank as the front knows it: commands are taken in order, fences and copies take their time."""
 
+    prompts: dict[int, Prompt]
     commands: deque[m.ToRank] = field(default_factory=deque)
     says: deque[m.ToFront] = field(default_factory=deque)
     windows: dict[tuple[str, int], set[Slot]] = field(default_factory=dict)
     fencing: list[tuple[str, int]] = field(default_factory=list)
-    copies: list[m.CopyIn | m.CopyOut] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
     rows: dict[int, Row] = field(default_factory=dict)
+    memory: dict[Slot, bytes] = field(default_factory=dict)  # key of the block whose KV lies there, complete
+    marked: set[tuple[str, int]] = field(default_factory=set)  # writers that have sent their end mark
+    answers: dict[int, dict[int, int]] = field(default_factory=dict)  # handle → index → token
 
     def take_command(self) -> None:
         match self.commands.popleft():
@@ -54,11 +99,10 @@ class Rank:
                 self.says.append(m.WindowOpened(peer, epoch))
             case m.Fence(peer, epoch):
                 self.fencing.append((peer, epoch))
-            case m.CopyIn() | m.CopyOut() as copy:
+            case m.CopyIn() | m.CopyOut() | m.LoadCopy() | m.SealCopy() as copy:
                 self.copies.append(copy)
             case m.Join() as join:
-                assert join.handle not in self.rows
-                self.rows[join.handle] = Row(join, list(join.pages), join.context_tokens, join.token_index + 1)
+                self._join(join)
             case m.Grant(handle, pages):
                 if handle in self.rows:
                     self.rows[handle].pages += pages
@@ -67,14 +111,57 @@ class Rank:
                 self.rows.pop(handle, None)
                 self.says.append(m.Left(handle))
 
+    def _join(self, join: m.Join) -> None:
+        assert join.handle not in self.rows
+        self.rows[join.handle] = Row(join, list(join.pages), join.context_tokens, join.token_index + 1)
+        self.answers.setdefault(join.handle, {})[join.token_index] = join.next_token
+        for block in range(join.context_tokens // BLOCK):
+            lies = self.memory.get(("page", join.pages[block]))
+            assert lies == self._key(join.handle, block), f"{join.handle} joins with wrong bytes in block {block}"
+
+    def _key(self, handle: int, block: int) -> bytes:
+        answer = self.answers[handle]
+        return self.prompts[handle].key(block, [answer[at] for at in range(len(answer))])
+
+    def fill(self, peer: str, epoch: int, handle: int, offsets: tuple[int, ...]) -> None:
+        """All bytes of the landing are here (`offsets`: of every prompt block), and the end mark behind them."""
+        window = self.windows.get((peer, epoch))
+        if window is None:
+            return  # refused
+        self.marked.add((peer, epoch))
+        keys = self.prompts[handle].keys
+        for block, offset in enumerate(offsets):
+            (slot,) = slots_of((offset,))
+            if slot in window:
+                self.memory[slot] = keys[block] if block < len(keys) else b"partial"
+        self.says.append(m.FillEnded(peer, epoch))
+
+    def scribble(self) -> None:
+        """Writers that are not done write all over what they were invited to."""
+        for writer, slots in self.windows.items():
+            if writer not in self.marked:
+                self.memory.update(dict.fromkeys(slots, b"scribble"))
+
     def finish_fence(self) -> None:
         key = self.fencing.pop(0)
         self.windows.pop(key, None)
         self.says.append(m.Fenced(*key))
 
-    def finish_copy(self) -> None:
-        copy = self.copies.pop(0)
-        self.says.append(m.Copied(copy.handle, isinstance(copy, m.CopyIn), 1, 2))
+    def finish_copy(self, at: int = 0) -> None:
+        copy = self.copies.pop(at)
+        into_pages = isinstance(copy, m.CopyIn | m.LoadCopy)
+        for page, extent in zip(copy.pages, copy.extents, strict=True):
+            source, target = ("extent", extent), ("page", page)
+            if not into_pages:
+                source, target = target, source
+            self.memory[target] = self.memory.get(source, b"nothing")
+        match copy:
+            case m.LoadCopy(ticket):
+                self.says.append(m.LoadCopied(ticket, 1, 2))
+            case m.SealCopy(ticket):
+                self.says.append(m.SealCopied(ticket, 1, 2))
+            case _:
+                self.says.append(m.Copied(copy.handle, into_pages, 1, 2))
 
     def step(self, stop: bool = False) -> None:
         """One decode step; `stop`: the first row samples EOS."""
@@ -87,6 +174,10 @@ class Rank:
                     self.says.append(m.Stalled(handle))
                 continue
             row.context += 1
+            page = ("page", row.pages[(row.context - 1) // BLOCK])
+            full = row.context % BLOCK == 0
+            self.memory[page] = self._key(handle, row.context // BLOCK - 1) if full else b"partial"
+            self.answers[handle][row.made] = 1000 + row.made
             finish = 1 if stop and not tokens else 2 if row.made + 1 >= row.join.max_tokens else 0
             tokens.append(m.Token(handle, 1000 + row.made, row.made, finish))
             row.made += 1
@@ -96,14 +187,23 @@ class Rank:
         if tokens:
             self.says.append(m.DecodeStepDone(1, 2, len(tokens), context, tuple(tokens)))
 
-    def touched(self) -> dict[str, set[Slot]]:
-        """Slots that something may write or read now, by who."""
-        found: dict[str, set[Slot]] = {f"window {key}": slots for key, slots in self.windows.items()}
+    def touched(self) -> list[Use]:
+        """Slots that something may write or read now."""
+        found = [Use(f"window {key}", set(), slots) for key, slots in self.windows.items()]
         for handle, row in self.rows.items():
-            found[f"batch {handle}"] = {("page", p) for p in row.pages}
+            found.append(Use(f"batch {handle}", set(), {("page", p) for p in row.pages}))
         for copy in self.copies:
-            slots = {("page", p) for p in copy.pages} | {("extent", x) for x in copy.extents}
-            found[f"copy {copy.handle}"] = slots
+            pages: set[Slot] = {("page", p) for p in copy.pages}
+            extents: set[Slot] = {("extent", x) for x in copy.extents}
+            match copy:
+                case m.CopyIn():
+                    found.append(Use(f"copy in {copy.handle}", extents, pages))
+                case m.CopyOut():
+                    found.append(Use(f"copy out {copy.handle}", pages, extents))
+                case m.LoadCopy():
+                    found.append(Use(f"load {copy.ticket}", extents, pages))
+                case m.SealCopy():
+                    found.append(Use(f"seal {copy.ticket}", pages, extents))
         return found
 
 
@@ -132,8 +232,13 @@ class World:
             max_context_tokens=1000,
             ranks=(rank,),
         )
-        self.state = DecodeState(self.limits, self.shape)
-        self.rank = Rank()
+        self.store = NodeStore(extents, high_percent=100, low_percent=80)
+        self.state = DecodeState(self.limits, self.shape, self.store)
+        self.prompts: dict[int, Prompt] = {}
+        self.rank = Rank(self.prompts)
+        self.jobs: list[PullJob] = []
+        self.leases: list[int] = []
+        self.told: dict[int, tuple[int, ...]] = {}  # handle → offsets of its landing
         self.now = NS_PER_MS
         self.slots = itertools.count(1)
         self.sessions = itertools.count(1)
@@ -158,8 +263,13 @@ class World:
                     self.rank.commands.append(message)
                 case i.AskPrefill(_, request):
                     self.asked[request.handle] = request.prompt_blocks
-                case i.TellLanding(_, handle, epoch, _, _):
+                case i.TellLanding(_, handle, epoch, _, ranks, first):
                     self.landings[handle] = epoch
+                    self.told[handle] = ranks[0].offsets
+                    (window,) = [w for (_, opened), w in self.rank.windows.items() if opened == epoch]
+                    assert window == slots_of(ranks[0].offsets[first:]), "the window is what prefill is to send"
+                case i.Pull(job, _):
+                    self.jobs.append(job)
                 case i.Flush(session):
                     self._read(session)
         self.check()
@@ -189,9 +299,20 @@ class World:
         return self.peer
 
     def start(
-        self, prompt: int, max_tokens: int, *, priority: int = 0, credit: int = 1000, deadline: int = 10**9
+        self,
+        prompt: int,
+        max_tokens: int,
+        *,
+        priority: int = 0,
+        credit: int = 1000,
+        deadline: int = 10**9,
+        text: int = 0,
+        pull: tuple[int, int] = (0, 0),
     ) -> int:
+        """`text`: prompts of the same text begin with the same blocks; 0 shares with nobody. `pull`: first, blocks."""
         slot = next(self.slots)
+        name = f"{text}." if text else f"s{slot}."
+        keys = tuple(f"{name}{block}".encode().ljust(16) for block in range(prompt // BLOCK))
         spec = e.Spec(
             request_id=str(slot),
             prompt_tokens=prompt,
@@ -200,9 +321,16 @@ class World:
             priority=priority,
             credit_tokens=credit,
             stop_token_ids=(7,),
+            block_keys=keys,
+            chain_digest=digest_of(keys),
+            tail=bytes(4 * (prompt % BLOCK)),
+            pulls=(PullRange("h", "h:1", 1, *pull),) if pull[1] else (),
         )
+        before = set(self.state.requests)
         self.tokens[self.session, slot] = []
         self.feed(i.Admit(self.session, slot, self.peer, spec, self.now))
+        for handle in self.state.requests.keys() - before:
+            self.prompts[handle] = Prompt(prompt, keys)
         return slot
 
     def cancel(self, session: int, slot: int) -> None:
@@ -215,42 +343,107 @@ class World:
     def rank_says(self) -> None:
         self.feed(i.FromRank(0, self.rank.says.popleft()))
 
+    def have(self, text: int, blocks: int) -> None:
+        """The store holds these already."""
+        names = [f"{text}.{block}".encode().ljust(16) for block in range(blocks)]
+        for name, extent in zip(names, self.store.begin(names), strict=True):
+            assert extent is not None
+            self.rank.memory["extent", extent] = name
+            self.store.seal(name)
+
+    def pull_ends(self, arrived: Sequence[int]) -> None:
+        """Of the oldest pull, these blocks."""
+        job = self.jobs.pop(0)
+        for at in arrived:
+            self.rank.memory["extent", job.extents[at]] = job.keys[at]
+        self.feed(i.Pulled(Pulled(job.ticket, tuple(arrived), 1, 1)))
+
+    def lease(self, keys: Sequence[bytes]) -> None:
+        """Another node reads these."""
+        lease = self.store.lease(keys, 5_000 * NS_PER_MS, self.now)
+        if lease.lease_id:
+            self.leases.append(lease.lease_id)
+        self.check()
+
+    def unlease(self) -> None:
+        self.store.unlease(self.leases.pop(0))
+        self.feed(i.Tick())
+
+    def end_mark(self, handle: int) -> None:
+        """The writer has written everything."""
+        h = self.state.requests[handle]
+        self.rank.fill(f"p{h.peer}", self.landings[handle], handle, self.told[handle])
+
     def wait(self, ms: int) -> None:
         self.now += ms * NS_PER_MS
+        self.store.expire(self.now)
         self.feed(i.Tick())
 
     # ── what must hold at every moment ───────────────────────────────────────────────────────────
 
     def check(self) -> None:
         scheduler = self.state.scheduler
-        self._references_are_holders(scheduler.pages, [p for h in self.state.requests.values() for p in h.pages])
-        held = [x for h in self.state.requests.values() for x in (*h.extents, *h.swap)]
-        self._references_are_holders(scheduler.extents, held)
-        pools = {"page": scheduler.pages, "extent": scheduler.extents}
-        seen: dict[Slot, str] = {}
-        for who, slots in self.rank.touched().items():
-            for slot in slots:
-                kind, number = slot
-                assert pools[kind].refcount(number), f"{who} can touch {slot}, which is free"
-                other = seen.get(slot)
-                # A copy out of a landing beside its own closing window reads what is complete already.
-                assert other is None or "copy" in who or "copy" in other, f"{who} and {other} can touch {slot}"
-                seen[slot] = who
+        self._references_are_holders()
+        uses = self.rank.touched()
+        uses += [Use(f"pull {job.ticket}", set(), {("extent", x) for x in job.extents}) for job in self.jobs]
+        for use in uses:
+            for kind, number in use.reads | use.writes:
+                held = self.extent_refs(number) if kind == "extent" else scheduler.pages.refcount(number)
+                assert held, f"{use.who} can touch {kind} {number}, which is free"
+        for one, other in itertools.combinations(uses, 2):
+            assert not one.writes & other.writes, f"{one.who} and {other.who} can write {one.writes & other.writes}"
+            if one.reads & other.writes or one.writes & other.reads:
+                pair = {use.who.rpartition(" ")[0].partition(" (")[0] for use in (one, other)}
+                assert pair in HARMLESS, f"{one.who} and {other.who} read and write the same"
         self._windows_belong_to_their_requests()
+        for key, extent in self.store._sealed.items():
+            assert self.rank.memory.get(("extent", extent)) == key, f"{key!r} is sealed, and something else lies there"
         assert scheduler.live == sum(not h.ended for h in self.state.requests.values())
         assert scheduler.seats <= self.limits.max_running
 
-    @staticmethod
-    def _references_are_holders(pool: PagePool, held: list[int]) -> None:
-        assert len(held) == len(set(held)), f"two holders: {sorted(held)}"
-        assert pool.total - pool.free == len(held), "references are not holders"
-        assert all(pool.refcount(slot) == 1 for slot in held)
+    def extent_refs(self, extent: int) -> int:
+        return self.store._pool.refcount(extent)
+
+    def _references_are_holders(self) -> None:
+        scheduler, store, requests = self.state.scheduler, self.store, self.state.requests.values()
+        own = [page for h in requests for page in h.pages]
+        assert len(own) == len(set(own)), f"two requests hold a page: {sorted(own)}"
+        held = Counter((*own, *scheduler.sealing.pages))
+        for page in range(scheduler.pages.total):
+            assert scheduler.pages.refcount(page) == held[page], f"page {page}: references are not holders"
+        raw = [x for h in requests for x in (*h.extents[h.shared :], *h.swap)]
+        shared = [x for h in requests for x in (*h.extents[: h.shared], *h.held)]
+        blocks = [*store._sealed.values(), *store._writing.values()]
+        assert not set(raw) & set(blocks), "a raw extent is a block"
+        held = Counter((*raw, *shared, *blocks, *store._leases.held()))
+        for extent in range(store.total):
+            assert self.extent_refs(extent) == held[extent], f"extent {extent}: references are not holders"
+        assert len(raw) == len(set(raw)), f"two requests hold an extent: {sorted(raw)}"
+        assert (
+            set(store._writing.values())
+            == {x for job in self.jobs for x in job.extents}
+            | {
+                x
+                for copy in (*self.rank.copies, *self.rank.commands)
+                if isinstance(copy, m.SealCopy)
+                for x in copy.extents
+            }
+            | self._copied_unheard()
+        ), "what is being written is what somebody writes"
+
+    def _copied_unheard(self) -> set[int]:
+        """Extents of copies whose SealCopied the front has not heard."""
+        unheard = {said.ticket for said in self.rank.says if isinstance(said, m.SealCopied)}
+        copies = self.state.scheduler.sealing._copies
+        return {self.store._writing[k] for ticket in unheard for k in copies[ticket].keys}
 
     def _windows_belong_to_their_requests(self) -> None:
         for (_, epoch), slots in self.rank.windows.items():
             owners = [h for h in self.state.requests.values() if h.epoch == epoch]
             assert len(owners) == 1, f"epoch {epoch} has a window and no request"
-            own = {("page", p) for p in owners[0].pages} | {("extent", x) for x in owners[0].extents}
+            own = {("page", p) for p in owners[0].pages} | {
+                ("extent", x) for x in owners[0].extents[owners[0].shared :]
+            }
             assert slots <= own, f"epoch {epoch} writes to slots that its request gave up"
 
     # ── letting it run ───────────────────────────────────────────────────────────────────────────
@@ -281,7 +474,7 @@ class World:
             if (h := self.state.requests.get(handle)) is None or h.ended:
                 continue
             self.prefill_says(handle, e.FirstToken(1000, None, 0))
-            self.rank.says.append(m.FillEnded(f"p{h.peer}", epoch))
+            self.rank.fill(f"p{h.peer}", epoch, handle, self.told[handle])
             self.settle(fences=fences, copies=copies)
             self.prefill_says(handle, e.FillDone(epoch))
             done = True
@@ -290,6 +483,8 @@ class World:
     def wind_down(self) -> None:
         """No more input but time: every request ends, every slot comes back."""
         for _ in range(200):
+            while self.jobs:
+                self.pull_ends(range(len(self.jobs[0].keys)))
             self.settle()
             self.rank.step()
             self.settle()
@@ -298,12 +493,14 @@ class World:
             self.wait(5_000)
         assert not self.state.requests, [(h.phase.name, h.windows, h.batch) for h in self.state.requests.values()]
         self.now += 10**12 * NS_PER_MS
+        self.store.expire(self.now)
         self.feed(i.Tick())  # answers that nobody gave credit for
         scheduler = self.state.scheduler
         scheduler.pages.check_integrity()
         scheduler.extents.check_integrity()
         assert scheduler.pages.free == scheduler.pages.total
         assert scheduler.extents.free == scheduler.extents.total
+        assert not self.store.stats.writing and not scheduler.sealing.pages and not len(self.state.pulls)
         assert not self.rank.windows and not self.rank.rows
         assert scheduler.live == 0 and scheduler.seats == 0
         for session, slot in self.tokens:

@@ -1,0 +1,106 @@
+"""Full blocks of running requests, copied from their pages into the node store, where everybody can use them. Pure.
+
+A page under a copy has a reference of its own until every rank has copied, so its request may leave, be preempted or
+end at any moment. Sealing is never in anybody's way: without room to spare a block is not sealed, or later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.kvcache.page_pool import PagePool
+from kvmesh.node import messages as m
+from services.decode.request import NEVER, Request
+
+
+@dataclass(slots=True)
+class _Copy:
+    keys: tuple[bytes, ...]
+    pages: tuple[int, ...]
+    ranks: set[int]  # that still copy
+    chain: Sequence[bytes]  # touched when it is done, so that a chain's head outlives its tail
+
+
+class Sealing:
+    """Copies under way from pages into the store."""
+
+    def __init__(self, store: NodeStore, pages: PagePool, ranks: int, new_ticket: Callable[[], int]) -> None:
+        self._store = store
+        self._pages = pages
+        self._ranks = ranks
+        self._new_ticket = new_ticket
+        self._copies: dict[int, _Copy] = {}
+        self.closed = False  # we stop: nothing more is sealed
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    @property
+    def pages(self) -> list[int]:
+        """Pages under a copy, each as often as a copy holds it."""
+        return [page for copy in self._copies.values() for page in copy.pages]
+
+    @property
+    def frees_pages(self) -> bool:
+        """Pages come back soon: only a copy holds them still."""
+        return any(self._pages.refcount(page) == 1 for page in self.pages)
+
+    def running(self, h: Request, room: int) -> m.SealCopy | None:
+        """The full blocks of a running request that the store lacks, at most `room` of them."""
+        keys = h.chain.upto(h.context // h.shape.block_tokens)
+        h.seal_at = NEVER
+        if h.chain.pending is not None:
+            h.seal_at = (len(keys) + 1) * h.shape.block_tokens - h.spec.prompt_tokens + 1
+        return self._copy(keys, h.pages, room)
+
+    def last(self, h: Request, pages: Sequence[int], room: int) -> m.SealCopy | None:
+        """The same for one that has ended, whose `pages` nobody touches any more and are about to be given back."""
+        return self._copy(h.chain.upto(h.context // h.shape.block_tokens), pages, room, last=True)
+
+    def _copy(self, keys: list[bytes], pages: Sequence[int], room: int, *, last: bool = False) -> m.SealCopy | None:
+        """In order: a block without those before it is of no use to anybody."""
+        store, missing, end = self._store, 0, 0
+        for key in keys if not self.closed else ():
+            if not (store.holds(key) or store.writing(key)):
+                if missing >= room:
+                    break
+                missing += 1
+            end += 1
+        # All of them: what is sealed already is touched, and does not make room for its own continuation.
+        chain = keys[:end]
+        begun = zip(chain, pages[:end], store.begin(chain), strict=True)
+        taken = [(key, page, x) for key, page, x in begun if x is not None]
+        if not taken:
+            return None
+        named, copied, given = zip(*taken, strict=True)
+        ticket = self._new_ticket()
+        self._pages.share(copied)
+        self._copies[ticket] = _Copy(named, copied, set(range(self._ranks)), chain if last else ())
+        return m.SealCopy(ticket, copied, given)
+
+    def copied(self, rank: int, ticket: int) -> bool:
+        """A rank has copied. True when it was the last one: blocks are sealed and pages given back."""
+        copy = self._copies.get(ticket)
+        if copy is None:
+            return False
+        copy.ranks.discard(rank)
+        if copy.ranks:
+            return False
+        del self._copies[ticket]
+        self._pages.release(copy.pages)
+        for key in copy.keys:
+            self._store.seal(key)
+        if copy.chain:
+            self._store.touch(copy.chain)
+        return True
+
+    def drop(self) -> None:
+        """The ranks are gone: nobody reads the pages, nothing gets sealed."""
+        self.closed = True
+        for copy in self._copies.values():
+            self._pages.release(copy.pages)
+            for key in copy.keys:
+                self._store.abandon(key)
+        self._copies.clear()

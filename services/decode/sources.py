@@ -1,0 +1,97 @@
+"""Prompt blocks that decode itself fetches from other nodes, before the request lands. Pure.
+
+A pull fills extents of our own store and seals them; the landing then finds them like any block that was here already.
+A request waits for the pulls of its blocks, whoever began them; the job's timeout bounds that. Nothing cancels a pull:
+its blocks are useful whatever became of the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.kvcache.sources import Pulled, PullJob
+from services.decode.request import Request
+
+
+@dataclass(slots=True)
+class _Pull:
+    job: PullJob
+    waiting: dict[int, Request] = field(default_factory=dict)  # by handle
+
+
+class Pulls:
+    """Pulls of one instance that are under way."""
+
+    def __init__(self, store: NodeStore, timeout_ms: int, new_ticket: Callable[[], int]) -> None:
+        self._store = store
+        self._timeout_ms = timeout_ms
+        self._new_ticket = new_ticket
+        self._pulls: dict[int, _Pull] = {}
+        self._by_key: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._pulls)
+
+    def begin(self, h: Request, room: int) -> PullJob | None:
+        """What is to be fetched for `h`, at most `room` blocks. `h` waits for it, and for what others fetch already."""
+        self._store.touch(h.shared_keys)  # they should still be here when it lands
+        blocks_wanted = self._wanted(h, room)
+        if not blocks_wanted:
+            return None
+        # All before them, too: what is here already must not make room for what comes.
+        prefix = h.shared_keys[: blocks_wanted[-1] + 1]
+        begun = enumerate(zip(prefix, self._store.begin(prefix), strict=True))
+        taken = [(block, key, x) for block, (key, x) in begun if x is not None]
+        if not taken:
+            return None
+        blocks, keys, given = zip(*taken, strict=True)
+        ticket = self._new_ticket()
+        job = PullJob(ticket, blocks, keys, given, h.spec.pulls, self._timeout_ms, h.spec.request_id)
+        self._pulls[ticket] = _Pull(job, {h.handle: h})
+        self._by_key.update(dict.fromkeys(keys, ticket))
+        h.pulling.add(ticket)
+        return job
+
+    def _wanted(self, h: Request, room: int) -> list[int]:
+        """Blocks that the store lacks, as long as they continue the prefix that is here or comes."""
+        store = self._store
+        wanted: list[int] = []
+        named = {b for r in h.spec.pulls for b in range(r.first_block, r.first_block + r.blocks)}
+        for block, key in enumerate(h.shared_keys if named else ()):
+            if store.holds(key):
+                continue
+            if store.writing(key):
+                ticket = self._by_key.get(key)
+                if ticket is not None:  # else it is a copy of our own, done in a moment
+                    h.pulling.add(ticket)
+                    self._pulls[ticket].waiting[h.handle] = h
+            elif block not in named or len(wanted) >= room:
+                break
+            else:
+                wanted.append(block)
+        return wanted
+
+    def ended(self, result: Pulled) -> list[int]:
+        """Seal what arrived; returns the handles of the requests that waited for it."""
+        pull = self._pulls.pop(result.ticket, None)
+        if pull is None:
+            return []
+        job, arrived = pull.job, set(result.arrived)
+        for at, key in enumerate(job.keys):
+            del self._by_key[key]
+            if at in arrived:
+                self._store.seal(key)
+            else:
+                self._store.abandon(key)
+        asked = next(iter(pull.waiting.values()))
+        asked.times.pulled_blocks += len(arrived)
+        for h in pull.waiting.values():
+            h.pulling.discard(job.ticket)
+        return list(pull.waiting)
+
+    def drop(self) -> None:
+        """The memory is gone: nothing is waited for."""
+        for ticket in list(self._pulls):
+            self.ended(Pulled(ticket, (), 0, 0, "the memory is gone"))
