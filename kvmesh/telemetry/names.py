@@ -219,7 +219,15 @@ STORE_MEMBERS = _gauge("store_members_count", "Live members.", "role")
 STORE_CHANGES = _counter("store_member_changes_total", "Membership changes.", "change")
 STORE_BEATS = _counter("store_beats_total", "Heartbeats taken.")
 STORE_HEARTBEAT_AGE = _gauge("store_heartbeat_age_seconds", "Longest silence of a live member.")
-STORE_WATCHERS = _gauge("store_watchers_count", "Open WatchMembers streams.")
+STORE_WATCHERS = _gauge("store_watchers_count", "Open Watch streams.")
+STORE_OVERRUNS = _counter("store_watch_overruns_total", "Watch streams closed as the watcher fell behind.")
+STORE_ANNOUNCEMENTS = _counter("store_announcements_total", "Announcements taken.", "verdict")
+STORE_KEYS = _counter("store_announced_keys_total", "Keys in them.", "change")  # change: sealed, removed
+STORE_SNAPSHOTS = _counter("store_snapshots_asked_total", "Announcements answered with the wish for a snapshot.")
+STORE_BLOCKS = _gauge("store_blocks_count", "Distinct blocks in the map.")
+STORE_REPLICAS = _gauge("store_replicas_count", "Replicas of all blocks together.")
+STORE_UNSWEPT = _gauge("store_unswept_count", "Replicas of dropped stores that still take memory.")
+STORE_MAP_BYTES = _gauge("store_map_bytes", "About what the map takes.")
 
 # Node store. outcome: all, some, none of the blocks came; state: sealed, writing, free.
 NODE_PULLS = _counter("node_pulls_total", "Pull jobs that ended.", "outcome")

@@ -15,7 +15,15 @@ class StoreConfig(ServiceConfig):
     heartbeat_interval_ms: int = field(default=500, metadata={"help": "How often members beat, in ms.", "min": 1})
     lease_ms: int = field(default=2000, metadata={"help": "A member silent for longer is dead, in ms.", "min": 1})
     watch_queue: int = field(
-        default=1024, metadata={"help": "Member events kept for one watcher; one further behind starts over.", "min": 1}
+        default=65_536, metadata={"help": "Events kept for one watcher; one further behind starts over.", "min": 1}
+    )
+    watch_queue_bytes: int = field(
+        default=64 << 20, metadata={"help": "The same in bytes; watchers share the memory.", "min": 1}
+    )
+    max_watchers: int = field(default=64, metadata={"help": "Open watch streams; more are refused.", "min": 1})
+    max_members: int = field(default=4096, metadata={"help": "Live members; more are refused.", "min": 1})
+    max_store_blocks: int = field(
+        default=1 << 22, metadata={"help": "Blocks of one node store; announcements of more are refused.", "min": 1}
     )
 
     def __post_init__(self) -> None:
@@ -27,5 +35,6 @@ class StoreConfig(ServiceConfig):
             raise ConfigError(
                 f"lease_ms={self.lease_ms}: must be at least two heartbeats ({2 * self.heartbeat_interval_ms})"
             )
-        if self.watch_queue < 1:
-            raise ConfigError(f"watch_queue={self.watch_queue}: must be at least 1")
+        for name in ("watch_queue", "watch_queue_bytes", "max_watchers", "max_members", "max_store_blocks"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1", field=name)

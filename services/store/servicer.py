@@ -3,105 +3,103 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from kvmesh.rpc import protocol
-from kvmesh.rpc.errors import InvalidRequest, Unavailable
-from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 from kvmesh.telemetry import names
-from services.store.state import Beat, Change, Event, Join, Leave, MasterState, Member, Publish, Refuse, Role, Tick
-from services.store.watchers import Mailbox
+from services.store import mapping
+from services.store.domain import Announce, Beat, Event, Heard, Join, Leave, Publish, Refuse, Relay, Tick
+from services.store.state import MasterState
+from services.store.stream import Watchers
 
-_ROLES = {
-    pb_common.ROLE_PREFILL: Role.PREFILL,
-    pb_common.ROLE_DECODE: Role.DECODE,
-    pb_common.ROLE_BOTH: Role.BOTH,
-}
-_ROLES_OUT = {role: number for number, role in _ROLES.items()}
-_CHANGES_OUT = {
-    Change.JOINED: pb.MEMBER_CHANGE_JOINED,
-    Change.LEFT: pb.MEMBER_CHANGE_LEFT,
-    Change.DIED: pb.MEMBER_CHANGE_DIED,
-}
-# A watcher that takes nothing for this long has lost its place whatever its mailbox holds.
-WRITE_TIMEOUT_S = 10.0
+MAX_LOOKUP_KEYS = 4096
+MAX_HOLDERS = 64
+SWEEP_KEYS = 8192  # of a store that is gone, in one turn of the loop: some milliseconds
 
 
 class StoreMasterServicer(pb_grpc.StoreMasterServicer):
-    """`clock` gives monotonic seconds; `incarnation` is this process's life; `observe` hears every change."""
+    """`clock` gives monotonic seconds; `incarnation` is this process's life."""
 
     def __init__(
         self,
         state: MasterState,
+        watchers: Watchers,
         *,
         incarnation: int,
         heartbeat_interval_ms: int,
         lease_ms: int,
-        watch_queue: int,
         clock: Callable[[], float],
-        observe: Callable[[Publish], None] = lambda _: None,
     ) -> None:
         self._state = state
+        self._watchers = watchers
         self._incarnation = incarnation
         self._interval_ms = heartbeat_interval_ms
         self._lease_ms = lease_ms
-        self._watch_queue = watch_queue
         self._clock = clock
-        self._observe = observe
-        self._watchers: dict[Mailbox, asyncio.Event] = {}
-        self._closing = False
+        self._sweeping: asyncio.Task[None] | None = None
 
-    @property
-    def watchers(self) -> int:
-        """Open member streams."""
-        return len(self._watchers)
-
-    def close(self) -> None:
-        """End every member stream: the server is about to stop."""
-        self._closing = True
-        for arrived in self._watchers.values():
-            arrived.set()
+    async def close(self) -> None:
+        """End every stream and the clearing: the server is about to stop."""
+        self._watchers.close()
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            await asyncio.gather(self._sweeping, return_exceptions=True)
 
     def tick(self) -> None:
-        """Let time pass: leases run out."""
+        """Let time pass: leases run out, what is gone is cleared away."""
         self._step(Tick())
+        idle = self._sweeping is None or self._sweeping.done()
+        if idle and self._state.blocks.sweep(SWEEP_KEYS):
+            self._sweeping = asyncio.create_task(self._sweep(), name="sweep")
 
-    def _step(self, event: Event) -> None:
-        refused = None
+    async def _sweep(self) -> None:
+        more = True
+        while more:
+            await asyncio.sleep(0)
+            more = self._state.blocks.sweep(SWEEP_KEYS)
+
+    def _step(self, event: Event) -> Heard | None:
+        """What the brain answers; its refusal is raised."""
+        refused, heard = None, None
         for action in self._state.step(event, self._clock()):
             match action:
                 case Publish():
-                    self._publish(action)
+                    names.STORE_CHANGES.labels(change=action.change.value).inc()
+                    self._watchers.publish(action)
+                case Relay():
+                    self._watchers.publish(action)
+                case Heard():
+                    heard = action
                 case Refuse(error):
                     refused = error
         if refused is not None:
             raise refused
-
-    def _publish(self, event: Publish) -> None:
-        self._observe(event)
-        for mailbox, arrived in self._watchers.items():
-            mailbox.put(event)
-            arrived.set()
+        return heard
 
     async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinResponse:  # noqa: N802
-        """Raises ProtocolMismatch, InvalidRequest."""
+        """Raises ProtocolMismatch, InvalidRequest, Overloaded."""
         member = request.member
         who = member.instance.instance_id or "a nameless instance"
         protocol.check(request.protocol_version, f"{who} at {member.instance.address}")
-        self._step(Join(_member_in(member)))
+        self._step(Join(mapping.member_in(member)))
         return pb.JoinResponse(
             heartbeat_interval_ms=self._interval_ms, lease_ms=self._lease_ms, master_incarnation=self._incarnation
         )
 
     async def Beat(self, request: pb.BeatRequest, context: Any) -> pb.BeatResponse:  # noqa: N802
         """Raises UnknownInstance."""
-        self._step(Beat(request.instance.instance_id, request.instance.incarnation))
+        ref = request.instance
+        usage = mapping.usage_in(request.usage) if request.HasField("usage") else None
+        self._step(Beat(ref.instance_id, ref.incarnation, usage))
         names.STORE_BEATS.inc()
-        return pb.BeatResponse(master_incarnation=self._incarnation)
+        pools = [
+            pb.PoolNode(instance=mapping.ref_out(member), free_bytes=free_bytes)
+            for member, free_bytes in self._state.pools(ref.instance_id)
+        ]
+        return pb.BeatResponse(master_incarnation=self._incarnation, pools=pools)
 
     async def Leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveResponse:  # noqa: N802
         """Also right for one that is no member."""
@@ -111,59 +109,46 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
     async def ListMembers(self, request: pb.ListMembersRequest, context: Any) -> pb.ListMembersResponse:  # noqa: N802
         """Those alive now."""
         self._step(Tick())
-        return pb.ListMembersResponse(
-            master_incarnation=self._incarnation, members=[_member_out(m) for m in self._state.members]
+        members = map(mapping.member_out, self._state.members)
+        return pb.ListMembersResponse(master_incarnation=self._incarnation, members=members)
+
+    async def Announce(self, request: pb.AnnounceRequest, context: Any) -> pb.AnnounceResponse:  # noqa: N802
+        """Raises UnknownInstance, InvalidRequest."""
+        said = mapping.announcement_in(request.announcement)
+        heard = self._step(Announce(said))
+        assert heard is not None, "an announcement is refused or heard"
+        names.STORE_ANNOUNCEMENTS.labels(verdict=heard.verdict.value).inc()
+        names.STORE_KEYS.labels(change="sealed").inc(len(said.sealed))
+        names.STORE_KEYS.labels(change="removed").inc(len(said.removed))
+        if heard.want_snapshot:
+            names.STORE_SNAPSHOTS.inc()
+        return pb.AnnounceResponse(
+            master_incarnation=self._incarnation, want_snapshot=heard.want_snapshot, seq=heard.seq
         )
 
     # A coroutine that writes, where the stubs expect a generator: only so can a write have a deadline.
-    async def WatchMembers(  # type: ignore[override]  # noqa: N802
-        self, request: pb.WatchMembersRequest, context: Any
-    ) -> None:
-        """Snapshot, then changes. Raises Unavailable once this watcher has fallen behind."""
+    async def Watch(self, request: pb.WatchRequest, context: Any) -> None:  # type: ignore[override]  # noqa: N802
+        """Snapshot, then changes. Raises Unavailable once this watcher has fallen behind, Overloaded."""
         self._step(Tick())
-        # Nothing awaits between snapshot and mailbox: no change can fall between them.
-        sent_seq = self._state.seq
-        events = [_event_out(sent_seq, Change.JOINED, m) for m in self._state.members]
-        mailbox, arrived = Mailbox(self._watch_queue), asyncio.Event()
-        self._watchers[mailbox] = arrived
-        try:
-            await self._send(context, sent_seq, events, snapshot=True)
-            while True:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._interval_ms / 1000):
-                        await arrived.wait()
-                arrived.clear()
-                if self._closing:
-                    raise Unavailable("the store master is stopping")
-                if mailbox.overrun:
-                    raise Unavailable(f"this watcher is over {self._watch_queue} member events behind: start over")
-                new = mailbox.take()
-                sent_seq = new[-1].seq if new else sent_seq
-                await self._send(context, sent_seq, [_event_out(e.seq, e.change, e.member) for e in new])
-        finally:
-            del self._watchers[mailbox]
+        await self._watchers.follow(self._state.read(), context)
 
-    async def _send(self, context: Any, seq: int, events: Iterable[pb.MemberEvent], *, snapshot: bool = False) -> None:
-        message = pb.MemberEvents(master_incarnation=self._incarnation, snapshot=snapshot, events=events, seq=seq)
-        try:
-            async with asyncio.timeout(WRITE_TIMEOUT_S):
-                await context.write(message)
-        except TimeoutError:
-            raise Unavailable(f"this watcher took nothing for {WRITE_TIMEOUT_S:.0f} s: start over") from None
+    async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:  # noqa: N802
+        """At most MAX_HOLDERS of each key. Raises InvalidRequest."""
+        keys = mapping.packed_keys("keys", request.keys, MAX_LOOKUP_KEYS)
+        self._step(Tick())
+        holders = self._state.blocks.map.holders
+        return pb.LookupResponse(holders=[pb.Holders(store_ids=holders(key)[:MAX_HOLDERS]) for key in keys])
 
-
-def _member_in(member: pb.Member) -> Member:
-    role = _ROLES.get(member.role)
-    if role is None:
-        raise InvalidRequest.of("member.role", member.role, "must be prefill, decode or both")
-    ref = member.instance
-    return Member(ref.instance_id, ref.address, ref.incarnation, role, member.node_id, member.store_id)
-
-
-def _member_out(member: Member) -> pb.Member:
-    ref = pb_common.InstanceRef(instance_id=member.instance_id, address=member.address, incarnation=member.incarnation)
-    return pb.Member(instance=ref, role=_ROLES_OUT[member.role], node_id=member.node_id, store_id=member.store_id)
-
-
-def _event_out(seq: int, change: Change, member: Member) -> pb.MemberEvent:
-    return pb.MemberEvent(seq=seq, change=_CHANGES_OUT[change], member=_member_out(member))
+    async def GetStatus(  # noqa: N802
+        self, request: pb.GetStoreStatusRequest, context: Any
+    ) -> pb.GetStoreStatusResponse:
+        """What is known now."""
+        self._step(Tick())
+        known = self._state.blocks.map
+        return pb.GetStoreStatusResponse(
+            master_incarnation=self._incarnation,
+            blocks=len(known),
+            replicas=known.replicas,
+            map_bytes=known.memory_bytes(),
+            stores=map(mapping.status_out, self._state.statuses()),
+        )

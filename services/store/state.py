@@ -1,111 +1,83 @@
-"""The store master's brain: who lives. Pure: `step(event, now) -> actions`.
+"""The store master's brain: who lives and who holds which block. Pure: `step(event, now) -> actions`.
 
-Membership is soft state: a member is alive while it beats. Every change is published with a seq that has no gaps.
+All of it is soft state: a member is alive while it beats, and its blocks are known while it announces them. Every
+change is published with a seq that has no gaps.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
-from kvmesh.rpc.errors import InvalidRequest, KvmeshError, UnknownInstance
+from kvmesh.kvcache.announce import Announcement
+from kvmesh.kvcache.block_map import Verdict
+from kvmesh.rpc.errors import InvalidRequest, KvmeshError, Overloaded, UnknownInstance
+from services.store import checks
+from services.store.blocks import Blocks
+from services.store.domain import (
+    Action,
+    Announce,
+    Beat,
+    Change,
+    Event,
+    Heard,
+    Join,
+    Leave,
+    Member,
+    Publish,
+    Refuse,
+    Relay,
+    Role,
+    StoreStatus,
+    Tick,
+    Usage,
+)
 
 MAX_REPLACED = 4096
-
-
-class Role(Enum):
-    PREFILL = "prefill"
-    DECODE = "decode"
-    BOTH = "both"
-
-
-@dataclass(frozen=True)
-class Member:
-    """One life of one instance, as it introduced itself."""
-
-    instance_id: str
-    address: str
-    incarnation: int
-    role: Role
-    node_id: str
-    store_id: str
-
-
-class Change(Enum):
-    JOINED = "joined"
-    LEFT = "left"  # said goodbye
-    DIED = "died"  # lease ran out, or a new incarnation took its name
-
-
-# ── events ────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True)
-class Join:
-    member: Member
-
-
-@dataclass(frozen=True)
-class Beat:
-    instance_id: str
-    incarnation: int
-
-
-@dataclass(frozen=True)
-class Leave:
-    instance_id: str
-    incarnation: int
-
-
-@dataclass(frozen=True)
-class Tick:
-    pass
-
-
-Event = Join | Beat | Leave | Tick
-
-
-# ── actions ───────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True)
-class Publish:
-    """Tell every watcher. `seq` counts from 1 without gaps."""
-
-    seq: int
-    change: Change
-    member: Member
-
-
-@dataclass(frozen=True)
-class Refuse:
-    """The answer to the event is this error."""
-
-    error: KvmeshError
-
-
-Action = Publish | Refuse
+MAX_POOLS = 16
 
 
 @dataclass
 class _Life:
     member: Member
     last_beat: float
+    usage: Usage | None = None
+
+
+class Reading:
+    """All that a new watcher must be told: `members` as of `seq`, then `announcements`, taken one by one while the
+    state goes on. With them and every event after `seq` the watcher knows what the master knows."""
+
+    def __init__(self, seq: int, members: tuple[Member, ...], blocks: Blocks) -> None:
+        self.seq = seq
+        self.members = members
+        self._blocks = blocks
+
+    def announcements(self) -> Iterator[Announcement]:
+        """Snapshots of the members' stores, store by store. Each step costs O(keys of one announcement)."""
+        for member in self.members:
+            yield from self._blocks.read(member.store_id, member.incarnation)
 
 
 class MasterState:
-    """Members and their leases. Times are seconds on any one monotonic clock."""
+    """Members, their leases and their blocks. Times are seconds on any one monotonic clock."""
 
-    def __init__(self, *, lease_s: float, stall_s: float) -> None:
+    def __init__(
+        self, *, lease_s: float, stall_s: float, max_members: int = 4096, max_store_blocks: int = 1 << 22
+    ) -> None:
         """`stall_s`: a pause between two steps longer than this was the master's own silence, not the members'."""
         self._lease_s = lease_s
         self._stall_s = stall_s
+        self._max_members = max_members
         self._lives: dict[str, _Life] = {}
         self._replaced: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._stepped_at: float | None = None
+        self.blocks = Blocks(max_store_blocks=max_store_blocks)
         self.seq = 0
+
+    # ── questions ────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def members(self) -> list[Member]:
@@ -116,6 +88,31 @@ class MasterState:
         """Of any live member; 0 when there is none."""
         return max((now - life.last_beat for life in self._lives.values()), default=0.0)
 
+    def pools(self, asking: str) -> list[tuple[Member, int]]:
+        """Live pool nodes that said they have room, with their free bytes: the MAX_POOLS with the most, `asking`
+        itself never among them."""
+        found = [
+            (life.member, life.usage.free_bytes)
+            for life in self._lives.values()
+            if life.member.role is Role.POOL and life.usage and life.usage.free_bytes
+        ]
+        return heapq.nlargest(MAX_POOLS, (pool for pool in found if pool[0].instance_id != asking), key=lambda p: p[1])
+
+    def statuses(self) -> list[StoreStatus]:
+        """Each live member's node store, oldest first."""
+        known = self.blocks.map
+        return [
+            StoreStatus(m, known.count(m.store_id), known.seq(m.store_id), life.usage)
+            for life in self._lives.values()
+            for m in (life.member,)
+        ]
+
+    def read(self) -> Reading:
+        """For a watcher that begins now. Events with a seq above the reading's are to be kept for it from here on."""
+        return Reading(self.seq, tuple(self.members), self.blocks)
+
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────────
+
     def step(self, event: Event, now: float) -> Sequence[Action]:
         """Apply one event at `now` (never decreasing). Deaths found on the way are among the actions."""
         actions: list[Action] = []
@@ -124,12 +121,14 @@ class MasterState:
         match event:
             case Join(member):
                 self._join(member, now, actions)
-            case Beat(instance_id, incarnation):
-                self._beat(instance_id, incarnation, now, actions)
+            case Beat():
+                self._beat(event, now, actions)
             case Leave(instance_id, incarnation):
                 life = self._lives.get(instance_id)
                 if life is not None and life.member.incarnation == incarnation:
                     self._end(life, Change.LEFT, actions)
+            case Announce(announcement):
+                self._announce(announcement, actions)
             case Tick():
                 pass
         return actions
@@ -147,11 +146,13 @@ class MasterState:
             self._end(life, Change.DIED, actions)
 
     def _join(self, member: Member, now: float, actions: list[Action]) -> None:
-        error = _invalid(member) or self._superseded(member)
+        old = self._lives.get(member.instance_id)
+        error: KvmeshError | None = checks.member(member) or self._superseded(member)
+        if error is None and old is None and len(self._lives) >= self._max_members:
+            error = Overloaded(f"the store master knows {self._max_members} members: max_members", retry_after_ms=1000)
         if error is not None:
             actions.append(Refuse(error))
             return
-        old = self._lives.get(member.instance_id)
         if old is not None and old.member == member:
             old.last_beat = now
             return
@@ -174,28 +175,42 @@ class MasterState:
             f"a later incarnation has taken the name {member.instance_id!r}; give each instance a name of its own",
         )
 
-    def _beat(self, instance_id: str, incarnation: int, now: float, actions: list[Action]) -> None:
-        life = self._lives.get(instance_id)
-        if life is None or life.member.incarnation != incarnation:
-            error = UnknownInstance(f"instance {instance_id!r} incarnation {incarnation} is no member: join again")
-            actions.append(Refuse(error))
-        else:
+    def _beat(self, beat: Beat, now: float, actions: list[Action]) -> None:
+        life = self._living(beat.instance_id, beat.incarnation, "instance", actions)
+        if life is not None:
             life.last_beat = now
+            life.usage = beat.usage or life.usage
+
+    def _announce(self, said: Announcement, actions: list[Action]) -> None:
+        """Only the living are heard. Being heard is no heartbeat: liveness has one source."""
+        error = checks.announcement(said)
+        if error is None and self._living(said.store_id, said.incarnation, "announcement.store_id", actions) is None:
+            return
+        error = error or self.blocks.refuse(said)
+        if error is not None:
+            actions.append(Refuse(error))
+            return
+        verdict, relays = self.blocks.apply(said)
+        assert verdict is not Verdict.STALE, "a life that has ended leaves nothing in the map"
+        for announcement in relays:
+            self.seq += 1
+            actions.append(Relay(self.seq, announcement))
+        actions.append(Heard(verdict, verdict is Verdict.GAP, self.blocks.map.seq(said.store_id)))
+
+    def _living(self, instance_id: str, incarnation: int, field: str, actions: list[Action]) -> _Life | None:
+        life = self._lives.get(instance_id)
+        if life is not None and life.member.incarnation == incarnation:
+            return life
+        shown = instance_id if len(instance_id) <= checks.MAX_TEXT else instance_id[: checks.MAX_TEXT] + "..."
+        text = f"{field}={shown!r} incarnation={incarnation}: is no member, join again"
+        actions.append(Refuse(UnknownInstance(text, field=field)))
+        return None
 
     def _end(self, life: _Life, change: Change, actions: list[Action]) -> None:
         del self._lives[life.member.instance_id]
+        self.blocks.drop(life.member.store_id)
         self._publish(change, life.member, actions)
 
     def _publish(self, change: Change, member: Member, actions: list[Action]) -> None:
         self.seq += 1
         actions.append(Publish(self.seq, change, member))
-
-
-def _invalid(member: Member) -> InvalidRequest | None:
-    if not member.instance_id:
-        return InvalidRequest.of("member.instance.instance_id", member.instance_id, "must not be empty")
-    if not member.address:
-        return InvalidRequest.of("member.instance.address", member.address, "must be host:port")
-    if member.incarnation == 0:
-        return InvalidRequest.of("member.instance.incarnation", 0, "must be new at every process start, never 0")
-    return None

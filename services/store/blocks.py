@@ -1,0 +1,77 @@
+"""Who holds which block, as the master keeps it: one map, fed by announcements of members only. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvmesh.kvcache.announce import MAX_KEYS, Announcement
+from kvmesh.kvcache.block_map import Verdict
+from kvmesh.kvcache.keys import KEY_BYTES
+from kvmesh.kvcache.steady_map import SteadyBlockMap
+from kvmesh.rpc.errors import InvalidRequest
+
+
+class Blocks:
+    """The map, and what of it goes on to watchers. No call costs more than the keys of one announcement; what a
+    dropped store leaves behind is cleared by `sweep`."""
+
+    def __init__(self, *, max_store_blocks: int) -> None:
+        self.map = SteadyBlockMap()
+        self._max = max_store_blocks
+        # Parts of a snapshot go on only when all are here: a watcher that begins in between has missed none.
+        self._parts: dict[str, list[Announcement]] = {}
+
+    def refuse(self, said: Announcement) -> InvalidRequest | None:
+        """Why this would be too much for one store."""
+        if said.snapshot:
+            parts = self._parts.get(said.store_id, []) if said.part else []
+            known = sum(len(part.sealed) for part in parts)
+        else:
+            known = self.map.count(said.store_id) - len(said.removed)
+        if known + len(said.sealed) > self._max:
+            why = f"with these the store would hold over {self._max} blocks"
+            return InvalidRequest.of("announcement.sealed", len(said.sealed), why)
+        return None
+
+    def apply(self, said: Announcement) -> tuple[Verdict, Sequence[Announcement]]:
+        """What became of it, and what watchers are to be told."""
+        verdict = self.map.apply(said)
+        gathered = self._parts.get(said.store_id)
+        if verdict is Verdict.PARTIAL:
+            if said.part == 0:
+                gathered = self._parts[said.store_id] = []
+            assert gathered is not None and len(gathered) == said.part, "parts are taken in order"
+            gathered.append(said)
+            return verdict, ()
+        if verdict is not Verdict.APPLIED:
+            return verdict, ()
+        if said.snapshot:
+            self._parts.pop(said.store_id, None)
+            return verdict, (*gathered, said) if gathered and said.part else (said,)
+        if gathered and gathered[0].seq <= said.seq:
+            del self._parts[said.store_id]  # overtaken by batches
+        return verdict, (said,) if said.seq else ()
+
+    def drop(self, store_id: str) -> None:
+        """A life has ended: its blocks are in no answer from now on."""
+        self._parts.pop(store_id, None)
+        self.map.drop(store_id)
+
+    def sweep(self, max_keys: int) -> bool:
+        """Clear away what dropped stores left behind, a slice of it; whether there is more."""
+        return self.map.sweep(max_keys)
+
+    def read(self, store_id: str, incarnation: int) -> Iterator[Announcement]:
+        """A snapshot of one store in parts, to be taken while other events are applied between them.
+
+        It may hold later changes too, and half of a later content: whoever applies every announcement relayed since
+        the first part was taken is right in the end, as sealing and removing twice changes nothing."""
+        if self.map.incarnation(store_id) != incarnation or self.map.seq(store_id) == 0:
+            return
+        seq, log, step = self.map.seq(store_id), self.map.log_of(store_id), MAX_KEYS * KEY_BYTES
+        for part, start in enumerate(range(0, len(log) or 1, step)):
+            if self.map.incarnation(store_id) != incarnation:
+                return  # its end is among the events that follow
+            keys = self.map.held(store_id, log[start : start + step])
+            more = start + step < len(log)
+            yield Announcement(store_id, incarnation, seq, tuple(keys), snapshot=True, part=part, more=more)

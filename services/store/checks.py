@@ -1,0 +1,64 @@
+"""What a member may say: bounds on every field, and the error that names the one which is wrong."""
+
+from __future__ import annotations
+
+from kvmesh.kvcache.announce import MAX_KEYS, Announcement
+from kvmesh.rpc.errors import InvalidRequest
+from services.store.domain import Member
+
+MAX_TEXT = 256
+# Parts of one snapshot: far more than a store of the greatest size needs, so that empty ones end some time.
+MAX_PARTS = 4096
+
+
+def member(who: Member) -> InvalidRequest | None:
+    """What is wrong with an introduction."""
+    texts = {
+        "member.instance.instance_id": who.instance_id,
+        "member.instance.address": who.address,
+        "member.node_id": who.node_id,
+        "member.store_id": who.store_id,
+    }
+    for field, text in texts.items():
+        if len(text) > MAX_TEXT:
+            return InvalidRequest.of(field, text, f"is longer than {MAX_TEXT} characters")
+        if not text.isprintable():
+            return InvalidRequest.of(field, text, "holds characters that cannot be printed")
+    if not who.instance_id:
+        return InvalidRequest.of("member.instance.instance_id", who.instance_id, "must not be empty")
+    if not _is_address(who.address):
+        return InvalidRequest.of("member.instance.address", who.address, "must be host:port")
+    if who.incarnation == 0:
+        return InvalidRequest.of("member.instance.incarnation", 0, "must be new at every process start, never 0")
+    if who.store_id != who.instance_id:
+        return InvalidRequest.of("member.store_id", who.store_id, f"must be the instance_id ({who.instance_id!r})")
+    return None
+
+
+def announcement(said: Announcement) -> InvalidRequest | None:
+    """What is wrong with an announcement, whoever sent it."""
+    if not said.store_id or len(said.store_id) > MAX_TEXT:
+        return InvalidRequest.of("announcement.store_id", said.store_id, f"must have 1 to {MAX_TEXT} characters")
+    if said.incarnation == 0:
+        return InvalidRequest.of("announcement.incarnation", 0, "must be that of the member, never 0")
+    for field, keys in (("sealed", said.sealed), ("removed", said.removed)):
+        if len(keys) > MAX_KEYS:
+            return InvalidRequest.of(f"announcement.{field}", len(keys), f"one announcement holds {MAX_KEYS} keys")
+    if said.snapshot:
+        if said.removed:
+            return InvalidRequest.of("announcement.removed", len(said.removed), "a snapshot removes nothing")
+        if said.seq == 0:
+            return InvalidRequest.of("announcement.seq", 0, "a snapshot has a number of its own")
+        if said.part >= MAX_PARTS:
+            return InvalidRequest.of("announcement.part", said.part, f"a snapshot has at most {MAX_PARTS} parts")
+    elif said.part or said.more:
+        field, value = ("part", said.part) if said.part else ("more", said.more)
+        return InvalidRequest.of(f"announcement.{field}", value, "only snapshots come in parts")
+    elif said.seq == 0 and (said.sealed or said.removed):
+        return InvalidRequest.of("announcement.seq", 0, "batches are numbered from 1")
+    return None
+
+
+def _is_address(text: str) -> bool:
+    host, colon, port = text.rpartition(":")
+    return bool(host and colon) and port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65536

@@ -1,0 +1,128 @@
+"""What the store master is told and what it answers: plain records. Nothing here comes from a proto."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from kvmesh.kvcache.announce import Announcement
+from kvmesh.kvcache.block_map import Verdict
+from kvmesh.rpc.errors import KvmeshError
+
+
+class Role(Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+    POOL = "pool"  # memory without an engine
+
+
+@dataclass(frozen=True)
+class Member:
+    """One life of one instance, as it introduced itself."""
+
+    instance_id: str
+    address: str
+    incarnation: int
+    role: Role
+    node_id: str
+    store_id: str
+
+
+class Change(Enum):
+    JOINED = "joined"
+    LEFT = "left"  # said goodbye
+    DIED = "died"  # lease ran out, or a new incarnation took its name
+
+
+@dataclass(frozen=True)
+class Usage:
+    """A member's own word on its segment; `free_bytes` are neither sealed nor being written."""
+
+    capacity_bytes: int
+    free_bytes: int
+    blocks: int
+
+
+@dataclass(frozen=True)
+class StoreStatus:
+    """What the master knows of one member's node store. `seq`: of the last announcement included."""
+
+    member: Member
+    blocks: int
+    seq: int
+    usage: Usage | None
+
+
+# ── events ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Join:
+    member: Member
+
+
+@dataclass(frozen=True)
+class Beat:
+    instance_id: str
+    incarnation: int
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True)
+class Leave:
+    instance_id: str
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class Announce:
+    announcement: Announcement
+
+
+@dataclass(frozen=True)
+class Tick:
+    pass
+
+
+Event = Join | Beat | Leave | Announce | Tick
+
+
+# ── actions ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Tell every watcher. Publish and Relay share one `seq`, from 1 without gaps. The blocks of a life that ended are
+    gone with this word; nothing else is said about them."""
+
+    seq: int
+    change: Change
+    member: Member
+
+
+@dataclass(frozen=True)
+class Relay:
+    """Tell every watcher: this was applied. Origin and its own seq are the store's."""
+
+    seq: int
+    announcement: Announcement
+
+
+@dataclass(frozen=True)
+class Heard:
+    """The answer to an Announce. `seq`: the last announcement of that store which is included now."""
+
+    verdict: Verdict
+    want_snapshot: bool
+    seq: int
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """The answer to the event is this error."""
+
+    error: KvmeshError
+
+
+Action = Publish | Relay | Heard | Refuse

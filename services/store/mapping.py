@@ -1,0 +1,107 @@
+"""Protos to the brain's records and back. Raises InvalidRequest naming the field that cannot be read."""
+
+from __future__ import annotations
+
+from kvmesh.kvcache import keys
+from kvmesh.kvcache.announce import MAX_KEYS, Announcement
+from kvmesh.rpc.errors import InvalidRequest
+from kvmesh.rpc.pb import common_pb2 as pb_common
+from kvmesh.rpc.pb import store_pb2 as pb
+from services.store.domain import Change, Member, Publish, Relay, Role, StoreStatus, Usage
+
+_ROLES = {
+    pb_common.ROLE_PREFILL: Role.PREFILL,
+    pb_common.ROLE_DECODE: Role.DECODE,
+    pb_common.ROLE_BOTH: Role.BOTH,
+    pb_common.ROLE_POOL: Role.POOL,
+}
+_ROLES_OUT = {role: number for number, role in _ROLES.items()}
+_CHANGES_OUT = {
+    Change.JOINED: pb.MEMBER_CHANGE_JOINED,
+    Change.LEFT: pb.MEMBER_CHANGE_LEFT,
+    Change.DIED: pb.MEMBER_CHANGE_DIED,
+}
+
+
+def packed_keys(field: str, packed: bytes, max_keys: int = MAX_KEYS) -> tuple[bytes, ...]:
+    """Keys one by one. Raises InvalidRequest: no whole number of keys, or more than `max_keys`."""
+    if len(packed) % keys.KEY_BYTES:
+        why = f"{len(packed)} bytes are no whole number of keys of {keys.KEY_BYTES} bytes"
+        raise InvalidRequest.of(field, packed[:24], why)
+    if len(packed) > max_keys * keys.KEY_BYTES:
+        count = len(packed) // keys.KEY_BYTES
+        raise InvalidRequest.of(field, f"{count} keys", f"one message holds at most {max_keys}")
+    return tuple(keys.split(packed))
+
+
+def member_in(member: pb.Member) -> Member:
+    """The brain checks the rest."""
+    role = _ROLES.get(member.role)
+    if role is None:
+        raise InvalidRequest.of("member.role", member.role, "must be prefill, decode, both or pool")
+    ref = member.instance
+    return Member(ref.instance_id, ref.address, ref.incarnation, role, member.node_id, member.store_id)
+
+
+def member_out(member: Member) -> pb.Member:
+    """The inverse of `member_in`."""
+    return pb.Member(
+        instance=ref_out(member), role=_ROLES_OUT[member.role], node_id=member.node_id, store_id=member.store_id
+    )
+
+
+def ref_out(member: Member) -> pb_common.InstanceRef:
+    """Who and where."""
+    return pb_common.InstanceRef(instance_id=member.instance_id, address=member.address, incarnation=member.incarnation)
+
+
+def usage_in(usage: pb.StoreUsage) -> Usage:
+    """No more is free than there is, whatever the member says."""
+    return Usage(usage.capacity_bytes, min(usage.free_bytes, usage.capacity_bytes), usage.blocks)
+
+
+def announcement_in(said: pb.Announcement) -> Announcement:
+    """The brain checks the rest."""
+    return Announcement(
+        said.store_id,
+        said.incarnation,
+        said.seq,
+        packed_keys("announcement.sealed", said.sealed),
+        packed_keys("announcement.removed", said.removed),
+        said.snapshot,
+        said.part,
+        said.more,
+    )
+
+
+def announcement_out(said: Announcement) -> pb.Announcement:
+    """The inverse of `announcement_in`."""
+    return pb.Announcement(
+        store_id=said.store_id,
+        incarnation=said.incarnation,
+        seq=said.seq,
+        sealed=b"".join(said.sealed),
+        removed=b"".join(said.removed),
+        snapshot=said.snapshot,
+        part=said.part,
+        more=said.more,
+    )
+
+
+def event_out(event: Publish | Relay) -> pb.StoreEvent:
+    """One event of the watch stream."""
+    if isinstance(event, Relay):
+        return pb.StoreEvent(seq=event.seq, blocks=announcement_out(event.announcement))
+    change = pb.MemberEvent(change=_CHANGES_OUT[event.change], member=member_out(event.member))
+    return pb.StoreEvent(seq=event.seq, member=change)
+
+
+def status_out(status: StoreStatus) -> pb.StoreStatus:
+    """One store of GetStatus."""
+    found = pb.StoreStatus(member=member_out(status.member), blocks=status.blocks, seq=status.seq)
+    if status.usage is not None:
+        usage = status.usage
+        found.usage.CopyFrom(
+            pb.StoreUsage(capacity_bytes=usage.capacity_bytes, free_bytes=usage.free_bytes, blocks=usage.blocks)
+        )
+    return found

@@ -1,0 +1,123 @@
+"""The watch stream: a snapshot, then every change, to each watcher at its own pace. Decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from kvmesh.rpc.errors import Overloaded, Unavailable
+from kvmesh.rpc.pb import store_pb2 as pb
+from kvmesh.telemetry import names
+from services.store import mapping
+from services.store.domain import Change, Publish, Relay
+from services.store.state import Reading
+from services.store.watchers import Mailbox
+
+# A watcher that takes nothing for this long has lost its place whatever its mailbox holds.
+WRITE_TIMEOUT_S = 10.0
+# Small events share a message up to this size; one alone may be a little larger (65,536 keys and their header).
+MESSAGE_BYTES = 1 << 20
+EVENT_OVERHEAD_BYTES = 128  # an event in memory beside its message, so that empty ones count too
+
+
+class Watchers:
+    """All open watch streams. `max_events` and `max_bytes` bound what is kept for each."""
+
+    def __init__(
+        self, *, incarnation: int, interval_s: float, max_events: int, max_bytes: int, max_watchers: int
+    ) -> None:
+        self._incarnation = incarnation
+        self._interval_s = interval_s
+        self._max_events = max_events
+        self._max_bytes = max_bytes
+        self._max_watchers = max_watchers
+        self._open: dict[Mailbox[pb.StoreEvent], asyncio.Event] = {}
+        self._closing = False
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def close(self) -> None:
+        """End every stream: the server is about to stop."""
+        self._closing = True
+        for arrived in self._open.values():
+            arrived.set()
+
+    def publish(self, change: Publish | Relay) -> None:
+        """For every watcher, each of which takes it when it can."""
+        if not self._open:
+            return
+        event = mapping.event_out(change)
+        size = event.ByteSize() + EVENT_OVERHEAD_BYTES
+        for mailbox, arrived in self._open.items():
+            mailbox.put(event, size)
+            arrived.set()
+
+    async def follow(self, reading: Reading, context: Any) -> None:
+        """One watcher's whole stream, to be called in the same turn of the loop in which `reading` was made.
+
+        Raises Unavailable once the watcher has fallen behind or the master stops, Overloaded: too many watchers."""
+        if len(self._open) >= self._max_watchers:
+            text = f"the store master has {self._max_watchers} watchers: max_watchers"
+            raise Overloaded(text, retry_after_ms=1000)
+        mailbox: Mailbox[pb.StoreEvent] = Mailbox(self._max_events, self._max_bytes)
+        arrived = self._open[mailbox] = asyncio.Event()
+        try:
+            await self._snapshot(reading, mailbox, context)
+            await self._changes(reading.seq, mailbox, arrived, context)
+        finally:
+            del self._open[mailbox]
+
+    async def _snapshot(self, reading: Reading, mailbox: Mailbox[pb.StoreEvent], context: Any) -> None:
+        message = self._message(reading.seq, snapshot=True)
+        size = 0
+        for event in _told(reading):
+            each = event.ByteSize()
+            if size and size + each > MESSAGE_BYTES:
+                message.more = True
+                await self._send(context, message, mailbox)
+                message, size = self._message(reading.seq, snapshot=True), 0
+            message.events.append(event)
+            size += each
+        await self._send(context, message, mailbox)
+
+    async def _changes(self, seq: int, mailbox: Mailbox[pb.StoreEvent], arrived: asyncio.Event, context: Any) -> None:
+        while True:
+            if not mailbox:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._interval_s):
+                        await arrived.wait()
+            arrived.clear()
+            events = mailbox.take(MESSAGE_BYTES)
+            seq = events[-1].seq if events else seq
+            message = self._message(seq)
+            message.events.extend(events)
+            await self._send(context, message, mailbox)
+
+    def _message(self, seq: int, *, snapshot: bool = False) -> pb.StoreEvents:
+        return pb.StoreEvents(master_incarnation=self._incarnation, seq=seq, snapshot=snapshot)
+
+    async def _send(self, context: Any, message: pb.StoreEvents, mailbox: Mailbox[pb.StoreEvent]) -> None:
+        if self._closing:
+            raise Unavailable("the store master is stopping")
+        if mailbox.overrun:
+            names.STORE_OVERRUNS.inc()
+            raise Unavailable(
+                f"this watcher is over {self._max_events} events or {self._max_bytes} bytes behind: start over"
+            )
+        try:
+            async with asyncio.timeout(WRITE_TIMEOUT_S):
+                await context.write(message)
+        except TimeoutError:
+            raise Unavailable(f"this watcher took nothing for {WRITE_TIMEOUT_S:.0f} s: start over") from None
+        # A write that finds room does not wait; others come in between two messages all the same.
+        await asyncio.sleep(0)
+
+
+def _told(reading: Reading) -> Iterator[pb.StoreEvent]:
+    members: Iterable[Publish] = (Publish(reading.seq, Change.JOINED, member) for member in reading.members)
+    yield from map(mapping.event_out, members)
+    for announcement in reading.announcements():
+        yield mapping.event_out(Relay(reading.seq, announcement))
