@@ -183,7 +183,8 @@ class Leave(Message, frozen=True):
 
 
 class SealCopy(Message, frozen=True):
-    """Device pages → host extents, for the node store. Answer SealCopied; the front holds both until then."""
+    """Device pages → host extents, for the node store. Answer SealCopied; the front holds both until then. It may be
+    done before a PrefillStep that was sent earlier: name only pages that PrefillStepDone has made complete."""
 
     ticket: int
     pages: tuple[int, ...]

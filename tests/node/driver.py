@@ -64,9 +64,9 @@ class Driver:
 
 @asynccontextmanager
 async def rank(
-    name: str, checkpoint: Path, transports: tuple[str, ...] = ("shm",), pages: int = 24
+    name: str, checkpoint: Path | None, transports: tuple[str, ...] = ("shm",), pages: int = 24
 ) -> AsyncIterator[Driver]:
-    """A configured rank process; on leaving, it is gone."""
+    """A configured rank process (None: without an engine); on leaving, it is gone."""
     driver = Driver()
     driver.client.spawn(threads=1)
     try:
@@ -75,13 +75,13 @@ async def rank(
             incarnation=17,
             rank=0,
             world_size=1,
-            model_path=str(checkpoint),
+            model_path=str(checkpoint or ""),
             dtype="float32",
             device="cpu",
             block_tokens=BLOCK,
             num_pages=pages,
             num_extents=pages,
-            memory_bytes=0,
+            memory_bytes=0 if checkpoint else 1 << 20,
             threads=1,
             max_context_tokens=0,
             transports=transports,
