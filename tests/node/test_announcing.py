@@ -1,0 +1,133 @@
+"""What a node store holds reaches a master that forgets, wants snapshots, fails, and is not there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from kvmesh.kvcache.announce import Announcement, Announcer
+from kvmesh.kvcache.keys import split
+from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.node.announcing import Announcing
+from kvmesh.rpc.errors import Unavailable, UnknownInstance
+from kvmesh.rpc.pb import store_pb2 as pb
+from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
+from kvmesh.rpc.server import Server
+from tests.node.stores import keys_of, until
+
+
+class Master(pb_grpc.StoreMasterServicer):
+    """Says what it is told to, and keeps what it believes."""
+
+    def __init__(self) -> None:
+        self.heard: list[pb.Announcement] = []
+        self.faults: list[str] = []  # for the next calls: "unknown", "unavailable", "deaf" (heard, answer lost), "want"
+        self.blocks: set[bytes] = set()
+        self.parts: set[bytes] = set()
+
+    async def Announce(self, request: pb.AnnounceRequest, context: Any) -> pb.AnnounceResponse:  # noqa: N802
+        fault = self.faults.pop(0) if self.faults else ""
+        if fault == "unknown":
+            self.blocks.clear()
+            raise UnknownInstance("who are you?")
+        if fault == "unavailable":
+            raise Unavailable("not now")
+        word = request.announcement
+        self.heard.append(word)
+        if fault == "want":
+            return pb.AnnounceResponse(want_snapshot=True)
+        if word.snapshot:
+            self.parts = (set() if word.part == 0 else self.parts) | set(split(word.sealed))
+            if not word.more:
+                self.blocks = self.parts
+        else:
+            self.blocks = (self.blocks - set(split(word.removed))) | set(split(word.sealed))
+        if fault == "deaf":
+            raise Unavailable("the answer was lost")
+        return pb.AnnounceResponse(seq=word.seq)
+
+
+class Teller:
+    def __init__(self, address: str, max_keys: int) -> None:
+        self.store = NodeStore(64)
+        self.rejoins = 0
+        self.is_joined = True
+        announcer = Announcer("s", 7, self.store, max_keys=max_keys)
+        self.announcing = Announcing(announcer, address, 0.005, lambda: self.is_joined, self.rejoin)
+
+    def rejoin(self) -> None:
+        self.rejoins += 1
+
+    def seal(self, *names: object) -> None:
+        for key in keys_of(*names):
+            self.store.begin([key])
+            self.store.seal(key)
+
+
+@asynccontextmanager
+async def told(max_keys: int = 65_536) -> AsyncIterator[tuple[Teller, Master]]:
+    master, server = Master(), Server("127.0.0.1", 0)
+    pb_grpc.add_StoreMasterServicer_to_server(master, server.grpc)
+    teller = Teller(f"127.0.0.1:{await server.start()}", max_keys)
+    task = asyncio.create_task(teller.announcing.run())
+    try:
+        yield teller, master
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await server.stop(0)
+
+
+async def test_changes_arrive_and_an_empty_word_now_and_then() -> None:
+    async with told() as (teller, master):
+        teller.seal(1, 2)
+        await until(lambda: master.blocks == set(keys_of(1, 2)))
+        teller.store.drop_all()
+        teller.seal(3)
+        await until(lambda: master.blocks == set(keys_of(3)))
+        last = master.heard[-1].seq
+        assert [(w.store_id, w.incarnation) for w in master.heard] == [("s", 7)] * len(master.heard)
+        await until(lambda: master.heard[-1].seq == last and not (master.heard[-1].sealed or master.heard[-1].removed))
+
+
+async def test_a_master_that_wants_a_snapshot_gets_it_in_parts() -> None:
+    async with told(max_keys=3) as (teller, master):
+        master.faults = ["want"]
+        teller.seal(*range(8))
+        await until(lambda: len(master.blocks) == 8)
+        parts = [w for w in master.heard if w.snapshot]
+        assert [(w.part, w.more) for w in parts] == [(0, True), (1, True), (2, False)]
+        assert len({w.seq for w in parts}) == 1
+
+
+async def test_whatever_fails_the_truth_arrives() -> None:
+    async with told() as (teller, master):
+        for n, fault in enumerate(["unavailable", "deaf", "unknown", "unavailable", "want", "deaf", "unknown"]):
+            master.faults.append(fault)
+            teller.seal(("block", n))
+            await until(lambda: not master.faults)
+            await until(lambda: master.blocks == set(teller.store.keys()))
+        assert teller.rejoins == 2
+
+
+async def test_nothing_is_said_before_the_node_has_joined() -> None:
+    async with told() as (teller, master):
+        teller.is_joined = False
+        heard = len(master.heard)
+        teller.seal(1)
+        await asyncio.sleep(0.1)
+        assert len(master.heard) <= heard + 1  # one may have been on its way
+        assert not master.blocks
+        teller.is_joined = True
+        await until(lambda: master.blocks == set(keys_of(1)))
+
+
+def test_the_wire_form_keeps_everything() -> None:
+    from kvmesh.node.announcing import to_proto
+
+    keys = tuple(keys_of(1, 2))
+    word = to_proto(Announcement("s", 5, 9, keys, keys[:1], True, 3, True))
+    assert (word.store_id, word.incarnation, word.seq, word.part) == ("s", 5, 9, 3)
+    assert (word.sealed, word.removed, word.snapshot, word.more) == (b"".join(keys), keys[0], True, True)
