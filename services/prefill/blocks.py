@@ -174,9 +174,10 @@ class SharedBlocks:
 
     def coming(self, keys: Sequence[bytes]) -> int:
         """How many leading blocks of `keys` are in the host segment or on their way to it."""
-        for n, key in enumerate(keys):
-            pull = self._pulling.get(key)
-            if not self.store.holds(key) and (pull is None or not self._runs(pull)):
+        here = self.store.peek(keys)
+        for n in range(here, len(keys)):
+            pull = self._pulling.get(keys[n])
+            if not self.store.holds(keys[n]) and (pull is None or not self._runs(pull)):
                 return n
         return len(keys)
 

@@ -14,6 +14,7 @@ from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import prefill_pb2 as pb
 from kvmesh.rpc.pb import prefill_pb2_grpc as pb_grpc
 from tests.node.driver import BLOCK, Driver
+from tests.services import until
 
 TIMEOUT_S = 30.0
 
@@ -132,9 +133,26 @@ async def decode(address: str, rank: Driver | None, fingerprint: str, *, hello: 
             call.cancel()
 
 
-async def pools(address: str) -> pb_common.PoolCounters:
-    """GetPools."""
+async def instance(address: str) -> pb_common.GetPoolsResponse:
+    """GetPools: who that is, and what it holds."""
     async with channels.connect(address) as channel:
         answer = await pb_grpc.PrefillStub(channel).GetPools(pb_common.GetPoolsRequest(), timeout=TIMEOUT_S)
-        found: pb_common.PoolCounters = answer.pools
-        return found
+        assert isinstance(answer, pb_common.GetPoolsResponse)
+        return answer
+
+
+async def pools(address: str) -> pb_common.PoolCounters:
+    """What it holds."""
+    return (await instance(address)).pools
+
+
+async def settled(address: str, streams: int) -> None:
+    """Every page and extent is free or idle in a cache, nothing is held or under way."""
+
+    async def full() -> bool:
+        now = await pools(address)
+        pages = now.pages_free + now.pages_cached == now.pages_total
+        extents = now.extents_free == now.extents_total and not (now.store_writing or now.store_leases or now.pulls)
+        return pages and extents and now.handoffs == 0 and now.streams == streams
+
+    await until(full)

@@ -208,7 +208,7 @@ def _landing(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
 
 
 def _done(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
-    step = p.steps.pop(int(a[0]))
+    step = p.steps[int(a[0])]
     without = {int(h) for h in g.get("without", "0").split(",")}
     sampled = tuple(m.Sampled(i.handle, 100 + i.handle) for i in step.items if i.sample and i.handle not in without)
     start, end = p.now - int(g.get("took", 0)) * MS, p.now

@@ -17,11 +17,12 @@ import pytest
 import pytest_asyncio
 
 from kvmesh.rpc.errors import ConfigError, InternalError, InvalidRequest, KvmeshError, ProtocolMismatch, TransferError
+from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.status import from_detail, from_rpc_error
 from services.prefill.config import PrefillConfig
 from services.prefill.main import run
 from tests.node.driver import BLOCK, Driver, rank
-from tests.prefill.client import Decode, decode, pools
+from tests.prefill.client import Decode, decode, settled
 from tests.reference import assert_matches_reference
 from tests.services import Running, running, until
 
@@ -73,16 +74,6 @@ async def client(service: Running, target: Driver) -> AsyncIterator[Decode]:
         yield found
 
 
-async def settled(service: Running, streams: int) -> None:
-    """Every page is free or idle in the cache, nothing is held."""
-
-    async def full() -> bool:
-        now = await pools(service.address)
-        return now.handoffs == 0 and now.pages_free + now.pages_cached == now.pages_total and now.streams == streams
-
-    await until(full)
-
-
 async def test_cold_warm_and_chunked_give_the_reference_tokens(
     checkpoint: Path, service: Running, client: Decode
 ) -> None:
@@ -93,7 +84,7 @@ async def test_cold_warm_and_chunked_give_the_reference_tokens(
         assert done.timings.transfer_bytes == 4 * client.rank.client.ready.shard_bytes if client.rank else 0
         tokens = await client.generate(PROMPT, first.token_id, pages, 8)
         assert_matches_reference(checkpoint, PROMPT, tokens)
-    await settled(service, streams=1)
+    await settled(service.address, streams=1)
 
 
 async def test_chunks_are_pushed_while_later_ones_are_computed(checkpoint: Path, target: Driver) -> None:
@@ -152,7 +143,7 @@ async def test_a_cancel_before_the_landing_drains_at_once(service: Running, clie
     await client.cancel(handle)
     drained = await client.expect(handle, "drained")
     assert drained.handoff_epoch == 0
-    await settled(service, streams=1)
+    await settled(service.address, streams=1)
 
 
 async def test_a_broken_stream_gives_everything_back(service: Running, target: Driver) -> None:
@@ -161,7 +152,7 @@ async def test_a_broken_stream_gives_everything_back(service: Running, target: D
             handle = await client.start(PROMPT, salt=str(n))
             await client.expect(handle, "begin_fill")
         await client.land(handle, 4)
-    await settled(service, streams=0)
+    await settled(service.address, streams=0)
 
 
 async def test_two_streams_use_the_same_handles(service: Running, target: Driver, client: Decode) -> None:
@@ -174,9 +165,28 @@ async def test_two_streams_use_the_same_handles(service: Running, target: Driver
         await client.expect(7, "drained")
         await other.cancel(7)
         await other.expect(7, "drained")
-    await settled(service, streams=1)
+    await settled(service.address, streams=1)
 
 
+def pull(**fields: Any) -> pb_common.PullRange:
+    """A hint for the one full block of a prompt of 20 tokens."""
+    known: dict[str, Any] = {"instance_id": "prefill-y", "address": "127.0.0.1:9", "incarnation": 1}
+    holder = {key: fields.get(key, value) for key, value in known.items()}
+    first, blocks = fields.get("first_block", 0), fields.get("blocks", 1)
+    return pb_common.PullRange(holder=pb_common.InstanceRef(**holder), first_block=first, blocks=blocks)
+
+
+BAD_PULLS: list[tuple[list[pb_common.PullRange], str]] = [
+    ([pull(blocks=2)], "pulls[0].blocks"),
+    ([pull(), pull(first_block=1)], "pulls[1].blocks"),
+    ([pull(blocks=0)], "pulls[0].blocks"),
+    ([pull(first_block=2**32 - 1, blocks=2**32 - 1)], "pulls[0].blocks"),
+    ([pull(address="")], "pulls[0].holder.address"),
+    ([pull(address="unix:/tmp/x")], "pulls[0].holder.address"),
+    ([pull(instance_id="")], "pulls[0].holder.instance_id"),
+    ([pull(incarnation=0)], "pulls[0].holder.incarnation"),
+    ([pull()] * 1025, "pulls"),
+]
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"model_fingerprint": "00ff"}, "model_not_found", "model_fingerprint"),
     ({"token_ids": b"abc"}, "invalid_request", "token_ids"),
@@ -185,6 +195,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"block_keys": b"x" * 15}, "invalid_request", "block_keys"),
     ({"block_keys": b"x" * 32}, "invalid_request", "block_keys"),
     ({"token_ids": b"\x01\0\0\0" * 257}, "context_length_exceeded", "token_ids"),
+    *(({"pulls": pulls}, "invalid_request", field) for pulls, field in BAD_PULLS),
 ]
 
 
@@ -207,7 +218,7 @@ async def test_a_deadline_in_the_queue_is_kept(service: Running, client: Decode)
         assert from_detail((await client.expect(other, "failed")).error).code == "deadline_exceeded"
     await client.cancel(handle)
     await client.expect(handle, "drained")
-    await settled(service, streams=1)
+    await settled(service.address, streams=1)
 
 
 async def refused(client: Decode) -> KvmeshError:
@@ -233,7 +244,7 @@ async def test_hello_is_checked(service: Running) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as info:
             await client.hello(descriptors=[b"not a descriptor"])
         assert isinstance(from_rpc_error(info.value), TransferError)
-    await settled(service, streams=0)
+    await settled(service.address, streams=0)
 
 
 async def test_a_handle_used_twice_ends_the_stream(service: Running, target: Driver, checkpoint: Path) -> None:
@@ -243,7 +254,7 @@ async def test_a_handle_used_twice_ends_the_stream(service: Running, target: Dri
         error = await refused(client)
         assert isinstance(error, InvalidRequest)
         assert error.field == "handle"
-    await settled(service, streams=0)
+    await settled(service.address, streams=0)
 
 
 async def test_an_unreachable_segment_fails_its_handoff_only(service: Running, checkpoint: Path) -> None:
@@ -262,7 +273,7 @@ async def test_an_unreachable_segment_fails_its_handoff_only(service: Running, c
                 kinds.append(str(event.WhichOneof("kind")))
             assert event.failed.drained
             assert from_detail(event.failed.error).code == "handoff_lost"
-        await settled(service, streams=0)
+        await settled(service.address, streams=0)
 
 
 async def test_stop_says_so_and_leaves_nothing(checkpoint: Path, target: Driver) -> None:
@@ -312,7 +323,7 @@ async def test_a_frozen_rank_fails_its_handoffs_and_serves_again_when_it_wakes(
             finally:
                 for pid in ranks:
                     os.kill(pid, signal.SIGCONT)
-            await settled(service, streams=1)
+            await settled(service.address, streams=1)
 
             async def serves() -> bool:
                 handle = await client.start(PROMPT, salt="again")
