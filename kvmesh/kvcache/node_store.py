@@ -269,6 +269,13 @@ class NodeStore:
         """Keys of the up to `n` blocks that will be evicted first, in that order."""
         return list(itertools.islice(self._idle, max(n, 0)))
 
+    def cool(self, keys: Sequence[bytes]) -> None:
+        """Idle ones of these go first from now on, in this order: a copy of them lies elsewhere. (To copy them was a
+        use, which had made them the last to go.)"""
+        for key in reversed(keys):
+            if key in self._idle:
+                self._idle.move_to_end(key, last=False)
+
     # ── what others are told ─────────────────────────────────────────────────────────────────────────
 
     def take_changes(self) -> Changes:

@@ -50,11 +50,15 @@ class Offload:
         self._rng = rng
         self._clock = clock
         self._done: OrderedDict[bytes, float] = OrderedDict()
+        self._copied: list[bytes] = []
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
             await asyncio.sleep(INTERVAL_S)
+            # By now the pool has given back the lease that it read them under, which had made them look used.
+            self._partition.store.cool(self._copied)
+            self._copied = []
             if not self.pools:
                 continue
             keys = self.choose()
@@ -93,7 +97,7 @@ class Offload:
                 log.info("offload to %s: %s", pool.instance.instance_id, error.details())
                 self._peers.forget(peer)
                 return
-        copied = sum(1 for here in answer.held if here)
+        self._copied = [key for key, here in zip(keys, answer.held, strict=False) if here]
         self._done.update((key, now) for key in keys)
-        self.blocks += copied
-        names.NODE_OFFLOADED.inc(copied)
+        self.blocks += len(self._copied)
+        names.NODE_OFFLOADED.inc(len(self._copied))

@@ -20,10 +20,12 @@ from kvmesh.node import messages as m
 from kvmesh.node.blocks import Blocks
 from kvmesh.node.partitions import OnePartition, Partition
 from kvmesh.node.rank_client import RankClient
+from kvmesh.node.registration import Registrar
 from kvmesh.node.segments import Segments
 from kvmesh.rpc import channels
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.rpc.pb import common_pb2 as pb
+from kvmesh.rpc.pb import conductor_pb2 as pb_conductor
 from kvmesh.rpc.server import Server
 from kvmesh.transfer import EngineConfig, Opcode, TransferEngine, TransferRequest, TransferState
 
@@ -79,7 +81,17 @@ class Bench:
 class Node:
     """One node store, as an instance would have it, without a role."""
 
-    def __init__(self, name: str, *, total: int, lease_ms: int, incarnation: int, offload_percent: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        total: int,
+        lease_ms: int,
+        incarnation: int,
+        offload_percent: int,
+        layout: str,
+        shard: int,
+    ) -> None:
         self.name = name
         self.incarnation = incarnation
         self.address = ""
@@ -89,11 +101,15 @@ class Node:
         self.pulled: dict[int, asyncio.Future[Pulled]] = {}
         self._raw: dict[int, asyncio.Future[m.PullEnded]] = {}
         self._lease_ms = lease_ms
+        self.layout = layout
+        self.shard = shard
         self._offload_percent = offload_percent
         self._tickets = itertools.count(1)
         self.server: Server | None = None
         self.blocks: Blocks | None = None
         self.lost = ""
+        self._leaving = asyncio.Event()
+        self._registering: asyncio.Task[None] | None = None
 
     async def start(self, transports: tuple[str, ...], fault: str) -> None:
         self.rank.spawn(1)
@@ -109,7 +125,7 @@ class Node:
                 block_tokens=0,
                 num_pages=0,
                 num_extents=0,
-                memory_bytes=self.store.total * SHARD,
+                memory_bytes=self.store.total * self.shard,
                 threads=1,
                 max_context_tokens=0,
                 transports=transports,
@@ -117,7 +133,7 @@ class Node:
             ),
             30,
         )
-        partition = Partition(LAYOUT, SHARD, self.store, (self.rank.ready.extent_base_offset,))
+        partition = Partition(self.layout, self.shard, self.store, (self.rank.ready.extent_base_offset,))
         self.partition = partition
         self.blocks = Blocks(
             lambda: self.ref,
@@ -172,8 +188,9 @@ class Node:
         extents = self.store.begin(keys)
         where = [(key, self.partition.offset(0, e)) for key, e in zip(keys, extents, strict=True) if e is not None]
         assert len(where) == len(keys), "no room"
-        for start in range(0, len(where), 256):
-            await bench.write(self, where[start : start + 256], SHARD)
+        count = 256 * SHARD // self.shard
+        for start in range(0, len(where), count):
+            await bench.write(self, where[start : start + count], self.shard)
         for key in keys:
             self.store.seal(key)
 
@@ -206,9 +223,9 @@ class Node:
         """The bytes of these sealed blocks are right."""
         for key in keys:
             (extent,) = self.store.hold([key])
-            found = await bench.read(self.rank, self.partition.offset(0, extent), SHARD)
+            found = await bench.read(self.rank, self.partition.offset(0, extent), self.shard)
             self.store.release([extent])
-            assert found == content(key), f"wrong bytes under {key.hex()}"
+            assert found == content(key, self.shard), f"wrong bytes under {key.hex()}"
 
     def range_of(self, first: int, blocks: int) -> PullRange:
         return PullRange(self.name, self.address, self.incarnation, first, blocks)
@@ -216,7 +233,30 @@ class Node:
     def kill_rank(self) -> None:
         os.kill(self.rank.pid, signal.SIGKILL)
 
+    def join(self, store_address: str, role: pb.Role.ValueType = pb.ROLE_PREFILL) -> None:
+        """Become a member of the master there; a conductor is not needed."""
+        assert self.blocks is not None
+        registrar = Registrar(
+            self.ref,
+            role,
+            "machine",
+            pb.ModelCard(),
+            1,
+            1,
+            "127.0.0.1:1",
+            store_address,
+            pb_conductor.HeartbeatRequest,
+            lambda: True,
+            usage=lambda: self.blocks.usage,  # type: ignore[union-attr]
+            on_pools=self.blocks.pools_changed,
+        )
+        self.blocks.start(registrar, store_address)
+        self._registering = asyncio.create_task(registrar.run(self._leaving))
+
     async def close(self) -> None:
+        self._leaving.set()
+        if self._registering is not None:
+            await asyncio.wait({self._registering}, timeout=3)
         if self.blocks is not None:
             await self.blocks.close()
         if self.server is not None:
@@ -235,9 +275,19 @@ async def node(
     fault: str = "",
     incarnation: int = 7,
     offload_percent: int = 100,
+    layout: str = LAYOUT,
+    shard: int = SHARD,
 ) -> AsyncIterator[Node]:
     """Started; on leaving, nothing of it is left."""
-    made = Node(name, total=total, lease_ms=lease_ms, incarnation=incarnation, offload_percent=offload_percent)
+    made = Node(
+        name,
+        total=total,
+        lease_ms=lease_ms,
+        incarnation=incarnation,
+        offload_percent=offload_percent,
+        layout=layout,
+        shard=shard,
+    )
     try:
         await made.start(transports, fault)
         yield made
