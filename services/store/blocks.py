@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvmesh.kvcache.announce import MAX_KEYS, Announcement
 from kvmesh.kvcache.block_map import Verdict
@@ -61,17 +61,19 @@ class Blocks:
         """Clear away what dropped stores left behind, a slice of it; whether there is more."""
         return self.map.sweep(max_keys)
 
-    def read(self, store_id: str, incarnation: int) -> Iterator[Announcement]:
-        """A snapshot of one store in parts, to be taken while other events are applied between them.
+    def read(self, store_id: str, incarnation: int, lives: Callable[[], bool]) -> Iterator[Announcement]:
+        """A snapshot of one living store in parts, to be taken while other events are applied between them.
 
         It may hold later changes too, and half of a later content: whoever applies every announcement relayed since
-        the first part was taken is right in the end, as sealing and removing twice changes nothing."""
-        if self.map.incarnation(store_id) != incarnation or self.map.seq(store_id) == 0:
-            return
+        the first part was taken is right in the end, as sealing and removing twice changes nothing. A store that no
+        longer `lives` is told to its end in a hurry: its end is among the events that follow."""
         seq, log, step = self.map.seq(store_id), self.map.log_of(store_id), MAX_KEYS * KEY_BYTES
+        if seq == 0:
+            return
         for part, start in enumerate(range(0, len(log) or 1, step)):
-            if self.map.incarnation(store_id) != incarnation:
-                return  # its end is among the events that follow
-            keys = self.map.held(store_id, log[start : start + step])
-            more = start + step < len(log)
+            living = lives()
+            keys = self.map.held(store_id, log[start : start + step]) if living else []
+            more = living and start + step < len(log)
             yield Announcement(store_id, incarnation, seq, tuple(keys), snapshot=True, part=part, more=more)
+            if not more:
+                return

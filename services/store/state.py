@@ -44,21 +44,30 @@ class _Life:
     member: Member
     last_beat: float
     usage: Usage | None = None
+    ended_seq: int | None = None  # of its last announcement taken, once it has ended
+
+    def lives(self) -> bool:
+        return self.ended_seq is None
 
 
 class Reading:
     """All that a new watcher must be told: `members` as of `seq`, then `announcements`, taken one by one while the
     state goes on. With them and every event after `seq` the watcher knows what the master knows."""
 
-    def __init__(self, seq: int, members: tuple[Member, ...], blocks: Blocks) -> None:
+    def __init__(self, seq: int, lives: tuple[_Life, ...], blocks: Blocks) -> None:
         self.seq = seq
-        self.members = members
+        self.members = tuple(life.member for life in lives)
+        self._lives = lives
         self._blocks = blocks
 
     def announcements(self) -> Iterator[Announcement]:
         """Snapshots of the members' stores, store by store. Each step costs O(keys of one announcement)."""
-        for member in self.members:
-            yield from self._blocks.read(member.store_id, member.incarnation)
+        for life in self._lives:
+            member = life.member
+            if life.lives():
+                yield from self._blocks.read(member.store_id, member.incarnation, life.lives)
+            elif life.ended_seq:  # nothing, as of its end: what it said before that follows, and then its end
+                yield Announcement(member.store_id, member.incarnation, life.ended_seq, snapshot=True)
 
 
 class MasterState:
@@ -109,7 +118,7 @@ class MasterState:
 
     def read(self) -> Reading:
         """For a watcher that begins now. Events with a seq above the reading's are to be kept for it from here on."""
-        return Reading(self.seq, tuple(self.members), self.blocks)
+        return Reading(self.seq, tuple(self._lives.values()), self.blocks)
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -208,6 +217,7 @@ class MasterState:
 
     def _end(self, life: _Life, change: Change, actions: list[Action]) -> None:
         del self._lives[life.member.instance_id]
+        life.ended_seq = self.blocks.map.seq(life.member.store_id)
         self.blocks.drop(life.member.store_id)
         self._publish(change, life.member, actions)
 

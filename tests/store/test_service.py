@@ -12,11 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvmesh.rpc import channels, protocol, status
 from kvmesh.rpc.errors import ConfigError, InvalidRequest, KvmeshError, ProtocolMismatch, Unavailable, UnknownInstance
 from kvmesh.rpc.pb import common_pb2, store_pb2, store_pb2_grpc
-from kvmesh.rpc.server import Server
 from services.store import main
 from services.store.config import StoreConfig
-from services.store.servicer import StoreMasterServicer
-from services.store.state import Join, MasterState, Member, Role
 from tests.services import Running, running, until
 
 TIMEOUT = 10.0
@@ -84,6 +81,22 @@ async def test_a_nameless_or_roleless_member_is_refused(stub: Any) -> None:
     assert "member.role" in error.message
 
 
+async def test_pool_nodes_are_told_to_those_who_beat(stub: Any) -> None:
+    await stub.Join(joining("prefill-0"), timeout=TIMEOUT)
+    pool = joining("pool-0")
+    pool.member.role = common_pb2.ROLE_POOL
+    await stub.Join(pool, timeout=TIMEOUT)
+    usage = store_pb2.StoreUsage(capacity_bytes=100, free_bytes=2**64 - 1, blocks=3)
+    own = await stub.Beat(store_pb2.BeatRequest(instance=ref("pool-0"), usage=usage), timeout=TIMEOUT)
+    assert not own.pools
+    beat = await stub.Beat(store_pb2.BeatRequest(instance=ref()), timeout=TIMEOUT)
+    assert [(p.instance, p.free_bytes) for p in beat.pools] == [(ref("pool-0"), 100)]
+    status = await stub.GetStatus(store_pb2.GetStoreStatusRequest(), timeout=TIMEOUT)
+    assert [s.member.role for s in status.stores] == [common_pb2.ROLE_PREFILL, common_pb2.ROLE_POOL]
+    assert not status.stores[0].HasField("usage")
+    assert status.stores[1].usage.capacity_bytes == 100
+
+
 async def next_events(stream: Any, count: int) -> list[Any]:
     found: list[Any] = []
     while len(found) < count:
@@ -96,18 +109,18 @@ async def next_events(stream: Any, count: int) -> list[Any]:
 
 async def test_a_watcher_gets_a_snapshot_and_then_every_change(stub: Any) -> None:
     await stub.Join(joining("a"), timeout=TIMEOUT)
-    stream = stub.WatchMembers(store_pb2.WatchMembersRequest())
+    stream = stub.Watch(store_pb2.WatchRequest())
     first = await asyncio.wait_for(stream.read(), TIMEOUT)
-    assert first.snapshot
-    assert [(e.change, e.member.instance.instance_id) for e in first.events] == [(store_pb2.MEMBER_CHANGE_JOINED, "a")]
+    assert first.snapshot and not first.more
+    (event,) = first.events
+    assert (event.member.change, event.member.member.instance.instance_id) == (store_pb2.MEMBER_CHANGE_JOINED, "a")
     await stub.Join(joining("b", 5), timeout=TIMEOUT)
     await stub.Join(joining("b", 6), timeout=TIMEOUT)
     await stub.Leave(store_pb2.LeaveRequest(instance=ref("b", 6)), timeout=TIMEOUT)
-    beats = asyncio.ensure_future(next_events(stream, 5))
-    found = await beats  # the silent "a" dies of its lease
+    found = await next_events(stream, 5)  # the silent "a" dies of its lease
     assert [e.seq for e in found] == list(range(first.seq + 1, first.seq + 6))
-    kinds = {(e.change, e.member.instance.instance_id, e.member.instance.incarnation) for e in found}
-    assert kinds == {
+    told = [e.member for e in found]
+    assert {(m.change, m.member.instance.instance_id, m.member.instance.incarnation) for m in told} == {
         (store_pb2.MEMBER_CHANGE_JOINED, "b", 5),
         (store_pb2.MEMBER_CHANGE_DIED, "b", 5),
         (store_pb2.MEMBER_CHANGE_JOINED, "b", 6),
@@ -118,7 +131,7 @@ async def test_a_watcher_gets_a_snapshot_and_then_every_change(stub: Any) -> Non
 
 
 async def test_a_quiet_stream_still_says_where_it_stands(stub: Any) -> None:
-    stream = stub.WatchMembers(store_pb2.WatchMembersRequest())
+    stream = stub.Watch(store_pb2.WatchRequest())
     first = await asyncio.wait_for(stream.read(), TIMEOUT)
     quiet = await asyncio.wait_for(stream.read(), TIMEOUT)
     assert first.snapshot
@@ -130,7 +143,7 @@ async def test_a_quiet_stream_still_says_where_it_stands(stub: Any) -> None:
 
 async def test_stopping_ends_the_streams_with_a_named_error() -> None:
     async with running(main.run, config()) as store, channels.connect(store.address) as channel:
-        stream = store_pb2_grpc.StoreMasterStub(channel).WatchMembers(store_pb2.WatchMembersRequest())
+        stream = store_pb2_grpc.StoreMasterStub(channel).Watch(store_pb2.WatchRequest())
         await asyncio.wait_for(stream.read(), TIMEOUT)
         await store.stop()
         with pytest.raises(grpc.RpcError) as caught:
@@ -150,46 +163,6 @@ async def test_a_restarted_master_has_another_incarnation_and_knows_nobody() -> 
             assert after.master_incarnation != before.master_incarnation
 
 
-@pytest.fixture
-def clock() -> list[float]:
-    return [0.0]
-
-
-async def test_a_watcher_that_falls_behind_is_closed_and_starts_over(clock: list[float]) -> None:
-    servicer = StoreMasterServicer(
-        MasterState(lease_s=1e9, stall_s=1e9),
-        incarnation=1,
-        heartbeat_interval_ms=10_000,
-        lease_ms=20_000,
-        watch_queue=4,
-        clock=lambda: clock[0],
-    )
-    server = Server("127.0.0.1", 0)
-    store_pb2_grpc.add_StoreMasterServicer_to_server(servicer, server.grpc)
-    await server.start()
-    async with channels.connect(server.address) as channel:
-        stub = store_pb2_grpc.StoreMasterStub(channel)
-        slow = stub.WatchMembers(store_pb2.WatchMembersRequest())
-        assert (await asyncio.wait_for(slow.read(), TIMEOUT)).snapshot
-        for i in range(9):  # without a turn of the loop: the stream cannot keep up
-            servicer._step(Join(Member(f"m{i}", "h:1", 1, Role.DECODE, "n", "s")))
-        with pytest.raises(grpc.RpcError) as caught:
-            await asyncio.wait_for(slow.read(), TIMEOUT)
-        assert isinstance(status.from_rpc_error(caught.value), Unavailable)
-
-        async def nobody_watches() -> bool:
-            return servicer.watchers == 0
-
-        await until(nobody_watches)
-        again = stub.WatchMembers(store_pb2.WatchMembersRequest())
-        first = await asyncio.wait_for(again.read(), TIMEOUT)
-        assert first.snapshot
-        assert len(first.events) == 9
-        assert first.seq == 9
-        again.cancel()
-    await server.stop(0)
-
-
 async def test_health_metrics_and_a_port_in_use(store: Running) -> None:
     async with channels.connect(store.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
@@ -202,6 +175,7 @@ async def test_health_metrics_and_a_port_in_use(store: Running) -> None:
         await store_pb2_grpc.StoreMasterStub(channel).Join(joining(), timeout=TIMEOUT)
     text = await asyncio.to_thread(_fetch, f"http://{store.metrics}/metrics")
     assert "kvmesh_store_member_changes_total" in text
+    assert 'kvmesh_store_members_count{role="pool"}' in text
     with pytest.raises(ConfigError, match=str(store.port)):
         async with running(main.run, config(port=store.port)):
             pass
@@ -213,7 +187,9 @@ def _fetch(url: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"heartbeat_interval_ms": 0}, {"lease_ms": 100}, {"watch_queue": 0}], ids=lambda w: next(iter(w))
+    "wrong",
+    [{"heartbeat_interval_ms": 0}, {"lease_ms": 100}, {"watch_queue": 0}, {"max_members": 0}],
+    ids=lambda w: next(iter(w)),
 )
 def test_config_names_the_field(wrong: dict[str, int]) -> None:
     (name,) = wrong

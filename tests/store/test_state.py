@@ -1,10 +1,27 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmesh.rpc.errors import InvalidRequest, UnknownInstance
-from services.store.state import Action, Beat, Change, Join, Leave, MasterState, Member, Publish, Refuse, Role, Tick
-from services.store.watchers import Mailbox
+from kvmesh.kvcache.announce import Announcement
+from kvmesh.rpc.errors import InvalidRequest, Overloaded, UnknownInstance
+from services.store.domain import (
+    Action,
+    Announce,
+    Beat,
+    Change,
+    Join,
+    Leave,
+    Member,
+    Publish,
+    Refuse,
+    Role,
+    StoreStatus,
+    Tick,
+    Usage,
+)
+from services.store.state import MAX_POOLS, MasterState
 
 LEASE = 2.0
 
@@ -107,15 +124,97 @@ def test_the_masters_own_silence_kills_nobody() -> None:
 @pytest.mark.parametrize(
     ("broken", "field"),
     [
-        (member(name=""), "instance_id"),
-        (member(address=""), "address"),
-        (member(incarnation=0), "incarnation"),
+        (member(name=""), "member.instance.instance_id"),
+        (member(name="a" * 300), "member.instance.instance_id"),
+        (member(name="a\x00"), "member.instance.instance_id"),
+        (member(address=""), "member.instance.address"),
+        (member(address="nowhere"), "member.instance.address"),
+        (member(address="h:99999"), "member.instance.address"),
+        (member(address="h:1\r\n"), "member.instance.address"),
+        (member(incarnation=0), "member.instance.incarnation"),
+        (replace(member(), store_id="b"), "member.store_id"),
+        (replace(member(), node_id="n" * 1000), "member.node_id"),
     ],
 )
 def test_a_member_must_say_who_it_is(broken: Member, field: str) -> None:
-    error = refusal(Told()(Join(broken), 0.0))
+    told = Told()
+    error = refusal(told(Join(broken), 0.0))
     assert isinstance(error, InvalidRequest)
-    assert field in str(error)
+    assert error.field == field
+    assert str(error).startswith(f"{field}=")
+    assert told.state.members == []
+
+
+def test_members_are_bounded() -> None:
+    told = Told()
+    told.state = MasterState(lease_s=LEASE, stall_s=1e9, max_members=2)
+    told(Join(member("a")), 0.0)
+    told(Join(member("b")), 0.0)
+    assert isinstance(refusal(told(Join(member("c")), 0.1)), Overloaded)
+    assert changes(told(Join(member("a", 2)), 0.2)) == [(Change.DIED, "a", 1), (Change.JOINED, "a", 2)]
+    told(Leave("b", 1), 0.3)
+    assert changes(told(Join(member("c")), 0.4)) == [(Change.JOINED, "c", 1)]
+
+
+def test_pools_are_the_living_pool_nodes_with_the_most_room() -> None:
+    told = Told()
+    told(Join(member("prefill")), 0.0)
+    told(Beat("prefill", 1, Usage(100, 100, 0)), 0.0)
+    for i in range(20):
+        told(Join(replace(member(f"pool-{i}"), role=Role.POOL)), 0.0)
+        told(Beat(f"pool-{i}", 1, Usage(100, i, 3)), 0.0)
+    found = [(m.instance_id, free) for m, free in told.state.pools("pool-18")]
+    assert found == [(f"pool-{i}", i) for i in (19, 17, 16, 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3)]
+    assert len(found) == MAX_POOLS
+    told(Leave("pool-19", 1), 0.1)
+    told(Beat("pool-17", 1, Usage(100, 0, 9)), 0.1)
+    told(Beat("pool-16", 1), 0.1)  # says nothing of its usage: the last word counts
+    assert [m.instance_id for m, _ in told.state.pools("")][:2] == ["pool-18", "pool-16"]
+    assert told.state.statuses()[0] == StoreStatus(member("prefill"), 0, 0, Usage(100, 100, 0))
+
+
+KEY = b"k" * 16
+
+
+def announce(told: Told, name: str = "a", incarnation: int = 1, seq: int = 1, now: float = 0.0) -> list[Action]:
+    return told(Announce(Announcement(name, incarnation, seq, (KEY,))), now)
+
+
+def test_only_the_living_are_heard() -> None:
+    told = Told()
+    assert isinstance(refusal(announce(told)), UnknownInstance)
+    told(Join(member(incarnation=3)), 0.0)
+    assert isinstance(refusal(announce(told, incarnation=2)), UnknownInstance)
+    assert isinstance(refusal(announce(told, incarnation=4)), UnknownInstance)
+    assert told.state.blocks.map.holders(KEY) == []
+    assert refusal(announce(told, incarnation=3)) is None
+    assert told.state.blocks.map.holders(KEY) == ["a"]
+    # An announcement is no heartbeat.
+    assert isinstance(refusal(announce(told, incarnation=3, seq=2, now=LEASE + 0.1)), UnknownInstance)
+    assert told.state.blocks.map.holders(KEY) == []
+
+
+@pytest.mark.parametrize("end", [Leave("a", 1), Join(member(incarnation=2)), Tick()], ids=["left", "replaced", "died"])
+def test_blocks_end_with_the_life_that_announced_them(end: Leave | Join | Tick) -> None:
+    told = Told()
+    told(Join(member()), 0.0)
+    announce(told)
+    actions = told(end, LEASE + 0.1 if end == Tick() else 0.1)
+    assert isinstance(actions[0], Publish)
+    assert told.state.blocks.map.holders(KEY) == []
+    assert told.state.blocks.map.replicas == 0
+    # Late words of the dead life change nothing.
+    assert isinstance(refusal(announce(told, seq=2, now=LEASE + 0.2)), UnknownInstance)
+    assert told.state.blocks.map.replicas == 0
+
+
+def test_the_masters_own_silence_leaves_blocks_alone() -> None:
+    told = Told(stall_s=1.0)
+    told(Join(member()), 0.0)
+    announce(told)
+    told(Tick(), 0.5)
+    told(Tick(), 60.0)
+    assert told.state.blocks.map.holders(KEY) == ["a"]
 
 
 names = st.sampled_from(["a", "b", "c"])
@@ -150,22 +249,3 @@ def test_the_event_stream_alone_rebuilds_the_members(steps: list[tuple[Join, flo
         # Whoever beat within the lease lives: only the silent, the replaced and the leaving end.
         if isinstance(event, Beat) and followed.get(event.instance_id) == member(event.instance_id, event.incarnation):
             assert refusal(told(event, now)) is None
-
-
-@given(st.integers(1, 5), st.lists(st.booleans(), max_size=40))
-def test_a_mailbox_delivers_without_gaps_or_says_so(limit: int, puts: list[bool]) -> None:
-    box, seq, received = Mailbox(limit), 0, 0
-    for is_put in puts:
-        if is_put:
-            seq += 1
-            box.put(Publish(seq, Change.JOINED, member()))
-        else:
-            for event in box.take():
-                received += 1
-                assert event.seq == received
-        if box.overrun:
-            assert box.take() == []
-            return
-        assert seq - received <= limit
-    received += len(box.take())
-    assert received == seq
