@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmesh.kvcache.announce import Announcement
-from kvmesh.kvcache.block_map import BlockMap, Verdict
+from kvmesh.kvcache.block_map import Verdict
+from kvmesh.kvcache.steady_map import SteadyBlockMap
 from services.conductor.domain import Life
 from services.conductor.pending import Pending
+
+SWEEP_KEYS = 16_384  # in one tick: some milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +67,10 @@ class Survey:
 
 
 class Index:
-    """A `BlockMap` with `Pending` blocks over it."""
+    """A `BlockMap` with `Pending` blocks over it. A life's bits may change with every `hear`: ask again."""
 
     def __init__(self) -> None:
-        self.truth = BlockMap()
+        self.truth = SteadyBlockMap()
         self.pending = Pending()
 
     def survey(self, keys: Sequence[bytes]) -> Survey:
@@ -108,6 +111,12 @@ class Index:
             else:
                 self.pending.arrived(slot, announcement.sealed)
         return verdict is not Verdict.GAP
+
+    def expire(self, now: float, *, promises: bool) -> None:
+        """Clear away a slice of what was dropped; with `promises`, confirmed blocks whose time is over go too."""
+        self.truth.sweep(SWEEP_KEYS)
+        if promises:
+            self.pending.expire(now)
 
     def drop(self, life: Life) -> None:
         """Whatever that life held is gone."""

@@ -308,8 +308,8 @@ class ConductorState:
         self._ledger.outgoing.expire(now)
         for life in self._members.expire(now):
             self._index.drop(life)
-        if self._members.connected:  # else nothing could take the place of what is known
-            self._index.pending.expire(now)
+        # While the master is not heard nothing could take the place of what was promised.
+        self._index.expire(now, promises=self._members.connected)
         for instance in self._fleet:
             self._ledger.expire(instance, now)
             if now - instance.last_seen > self._settings.forget_s:
