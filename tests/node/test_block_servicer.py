@@ -14,6 +14,7 @@ from kvmesh.rpc.errors import InvalidRequest, KvmeshError, Overloaded, UnknownIn
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.rpc.pb import common_pb2 as pb_common
+from tests import hostile
 from tests.node.stores import LAYOUT, SHARD, Bench, Node, bench, keys_of, node, stub, until
 
 KEYS = keys_of(*range(4))
@@ -153,7 +154,17 @@ async def test_bad_input_is_refused_by_name(
 async def test_random_bytes_on_every_call(holder: Node) -> None:
     rng = random.Random(5)
     channel = channels.connect(holder.address)
+    service = pb.DESCRIPTOR.services_by_name["NodeStore"]
+    valid = {
+        "Lease": lease(lease_ms=20),
+        "RenewLease": pb.RenewBlocksRequest(lease_id=1, lease_ms=20),
+        "ReleaseLease": pb.ReleaseBlocksRequest(lease_id=1),
+        "Pull": pull(timeout_ms=20),
+        "ListBlocks": pb.ListBlocksRequest(),
+        "GetStore": pb.GetNodeStoreRequest(),
+    }
     try:
+        await hostile.assault(channel, service, valid, seed=11)
         for method in ("Lease", "RenewLease", "ReleaseLease", "Pull", "GetStore"):
             call: Callable[..., object] = channel.unary_unary(f"/kvmesh.v1.NodeStore/{method}")
             for size in (0, 1, 7, 64, 1_000, 100_000):

@@ -191,11 +191,49 @@ async def test_a_new_incarnation_replaces_the_old_for_good(mesh: Mesh, store: Ru
         await mesh.settled(("prefill-0", 1))
         async with alive(Instance(conductor.address, store.address, incarnation=2)):
             await mesh.settled(("prefill-0", 2))
-            events = mesh.store.WatchMembers(store_pb2.WatchMembersRequest())
+            events = mesh.store.Watch(store_pb2.WatchRequest())
             seqs = {(await asyncio.wait_for(events.read(), TIMEOUT)).seq for _ in range(5)}
             events.cancel()
             assert len(seqs) == 1  # the old one does not take the name back
     assert await mesh.ready() == []
+
+
+async def test_beats_carry_the_usage_and_bring_the_pool_nodes(mesh: Mesh, store: Running, conductor: Running) -> None:
+    """A pool node joins the master alone; an instance hears of it, with the bytes that it has left."""
+    ref = common_pb2.InstanceRef(instance_id="pool-0", address="127.0.0.1:8", incarnation=4)
+    free = [70]
+    usage = lambda: store_pb2.StoreUsage(capacity_bytes=100, free_bytes=free[0], blocks=3)  # noqa: E731
+    pool = Registrar.pool_node(ref, "node", store.address, usage)
+    heard: list[list[tuple[str, int]]] = []
+    instance = Instance(conductor.address, store.address)
+    instance.registrar = Registrar(
+        instance.ref, common_pb2.ROLE_PREFILL, "node", common_pb2.ModelCard(name="demo", fingerprint="f",
+        block_tokens=16, max_context_tokens=1000), 100, 8, conductor.address, store.address, instance.report,
+        lambda: True, on_pools=lambda pools: heard.append([(p.instance.instance_id, p.free_bytes) for p in pools]),
+    )  # fmt: skip
+    async with alive(instance):
+        stop = asyncio.Event()
+        beating = asyncio.create_task(pool.run(stop))
+        await until(lambda: _so(heard[-1:] == [[("pool-0", 70)]]))
+        assert pool.registered == {"store": True}
+        free[0] = 5
+        pool.urge_store()
+        pool.urge()  # nobody to hurry for, and no error
+        await until(lambda: _so(heard[-1:] == [[("pool-0", 5)]]))
+        assert await mesh.ready() == [("prefill-0", 1)], "the conductor never hears of it"
+        (told,) = [
+            s
+            for s in (await mesh.store.GetStatus(store_pb2.GetStoreStatusRequest())).stores
+            if s.member.role == common_pb2.ROLE_POOL
+        ]
+        assert (told.usage.capacity_bytes, told.usage.blocks) == (100, 3)
+        stop.set()
+        await asyncio.wait_for(beating, TIMEOUT)
+        await until(lambda: _so(heard[-1:] == [[]]))
+
+
+async def _so(what: bool) -> bool:
+    return what
 
 
 class Deaf(conductor_pb2_grpc.ConductorServicer):
