@@ -16,15 +16,17 @@ from kvmesh.node import messages as m
 from services.prefill import events as ev
 from tests.prefill.script import BOOT_NS, make_state, prompt
 
-BLOCK, PAGES, EXTENTS, PATIENCE_MS = 4, 10, 7, 300
+BLOCK, PATIENCE_MS = 4, 300
 Copy = m.SealCopy | m.LoadCopy
 
 
 class SharedPool(RuleBasedStateMachine):
+    pages, extents_total = 10, 7
+
     def __init__(self) -> None:
         super().__init__()
-        limits = {"pages": PAGES, "block": BLOCK, "chunk": 8, "batch": 16, "long": 8, "queued": 6}
-        self.state = make_state(**limits, extents=EXTENTS, patience=PATIENCE_MS)
+        limits = {"pages": self.pages, "block": BLOCK, "chunk": 8, "batch": 16, "long": 8, "queued": 6}
+        self.state = make_state(**limits, extents=self.extents_total, patience=PATIENCE_MS)
         self.now = BOOT_NS
         self.starts: dict[str, ev.Start] = {}  # by request id
         self.inbox: deque[m.PrefillStep | Copy] = deque()
@@ -122,7 +124,7 @@ class SharedPool(RuleBasedStateMachine):
             assert self.extents[extent] == prompt(key.decode(), BLOCK)[0], f"{key!r} is sealed with other bytes"
             assert not writers[extent], f"{key!r} is sealed and being written"
             holders[extent] += 1
-        for extent in range(EXTENTS):
+        for extent in range(self.extents_total):
             assert store._pool.refcount(extent) == holders[extent], f"extent {extent}: {holders[extent]} holders"
 
     @invariant()

@@ -71,6 +71,12 @@ def seals_pages_that_nobody_holds(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SharedBlocks, "seal", broken)
 
 
+class Tight(Machine):
+    """Few pages are soon given to somebody else: what is broken shows after fewer steps."""
+
+    pages = 6
+
+
 @pytest.mark.parametrize(
     "breakage",
     [
@@ -91,4 +97,4 @@ def test_a_broken_brain_is_found(
         phases=[Stage.generate], report_multiple_bugs=False, print_blob=False,
     )  # fmt: skip
     with pytest.raises(AssertionError):
-        run_state_machine_as_test(Machine, settings=tries)
+        run_state_machine_as_test(Tight, settings=tries)

@@ -18,7 +18,7 @@ from kvmesh.kvcache.sources import PullRange
 from kvmesh.node import messages as m
 from services.prefill import events as ev
 from services.prefill.handoff import Phase
-from tests.prefill.pool_model import BLOCK, EXTENTS, PAGES, PATIENCE_MS, Copy, SharedPool
+from tests.prefill.pool_model import BLOCK, PATIENCE_MS, Copy, SharedPool
 from tests.prefill.script import MS, prompt
 
 ENDINGS = (ev.SendDrained, ev.SendFailed)
@@ -363,11 +363,11 @@ class Machine(SharedPool):
         for life in self.lives.values():
             assert life.ended is not None
         pool, cache = self.state.pool, self.state.cache
-        assert pool.free + cache.evictable == PAGES
+        assert pool.free + cache.evictable == self.pages
         cache.clear()
-        assert pool.free == PAGES
+        assert pool.free == self.pages
         store = self.state.store
-        assert store.free == EXTENTS and not store.stats.writing and not self.state.pulls
+        assert store.free == self.extents_total and not store.stats.writing and not self.state.pulls
         store.check_integrity()
 
 
