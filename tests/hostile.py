@@ -262,5 +262,12 @@ def _parses(method: MethodDescriptor, request: Requests) -> bool:
 
 
 def _shown(request: Requests) -> str:
-    text = repr(request)
-    return text if len(text) < 300 else text[:297] + "..."
+    return ", ".join(map(_one_shown, _parts(request)))
+
+
+def _one_shown(request: Request) -> str:
+    if isinstance(request, bytes):
+        return f"{len(request)} bytes {request[:64]!r}"
+    size = request.ByteSize()
+    shown = " ".join(str(request).split()) if size < 1000 else "..."
+    return f"{type(request).__name__} of {size} bytes {{{shown}}}"

@@ -1,0 +1,163 @@
+"""Nonsense at every RPC of the store master: an error that names the field, a living service, nothing kept."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+import pytest
+from google.protobuf.message import Message
+
+from kvmesh.rpc import channels
+from kvmesh.rpc.pb import common_pb2, store_pb2
+from services.store import main
+from services.store.config import StoreConfig
+from services.store.state import MAX_REPLACED
+from tests.hostile import Case, assault, refused, send
+from tests.services import running
+from tests.store.mesh import joining, keys
+
+SERVICE = store_pb2.DESCRIPTOR.services_by_name["StoreMaster"]
+HUGE = 2**64 - 1
+KEY = keys(1)[0]
+
+
+@pytest.fixture
+async def channel() -> AsyncIterator[grpc.aio.Channel]:
+    config = StoreConfig(heartbeat_interval_ms=50, lease_ms=60_000, max_store_blocks=100_000, max_members=50)
+    async with running(main.run, config) as service, channels.connect(service.address) as channel:
+        yield channel
+
+
+async def ask(channel: grpc.aio.Channel, method: str, request: Message, answer: type[Message]) -> Any:
+    outcome = await send(channel, SERVICE, method, request)
+    assert outcome.code == "OK", outcome
+    return answer.FromString(outcome.messages[0])
+
+
+async def status_of(channel: grpc.aio.Channel) -> store_pb2.GetStoreStatusResponse:
+    found = await ask(channel, "GetStatus", store_pb2.GetStoreStatusRequest(), store_pb2.GetStoreStatusResponse)
+    assert isinstance(found, store_pb2.GetStoreStatusResponse)
+    return found
+
+
+def join(**member: Any) -> store_pb2.JoinRequest:
+    request = joining("a")
+    for path, value in member.items():
+        target: Any = request.member.instance if path in ("instance_id", "address", "incarnation") else request.member
+        setattr(target, path, value)
+    return request
+
+
+def announce(**fields: Any) -> store_pb2.AnnounceRequest:
+    said = {"store_id": "a", "incarnation": 1, "seq": 1, **fields}
+    return store_pb2.AnnounceRequest(announcement=store_pb2.Announcement(**said))
+
+
+BAD = "INVALID_ARGUMENT"
+CASES = [
+    Case("Join", joining("a", version=HUGE >> 33), "FAILED_PRECONDITION", "protocol_version"),
+    Case("Join", store_pb2.JoinRequest(), "FAILED_PRECONDITION", "protocol_version"),
+    Case("Join", store_pb2.JoinRequest(protocol_version=common_pb2.PROTOCOL_VERSION_1), BAD, "member.role"),
+    Case("Join", join(role=77), BAD, "member.role"),
+    Case("Join", join(instance_id=""), BAD, "member.instance.instance_id"),
+    Case("Join", join(instance_id="x" * 1_000_000), BAD, "member.instance.instance_id"),
+    Case("Join", join(instance_id="x\ny"), BAD, "member.instance.instance_id"),
+    Case("Join", join(incarnation=0), BAD, "member.instance.incarnation"),
+    Case("Join", join(address="h"), BAD, "member.instance.address"),
+    Case("Join", join(address="h:0"), BAD, "member.instance.address"),
+    Case("Join", join(address="h:٣"), BAD, "member.instance.address"),
+    Case("Join", join(store_id="another"), BAD, "member.store_id"),
+    Case("Join", join(node_id="n" * 10_000), BAD, "member.node_id"),
+    Case("Beat", store_pb2.BeatRequest(), "NOT_FOUND", "instance"),
+    Case("Beat", store_pb2.BeatRequest(instance=join(incarnation=HUGE).member.instance), "NOT_FOUND", "instance"),
+    Case("Beat", store_pb2.BeatRequest(instance=join(instance_id="y" * 100_000).member.instance), "NOT_FOUND"),
+    Case("Announce", store_pb2.AnnounceRequest(), BAD, "announcement.store_id"),
+    Case("Announce", announce(store_id="z" * 100_000), BAD, "announcement.store_id"),
+    Case("Announce", announce(store_id="nobody"), "NOT_FOUND", "announcement.store_id"),
+    Case("Announce", announce(incarnation=0), BAD, "announcement.incarnation"),
+    Case("Announce", announce(incarnation=2), "NOT_FOUND", "announcement.store_id"),
+    Case("Announce", announce(incarnation=HUGE), "NOT_FOUND", "announcement.store_id"),
+    Case("Announce", announce(sealed=b"x" * 15), BAD, "announcement.sealed"),
+    Case("Announce", announce(sealed=b"x" * 33), BAD, "announcement.sealed"),
+    Case("Announce", announce(removed=b"x"), BAD, "announcement.removed"),
+    Case("Announce", announce(sealed=bytes(16 * 65_537)), BAD, "announcement.sealed"),
+    Case("Announce", announce(removed=bytes(32 << 20)), BAD, "announcement.removed"),
+    Case("Announce", announce(seq=0, sealed=KEY), BAD, "announcement.seq"),
+    Case("Announce", announce(seq=0, snapshot=True), BAD, "announcement.seq"),
+    Case("Announce", announce(part=3), BAD, "announcement.part"),
+    Case("Announce", announce(more=True), BAD, "announcement.more"),
+    Case("Announce", announce(snapshot=True, part=2**32 - 1), BAD, "announcement.part"),
+    Case("Announce", announce(snapshot=True, removed=KEY), BAD, "announcement.removed"),
+    Case("Lookup", store_pb2.LookupRequest(keys=b"x" * 17), BAD, "keys"),
+    Case("Lookup", store_pb2.LookupRequest(keys=bytes(16 * 4097)), BAD, "keys"),
+    Case("Lookup", store_pb2.LookupRequest(keys=bytes(48 << 20)), BAD, "keys"),
+    Case("Leave", store_pb2.LeaveRequest(), "OK"),
+    Case("Leave", store_pb2.LeaveRequest(instance=join(incarnation=HUGE).member.instance), "OK"),
+    Case("Announce", bytes(70 << 20), "RESOURCE_EXHAUSTED"),
+]
+
+
+async def test_each_wrong_field_is_named_and_nothing_is_kept(channel: grpc.aio.Channel) -> None:
+    await ask(channel, "Join", joining("a"), store_pb2.JoinResponse)
+    before = await status_of(channel)
+    await refused(channel, SERVICE, CASES)
+    assert await status_of(channel) == before
+    assert [s.member.instance.instance_id for s in before.stores] == ["a"]
+
+
+async def test_noise_at_every_method(channel: grpc.aio.Channel) -> None:
+    await ask(channel, "Join", joining("a"), store_pb2.JoinResponse)
+    ref = joining("a").member.instance
+    valid = {
+        "Join": joining("a"),
+        "Beat": store_pb2.BeatRequest(instance=ref, seq=1, usage=store_pb2.StoreUsage(capacity_bytes=1, free_bytes=1)),
+        "Announce": announce(sealed=KEY, removed=KEY),
+        "Watch": store_pb2.WatchRequest(),
+        "Lookup": store_pb2.LookupRequest(keys=KEY),
+        "GetStatus": store_pb2.GetStoreStatusRequest(),
+        "ListMembers": store_pb2.ListMembersRequest(),
+        "Leave": store_pb2.LeaveRequest(instance=ref),
+    }
+    seen = await assault(channel, SERVICE, valid, seed=7)
+    assert {method for method, _ in seen} == set(valid)
+    assert {("Announce", "INVALID_ARGUMENT"), ("Announce", "NOT_FOUND"), ("Join", "OK")} <= set(seen)
+    status = await status_of(channel)
+    assert len(status.stores) <= 50
+    assert status.replicas <= 1
+
+
+async def test_huge_numbers_from_a_member_do_no_harm(channel: grpc.aio.Channel) -> None:
+    """What is well-formed and absurd is heard, and costs what it says, no more."""
+    await ask(channel, "Join", joining("a", incarnation=HUGE), store_pb2.JoinResponse)
+    ref = joining("a", incarnation=HUGE).member.instance
+    usage = store_pb2.StoreUsage(capacity_bytes=HUGE, free_bytes=HUGE, blocks=2**32 - 1)
+    await ask(channel, "Beat", store_pb2.BeatRequest(instance=ref, seq=HUGE, usage=usage), store_pb2.BeatResponse)
+    gap = announce(incarnation=HUGE, seq=HUGE, sealed=KEY)
+    assert (await ask(channel, "Announce", gap, store_pb2.AnnounceResponse)).want_snapshot
+    whole = announce(incarnation=HUGE, seq=HUGE, sealed=KEY * 1000, snapshot=True)
+    assert (await ask(channel, "Announce", whole, store_pb2.AnnounceResponse)).seq == HUGE
+    assert (await status_of(channel)).replicas == 1
+    found = await ask(channel, "Lookup", store_pb2.LookupRequest(keys=KEY), store_pb2.LookupResponse)
+    assert list(found.holders[0].store_ids) == ["a"]
+    await ask(channel, "Leave", store_pb2.LeaveRequest(instance=ref), store_pb2.LeaveResponse)
+    assert (await status_of(channel)).replicas == 0
+
+
+async def test_no_member_can_fill_the_map(channel: grpc.aio.Channel) -> None:
+    await ask(channel, "Join", joining("a"), store_pb2.JoinResponse)
+    full = announce(sealed=b"".join(keys(65_536)))
+    await ask(channel, "Announce", full, store_pb2.AnnounceResponse)
+    more = announce(seq=2, sealed=b"".join(keys(65_536, salt=1)))
+    parts = [announce(seq=9, snapshot=True, part=i, more=True, sealed=b"".join(keys(65_536, i))) for i in range(2)]
+    await ask(channel, "Announce", parts[0], store_pb2.AnnounceResponse)
+    cases = [Case("Announce", request, BAD, "announcement.sealed") for request in (more, parts[1])]
+    await refused(channel, SERVICE, cases)
+    assert (await status_of(channel)).replicas == 65_536
+
+
+async def test_no_caller_can_fill_the_membership(channel: grpc.aio.Channel) -> None:
+    for i in range(50):
+        await ask(channel, "Join", joining(f"m{i}"), store_pb2.JoinResponse)
+    await refused(channel, SERVICE, [Case("Join", joining("one-more"), "RESOURCE_EXHAUSTED")])
+    assert len((await status_of(channel)).stores) == 50
+    assert MAX_REPLACED < 10_000  # names taken over are remembered, but not all of them for ever
