@@ -271,6 +271,11 @@ def check_config(config: InstanceConfig) -> None:
     for key in ("threads", "memory_mb"):
         if getattr(config, key) < 1:
             raise _bad(key, getattr(config, key), "at least 1")
+    if not 1 <= config.store_high_percent <= 100:
+        raise _bad("store_high_percent", config.store_high_percent, "in 1..100")
+    if not 0 <= config.store_low_percent <= config.store_high_percent:
+        why = f"in 0..{config.store_high_percent} (store_high_percent)"
+        raise _bad("store_low_percent", config.store_low_percent, why)
     for key in ("num_pages", "num_extents", "max_context_tokens", "rank_silence_ms"):
         if getattr(config, key) < 0:
             raise _bad(key, getattr(config, key), "not negative")
