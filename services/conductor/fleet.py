@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from kvmesh.rpc.errors import InvalidRequest, KvmeshError
+from kvmesh.rpc.errors import InvalidRequest, KvmeshError, Overloaded
 from services.conductor.domain import Life, ModelCard, Register
 from services.conductor.instance import Instance, ModelFits
 
 MAX_REPLACED = 4096
+MAX_INSTANCES = 4096
+MAX_TEXT = 256  # characters of a name, an address, a fingerprint
 
 WhyNot = Callable[[Instance], str]
 
@@ -46,6 +48,8 @@ class Fleet:
         if ref.life in self._replaced:
             why = f"a later incarnation has taken the name {ref.instance_id!r}"
             return InvalidRequest.of("instance.incarnation", ref.incarnation, why)
+        if len(self) >= MAX_INSTANCES and self.named(ref.instance_id) is None:
+            return Overloaded(f"{MAX_INSTANCES} instances are registered here already", retry_after_ms=1000)
         return None
 
     def is_same(self, event: Register) -> bool:
@@ -106,4 +110,13 @@ def _invalid(event: Register) -> InvalidRequest | None:
         ("model.block_tokens", model.block_tokens, "must be at least 1", model.block_tokens < 1),
         ("capacity_blocks", event.capacity_blocks, "must be at least 1", event.capacity_blocks < 1),
     ]
+    texts = (
+        ("instance.instance_id", ref.instance_id),
+        ("instance.address", ref.address),
+        ("node_id", event.node_id),
+        ("model.name", model.name),
+        ("model.fingerprint", model.fingerprint),
+        ("model.kv_dtype", model.kv_dtype),
+    )
+    wrong += [(name, text, f"is longer than {MAX_TEXT} characters", len(text) > MAX_TEXT) for name, text in texts]
     return next((InvalidRequest.of(name, value, why) for name, value, why, bad in wrong if bad), None)

@@ -29,6 +29,9 @@ from services.conductor.domain import (
 from services.conductor.explain import Candidate, Decision
 
 MAX_UINT32 = 0xFFFFFFFF
+MAX_BLOCKS = 1 << 18  # of one prompt
+MAX_REQUEST_ID = 512
+MAX_REASON = 500
 
 _ROLES = {
     pb_common.ROLE_PREFILL: Role.PREFILL,
@@ -99,7 +102,7 @@ def heartbeat_in(request: pb.HeartbeatRequest) -> Heartbeat:
         ref=ref_in(request.instance),
         seq=request.seq,
         ready=request.ready,
-        not_ready_reason=request.not_ready_reason,
+        not_ready_reason=request.not_ready_reason[:MAX_REASON],
         load=load_in(request.load),
         prefill_samples=tuple(
             PrefillSample(
@@ -163,12 +166,16 @@ def load_out(load: Load) -> pb.Load:
 
 
 def schedule_in(request: pb.ScheduleRequest) -> Schedule:
-    """Raises InvalidRequest when the keys are not whole or the request has no name."""
+    """Raises InvalidRequest when the keys are not whole or too many, or the request has no name or a very long one."""
     packed = request.block_keys
     if len(packed) % KEY_BYTES:
         raise InvalidRequest.of("block_keys", len(packed), f"its length must be a multiple of {KEY_BYTES} bytes")
+    if len(packed) > MAX_BLOCKS * KEY_BYTES:
+        raise InvalidRequest.of("block_keys", len(packed) // KEY_BYTES, f"a prompt has at most {MAX_BLOCKS} blocks")
     if not request.request_id:
         raise InvalidRequest.of("request_id", request.request_id, "must not be empty")
+    if len(request.request_id) > MAX_REQUEST_ID:
+        raise InvalidRequest.of("request_id", request.request_id, f"is longer than {MAX_REQUEST_ID} characters")
     return Schedule(
         request_id=request.request_id,
         attempt=request.attempt,

@@ -15,6 +15,7 @@ from services.conductor.domain import (
     Placed,
     Refuse,
     Role,
+    Source,
     StoreLost,
 )
 from tests.conductor.brain import BLOCK, IDLE, Brain, card, chain, joined, reset
@@ -223,7 +224,9 @@ moves = st.one_of(
     st.tuples(st.just("finish"), names, st.integers(1, 20)),
     st.tuples(st.just("sample"), names, st.integers(1, 20)),
     st.tuples(st.just("gone"), names, st.integers(1, 3)),
-    st.tuples(st.just("joined"), names, st.integers(1, 3)),
+    st.tuples(st.just("joined"), st.sampled_from((*NAMES, "mx", "m0")), st.integers(1, 3)),
+    st.tuples(st.just("seal"), st.sampled_from((*NAMES, "mx", "m0")), st.integers(1, 3)),
+    st.tuples(st.just("seal"), st.sampled_from((*NAMES, "mx", "m0")), st.integers(1, 3)),
     st.tuples(st.just("lost"), st.none(), st.none()),
     st.tuples(st.just("reset"), st.sets(names), st.integers(1, 2)),
     st.tuples(st.just("wait"), st.none(), st.floats(0, 2)),
@@ -306,15 +309,18 @@ def _apply(brain: Brain, known: Reference, move: str, name: object, value: objec
             known.awaited -= set(new)
             known.members = {n: known.members[n] for n in known.awaited} | new
             known.master, known.connected = value, True
+        case "seal", str(), int():
+            for letter in "abc"[:value]:
+                brain.seal(name, chain(model_of(name) + letter, 40), incarnation=value)
         case "wait", _, float():
             brain.tick(value)
         case "schedule", str(), int():
-            keys = chain("abc"[value % 3], min(5, value // BLOCK))
+            keys = chain(name + "abc"[value % 3], min(40, value // BLOCK))
             return brain.schedule(value, model=name, keys=keys, request_id=f"r{1 + value % 20}")
     return None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(moves, max_size=70), st.integers(0, 3))
 def test_never_on_the_dead_the_unready_or_another_model(steps: list[tuple[str, object, object]], seed: int) -> None:
     brain = Brain(seed, slo_ttft_s=1e9, slo_tbt_s=1e9, forget_s=1e9, member_grace_s=1e9)
@@ -333,12 +339,35 @@ def test_never_on_the_dead_the_unready_or_another_model(steps: list[tuple[str, o
                 assert ROLES[answer.prefill.instance_id[0]].prefills
                 assert ROLES[answer.decode.instance_id[0]].decodes
                 assert answer.prefill.incarnation == known.life[answer.prefill.instance_id]
+                _check_pulls(brain, known, answer)
                 assert answer.ttft_s >= 0
                 assert answer.tbt_s >= 0
             else:
                 assert isinstance(answer.error, Unavailable | ContextTooLong | ModelNotFound)
         assert all(view.queue_s >= 0 and view.pending >= 0 for view in brain.state.views(brain.now))
     _quiet_down(brain, known)
+
+
+def _check_pulls(brain: Brain, known: Reference, placed: Placed) -> None:
+    """Only blocks that are there, at known members that may be asked, and never at who asks."""
+    for puller, ranges in ((placed.prefill, placed.pulls), (placed.decode, placed.decode_pulls)):
+        assert len(ranges) <= 8
+        for r in ranges:
+            life = (r.instance_id, r.incarnation)
+            assert r.instance_id != puller.instance_id
+            assert known.members.get(r.instance_id) == r.incarnation
+            assert life not in known.dead
+            if r.instance_id in known.life:
+                assert known.life[r.instance_id] == r.incarnation
+                assert known.usable(r.instance_id, brain.now, brain.settings.lease_s)
+            assert brain.state._index.count(life) >= r.blocks > 0
+    firsts = [r.first_block for r in placed.pulls]
+    assert firsts == sorted(set(firsts))
+    told = [Source(b) for b in placed.sources]
+    assert told == sorted(told, key=[Source.AT_DECODE, Source.DECODE_PULLS, Source.PREFILL_PUSHES].index)
+    fetched = sum(r.blocks for r in placed.decode_pulls)
+    assert told.count(Source.DECODE_PULLS) >= fetched
+    assert bool(fetched) == (Source.DECODE_PULLS in told)
 
 
 def _quiet_down(brain: Brain, known: Reference) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import random
 import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -25,11 +24,8 @@ from kvmesh.rpc.errors import (
     UnknownInstance,
 )
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, store_pb2, store_pb2_grpc
-from kvmesh.rpc.server import Server
 from services.conductor import main
 from services.conductor.config import ConductorConfig
-from services.conductor.domain import Event, MemberGone, MemberJoined, MembersReset, StoreLost
-from services.conductor.watch import MemberWatch
 from services.store import main as store_main
 from services.store.config import StoreConfig
 from tests.services import Running, running, until
@@ -38,7 +34,7 @@ TIMEOUT = 10.0
 CARD = common_pb2.ModelCard(
     name="demo", fingerprint="f", block_tokens=16, kv_dtype="float32", max_context_tokens=1000, eos_token_ids=[7]
 )
-ROLES = {"p": common_pb2.ROLE_PREFILL, "d": common_pb2.ROLE_DECODE}
+ROLES = {"p": common_pb2.ROLE_PREFILL, "d": common_pb2.ROLE_DECODE, "m": common_pb2.ROLE_POOL}
 
 
 def config(store: str, **more: Any) -> ConductorConfig:
@@ -268,75 +264,6 @@ async def test_metrics_and_health(mesh: Mesh) -> None:
         request = health_pb2.HealthCheckRequest(service="kvmesh.v1.Conductor")
         answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=TIMEOUT)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
-
-
-class Script(store_pb2_grpc.StoreMasterServicer):
-    """A store master that says what it is told, one stream after another."""
-
-    def __init__(self, *streams: list[Any]) -> None:
-        self.streams = list(streams)
-
-    async def WatchMembers(self, request: Any, context: Any) -> AsyncIterator[Any]:  # type: ignore[override]  # noqa: N802
-        for message in self.streams.pop(0) if self.streams else []:
-            if message is None:
-                await asyncio.Event().wait()
-            yield message
-
-    async def Join(self, request: Any, context: Any) -> Any:  # noqa: N802
-        raise NotImplementedError
-
-    Beat = Leave = ListMembers = Join
-
-
-def said(seq: int, *events: tuple[int, int, str], snapshot: bool = False) -> Any:
-    return store_pb2.MemberEvents(
-        master_incarnation=3,
-        snapshot=snapshot,
-        seq=seq,
-        events=[
-            store_pb2.MemberEvent(seq=at, change=change, member=store_pb2.Member(instance=ref(name)))  # type: ignore[arg-type]
-            for at, change, name in events
-        ],
-    )
-
-
-JOINED, LEFT, DIED = store_pb2.MEMBER_CHANGE_JOINED, store_pb2.MEMBER_CHANGE_LEFT, store_pb2.MEMBER_CHANGE_DIED
-SNAPSHOT = said(5, (5, JOINED, "a"), snapshot=True)
-RESET = MembersReset(3, frozenset({("a", 1)}))
-
-
-@pytest.mark.parametrize(
-    ("stream", "heard"),
-    [
-        (
-            [SNAPSHOT, said(7, (6, LEFT, "a"), (7, JOINED, "b")), said(8, (8, DIED, "b"))],
-            [RESET, MemberGone(("a", 1), "left"), MemberJoined(("b", 1)), MemberGone(("b", 1), "died"), StoreLost()],
-        ),
-        ([SNAPSHOT, said(7, (7, LEFT, "a"))], [RESET, StoreLost()]),
-        ([SNAPSHOT, said(6)], [RESET, StoreLost()]),
-        ([said(6, (6, LEFT, "a"))], [StoreLost()]),
-        ([SNAPSHOT, None], [RESET, StoreLost()]),
-        ([], [StoreLost()]),
-    ],
-    ids=["in order", "gap in events", "gap in seq", "no snapshot", "silence", "nothing"],
-)
-async def test_the_watch_takes_no_gap_and_starts_over(stream: list[Any], heard: list[Event]) -> None:
-    server = Server("127.0.0.1", 0)
-    store_pb2_grpc.add_StoreMasterServicer_to_server(Script(stream, [SNAPSHOT, None]), server.grpc)
-    await server.start()
-    events: list[Event] = []
-    stop = asyncio.Event()
-    watch = MemberWatch(server.address, events.append, silence_s=0.5, rng=random.Random(0))
-    task = asyncio.create_task(watch.run(stop))
-
-    async def started_over() -> bool:
-        return len(events) >= len(heard) + 1
-
-    await until(started_over)
-    assert events[: len(heard) + 1] == [*heard, RESET]
-    stop.set()
-    await asyncio.wait_for(task, TIMEOUT)
-    await server.stop(0)
 
 
 async def test_without_a_master_the_status_says_why_and_work_goes_on() -> None:
