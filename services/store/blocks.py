@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from kvmesh.kvcache.announce import MAX_KEYS, Announcement
+from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.block_map import Verdict
 from kvmesh.kvcache.keys import KEY_BYTES
 from kvmesh.kvcache.steady_map import SteadyBlockMap
 from kvmesh.rpc.errors import InvalidRequest
+
+READ_KEYS = 8192  # of a store that is told to a watcher, in one turn of the loop: some milliseconds
 
 
 class Blocks:
@@ -67,7 +69,7 @@ class Blocks:
         It may hold later changes too, and half of a later content: whoever applies every announcement relayed since
         the first part was taken is right in the end, as sealing and removing twice changes nothing. A store that no
         longer `lives` is told to its end in a hurry: its end is among the events that follow."""
-        seq, log, step = self.map.seq(store_id), self.map.log_of(store_id), MAX_KEYS * KEY_BYTES
+        seq, log, step = self.map.seq(store_id), self.map.log_of(store_id), READ_KEYS * KEY_BYTES
         if seq == 0:
             return
         for part, start in enumerate(range(0, len(log) or 1, step)):

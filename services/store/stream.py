@@ -19,6 +19,7 @@ from services.store.watchers import Mailbox
 WRITE_TIMEOUT_S = 10.0
 # Small events share a message up to this size; one alone may be a little larger (65,536 keys and their header).
 MESSAGE_BYTES = 1 << 20
+SNAPSHOT_BYTES = 1 << 18  # of a snapshot, which is never in a hurry
 EVENT_OVERHEAD_BYTES = 128  # an event in memory beside its message, so that empty ones count too
 
 
@@ -75,12 +76,13 @@ class Watchers:
         size = 0
         for event in _told(reading):
             each = event.ByteSize()
-            if size and size + each > MESSAGE_BYTES:
+            if size and size + each > SNAPSHOT_BYTES:
                 message.more = True
                 await self._send(context, message, mailbox)
                 message, size = self._message(reading.seq, snapshot=True), 0
             message.events.append(event)
             size += each
+            await asyncio.sleep(0)  # the next one takes a while to make
         await self._send(context, message, mailbox)
 
     async def _changes(self, seq: int, mailbox: Mailbox[pb.StoreEvent], arrived: asyncio.Event, context: Any) -> None:
@@ -112,8 +114,7 @@ class Watchers:
                 await context.write(message)
         except TimeoutError:
             raise Unavailable(f"this watcher took nothing for {WRITE_TIMEOUT_S:.0f} s: start over") from None
-        # A write that finds room does not wait; others come in between two messages all the same.
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # a write that finds room does not wait
 
 
 def _told(reading: Reading) -> Iterator[pb.StoreEvent]:

@@ -136,8 +136,8 @@ async def master() -> AsyncIterator[tuple[main.Master, grpc.aio.Channel]]:
 
 async def test_a_snapshot_of_many_parts_while_everything_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watcher reads its first message, then stores change, leave and come."""
-    monkeypatch.setattr(blocks, "MAX_KEYS", 1000)
-    monkeypatch.setattr(stream, "MESSAGE_BYTES", 20_000)
+    monkeypatch.setattr(blocks, "READ_KEYS", 1000)
+    monkeypatch.setattr(stream, "SNAPSHOT_BYTES", 20_000)
     async with running(main.run, config()) as master, channels.connect(master.address) as channel:
         big, leaving, coming = Node(channel, "big", 25_000), Node(channel, "leaving", 25_000), Node(channel, "coming")
         big.seal(keys(20_000))
