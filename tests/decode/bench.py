@@ -25,6 +25,7 @@ from services.decode.config import DecodeConfig
 from tests.node.driver import BLOCK, GREEDY, Driver, rank
 from tests.services import Running, running, until
 
+SETTINGS: dict[str, Any] = {"num_pages": 24, "num_extents": 24, "block_tokens": BLOCK, "instance_id": "decode-0"}
 Event = prefill_pb2.HandoffEvent
 Say = Callable[[Event], Awaitable[None]]
 
@@ -72,7 +73,7 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServicer):
         self.refuse_with: pb.ErrorDetail | None = None
         self.version = protocol.PROTOCOL_VERSION
         self.first_token: int | None = None
-        self.requests: dict[int, Landed] = {}
+        self.requests: list[Landed] = []  # in order of their Start
         self.cancelled: list[str] = []
         self._rank = asyncio.Lock()  # Driver's inbox tells no handles apart
         self.server = Server("127.0.0.1", 0)
@@ -83,8 +84,7 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServicer):
         return pb.InstanceRef(instance_id="prefill-0", address=self.server.address, incarnation=7)
 
     async def Handoff(self, request_iterator: AsyncIterator[Any], context: Any) -> None:  # type: ignore[override]  # noqa: N802
-        mine: list[Landed] = []
-
+        mine: dict[int, Landed] = {}
         out: asyncio.Queue[Event] = asyncio.Queue()
 
         async def say(event: Event) -> None:
@@ -106,21 +106,21 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServicer):
                     case "start":
                         landed = Landed(request.start, asyncio.get_running_loop().create_future())
                         landed.task = asyncio.create_task(self._serve(landed, say))
-                        self.requests[request.start.handle] = landed
-                        mine.append(landed)
+                        mine[request.start.handle] = landed
+                        self.requests.append(landed)
                     case "landing":
-                        self.requests[request.landing.handle].landing.set_result(request.landing)
+                        mine[request.landing.handle].landing.set_result(request.landing)
                     case "renewed":
-                        self.requests[request.renewed.handle].renewals += 1
+                        mine[request.renewed.handle].renewals += 1
                     case "cancel":
                         self.cancelled.append(request.cancel.reason)
-                        await self._cancel(self.requests[request.cancel.handle], say)
+                        await self._cancel(mine[request.cancel.handle], say)
         finally:
-            for landed in mine:
+            for landed in mine.values():
                 if landed.task is not None:
                     landed.task.cancel()
             writer.cancel()
-            await asyncio.gather(writer, *(x.task for x in mine if x.task is not None), return_exceptions=True)
+            await asyncio.gather(writer, *(x.task for x in mine.values() if x.task is not None), return_exceptions=True)
 
     async def GetPools(self, request: pb.GetPoolsRequest, context: Any) -> pb.GetPoolsResponse:  # noqa: N802
         return pb.GetPoolsResponse()
@@ -304,7 +304,8 @@ class Gateway:
 class Bench:
     """All of it."""
 
-    def __init__(self, service: Running, prefill: ScriptedPrefill) -> None:
+    def __init__(self, service: Running, prefill: ScriptedPrefill, checkpoint: Path) -> None:
+        self.checkpoint = checkpoint
         self.service = service
         self.prefill = prefill
         self.fingerprint = prefill.writer.client.ready.fingerprint
@@ -318,6 +319,17 @@ class Bench:
             yield gateway
         finally:
             await gateway.close()
+
+    @contextlib.asynccontextmanager
+    async def another(self, **config: Any) -> AsyncIterator[Bench]:
+        """A second decode instance before the same prefill instance."""
+        settings = SETTINGS | {"instance_id": "decode-1", "transports": "shm"} | config
+        async with running(main.run, DecodeConfig(model=str(self.checkpoint), **settings)) as service:
+            made = Bench(service, self.prefill, self.checkpoint)
+            try:
+                yield made
+            finally:
+                await made.close()
 
     async def pools(self) -> pb.PoolCounters:
         stub = decode_pb2_grpc.DecodeStub(self._channel)
@@ -347,14 +359,13 @@ async def bench(
     checkpoint: Path, transports: str = "shm", writer_pages: int = 24, **config: Any
 ) -> AsyncIterator[Bench]:
     """Two rank processes; on leaving, nothing runs any more."""
-    settings: dict[str, Any] = {"num_pages": 24, "num_extents": 24, "block_tokens": BLOCK, "instance_id": "decode-0"}
-    decode = DecodeConfig(model=str(checkpoint), transports=transports, **settings | config)
+    decode = DecodeConfig(model=str(checkpoint), transports=transports, **SETTINGS | config)
     async with rank("prefill-0", checkpoint, (transports,), writer_pages) as writer:
         prefill = ScriptedPrefill(writer)
         await prefill.server.start()
         try:
             async with running(main.run, decode) as service:
-                made = Bench(service, prefill)
+                made = Bench(service, prefill, checkpoint)
                 try:
                     yield made
                 finally:

@@ -172,6 +172,7 @@ async def test_what_prefill_refuses_reaches_the_client_as_it_is(mesh: Bench, gat
         ({"token_ids": b"abc"}, "invalid_request", "token_ids"),
         ({"token_ids": b"\xff\xff\xff\xff"}, "invalid_request", "token_ids"),
         ({"block_keys": b"x"}, "invalid_request", "block_keys"),
+        ({"chain_digest": b"x"}, "invalid_request", "chain_digest"),
         ({"deadline_ms": 0}, "invalid_request", "deadline_ms"),
         ({"max_tokens": 0}, "invalid_request", "max_tokens"),
         ({"temperature": float("nan")}, "invalid_request", "temperature"),

@@ -142,7 +142,7 @@ async def test_a_killed_rank_ends_every_request_and_then_the_instance(checkpoint
         prefill = ScriptedPrefill(writer)
         await prefill.server.start()
         service = await Running(main.run, config).started()
-        mesh = Bench(service, prefill)
+        mesh = Bench(service, prefill, checkpoint)
         async with mesh.gateway() as gateway:
             slot = await gateway.start(PROMPT, 300)
             await gateway.has(slot, 2)
