@@ -22,6 +22,7 @@ from kvmesh.telemetry import names
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 0.25
+FAILED_S = 2.0  # a pool node that is gone is in the list until the master has noticed
 MAX_BLOCKS = 64  # of one request
 MAX_BYTES = 64 << 20
 TIMEOUT_MS = 5_000
@@ -62,8 +63,8 @@ class Offload:
             if not self.pools:
                 continue
             keys = self.choose()
-            if keys:
-                await self._ask(self._pick(), keys)
+            if keys and not await self._ask(self._pick(), keys):
+                await asyncio.sleep(FAILED_S)
 
     def choose(self) -> list[bytes]:
         """The coldest blocks above the threshold that were not copied lately."""
@@ -80,7 +81,8 @@ class Offload:
         two = self._rng.sample(list(self.pools), min(2, len(self.pools)))
         return max(two, key=lambda pool: pool.free_bytes)
 
-    async def _ask(self, pool: pb_store.PoolNode, keys: list[bytes]) -> None:
+    async def _ask(self, pool: pb_store.PoolNode, keys: list[bytes]) -> bool:
+        """Whether the pool answered."""
         request = pb.PullBlocksRequest(
             keys=b"".join(keys),
             holders=[self._ref()],
@@ -93,11 +95,11 @@ class Offload:
             try:
                 answer = await peer.stub.Pull(request, timeout=TIMEOUT_MS / 1000 + 1)
             except grpc.aio.AioRpcError as error:
-                # These may be tried again at another pool; a short rest comes with the loop.
                 log.info("offload to %s: %s", pool.instance.instance_id, error.details())
                 self._peers.forget(peer)
-                return
+                return False
         self._copied = [key for key, here in zip(keys, answer.held, strict=False) if here]
         self._done.update((key, now) for key in keys)
         self.blocks += len(self._copied)
         names.NODE_OFFLOADED.inc(len(self._copied))
+        return True

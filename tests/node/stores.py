@@ -194,14 +194,16 @@ class Node:
         for key in keys:
             self.store.seal(key)
 
-    def pull(self, keys: Sequence[bytes], ranges: Sequence[PullRange], timeout_ms: int = 10_000) -> PullJob:
+    def pull(
+        self, keys: Sequence[bytes], ranges: Sequence[PullRange], timeout_ms: int = 10_000, traceparent: str = ""
+    ) -> PullJob:
         """Begin a pull of all keys; its end is in `self.pulled[ticket]`."""
         extents = self.store.begin(keys)
         assert None not in extents
         ticket = next(self._tickets)
-        job = PullJob(
-            ticket, tuple(range(len(keys))), tuple(keys), tuple(extents), tuple(ranges), timeout_ms  # type: ignore[arg-type]
-        )  # fmt: skip
+        where = tuple(extent for extent in extents if extent is not None)
+        blocks = tuple(range(len(keys)))
+        job = PullJob(ticket, blocks, tuple(keys), where, tuple(ranges), timeout_ms, "req-1", traceparent)
         self.pulled[ticket] = asyncio.get_running_loop().create_future()
         assert self.blocks is not None
         self.blocks.pull(job)
@@ -270,7 +272,7 @@ async def node(
     name: str,
     *,
     total: int = 64,
-    lease_ms: int = 5_000,
+    lease_ms: int = 60_000,  # so long that it must be given back
     transports: tuple[str, ...] = ("shm",),
     fault: str = "",
     incarnation: int = 7,

@@ -6,11 +6,14 @@ import asyncio
 import json
 import os
 import signal
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.rpc.pb import blocks_pb2 as pb
+from kvmesh.telemetry import names, setup
 from tests.node.stores import SHARD, Node, bench, keys_of, node, stub, until
 
 
@@ -121,8 +124,8 @@ async def test_without_another_holder_a_killed_one_ends_the_pull_with_a_cause() 
 async def test_bytes_that_came_after_the_lease_are_discarded() -> None:
     """The reads are slower than the lease, and the holder is not there to renew it."""
     keys = keys_of(*range(4))
-    fault = slow_reads("a/*", 700)
-    async with bench() as b, node("a", lease_ms=200) as a, node("b", fault=fault) as r:
+    fault = slow_reads("a/*", 2_000)
+    async with bench() as b, node("a", lease_ms=700) as a, node("b", fault=fault) as r:
         await a.fill(b, keys)
         job = r.pull(keys, [a.range_of(0, 4)], timeout_ms=8_000)
         await until(lambda: a.store.stats.leases == 1)
@@ -134,7 +137,7 @@ async def test_bytes_that_came_after_the_lease_are_discarded() -> None:
 
 async def test_a_lease_is_renewed_while_slow_bytes_move() -> None:
     keys = keys_of(*range(4))
-    async with bench() as b, node("a", lease_ms=200) as a, node("b", fault=slow_reads("a/*", 900)) as r:
+    async with bench() as b, node("a", lease_ms=1_500) as a, node("b", fault=slow_reads("a/*", 2_500)) as r:
         await a.fill(b, keys)
         pulled = await r.ended(r.pull(keys, [a.range_of(0, 4)]))
         assert pulled.arrived == (0, 1, 2, 3), pulled
@@ -227,3 +230,31 @@ async def test_many_pulls_of_one_holder_at_once_share_its_segment() -> None:
         assert len(r.segments) == 1
         await until(lambda: a.store.stats.leases == 0)
         all_back(a, r)
+
+
+async def test_one_span_for_each_holder_under_the_request_s(tmp_path: Path) -> None:
+    trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    keys = keys_of(*range(6))
+    telemetry = setup.start("prefill", "b", trace_dir=str(tmp_path), otlp_endpoint="", log_level="info")
+    try:
+        async with bench() as b, node("a") as a, node("c") as c, node("b") as r:
+            await a.fill(b, keys[:2])
+            await c.fill(b, keys)
+            job = r.pull(keys, [a.range_of(0, 4), c.range_of(0, 6)], traceparent=f"00-{trace}-{parent}-01")
+            assert len((await r.ended(job)).arrived) == 6
+    finally:
+        telemetry.shutdown()
+    fetched = []
+    for line in read_spans(tmp_path):
+        assert line["name"] == names.SPAN_FETCH
+        text = json.dumps(line)
+        assert trace in text and parent in text and "req-1" in text
+        told = line["attributes"]
+        assert told[names.PULL_BYTES] == told[names.BLOCKS] * SHARD
+        fetched.append((told[names.HOLDER], told[names.WANTED_BLOCKS], told[names.BLOCKS]))
+    # What a was said to hold and does not, c is asked for afterwards.
+    assert sorted(fetched) == [("a", 4, 2), ("c", 2, 2), ("c", 2, 2)]
+
+
+def read_spans(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
