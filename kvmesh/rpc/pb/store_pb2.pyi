@@ -459,7 +459,7 @@ class LookupRequest(_message.Message):
 
     KEYS_FIELD_NUMBER: _builtins.int
     keys: _builtins.bytes
-    """16 bytes each"""
+    """16 bytes each, at most 4096 of them"""
     def __init__(
         self,
         *,
@@ -501,7 +501,9 @@ class Holders(_message.Message):
 
     STORE_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def store_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def store_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """at most 64"""
+
     def __init__(
         self,
         *,

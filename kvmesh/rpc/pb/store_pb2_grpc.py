@@ -117,7 +117,8 @@ class StoreMasterServicer:
 
     def Watch(self, request, context):
         """Members and blocks, one sequenced stream: a snapshot first (messages with `snapshot`, the last without `more`), then
-        every change; `seq` has no gaps within one `master_incarnation`. A quiet stream sends an empty message every
+        every change; `seq` has no gaps within one `master_incarnation`. Blocks of the snapshot may be newer than its seq: an
+        announcement that follows may be known already (its own seq tells). A quiet stream sends an empty message every
         heartbeat interval. A watcher that falls behind is closed with UNAVAILABLE and starts over with a snapshot.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

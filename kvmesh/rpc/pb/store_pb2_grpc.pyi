@@ -44,7 +44,8 @@ class StoreMasterStub:
     """What changed in one node store. NOT_FOUND: not a member; join again, then announce a snapshot."""
     Watch: _grpc.UnaryStreamMultiCallable[_store_pb2.WatchRequest, _store_pb2.StoreEvents]
     """Members and blocks, one sequenced stream: a snapshot first (messages with `snapshot`, the last without `more`), then
-    every change; `seq` has no gaps within one `master_incarnation`. A quiet stream sends an empty message every
+    every change; `seq` has no gaps within one `master_incarnation`. Blocks of the snapshot may be newer than its seq: an
+    announcement that follows may be known already (its own seq tells). A quiet stream sends an empty message every
     heartbeat interval. A watcher that falls behind is closed with UNAVAILABLE and starts over with a snapshot.
     """
     Lookup: _grpc.UnaryUnaryMultiCallable[_store_pb2.LookupRequest, _store_pb2.LookupResponse]
@@ -66,7 +67,8 @@ class StoreMasterAsyncStub(StoreMasterStub):
     """What changed in one node store. NOT_FOUND: not a member; join again, then announce a snapshot."""
     Watch: _aio.UnaryStreamMultiCallable[_store_pb2.WatchRequest, _store_pb2.StoreEvents]  # type: ignore[assignment]
     """Members and blocks, one sequenced stream: a snapshot first (messages with `snapshot`, the last without `more`), then
-    every change; `seq` has no gaps within one `master_incarnation`. A quiet stream sends an empty message every
+    every change; `seq` has no gaps within one `master_incarnation`. Blocks of the snapshot may be newer than its seq: an
+    announcement that follows may be known already (its own seq tells). A quiet stream sends an empty message every
     heartbeat interval. A watcher that falls behind is closed with UNAVAILABLE and starts over with a snapshot.
     """
     Lookup: _aio.UnaryUnaryMultiCallable[_store_pb2.LookupRequest, _store_pb2.LookupResponse]  # type: ignore[assignment]
@@ -121,7 +123,8 @@ class StoreMasterServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_store_pb2.StoreEvents], _abc.AsyncIterator[_store_pb2.StoreEvents]]:
         """Members and blocks, one sequenced stream: a snapshot first (messages with `snapshot`, the last without `more`), then
-        every change; `seq` has no gaps within one `master_incarnation`. A quiet stream sends an empty message every
+        every change; `seq` has no gaps within one `master_incarnation`. Blocks of the snapshot may be newer than its seq: an
+        announcement that follows may be known already (its own seq tells). A quiet stream sends an empty message every
         heartbeat interval. A watcher that falls behind is closed with UNAVAILABLE and starts over with a snapshot.
         """
 
