@@ -53,7 +53,7 @@ class Mesh:
             if run.sealed & own.sealed or run.coming & own.coming:
                 index, at = index + 1, run.end
                 continue
-            alive = run.sealed & self.among & ~own.sealed
+            alive = run.sealed & self.among
             if not alive or len(legs) == MAX_RANGES:
                 break
             index += 1

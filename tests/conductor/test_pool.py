@@ -84,6 +84,29 @@ def test_a_restarted_master_that_names_another_life_ends_the_old_one() -> None:
     assert brain.state.indexed_blocks == 0
 
 
+def test_while_a_restarted_master_is_lost_again_nobody_is_given_up() -> None:
+    brain = mesh(1, 1, pools=1)
+    brain.seal("pool0", X)
+    brain.step(reset(2))
+    brain.step(StoreLost())
+    brain.tick(brain.settings.member_grace_s + 1)
+    assert brain.state.indexed_blocks == 64
+    brain.step(reset(2))
+    brain.tick(0)
+    assert brain.state.indexed_blocks == 0
+
+
+def test_a_life_that_is_no_member_yet_is_not_asked() -> None:
+    brain = mesh(1, 1, pools=1)
+    brain.seal("pool0", X, incarnation=2)  # of the next snapshot, whose members come last
+    assert brain.placed(LONG, keys=X, request_id="r").pulls == ()
+    brain.step(reset(1, "p0", "d0", ("pool0", 2)))
+    brain.now += 1
+    brain.beat_all()
+    brain.beat("p0", finished_request_ids=("r",))
+    assert [r.incarnation for r in brain.placed(LONG, keys=X).pulls] == [2]
+
+
 def test_blocks_of_strangers_are_dropped_with_the_next_snapshot() -> None:
     brain = mesh()
     brain.seal("ghost", X)
@@ -230,6 +253,16 @@ def test_retry_after_counts_what_drains_and_no_pull() -> None:
         assert found is not None
         found.last_seen = brain.now
     brain.placed(LONG, keys=X, ttft_slo_s=slo_s + 0.001)
+
+
+def test_waiting_for_another_than_the_fastest_may_be_what_helps() -> None:
+    brain = mesh()
+    name = brain.placed(LONG, keys=X, request_id="r").prefill.instance_id  # only coming: nobody can fetch it
+    brain.beat(name, dataclasses.replace(IDLE, queued_tokens=20_000))
+    queue_s = brain.view(name).queue_s
+    refused = brain.refused(Overloaded, LONG, keys=X, ttft_slo_s=0.045)
+    assert queue_s > 1  # so that the idle one, which would have to compute all of it, is the nearest
+    assert refused.error.retry_after_ms / 1000 == pytest.approx(queue_s, abs=0.05)
 
 
 def test_no_wait_helps_what_a_pull_alone_makes_late() -> None:
