@@ -29,8 +29,8 @@ pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(600)]
 
 CONVERSATIONS = 128
 TURNS = 3
-SEED = int(os.environ.get("KVMESH_CHAOS_SEED", "7"))
-STRIKES = int(os.environ.get("KVMESH_CHAOS_STRIKES", "8"))
+SEED = int(os.environ.get("CHAOS_SEED", "7"))
+STRIKES = int(os.environ.get("CHAOS_STRIKES", "8"))
 HEARTBEAT_S = 0.2
 VICTIMS = ("prefill-0", "prefill-1", "decode-0", "decode-1", "pool-0", "store", "conductor")
 
