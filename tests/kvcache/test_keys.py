@@ -15,6 +15,8 @@ from kvmesh.kvcache.keys import (
     KeyKind,
     Namespace,
     chain,
+    chain_tip,
+    extend,
     pack_tokens,
     split,
     unpack_tokens,
@@ -114,3 +116,27 @@ def test_broken_lengths_are_refused() -> None:
         unpack_tokens(b"12345")
     with pytest.raises(ValueError, match="multiple of 16"):
         split(b"1")
+
+
+@given(tokens=TOKENS, block_tokens=st.sampled_from([1, 4, 16]), at=st.integers(0, 70))
+def test_a_chain_goes_on_from_its_tip(tokens: list[int], block_tokens: int, at: int) -> None:
+    """Decode chains the answer's blocks after the prompt's; together they are one chain."""
+    whole = len(tokens) // block_tokens
+    head = min(at, whole)
+    keys, digest = chain_tip(NAMESPACE, pack_tokens(tokens[: head * block_tokens]), block_tokens)
+    for block in range(head, whole):
+        key, digest = extend(digest, pack_tokens(tokens[block * block_tokens : (block + 1) * block_tokens]))
+        keys += key
+    assert keys == chain(NAMESPACE, tokens, block_tokens)
+    assert (keys, digest) == chain_tip(NAMESPACE, pack_tokens(tokens), block_tokens)
+
+
+def test_the_tip_of_no_block_is_the_root_and_a_partial_block_has_none() -> None:
+    assert chain_tip(NAMESPACE, b"", 16) == (b"", NAMESPACE.root(16))
+    assert chain_tip(NAMESPACE, pack_tokens(range(20)), 16) == chain_tip(NAMESPACE, pack_tokens(range(16)), 16)
+
+
+def test_only_a_whole_digest_is_extended() -> None:
+    for digest in (b"", NAMESPACE.root(16)[:KEY_BYTES]):
+        with pytest.raises(ValueError, match=f"32 bytes, not {len(digest)}"):
+            extend(digest, pack_tokens(range(16)))

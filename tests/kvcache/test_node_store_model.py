@@ -3,7 +3,7 @@ same blocks are evicted in the same order, and in the end everything is free. Br
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 from kvmesh.kvcache.leases import Lease
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PoolExhausted
+from tests.kvcache import test_node_store as alone
 from tests.kvcache.test_node_store import chain
 
 SETTINGS = settings(max_examples=200, stateful_step_count=50, deadline=None)
@@ -404,13 +405,11 @@ class LosesAbandoned(NodeStore):
 
 BROKEN = [
     FreesLeased,
-    FreesLeasedWithRank,
     SealsOrphans,
     FreesWrittenWithRank,
     HeadFirst,
     EatsItsOwnChain,
     ForgetsToTellRemovals,
-    RenewsTheDead,
     LosesAbandoned,
 ]
 
@@ -428,3 +427,18 @@ def test_a_broken_store_is_found(broken: type[NodeStore], monkeypatch: pytest.Mo
     )
     with pytest.raises(AssertionError):
         run_state_machine_as_test(Model, settings=found)
+
+
+@pytest.mark.parametrize(
+    ("broken", "test"),
+    [
+        (RenewsTheDead, alone.test_a_lease_runs_from_now_and_renewals_never_shorten_it),
+        (FreesLeasedWithRank, alone.test_when_the_memory_is_gone_nothing_is_freed_under_a_reader_or_writer),
+    ],
+)
+def test_what_chance_finds_late_is_found_by_a_single_test(
+    broken: type[NodeStore], test: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alone, "NodeStore", broken)
+    with pytest.raises(AssertionError):
+        test()
