@@ -16,6 +16,8 @@ from kvmesh.cli.console import RunDir, console, one_line_errors
 from kvmesh.rpc.errors import ConfigError, InvalidRequest
 
 _ROLES = (("ROLE_PREFILL", "prefill"), ("ROLE_DECODE", "decode"))
+_ALWAYS = ("queue_ms", "prefill_ms", "pull_ms", "tbt_ms")
+_NOTHING = 1e-6
 _NO_BLOCKS = "none of the prompt's blocks"
 
 
@@ -64,40 +66,50 @@ def screen(told: dict[str, Any], width: int = 80) -> RenderableType:
         candidates = [one for one in told["candidates"] if one["role"] == role]
         if candidates:
             parts += [_table(word, candidates, width), ""]
+    parts.append("[dim]terms and scores in ms, blocks counted from the prompt's start; the least score wins[/]\n")
     parts.append("\n".join(escape(line) for line in sentences(told)))
     return Group(*parts)
 
 
 def _table(word: str, candidates: list[dict[str, Any]], width: int) -> Table:
-    names = list(dict.fromkeys(term["name"] for one in candidates for term in one.get("terms", [])))
+    names = _terms(candidates)
     table = Table(box=None, pad_edge=False, padding=(0, 2 if width >= 100 else 1, 0, 0), header_style="dim")
     table.add_column("", no_wrap=True)
     table.add_column(word, no_wrap=True)
-    table.add_column("local", justify="right", no_wrap=True)
-    table.add_column("pull", justify="right", no_wrap=True)
+    for name in ("local", "pull"):
+        table.add_column(name, justify="right", no_wrap=True)
     for name in names:
-        table.add_column(_term(name), justify="right")
-    table.add_column("score ms", justify="right")
+        table.add_column(escape(name.removesuffix("_ms").replace("_", " ")), justify="right", min_width=_longest(name))
+    table.add_column("score", justify="right", no_wrap=True)
     table.add_column("verdict")
-    for one in sorted(candidates, key=lambda one: (not one["chosen"], not one.get("terms"), one["score_ms"])):
-        terms = {term["name"]: term["value"] for term in one.get("terms", [])}
-        style = "bold green" if one["chosen"] else "" if terms else "dim"
+    for one in sorted(candidates, key=lambda one: (not one["chosen"], not one["terms"], one["score_ms"])):
+        terms = {term["name"]: term["value"] for term in one["terms"]}
         table.add_row(
             "→" if one["chosen"] else "",
             escape(one["instance"]["instance_id"]),
             str(one["local_blocks"]),
             str(one["pulled_blocks"]),
             *(number(terms[name]) if name in terms else "" for name in names),
-            number(one["score_ms"]) if terms or one["score_ms"] else "",
+            number(one["score_ms"]) if terms else "",
             escape(one["verdict"]),
-            style=style,
+            style="bold green" if one["chosen"] else "" if terms else "dim",
         )
     return table
 
 
-def _term(name: str) -> str:
-    """ "queue_ms" → "queue ms": at 80 columns a heading breaks between words."""
-    return escape(name.replace("_", " "))
+def _terms(candidates: list[dict[str, Any]]) -> list[str]:
+    """Names of the terms that tell something: not 0 for all, and not the score once more."""
+    found: dict[str, bool] = {}
+    for one in candidates:
+        for term in one["terms"]:
+            tells = abs(term["value"]) >= _NOTHING and abs(term["value"] - one["score_ms"]) >= _NOTHING
+            found[term["name"]] = found.get(term["name"], False) or tells
+    return [name for name, tells in found.items() if tells or name in _ALWAYS]
+
+
+def _longest(name: str) -> int:
+    """Of a heading's words: it breaks between words, not in them."""
+    return max(map(len, name.removesuffix("_ms").split("_")))
 
 
 def number(value: float) -> str:
@@ -134,7 +146,8 @@ def _why(candidates: list[dict[str, Any]], prompt_blocks: int, word: str) -> str
     if not others:
         reasons = [f"{o['instance']['instance_id']} {o['verdict']}" for o in candidates if not o["chosen"]]
         rest = f" ({'; '.join(reasons)})" if reasons else ""
-        return f"{word}: {name} was the only one that could take it{rest}."
+        mine = _has(chosen, prompt_blocks, prefill)
+        return f"{word}: {name} was the only one that could take it{rest}: it {mine}."
     second = others[0]
     lead = second["score_ms"] - chosen["score_ms"]
     if lead > 0:
@@ -157,7 +170,7 @@ def _has(one: dict[str, Any], prompt_blocks: int, prefill: bool) -> str:
         said.append(f"holds {held}")
     if one["pulled_blocks"]:
         took = f" ({number(terms['pull_ms'])} ms)" if terms.get("pull_ms") else ""
-        said.append(f"would pull {one['pulled_blocks']}{took}")
+        said.append(f"{'pulls' if one['chosen'] else 'would pull'} {one['pulled_blocks']}{took}")
     if prefill:
         queue = terms.get("queue_ms", 0)
         said.append(f"has {number(queue)} ms queued" if queue >= 0.5 else "has nothing queued")

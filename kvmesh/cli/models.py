@@ -33,24 +33,24 @@ def demo_model() -> Path:
     raise ConfigError("model='': the demo model is not installed; give a checkpoint with --model", field="model")
 
 
-def resolve(model: str) -> Path:
+def resolve(model: str, key: str = "model") -> Path:
     """The checkpoint folder of `model`: a path, or a Hugging Face id, which is downloaded (with a progress bar) or
-    taken from the hub's cache. Empty: the demo model. ConfigError says in one line why there is none."""
+    taken from the hub's cache. Empty: the demo model. ConfigError says in one line, under `key`, why there is none."""
     if not model:
         return demo_model()
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigError(f"model={model!r}: the folder holds no config.json", field="model")
+            raise ConfigError(f"{key}={model!r}: the folder holds no config.json", field=key)
         return path.resolve()
     if path.exists():
-        raise ConfigError(f"model={model!r}: is a file; a checkpoint is a folder", field="model")
+        raise ConfigError(f"{key}={model!r}: is a file; a checkpoint is a folder", field=key)
     if path.is_absolute() or model.startswith((".", "~")) or not _HUB_ID.fullmatch(model):
-        raise ConfigError(f"model={model!r}: no such folder", field="model")
-    return _download(model)
+        raise ConfigError(f"{key}={model!r}: no such folder", field=key)
+    return _download(model, key)
 
 
-def _download(hub_id: str) -> Path:
+def _download(hub_id: str, key: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -61,7 +61,7 @@ def _download(hub_id: str) -> Path:
     )
 
     def refuse(why: str) -> ConfigError:
-        return ConfigError(f"model={hub_id!r}: {why}", field="model")
+        return ConfigError(f"{key}={hub_id!r}: {why}", field=key)
 
     try:
         return Path(snapshot_download(hub_id, allow_patterns=list(HUB_FILES)))

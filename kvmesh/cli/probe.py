@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -31,21 +32,23 @@ def health(address: str, timeout_s: float = 1.0, tls: Security = PLAINTEXT) -> s
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
 
-def http_ok(address: str, path: str, timeout_s: float = 1.0) -> bool:
-    """Does GET `path` at `host:port` answer 200?"""
+def gateway_ready(address: str, timeout_s: float = 1.0) -> bool:
+    """Can the gateway at `host:port` serve every one of its models?"""
     host, _, port = address.rpartition(":")
     link = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=timeout_s)
     try:
-        link.request("GET", path)
-        return link.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
+        link.request("GET", "/ready")
+        answer = link.getresponse()
+        models = json.loads(answer.read())["models"].values()
+        return answer.status == 200 and all(one["ready"] for one in models)
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError):
         return False
     finally:
         link.close()
 
 
 def ready(address: str, http_address: str = "", tls: Security = PLAINTEXT) -> bool:
-    """Does the service say that it is ready?"""
+    """Does the service say that it is ready, a gateway with all of its models?"""
     if health(address, tls=tls) != "SERVING":
         return False
-    return not http_address or http_ok(http_address, "/ready")
+    return not http_address or gateway_ready(http_address)

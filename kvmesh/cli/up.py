@@ -92,7 +92,7 @@ def up(settings: MeshSettings, *, prompt: bool, leave: bool) -> int:
     demo = not settings.model
     folder = models.resolve(settings.model)
     name = settings.served_name or (folder.name if demo or Path(settings.model).is_dir() else settings.model)
-    further = tuple(f"{served.name}={models.resolve(served.path)}" for served in settings.served[1:])
+    further = tuple(f"{served.name}={models.resolve(served.path, 'add_model')}" for served in settings.served[1:])
     settings = dataclasses.replace(settings, model=str(folder), served_name=name, add_model=further)
     out.print("[dim]starting ...[/]" if out.is_terminal else "starting ...")
 
@@ -101,6 +101,11 @@ def up(settings: MeshSettings, *, prompt: bool, leave: bool) -> int:
     from kvmesh.cli.screen import Progress
 
     check_front_ports(settings)
+    if settings.api_keys:  # a bad file is told before anything is started
+        from services.gateway.key_file import KeyFile
+
+        KeyFile(settings.api_keys).load()
+        settings = dataclasses.replace(settings, api_keys=str(Path(settings.api_keys).absolute()))
     settings = dataclasses.replace(
         settings, run_dir=str(Path(settings.run_dir).absolute() if settings.run_dir else runs.new_run_dir())
     )
@@ -222,8 +227,8 @@ def _explain(out: Console, mesh: Mesh) -> None:
         ".choices\\[0].message.content)",
         "",
         f"[bold]Logs[/]    {mesh.run_dir}/logs",
-        f"[bold]Traces[/]  {mesh.run_dir}/traces   [dim]{kvmesh} trace --last[/]",
-        f"[bold]Look[/]    {kvmesh} status    {kvmesh} chat    {kvmesh} bench    {kvmesh} explain REQUEST_ID",
+        f"[bold]Traces[/]  {mesh.run_dir}/traces   [dim]{kvmesh} trace --last    {kvmesh} explain REQUEST_ID[/]",
+        f"[bold]Look[/]    {kvmesh} status    {kvmesh} chat    {kvmesh} bench",
         "",
         "Ctrl-C stops everything.",
     )

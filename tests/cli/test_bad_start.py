@@ -109,7 +109,7 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(starts: Starts, service
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ports = free | {key: str(taken.getsockname()[1])}
         flags = [f"--{name.replace('_', '-')}={port}" for name, port in ports.items()]
-        model = [] if service in ("store", "conductor") else ["--model=/no/such/model"]
+        model = [] if service in ("store", "conductor", "pool") else ["--model=/no/such/model"]
         line = starts.refused("serve", service, *flags, *model)
     assert line == f"{key}={ports[key]}: the port is in use on 127.0.0.1"
 

@@ -195,6 +195,26 @@ def test_the_plan_of_a_whole_mesh(tmp_path: Path) -> None:
     assert len({spec.address for spec in specs.values()} | {spec.metrics for spec in specs.values()}) == 12
 
 
+def test_the_plan_of_pool_nodes_and_several_models(tmp_path: Path) -> None:
+    settings = MeshSettings(
+        model="/m/tiny", add_model=("org/code=/m/code", "/m"), prefill=2, pool=2, pool_memory_mb=7, api_keys="/k.toml",
+        tls_ca="/ca.pem", http_port=0, grpc_port=0,
+    )  # fmt: skip
+    specs = {spec.name: spec for spec in plan.plan(settings, tmp_path, plan.Ports())}
+    instances = ["prefill-0", "prefill-1", "decode-0"]
+    assert list(specs) == [
+        "store", "conductor", "pool-0", "pool-1", *instances, *(f"org-code-{name}" for name in instances),
+        *(f"-m-{name}" for name in instances), "gateway",
+    ]  # fmt: skip
+    assert {"--memory-mb=7", f"--store={specs['store'].address}", "--instance-id=pool-1"} <= set(specs["pool-1"].argv)
+    assert {"--model=/m/code", "--served-name=org/code"} <= set(specs["org-code-decode-0"].argv)
+    assert {"--model=/m/tiny", "--served-name=tiny"} <= set(specs["prefill-1"].argv)
+    gateway = set(specs["gateway"].argv)
+    assert {"--model=/m/tiny", "--models=org/code=/m/code,/m=/m", "--api-keys=/k.toml"} <= gateway
+    assert all("--tls-ca=/ca.pem" in spec.argv for spec in specs.values())
+    assert not [arg for spec in specs.values() for arg in spec.argv if arg.startswith("--tls-cert")]
+
+
 SUPERVISOR = """
 import sys, pathlib
 from kvmesh.cli import plan

@@ -1,0 +1,231 @@
+"""What `kvmesh status` and `kvmesh explain` show, from answers as services give them, at the widths of real screens."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+from rich.console import Console, RenderableType
+
+from kvmesh.cli import collect, explain, status
+from kvmesh.rpc.pb import conductor_pb2, store_pb2
+
+
+def printed(what: RenderableType, width: int) -> str:
+    out = Console(width=width, file=io.StringIO(), highlight=False)
+    out.print(what)
+    text: str = out.file.getvalue()  # type: ignore[attr-defined]
+    lines = [line.rstrip() for line in text.splitlines()]
+    assert max(map(len, lines)) <= width
+    assert "…" not in text, "nothing is cut"
+    return "\n".join(lines)
+
+
+# ── explain ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def candidate(name: str, score: float, local: int = 0, pull: int = 0, **more: Any) -> dict[str, Any]:
+    role = "ROLE_DECODE" if name.startswith("decode") else "ROLE_PREFILL"
+    terms = more.pop("terms", {"queue_ms": 0.0, "prefill_ms": score})
+    return {
+        "instance": {"instance_id": name}, "role": role, "chosen": False, "verdict": "", "score_ms": score,
+        "terms": [{"name": key, "value": value} for key, value in terms.items()],
+        "local_blocks": local, "pulled_blocks": pull, **more,
+    }  # fmt: skip
+
+
+def answer(*candidates: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {
+        "request_id": "3f2a", "attempt": 0, "model": "tiny", "outcome": "placed", "message": "", "prompt_tokens": 3010,
+        "prompt_blocks": 47, "best_prefix_blocks": 40, "candidates": list(candidates), "age_ms": 5, "reported": False,
+        "cached_tokens": 0, "prefill_ms": 0,
+        "placement": {"predicted_ttft_ms": 20, "predicted_tbt_ms": 4, "predicted_cached_tokens": 2560}, **changes,
+    }  # fmt: skip
+
+
+HOLDS = candidate("prefill-1", 20.0, 40, chosen=True, verdict="chosen")
+PULLS = candidate("prefill-0", 32.0, 0, 40, terms={"queue_ms": 50.0, "pull_ms": 3.0, "prefill_ms": 9.0})
+
+
+@pytest.mark.parametrize(
+    ("told", "lines"),
+    [
+        (
+            answer(PULLS, HOLDS),
+            [
+                "prefill: prefill-1 wins by 12.0 ms: it holds 40 of 47 blocks, has nothing queued, needs 20.0 ms of "
+                "prefill; prefill-0 holds none of the prompt's blocks, would pull 40 (3.0 ms), has 50.0 ms queued, "
+                "needs 9.0 ms of prefill.",
+            ],
+        ),
+        (
+            answer({**PULLS, "chosen": True, "score_ms": 5.0}, {**HOLDS, "chosen": False}),
+            [
+                "prefill: prefill-0 wins by 15.0 ms: it holds none of the prompt's blocks, pulls 40 (3.0 ms), has "
+                "50.0 ms queued, needs 9.0 ms of prefill; prefill-1 holds 40 of 47 blocks, has nothing queued, needs "
+                "20.0 ms of prefill.",
+            ],
+        ),
+        (
+            answer({**HOLDS, "score_ms": 32.0}, PULLS),
+            ["prefill: prefill-1 and prefill-0 were as good, and prefill-1 was drawn: it holds"],
+        ),
+        (
+            answer({**HOLDS, "score_ms": 42.0}, {**PULLS, "verdict": "avoided"}),
+            ["prefill: prefill-1 was chosen though prefill-0 scores 10.0 ms less (avoided): it holds"],
+        ),
+        (
+            answer(HOLDS, candidate("prefill-0", 0, terms={}, verdict="not ready: loading")),
+            ["prefill: prefill-1 was the only one that could take it (prefill-0 not ready: loading): it holds"],
+        ),
+        (
+            answer(
+                candidate("decode-0", 4.4, 10, chosen=True, terms={"tbt_ms": 4.0}),
+                candidate("decode-1", 15.0, terms={"tbt_ms": 10.0}),
+            ),
+            [
+                "decode: decode-0 wins by 10.6 ms: it holds 10 of 47 blocks, is expected at 4.4 ms; decode-1 is "
+                "expected at 15.0 ms.",
+            ],
+        ),
+        (
+            answer(candidate("prefill-0", 9000.0, verdict="over the SLO"), outcome="ttft", message="no room"),
+            ["Refused (ttft): no room."],
+        ),
+        (answer(outcome="unavailable"), ["Refused (unavailable): no reason was told."]),
+        (
+            answer(HOLDS),
+            ["prefill: ", "Expected: TTFT 20 ms, TBT 4 ms, 2,560 cached tokens.", "Afterwards: prefill has not"],
+        ),
+        (
+            answer(HOLDS, reported=True, cached_tokens=2560, prefill_ms=21),
+            [
+                "prefill: ",
+                "Expected: ",
+                "Afterwards: prefill took 21 ms and found 2,560 of 3,010 prompt tokens cached.",
+            ],
+        ),
+    ],
+)
+def test_why_in_words(told: dict[str, Any], lines: list[str]) -> None:
+    found = explain.sentences(told)
+    assert len(found) >= len(lines)
+    for line, start in zip(found, lines, strict=False):
+        assert line.startswith(start), line
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_of_candidates(width: int) -> None:
+    other = candidate("prefill-2", 0, terms={}, verdict="not ready: [loading]")
+    decodes = [candidate("decode-0", 4.0, 3, chosen=True, verdict="chosen", terms={"tbt_ms": 4.0, "slot_wait_ms": 0.0})]
+    text = printed(explain.screen(answer(PULLS, HOLDS, other, *decodes), width), width)
+    rows = [line.split() for line in text.splitlines()]
+    assert ["prefill", "local", "pull", "queue", "pull", "prefill", "score", "verdict"] in rows
+    assert ["→", "prefill-1", "40", "0", "0", "20.0", "20.0", "chosen"] in rows
+    assert ["prefill-0", "0", "40", "50.0", "3.0", "9.0", "32.0"] in rows
+    assert ["prefill-2", "0", "0", "not", "ready:", "[loading]"] in rows
+    assert ["decode", "local", "pull", "tbt", "score", "verdict"] in rows, "a term that is 0 for all tells nothing"
+    order = [row[0] if row[0] != "→" else row[1] for row in rows if row and any("prefill-" in word for word in row[:2])]
+    assert order[:3] == ["prefill-1", "prefill-0", "prefill-2"]
+
+
+def test_the_answer_is_plain_json_with_numbers() -> None:
+    message = conductor_pb2.ExplainResponse(
+        request_id="a", candidates=[conductor_pb2.Candidate(terms=[conductor_pb2.Term(name="queue_ms", value=1.5)])]
+    )
+    message.candidates[0].instance.incarnation = 2**60 + 1
+    message.placement.pulls.add(blocks=3)
+    told = collect.plain(message)
+    assert json.loads(json.dumps(told))["candidates"][0]["instance"]["incarnation"] == 2**60 + 1
+    assert told["placement"]["pulls"][0]["blocks"] == 3
+    assert (told["reported"], told["attempt"], told["message"]) == (False, 0, "")
+    stores = collect.plain(store_pb2.GetStoreStatusResponse(blocks=2**40, stores=[store_pb2.StoreStatus(blocks=7)]))
+    assert (stores["blocks"], stores["stores"][0]["blocks"]) == (2**40, 7)
+
+
+# ── status ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def instance(name: str, model: str = "tiny", **load: int) -> dict[str, Any]:
+    role = "ROLE_DECODE" if "decode" in name else "ROLE_PREFILL"
+    hits = {f"{tier}_hit_tokens": 0 for tier in status.TIERS}
+    return {
+        "instance": {"instance_id": name}, "role": role, "model": model, "ready": True, "not_ready_reason": "",
+        "silent_ms": 105, "load": {"queued_requests": 12, "prompt_tokens": 0, **hits, **load}, "pools": pools(),
+    }  # fmt: skip
+
+
+def pools(**changes: int) -> dict[str, int]:
+    return {
+        "pages_total": 4096, "pages_free": 4000, "pages_cached": 96, "extents_total": 4096, "extents_free": 4096,
+        "handoffs": 0, "quarantined": 0, "store_blocks": 4001, "store_leases": 2, "pulls": 1, **changes,
+    }  # fmt: skip
+
+
+def node() -> dict[str, Any]:
+    return {"pools": pools(), "evicted": 12345, "pulled_bytes": 5 << 20, "offloaded_blocks": 3}
+
+
+def mesh(**changes: Any) -> dict[str, Any]:
+    instances = [
+        instance("prefill-0", prompt_tokens=1000, device_hit_tokens=500, host_hit_tokens=200, remote_hit_tokens=50),
+        instance("decode-0"),
+    ]
+    names = ["prefill-0", "decode-0", "pool-0"]
+    members = [
+        {"instance": {"instance_id": name}, "role": f"ROLE_{name[:-2].upper()}", "store_id": name} for name in names
+    ]
+    return {
+        "run": {"model": "tiny", "models": {"tiny": "/m"}, "url": "http://127.0.0.1:8000", "grpc": "127.0.0.1:8001",
+                "run_dir": "/home/user/.local/state/kvmesh/runs/20260101-000000", "services": {}},
+        "gateway": {"address": "127.0.0.1:30437", "ready": True, "not_ready_reason": "", "requests": 0, "streams": 1},
+        "conductor": {"address": "127.0.0.1:11788", "instances": instances, "store_master": "connected"},
+        "store": {"address": "127.0.0.1:14547", "members": members,
+                  "map": {"blocks": 4500, "replicas": 9000, "map_bytes": 1 << 20,
+                          "stores": [{"member": member, "blocks": 4001} for member in members]}},
+        "node_stores": {name: node() for name in names},
+        **changes,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_mesh_on_the_screen(width: int) -> None:
+    text = printed(status._screen(mesh(), width), width)
+    rows = [line.split() for line in text.splitlines()]
+    assert ["prefill-0", "prefill", "ready", "12", "0", "0", "4096/4096", "4096/4096", "105", "ms"] in rows
+    role, more = (["prefill"], ["5.0", "MiB", "3", "4001"]) if width == 120 else ([], [])
+    assert ["prefill-0", *role, "4001/4096", "50%", "20%", "5%", "75%", "2", "1", "12345", *more] in rows
+    assert any(row[:1] == ["pool-0"] and row.count("-") == 4 for row in rows), "a pool node has no prompts"
+    assert "hit rate  75.0% of 1,000 prompt tokens (device 50.0%, host 20.0%, remote 5.0%)" in text
+    assert "map       4,500 distinct blocks, 9,000 replicas, 2.0 each, 1.0 MiB; 1 pool node" in text
+    assert len([row for row in rows if row[:1] == ["prefill-0"]]) == 2, "no row takes two lines"
+
+
+def test_several_models_have_a_column() -> None:
+    found = mesh()
+    found["conductor"]["instances"].append(instance("two-prefill-0", "org/two"))
+    found["node_stores"]["two-prefill-0"] = node()
+    text = printed(status._screen(found, 120), 120)
+    assert [line for line in text.splitlines() if line.split()[:3] == ["two-prefill-0", "prefill", "org/two"]]
+
+
+def test_what_does_not_answer_is_told() -> None:
+    found = mesh()
+    found["node_stores"]["pool-0"] = {"error": "127.0.0.1:1: [refused]"}
+    found["store"]["map"] = {"error": "GetStatus failed"}
+    text = printed(status._screen(found, 80), 80)
+    assert "pool-0: 127.0.0.1:1: [refused]" in text
+    assert "map       GetStatus failed" in text
+    found["conductor"] = {"address": "127.0.0.1:1", "error": "nobody there"}
+    assert "nobody there" in printed(status._screen(found, 80), 80)
+
+
+def test_hit_rates_of_all_instances_together() -> None:
+    loads = [
+        instance("prefill-0", prompt_tokens=300, device_hit_tokens=30),
+        instance("prefill-1", prompt_tokens=100, host_hit_tokens=50),
+    ]
+    assert status.hit_rates(loads) == {"prompt_tokens": 400, "device": 0.075, "host": 0.125, "remote": 0.0, "all": 0.2}
+    assert status.hit_rates([]) == {"prompt_tokens": 0, "device": 0.0, "host": 0.0, "remote": 0.0, "all": 0.0}
