@@ -29,6 +29,14 @@ class ConductorConfig(ServiceConfig):
             "min": 0,
         },
     )
+    fetch: str = field(
+        default="cheaper",
+        metadata={
+            "help": "cheaper: a prefix is fetched when that is predicted to be faster than computing it; always: "
+            "whenever it is weighed; never: every instance for itself.",
+            "choices": ("cheaper", "always", "never"),
+        },
+    )
     store_silence_ms: int = field(
         default=3_000,
         metadata={"help": "A stream of the store master silent for longer is opened again, in ms.", "min": 1},

@@ -30,6 +30,14 @@ class Role(Enum):
 Life = tuple[str, int]  # instance_id, incarnation
 
 
+class Fetch(Enum):
+    """When an instance fetches a prefix that others hold (and that is long enough to be weighed)."""
+
+    CHEAPER = "cheaper"  # when its predicted TTFT is less than that of computing
+    ALWAYS = "always"  # Algorithm 1 as printed
+    NEVER = "never"  # every instance for itself, for comparison
+
+
 @dataclass(frozen=True)
 class Ref:
     """One life of one instance."""
@@ -278,6 +286,7 @@ class Settings:
     balancing_threshold: float = (
         1.0  # fetching is weighed when the best prefix is more than so many times the local one
     )
+    fetch: Fetch = Fetch.CHEAPER
     confirmed_s: float = 10.0  # computed blocks count for so long without being announced
     member_grace_s: float = 5.0  # after a master's restart, for its members to join again
     max_explained: int = 4096

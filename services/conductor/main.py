@@ -11,7 +11,7 @@ from kvmesh.rpc import runner
 from kvmesh.rpc.pb import conductor_pb2_grpc as pb_grpc
 from kvmesh.rpc.server import Server
 from services.conductor.config import ConductorConfig
-from services.conductor.domain import Event, Settings
+from services.conductor.domain import Event, Fetch, Settings
 from services.conductor.servicer import ConductorServicer
 from services.conductor.state import ConductorState
 from services.conductor.watch import StoreWatch
@@ -76,5 +76,6 @@ def settings_of(config: ConductorConfig) -> Settings:
         stall_s=lease_s / 2,
         warm_up_s=2 * lease_s,
         balancing_threshold=config.balancing_threshold,
+        fetch=Fetch(config.fetch),
         member_grace_s=3 * lease_s,
     )

@@ -13,7 +13,7 @@ from kvmesh.rpc.errors import Overloaded
 from services.conductor import decodes as decoding
 from services.conductor import prefills as prefilling
 from services.conductor.decodes import DecodeChoice
-from services.conductor.domain import Refuse, Schedule
+from services.conductor.domain import Fetch, Refuse, Schedule
 from services.conductor.index import Place
 from services.conductor.instance import Instance
 from services.conductor.prefills import PrefillCandidate, PrefillChoice
@@ -59,6 +59,7 @@ class Terms:
     threshold: float  # Settings.balancing_threshold
     now: float
     rng: random.Random
+    fetch: Fetch = Fetch.CHEAPER
 
 
 def choose(
@@ -81,7 +82,9 @@ def choose(
     # Prefill and decode compete for one device where roles share it: another instance is better when there is one.
     others = [i for i in prefills if i is not decode.instance] or prefills
     weighed_prefills = [
-        prefilling.candidate(request, i, places[i.ref.instance_id], mesh, decode.at_decode, terms.threshold, terms.now)
+        prefilling.candidate(
+            request, i, places[i.ref.instance_id], mesh, decode.at_decode, terms.threshold, terms.now, terms.fetch
+        )
         for i in _unavoided(others, request.avoid)
     ]
     prefill = _pick_prefill(weighed_prefills, decode.landing_wait_s, terms)

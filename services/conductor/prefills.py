@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.conductor.domain import Schedule
+from services.conductor.domain import Fetch, Schedule
 from services.conductor.index import Place
 from services.conductor.instance import Instance
 from services.conductor.routes import Leg, Mesh
@@ -54,15 +54,19 @@ class PrefillChoice:
 
 @dataclass(frozen=True, slots=True)
 class PrefillCandidate:
-    """One instance and its ways: with what it has, and with what it could fetch if that is worth weighing."""
+    """One instance and its ways: with what it has, and with what it could fetch if that is worth weighing; `rule` says
+    whether fetching is weighed against computing or done."""
 
     use: PrefillChoice
     fetch: PrefillChoice | None
+    rule: Fetch = Fetch.CHEAPER
 
     @property
     def options(self) -> tuple[PrefillChoice, ...]:
         """One or two."""
-        return (self.use,) if self.fetch is None else (self.use, self.fetch)
+        if self.fetch is None:
+            return (self.use,)
+        return (self.fetch,) if self.rule is Fetch.ALWAYS else (self.use, self.fetch)
 
     def best(self, slo_s: float) -> PrefillChoice | None:
         """The faster option among those that may meet the SLO."""
@@ -75,7 +79,14 @@ class PrefillCandidate:
 
 
 def candidate(
-    request: Schedule, instance: Instance, place: Place, mesh: Mesh, at_decode: int, threshold: float, now: float
+    request: Schedule,
+    instance: Instance,
+    place: Place,
+    mesh: Mesh,
+    at_decode: int,
+    threshold: float,
+    now: float,
+    rule: Fetch = Fetch.CHEAPER,
 ) -> PrefillCandidate:
     """`place`: the instance's blocks in the survey; `at_decode`: leading blocks that nobody need send to decode."""
     local = mesh.survey.depth(place)
@@ -83,12 +94,12 @@ def candidate(
     usable = (request.prompt_tokens - 1) // instance.model.block_tokens
     use = _choice(request, instance, local, min(local, usable), at_decode, now)
     reach = min(mesh.reach(place, local), usable)
-    if not _worth_weighing(reach, local, threshold):
+    if rule is Fetch.NEVER or not _worth_weighing(reach, local, threshold):
         return PrefillCandidate(use, None)
     legs, end = mesh.plan(place, instance.node_id, local, reach)
     if not legs or not _worth_weighing(end, local, threshold):
         return PrefillCandidate(use, None)
-    return PrefillCandidate(use, _choice(request, instance, local, end, at_decode, now, mesh, legs))
+    return PrefillCandidate(use, _choice(request, instance, local, end, at_decode, now, mesh, legs), rule)
 
 
 def _worth_weighing(best: int, local: int, threshold: float) -> bool:

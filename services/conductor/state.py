@@ -192,6 +192,7 @@ class ConductorState:
             self._settings.balancing_threshold,
             now,
             self._rng,
+            self._settings.fetch,
         )
         mesh, found = None, None
         answer: Placed | Refuse | None = self._refused(request, serving, why, now)

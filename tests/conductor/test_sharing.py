@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from services.conductor.domain import MemberGone, PrefillSample, Source
+from services.conductor.domain import Fetch, MemberGone, PrefillSample, Source
 from tests.conductor.brain import BLOCK, IDLE, Brain, chain, joined, reset
 from tests.conductor.sharing import BYTES, LONG, X, mesh, monotone, other, ranges
 
@@ -56,6 +56,16 @@ def test_when_a_prefix_is_fetched(local: int, remote: int, threshold: float, fet
     assert placed.prefill.instance_id == "p1"
     assert ranges(placed.pulls) == ([("p0", local, fetched)] if fetched else [])
     assert placed.cached_tokens == (local + fetched) * BLOCK
+
+
+@pytest.mark.parametrize(("rule", "fetched"), [(Fetch.CHEAPER, 0), (Fetch.ALWAYS, 4), (Fetch.NEVER, 0)])
+def test_the_rule_of_fetching_over_what_is_predicted(rule: Fetch, fetched: int) -> None:
+    brain = mesh(fetch=rule)
+    brain.seal("p0", X[:4])
+    assert other(brain).cached_tokens == fetched * BLOCK
+    brain = mesh(fetch=rule)
+    brain.seal("p0", X)
+    assert other(brain).cached_tokens == (0 if rule is Fetch.NEVER else 64 * BLOCK)
 
 
 def test_a_pull_hides_behind_the_queue() -> None:
