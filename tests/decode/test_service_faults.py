@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from kvmesh.rpc.errors import InternalError
+from kvmesh.rpc.pb import common_pb2 as pb
 from services.decode import main
 from services.decode.config import DecodeConfig
 from tests.checkpoints import prompts
@@ -170,11 +171,16 @@ async def test_spans_have_honest_borders_and_go_on_to_prefill(checkpoint: Path, 
             await gateway.over(slot)
             bad = await gateway.start(PROMPT, 0, traceparent=f"00-{trace}-{parent}-01")
             await gateway.over(bad)
+            nobody = pb.InstanceRef(instance_id="prefill-9", address="127.0.0.1:1", incarnation=9)
+            pulls = [pb.PullRange(holder=nobody, first_block=0, blocks=1)]
+            where = {"prefill": mesh.prefill.ref, "decode_pulls": pulls}
+            fetching = await gateway.start(PROMPT[::-1], 3, traceparent=f"00-{trace}-{parent}-01", placement=where)
+            assert len((await gateway.over(fetching)).tokens) == 3
         await mesh.full()
-        handed_on = mesh.prefill.requests[1].start.traceparent
+        handed_on = mesh.prefill.requests[0].start.traceparent
     found = spans_in(tmp_path)
     assert {s["trace_id"] for s in found} == {trace}
-    whole, refused = sorted((s for s in found if s["name"] == "kvmesh.request"), key=lambda s: s["start_ns"])
+    whole, refused, fetched = sorted((s for s in found if s["name"] == "kvmesh.request"), key=lambda s: s["start_ns"])
     assert whole["parent"] == parent
     assert handed_on == f"00-{trace}-{whole['span_id']}-01"
     assert "max_tokens" in refused["status"]
@@ -187,6 +193,11 @@ async def test_spans_have_honest_borders_and_go_on_to_prefill(checkpoint: Path, 
     assert stages["kvmesh.generate"]["end_ns"] <= whole["end_ns"]
     assert whole["attributes"]["gen_ai.usage.output_tokens"] == 6
     assert whole["attributes"]["kvmesh.outcome"] == "length"
+    assert whole["attributes"]["kvmesh.at_decode_tokens"] == 0
+    (pull,) = [s for s in found if s["name"] == "kvmesh.pull"]
+    assert pull["parent"] == fetched["span_id"]
+    assert (pull["attributes"]["kvmesh.blocks"], pull["status"] != "") == (0, True)
+    assert fetched["attributes"]["kvmesh.decode.pulled_tokens"] == 0
 
 
 async def test_an_overload_is_refused_with_a_time_to_come_again(checkpoint: Path) -> None:

@@ -1,4 +1,4 @@
-"""Blocks that need not be sent: real decode instances, real bytes. What is here is loaded, what lies elsewhere pulled."""
+"""Blocks that need not be sent: real instances, real bytes. What is here is loaded, what lies elsewhere is pulled."""
 
 from __future__ import annotations
 
