@@ -80,6 +80,13 @@ class Generator:
         """Send all `jobs`, in order; none after `duration_s`. Returns when the last has ended."""
         self._start, self._end = time.monotonic(), 0.0
         tasks: set[asyncio.Task[None]] = set()
+        failures: list[BaseException] = []
+
+        def ended(task: asyncio.Task[None]) -> None:
+            tasks.discard(task)
+            if not task.cancelled() and (err := task.exception()) is not None:
+                failures.append(err)
+
         stopped = asyncio.create_task(self._stop.wait())
         slots = asyncio.Semaphore(self._concurrency) if self._concurrency else None
         try:
@@ -87,16 +94,18 @@ class Generator:
                 async for job in self._paced(iter(jobs), duration_s, slots, stopped):
                     task = asyncio.create_task(self._one(http, job, slots))
                     tasks.add(task)
-                    task.add_done_callback(tasks.discard)
-                while tasks and not stopped.done():
-                    await asyncio.wait({*tasks, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                    task.add_done_callback(ended)
+                rest = asyncio.gather(*tasks, return_exceptions=True)
+                either: set[asyncio.Future[Any]] = {rest, stopped}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 self.dropped = len(tasks)
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                rest.cancel()
+                await asyncio.gather(rest, return_exceptions=True)
         finally:
             stopped.cancel()
             self._end = time.monotonic()
+        if failures:  # no request's fault: those end in an Outcome
+            raise failures[0]
 
     async def _paced(
         self,

@@ -91,7 +91,7 @@ def _screen(found: dict[str, Any], width: int) -> RenderableType:
         )
     parts.append(_services(found))
     if "error" not in found["conductor"]:
-        parts += ["", _instances(found["conductor"].get("instances", []))]
+        parts += ["", _instances(found["conductor"].get("instances", []), width)]
     if found["node_stores"]:
         parts += ["", _stores(found, width), "", *_cache(found)]
     return Group(*parts)
@@ -139,21 +139,20 @@ def _says(name: str, told: dict[str, Any]) -> str:
     return count(len(told["members"]), "member")
 
 
-def _instances(instances: list[dict[str, Any]]) -> RenderableType:
+def _instances(instances: list[dict[str, Any]], width: int) -> RenderableType:
     if not instances:
         return "[yellow]no instance has registered[/]"
     several = len({one["model"] for one in instances}) > 1
-    table = _table(
-        "instance", "role", *(["model"] if several else []), "state",
-        "queued", "run", "wait", "pages", "extents", "silent", "",
-    )  # fmt: skip
+    kind = ["model"] if several else []
+    if not several or width >= _WIDE:
+        kind.insert(0, "role")
+    table = _table("instance", *kind, "state", "queued", "run", "wait", "pages", "extents", "silent", "")
     for one in sorted(instances, key=lambda one: (one["model"], one["role"] != "ROLE_PREFILL", _id(one))):
         load, pools = one.get("load", {}), one["pools"]
         broken = "error" in pools
         table.add_row(
             escape(_id(one)),
-            _role(one),
-            *([escape(one["model"])] if several else []),
+            *(_role(one) if word == "role" else escape(one["model"]) for word in kind),
             "[green]ready[/]" if one["ready"] else "[yellow]not ready[/]",
             str(load.get("queued_requests", 0)),
             str(load.get("running_requests", 0)),
