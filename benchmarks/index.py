@@ -91,7 +91,8 @@ class World:
 
 
 class Said:
-    """Announcements of every holder in turn: so many keys sealed, and those removed that this holder sealed before."""
+    """Announcements of each of `names` in turn: so many keys sealed, and those removed that it sealed the time before.
+    No more names than announcements in a round: only the first round, which is not measured, removes nothing."""
 
     def __init__(self, world: World, n: int, seqs: dict[str, int], names: Sequence[str]) -> None:
         self.world, self.n, self.seqs, self.names = world, n, seqs, cycle(names)
@@ -131,8 +132,8 @@ def in_process(world: World, rounds: int, keys_a_round: int) -> dict[str, Any]:
     seqs: dict[str, int] = {}
     names = list(world.held)
     for n in BATCHES:
-        said = Said(world, n, seqs, names)
         calls = min(4000, max(8, keys_a_round // n))
+        said = Said(world, n, seqs, names[:calls])
 
         def get(keys: list[bytes]) -> None:
             found = plain.get
@@ -299,8 +300,8 @@ async def drive(master: Master, world: World, rounds: int, calls: int, callers: 
     cpus: Times = {}
     for n in BATCHES:
         # Each caller speaks for holders of its own: batches of one holder must not overtake each other.
-        said = [Said(world, n, seqs, names[i::callers]) for i in range(min(callers, len(names)))]
         each = max(2, calls // callers // (1 + n // 64))
+        said = [Said(world, n, seqs, names[i::callers][:each]) for i in range(min(callers, len(names)))]
         for turn in range(rounds + 1):
             asked = [
                 [store_pb2.LookupRequest(keys=b"".join(world.ask(n))) for _ in range(each)] for _ in range(callers)
@@ -375,7 +376,11 @@ def main() -> None:
             del world
             gc.collect()
     if args.json:
-        meta = {"machine": platform.machine(), "cpus": os.cpu_count(), "args": vars(args)}
+        meta = {
+            "machine": platform.machine(),
+            "cpus": os.cpu_count(),
+            "args": {k: v for k, v in vars(args).items() if k != "json"},
+        }
         Path(args.json).write_text(json.dumps({**meta, "results": results}, indent=1) + "\n")
 
 
