@@ -129,7 +129,9 @@ class Puller:
     def _failed(self, pull: _Pull, cause: str) -> None:
         pull.cause = pull.cause or cause
         for batch in list(pull.batches):
-            self._engine.cancel(batch)
+            # Cancelling one may end others, and their callbacks run right here: those are freed already.
+            if batch in pull.batches:
+                self._engine.cancel(batch)
 
     def _settle(self, pull: _Pull) -> None:
         if pull.posting or pull.batches or self._pulls.get(pull.spec.ticket) is not pull:

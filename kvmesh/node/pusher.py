@@ -274,7 +274,9 @@ class Pusher:
 
     def _stop_posting(self, push: _Push) -> None:
         for batch in list(push.batches):
-            self._engine.cancel(batch)
+            # Cancelling one may end others, and their callbacks run right here: those are freed already.
+            if batch in push.batches:
+                self._engine.cancel(batch)
 
     def _settle(self, push: _Push) -> None:
         """Say how it ended, once nothing of it is in flight."""

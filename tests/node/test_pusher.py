@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 
 import pytest
 
@@ -92,3 +93,38 @@ def test_a_long_push_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None
         told = [said.bytes_done for said in two.said if isinstance(said, m.PushProgress)]
         assert told == [LAYOUT.shard_bytes * (i + 1) for i in range(BLOCKS)]
         assert [mark.payload for mark in marks] == [pusher.END_MARK]
+
+
+class Chained(TransferEngine):
+    """Cancelling one batch ends them all, callbacks included, before it returns: so it is when the room that the first
+    leaves lets the others be tried, and their peer is dead."""
+
+    def cancel(self, batch: BatchId) -> None:
+        super().cancel(batch)
+        for other in list(self.callbacks):
+            super().cancel(other)
+            assert self.wait_sync(other, TIMEOUT_S)
+            self.callbacks.pop(other)()
+
+    def on_done(self, batch: BatchId, callback: Callable[[], None]) -> None:
+        self.callbacks[batch] = callback
+
+    @cached_property
+    def callbacks(self) -> dict[BatchId, Callable[[], None]]:
+        return {}
+
+
+def test_batches_that_end_while_another_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop that cancels must not trip over them: the step that runs it would fail for everybody in it, and the push
+    would never say its end."""
+    monkeypatch.setattr(pusher, "BATCH_BYTES", LAYOUT.shard_bytes)
+    frozen = EngineConfig(transports=("shm",), fault='{"rules": [{"kind": "freeze"}]}', ack_timeout_s=0.2)
+    with ExitStack() as stack:
+        writer = stack.enter_context(Chained("writer@1", frozen))
+        reader = stack.enter_context(TransferEngine("reader@1", PATIENCE))
+        two = Pair(writer, reader)
+        two.open()
+        assert isinstance(writer, Chained)
+        assert len(writer.callbacks) > 1, "several batches are on their way"
+        two.pusher.step_failed((7,))
+        assert isinstance(two.ended(), m.PushFailed)
