@@ -111,7 +111,6 @@ class Said:
 
 def in_process(world: World, rounds: int, keys_a_round: int) -> dict[str, Any]:
     """Fill a map, then time it beside a dict of the same keys, in CPU time: others use this machine too."""
-    gc.collect()
     blocks, started = SteadyBlockMap(), time.thread_time()
     for name in world.held:
         for part in world.snapshot(name):
@@ -190,7 +189,7 @@ def in_process(world: World, rounds: int, keys_a_round: int) -> dict[str, Any]:
 
 
 def medians_us(times: Times) -> dict[str, float]:
-    return {what: statistics.median(some) * 1e6 for what, some in times.items()}
+    return {what: round(statistics.median(some) * 1e6, 3) for what, some in times.items()}
 
 
 # ── through gRPC ─────────────────────────────────────────────────────────────────────────────────────
@@ -248,8 +247,7 @@ class Master:
         return wall / count, (after.user + after.system - before.user - before.system) / count
 
     def rss(self) -> int:
-        rss: int = psutil.Process(self.process.pid).memory_info().rss
-        return rss
+        return int(psutil.Process(self.process.pid).memory_info().rss)
 
     async def close(self) -> None:
         await self.channel.close()
@@ -323,7 +321,7 @@ async def drive(master: Master, world: World, rounds: int, calls: int, callers: 
                 seqs[name] += 1
                 await master.announce(wire(Announcement(name, 1, seqs[name], (), left)))
     # The kernel counts the master's CPU time in ticks of 10 ms: only the mean over all rounds means something.
-    cpu_us = {what: statistics.mean(some) * 1e6 for what, some in cpus.items()}
+    cpu_us = {what: round(statistics.mean(some) * 1e6) for what, some in cpus.items()}
     return {**facts, "call_us": medians_us(times), "master_cpu_us": cpu_us}
 
 
@@ -352,6 +350,18 @@ def show(blocks: int, holders: int, local: dict[str, Any], remote: dict[str, Any
                 print(line + f" {us / least:8.2f}" + (f" {cpu[f'{what} {n}']:15.0f}" if cpu else ""))
 
 
+def summary(results: list[dict[str, Any]]) -> None:
+    print("\nthousand calls/s (x limit)   in process: 64 keys matched, 128 announced   over gRPC: the same")
+    for one in results:
+        local, remote = one["in_process"], one["grpc"]
+        line = f"{one['blocks']:9,} blocks {one['holders']:6,} holders {local['bytes_per_block']:6.0f} bytes a block"
+        for times, rows in ((local["call_us"], (LOCAL[1], LOCAL[3])), (remote["call_us"], REMOTE)):
+            for what, limit in rows:
+                us = times[f"{what} 64"]
+                line += f" {1e3 / us:8.2f} ({us / times[f'{limit} 64']:5.2f})"
+        print(line)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", default="10000,100000,1000000", help="comma-separated")
@@ -375,6 +385,7 @@ def main() -> None:
             results.append({"blocks": blocks, "holders": holders, "in_process": local, "grpc": remote})
             del world
             gc.collect()
+    summary(results)
     if args.json:
         meta = {
             "machine": platform.machine(),

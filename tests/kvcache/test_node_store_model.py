@@ -216,6 +216,14 @@ class Model(RuleBasedStateMachine):
             if key in self.idle():
                 self.used_now(key)
 
+    @rule(keys=SOME_KEYS | ANY_KEYS)
+    def cool(self, keys: list[bytes]) -> None:
+        self.store.cool(keys)
+        for key in reversed(keys):
+            if key in self.idle():
+                self.tick += 1
+                self.let_go[key] = -self.tick
+
     # ── what readers do ──────────────────────────────────────────────────────────────────────────────
 
     @rule(keys=SOME_KEYS | ANY_KEYS, ns=NS)
