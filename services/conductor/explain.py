@@ -16,7 +16,16 @@ from services.conductor.prefills import PrefillCandidate
 # All records together: a record of a mesh of a thousand instances is long.
 MAX_CANDIDATES = 131_072
 
-PREFILL_TERMS = ("queue_ms", "pull_ms", "prefill_ms", "transfer_tail_ms", "ttft_ms", "ttft_other_way_ms")
+# ttft = max(queue, pull) + prefill + transfer tail + landing wait (at the decode instance that was chosen).
+PREFILL_TERMS = (
+    "queue_ms",
+    "pull_ms",
+    "prefill_ms",
+    "transfer_tail_ms",
+    "landing_wait_ms",
+    "ttft_ms",
+    "ttft_other_way_ms",
+)
 DECODE_TERMS = ("tbt_ms", "landing_wait_ms", "slot_wait_ms", "transfer_tail_ms")
 
 
@@ -175,15 +184,16 @@ def _weighed(found: Weighed, ttft_slo_s: float) -> Iterable[Candidate]:
 
 def _prefill(candidate: PrefillCandidate, slo_s: float, landing_wait_s: float) -> Candidate:
     best = candidate.best(slo_s) or min(candidate.options, key=lambda o: o.admission_ttft_s)
-    other = next((o.ttft_s for o in candidate.options if o is not best), -1.0)
+    other = next((o.ttft_s + landing_wait_s for o in candidate.options if o is not best), -1.0)
     pull_s = best.pull_s if best.legs else -1.0
+    ttft_s = best.ttft_s + landing_wait_s
     return Candidate(
         best.instance.ref,
         Role.PREFILL,
         "",
-        best.ttft_s,
+        ttft_s,
         best.admission_ttft_s + landing_wait_s,
-        (best.queue_s, pull_s, best.prefill_s, best.tail_s, best.ttft_s, other),
+        (best.queue_s, pull_s, best.prefill_s, best.tail_s, landing_wait_s, ttft_s, other),
         best.local_blocks,
         best.pulled_blocks,
     )

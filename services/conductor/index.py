@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvmesh.kvcache.announce import Announcement
@@ -100,10 +100,21 @@ class Index:
         """Blocks announced by that very life."""
         return self.truth.count(life[0]) if self.truth.incarnation(life[0]) == life[1] else 0
 
-    def hear(self, announcement: Announcement, life: Life | None, slot: int | None) -> bool:
-        """Take in what a store said; `life` and `slot`: of the instance of that name, if there is one. False: it does
-        not follow what is known. ValueError: a key has not 16 bytes."""
+    def hear(
+        self,
+        announcement: Announcement,
+        life: Life | None,
+        slot: int | None,
+        *,
+        ended: Callable[[Life], bool] = lambda life: True,
+    ) -> bool:
+        """Take in what a store said; `life` and `slot`: of the instance of that name, if there is one; `ended`:
+        whether the master said so of a life. False: it does not follow what is known. ValueError: a key has not 16 bytes."""
         verdict = self.truth.apply(announcement)
+        if verdict is Verdict.STALE and not ended(_life_of(announcement)):
+            # The master relays the living: that life is the present one, only its clock is behind the last one's.
+            self.truth.drop(announcement.store_id)
+            verdict = self.truth.apply(announcement)
         if verdict is Verdict.APPLIED and slot is not None and life == _life_of(announcement):
             if announcement.snapshot:
                 bit = self._bit(life)
@@ -119,8 +130,9 @@ class Index:
             self.pending.expire(now)
 
     def drop(self, life: Life) -> None:
-        """Whatever that life held is gone."""
-        self.truth.drop(*life)
+        """Whatever that life held is gone. Another life's blocks stay, whichever incarnation is the greater."""
+        if self.truth.incarnation(life[0]) == life[1]:
+            self.truth.drop(life[0])
 
     def place(self, life: Life, slot: int, keys: Sequence[bytes], request_id: str) -> None:
         """`request_id` was placed there: what is not sealed there counts as coming."""

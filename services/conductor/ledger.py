@@ -113,6 +113,14 @@ class Ledger:
         if placed is not None and placed.decode is instance:
             del self._placed[request_id]
 
+    def lost(self, instance: Instance) -> None:
+        """Its life is over: nothing placed there counts any more."""
+        for request_id in instance.batch.works:
+            self._placed.pop(request_id, None)
+        instance.queue.clear()
+        instance.batch.clear()
+        self._index.pending.close(instance.slot)
+
     def expire(self, instance: Instance, now: float) -> None:
         """Placements there whose time is over count no more."""
         for request_id in instance.queue.expired(now):

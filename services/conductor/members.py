@@ -32,6 +32,10 @@ class Members:
         """ "left" or "died" when a connected master said so of this very incarnation, else ""."""
         return self._gone.get(life, "") if self._connected else ""
 
+    def ended(self, life: Life) -> bool:
+        """Whether this master, when last heard, had said that it left or died."""
+        return life in self._gone
+
     def member(self, instance_id: str) -> Member | None:
         """Who bears that name, as far as is known."""
         return self._known.get(instance_id)

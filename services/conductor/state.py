@@ -174,9 +174,8 @@ class ConductorState:
 
     def _hear(self, announcement: Announcement) -> bool:
         instance = self._fleet.of((announcement.store_id, announcement.incarnation))
-        if instance is None:
-            return self._index.hear(announcement, None, None)
-        return self._index.hear(announcement, instance.ref.life, instance.slot)
+        life, slot = (None, None) if instance is None else (instance.ref.life, instance.slot)
+        return self._index.hear(announcement, life, slot, ended=self._members.ended)
 
     # ── placing ───────────────────────────────────────────────────────────────────────────────────
 
@@ -286,7 +285,7 @@ class ConductorState:
             self._index.drop(life)
             instance = self._fleet.of(life)
             if instance is not None:
-                self._drain(instance)
+                self._ledger.lost(instance)
                 instance.slot = self._index.pending.open(instance.capacity_blocks)
 
     def _drop_strangers(self) -> None:
@@ -295,14 +294,8 @@ class ConductorState:
             if self._members.member(store_id) is None:
                 self._index.drop((store_id, self._index.truth.incarnation(store_id)))
 
-    def _drain(self, instance: Instance) -> None:
-        """Nothing placed there counts any more, and its slot is free."""
-        instance.queue.clear()
-        instance.batch.clear()
-        self._index.pending.close(instance.slot)
-
     def _forget(self, instance: Instance, *, replaced: bool = False) -> None:
-        self._drain(instance)
+        self._ledger.lost(instance)
         self._fleet.remove(instance, replaced=replaced)
 
     def _expire(self, now: float) -> None:

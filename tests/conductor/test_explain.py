@@ -4,7 +4,7 @@ import pytest
 
 from kvmesh.rpc.errors import Overloaded
 from services.conductor import explain
-from services.conductor.domain import PrefillSample, Role
+from services.conductor.domain import Load, PrefillSample, Role
 from services.conductor.explain import Candidate, Decision, Explanations
 from tests.conductor.brain import Brain
 from tests.conductor.sharing import LONG, X, mesh
@@ -93,3 +93,17 @@ def test_a_later_attempt_replaces_the_earlier_and_only_the_chosen_one_reports() 
     assert of(brain, "r").sample is None
     brain.beat(second.prefill.instance_id, prefill_samples=(sample,))
     assert of(brain, "r").sample == sample
+
+
+def test_terms_add_up_to_what_was_predicted_also_while_decode_is_full() -> None:
+    brain = mesh(2, 1)
+    brain.seal("p0", X)
+    brain.beat("d0", Load(free_pages=0, free_extents=0, running_requests=4, context_tokens=400))
+    placed = brain.placed(LONG, keys=X, request_id="r")
+    assert placed.terms["landing_wait_ms"] > 0
+    chosen = next(c for c in of(brain, "r").candidates if c.ref == placed.prefill)
+    terms = chosen.named_terms()
+    start = max(terms["queue_ms"], terms.get("pull_ms", 0.0))
+    total = start + terms["prefill_ms"] + terms["transfer_tail_ms"] + terms["landing_wait_ms"]
+    assert terms["ttft_ms"] == pytest.approx(total) == pytest.approx(placed.ttft_s * 1000)
+    assert chosen.score_s * 1000 == pytest.approx(terms["ttft_ms"])
