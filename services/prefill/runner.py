@@ -12,7 +12,7 @@ from typing import Protocol
 
 from kvmesh.kvcache.sources import Pulled, PullJob
 from kvmesh.node import messages as m
-from kvmesh.rpc.errors import InvalidRequest, KvmeshError
+from kvmesh.rpc.errors import InvalidRequest, KvmeshError, TransferError
 from kvmesh.rpc.pb import prefill_pb2 as pb
 from kvmesh.telemetry import spans
 from services.prefill import events as ev
@@ -160,14 +160,15 @@ class Runner:
     # ── streams ──────────────────────────────────────────────────────────────────────────────────
 
     def open_stream(self, segment_descriptors: Sequence[bytes]) -> Stream:
-        """A decode instance has said hello; ranks learn where its segments are. TransferError: they are none."""
+        """A decode instance has said hello; ranks learn where its segments are. InvalidRequest: a descriptor is none."""
         stream = Stream(next(self._stream_numbers))
-        try:
-            for descriptor in segment_descriptors:
+        for at, descriptor in enumerate(segment_descriptors):
+            try:
                 stream.segments.append(self._segments.open(descriptor))
-        except BaseException:
-            self._release(stream)
-            raise
+            except TransferError as error:
+                self._release(stream)
+                field = f"segment_descriptors[{at}]"
+                raise InvalidRequest.of(field, descriptor, error.message) from None
         self._streams[stream.number] = stream
         return stream
 

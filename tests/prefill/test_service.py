@@ -16,7 +16,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from kvmesh.rpc.errors import ConfigError, InternalError, InvalidRequest, KvmeshError, ProtocolMismatch, TransferError
+from kvmesh.rpc.errors import ConfigError, InternalError, InvalidRequest, KvmeshError, ProtocolMismatch
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.status import from_detail, from_rpc_error
 from services.prefill.config import PrefillConfig
@@ -243,7 +243,7 @@ async def test_hello_is_checked(service: Running) -> None:
     async with decode(service.address, None, "", hello=False) as client:
         with pytest.raises(grpc.aio.AioRpcError) as info:
             await client.hello(descriptors=[b"not a descriptor"])
-        assert isinstance(from_rpc_error(info.value), TransferError)
+        assert isinstance(from_rpc_error(info.value), InvalidRequest)
     await settled(service.address, streams=0)
 
 
