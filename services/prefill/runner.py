@@ -160,7 +160,7 @@ class Runner:
     # ── streams ──────────────────────────────────────────────────────────────────────────────────
 
     def open_stream(self, segment_descriptors: Sequence[bytes]) -> Stream:
-        """A decode instance has said hello; ranks learn where its segments are. InvalidRequest: a descriptor is none."""
+        """A decode instance says hello; ranks learn where its segments are. InvalidRequest: a descriptor is none."""
         stream = Stream(next(self._stream_numbers))
         for at, descriptor in enumerate(segment_descriptors):
             try:
