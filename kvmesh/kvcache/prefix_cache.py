@@ -101,6 +101,37 @@ class PrefixCache:
             freed += 1
         return freed
 
+    def forget(self, keys: Sequence[bytes]) -> int:
+        """These, and whatever continues them, are not to be matched any more: their bytes are in doubt. Holders keep
+        their pages. Returns how many there were. O(blocks), unless none of `keys` is cached."""
+        doubted = {key: self._blocks[key] for key in keys if key in self._blocks}
+        for key, block in self._blocks.items() if doubted else ():  # parents stand before their children
+            if block.parent is not None and block.parent.key in doubted:
+                doubted[key] = block
+        for key in [key for key in reversed(self._blocks) if key in doubted]:
+            self._drop(doubted[key])
+        return len(doubted)
+
+    def _drop(self, block: _Block) -> None:
+        """One without children."""
+        del self._blocks[block.key], self._by_page[block.page]
+        self._idle.pop(block.key, None)
+        parent = block.parent
+        if parent is not None:
+            parent.children -= 1
+            if block.pins:
+                self._unpin(parent)
+        self._pool.unwatch(block.page)
+        self._pool.release((block.page,))
+
+    def _unpin(self, block: _Block | None) -> None:
+        while block is not None:
+            block.pins -= 1
+            if block.pins:
+                return
+            self._idle[block.key] = block
+            block = block.parent
+
     def clear(self) -> int:
         """Evict everything idle; returns the number of pages freed."""
         return self.evict(len(self._idle))
@@ -142,8 +173,11 @@ class PrefixCache:
         self._idle[key] = block
         if parent is not None:
             parent.children += 1
+        others = self._pool.refcount(page) > 1  # holders beside the caller: it was cached before, and forgotten
         self._pool.watch(page, self._on_held)
         self._pool.share((page,))  # the caller's reference is the second one: this pins the block
+        if others:
+            self._on_held(page, True)
         return block
 
     def _on_held(self, page: int, held: bool) -> None:

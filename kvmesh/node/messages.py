@@ -385,9 +385,12 @@ class RankError(Message, frozen=True):
 
 
 class SealCopied(Message, frozen=True):
+    """`bad`: positions whose KV is not finite. They are not to be sealed: whoever used them could compute nothing."""
+
     ticket: int
     start_ns: int
     end_ns: int
+    bad: tuple[int, ...] = ()
 
 
 class LoadCopied(Message, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -188,7 +189,8 @@ class Worker:
                 self._copy(message)
             case m.SealCopy(ticket, pages, extents):
                 start = self._move(self._extents, extents, self._pages, pages)
-                self._send(m.SealCopied(ticket, start, time.monotonic_ns()))
+                bad = tuple(i for i, extent in enumerate(extents) if not _finite(self._extents[extent]))
+                self._send(m.SealCopied(ticket, start, time.monotonic_ns(), bad))
             case m.LoadCopy(ticket, extents, pages):
                 start = self._move(self._pages, pages, self._extents, extents)
                 self._send(m.LoadCopied(ticket, start, time.monotonic_ns()))
@@ -330,6 +332,12 @@ class Worker:
         if finish:
             del self.running[row.handle]
         return m.Token(row.handle, token.token_id, index, finish, _logprobs(token))
+
+
+def _finite(block: torch.Tensor) -> bool:
+    """Whether a block's KV holds neither NaN nor infinity: the sum would show it. About as dear as the copy."""
+    wide = torch.float32 if block.dtype == torch.float16 else None
+    return math.isfinite(block.sum(dtype=wide).item())
 
 
 def _params(sampling: m.Sampling, token_index: int) -> SampleParams:

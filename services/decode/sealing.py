@@ -7,7 +7,7 @@ end at any moment. Sealing is never in anybody's way: without room to spare a bl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
@@ -21,6 +21,7 @@ class _Copy:
     pages: tuple[int, ...]
     ranks: set[int]  # that still copy
     chain: Sequence[bytes]  # touched when it is done, so that a chain's head outlives its tail
+    bad: set[int] = field(default_factory=set)  # positions whose KV is not finite at some rank
 
 
 class Sealing:
@@ -80,18 +81,23 @@ class Sealing:
         self._copies[ticket] = _Copy(named, copied, set(range(self._ranks)), chain if last else ())
         return m.SealCopy(ticket, copied, given)
 
-    def copied(self, rank: int, ticket: int) -> bool:
-        """A rank has copied. True when it was the last one: blocks are sealed and pages given back."""
+    def copied(self, rank: int, ticket: int, bad: Sequence[int] = ()) -> bool:
+        """A rank has copied; `bad` positions are not finite. True when it was the last one: the other blocks are
+        sealed and pages given back."""
         copy = self._copies.get(ticket)
         if copy is None:
             return False
         copy.ranks.discard(rank)
+        copy.bad.update(bad)
         if copy.ranks:
             return False
         del self._copies[ticket]
         self._pages.release(copy.pages)
-        for key in copy.keys:
-            self._store.seal(key)
+        for at, key in enumerate(copy.keys):
+            if at in copy.bad:
+                self._store.abandon(key)
+            else:
+                self._store.seal(key)
         if copy.chain:
             self._store.touch(copy.chain)
         return True

@@ -198,8 +198,8 @@ class DecodeState:
                 self._window(epoch, e.Fenced(rank, peer, epoch), now)
             case m.LoadCopied(epoch, start_ns, end_ns):
                 self._window(epoch, e.Loaded(rank, start_ns, end_ns), now)
-            case m.SealCopied(ticket):
-                self.scheduler.dirty |= self.scheduler.sealing.copied(rank, ticket)
+            case m.SealCopied(ticket, _, _, bad):
+                self.scheduler.dirty |= self.scheduler.sealing.copied(rank, ticket, bad)
             case m.Copied(handle, into_pages, start_ns, end_ns):
                 self._handle(handle, e.Copied(rank, into_pages, start_ns, end_ns), now)
             case m.Left(handle):
@@ -304,7 +304,7 @@ class DecodeState:
             self._out.extend(orders.to_all(self.shape, message))
 
     def _do_free_pages(self, h: Handoff, action: e.FreePages, now: int) -> None:
-        if h.ended and h.in_pages and not h.failed:
+        if h.ended and h.in_pages and h.first is not None and not h.failed:
             self._tell_ranks(self.scheduler.sealing.last(h, action.pages, self.scheduler.room_for_blocks))
         self.scheduler.pages.release(action.pages)
         self.scheduler.dirty = True
@@ -314,7 +314,9 @@ class DecodeState:
         self.scheduler.dirty = True
 
     def _do_keep_extents(self, h: Handoff, action: e.KeepExtents, now: int) -> None:
-        store, keys = self.scheduler.extents, h.chain.upto(h.context // self.shape.block_tokens)
+        # Without a first token the step that computed the prompt may have failed after its bytes were on their way.
+        known = h.context // self.shape.block_tokens if h.first is not None else 0
+        store, keys = self.scheduler.extents, h.chain.upto(known)
         own = range(action.shared, min(len(keys), len(action.extents)))
         for block in reversed(own):
             store.adopt(keys[block], action.extents[block])

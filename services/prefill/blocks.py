@@ -46,6 +46,7 @@ class _Seal:
     blocks: tuple[int, ...]
     pages: tuple[int, ...]  # one reference each
     waiting: set[int]  # ranks that have not answered
+    bad: set[int] = field(default_factory=set)  # positions whose KV is not finite at some rank
 
 
 @dataclass(slots=True)
@@ -271,11 +272,14 @@ class SharedBlocks:
         if seal is None or rank not in seal.waiting:
             return
         seal.waiting.discard(rank)
+        seal.bad.update(copied.bad)
         if seal.waiting:
             return
         del self._seals[copied.ticket]
-        for i in reversed(seal.blocks):
-            self.store.seal(seal.keys[i])
+        for at in reversed(range(len(seal.blocks))):
+            end = self.store.abandon if at in seal.bad else self.store.seal
+            end(seal.keys[seal.blocks[at]])
+        self._cache.forget([seal.keys[seal.blocks[at]] for at in seal.bad])
         self.store.touch(seal.keys)  # chunk by chunk the tail comes last, and the head is to live longest
         self._pool.release(seal.pages)
 

@@ -273,7 +273,11 @@ class PrefillState:
         step = self._steps[number]
         step.failed.update((rank, handle) for handle in handles)
         for handle in handles:
-            self._lives.abort(self.handoffs[handle], Unavailable(f"the prefill failed: {text}"))
+            h = self.handoffs[handle]
+            # Only a prompt's last token is looked at: what made it fail may lie in any block before it, and would fail
+            # whoever shares that. It is computed again, or loaded from the store, where nothing of the kind gets.
+            self.cache.forget(h.start.block_keys)
+            self._lives.abort(h, Unavailable(f"the prefill failed: {text}"))
         if step.failed.issuperset((rank, handle) for handle in members):
             self._answered(number, step, rank)
 

@@ -143,7 +143,8 @@ class Story:
             case "rank-lost":
                 return i.EndAll(Unavailable("a rank died"), lost=True)
             case "sealed":
-                return i.FromRank(0, m.SealCopied(self.seals.pop(0).ticket, 1, 2))
+                bad = tuple(int(n) for n in options.get("bad", "").split(",") if n)
+                return i.FromRank(0, m.SealCopied(self.seals.pop(0).ticket, 1, 2, bad))
             case "pulled":
                 return i.Pulled(self._pulled(positional[0]))
             case "step":

@@ -85,6 +85,21 @@ def test_insert_goes_on_where_an_earlier_chunk_ended_even_after_eviction() -> No
     assert twin != mine[:2]
 
 
+def test_what_is_in_doubt_goes_with_all_that_continues_it_and_holders_keep_their_pages() -> None:
+    pool = PagePool(8)
+    cache = PrefixCache(pool)
+    fill(cache, pool, "abcd")
+    fill(cache, pool, "abx")
+    mine = cache.match(chain("abc"))
+    assert cache.forget(chain("abc")[1:2]) == 4  # ab, abc, abcd, abx
+    assert cache.peek(chain("abcd")) == 1
+    assert [pool.refcount(page) for page in mine] == [2, 1, 1]
+    cache.insert(chain("abc"), mine)
+    assert cache.peek(chain("abcd")) == 3
+    pool.release(mine)
+    assert pool.free + cache.evictable == 8
+
+
 def test_a_page_has_one_key() -> None:
     pool = PagePool(4)
     cache = PrefixCache(pool)
@@ -147,6 +162,14 @@ class Forest(RuleBasedStateMachine):
     def evict(self, n: int) -> None:
         can = self.cache.evictable
         assert self.cache.evict(n) == min(n, can)
+
+    @rule(path=PATHS)
+    def forget(self, path: str) -> None:
+        before = len(self.cache)
+        gone = self.cache.forget(chain(path))
+        assert len(self.cache) == before - gone
+        assert self.cache.peek(chain(path)) == 0
+        assert not any(key.startswith(path[:1].encode()) for key in self.cache._blocks), "a child outlived its parent"
 
     @invariant()
     def counts_agree(self) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 
 import pytest
 
 from kvmesh.node import messages as m
+from kvmesh.transfer import TransferEngine
 from tests.node.driver import BLOCK, GREEDY, Driver, rank
 from tests.reference import assert_matches_reference
 
@@ -94,3 +96,27 @@ async def test_a_rank_without_an_engine_imports_no_torch() -> None:
         with open(f"/proc/{a.client.pid}/maps") as maps:  # noqa: ASYNC230
             assert "libtorch" not in maps.read()
         assert a.client.ready.num_pages == 0
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+async def test_a_block_that_is_not_finite_is_told(checkpoint: Path, poison: float) -> None:
+    engine = TransferEngine("source")
+    try:
+        async with rank("a", checkpoint, ("shm",)) as a:
+            size = a.client.ready.shard_bytes
+            region = engine.allocate(2 * size, "cpu:0")
+            assert region.memory is not None
+            values = region.memory.cast("B").cast("f")
+            values[size // 4 + 7] = poison  # one of the second block's values
+            a.client.send(m.OpenSegment(engine.local_descriptor().encode()))
+            offsets = (region.base_offset, region.base_offset + size)
+            landing = (extent_offset(a, 3), extent_offset(a, 4))
+            deadline = time.monotonic_ns() + 20_000_000_000
+            a.client.send(m.PullOpen(1, "source", offsets, landing, size, deadline))
+            assert (await a.take(m.PullEnded)).arrived == (0, 1)
+            a.client.send(m.LoadCopy(2, (3, 4), (9, 5)))
+            a.client.send(m.SealCopy(3, (9, 5, 9), (10, 11, 12)))
+            assert (await a.take(m.SealCopied)).bad == (1,)
+            values.release()
+    finally:
+        engine.close()

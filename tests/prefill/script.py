@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
@@ -242,7 +244,10 @@ def _pulled(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
 
 def _copied(kind: type[m.SealCopied] | type[m.LoadCopied]) -> Make:
     def make(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
-        return ev.FromRank(int(g.get("rank", 0)), kind(int(a[0]), p.now - int(g.get("took", 0)) * MS, p.now))
+        said = kind(int(a[0]), p.now - int(g.get("took", 0)) * MS, p.now)
+        if isinstance(said, m.SealCopied) and "bad" in g:  # positions whose KV is not finite
+            said = msgspec.structs.replace(said, bad=tuple(map(int, g["bad"].split(","))))
+        return ev.FromRank(int(g.get("rank", 0)), said)
 
     return make
 
