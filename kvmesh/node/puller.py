@@ -120,7 +120,7 @@ class Puller:
             for i, status in enumerate(self._engine.statuses(batch), first):
                 if status.state is TransferState.COMPLETED:
                     pull.arrived.append(i)
-                    pull.last_ns = now
+                    pull.last_ns = max(pull.last_ns, now)  # two batches may end on two threads
                 else:
                     pull.cause = pull.cause or status.cause or status.state.value
             self._engine.free_batch(batch)
