@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 
 from kvmesh.kvcache.node_store import NodeStore
 
-MAX_KEYS = 65_536  # in one announcement: 1 MiB
+MAX_KEYS = 65_536  # in one announcement, whoever makes it: 1 MiB
+BATCH_KEYS = 8_192  # what we put into one: some milliseconds of everybody's event loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Announcement:
 
 
 def snapshot_parts(
-    store_id: str, incarnation: int, seq: int, keys: Sequence[bytes], max_keys: int = MAX_KEYS
+    store_id: str, incarnation: int, seq: int, keys: Sequence[bytes], max_keys: int = BATCH_KEYS
 ) -> Iterator[Announcement]:
     """The announcements that say: at `seq`, exactly `keys` are sealed. At least one."""
     for start in range(0, len(keys) or 1, max_keys):
@@ -53,7 +54,7 @@ class Announcer:
 
     `next` → send → `acked` or `failed`, again and again. It alone calls the store's `take_changes`."""
 
-    def __init__(self, store_id: str, incarnation: int, store: NodeStore, *, max_keys: int = MAX_KEYS) -> None:
+    def __init__(self, store_id: str, incarnation: int, store: NodeStore, *, max_keys: int = BATCH_KEYS) -> None:
         self._blank = Announcement(store_id, incarnation, 0)
         self._store = store
         self._max_keys = max_keys

@@ -12,7 +12,7 @@ import grpc.aio
 
 from kvmesh.kvcache.announce import Announcement, Announcer
 from kvmesh.rpc import channels, status
-from kvmesh.rpc.errors import UnknownInstance
+from kvmesh.rpc.errors import InvalidRequest, UnknownInstance
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 from kvmesh.telemetry import names
@@ -23,6 +23,7 @@ CALL_S = 2.0
 FORCE_S = 1.0  # an empty batch so often lets the master notice a lost tail
 BACKOFF_S = (0.05, 1.0)
 NOT_JOINED_S = 0.05
+REFUSED_S = 5.0
 
 
 class Announcing:
@@ -84,6 +85,12 @@ class Announcing:
                 self._rejoin()
                 return False
             names.NODE_ANNOUNCED.labels(outcome="failed").inc()
+            if isinstance(cause, InvalidRequest):
+                # The same again would be refused again, and nothing after it be heard: all of it anew, unhurried.
+                log.error("store master at %s refuses what this node announces: %s", self._address, cause)
+                self.announcer.restart()
+                await asyncio.sleep(REFUSED_S)
+                return False
             self.announcer.failed()
             await self._drop_channel()  # gRPC's own reconnect back-off must not delay ours
             if not self._complained:

@@ -109,7 +109,8 @@ class Index:
         ended: Callable[[Life], bool] = lambda life: True,
     ) -> bool:
         """Take in what a store said; `life` and `slot`: of the instance of that name, if there is one; `ended`:
-        whether the master said so of a life. False: it does not follow what is known. ValueError: a key has not 16 bytes."""
+        whether the master said so of a life. False: it does not follow what is known. ValueError: a key has not 16
+        bytes."""
         verdict = self.truth.apply(announcement)
         if verdict is Verdict.STALE and not ended(_life_of(announcement)):
             # The master relays the living: that life is the present one, only its clock is behind the last one's.

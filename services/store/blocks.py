@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.block_map import Verdict
 from kvmesh.kvcache.keys import KEY_BYTES
 from kvmesh.kvcache.steady_map import SteadyBlockMap
-from kvmesh.rpc.errors import InvalidRequest
 
 READ_KEYS = 8192  # of a store that is told to a watcher, in one turn of the loop: some milliseconds
 
@@ -23,17 +23,19 @@ class Blocks:
         # Parts of a snapshot go on only when all are here: a watcher that begins in between has missed none.
         self._parts: dict[str, list[Announcement]] = {}
 
-    def refuse(self, said: Announcement) -> InvalidRequest | None:
-        """Why this would be too much for one store."""
+    def bounded(self, said: Announcement) -> Announcement:
+        """`said` without what is too much for one store. The rest is true, only not all that there is; a refusal would
+        leave in the map for ever what the store has evicted."""
         if said.snapshot:
             parts = self._parts.get(said.store_id, []) if said.part else []
-            known = sum(len(part.sealed) for part in parts)
-        else:
-            known = self.map.count(said.store_id) - len(said.removed)
-        if known + len(said.sealed) > self._max:
-            why = f"with these the store would hold over {self._max} blocks"
-            return InvalidRequest.of("announcement.sealed", len(said.sealed), why)
-        return None
+            room = max(0, self._max - sum(len(part.sealed) for part in parts))
+            return said if len(said.sealed) <= room else replace(said, sealed=said.sealed[:room])
+        count = self.map.count(said.store_id)
+        if count + len(said.sealed) <= self._max:
+            return said
+        room = max(0, self._max - count + len(self.map.held(said.store_id, b"".join(set(said.removed)))))
+        # As removed they keep the batch from being empty, which would say that something is missing.
+        return replace(said, sealed=said.sealed[:room], removed=said.removed + said.sealed[room:])
 
     def apply(self, said: Announcement) -> tuple[Verdict, Sequence[Announcement]]:
         """What became of it, and what watchers are to be told."""

@@ -23,7 +23,7 @@ class StoreConfig(ServiceConfig):
     max_watchers: int = field(default=64, metadata={"help": "Open watch streams; more are refused.", "min": 1})
     max_members: int = field(default=4096, metadata={"help": "Live members; more are refused.", "min": 1})
     max_store_blocks: int = field(
-        default=1 << 22, metadata={"help": "Blocks of one node store; announcements of more are refused.", "min": 1}
+        default=1 << 22, metadata={"help": "Blocks of one node store; more are not in the map.", "min": 1}
     )
 
     def __post_init__(self) -> None:

@@ -111,11 +111,13 @@ class Relay:
 
 @dataclass(frozen=True)
 class Heard:
-    """The answer to an Announce. `seq`: the last announcement of that store which is included now."""
+    """The answer to an Announce. `seq`: the last announcement of that store which is included now; `cut`: keys that
+    were too many for one store and are not in the map."""
 
     verdict: Verdict
     want_snapshot: bool
     seq: int
+    cut: int = 0
 
 
 @dataclass(frozen=True)

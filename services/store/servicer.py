@@ -120,6 +120,7 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
         names.STORE_ANNOUNCEMENTS.labels(verdict=heard.verdict.value).inc()
         names.STORE_KEYS.labels(change="sealed").inc(len(said.sealed))
         names.STORE_KEYS.labels(change="removed").inc(len(said.removed))
+        names.STORE_KEYS.labels(change="over_limit").inc(heard.cut)
         if heard.want_snapshot:
             names.STORE_SNAPSHOTS.inc()
         return pb.AnnounceResponse(

@@ -195,16 +195,17 @@ class MasterState:
         error = checks.announcement(said)
         if error is None and self._living(said.store_id, said.incarnation, "announcement.store_id", actions) is None:
             return
-        error = error or self.blocks.refuse(said)
         if error is not None:
             actions.append(Refuse(error))
             return
-        verdict, relays = self.blocks.apply(said)
+        bounded = self.blocks.bounded(said)
+        verdict, relays = self.blocks.apply(bounded)
         assert verdict is not Verdict.STALE, "a life that has ended leaves nothing in the map"
         for announcement in relays:
             self.seq += 1
             actions.append(Relay(self.seq, announcement))
-        actions.append(Heard(verdict, verdict is Verdict.GAP, self.blocks.map.seq(said.store_id)))
+        cut = len(said.sealed) - len(bounded.sealed)
+        actions.append(Heard(verdict, verdict is Verdict.GAP, self.blocks.map.seq(said.store_id), cut))
 
     def _living(self, instance_id: str, incarnation: int, field: str, actions: list[Action]) -> _Life | None:
         life = self._lives.get(instance_id)

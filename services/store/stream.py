@@ -18,7 +18,7 @@ from services.store.watchers import Mailbox
 # A watcher that takes nothing for this long has lost its place whatever its mailbox holds.
 WRITE_TIMEOUT_S = 10.0
 # Small events share a message up to this size; one alone may be a little larger (65,536 keys and their header).
-MESSAGE_BYTES = 1 << 20
+MESSAGE_BYTES = 1 << 18
 SNAPSHOT_BYTES = 1 << 18  # of a snapshot, which is never in a hurry
 EVENT_OVERHEAD_BYTES = 128  # an event in memory beside its message, so that empty ones count too
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.kvcache.announce import MAX_KEYS, Announcement, Announcer, snapshot_parts
+from kvmesh.kvcache.announce import BATCH_KEYS, Announcement, Announcer, snapshot_parts
 from kvmesh.kvcache.block_map import MAX_GONE, BlockMap, Verdict
 from kvmesh.kvcache.node_store import NodeStore
 
@@ -193,9 +193,13 @@ def test_a_wanted_snapshot_comes_next_in_parts_and_then_what_changed_meanwhile()
 
 
 def test_a_big_store_is_told_in_parts() -> None:
-    keys = [i.to_bytes(16, "little") for i in range(2 * MAX_KEYS + 1)]
+    keys = [i.to_bytes(16, "little") for i in range(2 * BATCH_KEYS + 1)]
     parts = list(snapshot_parts("s", 1, 9, keys))
-    assert [(len(p.sealed), p.part, p.more) for p in parts] == [(MAX_KEYS, 0, True), (MAX_KEYS, 1, True), (1, 2, False)]
+    assert [(len(p.sealed), p.part, p.more) for p in parts] == [
+        (BATCH_KEYS, 0, True),
+        (BATCH_KEYS, 1, True),
+        (1, 2, False),
+    ]
     blocks = BlockMap()
     assert [blocks.apply(p) for p in parts] == [Verdict.PARTIAL, Verdict.PARTIAL, Verdict.APPLIED]
     assert len(blocks) == blocks.count("s") == len(keys)

@@ -7,11 +7,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
+
 from kvmesh.kvcache.announce import Announcement, Announcer
 from kvmesh.kvcache.keys import split
 from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.node import announcing
 from kvmesh.node.announcing import Announcing
-from kvmesh.rpc.errors import Unavailable, UnknownInstance
+from kvmesh.rpc.errors import InvalidRequest, Unavailable, UnknownInstance
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 from kvmesh.rpc.server import Server
@@ -23,7 +26,10 @@ class Master(pb_grpc.StoreMasterServicer):
 
     def __init__(self) -> None:
         self.heard: list[pb.Announcement] = []
-        self.faults: list[str] = []  # for the next calls: "unknown", "unavailable", "deaf" (heard, answer lost), "want"
+        self.refused: list[pb.Announcement] = []
+        self.faults: list[
+            str
+        ] = []  # for the next calls: "unknown", "unavailable", "deaf" (heard, answer lost), "want", "refused"
         self.blocks: set[bytes] = set()
         self.parts: set[bytes] = set()
 
@@ -32,6 +38,9 @@ class Master(pb_grpc.StoreMasterServicer):
         if fault == "unknown":
             self.blocks.clear()
             raise UnknownInstance("who are you?")
+        if fault == "refused":
+            self.refused.append(request.announcement)
+            raise InvalidRequest.of("announcement.seq", request.announcement.seq, "not this one")
         if fault == "unavailable":
             raise Unavailable("not now")
         word = request.announcement
@@ -110,6 +119,21 @@ async def test_whatever_fails_the_truth_arrives() -> None:
             await until(lambda: not master.faults)
             await until(lambda: master.blocks == set(teller.store.keys()))
         assert teller.rejoins == 2
+
+
+async def test_what_is_refused_is_not_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(announcing, "REFUSED_S", 0.02)
+    async with told() as (teller, master):
+        teller.seal(1)
+        await until(lambda: len(master.blocks) == 1)
+        master.faults = ["refused"] * 3
+        teller.seal(2)
+        await until(lambda: not master.faults)
+        teller.store.drop_all()
+        teller.seal(3)
+        await until(lambda: master.blocks == set(keys_of(3)))
+        assert len({word.seq for word in master.refused}) == 3
+        assert [word.snapshot for word in master.refused] == [False, True, True]
 
 
 async def test_nothing_is_said_before_the_node_has_joined() -> None:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from kvmesh.kvcache.announce import MAX_KEYS, Announcement, snapshot_parts
 from kvmesh.kvcache.block_map import BlockMap, Verdict
-from kvmesh.rpc.errors import InvalidRequest
 from services.store import blocks, checks
 from services.store.blocks import Blocks
 from services.store.domain import Action, Announce, Beat, Change, Heard, Join, Leave, Member, Publish, Relay, Role, Tick
@@ -223,17 +222,33 @@ def test_an_unfinished_snapshot_leaves_nothing_behind() -> None:
     assert held._parts == {}
 
 
-def test_a_store_holds_a_bounded_number_of_blocks() -> None:
-    held = Blocks(max_store_blocks=10)
-    held.apply(Announcement("a", 1, 1, tuple(KEYS[:8])))
-    over = Announcement("a", 1, 2, tuple(KEYS[8:11]))
-    error = held.refuse(over)
-    assert isinstance(error, InvalidRequest) and error.field == "announcement.sealed"
-    assert held.refuse(Announcement("a", 1, 2, tuple(KEYS[8:11]), (KEYS[0],))) is None
-    first, second, *_ = snapshot_parts("a", 1, 3, KEYS[:11], 6)
-    assert held.refuse(first) is None
-    held.apply(first)
-    assert held.refuse(second) is not None
+def test_what_is_too_much_of_one_store_is_not_in_the_map() -> None:
+    """What is shown stays true, and the store is never asked to say it again: it would be as much as before."""
+    state, follower = MasterState(lease_s=LEASE, stall_s=1e9, max_store_blocks=4), BlockMap()
+    state.step(Join(member("a")), 0.0)
+
+    def say(*said: object, **more: object) -> tuple[set[bytes], int]:
+        *relays, heard = state.step(Announce(Announcement("a", 1, *said, **more)), 0.0)  # type: ignore[arg-type]
+        assert isinstance(heard, Heard)
+        assert heard.verdict in (Verdict.APPLIED, Verdict.PARTIAL)
+        assert not heard.want_snapshot
+        for relay in relays:
+            assert isinstance(relay, Relay)
+            follower.apply(relay.announcement)
+        held = set(state.blocks.map.keys_of("a"))
+        assert held == set(follower.keys_of("a"))
+        return held, heard.cut
+
+    a, b, c, d, e, f, g = KEYS[:7]
+    assert say(1, (a, b, c)) == ({a, b, c}, 0)
+    assert say(2, (d, e)) == ({a, b, c, d}, 1)
+    assert say(3, (f,)) == ({a, b, c, d}, 1)  # nothing is left of it, and yet it is no gap
+    assert say(4, (g,), (a, f)) == ({b, c, d, g}, 0)
+    assert say(5, (), (b, e)) == ({c, d, g}, 0)
+    assert say(6, (a, b), tuple(KEYS[7:])) == ({a, c, d, g}, 1)  # removing what is not there makes no room
+    assert say(7, tuple(KEYS[:3]), snapshot=True, more=True) == ({a, c, d, g}, 0)
+    assert say(7, tuple(KEYS[3:6]), snapshot=True, part=1) == ({a, b, c, d}, 2)
+    assert say(8, (e,), (a,)) == ({b, c, d, e}, 0)
 
 
 @pytest.mark.parametrize(
