@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Protocol
@@ -123,11 +124,15 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
         if self._pulls >= MAX_PULLS:
             raise Overloaded(f"{MAX_PULLS} pulls are running here", retry_after_ms=100)
         self._pulls += 1
-        try:
-            partition = await node.pull_for(keys, ranges, layout, request.shard_bytes, request.timeout_ms)
-        finally:
-            self._pulls -= 1
+        pull = asyncio.ensure_future(node.pull_for(keys, ranges, layout, request.shard_bytes, request.timeout_ms))
+        pull.add_done_callback(self._pull_ended)
+        partition = await asyncio.shield(pull)  # it goes on, and counts, though its caller has hung up
         return pb.PullBlocksResponse(held=bytes(partition.store.holds(key) for key in keys))
+
+    def _pull_ended(self, pull: asyncio.Future[Partition]) -> None:
+        self._pulls -= 1
+        if not pull.cancelled():
+            pull.exception()  # heard by the caller, if there still is one
 
     async def ListBlocks(  # noqa: N802
         self, request: pb.ListBlocksRequest, context: Any

@@ -185,9 +185,14 @@ class Pulls:
                 return
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                got = task.result()
+                mine = running.pop(task)
+                if (error := task.exception()) is not None:
+                    # The others still read into this job's memory: it must not end before them.
+                    log.error("pull %d", job.ticket, exc_info=error)
+                    record.causes[f"{type(error).__name__}: {error}"] = None
+                got = set() if error is not None else task.result()
                 arrived |= got
-                missing |= running.pop(task) - got
+                missing |= mine - got
 
     async def _guarded(self, record: _Running, source: PullRange, positions: list[int], spare: bool) -> set[int]:
         """What of `positions` came from this holder; never raises. `spare`: somebody else could be asked afterwards,

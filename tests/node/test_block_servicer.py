@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections.abc import AsyncIterator, Callable
@@ -195,6 +196,20 @@ async def test_too_many_pulls_at_once_are_refused(holder: Node, monkeypatch: pyt
     async with stub(holder.address) as rpc:
         assert isinstance(await refused(rpc.Pull(pull())), Overloaded)
     untouched(holder)
+
+
+async def test_a_pull_whose_caller_hung_up_still_counts(desk: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvmesh.node.block_servicer.MAX_PULLS", 1)
+    stuck = json.dumps({"rules": [{"kind": "freeze", "peer": "a/*", "op": "read"}]})
+    async with node("a") as a, node("b", fault=stuck) as b, stub(b.address) as rpc:
+        await a.fill(desk, KEYS)
+        asked = pull(keys=KEYS[0], holders=[a.ref], timeout_ms=60_000)
+        call = rpc.Pull(asked)
+        await until(lambda: a.store.stats.leases == 1)
+        call.cancel()
+        again = pull(keys=KEYS[1], holders=[a.ref], timeout_ms=60_000)
+        for _ in range(3):
+            assert isinstance(await refused(rpc.Pull(again, timeout=5)), Overloaded)
 
 
 async def test_too_many_leases_at_once_are_refused(holder: Node, monkeypatch: pytest.MonkeyPatch) -> None:

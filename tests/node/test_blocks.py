@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvmesh.kvcache.sources import PullRange
+from kvmesh.kvcache.sources import PullJob, PullRange
+from kvmesh.node.pulls import Pulls
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.telemetry import names, setup
 from tests.node.stores import SHARD, Node, bench, keys_of, node, stub, until
@@ -228,6 +229,27 @@ async def test_many_pulls_of_one_holder_at_once_share_its_segment() -> None:
         assert all(end.arrived == (0, 1, 2, 3) for end in ends), ends
         await r.check(b, keys[::7])
         assert len(r.segments) == 1
+        await until(lambda: a.store.stats.leases == 0)
+        all_back(a, r)
+
+
+async def test_a_range_that_breaks_does_not_end_the_job_under_the_reads_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else extents are given back, and to others, while bytes still land in them."""
+    keys = keys_of(*range(4))
+    trace = Pulls._trace
+
+    def broken(pulls: Pulls, job: PullJob, source: PullRange, *rest: Any) -> None:
+        if source.instance_id == "nowhere":
+            raise RuntimeError("no disk for spans")
+        trace(pulls, job, source, *rest)
+
+    monkeypatch.setattr(Pulls, "_trace", broken)
+    async with bench() as b, node("a") as a, node("b", fault=slow_reads("a/*", 700)) as r:
+        await a.fill(b, keys)
+        pulled = await r.ended(r.pull(keys, [a.range_of(0, 3), PullRange("nowhere", "127.0.0.1:1", 1, 3, 1)]))
+        assert pulled.arrived == (0, 1, 2) and "no disk" in pulled.cause
         await until(lambda: a.store.stats.leases == 0)
         all_back(a, r)
 
