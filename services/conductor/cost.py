@@ -267,8 +267,9 @@ class PullModel:
             self.fit.add(nbytes, max(0, holders - 1), seconds, now)
 
     def assume(self, bytes_per_s: float) -> None:
-        """Until pulls are measured: half as fast as KV goes to decode, over the same engine."""
-        self.fit.prior = Coefficients(PULL_PRIOR.a, 2 / bytes_per_s, PULL_PRIOR.c)
+        """Until pulls are measured: as fast as KV was seen to go to decode, if that is faster than the prior. A push
+        waits for the layers it sends, so its rate is only a floor; and a pull that is thought slow is never tried."""
+        self.fit.prior = Coefficients(PULL_PRIOR.a, min(PULL_PRIOR.b, 1 / bytes_per_s), PULL_PRIOR.c)
         if not len(self.fit):
             self.fit.coefficients = self.fit.prior
 

@@ -93,7 +93,7 @@ class Ledger:
 
     def _pulled(self, instance: Instance, s: PrefillSample, now: float) -> None:
         fits = instance.fits
-        if not len(fits.pull.fit):
+        if s.transfer_bytes > 0 and not len(fits.pull.fit):
             for guess in (instance.pull, fits.pull):
                 guess.assume(fits.transfer.bytes_per_s)
         if s.pull_bytes > 0:
