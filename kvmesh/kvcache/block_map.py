@@ -294,7 +294,11 @@ class BlockMap:
         store.count += len(new)
         self._replicas += len(new)
         store.log += b"".join(new)
-        if len(store.log) > KEY_BYTES * (2 * store.count + 1024):
+        self._shorten(store, len(new))
+
+    def _shorten(self, store: _Store, added: int) -> None:
+        """Keep the log in proportion to what the store holds; `added` keys have just come."""
+        if _is_long(store):
             store.log = bytearray().join(self._keys_of(store))
 
     def _remove(self, store: _Store, keys: Iterable[bytes]) -> None:
@@ -344,6 +348,10 @@ def _check(keys: tuple[bytes, ...]) -> None:
     for size in set(map(len, keys)):
         if size != KEY_BYTES:
             raise ValueError(f"a key has {size} bytes, not {KEY_BYTES}")
+
+
+def _is_long(store: _Store) -> bool:
+    return len(store.log) > KEY_BYTES * (2 * store.count + 1024)
 
 
 def _int_size(mask: int) -> int:

@@ -7,9 +7,22 @@ import heapq
 import sys
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from kvmesh.kvcache.block_map import BlockMap, _split, _Store
+from kvmesh.kvcache.block_map import BlockMap, _is_long, _split, _Store
 from kvmesh.kvcache.keys import KEY_BYTES
+
+SHORTEN_KEYS = 64  # of a log that is being shortened, in one step, beside four for each that has come
+
+
+@dataclass(slots=True)
+class _Shortening:
+    """Of one log, in place: bytes up to `write` are what is kept of those up to `read`."""
+
+    log: bytearray
+    read: int = 0
+    write: int = 0
+    seen: set[bytes] = field(default_factory=set)
 
 
 class SteadyBlockMap(BlockMap):
@@ -24,6 +37,7 @@ class SteadyBlockMap(BlockMap):
         self._hidden = 0
         self._retired: deque[_Store] = deque()
         self._gathering: dict[str, _Store] = {}
+        self._shortening: dict[str, _Shortening] = {}
 
     def __len__(self) -> int:
         """Distinct keys; while `sweep` has work left at most so many, and no fewer than shown."""
@@ -43,6 +57,8 @@ class SteadyBlockMap(BlockMap):
         """Clear away up to `max_keys` of what is no longer shown; whether there is more."""
         for store_id in [name for name in self._gathering if not self._gathers(name)]:
             self._retire(self._gathering.pop(store_id))
+        for store_id in [name for name, job in self._shortening.items() if not self._is_shown(name, job.log)]:
+            del self._shortening[store_id]
         left = max_keys
         while self._retired and left > 0:
             ghost = self._retired[0]
@@ -121,6 +137,28 @@ class SteadyBlockMap(BlockMap):
         """Whether a snapshot of that store is still under way: it may have been overtaken, or its store dropped."""
         store = self._stores.get(store_id)
         return store is not None and store.staged_parts > 0
+
+    def _is_shown(self, store_id: str, log: bytearray) -> bool:
+        store = self._stores.get(store_id)
+        return store is not None and store.log is log
+
+    def _shorten(self, store: _Store, added: int) -> None:
+        """Some of it, faster than the log grows. At every moment the log names all that the store holds."""
+        job = self._shortening.get(store.store_id)
+        if job is None or job.log is not store.log:
+            if not _is_long(store):
+                return
+            job = self._shortening[store.store_id] = _Shortening(store.log)
+        masks, bit, seen = self._masks, store.bit, job.seen
+        stop = min(len(job.log), job.read + KEY_BYTES * (4 * added + SHORTEN_KEYS))
+        held = dict.fromkeys(key for key in _split(job.log[job.read : stop]) if masks.get(key, 0) & bit)
+        kept = [key for key in held if key not in seen]
+        seen.update(kept)
+        job.log[job.write : job.write + len(kept) * KEY_BYTES] = b"".join(kept)
+        job.read, job.write = stop, job.write + len(kept) * KEY_BYTES
+        if stop == len(job.log):
+            del job.log[job.write :]
+            del self._shortening[store.store_id]
 
     def _stage(self, store: _Store, keys: Sequence[bytes]) -> None:
         self._add(self._gathered(store), keys)

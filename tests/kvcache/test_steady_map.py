@@ -1,8 +1,10 @@
 """SteadyBlockMap says what BlockMap says, at every moment, however little is swept."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvmesh.kvcache import steady_map
 from kvmesh.kvcache.announce import Announcement, snapshot_parts
 from kvmesh.kvcache.block_map import BlockMap, Verdict
 from kvmesh.kvcache.steady_map import SteadyBlockMap
@@ -78,6 +80,76 @@ def _same(plain: BlockMap, steady: SteadyBlockMap) -> None:
         assert steady.mask(key) & ~everyone == 0
     leading = {steady.store_of(slot): n for slot, n in steady.match(KEYS, (1 << 64) - 1).items()}
     assert leading == {plain.store_of(slot): n for slot, n in plain.match(KEYS, (1 << 64) - 1).items()}
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.tuples(key_sets, key_sets, st.integers(0, 9)), min_size=5, max_size=40),
+    st.integers(0, 2),
+)
+def test_a_log_that_is_being_shortened_names_all_that_is_held(
+    steps: list[tuple[tuple[bytes, ...], tuple[bytes, ...], int]], at_a_time: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steady_map, "SHORTEN_KEYS", at_a_time)
+        patch.setattr(steady_map, "_is_long", lambda store: True)
+        blocks, held = SteadyBlockMap(), set[bytes]()
+        for seq, (sealed, removed, kind) in enumerate(steps, 1):
+            if kind == 9:
+                held = set(sealed)
+                blocks.apply(Announcement("a", 1, seq, sealed, snapshot=True))
+            elif kind == 8:
+                blocks.sweep(2)
+                blocks.drop("a", 1)
+                held = set(sealed)
+                blocks.apply(Announcement("a", 1, seq, sealed, snapshot=True))
+            elif sealed or removed:
+                held = held - set(removed) | set(sealed)
+                assert blocks.apply(Announcement("a", 1, seq, sealed, removed)) is Verdict.APPLIED
+            else:
+                blocks.apply(Announcement("a", 1, seq, snapshot=True))
+                held = set()
+            assert set(blocks.held("a", blocks.log_of("a"))) == held == set(blocks.keys_of("a"))
+            blocks.check_integrity()
+        blocks.drop("a")
+        while blocks.sweep(3):
+            pass
+        assert (blocks._masks, blocks._shortening) == ({}, {})
+
+
+class Counted(dict[bytes, int]):
+    """Counts how often it is asked."""
+
+    asked = 0
+
+    def get(self, *args: object) -> int:
+        self.asked += 1
+        return super().get(*args)  # type: ignore[call-overload, no-any-return]
+
+
+def test_no_batch_costs_more_than_its_keys_and_yet_the_log_stays_short() -> None:
+    def key(i: int) -> bytes:
+        return i.to_bytes(16, "little")
+
+    blocks = SteadyBlockMap()
+    masks = blocks._masks = Counted()
+    held, batch, seq, most = 4_000, 50, 1000, 0
+    toggled = [key(10**9 + i) for i in range(10)]  # sealed again as soon as they are removed
+    for n in range(1, seq + 1):  # the same ones for ever
+        same = tuple(key(i % held) for i in range(n * batch, (n + 1) * batch))
+        blocks.apply(Announcement("a", 1, n, same, same))
+        assert len(blocks.log_of("a")) <= 16 * (4 * blocks.count("a") + 4_096)
+    blocks.apply(Announcement("a", 1, (seq := seq + 1), snapshot=True))
+    for i in range(0, 8 * held, batch):
+        before, seq = masks.asked, seq + 1
+        sealed = (*(key(n) for n in range(i, i + batch)), *toggled)
+        removed = (*(key(n - held) for n in range(i, i + batch) if n >= held), *toggled)
+        assert blocks.apply(Announcement("a", 1, seq, sealed, removed)) is Verdict.APPLIED
+        most = max(most, masks.asked - before)
+        assert len(blocks.log_of("a")) <= 16 * (4 * blocks.count("a") + 4_096)
+    assert most <= 10 * (batch + len(toggled))
+    assert set(blocks.keys_of("a")) == {*toggled, *(key(n) for n in range(7 * held, 8 * held))}
+    blocks.check_integrity()
 
 
 def test_what_is_dropped_vanishes_at_once_and_is_cleared_in_slices() -> None:
