@@ -27,9 +27,8 @@ class Master(pb_grpc.StoreMasterServicer):
     def __init__(self) -> None:
         self.heard: list[pb.Announcement] = []
         self.refused: list[pb.Announcement] = []
-        self.faults: list[
-            str
-        ] = []  # for the next calls: "unknown", "unavailable", "deaf" (heard, answer lost), "want", "refused"
+        # For the next calls: "unknown", "unavailable", "refused", "deaf" (heard, answer lost), "want".
+        self.faults: list[str] = []
         self.blocks: set[bytes] = set()
         self.parts: set[bytes] = set()
 
