@@ -58,8 +58,12 @@ class Pulls:
         """Blocks that the store lacks, as long as they continue the prefix that is here or comes."""
         store = self._store
         wanted: list[int] = []
-        named = {b for r in h.spec.pulls for b in range(r.first_block, r.first_block + r.blocks)}
-        for block, key in enumerate(h.shared_keys if named else ()):
+        keys = h.shared_keys
+        named = bytearray(len(keys))
+        for r in h.spec.pulls:
+            end = min(r.first_block + r.blocks, len(keys))
+            named[r.first_block : end] = b"\1" * (end - r.first_block)
+        for block, key in enumerate(keys if any(named) else ()):
             if store.holds(key):
                 continue
             if store.writing(key):
@@ -67,7 +71,7 @@ class Pulls:
                 if ticket is not None:  # else it is a copy of our own, done in a moment
                     h.pulling.add(ticket)
                     self._pulls[ticket].waiting[h.handle] = h
-            elif block not in named or len(wanted) >= room:
+            elif not named[block] or len(wanted) >= room:
                 break
             else:
                 wanted.append(block)

@@ -32,6 +32,7 @@ from services.prefill.pushes import Pushes
 NO_RATE_RETRY_MS = 1000
 MAX_RETRY_MS = 60_000
 RATE_WEIGHT = 0.2  # of the newest step
+QUEUED_NS = 100_000_000
 PATIENCE = 0  # in place of a handle: nobody's deadline, somebody stops waiting for a pull
 
 
@@ -73,6 +74,7 @@ class PrefillState:
         self._next_step = 1
         self._deadlines: list[tuple[int, int]] = []
         self._ns_per_token = 0.0
+        self._queued_tokens = self._queued_until_ns = 0  # as refusals tell it, until then
         self._refusing = ""  # why no new work is taken
         self._silent = ""  # likewise, until the ranks speak again
 
@@ -168,7 +170,7 @@ class PrefillState:
     def _start(self, start: ev.Start, now: int) -> None:
         assert start.handle > 0 and start.handle not in self.handoffs, "handles are unique"
         h = self.handoffs[start.handle] = Handoff(start, now, self.config.world)
-        error = refusal(start, self.config, self.pool.total) or self._no_room()
+        error = refusal(start, self.config, self.pool.total) or self._no_room(now)
         if error is not None:
             self._lives.abort(h, error)
             return
@@ -179,13 +181,15 @@ class PrefillState:
         if patience_ns:
             heapq.heappush(self._deadlines, (patience_ns, PATIENCE))
 
-    def _no_room(self) -> KvmeshError | None:
+    def _no_room(self, now: int) -> KvmeshError | None:
         if self._refusing or self._silent:
             return Unavailable(self._refusing or self._silent)
         waiting = len(self.planner.line)
         if waiting < self.config.max_queued:
             return None
-        drain_ms = int(self.load().queued_tokens * self._ns_per_token / 1e6) or NO_RATE_RETRY_MS
+        if now >= self._queued_until_ns:  # counting what waits costs too much for every refusal of a storm
+            self._queued_tokens, self._queued_until_ns = self.load().queued_tokens, now + QUEUED_NS
+        drain_ms = int(self._queued_tokens * self._ns_per_token / 1e6) or NO_RATE_RETRY_MS
         return Overloaded(f"{waiting} requests wait here already", retry_after_ms=min(drain_ms, MAX_RETRY_MS))
 
     def _stream_broken(self, stream: int) -> None:
@@ -272,12 +276,11 @@ class PrefillState:
             return
         step = self._steps[number]
         step.failed.update((rank, handle) for handle in handles)
+        # Only a prompt's last token is looked at: what made it fail may lie in any block before it, and would fail
+        # whoever shares that. It is computed again, or loaded from the store, where nothing of the kind gets.
+        self.cache.forget([key for handle in handles for key in self.handoffs[handle].start.block_keys])
         for handle in handles:
-            h = self.handoffs[handle]
-            # Only a prompt's last token is looked at: what made it fail may lie in any block before it, and would fail
-            # whoever shares that. It is computed again, or loaded from the store, where nothing of the kind gets.
-            self.cache.forget(h.start.block_keys)
-            self._lives.abort(h, Unavailable(f"the prefill failed: {text}"))
+            self._lives.abort(self.handoffs[handle], Unavailable(f"the prefill failed: {text}"))
         if step.failed.issuperset((rank, handle) for handle in members):
             self._answered(number, step, rank)
 

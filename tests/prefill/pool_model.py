@@ -70,14 +70,20 @@ class SharedPool(RuleBasedStateMachine):
         self.copy(next(message for message in self.inbox if isinstance(message, Copy)))
 
     def copy(self, copy: Copy) -> None:
+        """Of every fifth SealCopy the last block is found not finite."""
         self.inbox.remove(copy)
         for page, extent in zip(copy.pages, copy.extents, strict=True):
             if isinstance(copy, m.SealCopy):
                 self.extents[extent] = self.content[page]
             else:
                 self.content[page] = self.extents[extent]
-        kind = m.SealCopied if isinstance(copy, m.SealCopy) else m.LoadCopied
-        self.outbox.append(kind(copy.ticket, self.now - 3, self.now))
+        if isinstance(copy, m.LoadCopy):
+            self.outbox.append(m.LoadCopied(copy.ticket, self.now - 3, self.now))
+            return
+        bad = (len(copy.extents) - 1,) if copy.ticket % 5 == 4 else ()
+        for at in bad:
+            self.extents[copy.extents[at]] = ()  # of use to nobody
+        self.outbox.append(m.SealCopied(copy.ticket, self.now - 3, self.now, bad))
 
     # ── other nodes ──────────────────────────────────────────────────────────────────────────────
 

@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvmesh.kvcache.sources import Pulled
+from kvmesh.node import messages as m
 from services.prefill.blocks import SharedBlocks
 from services.prefill.handoff import Handoff
 from services.prefill.lives import Lives
@@ -71,6 +72,15 @@ def seals_pages_that_nobody_holds(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SharedBlocks, "seal", broken)
 
 
+def seals_what_is_not_finite(patch: pytest.MonkeyPatch) -> None:
+    sealed = SharedBlocks.sealed
+
+    def broken(self: SharedBlocks, rank: int, copied: m.SealCopied) -> None:
+        sealed(self, rank, m.SealCopied(copied.ticket, copied.start_ns, copied.end_ns))
+
+    patch.setattr(SharedBlocks, "sealed", broken)
+
+
 class Tight(Machine):
     """Few pages are soon given to somebody else: what is broken shows after fewer steps."""
 
@@ -85,6 +95,7 @@ class Tight(Machine):
         seals_what_did_not_arrive,
         forgets_what_it_pinned,
         seals_pages_that_nobody_holds,
+        seals_what_is_not_finite,
     ],
     ids=lambda breakage: breakage.__name__,
 )

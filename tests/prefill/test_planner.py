@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 from services.prefill.planner import Line, PlanConfig, Planner, Wait, chunk_end
+from services.prefill.state import Load, PrefillState
+from tests.prefill.script import Player, make_state
 
 CONFIG = PlanConfig(
     block_tokens=4, prefill_chunk_tokens=8, max_batch_tokens=16, long_prompt_tokens=8, priority_step_ns=1000
@@ -165,3 +167,21 @@ def test_drop_forgets_admitted_and_waiting_ones() -> None:
     bench.planner.drop(99)
     assert bench.step() == []
     assert bench.planner.unsubmitted_tokens == 0
+
+
+def test_a_storm_of_refusals_counts_the_line_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting what waits costs its blocks; the callers of a storm are told what the first one was."""
+    player = Player(make_state(queued=2, pages=8))
+    for handle in range(1, 5):
+        list(player.play(f"start {handle} prompt=abcdefg+1"))
+    counted: list[int] = []
+    load = PrefillState.load
+
+    def counting(self: PrefillState) -> Load:
+        counted.append(1)
+        return load(self)
+
+    monkeypatch.setattr(PrefillState, "load", counting)
+    said = [line for n in range(10, 40) for line in player.play(f"start {n} prompt=xy+1")]
+    assert sum("overloaded" in line for line in said) >= 30
+    assert len(counted) <= 1
