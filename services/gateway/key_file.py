@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from pathlib import Path
 
 from kvmesh.rpc.errors import ConfigError
@@ -14,10 +15,12 @@ from services.gateway.api_keys import ANYBODY, KeyRing, Tenant
 log = logging.getLogger(__name__)
 
 CHECK_S = 1.0
+# A file changed so lately may change again without a new time: clocks of file systems tick every few ms, or seconds.
+SETTLED_NS = 3_000_000_000
 _MOST_BYTES = 4 << 20
 
-Version = tuple[int, int, int]
-"""(mtime_ns, size, inode)."""
+Version = tuple[int, int, int, int]
+"""(mtime_ns, ctime_ns, size, inode)."""
 
 
 class KeyFile:
@@ -27,6 +30,7 @@ class KeyFile:
         self.path = path
         self.ring: KeyRing | None = None
         self._seen: Version | str = ""
+        self._told = ""
 
     @property
     def required(self) -> bool:
@@ -35,8 +39,14 @@ class KeyFile:
 
     def load(self) -> None:
         """Read it for the first time. ConfigError: missing, unreadable, or not a file of keys."""
-        if self.path:
-            self._seen, self.ring = _read(self.path)
+        if not self.path:
+            return
+        try:
+            version, data = _read(self.path)
+        except (OSError, ValueError) as err:
+            raise ConfigError(_unreadable(self.path, err), field="api_keys") from None
+        self.ring = _parse(self.path, data)
+        self._seen = _settled(version)
 
     def tenant(self, authorization: bytes | None, route: str) -> Tenant:
         """Who asks. Unauthorized: nobody with a valid key; counted under `route`."""
@@ -55,37 +65,55 @@ class KeyFile:
     def check(self) -> None:
         """Read it again if it has changed. A bad one is told once."""
         try:
-            version: Version | str = _version(os.stat(self.path))
-            if version == self._seen:
+            if _version(os.stat(self.path)) == self._seen:
                 return
-            version, ring = _read(self.path)
-        except (ConfigError, OSError) as err:
-            why = err.message if isinstance(err, ConfigError) else f"api_keys={self.path!r}: {err.strerror}"
-            version = version if isinstance(err, ConfigError) else why
-            if version != self._seen:
-                log.error("%s; the keys of before stay", why)
-            self._seen = version
+            version, data = _read(self.path)
+        except OSError as err:
+            # Not a version: it is tried again, since what hinders (permissions, descriptors) may go unseen.
+            self._refuse(_unreadable(self.path, err))
+            self._seen = ""
             return
-        self._seen, self.ring = version, ring
-        log.info("api_keys: %d keys read again", len(ring.entries))
+        self._seen = _settled(version)
+        try:
+            ring = _parse(self.path, data)
+        except ConfigError as err:
+            self._refuse(err.message)
+            return
+        self._told = ""
+        if self.ring is None or ring.entries != self.ring.entries:
+            self.ring = ring
+            log.info("api_keys: %d keys read again", len(ring.entries))
+
+    def _refuse(self, why: str) -> None:
+        if why != self._told:
+            log.error("%s; the keys of before stay", why)
+        self._told = why
 
 
 def _version(found: os.stat_result) -> Version:
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
 
 
-def _read(path: str) -> tuple[Version, KeyRing]:
-    try:
-        with Path(path).open("rb") as file:
-            version = _version(os.fstat(file.fileno()))  # before the bytes: a later change is seen as one
-            data = file.read(_MOST_BYTES + 1)
-    except (OSError, ValueError) as err:
-        why = err.strerror if isinstance(err, OSError) else str(err)
-        raise ConfigError(f"api_keys={path!r}: {why}", field="api_keys") from None
+def _settled(version: Version) -> Version | str:
+    """`version`, or "" while it cannot tell a later change: then the file is read once more."""
+    return "" if 0 <= time.time_ns() - version[0] < SETTLED_NS else version
+
+
+def _read(path: str) -> tuple[Version, bytes]:
+    with Path(path).open("rb") as file:
+        version = _version(os.fstat(file.fileno()))  # before the bytes: a later change is seen as one
+        return version, file.read(_MOST_BYTES + 1)
+
+
+def _unreadable(path: str, err: OSError | ValueError) -> str:
+    return f"api_keys={path!r}: {err.strerror if isinstance(err, OSError) else err}"
+
+
+def _parse(path: str, data: bytes) -> KeyRing:
     if len(data) > _MOST_BYTES:
         raise ConfigError(f"api_keys={path!r}: is longer than {_MOST_BYTES} bytes", field="api_keys")
     try:
-        return version, KeyRing.parse(data.decode())
+        return KeyRing.parse(data.decode())
     except UnicodeDecodeError:
         raise ConfigError(f"api_keys={path!r}: is not UTF-8", field="api_keys") from None
     except ConfigError as err:

@@ -20,6 +20,7 @@ from kvmesh.rpc.errors import ConfigError, InvalidRequest, ModelNotFound, Unauth
 from kvmesh.rpc.pb import gateway_pb2
 from kvmesh.rpc.status import from_rpc_error
 from kvmesh.telemetry import setup
+from services.gateway import key_file as key_file_module
 from services.gateway.api_keys import make_entry
 from services.gateway.key_file import KeyFile
 from tests.gateway.conftest import Mesh, MeshMaker, until
@@ -262,6 +263,37 @@ def test_a_file_that_becomes_bad_changes_nothing(key_file: Path, caplog: pytest.
     key_file.write_text(BOB_ENTRY)
     keys.check()
     assert keys.tenant(f"Bearer {BOB}".encode(), "chat").name == "bob"
+    with pytest.raises(Unauthorized):
+        keys.tenant(f"Bearer {ALICE}".encode(), "chat")
+
+
+def test_a_file_that_could_not_be_opened_is_read_when_it_can(key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Permissions are mended without a new modification time, and descriptors run out for a moment."""
+    keys = KeyFile(str(key_file))
+    keys.load()
+    rewrite(key_file, BOB_ENTRY)
+    with monkeypatch.context() as patch:
+
+        def denied(*args: object, **more: object) -> None:
+            raise PermissionError(13, "Permission denied")
+
+        patch.setattr(Path, "open", denied)
+        keys.check()
+        assert keys.tenant(f"Bearer {ALICE}".encode(), "chat").name == "alice"
+    keys.check()
+    with pytest.raises(Unauthorized):
+        keys.tenant(f"Bearer {ALICE}".encode(), "chat")
+
+
+def test_a_change_within_one_tick_of_the_clock_is_seen(key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two files of one size, written so soon after each other that their times are equal."""
+    key_file.write_text(ALICE_ENTRY)
+    version = key_file_module._version(os.stat(key_file))
+    monkeypatch.setattr(key_file_module, "_version", lambda found: version)
+    keys = KeyFile(str(key_file))
+    keys.load()
+    key_file.write_text(ALICE_ENTRY.replace(ALICE_ENTRY[-10:-2], "0" * 8))
+    keys.check()
     with pytest.raises(Unauthorized):
         keys.tenant(f"Bearer {ALICE}".encode(), "chat")
 
