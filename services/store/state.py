@@ -83,6 +83,7 @@ class MasterState:
         self._lives: dict[str, _Life] = {}
         self._replaced: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._stepped_at: float | None = None
+        self._nobody_dies_until = float("-inf")
         self.blocks = Blocks(max_store_blocks=max_store_blocks)
         self.seq = 0
 
@@ -151,8 +152,13 @@ class MasterState:
 
     def _bury(self, now: float, actions: list[Action]) -> None:
         """Ends every life silent for longer than the lease, the one that beats too late included."""
+        if now <= self._nobody_dies_until:
+            return
         for life in [life for life in self._lives.values() if now - life.last_beat > self._lease_s]:
             self._end(life, Change.DIED, actions)
+        # Beats, joins and forgiven stalls only put deaths off.
+        oldest = min((life.last_beat for life in self._lives.values()), default=now)
+        self._nobody_dies_until = oldest + self._lease_s
 
     def _join(self, member: Member, now: float, actions: list[Action]) -> None:
         old = self._lives.get(member.instance_id)

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -84,6 +85,29 @@ def test_a_beat_holds_nobody_elses_lease() -> None:
     told(Join(member("b", address="h:2")), 0.0)
     assert changes(told(Beat("a", 1), 1.5)) == []
     assert changes(told(Beat("a", 1), 2.5)) == [(Change.DIED, "b", 1)]
+
+
+class Walked(dict[str, Any]):
+    """Counts how often all of it is looked at."""
+
+    times = 0
+
+    def values(self) -> Any:
+        self.times += 1
+        return super().values()
+
+
+def test_a_step_does_not_look_at_every_member() -> None:
+    """A mesh of n members takes some 20·n steps a second."""
+    told = Told()
+    lives = told.state._lives = Walked()
+    for i in range(5):
+        told(Join(member(f"m{i}")), 0.1 * i)
+    for n in range(1000):
+        now = 0.5 + n / 200
+        assert told(Beat(f"m{n % 5}", 1), now) == []
+    assert lives.times <= 10
+    assert len(changes(told(Tick(), now + LEASE + 0.1))) == 5
 
 
 @pytest.mark.parametrize("beat", [Beat("nobody", 1), Beat("a", 2)])
