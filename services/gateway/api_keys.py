@@ -32,6 +32,7 @@ PREFIX = "sk-kvmesh-"
 _RANDOM_BYTES = 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _NAME_RULE = "must be 1 to 64 of A-Z a-z 0-9 . _ @ - and begin with a letter or digit"
+_FIELD = re.compile(r"[a-z0-9_]{1,20}")  # no key is one
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _TYPES: Mapping[str, type] = {"name": str, "sha256": str, "salt": str, "models": list, "disabled": bool}
 
@@ -115,14 +116,15 @@ class KeyRing:
 
 def _entry(index: int, table: dict[str, Any]) -> Entry:
     name = table.get("name")
-    shown = f"key {index}" + (f" ({name!r})" if isinstance(name, str) and _NAME.fullmatch(name) else "")
+    tells = isinstance(name, str) and _NAME.fullmatch(name) and not name.startswith(PREFIX)
+    shown = f"key {index}" + (f" ({name!r})" if tells else "")
 
     def refuse(why: str) -> ConfigError:
         return ConfigError(f"api_keys: {shown}: {why}", field="api_keys")
 
     for field, value in table.items():
         if field not in _TYPES:
-            raise refuse(f"unknown field {field[:40]!r}")
+            raise refuse(f"unknown field {field!r}" if _FIELD.fullmatch(field) else "unknown field")
         if type(value) is not _TYPES[field]:
             raise refuse(f"{field} must be {_words(_TYPES[field])}")
     for field in ("name", "sha256"):
@@ -130,6 +132,8 @@ def _entry(index: int, table: dict[str, Any]) -> Entry:
             raise refuse(f"{field} is missing")
     if not _NAME.fullmatch(table["name"]):
         raise refuse(f"name {_NAME_RULE}")
+    if table["name"].startswith(PREFIX):
+        raise refuse("name must not be a key: it stands in traces")
     if not _DIGEST.fullmatch(table["sha256"].lower()):
         raise refuse("sha256 must be the 64 hex digits of the key's SHA-256, not the key")
     salt = table.get("salt", table["name"])

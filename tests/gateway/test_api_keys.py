@@ -121,6 +121,8 @@ BAD: list[tuple[str, str]] = [
     (f'[[key]]\nname = 3\nsha256 = "{GOOD}"', "key 0: name must be text"),
     ('[[key]]\nname = "a"\nsha256 = "sk-secret"', "key 0 ('a'): sha256 must be the 64 hex digits"),
     (f'[[key]]\nname = "a"\nsha256 = "{GOOD}"\nkey = "sk-secret"', "unknown field 'key'"),
+    (f'[[key]]\nname = "sk-kvmesh-secret"\nsha256 = "{GOOD}"', "key 0: name must not be a key"),
+    (f'[[key]]\nname = "a"\nsha256 = "{GOOD}"\nsk-secret = true', "unknown field"),
     (f'[[key]]\nname = "a"\nsha256 = "{GOOD}"\ndisabled = "yes"', "disabled must be true or false"),
     (f'[[key]]\nname = "a"\nsha256 = "{GOOD}"\nsalt = ""', "salt has 0 characters"),
     (f'[[key]]\nname = "a"\nsha256 = "{GOOD}"\nsalt = "{"s" * 257}"', "salt has 257 characters"),
@@ -138,7 +140,7 @@ def test_a_bad_file_is_refused_and_tells_no_secret(text: str, words: str) -> Non
         KeyRing.parse(text)
     assert words in caught.value.message
     assert caught.value.field == "api_keys"
-    assert "sk-secret" not in caught.value.message
+    assert "-secret" not in caught.value.message
     assert "\n" not in caught.value.message
 
 
