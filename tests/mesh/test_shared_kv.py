@@ -230,4 +230,8 @@ async def test_a_holder_that_goes_away_in_the_middle_of_the_pull(
             await until(evicted, "the eviction of what the lapsed lease covered")
         else:
             await running.restarted("prefill-0", pid)
+            # Its next life holds nothing, and nobody says that it does.
+            await running.ready("prefill-0")
+            assert not any("prefill-0" in holders for holders in await lookup(running, keys))
+            assert await blocks_at(holder) == set()
         await running.settled()
