@@ -129,9 +129,14 @@ async def test_a_gateway_that_dies_takes_its_requests_with_it(mesh: Bench) -> No
     async with mesh.gateway() as gateway:
         slot = await gateway.start(PROMPT, 300)
         await gateway.has(slot, 1)
+
+    # The writer is told before it is let go: else it may be done before decode has noticed.
+    async def told() -> bool:
+        return any("session ended" in reason for reason in mesh.prefill.cancelled)
+
+    await until(told)
     mesh.prefill.before_push.open()
     await mesh.full()
-    assert "session ended" in mesh.prefill.cancelled[-1]
 
 
 async def test_tokens_wait_for_credit_and_the_memory_does_not(mesh: Bench, gateway: Gateway) -> None:
