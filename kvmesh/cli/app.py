@@ -35,7 +35,6 @@ app.command("bench", help=bench.HELP)(bench.bench)
 app.command("replay", help=replay.HELP)(replay.replay)
 app.command("apikey")(apikey.apikey)
 app.command("doctor")(doctor.doctor)
-app.command("apikey")(apikey.apikey)
 
 
 @app.command("version")

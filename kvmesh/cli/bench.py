@@ -133,7 +133,9 @@ def bench(
     ] = None,
     run_dir: RunDir = None,
     model: Annotated[str | None, typer.Option(help="Model name; by default the first one served.")] = None,
-    vocab: Annotated[int | None, typer.Option(help="Vocabulary, when the gateway does not tell.", metavar="N")] = None,
+    vocab: Annotated[
+        int | None, typer.Option(help="Vocabulary, when the gateway does not tell.", metavar="N", min=1)
+    ] = None,
     api_key: ApiKey = None,
     timeout: Annotated[float, typer.Option(help="Longest wait for an answer.", metavar="SECONDS", min=1)] = 600.0,
     json_to: Annotated[
@@ -193,8 +195,7 @@ def finish(out: Any, told: dict[str, Any], screen: Any, json_to: str | None) -> 
     from kvmesh.cli import drive
 
     if told["interrupted"]:
-        dropped = told["in_flight_dropped"]
-        out.print(f"[yellow]interrupted[/]; {dropped} in flight were dropped and are not counted")
+        out.print(f"[yellow]interrupted[/]; dropped in flight and not counted: {told['in_flight_dropped']}")
     out.print(screen)
     if json_to:
         drive.write_json(json_to, told)

@@ -19,6 +19,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 USAGE_ERROR = 2
+PIPE_COLUMNS = 160  # of what is no terminal
 
 RunDir = Annotated[
     Path | None, typer.Option("--run-dir", help="Folder of the run; by default that of the latest `kvmesh up`.")
@@ -54,6 +55,13 @@ def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
             raise typer.Exit(130) from None
 
     return guarded
+
+
+def wide_enough(out: Console) -> int:
+    """The width for tables: a terminal's own, elsewhere at least PIPE_COLUMNS, so that nothing is cut in a pipe."""
+    if not out.is_terminal:
+        out.width = max(out.width, PIPE_COLUMNS)
+    return out.width
 
 
 def state_dir() -> Path:

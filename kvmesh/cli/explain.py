@@ -12,11 +12,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvmesh.cli import runs
-from kvmesh.cli.console import RunDir, console, one_line_errors
+from kvmesh.cli.console import RunDir, console, one_line_errors, wide_enough
 from kvmesh.rpc.errors import ConfigError, InvalidRequest
 
 _ROLES = (("ROLE_PREFILL", "prefill"), ("ROLE_DECODE", "decode"))
 _ALWAYS = ("queue_ms", "prefill_ms", "pull_ms", "tbt_ms")
+_HEADINGS = {"pull_ms": "pulling"}
+_OTHER_WAY = "ttft_other_way_ms"
 _NOTHING = 1e-6
 _NO_BLOCKS = "none of the prompt's blocks"
 
@@ -53,20 +55,20 @@ def explain(
     if as_json:
         out.out(json.dumps(told, indent=2), highlight=False)
     else:
-        out.print(screen(told, out.width if out.is_terminal else 160))
+        out.print(screen(told, wide_enough(out)))
 
 
 def screen(told: dict[str, Any], width: int = 80) -> RenderableType:
     """Everything, for people."""
     cached = told["best_prefix_blocks"]
-    asked = f"{told['prompt_tokens']:,} tokens, {blocks(told['prompt_blocks'])}; leading {cached} lie in the mesh"
+    asked = f"{told['prompt_tokens']:,} tokens, {blocks(told['prompt_blocks'])}; the first {cached} lay in the mesh"
     head = f"[bold]{escape(told['request_id'])}[/]  {escape(told['model'])}, attempt {told['attempt'] + 1}"
     parts: list[RenderableType] = [head, f"[dim]{asked}[/]", ""]
     for role, word in _ROLES:
         candidates = [one for one in told["candidates"] if one["role"] == role]
         if candidates:
             parts += [_table(word, candidates, width), ""]
-    parts.append("[dim]terms and scores in ms, blocks counted from the prompt's start; the least score wins[/]\n")
+    parts.append(f"[dim]{_legend(told['candidates'])}[/]\n")
     parts.append("\n".join(escape(line) for line in sentences(told)))
     return Group(*parts)
 
@@ -76,10 +78,10 @@ def _table(word: str, candidates: list[dict[str, Any]], width: int) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2 if width >= 100 else 1, 0, 0), header_style="dim")
     table.add_column("", no_wrap=True)
     table.add_column(word, no_wrap=True)
-    for name in ("local", "pull"):
+    for name in ("holds", "pulls"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in names:
-        table.add_column(escape(name.removesuffix("_ms").replace("_", " ")), justify="right", min_width=_longest(name))
+        table.add_column(escape(_heading(name)), justify="right", min_width=max(map(len, _heading(name).split())))
     table.add_column("score", justify="right", no_wrap=True)
     table.add_column("verdict")
     for one in sorted(candidates, key=lambda one: (not one["chosen"], not one["terms"], one["score_ms"])):
@@ -107,9 +109,16 @@ def _terms(candidates: list[dict[str, Any]]) -> list[str]:
     return [name for name, tells in found.items() if tells or name in _ALWAYS]
 
 
-def _longest(name: str) -> int:
-    """Of a heading's words: it breaks between words, not in them."""
-    return max(map(len, name.removesuffix("_ms").split("_")))
+def _heading(name: str) -> str:
+    """Of a term's column. It breaks between words, not in them."""
+    return _HEADINGS.get(name, name.removesuffix("_ms").replace("_", " "))
+
+
+def _legend(candidates: list[dict[str, Any]]) -> str:
+    text = "holds, pulls: blocks, from the prompt's start; the rest is in ms; the least score wins"
+    if any(term["name"] == _OTHER_WAY for one in candidates for term in one["terms"]):
+        text += f"; {_heading(_OTHER_WAY)}: had it computed what it would pull, or pulled what it would compute"
+    return text
 
 
 def number(value: float) -> str:

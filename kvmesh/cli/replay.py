@@ -168,7 +168,9 @@ def replay(
     ] = None,
     run_dir: RunDir = None,
     model: Annotated[str | None, typer.Option(help="Model name; by default the first one served.")] = None,
-    vocab: Annotated[int | None, typer.Option(help="Vocabulary, when the gateway does not tell.", metavar="N")] = None,
+    vocab: Annotated[
+        int | None, typer.Option(help="Vocabulary, when the gateway does not tell.", metavar="N", min=1)
+    ] = None,
     api_key: ApiKey = None,
     timeout: Annotated[float, typer.Option(help="Longest wait for an answer.", metavar="SECONDS", min=1)] = 600.0,
     json_to: Annotated[
@@ -188,7 +190,7 @@ def replay(
     traces.Shape(scale=scale, trace_block=block_tokens, too_long=too_long)
     slice_ = traces.between(traces.read(trace, block_tokens), from_s, to_s, requests)
     if not slice_:
-        raise ConfigError(f"trace={str(trace)!r}: no request lies in this slice", field="trace")
+        raise ConfigError(f"trace={str(trace)!r}: {_no_slice(trace, block_tokens)}", field="trace")
     where = target.find(url, run_dir, model, api_key, vocab)
     shape = traces.Shape(
         scale=scale, trace_block=block_tokens, context_tokens=where.context_tokens or None, max_output=max_output,
@@ -219,6 +221,17 @@ def replay(
         "hit_rates": hits,
     }  # fmt: skip
     finish(out, told, show(told, hit_lines(hits)), json_to)
+
+
+def _no_slice(trace: Path, block_tokens: int) -> str:
+    from kvmesh.sim import trace as traces
+
+    times = [request.at_ms / 1000 for request in traces.read(trace, block_tokens)]
+    return (
+        f"no request lies in this slice; its requests are of seconds {times[0]:g} to {times[-1]:g}"
+        if times
+        else "holds no request"
+    )
 
 
 def _about(slice_: Sequence[Any], shaped: Shaped, shape: Shape, where: Any, pace: float, concurrency: int) -> str:

@@ -170,6 +170,9 @@ def _lines(told: dict[str, Any]) -> list[tuple[str, str]]:
         found.append(("", f"[red]{number:,} × {escape(name)}[/]"))
     if told["error_example"]:
         found.append(("", f"[dim]{escape(told['error_example'][:300])}[/]"))
+    late = told["late_ms"]
+    if late and late["p99"] > 20:
+        found.append(("", f"[yellow]this client sent late: p99 {late['p99']:.0f} ms after the planned time[/]"))
     found.append(
         (
             "throughput",
@@ -191,9 +194,6 @@ def _lines(told: dict[str, Any]) -> list[tuple[str, str]]:
         found_of = f"({tokens['cached']:,} of {tokens['prompt']:,})"
         text = f"{told['hit_rate']:.1%} of prompt tokens came from the cache {found_of}"
         found.append(("hit rate", text))
-    late = told["late_ms"]
-    if late and late["p99"] > 20:
-        found.append(("", f"[yellow]this client sent late: p99 {late['p99']:.0f} ms after the planned time[/]"))
     return found
 
 

@@ -177,6 +177,8 @@ def serve(service: str, config: ServiceConfig) -> None:
     process.follow_supervisor()
     for key in ("port", "http_port", "metrics_port"):  # before a model is loaded for minutes
         check_port(config.host, getattr(config, key, 0), key)
+    for key in ("conductor", "store") if service in ("pool", "gateway") else ():
+        check_peer(key, getattr(config, key, None))
     security.configure(config)
     if getattr(config, "instance_id", None) == "":
         config = dataclasses.replace(cast(Any, config), instance_id=f"{service}-{os.getpid()}")
@@ -207,6 +209,13 @@ def serve(service: str, config: ServiceConfig) -> None:
         raise typer.Exit(1) from None
     finally:
         telemetry.shutdown()
+
+
+def check_peer(key: str, address: str | None) -> None:
+    """ConfigError unless it names a port: without its peer, such a service would wait for ever and be of no use."""
+    port = (address or "").rpartition(":")[2]
+    if address is not None and not (port.isdecimal() and 0 < int(port) < 65536):
+        raise ConfigError(f"{key}={address!r}: must be HOST:PORT (--{key})", field=key)
 
 
 def write_ready(path: Path, told: dict[str, object]) -> None:

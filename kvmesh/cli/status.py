@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvmesh.cli import runs
-from kvmesh.cli.console import RunDir, console, one_line_errors
+from kvmesh.cli.console import RunDir, console, one_line_errors, wide_enough
 
 TIERS = ("device", "host", "remote")
 _TEXTS = ("service", "address", "state", "instance", "role", "model", "node store", "")
@@ -29,14 +29,17 @@ def status(
         str | None, typer.Option(help="Conductor of a mesh that `kvmesh up` did not start here.", metavar="HOST:PORT")
     ] = None,
     gateway: Annotated[str | None, typer.Option(help="Its gateway (gRPC).", metavar="HOST:PORT")] = None,
-    store: Annotated[str | None, typer.Option(help="Its store master.", metavar="HOST:PORT")] = None,
+    store: Annotated[
+        str | None, typer.Option(help="Its store master: it tells of the map and of pool nodes.", metavar="HOST:PORT")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
     watch: Annotated[float | None, typer.Option(help="Show it again every so many seconds.", min=0.2)] = None,
 ) -> None:
     """Show services, instances and their load, what every node store holds, and where prompts found their prefixes.
 
-    pages, extents: available/all. blocks: sealed/all. device, host, remote, hits: share of the prompt tokens of
-    an instance, since its start, found in its device pages, its own host segment, other nodes, all together.
+    pages, extents: available/all. blocks: sealed/all; of a pool node that does not hold blocks of exactly one model,
+    sealed in all its memory. device, host, remote, hits: share of the prompt tokens of an instance, since its start,
+    found in its device pages, its own host segment, other nodes, all together.
 
     Leaves with 1 when a service does not answer. Examples:
 
@@ -66,7 +69,7 @@ def status(
         _end(found)
     elif watch is None:
         found = look()
-        out.print(_screen(found, out.width if out.is_terminal else 160))
+        out.print(_screen(found, wide_enough(out)))
         _end(found)
     else:
         with Live(console=out, auto_refresh=False, screen=out.is_terminal) as live:
@@ -146,7 +149,10 @@ def _instances(instances: list[dict[str, Any]], width: int) -> RenderableType:
     kind = ["model"] if several else []
     if not several or width >= _WIDE:
         kind.insert(0, "role")
-    table = _table("instance", *kind, "state", "queued", "run", "wait", "pages", "extents", "silent", "")
+    notes = {_id(one): _notes(one, one["pools"]) for one in instances}
+    beside = width >= _WIDE  # a narrow screen has no room for them in the table
+    more = [""] if beside else []
+    table = _table("instance", *kind, "state", "queued", "run", "wait", "pages", "extents", "silent", *more)
     for one in sorted(instances, key=lambda one: (one["model"], one["role"] != "ROLE_PREFILL", _id(one))):
         load, pools = one.get("load", {}), one["pools"]
         broken = "error" in pools
@@ -160,9 +166,10 @@ def _instances(instances: list[dict[str, Any]], width: int) -> RenderableType:
             "?" if broken else f"{pools['pages_free'] + pools['pages_cached']}/{pools['pages_total']}",
             "?" if broken else f"{pools['extents_free']}/{pools['extents_total']}",
             f"{one['silent_ms']} ms",
-            f"[dim]{escape(_notes(one, pools))}[/]",
+            *([f"[dim]{escape(notes[_id(one)])}[/]"] if beside else []),
         )
-    return table
+    below = [] if beside else [f"[dim]{escape(name)}: {escape(note)}[/]" for name, note in notes.items() if note]
+    return Group(table, *below)
 
 
 def _id(one: dict[str, Any]) -> str:
@@ -218,7 +225,7 @@ def _stores(found: dict[str, Any], width: int) -> RenderableType:
         rest = [mebibytes(told["pulled_bytes"]), str(told["offloaded_blocks"]), str(known.get(name, "-"))]
         table.add_row(
             *shown,
-            f"{pools['store_blocks']}/{pools['extents_total']}",
+            _held(role(name), told),
             *_hits(instances.get(name, {}).get("load") or {}),
             str(pools["store_leases"]),
             str(pools["pulls"]),
@@ -226,6 +233,17 @@ def _stores(found: dict[str, Any], width: int) -> RenderableType:
             *(rest if wide else []),
         )
     return Group(table, *errors)
+
+
+def _held(role: str, told: dict[str, Any]) -> str:
+    """Sealed blocks of all there can be. A pool node divides its memory when it sees what is to be held: the counters
+    tell of the slabs in use, and with several models or none there is no number of blocks."""
+    blocks, total = told["pools"]["store_blocks"], told["pools"]["extents_total"]
+    if role == "ROLE_POOL":
+        if not told.get("shard_bytes"):
+            return f"{blocks} in {told['capacity_bytes'] >> 20:,} MiB"
+        total = told["capacity_bytes"] // told["shard_bytes"]
+    return f"{blocks}/{total}"
 
 
 def _hits(load: dict[str, Any]) -> list[str]:

@@ -162,6 +162,8 @@ def _named(told: Any, status: int) -> KvmeshError:
 
 
 def _unreachable(url: str, err: Exception) -> KvmeshError:
+    if isinstance(err, httpx.ConnectError) and "SSL" in str(err):
+        return Unavailable(f"{url}: {err}; does the gateway speak plain http, or is its certificate unknown here?")
     if isinstance(err, httpx.ConnectError):
         return Unavailable(f"nothing answers at {url}: is the mesh up? (kvmesh up, or --url)")
     return Unavailable(f"{url}: {err or type(err).__name__}")

@@ -15,12 +15,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvmesh.cli import runs
-from kvmesh.cli.console import RunDir, console, one_line_errors
+from kvmesh.cli.console import RunDir, console, one_line_errors, wide_enough
 from kvmesh.rpc.errors import ConfigError, InvalidRequest, KvmeshError
 
 _BAR = 32
 _WIDE = 110  # columns from which on there is room for bars
-_PIPE = 160  # columns of a table that goes to a file or another program
 _FLUSH_S = 3.0  # services write their spans about once a second, each on its own
 # What a reader wants to see beside a span's name, and how it is called there.
 _SHOWN = {
@@ -128,8 +127,7 @@ def trace(
             out.out(json.dumps(span), highlight=False)
         return
     out.print(f"trace {chosen[0]['trace_id']}, {len(chosen)} spans")
-    if not out.is_terminal:
-        out.width = max(out.width, _PIPE)
+    wide_enough(out)
     out.print(_table(trees(chosen), out))
 
 

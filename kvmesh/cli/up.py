@@ -209,12 +209,14 @@ def program() -> str:
 def _explain(out: Console, mesh: Mesh) -> None:
     """How to go on."""
     url, name, kvmesh = mesh.url, mesh.settings.model_name, program()
+    names = ", ".join(served.name for served in mesh.settings.served)
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32})
     auth = ' -H "Authorization: Bearer $KVMESH_API_KEY"' if mesh.settings.api_keys else ""
     client_key = "os.environ['KVMESH_API_KEY']" if mesh.settings.api_keys else "'none'"
     lines = (
         f"\n[bold green]The mesh is up[/]  {url}/v1   [dim]docs: {url}/docs[/]",
         f"[bold]gRPC[/]            {mesh.addresses['gateway']}",
+        *([f"[bold]Models[/]          {escape(names)}"] if mesh.settings.add_model else []),
         "",
         "[bold]curl[/]",
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{auth} -d {escape(shlex.quote(body))}",
@@ -227,8 +229,9 @@ def _explain(out: Console, mesh: Mesh) -> None:
         ".choices\\[0].message.content)",
         "",
         f"[bold]Logs[/]    {mesh.run_dir}/logs",
-        f"[bold]Traces[/]  {mesh.run_dir}/traces   [dim]{kvmesh} trace --last    {kvmesh} explain REQUEST_ID[/]",
-        f"[bold]Look[/]    {kvmesh} status    {kvmesh} chat    {kvmesh} bench",
+        f"[bold]Traces[/]  {mesh.run_dir}/traces",
+        f"[bold]Look[/]    {kvmesh} status   {kvmesh} chat   {kvmesh} bench",
+        f"        {kvmesh} trace --last   {kvmesh} explain ID   [dim](the id of an answer)[/]",
         "",
         "Ctrl-C stops everything.",
     )

@@ -119,7 +119,13 @@ def test_a_host_that_is_not_here_is_named(starts: Starts) -> None:
     assert line == "host='192.0.2.1': is no address of this machine"
 
 
+@pytest.mark.parametrize("flags", [[], ["--store=10.0.0.5"], ["--store=127.0.0.1:70020"]])
+def test_a_pool_node_without_its_master_does_not_wait_for_ever(starts: Starts, flags: list[str]) -> None:
+    address = flags[0].removeprefix("--store=") if flags else "127.0.0.1:0"
+    assert starts.refused("serve", "pool", *flags) == f"store={address!r}: must be HOST:PORT (--store)"
+
+
 @pytest.mark.parametrize("service", ["prefill", "decode", "gateway"])
 def test_a_model_is_needed(starts: Starts, service: str) -> None:
-    free = ["--port=0", "--http-port=0"] if service == "gateway" else []
+    free = ["--port=0", "--http-port=0", "--conductor=127.0.0.1:1"] if service == "gateway" else []
     assert starts.refused("serve", service, *free).startswith("model='': ")

@@ -197,7 +197,7 @@ def test_nothing_answered_is_a_failure(invoke: Invoke, served: Gateway) -> None:
         (["replay", "T", "--scale-tokens", "2"], "scale_tokens='2': must be over 0 and at most 1"),
         (["replay", "T", "--scale-tokens", "1/1024"], "makes blocks of 0.5 tokens from 512"),
         (["replay", "T", "--too-long", "drop"], "too_long='drop': choose one of cut, skip"),
-        (["replay", "T", "--from", "99"], "no request lies in this slice"),
+        (["replay", "T", "--from", "99"], "no request lies in this slice; its requests are of seconds 0 to"),
         (["replay", "T", "--block-tokens", "256"], "do not fit input_length="),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

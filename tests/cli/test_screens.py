@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from typing import Any
 
 import pytest
@@ -122,11 +123,11 @@ def test_the_table_of_candidates(width: int) -> None:
     decodes = [candidate("decode-0", 4.0, 3, chosen=True, verdict="chosen", terms={"tbt_ms": 4.0, "slot_wait_ms": 0.0})]
     text = printed(explain.screen(answer(PULLS, HOLDS, other, *decodes), width), width)
     rows = [line.split() for line in text.splitlines()]
-    assert ["prefill", "local", "pull", "queue", "pull", "prefill", "score", "verdict"] in rows
+    assert ["prefill", "holds", "pulls", "queue", "pulling", "prefill", "score", "verdict"] in rows
     assert ["→", "prefill-1", "40", "0", "0", "20.0", "20.0", "chosen"] in rows
     assert ["prefill-0", "0", "40", "50.0", "3.0", "9.0", "32.0"] in rows
     assert ["prefill-2", "0", "0", "not", "ready:", "[loading]"] in rows
-    assert ["decode", "local", "pull", "tbt", "score", "verdict"] in rows, "a term that is 0 for all tells nothing"
+    assert ["decode", "holds", "pulls", "tbt", "score", "verdict"] in rows, "a term that is 0 for all tells nothing"
     order = [row[0] if row[0] != "→" else row[1] for row in rows if row and any("prefill-" in word for word in row[:2])]
     assert order[:3] == ["prefill-1", "prefill-0", "prefill-2"]
 
@@ -165,7 +166,10 @@ def pools(**changes: int) -> dict[str, int]:
 
 
 def node() -> dict[str, Any]:
-    return {"pools": pools(), "evicted": 12345, "pulled_bytes": 5 << 20, "offloaded_blocks": 3}
+    return {
+        "pools": pools(), "evicted": 12345, "pulled_bytes": 5 << 20, "offloaded_blocks": 3,
+        "capacity_bytes": 1 << 30, "shard_bytes": 1 << 18,
+    }  # fmt: skip
 
 
 def mesh(**changes: Any) -> dict[str, Any]:
@@ -211,6 +215,31 @@ def test_several_models_have_a_column(width: int) -> None:
     text = printed(status._screen(found, width), width)
     role = ["prefill"] if width == 120 else []
     assert [line for line in text.splitlines() if line.split()[: 2 + len(role)] == ["two-prefill-0", *role, "org/two"]]
+
+
+@pytest.mark.parametrize(
+    ("shard_bytes", "blocks", "slabs", "shown"),
+    [(1 << 18, 64, 80, "64/4096"), (0, 0, 0, "0 in 1,024 MiB"), (0, 4001, 4096, "4001 in 1,024 MiB")],
+)
+def test_a_pool_node_tells_all_its_memory(shard_bytes: int, blocks: int, slabs: int, shown: str) -> None:
+    found = mesh()
+    told = found["node_stores"]["pool-0"]
+    told.update(shard_bytes=shard_bytes, pools=pools(store_blocks=blocks, extents_total=slabs))
+    assert re.search(rf"^pool-0 +{shown} ", printed(status._screen(found, 80), 80), re.M)
+
+
+def test_what_an_instance_has_in_hand_never_breaks_its_row() -> None:
+    found = mesh()
+    for number in range(2):
+        busy = instance(f"second-prefill-{number}", "second")
+        busy["pools"] = pools(handoffs=2)
+        found["conductor"]["instances"].append(busy)
+    text = printed(status._screen(found, 80), 80)
+    assert "\nsecond-prefill-1: 2 handoffs" in text
+    assert re.search(r"^second-prefill-1 +second +ready .* 105 ms$", text, re.M)
+    assert re.search(
+        r"^second-prefill-1 +prefill +second .* 105 ms +2 handoffs$", printed(status._screen(found, 120), 120), re.M
+    )
 
 
 def test_what_does_not_answer_is_told() -> None:
