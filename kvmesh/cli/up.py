@@ -231,7 +231,7 @@ def _explain(out: Console, mesh: Mesh) -> None:
         f"[bold]Logs[/]    {mesh.run_dir}/logs",
         f"[bold]Traces[/]  {mesh.run_dir}/traces",
         f"[bold]Look[/]    {kvmesh} status   {kvmesh} chat   {kvmesh} bench",
-        f"        {kvmesh} trace --last   {kvmesh} explain ID   [dim](the id of an answer)[/]",
+        f"        {kvmesh} trace --last   {kvmesh} explain REQUEST_ID",
         "",
         "Ctrl-C stops everything.",
     )
