@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import msgspec
 
-
-class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Base of all messages; the class name is the tag."""
-
+from kvmesh.node.store_messages import LoadCopied as LoadCopied
+from kvmesh.node.store_messages import LoadCopy as LoadCopy
+from kvmesh.node.store_messages import Message as Message
+from kvmesh.node.store_messages import PullCancel as PullCancel
+from kvmesh.node.store_messages import PullEnded as PullEnded
+from kvmesh.node.store_messages import PullOpen as PullOpen
+from kvmesh.node.store_messages import SealCopied as SealCopied
+from kvmesh.node.store_messages import SealCopy as SealCopy
 
 # ── front → rank: life ────────────────────────────────────────────────────────────────────────────
 
@@ -177,46 +181,6 @@ class Leave(Message, frozen=True):
     """Take it out of the batch; answer Left: from then on no step touches its pages."""
 
     handle: int
-
-
-# ── front → rank: the node store ──────────────────────────────────────────────────────────────────
-
-
-class SealCopy(Message, frozen=True):
-    """Device pages → host extents, for the node store. Answer SealCopied; the front holds both until then. It may be
-    done before a PrefillStep that was sent earlier: name only pages that PrefillStepDone has made complete."""
-
-    ticket: int
-    pages: tuple[int, ...]
-    extents: tuple[int, ...]
-
-
-class LoadCopy(Message, frozen=True):
-    """Sealed host extents → device pages. Answer LoadCopied. Done before any step or command that is sent later, but
-    not before urgent ones (PushOpen!): pages may be named as complete only once LoadCopied is here, or by a step."""
-
-    ticket: int
-    extents: tuple[int, ...]
-    pages: tuple[int, ...]
-
-
-class PullOpen(Message, frozen=True):
-    """READ whole shards at `offsets` of `segment` (open already) to `landing`: offsets in this rank's own segment, in
-    its host region. Off the step's path. Answer PullEnded, always; until then that memory belongs to the transfer
-    engine. What is not here at `deadline_ns` is given up."""
-
-    ticket: int
-    segment: str
-    offsets: tuple[int, ...]
-    landing: tuple[int, ...]
-    shard_bytes: int
-    deadline_ns: int
-
-
-class PullCancel(Message, frozen=True):
-    """Stop early; PullEnded says what arrived. Unknown tickets are ignored."""
-
-    ticket: int
 
 
 ToRank = (
@@ -382,33 +346,6 @@ class RankError(Message, frozen=True):
 
     handles: tuple[int, ...]
     message: str
-
-
-class SealCopied(Message, frozen=True):
-    """`bad`: positions whose KV is not finite. They are not to be sealed: whoever used them could compute nothing."""
-
-    ticket: int
-    start_ns: int
-    end_ns: int
-    bad: tuple[int, ...] = ()
-
-
-class LoadCopied(Message, frozen=True):
-    ticket: int
-    start_ns: int
-    end_ns: int
-
-
-class PullEnded(Message, frozen=True):
-    """`arrived`: positions of the PullOpen that are complete in their extents; `end_ns` is when the last byte was known
-    to be here (the lease must still have held then). No byte of this pull is on its way any more."""
-
-    ticket: int
-    arrived: tuple[int, ...]
-    cause: str  # "" when all arrived
-    bytes_done: int
-    start_ns: int
-    end_ns: int
 
 
 ToFront = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from kvmesh.node import messages as m
 from kvmesh.node.memory import touch
 from kvmesh.node.puller import Puller
 from kvmesh.node.pusher import Pusher
+from kvmesh.node.seals import Seals
 from kvmesh.rpc.errors import ConfigError, NonFiniteLogits, TransferError
 from kvmesh.transfer import EngineConfig, Notification, Range, Region, TransferEngine
 
@@ -82,6 +82,7 @@ class Worker:
             raise
         self.pusher = Pusher(self.engine, self.layout, self._page_region.address, send)
         self.puller = Puller(self.engine, self._extent_region, send)
+        self.seals = Seals(self._pages, self._extents, shard, send)
         self.running: dict[int, Row] = {}
         self._load_ms = int((time.monotonic() - started) * 1000)
 
@@ -140,7 +141,7 @@ class Worker:
     @property
     def has_work(self) -> bool:
         """Whether the loop should go on without waiting for a command."""
-        return any(not row.stalled for row in self.running.values())
+        return bool(self.seals) or any(not row.stalled for row in self.running.values())
 
     @property
     def needs_ticks(self) -> bool:
@@ -150,6 +151,7 @@ class Worker:
     def tick(self) -> None:
         """Between steps and commands."""
         self.pusher.check_leases()
+        self.seals.advance()
 
     def step(self) -> None:
         """One step of the running batch, if there is one."""
@@ -187,10 +189,8 @@ class Worker:
                 self.puller.cancel(ticket)
             case m.CopyIn() | m.CopyOut():
                 self._copy(message)
-            case m.SealCopy(ticket, pages, extents):
-                start = self._move(self._extents, extents, self._pages, pages)
-                bad = tuple(i for i, extent in enumerate(extents) if not _finite(self._extents[extent]))
-                self._send(m.SealCopied(ticket, start, time.monotonic_ns(), bad))
+            case m.SealCopy():
+                self.seals.add(message)
             case m.LoadCopy(ticket, extents, pages):
                 start = self._move(self._pages, pages, self._extents, extents)
                 self._send(m.LoadCopied(ticket, start, time.monotonic_ns()))
@@ -332,12 +332,6 @@ class Worker:
         if finish:
             del self.running[row.handle]
         return m.Token(row.handle, token.token_id, index, finish, _logprobs(token))
-
-
-def _finite(block: torch.Tensor) -> bool:
-    """Whether a block's KV holds neither NaN nor infinity: the sum would show it. About as dear as the copy."""
-    wide = torch.float32 if block.dtype == torch.float16 else None
-    return math.isfinite(block.sum(dtype=wide).item())
 
 
 def _params(sampling: m.Sampling, token_index: int) -> SampleParams:

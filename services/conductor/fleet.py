@@ -6,12 +6,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from kvmesh.rpc.errors import InvalidRequest, KvmeshError, Overloaded
-from services.conductor.domain import Life, ModelCard, Register
+from services.conductor.domain import Life, ModelCard, Register, Role
 from services.conductor.instance import Instance, ModelFits
 
 MAX_REPLACED = 4096
 MAX_INSTANCES = 4096
 MAX_TEXT = 256  # characters of a name, an address, a fingerprint
+
+_IDENTITY = ("fingerprint", "block_tokens", "dtype", "weights_epoch")  # of ModelCard.kv_identity
 
 WhyNot = Callable[[Instance], str]
 
@@ -97,6 +99,23 @@ class Fleet:
             return complete, len(live), group[0].model.fingerprint
 
         return max(groups.values(), key=worth)
+
+    def stranded(self, instance: Instance) -> str:
+        """Why nobody of its model can work with this instance, though somebody could if their KV fitted together; "" if
+        somebody can, or nobody of the other role is there at all."""
+        kin = [i for i in self._instances.values() if i.model.name == instance.model.name and i is not instance]
+        if instance.role is Role.BOTH:
+            return ""
+        others = [i for i in kin if (i.role.decodes if instance.role.prefills else i.role.prefills)]
+        if not others or any(i.model.kv_identity == instance.model.kv_identity for i in others):
+            return ""
+        other = others[0]
+        differs = [
+            f"{name}={theirs!r}, this one {ours!r}"
+            for name, theirs, ours in zip(_IDENTITY, other.model.kv_identity, instance.model.kv_identity, strict=True)
+            if theirs != ours
+        ]
+        return f"its KV does not fit {other.ref.instance_id}, which has {' and '.join(differs)}"
 
 
 def _invalid(event: Register) -> InvalidRequest | None:

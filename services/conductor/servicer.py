@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from kvmesh.telemetry import names, spans
 from services.conductor import domain, mapping
 from services.conductor.domain import Event, Measured, OutOfStep, Placed, Refuse, Role, Tick
 from services.conductor.state import ConductorState
+
+log = logging.getLogger(__name__)
 
 
 class ConductorServicer(pb_grpc.ConductorServicer):
@@ -71,6 +74,8 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         who = request.instance.instance_id or "a nameless instance"
         protocol.check(request.protocol_version, f"{who} at {request.instance.address}")
         self.deliver(mapping.register_in(request))
+        if stranded := self._state.stranded(request.instance.instance_id):
+            log.warning("%s registered, but gets no work: %s", who, stranded)
         return pb.RegisterInstanceResponse(heartbeat_interval_ms=self._interval_ms, lease_ms=self._lease_ms)
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:  # noqa: N802

@@ -75,8 +75,13 @@ class ConductorState:
         """The last decision on that request; None: unknown or forgotten."""
         return self._explanations.get(request_id)
 
+    def stranded(self, instance_id: str) -> str:
+        """Why nobody of its model can work with that instance (see `Fleet.stranded`); "" for an unknown one."""
+        instance = self._fleet.named(instance_id)
+        return self._fleet.stranded(instance) if instance is not None else ""
+
     def _view(self, i: Instance, now: float) -> InstanceView:
-        why = self.why_not(i, now)
+        why = self.why_not(i, now) or self._fleet.stranded(i)
         return InstanceView(
             i.ref,
             i.role,

@@ -299,3 +299,30 @@ def test_two_models_side_by_side_share_nothing() -> None:
     assert {v.model for v in brain.state.views(brain.now)} == {"one", "two"}
     assert brain.view("one-prefill").indexed_blocks == 64
     assert brain.view("two-prefill").indexed_blocks == 0
+
+
+# ── instances that cannot work together ───────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("other", [{"block_tokens": 64}, {"kv_dtype": "bfloat16"}, {"fingerprint": "f2"}])
+def test_instances_whose_kv_does_not_fit_say_so(other: dict[str, object]) -> None:
+    """Ready would be a lie: every request would be refused."""
+    brain = Brain()
+    brain.add("p0", Role.PREFILL)
+    brain.add("d0", Role.DECODE, model=card(**other))
+    for name, fellow in (("p0", "d0"), ("d0", "p0")):
+        view = brain.view(name)
+        assert not view.ready
+        assert fellow in view.not_ready_reason
+        assert str(next(iter(other.values()))) in view.not_ready_reason
+    brain.add("d1", Role.DECODE)
+    assert brain.view("p0").ready
+    assert not brain.view("d0").ready
+    assert brain.placed(32).decode.instance_id == "d1"
+
+
+def test_another_model_is_no_reason_to_be_stranded() -> None:
+    brain = Brain()
+    brain.add("p0", Role.PREFILL)
+    brain.add("d0", Role.DECODE, model=card("other", block_tokens=64))
+    assert brain.view("p0").ready
