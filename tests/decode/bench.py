@@ -25,7 +25,13 @@ from services.decode.config import DecodeConfig
 from tests.node.driver import BLOCK, GREEDY, Driver, rank
 from tests.services import Running, running, until
 
-SETTINGS: dict[str, Any] = {"num_pages": 24, "num_extents": 24, "block_tokens": BLOCK, "instance_id": "decode-0"}
+SETTINGS: dict[str, Any] = {
+    "num_pages": 24,
+    "num_extents": 24,
+    "block_tokens": BLOCK,
+    "instance_id": "decode-0",
+    "lease_ms": 30_000,  # a busy machine may let a scripted writer wait longer than the default
+}
 Event = prefill_pb2.HandoffEvent
 Say = Callable[[Event], Awaitable[None]]
 

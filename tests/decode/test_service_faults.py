@@ -31,7 +31,15 @@ PROMPT = [(7 * i * i + 3 * i) % 90 + 5 for i in range(37)]
 async def test_a_full_pool_preempts_and_the_tokens_stay_right(checkpoint: Path, transports: str, landing: str) -> None:
     async with bench(checkpoint, transports, num_pages=8, num_extents=40, landing=landing) as mesh:
         async with mesh.gateway() as gateway:
+            mesh.prefill.before_end.close()
             asked = {await gateway.start(prompt, 40): prompt for prompt in prompts(6, 90, low=5, high=40)}
+
+            # All six set out together: on a busy machine one by one would fit the pool.
+            async def landed() -> bool:
+                return mesh.prefill.before_end.waiting == 6
+
+            await until(landed)
+            mesh.prefill.before_end.open()
             for slot, prompt in asked.items():
                 answer = await gateway.over(slot)
                 assert not answer.failed
