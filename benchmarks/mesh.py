@@ -31,6 +31,7 @@ from typing import Any
 
 import psutil
 
+from benchmarks import progress
 from kvmesh.cli.mesh import Mesh
 from kvmesh.cli.settings import MeshSettings
 
@@ -240,8 +241,8 @@ def compare(args: argparse.Namespace, mesh: Mesh, floor: Floor, concurrency: int
                 r.steady = r.samples if burst else r.samples[concurrency:]  # the first N came all at once
             base.append(one)
             ours.append(two)
-        print(f"\r{concurrency} concurrent: round {n}/{args.rounds}", end="", flush=True)
-    print("\r" + " " * 50, end="\r")
+        progress.tell(f"{concurrency} concurrent: round {n}/{args.rounds}")
+    progress.tell("")
     mesh_ttft = [s.ttft for r in ours for s in r.steady]
     floor_ttft = [s.ttft for r in base for s in r.steady]
     tokens = sum(s.tokens for r in ours for s in r.samples)

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks import progress
 from tests.checkpoints import make_checkpoint
 from tests.mesh.client import Answer
 from tests.mesh.direct import Direct
@@ -106,8 +107,8 @@ async def run(args: argparse.Namespace, running: Running) -> list[Case]:
         if not n:  # the first round warms connections, threads and maps
             for case in cases:
                 case.ttft, case.prefill, case.pull, case.memcpy = [], [], [], []
-        print(f"\rround {n}/{args.rounds}", end="", flush=True)
-    print("\r" + " " * 30, end="\r")
+        progress.tell(f"round {n}/{args.rounds}")
+    progress.tell("")
     return cases
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks import progress
 from kvmesh.cli.mesh import Mesh
 from kvmesh.cli.settings import MeshSettings
 
@@ -86,8 +87,8 @@ def main() -> None:
                             ms = ttft_ms(client, settings.model_name, who, prompt)
                             if n >= 3:  # the first rounds warm up
                                 times[label].append(ms)
-                    print(f"\rround {n}/{args.rounds + 2}", end="", flush=True)
-    print("\r" + " " * 30, end="\r")
+                    progress.tell(f"round {n}/{args.rounds + 2}")
+    progress.tell("")
     results = {}
     for who, what in (
         ("b", "another tenant's prompt against a fresh one"),

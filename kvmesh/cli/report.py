@@ -16,6 +16,7 @@ from rich.text import Text
 from kvmesh.cli.load import Outcome
 
 PERCENTILES = (50, 90, 99)
+SLOWEST_TOLD = 3  # requests named, so that `kvmesh explain` can be asked about them
 SLOWEST = 0.1  # of a request's token intervals, whose mean is its TBT
 
 DEFINITIONS = {
@@ -113,6 +114,10 @@ def summarise(outcomes: Sequence[Outcome], wall_s: float, slo: Slo) -> dict[str,
         },
         "tokens": {"prompt": prompt, "cached": cached, "output": output},
         "hit_rate": round(cached / prompt, 4) if prompt else None,
+        "slowest": [
+            {"request_id": one.request_id, "ttft_ms": round(one.ttft_s * 1000, 3)}
+            for one in sorted(good, key=lambda one: -one.ttft_s)[:SLOWEST_TOLD]
+        ],
         "definitions": DEFINITIONS,
     }
     if slo:
@@ -194,6 +199,9 @@ def _lines(told: dict[str, Any]) -> list[tuple[str, str]]:
         found_of = f"({tokens['cached']:,} of {tokens['prompt']:,})"
         text = f"{told['hit_rate']:.1%} of prompt tokens came from the cache {found_of}"
         found.append(("hit rate", text))
+    for label, one in zip(("longest TTFT", "", ""), told["slowest"], strict=False):
+        text = f"{milliseconds(one['ttft_ms'])} ms: kvmesh explain {escape(one['request_id'])}"
+        found.append((label, text))
     return found
 
 

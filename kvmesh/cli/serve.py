@@ -177,7 +177,7 @@ def serve(service: str, config: ServiceConfig) -> None:
     process.follow_supervisor()
     for key in ("port", "http_port", "metrics_port"):  # before a model is loaded for minutes
         check_port(config.host, getattr(config, key, 0), key)
-    for key in ("conductor", "store") if service in ("pool", "gateway") else ():
+    for key in ("conductor", "store"):
         check_peer(key, getattr(config, key, None))
     security.configure(config)
     if getattr(config, "instance_id", None) == "":

@@ -84,7 +84,7 @@ class KeyRing:
             raise ConfigError("api_keys: must hold [[key]] tables and nothing else", field="api_keys")
         if not 1 <= len(tables) <= MAX_KEYS:
             raise ConfigError(f"api_keys: holds {len(tables)} keys; 1 to {MAX_KEYS} are allowed", field="api_keys")
-        entries = [_entry(index, table) for index, table in enumerate(tables)]
+        entries = [_entry(number, table) for number, table in enumerate(tables, 1)]
         for what, values in (
             ("name", [entry.tenant.name for entry in entries]),
             ("sha256", [entry.digest.hex() for entry in entries]),
@@ -92,7 +92,7 @@ class KeyRing:
             if len(set(values)) < len(values):
                 twice = next(index for index, value in enumerate(values) if value in values[:index])
                 shown = f" ({entries[twice].tenant.name!r})"
-                raise ConfigError(f"api_keys: key {twice}{shown}: {what} is used twice", field="api_keys")
+                raise ConfigError(f"api_keys: key {twice + 1}{shown}: {what} is used twice", field="api_keys")
         return cls(entries)
 
     def tenant(self, authorization: bytes | None) -> Tenant:
@@ -114,10 +114,10 @@ class KeyRing:
         return found.tenant
 
 
-def _entry(index: int, table: dict[str, Any]) -> Entry:
+def _entry(number: int, table: dict[str, Any]) -> Entry:
     name = table.get("name")
     tells = isinstance(name, str) and _NAME.fullmatch(name) and not name.startswith(PREFIX)
-    shown = f"key {index}" + (f" ({name!r})" if tells else "")
+    shown = f"key {number}" + (f" ({name!r})" if tells else "")
 
     def refuse(why: str) -> ConfigError:
         return ConfigError(f"api_keys: {shown}: {why}", field="api_keys")

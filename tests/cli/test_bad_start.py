@@ -80,6 +80,7 @@ def broken(folder: Path, how: str) -> str:
     return f": tensor {NORM} has shape [63], config.json asks for [64]"
 
 
+PEERS = ("--conductor=127.0.0.1:1", "--store=127.0.0.1:1")
 BREAKAGES = ["missing shard", "truncated shard", "wrong shape"]
 
 
@@ -88,7 +89,7 @@ BREAKAGES = ["missing shard", "truncated shard", "wrong shape"]
 def test_an_instance_refuses_a_broken_checkpoint(starts: Starts, service: str, how: str) -> None:
     model = starts.folder / "model"
     words = broken(model, how)
-    assert starts.refused("serve", service, "--model", str(model)).startswith(f"{model / SHARD}{words}")
+    assert starts.refused("serve", service, "--model", str(model), *PEERS).startswith(f"{model / SHARD}{words}")
 
 
 @pytest.mark.mesh
@@ -120,12 +121,22 @@ def test_a_host_that_is_not_here_is_named(starts: Starts) -> None:
 
 
 @pytest.mark.parametrize("flags", [[], ["--store=10.0.0.5"], ["--store=127.0.0.1:70020"]])
-def test_a_pool_node_without_its_master_does_not_wait_for_ever(starts: Starts, flags: list[str]) -> None:
+@pytest.mark.parametrize("service", ["pool", "prefill", "decode"])
+def test_a_member_without_its_master_does_not_wait_for_ever(starts: Starts, service: str, flags: list[str]) -> None:
     address = flags[0].removeprefix("--store=") if flags else "127.0.0.1:0"
-    assert starts.refused("serve", "pool", *flags) == f"store={address!r}: must be HOST:PORT (--store)"
+    conductor = [] if service == "pool" else ["--conductor=127.0.0.1:1"]
+    line = starts.refused("serve", service, *conductor, *flags)
+    assert line == f"store={address!r}: must be HOST:PORT (--store)"
+
+
+@pytest.mark.parametrize("service", ["gateway", "prefill", "decode"])
+def test_nothing_can_be_placed_without_a_conductor(starts: Starts, service: str) -> None:
+    free = ["--port=0", "--http-port=0"] if service == "gateway" else []
+    line = starts.refused("serve", service, *free)
+    assert line == "conductor='127.0.0.1:0': must be HOST:PORT (--conductor)"
 
 
 @pytest.mark.parametrize("service", ["prefill", "decode", "gateway"])
 def test_a_model_is_needed(starts: Starts, service: str) -> None:
-    free = ["--port=0", "--http-port=0", "--conductor=127.0.0.1:1"] if service == "gateway" else []
-    assert starts.refused("serve", service, *free).startswith("model='': ")
+    flags = ["--port=0", "--http-port=0", PEERS[0]] if service == "gateway" else PEERS
+    assert starts.refused("serve", service, *flags).startswith("model='': ")

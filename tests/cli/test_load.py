@@ -211,6 +211,7 @@ def test_a_summary_of_all_sorts() -> None:
     assert told["tokens"] == {"prompt": 300, "cached": 64, "output": 6}
     assert told["throughput"]["output_tokens_per_s"] == 3.0
     assert told["itl_ms"]["max"] == 200
+    assert [one["ttft_ms"] for one in told["slowest"]] == sorted((o.ttft_s * 1000 for o in MIXED if o.ok), reverse=True)
     assert set(told["ttft_ms"]) == {"p50", "p90", "p99", "mean", "max"}
     assert set(report.DEFINITIONS) == set(told["definitions"]) >= {"tbt_ms", "goodput", "hit_rate"}
 
@@ -230,3 +231,4 @@ def test_the_report_fits_the_screen(outcomes: list[Outcome], width: int) -> None
     assert "come [later]" in text
     assert ("TTFT  " in text) == (outcomes is MIXED)
     assert "goodput" in text
+    assert text.count("kvmesh explain ") == (3 if outcomes is MIXED else 0)
