@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from tests.mesh.harness import Running, running_mesh
+from tests.services import until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
@@ -31,7 +32,7 @@ def key_file(folder: Path) -> Path:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def guarded(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
     folder = tmp_path_factory.mktemp("tenants")
-    flags = {"gateway": {"api_keys": str(key_file(folder))}}
+    flags = {"gateway": {"api_keys": str(key_file(folder))}, "conductor": {"fetch": "always"}}
     async with running_mesh(demo_path, folder / "run", prefill=2, decode=1, flags=flags) as running:
         yield running
 
@@ -49,12 +50,17 @@ def cached(response: httpx.Response) -> int:
     return found
 
 
+async def finds(running: Running, who: str, prompt: list[int], tokens: int) -> bool:
+    """The conductor may still place it where nothing lies: so small a prompt costs next to nothing to compute."""
+    return cached(await complete(running, who, prompt)) == tokens
+
+
 async def test_equal_prompts_of_two_tenants(guarded: Running) -> None:
     prompt = [(i * 37 + i * i) % 200 + 20 for i in range(200)]
     assert cached(await complete(guarded, "alice", prompt)) == 0
-    assert cached(await complete(guarded, "alice", prompt)) == 192
+    await until(lambda: finds(guarded, "alice", prompt, 192))
     assert cached(await complete(guarded, "bob", prompt)) == 0
-    assert cached(await complete(guarded, "bob", prompt)) == 192
+    await until(lambda: finds(guarded, "bob", prompt, 192))
     # A salt that a client names stays within its tenant, whoever's name it is.
     assert cached(await complete(guarded, "bob", prompt, cache_salt="alice")) == 0
     assert cached(await complete(guarded, "alice", prompt, cache_salt="alice")) == 0
