@@ -31,6 +31,14 @@ class Opcode(enum.Enum):
     WRITE = "write"  # local → remote
 
 
+class TrafficClass(enum.IntEnum):
+    """Lower goes first; each of the others keeps a small share of its own, so that none starves."""
+
+    HANDOFF = 0  # somebody waits for it
+    PREFETCH = 1  # a prefix that a queued request will want
+    BACKGROUND = 2  # replication, offload
+
+
 class TransferState(enum.Enum):
     WAITING = "waiting"  # not posted yet
     PENDING = "pending"  # some slices posted
@@ -47,7 +55,9 @@ class TransferState(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class TransferRequest:
     """One contiguous copy. `local_address` is a virtual address inside a registered region; `remote_offset`
-    an offset in the remote segment. `handoff_epoch` names the target's window (writes only; 0 for reads)."""
+    an offset in the remote segment. `handoff_epoch` names the target's window (writes only; 0 for reads).
+    `verify`: once landed, the checksum of the receiver's memory is compared with the sender's; a slice that differs
+    is sent again, and FAILED with cause "checksum" if it goes on differing."""
 
     opcode: Opcode
     local_address: int
@@ -55,7 +65,8 @@ class TransferRequest:
     remote_offset: int
     length: int
     handoff_epoch: int = 0
-    traffic_class: int = 0
+    traffic_class: int = TrafficClass.HANDOFF
+    verify: bool = False
 
 
 @dataclass(frozen=True, slots=True)

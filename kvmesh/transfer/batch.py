@@ -22,7 +22,7 @@ from kvmesh.transfer.api import BatchId, Opcode, TransferRequest, TransferState,
 if TYPE_CHECKING:
     from kvmesh.transfer.lane import Lane
     from kvmesh.transfer.segment import LocalRegion, RegionInfo
-    from kvmesh.transfer.transport import Frame, Transport
+    from kvmesh.transfer.transport import Frame, Rail
 
 
 @dataclass(eq=False, slots=True)
@@ -70,7 +70,7 @@ class Group:
     epoch: int
     local: LocalRegion
     remote: RegionInfo
-    routes: tuple[Transport, ...]
+    routes: tuple[Rail, ...]
     deadline: float
     slots: list[int]
     addresses: list[int]

@@ -26,7 +26,7 @@ from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.lane import Lane, Notice
 from kvmesh.transfer.pool import Sieve
 from kvmesh.transfer.segment import LocalRegion
-from kvmesh.transfer.transport import Frame, Kind
+from kvmesh.transfer.transport import Frame, Kind, Rail
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Core:
         self.counters: dict[str, int] = {}
         self._next_batch = 1
         self._live: dict[int, Group] = {}
-        self._endpoints: Sieve[tuple[str, str]] = Sieve(config.max_endpoints)
+        self._endpoints: Sieve[tuple[str, Rail]] = Sieve(config.max_endpoints)
         self._timer_changed = threading.Condition(self.lock)
         self._wake_at = float("inf")
         self._stopped = False
@@ -93,8 +93,8 @@ class Core:
         """Fails what is queued; the caller then has the transports forget the segment. Lock held."""
         lane.closed = cause
         self.lanes.pop(lane.name, None)
-        for transport in lane.transports:
-            self._endpoints.remove((lane.name, transport.name))
+        for rail in lane.rails:
+            self._endpoints.remove((lane.name, rail))
         self._pump(lane, after, time.monotonic())
 
     def conclude(self, after: Aftermath) -> None:
@@ -125,7 +125,7 @@ class Core:
         with self.lock:
             if not self._answered(frame):
                 return
-            frame.lane.resting.pop(frame.transport, None)
+            frame.lane.resting.pop(frame.rail, None)
             if frame.notice is not None:
                 state = TransferState.FAILED if cause else TransferState.COMPLETED
                 frame.lane.end_notice(frame.notice, state, cause, after)
@@ -143,7 +143,7 @@ class Core:
             lane = frame.lane
             self.count(f"{frame.transport.name}.frames_lost")
             if down:
-                lane.went_down(frame.transport, cause, now)
+                lane.went_down(frame.rail, cause, now)
             if frame.notice is not None:
                 if frame.sendings >= self.config.max_sendings and not down:
                     lane.end_notice(frame.notice, TransferState.FAILED, cause, after)
@@ -160,7 +160,7 @@ class Core:
         frame.answered = True
         lane = frame.lane
         del lane.inflight[frame.serial]
-        lane.load[frame.transport] -= 1
+        lane.load[frame.rail] -= 1
         return True
 
     def _landed(self, frame: Frame, group: Group, refused: Sequence[int], cause: str, after: Aftermath) -> None:
@@ -228,13 +228,11 @@ class Core:
             self._arm(now + self.config.ack_timeout_s)
 
     def _touch(self, lane: Lane, frame: Frame) -> None:
-        for segment, name in self._endpoints.touch((lane.name, frame.transport.name), lambda k: self._idle(k, lane)):
-            for transport in self.lanes[segment].transports:
-                if transport.name == name:
-                    transport.forget(segment, "evicted to make room")
+        for segment, rail in self._endpoints.touch((lane.name, frame.rail), lambda k: self._idle(k, lane)):
+            rail.transport.forget(segment, "evicted to make room", rail)
             self.count("endpoints_evicted")
 
-    def _idle(self, key: tuple[str, str], busy: Lane) -> bool:
+    def _idle(self, key: tuple[str, Rail], busy: Lane) -> bool:
         lane = self.lanes.get(key[0])
         return lane is not None and lane is not busy and not lane.inflight
 

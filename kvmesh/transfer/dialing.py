@@ -1,4 +1,4 @@
-"""The opening side that shm and tcp share: one path a segment, made on demand, and patience when connecting."""
+"""The opening side that shm and tcp share: one path a rail, made on demand; patience in connecting."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.segment import SegmentDescriptor
 from kvmesh.transfer.serving import Server
-from kvmesh.transfer.transport import Frame, Transport, TransportHost
+from kvmesh.transfer.transport import Frame, Rail, Transport, TransportHost
 from kvmesh.transfer.wire import Gone, ProtocolBroken, Refused
 
 SockT = TypeVar("SockT")
@@ -48,39 +48,40 @@ class DialingTransport(Transport):
         self.conn_ids = count(1)
         self._server: Server | None = None
         self._lock = threading.Lock()
-        self._paths: dict[str, Path] = {}
+        self._paths: dict[tuple[str, Rail], Path] = {}
         self._threads: set[threading.Thread] = set()
         self._closed = False
 
     @abstractmethod
-    def new_path(self, descriptor: SegmentDescriptor) -> Path: ...
+    def new_path(self, descriptor: SegmentDescriptor, rail: Rail) -> Path: ...
 
     def post(self, frame: Frame) -> None:
-        segment = frame.lane.name
+        key = (frame.lane.name, frame.rail)
         with self._lock:
-            path = self._paths.get(segment)
+            path = self._paths.get(key)
             if path is None and not self._closed and not frame.lane.closed:
-                path = self._paths[segment] = self.new_path(frame.lane.descriptor)
+                path = self._paths[key] = self.new_path(frame.lane.descriptor, frame.rail)
         if path is None or not path.take(frame):
             frame.lost(frame.lane.closed or "closed", settled=True)
 
     def recall(self, frame: Frame) -> bool:
-        path = self._paths.get(frame.lane.name)
+        path = self._paths.get((frame.lane.name, frame.rail))
         return path is not None and path.recall(frame)
 
     def expire(self, frame: Frame, idle_s: float) -> None:
-        path = self._paths.get(frame.lane.name)
+        path = self._paths.get((frame.lane.name, frame.rail))
         if path is not None:
             path.expire(frame, idle_s)
 
-    def forget(self, segment: str, cause: str) -> None:
+    def forget(self, segment: str, cause: str, rail: Rail | None = None) -> None:
         with self._lock:
-            path = self._paths.pop(segment, None)
-        if path is not None:
+            keys = [key for key in self._paths if key[0] == segment and rail in (None, key[1])]
+            paths = [self._paths.pop(key) for key in keys]
+        for path in paths:
             path.close(cause)
 
-    def idle(self, segment: str) -> bool:
-        path = self._paths.get(segment)
+    def idle(self, segment: str, rail: Rail) -> bool:
+        path = self._paths.get((segment, rail))
         return path is None or path.idle()
 
     def spawn(self, thread: threading.Thread) -> None:

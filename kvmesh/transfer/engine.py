@@ -129,7 +129,8 @@ class TransferEngine:
     def local_descriptor(self) -> SegmentDescriptor:
         """Of all memory registered so far. A peer that is to reach memory registered later needs a new one."""
         endpoints = {transport.name: transport.endpoint() for transport in self._transports}
-        return describe(self.name, self.token, self.segment, endpoints)
+        nics = tuple(nic for transport in self._transports for nic in transport.nics())
+        return describe(self.name, self.token, self.segment, endpoints, nics)
 
     def open_segment(self, descriptor: SegmentDescriptor | bytes) -> str:
         """Makes a peer's segment known and returns its name; connects on first use. Opening it again with a newer
@@ -149,7 +150,8 @@ class TransferEngine:
         if known is not None:
             self.close_segment(descriptor.name)
         core = self._core
-        lane = Lane(descriptor, transports, core, core.serials, self.config.rest_s)
+        rails = tuple(rail for transport in transports for rail in transport.rails(descriptor))
+        lane = Lane(descriptor, rails, core, core.serials, self.config.rest_s)
         with core.lock:
             core.lanes.setdefault(descriptor.name, lane)
         return descriptor.name

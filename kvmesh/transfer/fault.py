@@ -27,8 +27,8 @@ import msgspec
 
 from kvmesh.rpc.errors import TransferError
 from kvmesh.transfer import memory
-from kvmesh.transfer.segment import LocalRegion, RegionInfo, SegmentDescriptor
-from kvmesh.transfer.transport import Frame, Kind, Transport, TransportHost
+from kvmesh.transfer.segment import LocalRegion, NicInfo, RegionInfo, SegmentDescriptor
+from kvmesh.transfer.transport import Frame, Kind, Rail, Transport, TransportHost
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -114,11 +114,9 @@ class FaultControl:
             self._held.append(flight)
             self.changed.notify_all()
 
-    def drop_held(self, transport: FaultTransport, segment: str | None) -> None:
+    def drop_held(self, transport: FaultTransport, segment: str | None, rail: Rail | None) -> None:
         with self.changed:
-            self._held = [
-                f for f in self._held if f.transport is not transport or segment not in (None, f.parent.lane.name)
-            ]
+            self._held = [f for f in self._held if f.transport is not transport or not f.on(segment, rail)]
 
 
 class _Flight:
@@ -141,6 +139,10 @@ class _Flight:
         self.abandoned = False
         self.scratch: LocalRegion | None = None
 
+    def on(self, segment: str | None, rail: Rail | None) -> bool:
+        """None: any."""
+        return segment in (None, self.parent.lane.name) and rail in (None, self.parent.rail)
+
     def launch(self) -> None:
         """Posts it for real."""
         frame = self.parent
@@ -154,7 +156,7 @@ class _Flight:
         else:
             parts = frame.parts
         self.posted = [
-            replace(frame, owner=self, transport=self.transport.inner, parts=parts, source=source)
+            replace(frame, owner=self, rail=self.transport.inside(frame.rail), parts=parts, source=source)
             for _ in range(self.copies)
         ]
         for child in self.posted:
@@ -229,6 +231,16 @@ class FaultTransport(Transport):
     def reaches(self, descriptor: SegmentDescriptor) -> bool:
         return self.inner.reaches(descriptor)
 
+    def nics(self) -> tuple[NicInfo, ...]:
+        return self.inner.nics()
+
+    def rails(self, descriptor: SegmentDescriptor) -> tuple[Rail, ...]:
+        return tuple(replace(rail, transport=self) for rail in self.inner.rails(descriptor))
+
+    def inside(self, rail: Rail) -> Rail:
+        """The same rail of the wrapped transport."""
+        return replace(rail, transport=self.inner)
+
     def carries(self, kind: Kind, local: LocalRegion, remote: RegionInfo) -> bool:
         return self.inner.carries(kind, local, remote)
 
@@ -288,14 +300,14 @@ class FaultTransport(Transport):
             for child in flight.posted:
                 self.inner.expire(child, idle_s)
 
-    def forget(self, segment: str, cause: str) -> None:
-        self._abandon(segment, cause)
-        self.inner.forget(segment, cause)
+    def forget(self, segment: str, cause: str, rail: Rail | None = None) -> None:
+        self._abandon(segment, cause, rail)
+        self.inner.forget(segment, cause, None if rail is None else self.inside(rail))
 
-    def idle(self, segment: str) -> bool:
+    def idle(self, segment: str, rail: Rail) -> bool:
         with self.lock:
-            busy = any(f.parent.lane.name == segment for f in self._flights.values())
-        return not busy and self.inner.idle(segment)
+            busy = any(f.parent.lane.name == segment and f.parent.rail == rail for f in self._flights.values())
+        return not busy and self.inner.idle(segment, self.inside(rail))
 
     def close(self, timeout_s: float) -> None:
         with self.lock:
@@ -310,15 +322,11 @@ class FaultTransport(Transport):
     def fence(self, peer: str, epoch: int) -> None:
         self.inner.fence(peer, epoch)
 
-    def _abandon(self, segment: str | None, cause: str) -> None:
+    def _abandon(self, segment: str | None, cause: str, rail: Rail | None = None) -> None:
         """Ends frames that are nowhere in `inner`."""
-        self.control.drop_held(self, segment)
+        self.control.drop_held(self, segment, rail)
         with self.lock:
-            flights = [
-                f
-                for f in self._flights.values()
-                if not f.posted and not f.abandoned and segment in (None, f.parent.lane.name)
-            ]
+            flights = [f for f in self._flights.values() if not f.posted and not f.abandoned and f.on(segment, rail)]
             for flight in flights:
                 flight.abandoned = True
         for flight in flights:

@@ -18,7 +18,7 @@ from itertools import count
 from kvmesh.transfer.api import Opcode, TransferState, TransferStatus
 from kvmesh.transfer.batch import Aftermath, Group, Part, doom
 from kvmesh.transfer.segment import SegmentDescriptor
-from kvmesh.transfer.transport import Frame, FrameOwner, Kind, Transport
+from kvmesh.transfer.transport import Frame, FrameOwner, Kind, Rail, Transport
 
 MAX_REST_S = 30.0
 MAX_SPOILED_EPOCHS = 4096
@@ -51,18 +51,18 @@ class _Rest:
 
 @dataclass(eq=False, slots=True)
 class Lane:
-    """`transports` are those that can reach the segment, in order of preference."""
+    """`rails` are the ways to the segment, in order of preference."""
 
     descriptor: SegmentDescriptor
-    transports: tuple[Transport, ...]
+    rails: tuple[Rail, ...]
     owner: FrameOwner
     serials: count[int]
     rest_s: float
     queue: list[tuple[int, int, Group]] = field(default_factory=list)
     retry: deque[Frame] = field(default_factory=deque)
     inflight: dict[int, Frame] = field(default_factory=dict)
-    load: dict[Transport, int] = field(default_factory=dict)
-    resting: dict[Transport, _Rest] = field(default_factory=dict)
+    load: dict[Rail, int] = field(default_factory=dict)
+    resting: dict[Rail, _Rest] = field(default_factory=dict)
     epochs: dict[int, _Epoch] = field(default_factory=dict)
     spoiled: dict[int, str] = field(default_factory=dict)  # epochs with a write that did not complete: no end mark
     closed: str = ""
@@ -111,15 +111,15 @@ class Lane:
         if cause:
             cause = f"an earlier write of this epoch failed: {cause}"
         cause = self.closed or cause
-        transport = self.pick(self.transports, now)
-        if transport is None:
-            cause = cause or self.why_none(self.transports)
+        rail = self.pick(self.rails, now)
+        if rail is None:
+            cause = cause or self.why_none(self.rails)
         if now >= notice.deadline:
             self.end_notice(notice, TransferState.TIMEOUT, "timed out", after)
-        elif cause or transport is None:
+        elif cause or rail is None:
             self.end_notice(notice, TransferState.FAILED, cause, after)
         else:
-            frame = Frame(next(self.serials), self.owner, self, transport, Kind.NOTIFY, notice.epoch, [], 0)
+            frame = Frame(next(self.serials), self.owner, self, rail, Kind.NOTIFY, notice.epoch, [], 0)
             frame.notice, frame.sendings = notice, sendings
             self._launch(frame, after, now)
 
@@ -130,25 +130,29 @@ class Lane:
             status = TransferStatus(state, len(notice.payload) if state is TransferState.COMPLETED else 0, cause)
             after.callbacks.append(lambda: on_done(status))
 
-    # ── transports ────────────────────────────────────────────────────────────────────────────────
+    # ── rails ─────────────────────────────────────────────────────────────────────────────────────
 
-    def pick(self, routes: tuple[Transport, ...], now: float) -> Transport | None:
-        for transport in routes:
-            rest = self.resting.get(transport)
+    @property
+    def transports(self) -> tuple[Transport, ...]:
+        return tuple(dict.fromkeys(rail.transport for rail in self.rails))
+
+    def pick(self, routes: tuple[Rail, ...], now: float) -> Rail | None:
+        for rail in routes:
+            rest = self.resting.get(rail)
             if rest is None or rest.until <= now:
-                return transport
+                return rail
         return None
 
-    def why_none(self, routes: tuple[Transport, ...]) -> str:
-        causes = [f"{t.name}: {self.resting[t].cause}" for t in routes if t in self.resting]
+    def why_none(self, routes: tuple[Rail, ...]) -> str:
+        causes = [f"{rail}: {self.resting[rail].cause}" for rail in routes if rail in self.resting]
         return "; ".join(causes) or f"no transport reaches {self.name}"
 
-    def went_down(self, transport: Transport, cause: str, now: float) -> None:
-        known = self.resting.get(transport)
+    def went_down(self, rail: Rail, cause: str, now: float) -> None:
+        known = self.resting.get(rail)
         if known is not None and known.until > now:
             return
         pause = self.rest_s if known is None else min(known.pause * 2, MAX_REST_S)
-        self.resting[transport] = _Rest(now + pause, pause, cause)
+        self.resting[rail] = _Rest(now + pause, pause, cause)
 
     # ── cutting ───────────────────────────────────────────────────────────────────────────────────
 
@@ -158,18 +162,18 @@ class Lane:
         while self.retry or self.queue:
             group = self.retry[0].group if self.retry else self.queue[0][2]
             assert group is not None, "only frames of groups are retried here"
-            transport = self.pick(group.routes, now)
-            if transport is None or self.closed:
+            rail = self.pick(group.routes, now)
+            if rail is None or self.closed:
                 self._drop(group, self.closed or self.why_none(group.routes), after)
                 if group.open == 0:
                     ended.append(group)
                 continue
-            if self.load.get(transport, 0) >= transport.limits.inflight_frames:
+            if self.load.get(rail, 0) >= rail.transport.limits.inflight_frames:
                 break
             if self.retry:
-                frame = self._again(self.retry.popleft(), group, transport)
+                frame = self._again(self.retry.popleft(), group, rail)
             else:
-                frame = self._next(group, transport)
+                frame = self._next(group, rail)
                 if group.at >= len(group.slots):
                     heapq.heappop(self.queue)
             if frame is not None:
@@ -179,7 +183,7 @@ class Lane:
     def _launch(self, frame: Frame, after: Aftermath, now: float) -> None:
         frame.posted_at = now
         self.inflight[frame.serial] = frame
-        self.load[frame.transport] = self.load.get(frame.transport, 0) + 1
+        self.load[frame.rail] = self.load.get(frame.rail, 0) + 1
         after.frames.append(frame)
 
     def _drop(self, group: Group, cause: str, after: Aftermath) -> None:
@@ -197,17 +201,17 @@ class Lane:
         if any(frame.group is group for frame in self.retry):
             self.retry = deque(frame for frame in self.retry if frame.group is not group)
 
-    def _again(self, old: Frame, group: Group, transport: Transport) -> Frame | None:
+    def _again(self, old: Frame, group: Group, rail: Rail) -> Frame | None:
         batch = group.batch
         parts = [p for p in old.parts if not batch.states[p[0]].final and p[0] not in batch.doom]
         if not parts:
             return None
-        frame = self._frame(group, transport, parts, sum(p[3] for p in parts))
+        frame = self._frame(group, rail, parts, sum(p[3] for p in parts))
         frame.sendings = old.sendings + 1
         return frame
 
-    def _next(self, group: Group, transport: Transport) -> Frame | None:
-        limits, batch = transport.limits, group.batch
+    def _next(self, group: Group, rail: Rail) -> Frame | None:
+        limits, batch = rail.transport.limits, group.batch
         parts: list[Part] = []
         room = limits.frame_bytes
         at, skip, total = group.at, group.skip, len(group.slots)
@@ -233,15 +237,15 @@ class Lane:
             else:
                 skip += take
         group.at, group.skip = at, skip
-        return self._frame(group, transport, parts, limits.frame_bytes - room) if parts else None
+        return self._frame(group, rail, parts, limits.frame_bytes - room) if parts else None
 
-    def _frame(self, group: Group, transport: Transport, parts: list[Part], nbytes: int) -> Frame:
+    def _frame(self, group: Group, rail: Rail, parts: list[Part], nbytes: int) -> Frame:
         batch = group.batch
         flight, states, pending = batch.flight, batch.states, TransferState.PENDING
         for slot, _, _, _ in parts:
             flight[slot] += 1
             states[slot] = pending
         kind = Kind.WRITE if group.opcode is Opcode.WRITE else Kind.READ
-        frame = Frame(next(self.serials), self.owner, self, transport, kind, group.epoch, parts, nbytes)
+        frame = Frame(next(self.serials), self.owner, self, rail, kind, group.epoch, parts, nbytes)
         frame.group = group
         return frame

@@ -83,7 +83,7 @@ def _new_group(
     group = groups.get(key)
     if group is None:
         kind = Kind.WRITE if request.opcode is Opcode.WRITE else Kind.READ
-        routes = tuple(t for t in lane.transports if t.carries(kind, local, remote))
+        routes = tuple(rail for rail in lane.rails if rail.transport.carries(kind, local, remote))
         group = groups[key] = Group(
             next(core.serials),
             lane,

@@ -20,7 +20,7 @@ from kvmesh.rpc.errors import TransferError
 from kvmesh.transfer.api import Region
 from kvmesh.transfer.memory import PAGE, Mapping
 
-DESCRIPTOR_VERSION = 1
+DESCRIPTOR_VERSION = 2
 MAX_DESCRIPTOR_BYTES = 1 << 20
 
 
@@ -35,15 +35,30 @@ class RegionInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class NicInfo:
+    """A NIC that a transport of its owner uses. `name` is unique in the descriptor ("mlx5_0", "eth1"), `address` what
+    the transport dials or routes to (an IP address, a GID). `numa`: -1 unknown. `gbps`: 0 unknown."""
+
+    transport: str
+    name: str
+    address: str
+    numa: int = -1
+    gbps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentDescriptor:
     """What a peer needs to open a segment. `endpoints`: transport → its address fields. `token` is quoted in every
-    greeting, so that a connection to a restarted or foreign process is refused, never taken for this one."""
+    greeting, so that a connection to a restarted or foreign process is refused, never taken for this one. `topology`:
+    memory location → (names of preferred NICs, of secondary ones)."""
 
     name: str
     machine: str
     token: str
     regions: tuple[RegionInfo, ...]
     endpoints: dict[str, dict[str, str]]
+    nics: tuple[NicInfo, ...] = ()
+    topology: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = field(default_factory=dict)
     version: int = DESCRIPTOR_VERSION
 
     def encode(self) -> bytes:
@@ -214,6 +229,13 @@ class LocalSegment:
             region.keep = None
 
 
-def describe(name: str, token: str, segment: LocalSegment, endpoints: dict[str, dict[str, str]]) -> SegmentDescriptor:
+def describe(
+    name: str,
+    token: str,
+    segment: LocalSegment,
+    endpoints: dict[str, dict[str, str]],
+    nics: tuple[NicInfo, ...] = (),
+    topology: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] | None = None,
+) -> SegmentDescriptor:
     regions = tuple(RegionInfo(r.base, r.length, r.public.location, r.fd >= 0) for r in segment.regions)
-    return SegmentDescriptor(name, machine_id(), token, regions, endpoints)
+    return SegmentDescriptor(name, machine_id(), token, regions, endpoints, nics, topology or {})

@@ -23,7 +23,7 @@ from kvmesh.transfer.segment import LocalRegion, RegionInfo, SegmentDescriptor, 
 from kvmesh.transfer.serving import Server
 from kvmesh.transfer.shm_path import ShmPath, raw_address
 from kvmesh.transfer.shm_server import ShmAccepted
-from kvmesh.transfer.transport import FrameLimits, Kind, TransportHost
+from kvmesh.transfer.transport import FrameLimits, Kind, Rail, TransportHost
 
 _FRAME_BYTES = 2 << 20
 _INFLIGHT_FRAMES = 8
@@ -64,7 +64,7 @@ class ShmTransport(DialingTransport):
     def carries(self, kind: Kind, local: LocalRegion, remote: RegionInfo) -> bool:
         return remote.shared if kind is Kind.READ else local.fd >= 0
 
-    def new_path(self, descriptor: SegmentDescriptor) -> ShmPath:
+    def new_path(self, descriptor: SegmentDescriptor, rail: Rail) -> ShmPath:
         return ShmPath(self, descriptor)
 
     def unregistered(self, region: LocalRegion) -> None:

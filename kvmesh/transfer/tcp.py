@@ -12,7 +12,7 @@ from kvmesh.transfer.segment import LocalRegion, RegionInfo, SegmentDescriptor
 from kvmesh.transfer.serving import Server
 from kvmesh.transfer.tcp_path import TcpPath
 from kvmesh.transfer.tcp_server import TcpAccepted
-from kvmesh.transfer.transport import FrameLimits, Kind, TransportHost
+from kvmesh.transfer.transport import FrameLimits, Kind, Rail, TransportHost
 
 _FRAME_BYTES = 1 << 20
 _FRAMES_PER_STREAM = 4
@@ -61,5 +61,5 @@ class TcpTransport(DialingTransport):
     def carries(self, kind: Kind, local: LocalRegion, remote: RegionInfo) -> bool:
         return True
 
-    def new_path(self, descriptor: SegmentDescriptor) -> TcpPath:
+    def new_path(self, descriptor: SegmentDescriptor, rail: Rail) -> TcpPath:
         return TcpPath(self, descriptor)

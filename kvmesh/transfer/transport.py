@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from kvmesh.transfer.batch import Group, Part
     from kvmesh.transfer.lane import Lane, Notice
-    from kvmesh.transfer.segment import LocalRegion, LocalSegment, RegionInfo, SegmentDescriptor
+    from kvmesh.transfer.segment import LocalRegion, LocalSegment, NicInfo, RegionInfo, SegmentDescriptor
     from kvmesh.transfer.windows import Windows
 
 
@@ -53,6 +53,19 @@ class FrameOwner(Protocol):
     def frame_lost(self, frame: Frame, cause: str, *, settled: bool, down: bool) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Rail:
+    """One way to one peer: a transport, a NIC of this host, a NIC of the peer's. The names are those of the
+    descriptor's topology; "" where the transport has no choice (shm, tcp on one address)."""
+
+    transport: Transport
+    local: str = ""
+    remote: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.transport.name} {self.local}→{self.remote}" if self.local else self.transport.name
+
+
 @dataclass(eq=False, slots=True)
 class Frame:
     """`parts[i]` is (slot, local address, remote offset, length), all in one local region. `serial` is unique in the
@@ -61,7 +74,7 @@ class Frame:
     serial: int
     owner: FrameOwner
     lane: Lane
-    transport: Transport
+    rail: Rail
     kind: Kind
     epoch: int
     parts: list[Part]
@@ -72,6 +85,10 @@ class Frame:
     sendings: int = 1
     posted_at: float = 0.0
     answered: bool = False
+
+    @property
+    def transport(self) -> Transport:
+        return self.rail.transport
 
     @property
     def local(self) -> LocalRegion:
@@ -85,8 +102,8 @@ class Frame:
         self.owner.frame_done(self, refused, cause)
 
     def lost(self, cause: str, *, settled: bool, down: bool = False) -> None:
-        """No answer will come. `settled`: nothing of it can land any more. `down`: this transport cannot reach the
-        peer at all for now."""
+        """No answer will come. `settled`: nothing of it can land any more. `down`: this rail cannot reach the peer
+        at all for now."""
         self.owner.frame_lost(self, cause, settled=settled, down=down)
 
 
@@ -123,13 +140,21 @@ class Transport(ABC):
     def reaches(self, descriptor: SegmentDescriptor) -> bool:
         """Whether it is worth trying; no I/O."""
 
+    def nics(self) -> tuple[NicInfo, ...]:
+        """The NICs that it uses here, once started; none where it has no choice."""
+        return ()
+
+    def rails(self, descriptor: SegmentDescriptor) -> tuple[Rail, ...]:
+        """Every way to this peer, by pairs of NICs; no I/O. Asked again when its descriptor changes."""
+        return (Rail(self),)
+
     @abstractmethod
     def carries(self, kind: Kind, local: LocalRegion, remote: RegionInfo) -> bool:
         """Whether it can move bytes between these two memories."""
 
     @abstractmethod
     def post(self, frame: Frame) -> None:
-        """Takes the frame; never blocks on the network; connects when need be."""
+        """Takes the frame and carries it over its rail; never blocks on the network; connects when need be."""
 
     @abstractmethod
     def recall(self, frame: Frame) -> bool:
@@ -141,13 +166,13 @@ class Transport(ABC):
         ends in `lost` for everything that was on it. Called without the core lock."""
 
     @abstractmethod
-    def forget(self, segment: str, cause: str) -> None:
-        """Closes every connection to this segment; its frames are lost, reported from the transport's own threads
-        (the core lock may be held by the caller)."""
+    def forget(self, segment: str, cause: str, rail: Rail | None = None) -> None:
+        """Closes every connection to this segment (on this rail); its frames are lost, reported from the transport's
+        own threads (the core lock may be held by the caller)."""
 
     @abstractmethod
-    def idle(self, segment: str) -> bool:
-        """Whether its connections carry nothing and may be closed to make room."""
+    def idle(self, segment: str, rail: Rail) -> bool:
+        """Whether its connections on this rail carry nothing and may be closed to make room."""
 
     @abstractmethod
     def close(self, timeout_s: float) -> None:

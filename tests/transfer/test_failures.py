@@ -15,6 +15,7 @@ import pytest
 from kvmesh.transfer import EngineConfig, TransferState, wire
 from kvmesh.transfer.shm_path import ShmPath
 from kvmesh.transfer.shm_server import ShmAccepted
+from kvmesh.transfer.transport import Rail
 from tests.transfer.conftest import Nest, engine_threads, until
 from tests.transfer.peer import Actor
 from tests.transfer.raw import RawShm, RawTcp
@@ -50,7 +51,7 @@ def test_target_killed_in_mid_transfer(nest: Nest, transport: str, opcode: str) 
     assert "there#1" in status.cause or "refused" in status.cause
     if transport == "shm":
         assert status.drained  # nobody listens any more: the kernel says that it is dead
-    until(lambda: here.engine._transports[0].idle(segment), "nothing on the way")
+    until(lambda: here.engine._transports[0].idle(segment, Rail(here.engine._transports[0])), "nothing on the way")
     for path in here.engine._transports[0]._paths.values():  # type: ignore[attr-defined]
         if isinstance(path, ShmPath):
             assert path._maps._maps == []
