@@ -32,6 +32,7 @@ class Kind(enum.IntEnum):
     WRITE = 1
     READ = 2
     NOTIFY = 3
+    CHECKSUM = 4  # parts as of a READ; the target answers with zlib.crc32 of each part of its memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class Frame:
     sendings: int = 1
     posted_at: float = 0.0
     answered: bool = False
+    sums: tuple[int, ...] = ()  # of a CHECKSUM: the target's, one per part, set by the transport before `done`
 
     @property
     def transport(self) -> Transport:
