@@ -37,6 +37,12 @@ class EngineConfig:
     fence_grace_s: float = 0.02  # a fence lets a slice end by itself so long, then cuts its connection
     close_timeout_s: float = 5.0
     fault: str = ""
+    # Use only these NICs: an RDMA device ("mlx5_0") concerns rdma, a network interface ("eth1") tcp; each transport takes
+    # the names that are its own. () = rdma: every active port; tcp: no choice, `host` alone.
+    nics: tuple[str, ...] = ()
+    # Which NICs each memory location prefers (`kvmesh.transfer.topology`): JSON, or the path of a file of it;
+    # "" = as found in /sys.
+    topology: str = ""
 
     def __post_init__(self) -> None:
         if not self.transports:
@@ -46,6 +52,9 @@ class EngineConfig:
                 raise TransferError(
                     f"transports={name!r}: not one of {', '.join(KNOWN_TRANSPORTS)}", field="transports"
                 )
+        for name in self.nics:
+            if not name or self.nics.count(name) > 1:
+                raise TransferError(f"nics={','.join(self.nics)!r}: names must differ and not be empty", field="nics")
         for key in ("shm_slice_bytes", "tcp_slice_bytes"):
             if not 4096 <= getattr(self, key) <= 16 << 20:
                 raise TransferError(f"{key}={getattr(self, key)!r}: not in 4096..16777216", field=key)
