@@ -1,211 +1,185 @@
-"""The Transfer Engine against what it cannot beat: a memcpy in one process, and a plain loopback socket.
+"""The Transfer Engine beside what others do with the same bytes on this machine.
 
-    python -m benchmarks.transfer [--rounds 30] [--mib 64]
+    python -m benchmarks.transfer [--only tcp,shm,latency,growth] [--quick] [--json FILE]
 
-Two processes: this one writes into the other's memory and reads from it. All contenders take turns within each round,
-so that what else the machine does hits them alike; medians are printed, and ratios, which travel better than times.
+tcp      against plain sockets over loopback (1, 2 and 4 streams; the best of them counts) and against Mooncake's
+         Transfer Engine over TCP, from PyPI in an environment of its own, made on first use
+shm      against memcpy within one process between two memfd maps, by as many threads as submit
+latency  one operation of 4 KiB, 64 KiB and 1 MiB at a time
+growth   1 to 256 peers, 100,000 queued slices: memory and time for each slice
+rdma     python -m benchmarks.transfer_rdma, where there is RDMA
 
-    memcpy    memmove within this process, the bytes of the row
-    socket    sendall and recv_into over one loopback connection, then one byte of answer
-    shm, tcp  the engine: submit, wait for the acknowledgement of the last slice
+Contenders are pairs of processes that take turns within each round; every row's bytes are verified before and after.
+GB/s are of 10^9 bytes, CPU is that of both processes together. Compare within a run only.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import socket
-import statistics
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+import json
+import os
+import platform
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
-from kvmesh.transfer import EngineConfig, Opcode, Range, Region, TransferEngine, TransferRequest, TransferState
+from benchmarks import transfer_growth
+from benchmarks.peers import mooncake_env
+from benchmarks.peers.link import PeerMissing, Worker
+from benchmarks.transfer_contest import (
+    QUICK_SIZES,
+    SIZES,
+    Contender,
+    Result,
+    compete,
+    latencies,
+    row_title,
+    size,
+    span,
+)
 
-EPOCH = 1
-
-
-@dataclass(frozen=True)
-class Row:
-    """`count` pieces of `length` bytes, `stride` apart on both sides."""
-
-    title: str
-    count: int
-    length: int
-    stride: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.count * self.length
+PARTS = ("tcp", "shm", "latency", "growth")
+STREAMS = (1, 2, 4)
+SOCKETS = [f"sockets ×{n}" for n in STREAMS]
 
 
-def recv_exact(sock: socket.socket, view: memoryview) -> None:
-    while len(view):
-        got = sock.recv_into(view)
-        if got == 0:
-            raise ConnectionError("loopback peer ended")
-        view = view[got:]
+def start_sockets(nbytes: int) -> list[Contender]:
+    """One pair of processes under three names."""
+    first = Contender.start(SOCKETS[0], "benchmarks.peers.raw", nbytes)
+    first.threads = STREAMS[0]
+    return [first] + [
+        Contender(title, first.target, first.source, n) for title, n in zip(SOCKETS[1:], STREAMS[1:], strict=True)
+    ]
 
 
-def peer_main(fd: int) -> None:
-    """The other process: memory behind engines of both transports, and a plain socket."""
-    pipe = Connection(fd)
-    nbytes: int = pipe.recv()
-    engines, descriptors = [], []
-    for name in ("shm", "tcp"):
-        engine = TransferEngine(f"sink-{name}", EngineConfig(transports=(name,)))
-        region = engine.allocate(nbytes, "cpu:0")
-        assert region.memory is not None
-        region.memory[:] = bytes(region.length)
-        engine.open_window(f"source-{name}", EPOCH, [Range(region.base_offset, region.length)])
-        engines.append(engine)
-        descriptors.append(engine.local_descriptor().encode())
-    buffer = memoryview(bytearray(nbytes))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        pipe.send((descriptors, listener.getsockname()[1]))
-        plain, _ = listener.accept()
-    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def serve() -> None:
-        head = memoryview(bytearray(8))
-        try:
-            while True:
-                recv_exact(plain, head)
-                recv_exact(plain, buffer[: int.from_bytes(head, "little")])
-                plain.send(b"k")
-        except ConnectionError:
-            return
-
-    server = threading.Thread(target=serve, daemon=True)
-    server.start()
+def start_mooncake(nbytes: int) -> list[Contender]:
+    """None, and a line that says why, where it cannot be had."""
     try:
-        pipe.recv()
-    except EOFError:
-        pass
-    server.join(5)
-    plain.close()
-    for engine in engines:
-        engine.close()
+        if not mooncake_env.made():
+            print("Mooncake: making its environment, once", flush=True)
+        python, env, version = mooncake_env.ready()
+        found = Contender.start("Mooncake", "benchmarks.peers.mooncake", nbytes, python, env)
+    except PeerMissing as err:
+        print(f"without Mooncake: {err}")
+        return []
+    print(f"Mooncake: {mooncake_env.PACKAGE} {version}")
+    return [found]
 
 
-class Bench:
-    """The four contenders, ready to run a row."""
+def start_ours(name: str, nbytes: int) -> Contender:
+    return Contender.start(f"kvmesh {name}", "benchmarks.peers.ours", nbytes, options={"transports": [name]})
 
-    def __init__(self, nbytes: int) -> None:
-        mine, its = socket.socketpair()
-        with its:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.transfer", "--peer", str(its.fileno())], pass_fds=[its.fileno()]
-            )
-        self.pipe = Connection(mine.detach())
-        self.pipe.send(nbytes)
-        descriptors, port = self.pipe.recv()
-        self.engines: dict[str, tuple[TransferEngine, Region, str, int]] = {}
-        for name, descriptor in zip(("shm", "tcp"), descriptors, strict=True):
-            engine = TransferEngine(f"source-{name}", EngineConfig(transports=(name,)))
-            region = engine.allocate(nbytes, "cpu:0")
-            assert region.memory is not None
-            region.memory[:] = b"\x01" * region.length
-            self.engines[name] = engine, region, engine.open_segment(descriptor), 4096
-        self.copy = bytearray(nbytes)
-        self.copy_address = ctypes.addressof(ctypes.c_char.from_buffer(self.copy))
-        self.plain = socket.create_connection(("127.0.0.1", port))
-        self.plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def close(self) -> None:
-        self.plain.close()
-        self.pipe.close()
-        for engine, *_ in self.engines.values():
-            engine.close()
-        self.process.wait(20)
+def start_memcpy(nbytes: int) -> Contender:
+    worker = Worker("benchmarks.peers.copying")
+    worker.call("source", nbytes=nbytes)
+    return Contender("memcpy", worker, worker, alone=True)
 
-    def memcpy(self, row: Row) -> None:
-        source = self.engines["shm"][1].address
-        for i in range(row.count):
-            at = i * row.stride
-            ctypes.memmove(self.copy_address + at, source + at, row.length)
 
-    def socket(self, row: Row) -> None:
-        memory = self.engines["shm"][1].memory
-        assert memory is not None
-        self.plain.send(row.nbytes.to_bytes(8, "little"))
-        for i in range(row.count):
-            at = i * row.stride
-            self.plain.sendall(memory[at : at + row.length])
-        self.plain.recv(1)
+def close(contenders: Sequence[Contender]) -> None:
+    for contender in contenders:
+        if contender.threads in (0, 1):
+            contender.close()
 
-    def ours(self, name: str, opcode: Opcode) -> Callable[[Row], None]:
-        engine, region, segment, base = self.engines[name]
-        epoch = EPOCH if opcode is Opcode.WRITE else 0
 
-        def run(row: Row) -> None:
-            batch = engine.allocate_batch(row.count)
-            requests = [
-                TransferRequest(
-                    opcode, region.address + i * row.stride, segment, base + i * row.stride, row.length, epoch
-                )
-                for i in range(row.count)
-            ]
-            engine.submit(batch, requests)
-            engine.wait_sync(batch, 60)
-            assert all(s.state is TransferState.COMPLETED for s in engine.statuses(batch)), engine.statuses(batch)
-            engine.free_batch(batch)
+def printer(ours: str, others: Sequence[Sequence[str]]) -> Callable[[Result], None]:
+    """Prints one line a row. `others`: titles of which the fastest counts."""
+    heads = [names[0].split(" ×")[0] for names in others]
+    width = 9
+    columns = "".join(f"{head:>{width}}" for head in [*heads, "kvmesh"])
+    ratios = "".join(f"{'× ' + head:>{width + 2}}" for head in heads)
+    print(f"{'':22}{'GB/s':>{width}}{'':{width * len(heads) + (width + 2) * len(heads)}}{'CPU s per GB':>14}")
+    print(f"{'':14}{'threads':>8}{columns}{ratios}  {columns}")
+    shown = ""
 
-        return run
+    def show(row: Result) -> None:
+        nonlocal shown
+        if row.op != shown:
+            shown = row.op
+            print(row.op)
+        best = [row.best(names) for names in others]
+        titles = [*best, ours]
+        rates = "".join(f"{row.rate(title):{width}.2f}" for title in titles)
+        times = "".join(f"{row.times(ours, title):{width + 2}.2f}" for title in best)
+        cpu = "".join(f"{row.cpu_per_gb(title):{width}.2f}" for title in titles)
+        print(f"  {row_title(row.count, row.length):12}{row.threads:8}{rates}{times}  {cpu}", flush=True)
+
+    return show
+
+
+def contest(name: str, rivals: Sequence[Contender], others: Sequence[Sequence[str]], quick: bool, rounds: int) -> Any:
+    sizes = QUICK_SIZES if quick else SIZES
+    ours = start_ours(name, span(sizes))
+    contenders = [*rivals, ours]
+    try:
+        print(f"\n{name}")
+        show, kept = printer(ours.title, others), []
+
+        def keep(row: Result) -> None:
+            kept.append(row.plain())
+            show(row)
+
+        compete(name, contenders, sizes, rounds, keep)
+    finally:
+        close(contenders)
+    return kept
+
+
+def tcp(quick: bool, rounds: int) -> Any:
+    nbytes = span(QUICK_SIZES if quick else SIZES)
+    rivals = start_sockets(nbytes)
+    mooncake = start_mooncake(nbytes)
+    others = [SOCKETS] + [[c.title] for c in mooncake]
+    return contest("tcp", [*rivals, *mooncake], others, quick, rounds)
+
+
+def shm(quick: bool, rounds: int) -> Any:
+    return contest("shm", [start_memcpy(span(QUICK_SIZES if quick else SIZES))], [["memcpy"]], quick, rounds)
+
+
+def latency(quick: bool, rounds: int) -> Any:
+    nbytes = span(())
+    contenders = start_sockets(nbytes)[:1] + start_mooncake(nbytes)
+    contenders += [start_ours("tcp", nbytes), start_ours("shm", nbytes)]
+    try:
+        told = latencies("latency", contenders, rounds)
+    finally:
+        close(contenders)
+    titles = [c.title for c in contenders]
+    print("\nlatency of one operation, µs: p50 (p99)")
+    print(f"{'':15}" + "".join(f"{title:>21}" for title in titles))
+    for row in told:
+        cells = [f"{row[t]['p50_us']:.0f} ({row[t]['p99_us']:.0f})" for t in titles]
+        print(f"{row['op']:6}{size(row['length']):9}" + "".join(f"{cell:>21}" for cell in cells))
+    return told
+
+
+def growth(quick: bool, rounds: int) -> Any:
+    return transfer_growth.measure(quick)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--mib", type=int, default=64, help="size of the bulk row")
-    parser.add_argument("--peer", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--only", default=",".join(PARTS), help="comma-separated parts")
+    parser.add_argument("--rounds", type=int, help="that count, for each row (default 11; 5 with --quick)")
+    parser.add_argument("--quick", action="store_true", help="small rows, few rounds: about a minute")
+    parser.add_argument("--json", type=Path, help="write every turn there")
     options = parser.parse_args()
-    if options.peer is not None:
-        peer_main(options.peer)
-        return
-    bulk = options.mib << 20
-    rows = [
-        Row("one slice of 32 KiB", 1, 32 << 10, 32 << 10),
-        Row("one layer of 5 blocks: 5 x 32 KiB", 5, 32 << 10, 256 << 10),
-        Row("8 layers of 5 blocks: 40 x 32 KiB", 40, 32 << 10, 64 << 10),
-        Row("500 blocks: 500 x 32 KiB", 500, 32 << 10, 64 << 10),
-        Row(f"bulk: {options.mib} MiB", 1, bulk, bulk),
-    ]
-    bench = Bench(max(bulk, 500 * (64 << 10)))
-    contenders: dict[str, Callable[[Row], None]] = {
-        "memcpy": bench.memcpy,
-        "socket": bench.socket,
-        "shm write": bench.ours("shm", Opcode.WRITE),
-        "shm read": bench.ours("shm", Opcode.READ),
-        "tcp write": bench.ours("tcp", Opcode.WRITE),
-        "tcp read": bench.ours("tcp", Opcode.READ),
+    parts = options.only.split(",")
+    for part in parts:
+        if part not in PARTS:
+            parser.error(f"--only {part!r}: not one of {', '.join(PARTS)}")
+    rounds = options.rounds or (5 if options.quick else 11)
+    runs: dict[str, Callable[[bool, int], Any]] = {"tcp": tcp, "shm": shm, "latency": latency, "growth": growth}
+    told: dict[str, Any] = {
+        "arguments": {"only": parts, "rounds": rounds, "quick": options.quick},
+        "machine": {"cpus": os.cpu_count(), "arch": platform.machine(), "python": platform.python_version()},
     }
-    try:
-        for row in rows:
-            times: dict[str, list[float]] = {name: [] for name in contenders}
-            for turn in range(options.rounds + 3):
-                for name, run in contenders.items():
-                    started = time.perf_counter()
-                    run(row)
-                    if turn >= 3:
-                        times[name].append(time.perf_counter() - started)
-            print(f"\n{row.title}")
-            print(
-                f"  {'':10} {'p50 µs':>10} {'p99 µs':>10} {'GB/s':>7} {'x memcpy':>9} {'x socket':>9}   (time ratios)"
-            )
-            medians = {name: statistics.median(t) for name, t in times.items()}
-            for name, median in medians.items():
-                worst = sorted(times[name])[int(0.99 * (len(times[name]) - 1))]
-                print(
-                    f"  {name:10} {median * 1e6:10.0f} {worst * 1e6:10.0f} {row.nbytes / median / 1e9:7.2f} "
-                    f"{median / medians['memcpy']:9.2f} {median / medians['socket']:9.2f}"
-                )
-    finally:
-        bench.close()
+    for part in parts:
+        told[part] = runs[part](options.quick, rounds)
+    if options.json:
+        options.json.write_text(json.dumps(told, indent=1) + "\n")
+        print(f"\nwritten: {options.json}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,5 @@
+from typing import Any
+
+
+def measure(quick: bool) -> Any:
+    return []
