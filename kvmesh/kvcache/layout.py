@@ -1,23 +1,29 @@
 """How one stored shard of a block lies in memory, and which slices carry one layout into another.
 
-A shard is one contiguous span `[layers, 2, kv_heads, block_tokens, head_dim]` (index 0 of the second axis is
-K, 1 is V) of the layers and heads that one rank owns. A layer of it is one slice; a run of heads of one layer's
-K or V is one slice as well, so ranks with other head counts are served by runs, not by single rows.
+A shard is one contiguous span `[layers, planes, kv_heads, block_tokens, head_dim]` of the layers and heads that one
+rank owns; of the two planes 0 is K, 1 is V. An MLA latent is one plane of one "head" as wide as latent and rope
+together, the same at every rank. A layer of a shard is one slice; a run of heads of one layer's K or V is one slice as
+well, so ranks with other head counts are served by runs, not by single rows.
+
+`plan` carries one shard into another; `kvmesh.kvcache.groups` plans N writer ranks and M reader ranks with it.
 
 Sizes and offsets are bytes. No torch here: fronts and transfer plans use it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvmesh.rpc.errors import ConfigError
+
+Run = tuple[int, int, int]  # (offset at the source, offset at the destination, length)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
     """One rank's part of a block: layers [first_layer, first_layer + layers) and KV heads [first_head, first_head +
-    kv_heads) of the model, `itemsize` bytes an element."""
+    kv_heads) of the model, `itemsize` bytes an element. Ranks that hold the same part are replicas."""
 
     layers: int
     kv_heads: int
@@ -26,9 +32,10 @@ class ShardLayout:
     itemsize: int
     first_layer: int = 0
     first_head: int = 0
+    planes: int = 2  # K and V; 1 for a latent
 
     def __post_init__(self) -> None:
-        for name in ("layers", "kv_heads", "block_tokens", "head_dim", "itemsize"):
+        for name in ("layers", "kv_heads", "block_tokens", "head_dim", "itemsize", "planes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"shard layout: {name}={getattr(self, name)} must be at least 1", field=name)
         for name in ("first_layer", "first_head"):
@@ -37,8 +44,8 @@ class ShardLayout:
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """`[layers, 2, kv_heads, block_tokens, head_dim]`."""
-        return (self.layers, 2, self.kv_heads, self.block_tokens, self.head_dim)
+        """`[layers, planes, kv_heads, block_tokens, head_dim]`."""
+        return (self.layers, self.planes, self.kv_heads, self.block_tokens, self.head_dim)
 
     @property
     def head_bytes(self) -> int:
@@ -47,7 +54,7 @@ class ShardLayout:
 
     @property
     def layer_bytes(self) -> int:
-        return 2 * self.kv_heads * self.head_bytes
+        return self.planes * self.kv_heads * self.head_bytes
 
     @property
     def shard_bytes(self) -> int:
@@ -64,39 +71,92 @@ class ShardLayout:
             raise IndexError(f"layer {layer} is outside 0..{self.layers - 1}")
         return layer * self.layer_bytes, self.layer_bytes
 
-    def run_offset(self, layer: int, kv: int, head: int) -> int:
-        """Offset of K (`kv` 0) or V (`kv` 1) of one head; `layer` and `head` count over the whole model."""
-        local = ((layer - self.first_layer) * 2 + kv) * self.kv_heads + head - self.first_head
+    def run_offset(self, layer: int, plane: int, head: int) -> int:
+        """Offset of one plane of one head (0 its K, 1 its V); `layer` and `head` count over the whole model."""
+        local = ((layer - self.first_layer) * self.planes + plane) * self.kv_heads + head - self.first_head
         return local * self.head_bytes
 
 
-def plan(src: ShardLayout, dst: ShardLayout) -> list[tuple[int, int, int]]:
-    """Slices `(src_offset, dst_offset, length)` that copy what both shards own, offsets ascending, neighbours joined.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A rectangle of the model's KV: layers [layer0, layer1), heads [head0, head1)."""
 
-    Equal layouts give one slice, the whole shard; shards with nothing in common give none. Raises ConfigError when
-    the blocks themselves differ (block_tokens, head_dim or itemsize): those need conversion, not slices."""
-    for name in ("block_tokens", "head_dim", "itemsize"):
+    layer0: int
+    layer1: int
+    head0: int
+    head1: int
+
+    def common(self, other: Part) -> Part:
+        """What lies in both; may be empty."""
+        return Part(
+            max(self.layer0, other.layer0),
+            min(self.layer1, other.layer1),
+            max(self.head0, other.head0),
+            min(self.head1, other.head1),
+        )
+
+    @property
+    def empty(self) -> bool:
+        return self.layer0 >= self.layer1 or self.head0 >= self.head1
+
+
+def part_of(shard: ShardLayout) -> Part:
+    """What of the model this shard holds."""
+    layer, head = shard.first_layer, shard.first_head
+    return Part(layer, layer + shard.layers, head, head + shard.kv_heads)
+
+
+def check_same_blocks(src: ShardLayout, dst: ShardLayout) -> None:
+    """ConfigError when the blocks themselves differ: those need conversion, not slices."""
+    for name in ("block_tokens", "head_dim", "itemsize", "planes"):
         if getattr(src, name) != getattr(dst, name):
             raise ConfigError(
                 f"shard layouts differ in {name}: source {getattr(src, name)}, destination {getattr(dst, name)}",
                 field=name,
             )
-    layers = range(
-        max(src.first_layer, dst.first_layer),
-        min(src.first_layer + src.layers, dst.first_layer + dst.layers),
-    )
-    first = max(src.first_head, dst.first_head)
-    heads = min(src.first_head + src.kv_heads, dst.first_head + dst.kv_heads) - first
-    if heads <= 0:
+
+
+def plan(src: ShardLayout, dst: ShardLayout) -> list[Run]:
+    """Slices `(src_offset, dst_offset, length)` that copy what both shards own, offsets ascending, neighbours joined.
+
+    Equal layouts give one slice, the whole shard; shards with nothing in common give none. Raises ConfigError when
+    the blocks themselves differ (block_tokens, head_dim, itemsize or planes)."""
+    check_same_blocks(src, dst)
+    return runs_of(src, dst, [part_of(src).common(part_of(dst))])
+
+
+def runs_of(src: ShardLayout, dst: ShardLayout, parts: Sequence[Part]) -> list[Run]:
+    """As `plan`, but of these parts only, which do not overlap and lie in both shards."""
+    parts = [part for part in parts if not part.empty]
+    if not parts:
         return []
-    slices: list[tuple[int, int, int]] = []
-    length = heads * src.head_bytes
-    for layer in layers:
-        for kv in (0, 1):
-            a, b = src.run_offset(layer, kv, first), dst.run_offset(layer, kv, first)
-            if slices and slices[-1][0] + slices[-1][2] == a and slices[-1][1] + slices[-1][2] == b:
-                a, b, done = slices.pop()
-                slices.append((a, b, done + length))
-            else:
-                slices.append((a, b, length))
-    return slices
+    columns = sorted(parts, key=lambda part: part.head0)
+    layers = range(min(part.layer0 for part in parts), max(part.layer1 for part in parts))
+    return joined(
+        (
+            src.run_offset(layer, plane, part.head0),
+            dst.run_offset(layer, plane, part.head0),
+            (part.head1 - part.head0) * src.head_bytes,
+        )
+        for layer in layers
+        for plane in range(src.planes)
+        for part in columns
+        if part.layer0 <= layer < part.layer1
+    )
+
+
+def joined(runs: Iterable[Run], longest: int = 0) -> list[Run]:
+    """Runs that continue the one before on both sides become one, up to `longest` bytes (0: no limit): each run is a
+    work request, and few large ones cost less than many small ones."""
+    out: list[Run] = []
+    source = target = length = 0
+    for a, b, more in runs:
+        if length and a == source + length and b == target + length and (not longest or length + more <= longest):
+            length += more
+            continue
+        if length:
+            out.append((source, target, length))
+        source, target, length = a, b, more
+    if length:
+        out.append((source, target, length))
+    return out

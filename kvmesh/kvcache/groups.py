@@ -1,0 +1,138 @@
+"""Plans between rank groups: which of N writer ranks sends which runs of a block to which of M reader ranks.
+
+Both sides cut the model's layers and heads as they like (TP, PP, TP over more ranks than there are heads, a latent
+that every rank holds). The cuts of all ranks make a grid; each of its cells that a reader holds is sent to it by
+exactly one writer that holds it:
+
+    owners of a cell        team of a reader                        who sends block b
+    ranks that hold it  ─▶  those of them that serve this reader ─▶ team[b % len(team)]
+
+Owners that hold the same are shared out among the readers that need it, so that every writer sends about as much and a
+reader hears of as few writers as that allows; where a team has several, they take turns by block, because a turn of
+whole blocks keeps runs long and the last layer of a prompt leaves from all of them at once.
+
+A reader waits for an end mark of every writer of its teams, one from each, whatever rails the bytes took (ADR 0001); a
+writer whose turn never came marks all the same, as it cannot know how many blocks somebody else was told of.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
+from math import lcm
+
+from kvmesh.kvcache.layout import Part, Run, ShardLayout, check_same_blocks, part_of, runs_of
+from kvmesh.rpc.errors import ConfigError
+
+MAX_CACHED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Duty:
+    """`parts` of one reader's shard that `writer` sends of every block b with b % turns == turn."""
+
+    writer: int
+    turn: int
+    turns: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Made by `plan_group`. `duties[reader]` covers each cell of that reader's shard once, for every block. Runs are
+    relative to the two shards' first bytes."""
+
+    writers: tuple[ShardLayout, ...]
+    readers: tuple[ShardLayout, ...]
+    duties: tuple[tuple[Duty, ...], ...]
+    _cache: dict[tuple[int, int, int, int, int], tuple[Run, ...]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def marks(self, reader: int) -> frozenset[int]:
+        """The writers whose end marks this reader waits for, and for whom it opens (and fences) windows."""
+        return frozenset(duty.writer for duty in self.duties[reader])
+
+    def targets(self, writer: int) -> tuple[int, ...]:
+        """The readers that this writer sends to and marks."""
+        return tuple(reader for reader in range(len(self.readers)) if writer in self.marks(reader))
+
+    def runs(self, writer: int, reader: int, block: int = 0, layer0: int = 0, layer1: int = -1) -> tuple[Run, ...]:
+        """What this writer sends to this reader of the `block`-th block, of its own local layers [layer0, layer1)
+        (-1: to the last), ascending, neighbours joined."""
+        source = self.writers[writer]
+        layer1 = source.layers if layer1 < 0 else layer1
+        turns = lcm(*(duty.turns for duty in self.duties[reader] if duty.writer == writer))
+        key = (writer, reader, block % turns, layer0, layer1)
+        found = self._cache.get(key)
+        if found is None:
+            if len(self._cache) >= MAX_CACHED:
+                self._cache.clear()
+            whole = part_of(source)
+            window = Part(source.first_layer + layer0, source.first_layer + layer1, whole.head0, whole.head1)
+            parts = [
+                part.common(window)
+                for duty in self.duties[reader]
+                if duty.writer == writer and block % duty.turns == duty.turn
+                for part in duty.parts
+            ]
+            found = self._cache[key] = tuple(runs_of(source, self.readers[reader], parts))
+        return found
+
+
+@lru_cache(maxsize=64)
+def plan_group(writers: tuple[ShardLayout, ...], readers: tuple[ShardLayout, ...]) -> GroupPlan:
+    """ConfigError when blocks differ (see `plan`), or when no writer holds something that a reader needs."""
+    if not writers or not readers:
+        raise ConfigError("a group transfer needs writers and readers", field="writers" if not writers else "readers")
+    for shard in (*writers, *readers):
+        check_same_blocks(writers[0], shard)
+    needs = [_needs(writers, readers, reader) for reader in range(len(readers))]
+    wanted: dict[tuple[int, ...], list[int]] = defaultdict(list)  # owners → readers that need what they hold
+    for reader, cells in enumerate(needs):
+        for owners in cells:
+            wanted[owners].append(reader)
+    duties: list[list[Duty]] = [[] for _ in readers]
+    for owners, sharers in wanted.items():
+        for k, reader in enumerate(sharers):
+            team = _team(owners, k, len(sharers))
+            for turn, writer in enumerate(team):
+                duties[reader].append(Duty(writer, turn, len(team), tuple(needs[reader][owners])))
+    return GroupPlan(writers, readers, tuple(tuple(mine) for mine in duties))
+
+
+def _team(owners: Sequence[int], k: int, sharers: int) -> Sequence[int]:
+    """Owners that serve the k-th of so many readers: each owner in one team where there are enough of them, else each
+    reader with one owner, evenly."""
+    n = len(owners)
+    if n <= sharers:
+        at = k * n // sharers
+        return owners[at : at + 1]
+    return owners[k * n // sharers : (k + 1) * n // sharers]
+
+
+def _needs(
+    writers: tuple[ShardLayout, ...], readers: tuple[ShardLayout, ...], reader: int
+) -> dict[tuple[int, ...], list[Part]]:
+    """The cells of one reader's shard by the writers that hold them; cells side by side in one layer range are one."""
+    target, held = part_of(readers[reader]), [part_of(shard) for shard in writers]
+    layers = sorted({target.layer0, target.layer1} | {cut for p in held for cut in (p.layer0, p.layer1)})
+    heads = sorted({target.head0, target.head1} | {cut for p in held for cut in (p.head0, p.head1)})
+    found: dict[tuple[int, ...], list[Part]] = defaultdict(list)
+    for layer0, layer1 in pairwise(layers):
+        for head0, head1 in pairwise(heads):
+            cell = Part(layer0, layer1, head0, head1).common(target)
+            if cell.empty:
+                continue
+            owners = tuple(i for i, part in enumerate(held) if part.common(cell) == cell)
+            if not owners:
+                raise ConfigError(
+                    f"no writer holds layers {cell.layer0}..{cell.layer1 - 1} of heads {cell.head0}..{cell.head1 - 1}, "
+                    f"which reader {reader} needs",
+                    field="writers",
+                )
+            found[owners].append(cell)
+    return found
