@@ -33,12 +33,20 @@ class EngineConfig:
     max_attempts: int = 4  # connection attempts in a row
     max_sendings: int = 16  # of one slice; each time its earlier path was confirmed dead
     backoff_s: float = 0.05  # first pause between attempts, doubles
-    rest_s: float = 0.25  # a failed transport to a peer rests so long, doubles up to 30 s
+    rest_s: float = 0.25  # a failed rail rests so long, then is probed; doubles up to rest_cap_s
+    rest_cap_s: float = 300.0
+    trip_errors: int = 3  # so many losses within trip_window_s put a rail to rest
+    trip_window_s: float = 10.0
+    probe_bytes: int = 64 << 10  # the largest frame that a rail gets after its rest, until one has arrived
+    nic_inflight_bytes: int = 32 << 20  # posted over one local NIC, to all peers, before it answers
+    prefetch_share: float = 0.10  # what PREFETCH gets beside more urgent bytes that keep a NIC busy, of those
+    background_share: float = 0.05  # the same for BACKGROUND
+    verify_attempts: int = 3  # sendings of a slice whose checksum differs, before it is FAILED
     fence_grace_s: float = 0.02  # a fence lets a slice end by itself so long, then cuts its connection
     close_timeout_s: float = 5.0
     fault: str = ""
-    # Use only these NICs: an RDMA device ("mlx5_0") concerns rdma, a network interface ("eth1") tcp; each transport takes
-    # the names that are its own. () = rdma: every active port; tcp: no choice, `host` alone.
+    # Use only these NICs: an RDMA device ("mlx5_0") concerns rdma, a network interface ("eth1") tcp; each transport
+    # takes the names that are its own. () = rdma: every active port; tcp: no choice, `host` alone.
     nics: tuple[str, ...] = ()
     # Which NICs each memory location prefers (`kvmesh.transfer.topology`): JSON, or the path of a file of it;
     # "" = as found in /sys.
@@ -58,7 +66,16 @@ class EngineConfig:
         for key in ("shm_slice_bytes", "tcp_slice_bytes"):
             if not 4096 <= getattr(self, key) <= 16 << 20:
                 raise TransferError(f"{key}={getattr(self, key)!r}: not in 4096..16777216", field=key)
-        for key in ("tcp_streams", "max_endpoints", "max_attempts", "max_sendings"):
+        for key in (
+            "tcp_streams",
+            "max_endpoints",
+            "max_attempts",
+            "max_sendings",
+            "trip_errors",
+            "probe_bytes",
+            "nic_inflight_bytes",
+            "verify_attempts",
+        ):
             if getattr(self, key) < 1:
                 raise TransferError(f"{key}={getattr(self, key)!r}: must be at least 1", field=key)
         for key in (
@@ -67,9 +84,14 @@ class EngineConfig:
             "request_timeout_s",
             "backoff_s",
             "rest_s",
+            "rest_cap_s",
+            "trip_window_s",
             "close_timeout_s",
         ):
             if not getattr(self, key) > 0:
                 raise TransferError(f"{key}={getattr(self, key)!r}: must be positive", field=key)
+        for key in ("prefetch_share", "background_share"):
+            if not 0 < getattr(self, key) <= 1:
+                raise TransferError(f"{key}={getattr(self, key)!r}: not in (0, 1]", field=key)
         if self.host in ("0.0.0.0", "::", "") and "tcp" in self.transports and not self.advertise_host:
             raise TransferError(f"advertise_host='': needed when host is {self.host!r}", field="advertise_host")
