@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from kvmesh.transfer.tcp import TcpTransport
 
 
+_LANDING = (Kind.WRITE, Kind.NOTIFY)  # what leaves traces at the target
+
+
 class TcpPath:
     """All streams to one segment and the frames that wait for one (a `dialing.Path`)."""
 
@@ -201,14 +204,13 @@ class _Stream:
             sock.sendall(head + frame.notice.serial.to_bytes(8, "little") + payload)
             return
         rows = [n for _, _, offset, length in parts for n in (offset, length)]
-        kind = wire.WRITE if frame.kind is Kind.WRITE else wire.READ
-        head = wire.HEAD.pack(kind, 0, 0, len(parts), seq, frame.epoch, frame.nbytes)
+        head = wire.HEAD.pack(frame.kind, 0, 0, len(parts), seq, frame.epoch, frame.nbytes)
         asked = head + struct.pack(f"<{len(rows)}Q", *rows)
-        if frame.kind is Kind.READ:
-            sock.sendall(asked)
-        else:
+        if frame.kind is Kind.WRITE:
             views = [memoryview(asked), *_local_views(frame)]
             wire.send_views(sock, views, len(asked) + frame.nbytes)
+        else:
+            sock.sendall(asked)
 
     def _read(self, sock: socket.socket) -> None:
         """The answering thread; ends when the connection does."""
@@ -235,6 +237,10 @@ class _Stream:
             if answer.nbytes != frame.nbytes:
                 raise ProtocolBroken(f"read of {frame.nbytes} bytes answered with {answer.nbytes}")
             wire.recv_views(sock, _local_views(frame), frame.nbytes)
+        elif frame.kind is Kind.CHECKSUM:
+            if answer.nbytes != 4 * len(frame.parts):
+                raise ProtocolBroken(f"checksums of {len(frame.parts)} parts in {answer.nbytes} bytes")
+            frame.sums = wire.unpack_sums(wire.recv_exact(sock, answer.nbytes))
         with self.path.changed:
             del self.inflight[answer.seq]
             self.progress_at = time.monotonic()
@@ -250,13 +256,13 @@ class _Stream:
             frames = list(self.inflight.values())
             self.inflight.clear()
             self.sock = None
-            self.stranded = [f for f in frames if f.kind is not Kind.READ]
+            self.stranded = [f for f in frames if f.kind in _LANDING]
             more = bool(self.stranded) or (bool(path.queue) and len(path.streams) == 1)
             if not more or path.closed:
                 path.streams.remove(self)
         closed = path.closed
         for frame in frames:
-            if frame.kind is Kind.READ:
+            if frame.kind not in _LANDING:
                 frame.lost(cause, settled=True)
         if closed:
             self._lose(closed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import zlib
 from collections.abc import Sequence
 
 from kvmesh.transfer import wire
@@ -41,7 +42,7 @@ class TcpAccepted(Accepted):
             asked = Asked.parse(head)
             if asked.kind == wire.WRITE:
                 self._write(asked)
-            elif asked.kind == wire.READ:
+            elif asked.kind in (wire.READ, wire.CHECKSUM):
                 self._read(asked)
             elif asked.kind == wire.NOTIFY:
                 self._notify(asked)
@@ -99,10 +100,13 @@ class TcpAccepted(Accepted):
                     self._answer(asked.seq, range(asked.count), wire.NO_MEMORY)
                     return
                 regions.append(region)
-            head = wire.HEAD.pack(wire.ANSWER, 0, 0, 0, asked.seq, asked.epoch, asked.nbytes)
-            views = [memoryview(head)]
-            views += [r.slice_at(o, n) for r, o, n in zip(regions, offsets, lengths, strict=True)]
-            wire.send_views(self.sock, views, wire.HEAD_BYTES + asked.nbytes)
+            views = [r.slice_at(o, n) for r, o, n in zip(regions, offsets, lengths, strict=True)]
+            nbytes = asked.nbytes
+            if asked.kind == wire.CHECKSUM:
+                sums = wire.pack_sums(zlib.crc32(view) for view in views)
+                views, nbytes = [memoryview(sums)], len(sums)
+            head = wire.HEAD.pack(wire.ANSWER, 0, 0, 0, asked.seq, asked.epoch, nbytes)
+            wire.send_views(self.sock, [memoryview(head), *views], wire.HEAD_BYTES + nbytes)
         finally:
             for region in regions:
                 segment.unuse(region)

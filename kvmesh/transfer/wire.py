@@ -10,8 +10,9 @@ A connection belongs to the engine that opened it: it asks, the acceptor answers
       ◀─ Head(ANSWER, refused, seq, flags, bytes) indices payload-of-a-read
 
 A row is (offset, length) on tcp, (source offset, target offset, length) on shm, where no payload follows: the target
-copies. Numbers are little-endian. Superseding is what makes sending again safe: a slice that was on a broken
-connection goes out on another one only after the Welcome that names the broken one as superseded.
+copies. A CHECKSUM asks like a READ; instead of the bytes come their zlib.crc32, one u32 a row. Numbers are
+little-endian. Superseding is what makes sending again safe: a slice that was on a broken connection goes out on another
+one only after the Welcome that names the broken one as superseded.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -35,7 +36,7 @@ HEAD = struct.Struct("<BBHIQQQ")  # kind, flags, 0, count, seq, epoch, bytes
 HEAD_BYTES = HEAD.size
 LENGTH = struct.Struct("<I")
 
-WRITE, READ, NOTIFY = 1, 2, 3  # as transport.Kind
+WRITE, READ, NOTIFY, CHECKSUM = 1, 2, 3, 4  # as transport.Kind
 ANSWER, REGION, WANT = 16, 17, 18  # the last two on shm only
 
 CAUSES = ("", "window closed", "outside the window", "no such memory at the peer", "nobody listens for notifications")
@@ -126,6 +127,16 @@ def decode_welcome(data: bytes) -> None:
         raise ProtocolBroken(f"welcome: {err}") from err
     if welcome.cause:
         raise Refused(welcome.cause, retry=welcome.retry)
+
+
+def pack_sums(sums: Iterable[int]) -> bytes:
+    """The payload of the answer to a CHECKSUM."""
+    numbers = tuple(sums)
+    return struct.pack(f"<{len(numbers)}I", *numbers)
+
+
+def unpack_sums(data: bytes | bytearray) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(data) // 4}I", data)
 
 
 # ── exact reads and writes on a stream socket ─────────────────────────────────────────────────────
