@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -57,11 +57,13 @@ class FrameOwner(Protocol):
 @dataclass(frozen=True, slots=True)
 class Rail:
     """One way to one peer: a transport, a NIC of this host, a NIC of the peer's. The names are those of the
-    descriptor's topology; "" where the transport has no choice (shm, tcp on one address)."""
+    descriptor's topology; "" where the transport has no choice (shm, tcp on one address). `detour`: the two are not on
+    one network; such a rail is for when all the transport's straight ones rest."""
 
     transport: Transport
     local: str = ""
     remote: str = ""
+    detour: bool = field(default=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.transport.name} {self.local}→{self.remote}" if self.local else self.transport.name
