@@ -26,6 +26,7 @@ from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.lane import Lane, Notice
 from kvmesh.transfer.pool import Sieve
 from kvmesh.transfer.segment import LocalRegion
+from kvmesh.transfer.topology import Topology
 from kvmesh.transfer.transport import Frame, Kind, Rail
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Core:
         self.lanes: dict[str, Lane] = {}
         self.batches: dict[BatchId, Batch] = {}
         self.counters: dict[str, int] = {}
+        self.topology: Topology = {}  # of this host; the engine fills it once its transports have started
         self._next_batch = 1
         self._live: dict[int, Group] = {}
         self._endpoints: Sieve[tuple[str, Rail]] = Sieve(config.max_endpoints)

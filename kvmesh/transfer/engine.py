@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 from kvmesh.rpc.errors import TransferError
-from kvmesh.transfer import memory, wire
+from kvmesh.transfer import host, memory, topology, wire
 from kvmesh.transfer.api import (
     BatchId,
     Notification,
@@ -73,12 +74,26 @@ class TransferEngine:
                 if config.fault:
                     transport = FaultTransport(transport, self.fault, self)
                 self._transports.append(transport)
+            self.topology = self._core.topology = self._placed()
         except TransferError:
             for transport in self._transports:
                 transport.close(config.close_timeout_s)
             raise
         self._timer = threading.Thread(target=self._core.run, name="kvmesh-transfer-timer", daemon=True)
         self._timer.start()
+
+    def _placed(self) -> topology.Topology:
+        """Which NICs each memory location of this host prefers. TransferError: the config names others."""
+        config = self.config
+        nics = [nic for transport in self._transports for nic in transport.nics()]
+        names = [nic.name for nic in nics]
+        for name in config.nics:
+            if name not in names:
+                has = f"has no such NIC, only {', '.join(names)}" if names else "has no choice of NICs"
+                raise TransferError(f"nics={name!r}: {', '.join(config.transports)} here {has}", field="nics")
+        if not names and not config.topology:
+            return {}
+        return topology.resolve(config.topology, host.look(env=os.environ), nics)
 
     # ── memory ────────────────────────────────────────────────────────────────────────────────────
 
@@ -130,7 +145,7 @@ class TransferEngine:
         """Of all memory registered so far. A peer that is to reach memory registered later needs a new one."""
         endpoints = {transport.name: transport.endpoint() for transport in self._transports}
         nics = tuple(nic for transport in self._transports for nic in transport.nics())
-        return describe(self.name, self.token, self.segment, endpoints, nics)
+        return describe(self.name, self.token, self.segment, endpoints, nics, self.topology)
 
     def open_segment(self, descriptor: SegmentDescriptor | bytes) -> str:
         """Makes a peer's segment known and returns its name; connects on first use. Opening it again with a newer
