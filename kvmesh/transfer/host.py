@@ -300,7 +300,8 @@ def gids(root: Path, device: str, port: int = 1) -> tuple[Gid, ...]:
         if not path.name.isdecimal() or int(value) in (0, 0xFE80 << 112):
             continue
         kind, netdev = _text(base / "gid_attrs/types" / path.name), _text(base / "gid_attrs/ndevs" / path.name)
-        found.append(Gid(int(path.name), str(value), kind, netdev))
+        shown = f"::ffff:{value.ipv4_mapped}" if value.ipv4_mapped else str(value)
+        found.append(Gid(int(path.name), shown, kind, netdev))
     return tuple(found)
 
 
