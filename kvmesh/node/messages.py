@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.node.store_messages import LoadCopied as LoadCopied
 from kvmesh.node.store_messages import LoadCopy as LoadCopy
 from kvmesh.node.store_messages import Message as Message
@@ -93,11 +94,29 @@ class PrefillStep(Message, frozen=True):
     items: tuple[PrefillItem, ...]
 
 
+class PushTarget(msgspec.Struct, frozen=True, array_like=True):
+    """Where one reader rank of a group wants its shards: an offset in `segment` for each block of the prompt."""
+
+    reader: int
+    segment: str
+    offsets: tuple[int, ...]
+
+
+class PushGroup(msgspec.Struct, frozen=True, array_like=True):
+    """Writer ranks and reader ranks that cut the model differently: this rank is `writer` and sends each of `targets`
+    what `kvmesh.kvcache.groups.plan_group(writers, readers)` says, and an end mark, also when it says nothing."""
+
+    writer: int
+    writers: tuple[ShardLayout, ...]
+    readers: tuple[ShardLayout, ...]
+    targets: tuple[PushTarget, ...]
+
+
 class PushOpen(Message, frozen=True):
     """Landing of one handoff is known: push every block from `first_block` on, those whose pages are
     already complete (`ready_blocks` from the front) at once, the others layer by layer as steps write them.
-    `pages` are this instance's pages of the prompt's blocks, `offsets` their landing in `segment`.
-    Stop posting at `lease_until_ns` less the margin; PushLease extends it."""
+    `pages` are this instance's pages of the prompt's blocks, `offsets` their landing in `segment`, whole shards, unless
+    there is a `group`. Stop posting at `lease_until_ns` less the margin; PushLease extends it."""
 
     handle: int
     handoff_epoch: int
@@ -108,6 +127,7 @@ class PushOpen(Message, frozen=True):
     ready_tokens: int  # tokens whose KV was complete before the first step of this request
     prompt_tokens: int
     lease_until_ns: int
+    group: PushGroup | None = None
 
 
 class PushLease(Message, frozen=True):
@@ -266,7 +286,7 @@ class PushProgress(Message, frozen=True):
 
 
 class PushDone(Message, frozen=True):
-    """Everything acknowledged and the end mark sent."""
+    """Everything acknowledged and every end mark delivered."""
 
     handle: int
     handoff_epoch: int

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 
+import numpy as np
 import pytest
 
 from kvmesh.kvcache.layout import ShardLayout
@@ -14,6 +15,7 @@ from kvmesh.node import messages as m
 from kvmesh.node import pusher
 from kvmesh.node.pusher import Pusher
 from kvmesh.transfer import BatchId, EngineConfig, Notification, Range, TransferEngine, TransferRequest
+from kvmesh.transfer.groups import END_MARK
 
 LAYOUT = ShardLayout(layers=2, kv_heads=1, block_tokens=16, head_dim=8, itemsize=4)
 BLOCKS = 4
@@ -92,7 +94,7 @@ def test_a_long_push_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None
         assert bytes(two.target) == bytes(two.source)
         told = [said.bytes_done for said in two.said if isinstance(said, m.PushProgress)]
         assert told == [LAYOUT.shard_bytes * (i + 1) for i in range(BLOCKS)]
-        assert [mark.payload for mark in marks] == [pusher.END_MARK]
+        assert [mark.payload for mark in marks] == [END_MARK]
 
 
 class Chained(TransferEngine):
@@ -128,3 +130,88 @@ def test_batches_that_end_while_another_is_cancelled(monkeypatch: pytest.MonkeyP
         assert len(writer.callbacks) > 1, "several batches are on their way"
         two.pusher.step_failed((7,))
         assert isinstance(two.ended(), m.PushFailed)
+
+
+def halves(tp: int) -> tuple[ShardLayout, ...]:
+    """A model of 3 layers and 2 heads over one or two tensor-parallel ranks."""
+    return tuple(ShardLayout(3, 2 // tp, 16, 8, 4, first_head=i * 2 // tp) for i in range(tp))
+
+
+def block_of(layout: ShardLayout, block: int) -> bytes:
+    """What a rank with this layout holds of the model's `block`-th block."""
+    model = np.arange(3 * 2 * 2 * 16 * 8, dtype=np.float32).reshape(3, 2, 2, 16, 8) + 10_000 * block
+    return model[:, :, layout.first_head : layout.first_head + layout.kv_heads].tobytes()
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(halves(2), halves(1)), (halves(1), halves(2))])
+def test_ranks_that_cut_the_model_differently(
+    writers: tuple[ShardLayout, ...], readers: tuple[ShardLayout, ...]
+) -> None:
+    """Layer by layer from every writer rank, into the shards of every reader rank, the first block being there already;
+    a mark of each writer at each reader, and nothing done before the last of them."""
+    epoch, tokens = 5, BLOCKS * 16 - 3
+    with ExitStack() as stack:
+        marks: list[Notification] = []
+        targets = []
+        for r, layout in enumerate(readers):
+            reader = stack.enter_context(TransferEngine(f"reader-{r}@1", PATIENCE, marks.append))
+            landing = reader.allocate(BLOCKS * layout.shard_bytes, "cpu:0")
+            for w in range(len(writers)):
+                reader.open_window(f"writer-{w}@1", epoch, [Range(landing.base_offset, landing.length)])
+            order = (2, 0, 3, 1)  # of the blocks at the reader
+            offsets = tuple(landing.base_offset + at * layout.shard_bytes for at in order)
+            targets.append((reader, landing, m.PushTarget(r, reader.name, offsets), order))
+        said: list[list[m.ToFront]] = []
+        pushers = []
+        for w, layout in enumerate(writers):
+            writer = stack.enter_context(TransferEngine(f"writer-{w}@1", PATIENCE))
+            pages = writer.allocate(BLOCKS * layout.shard_bytes, "cpu:0")
+            assert pages.memory is not None
+            for block in range(BLOCKS):  # the last block in the first page
+                at = (BLOCKS - 1 - block) * layout.shard_bytes
+                pages.memory[at : at + layout.shard_bytes] = block_of(layout, block)
+            for reader, _, _, _ in targets:
+                writer.open_segment(reader.local_descriptor())
+            said.append([])
+            push = Pusher(writer, layout, pages.address, said[-1].append)
+            lease = time.monotonic_ns() + int(TIMEOUT_S * 1e9)
+            group = m.PushGroup(w, writers, readers, tuple(target for _, _, target, _ in targets))
+            push.open(m.PushOpen(7, epoch, "", (3, 2, 1, 0), (), 1, 0, tokens, lease, group))
+            pushers.append(push)
+        for start, end in ((0, 33), (33, tokens)):  # two chunks, cut within a block
+            item = m.PrefillItem(7, tuple(range(end - start)), start, (3, 2, 1, 0), None)
+            for push in pushers:
+                push.step_begins((item,))
+            for layer in range(3):
+                assert not any(isinstance(s, m.PushDone) for heard in said for s in heard)
+                for push in pushers:
+                    push.layer_written((item,), layer)
+        deadline = time.monotonic() + TIMEOUT_S
+        while any(push.active for push in pushers):
+            assert time.monotonic() < deadline, said
+            time.sleep(0.001)
+        assert all(isinstance(heard[-1], m.PushDone) for heard in said), said
+        assert sorted(mark.peer for mark in marks) == sorted(
+            f"writer-{w}@1" for w in range(len(writers)) for _ in readers
+        )
+        for layout, (_, landing, _, order) in zip(readers, targets, strict=True):
+            assert landing.memory is not None
+            for block in range(BLOCKS):
+                at = order[block] * layout.shard_bytes
+                got = bytes(landing.memory[at : at + layout.shard_bytes])
+                assert got == (block_of(layout, block) if block else bytes(layout.shard_bytes)), block
+
+
+def test_a_group_that_is_not_ours_is_refused() -> None:
+    """The front's mistake must not write wrong runs, nor bring the rank down."""
+    with pair(TransferEngine) as two:
+        lease = time.monotonic_ns() + int(TIMEOUT_S * 1e9)
+        for group in (
+            m.PushGroup(0, halves(1), halves(1), ()),
+            m.PushGroup(3, (LAYOUT,), (LAYOUT,), ()),
+            m.PushGroup(0, (LAYOUT,), (LAYOUT,), (m.PushTarget(1, two.segment, (0,)),)),
+            m.PushGroup(0, (LAYOUT,), halves(1), ()),
+        ):
+            two.pusher.open(m.PushOpen(7, 1, "", (0,), (), 0, 16, 16, lease, group))
+            failed = two.ended()
+            assert isinstance(failed, m.PushFailed) and failed.drained and failed.cause, group
