@@ -133,8 +133,10 @@ class Worker:
             self._pipe.write(json.dumps({"do": do, **words}).encode() + b"\n")
             self._pipe.flush()
             line = self._pipe.readline()
-        except OSError as err:
-            raise PeerMissing(f"{self.module}: no answer to {do}: {err}") from err
+        except TimeoutError as err:
+            raise PeerMissing(f"{self.module}: no answer to {do} in {LIMIT_S:.0f} s") from err
+        except OSError:
+            line = b""
         if not line:
             raise PeerMissing(f"{self.module} ended: {self._last_words()}")
         answer = json.loads(line)
@@ -155,6 +157,7 @@ class Worker:
         self._log.close()
 
     def _last_words(self) -> str:
+        self.process.wait(10)
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         return lines[-1][:160] if lines else f"exit status {self.process.poll()}"
