@@ -134,13 +134,13 @@ class Actor:
 
 
 class Peer:
-    """An Actor in a spawned process; attribute access calls it there."""
+    """An Actor in a spawned process (of `module`); attribute access calls it there."""
 
-    def __init__(self, name: str, config: EngineConfig) -> None:
+    def __init__(self, name: str, config: EngineConfig, module: str = "tests.transfer.peer") -> None:
         mine, its = socket.socketpair()
         with its:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.transfer.peer", str(its.fileno())],
+                [sys.executable, "-m", module, str(its.fileno())],
                 pass_fds=[its.fileno()],
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
             )
@@ -181,10 +181,11 @@ class Peer:
                 self.process.wait(10)
 
 
-def main() -> None:
+def serve(kind: type[Actor]) -> None:
+    """Does what the pipe of the command line says, until it is closed."""
     pipe = Connection(int(sys.argv[1]))
     name, config = pipe.recv()
-    actor = Actor(name, config)
+    actor = kind(name, config)
     while True:
         try:
             method, args, kwargs = pipe.recv()
@@ -198,4 +199,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(Actor)
