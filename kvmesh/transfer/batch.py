@@ -3,6 +3,7 @@
     Batch: the caller's handle. One slot per request, as plain lists: no object per request, none per slice.
     Group: requests of one submit that share (segment, opcode, epoch, memory); it is cut into frames.
     Part:  one slice: (slot, local address, remote offset, length).
+    Again: parts that wait to go once more, or to be verified.
 
 A slot is final when its outcome is known *and* none of its parts is on a path; until then a doomed slot (a refused
 part, a cancel) only stops posting. The one exception is a path that the target does not confirm to be dead in time:
@@ -21,8 +22,9 @@ from kvmesh.transfer.api import BatchId, Opcode, TransferRequest, TransferState,
 
 if TYPE_CHECKING:
     from kvmesh.transfer.lane import Lane
+    from kvmesh.transfer.rails import Tiers
     from kvmesh.transfer.segment import LocalRegion, RegionInfo
-    from kvmesh.transfer.transport import Frame, Rail
+    from kvmesh.transfer.transport import Frame, Kind, Rail
 
 
 @dataclass(eq=False, slots=True)
@@ -38,7 +40,7 @@ class Batch:
     doom: dict[int, tuple[TransferState, str]] = field(default_factory=dict)
     causes: dict[int, str] = field(default_factory=dict)
     undrained: set[int] = field(default_factory=set)
-    groups: list[Group] = field(default_factory=list)  # those not final
+    groups: dict[int, Group] = field(default_factory=dict)  # those not final, by serial
     open: int = 0
     callbacks: list[Callable[[], None]] = field(default_factory=list)
 
@@ -61,7 +63,8 @@ class Batch:
 
 @dataclass(eq=False, slots=True)
 class Group:
-    """`at` slots are wholly cut, `skip` bytes of the slot at `at`; `open` slots are not final."""
+    """`at` slots are wholly cut, `skip` bytes of the slot at `at`; `todo` bytes are not cut; `open` slots are not
+    final; `spoilt`: why the first that did not complete did not; `frames` are those on their way."""
 
     serial: int
     lane: Lane
@@ -70,18 +73,36 @@ class Group:
     epoch: int
     local: LocalRegion
     remote: RegionInfo
-    routes: tuple[Rail, ...]
+    routes: Tiers
     deadline: float
     slots: list[int]
     addresses: list[int]
     offsets: list[int]
-    traffic_class: int = 0
+    rank: int = 0  # of its traffic class
+    verify: bool = False
     open: int = 0
     at: int = 0
     skip: int = 0
+    todo: int = 0
+    spoilt: str | None = None
+    frames: dict[int, Frame] = field(default_factory=dict)
 
 
 Part = tuple[int, int, int, int]
+
+
+@dataclass(eq=False, slots=True)
+class Again:
+    """Parts of a lost frame, which go again as a frame of `kind`; or parts that have landed, to be verified (kind
+    CHECKSUM). `at` of them have been taken. `avoid`: the rail that lost them, or brought them."""
+
+    group: Group
+    kind: Kind
+    parts: list[Part]
+    sendings: int
+    checks: int
+    avoid: Rail | None
+    at: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -103,6 +124,8 @@ def finish(
     if not drained:
         batch.undrained.add(slot)
     batch.doom.pop(slot, None)
+    if state is not TransferState.COMPLETED and group.spoilt is None:
+        group.spoilt = cause
     group.open -= 1
     batch.open -= 1
     if batch.open == 0:

@@ -9,42 +9,57 @@ transport reported the earlier frame lost *and settled*, which means that the ta
 by closing the local socket of a dead process) that the earlier path can land nothing more. So when the last
 acknowledgement arrives there is no second path left that could carry a copy. A lost frame that could not be settled
 makes its slots FAILED with drained=False, never COMPLETED.
+
+Cost: each frame costs the same, however many slices, groups, peers and frames there are.
 """
 
 from __future__ import annotations
 
+import heapq
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import count
 
 from kvmesh.rpc.errors import TransferError
 from kvmesh.transfer.api import BatchId, Opcode, TransferState
-from kvmesh.transfer.batch import Aftermath, Batch, Group, doom, finish
+from kvmesh.transfer.batch import Aftermath, Again, Batch, Group, doom, finish
 from kvmesh.transfer.config import EngineConfig
-from kvmesh.transfer.lane import Lane, Notice
+from kvmesh.transfer.dealing import Dealer, Flow
+from kvmesh.transfer.epochs import Notice
+from kvmesh.transfer.lane import Lane
 from kvmesh.transfer.pool import Sieve
+from kvmesh.transfer.rails import STALL_S, Choice, Nic, RailBoard, Topology, Way
 from kvmesh.transfer.segment import LocalRegion
-from kvmesh.transfer.topology import Topology
 from kvmesh.transfer.transport import Frame, Kind, Rail
 
 log = logging.getLogger(__name__)
+
+_TICK_S = 0.001  # time-outs are looked after no more often
 
 
 class Core:
     """Lanes, batches, time-outs. `run` is the body of the engine's timer thread."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
+        self.clock = clock
         self.lock = threading.Lock()
         self.serials = count(1)
         self.lanes: dict[str, Lane] = {}
         self.batches: dict[BatchId, Batch] = {}
         self.counters: dict[str, int] = {}
-        self.topology: Topology = {}  # of this host; the engine fills it once its transports have started
+        self.topology: Topology = {}  # of this host; set before the first request
+        self.board = RailBoard(config)
+        self.dealer = Dealer((1.0, config.prefetch_share, config.background_share))
         self._next_batch = 1
         self._live: dict[int, Group] = {}
+        self._inflight: OrderedDict[int, Frame] = OrderedDict()  # by the time since when each is silent
+        self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, group); of final groups, too
+        self._alarms: list[tuple[float, int, Flow, Way]] = []  # heap: flows that may find a better way then
+        self._crowded: dict[Nic, None] = {}  # NICs with flows that wait for room
         self._endpoints: Sieve[tuple[str, Rail]] = Sieve(config.max_endpoints)
         self._timer_changed = threading.Condition(self.lock)
         self._wake_at = float("inf")
@@ -68,36 +83,45 @@ class Core:
 
     def enqueue(self, batch: Batch, groups: Sequence[Group], after: Aftermath) -> None:
         """Lock held."""
-        now = time.monotonic()
-        lanes: dict[str, Lane] = {}
+        now = self.clock()
         for group in groups:
             self._live[group.serial] = group
-            batch.groups.append(group)
+            batch.groups[group.serial] = group
+            heapq.heappush(self._deadlines, (group.deadline, group.serial))
             group.lane.enqueue(group)
-            lanes[group.lane.name] = group.lane
-        self._arm(min(now + self.config.ack_timeout_s, *(group.deadline for group in groups)))
-        for lane in lanes.values():
-            self._pump(lane, after, now)
+        self._arm(self._deadlines[0][0])
+        if len(self._deadlines) > 64 + 2 * len(self._live):
+            self._deadlines = [(group.deadline, serial) for serial, group in self._live.items()]
+            heapq.heapify(self._deadlines)
+        self._pump(after, now)
 
     def notify(self, lane: Lane, notice: Notice, after: Aftermath) -> None:
         """Lock held."""
-        now = time.monotonic()
-        self._arm(now + min(self.config.request_timeout_s, self.config.ack_timeout_s))
-        lane.add_notice(notice, after, now)
+        if not lane.epochs.add(notice):
+            self._send_notice(lane, notice, after, self.clock())
 
     def cancel(self, batch: Batch, state: TransferState, cause: str, after: Aftermath) -> None:
         """Lock held."""
-        for group in list(batch.groups):
-            self._stop(group, state, cause, after)
-            self._settle(group, after)
+        now = self.clock()
+        for group in list(batch.groups.values()):
+            self._stop(group, state, cause, after, now)
+            self._settle(group, after, now)
+        self._pump(after, now)
 
     def close_lane(self, lane: Lane, cause: str, after: Aftermath) -> None:
         """Fails what is queued; the caller then has the transports forget the segment. Lock held."""
+        now = self.clock()
         lane.closed = cause
         self.lanes.pop(lane.name, None)
-        for rail in lane.rails:
+        for rail in lane.ways:
             self._endpoints.remove((lane.name, rail))
-        self._pump(lane, after, time.monotonic())
+        for flow in lane.flows:
+            groups = list(flow.queue.values()) + [again.group for again in flow.retry]
+            flow.retry.clear()
+            for group in groups:
+                lane.drop(group, cause, after)
+                self._settle(group, after, now)
+        self._pump(after, now)
 
     def conclude(self, after: Aftermath) -> None:
         """Does what had to wait for the lock's release."""
@@ -125,45 +149,58 @@ class Core:
     def frame_done(self, frame: Frame, refused: Sequence[int], cause: str) -> None:
         after = Aftermath()
         with self.lock:
-            if not self._answered(frame):
+            now = self.clock()
+            way = self._answered(frame, now)
+            if way is None:
                 return
-            frame.lane.resting.pop(frame.rail, None)
+            self.board.landed(way, frame.nbytes, frame.posted_at, now)
             if frame.notice is not None:
-                state = TransferState.FAILED if cause else TransferState.COMPLETED
-                frame.lane.end_notice(frame.notice, state, cause, after)
+                frame.notice.end(TransferState.FAILED if cause else TransferState.COMPLETED, cause, after)
             elif frame.group is not None:
                 self._landed(frame, frame.group, refused, cause, after)
-            self._pump(frame.lane, after, time.monotonic())
+                self._settle(frame.group, after, now)
+            self._pump(after, now)
         self.conclude(after)
 
     def frame_lost(self, frame: Frame, cause: str, *, settled: bool, down: bool) -> None:
         after = Aftermath()
         with self.lock:
-            if not self._answered(frame):
+            now = self.clock()
+            way = self._answered(frame, now)
+            if way is None:
                 return
-            now = time.monotonic()
             lane = frame.lane
             self.count(f"{frame.transport.name}.frames_lost")
-            if down:
-                lane.went_down(frame.rail, cause, now)
+            if not lane.closed and self.board.lost(way, frame.posted_at, cause, now, down=down):
+                self.count("rails_rested")
             if frame.notice is not None:
                 if frame.sendings >= self.config.max_sendings and not down:
-                    lane.end_notice(frame.notice, TransferState.FAILED, cause, after)
+                    frame.notice.end(TransferState.FAILED, cause, after)
                 else:
-                    lane.send_notice(frame.notice, after, now, frame.sendings + 1)
+                    self._send_notice(lane, frame.notice, after, now, frame.sendings + 1, frame.rail)
             elif frame.group is not None:
                 self._strayed(frame, frame.group, cause, settled, after)
-            self._pump(lane, after, now)
+                self._settle(frame.group, after, now)
+            self._pump(after, now)
         self.conclude(after)
 
-    def _answered(self, frame: Frame) -> bool:
+    def _answered(self, frame: Frame, now: float) -> Way | None:
+        """Takes it off its way and wakes who waited for the room; None: it was answered for before."""
         if frame.answered:
-            return False
+            return None
         frame.answered = True
+        del self._inflight[frame.serial]
         lane = frame.lane
-        del lane.inflight[frame.serial]
-        lane.load[frame.rail] -= 1
-        return True
+        lane.posted -= 1
+        way = lane.ways[frame.rail]
+        self.board.answered(way, frame.nbytes, now)
+        if frame.group is not None:
+            del frame.group.frames[frame.serial]
+        if way.parked:
+            self.dealer.wake_all(way.parked)
+        if way.nic.parked.count:
+            self.dealer.wake_one(way.nic)
+        return way
 
     def _landed(self, frame: Frame, group: Group, refused: Sequence[int], cause: str, after: Aftermath) -> None:
         batch = group.batch
@@ -185,7 +222,6 @@ class Core:
             elif flight[slot] == 0 and slot in batch.doom:
                 doom(group, slot, TransferState.FAILED, cause, after)
         self.count(f"{frame.transport.name}.{frame.kind.name.lower()}_bytes", carried)
-        self._settle(group, after)
 
     def _strayed(self, frame: Frame, group: Group, cause: str, settled: bool, after: Aftermath) -> None:
         batch = group.batch
@@ -195,7 +231,7 @@ class Core:
             batch.flight[slot] -= 1
             if batch.states[slot].final:
                 continue
-            if not settled and frame.kind is Kind.WRITE:
+            if not settled:
                 finish(group, slot, TransferState.FAILED, cause, after, drained=False)
             elif slot in batch.doom or not again:
                 doom(group, slot, TransferState.FAILED, cause, after)
@@ -203,47 +239,90 @@ class Core:
                 alive = True
         if alive:
             self.count("frames_resent")
-            frame.lane.retry.append(frame)
-        self._settle(group, after)
+            resend = Again(group, frame.kind, list(frame.parts), frame.sendings + 1, frame.checks, frame.rail)
+            frame.lane.again(group, resend)
 
-    def _settle(self, group: Group, after: Aftermath) -> None:
+    def _settle(self, group: Group, after: Aftermath, now: float) -> None:
         """After slots of a group may have become final."""
-        if group.opcode is Opcode.WRITE:
-            for slot in group.slots if group.batch.causes else ():
-                if group.batch.states[slot] not in (
-                    TransferState.COMPLETED,
-                    TransferState.WAITING,
-                    TransferState.PENDING,
-                ):
-                    group.lane.spoil(group.epoch, group.batch.causes.get(slot, ""))
-                    break
+        writes = group.opcode is Opcode.WRITE
+        if writes and group.spoilt is not None:
+            group.lane.epochs.spoil(group.epoch, group.spoilt)
         if group.open == 0 and self._live.pop(group.serial, None) is not None:
-            group.batch.groups.remove(group)
-            group.lane.group_final(group, after, time.monotonic())
+            del group.batch.groups[group.serial]
+            if writes:
+                for notice in group.lane.epochs.ended(group):
+                    self._send_notice(group.lane, notice, after, now)
 
-    def _pump(self, lane: Lane, after: Aftermath, now: float) -> None:
-        posted = len(after.frames)
-        for group in lane.cut(after, now):
-            self._settle(group, after)
-        for frame in after.frames[posted:]:
-            self._touch(lane, frame)
-            self._arm(now + self.config.ack_timeout_s)
+    # ── posting ───────────────────────────────────────────────────────────────────────────────────
 
-    def _touch(self, lane: Lane, frame: Frame) -> None:
-        for segment, rail in self._endpoints.touch((lane.name, frame.rail), lambda k: self._idle(k, lane)):
+    def _pump(self, after: Aftermath, now: float) -> None:
+        """Posts whatever may be posted now, the most urgent first."""
+        dealer = self.dealer
+
+        def dropped(group: Group, cause: str) -> None:
+            group.lane.drop(group, cause, after)
+            self._settle(group, after, now)
+
+        while (flow := dealer.take()) is not None:
+            found = flow.lane.cut(flow, now, dropped)
+            if isinstance(found, Frame):
+                self._launch(found, after, now)
+                dealer.spent(flow, found.nbytes)
+                nic = found.lane.ways[found.rail].nic
+                if nic.parked.count:
+                    dealer.wake_one(nic)
+            elif isinstance(found, Choice):
+                dealer.park_at(flow, found.way.parked)
+                if found.again_at != float("inf"):
+                    when = max(found.again_at, now + _TICK_S)
+                    heapq.heappush(self._alarms, (when, next(self.serials), flow, found.way))
+                    self._arm(when)
+            elif found is not None:
+                dealer.park_at(flow, found.parked)
+                self._crowded[found] = None
+                self._arm(now + STALL_S)
+
+    def _launch(self, frame: Frame, after: Aftermath, now: float) -> None:
+        lane = frame.lane
+        frame.posted_at = now
+        self._inflight[frame.serial] = frame
+        lane.posted += 1
+        self.board.posted(lane.ways[frame.rail], frame.nbytes, now)
+        if frame.group is not None:
+            frame.group.frames[frame.serial] = frame
+        after.frames.append(frame)
+        self._arm(now + self.config.ack_timeout_s)
+        for segment, rail in self._endpoints.touch((lane.name, frame.rail), self._idle):
             rail.transport.forget(segment, "evicted to make room", rail)
             self.count("endpoints_evicted")
 
-    def _idle(self, key: tuple[str, Rail], busy: Lane) -> bool:
+    def _idle(self, key: tuple[str, Rail]) -> bool:
         lane = self.lanes.get(key[0])
-        return lane is not None and lane is not busy and not lane.inflight
+        way = lane.ways.get(key[1]) if lane is not None else None
+        return way is not None and not way.frames
 
-    def _stop(self, group: Group, state: TransferState, cause: str, after: Aftermath) -> None:
+    def _send_notice(
+        self, lane: Lane, notice: Notice, after: Aftermath, now: float, sendings: int = 1, avoid: Rail | None = None
+    ) -> None:
+        routes = lane.notice_routes()
+        choice = self.board.choose(routes, len(notice.payload), now, avoid)
+        cause = lane.closed or lane.epochs.why_spoiled(notice.epoch)
+        if choice is None:
+            cause = cause or lane.why_none(routes)
+        if now >= notice.deadline:
+            notice.end(TransferState.TIMEOUT, "timed out", after)
+        elif cause or choice is None:
+            notice.end(TransferState.FAILED, cause, after)
+        else:  # small, and soon sent: it waits for no room
+            frame = Frame(next(self.serials), self, lane, choice.way.rail, Kind.NOTIFY, notice.epoch, [], 0)
+            frame.notice, frame.sendings = notice, sendings
+            self._launch(frame, after, now)
+
+    def _stop(self, group: Group, state: TransferState, cause: str, after: Aftermath, now: float) -> None:
         """Nothing more of it is posted, and what has not left yet is taken back."""
-        lane = group.lane
-        lane.unqueue(group)
-        for frame in [f for f in lane.inflight.values() if f.group is group]:
-            if frame.transport.recall(frame) and self._answered(frame):
+        group.lane.unqueue(group)
+        for frame in list(group.frames.values()):
+            if frame.transport.recall(frame) and self._answered(frame, now) is not None:
                 for slot, _, _, _ in frame.parts:
                     group.batch.flight[slot] -= 1
         for slot in group.slots:
@@ -259,21 +338,29 @@ class Core:
     def run(self) -> None:
         """Until `stop`. Sleeps until the earliest time-out that may be due, so an idle engine never wakes."""
         while True:
-            after = Aftermath()
-            overdue: list[tuple[Frame, float]] = []
             with self.lock:
-                now = time.monotonic()
+                now = self.clock()
                 while not self._stopped and now < self._wake_at:
                     idle = self._wake_at == float("inf")
                     self._timer_changed.wait(None if idle else self._wake_at - now)
-                    now = time.monotonic()
+                    now = self.clock()
                 if self._stopped:
                     return
-                self._time_out(now, after, overdue)
-                self._wake_at = self._next_due(now)
-            for frame, idle_s in overdue:
-                frame.transport.expire(frame, idle_s)
-            self.conclude(after)
+            self.tick()
+
+    def tick(self) -> None:
+        """Does what is due."""
+        after = Aftermath()
+        overdue: list[tuple[Frame, float]] = []
+        with self.lock:
+            now = self.clock()
+            self._time_out(now, after, overdue)
+            self._reconsider(now)
+            self._pump(after, now)
+            self._wake_at = self._next_due(now)
+        for frame, idle_s in overdue:
+            frame.transport.expire(frame, idle_s)
+        self.conclude(after)
 
     def stop(self) -> None:
         """After the transports are closed: ends the timer, and whatever a transport still owes an answer for."""
@@ -285,35 +372,56 @@ class Core:
                 for slot in group.slots:
                     if not group.batch.states[slot].final:
                         finish(group, slot, TransferState.FAILED, "engine closed", after, drained=False)
-                self._settle(group, after)
+                self._settle(group, after, self.clock())
         self.conclude(after)
 
     def _next_due(self, now: float) -> float:
-        due = [group.deadline for group in self._live.values()]
-        for lane in self.lanes.values():
-            due += [frame.posted_at + self.config.ack_timeout_s for frame in lane.inflight.values()]
-        return max(min(due, default=float("inf")), now + 0.001)
+        due = [self._deadlines[0][0]] if self._deadlines else []
+        due += [frame.posted_at + self.config.ack_timeout_s for frame in list(self._inflight.values())[:1]]
+        due += [alarm[0] for alarm in self._alarms[:1]]
+        due += [now + STALL_S] if self._crowded else []
+        return max(min(due, default=float("inf")), now + _TICK_S)
 
     def _time_out(self, now: float, after: Aftermath, overdue: list[tuple[Frame, float]]) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            group = self._live.get(heapq.heappop(self._deadlines)[1])
+            if group is not None and group.deadline <= now:
+                group.deadline = float("inf")
+                self._overdue(group, after, now, overdue)
         ack_timeout_s = self.config.ack_timeout_s
-        for group in [g for g in self._live.values() if g.deadline <= now]:
-            group.deadline = float("inf")
-            self._stop(group, TransferState.TIMEOUT, "timed out", after)
-            if group.opcode is Opcode.READ:  # its local memory must be left alone before it is final
-                overdue += [(f, 0.0) for f in group.lane.inflight.values() if f.group is group]
-            else:
-                for slot in group.slots:
-                    if not group.batch.states[slot].final:
-                        state, cause = group.batch.doom[slot]
-                        if state is not TransferState.TIMEOUT:
-                            cause += " and not drained in time"
-                        finish(group, slot, TransferState.TIMEOUT, cause, after, drained=False)
-            self._settle(group, after)
-        for lane in self.lanes.values():
-            for frame in lane.inflight.values():
-                if frame.posted_at + ack_timeout_s <= now:
-                    frame.posted_at = now
-                    overdue.append((frame, ack_timeout_s))
+        while self._inflight:
+            frame = next(iter(self._inflight.values()))
+            if frame.posted_at + ack_timeout_s > now:
+                break
+            frame.posted_at = now
+            self._inflight.move_to_end(frame.serial)
+            overdue.append((frame, ack_timeout_s))
+
+    def _overdue(self, group: Group, after: Aftermath, now: float, overdue: list[tuple[Frame, float]]) -> None:
+        self._stop(group, TransferState.TIMEOUT, "timed out", after, now)
+        if group.opcode is Opcode.READ:  # its local memory must be left alone before it is final
+            overdue += [(frame, 0.0) for frame in group.frames.values()]
+        else:
+            for slot in group.slots:
+                if not group.batch.states[slot].final:
+                    state, cause = group.batch.doom[slot]
+                    if state is not TransferState.TIMEOUT:
+                        cause += " and not drained in time"
+                    finish(group, slot, TransferState.TIMEOUT, cause, after, drained=False)
+        self._settle(group, after, now)
+
+    def _reconsider(self, now: float) -> None:
+        """Flows that wait for a way look for another; NICs no longer count bytes that do not move."""
+        while self._alarms and self._alarms[0][0] <= now:
+            _, _, flow, way = heapq.heappop(self._alarms)
+            if flow in way.parked:
+                way.parked.remove(flow)
+                self.dealer.ready.put(flow)
+        for nic in list(self._crowded):
+            self.board.stalls(nic, now)
+            self.dealer.wake_one(nic)
+            if not nic.parked.count:
+                del self._crowded[nic]
 
 
 def on_final(core: Core, batch_id: BatchId, callback: Callable[[], None]) -> None:

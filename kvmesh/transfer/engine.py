@@ -30,13 +30,14 @@ from kvmesh.transfer.api import (
 from kvmesh.transfer.batch import Aftermath
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.core import Core, on_final
+from kvmesh.transfer.epochs import Notice
 from kvmesh.transfer.fault import FaultControl, FaultTransport
-from kvmesh.transfer.lane import Lane, Notice
+from kvmesh.transfer.lane import Lane
 from kvmesh.transfer.requests import grouped
 from kvmesh.transfer.segment import LocalRegion, LocalSegment, SegmentDescriptor, describe
 from kvmesh.transfer.shm import ShmTransport
 from kvmesh.transfer.tcp import TcpTransport
-from kvmesh.transfer.transport import Transport
+from kvmesh.transfer.transport import Rail, Transport
 from kvmesh.transfer.windows import Windows
 
 log = logging.getLogger(__name__)
@@ -160,16 +161,20 @@ class TransferEngine:
         with self._core.lock:
             known = self._core.lanes.get(descriptor.name)
             if known is not None and known.descriptor.token == descriptor.token:
-                known.descriptor = descriptor
+                known.renew(descriptor, self._rails(descriptor, transports))
                 return descriptor.name
         if known is not None:
             self.close_segment(descriptor.name)
         core = self._core
-        rails = tuple(rail for transport in transports for rail in transport.rails(descriptor))
-        lane = Lane(descriptor, rails, core, core.serials, self.config.rest_s)
+        rails = self._rails(descriptor, transports)
+        lane = Lane(descriptor, rails, core, core.serials, core.board, core.dealer)
         with core.lock:
             core.lanes.setdefault(descriptor.name, lane)
         return descriptor.name
+
+    @staticmethod
+    def _rails(descriptor: SegmentDescriptor, transports: Sequence[Transport]) -> tuple[Rail, ...]:
+        return tuple(rail for transport in transports for rail in transport.rails(descriptor))
 
     def close_segment(self, name: str) -> None:
         """Its unfinished requests fail; its connections and maps go. Unknown names are ignored."""

@@ -1,223 +1,196 @@
-"""One opened segment as its writer and reader sees it: what waits, what is on its way, and the end marks.
+"""One opened segment as its writer and reader sees it: what waits, and how it is cut into frames.
 
-    submit ─▶ queue (groups, by traffic class) ─┐
-                                                ├─ cut ─▶ frames ─▶ transport ─▶ done ─▶ slots final
-    lost and settled ─▶ retry (frames) ─────────┘                        └────▶ lost
+    submit ─▶ flow.queue (groups) ─┐
+                                   ├─ cut ─▶ frame ─▶ transport ─▶ done ─▶ slots final, or ─▶ flow.retry (to verify)
+    lost and settled ─▶ flow.retry ┘                     └─▶ lost
 
-Nothing here locks or does I/O: the engine's core lock is held around every call.
+There is one flow a traffic class. Nothing here locks or does I/O: the engine's core lock is held around every call.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
-from kvmesh.transfer.api import Opcode, TransferState, TransferStatus
-from kvmesh.transfer.batch import Aftermath, Group, Part, doom
-from kvmesh.transfer.segment import SegmentDescriptor
+from kvmesh.transfer.api import Opcode, TransferState
+from kvmesh.transfer.batch import Aftermath, Again, Group, Part, doom
+from kvmesh.transfer.dealing import RANKS, Dealer, Flow
+from kvmesh.transfer.epochs import Epochs
+from kvmesh.transfer.rails import Choice, Nic, RailBoard, Tiers, Topology, Way, tiers
+from kvmesh.transfer.segment import LocalRegion, RegionInfo, SegmentDescriptor
 from kvmesh.transfer.transport import Frame, FrameOwner, Kind, Rail, Transport
-
-MAX_REST_S = 30.0
-MAX_SPOILED_EPOCHS = 4096
-
-
-@dataclass(eq=False, slots=True)
-class Notice:
-    """An end mark that waits for the groups in `waiting`, then travels as a frame."""
-
-    serial: int
-    epoch: int
-    payload: bytes
-    on_done: Callable[[TransferStatus], None] | None
-    deadline: float
-    waiting: set[int] = field(default_factory=set)
-
-
-@dataclass(eq=False, slots=True)
-class _Epoch:
-    groups: set[int] = field(default_factory=set)  # write groups that are not final
-    notices: list[Notice] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class _Rest:
-    until: float
-    pause: float
-    cause: str
 
 
 @dataclass(eq=False, slots=True)
 class Lane:
-    """`rails` are the ways to the segment, in order of preference."""
+    """`rails` are the ways to the segment, in order of preference of their transports."""
 
     descriptor: SegmentDescriptor
     rails: tuple[Rail, ...]
     owner: FrameOwner
     serials: count[int]
-    rest_s: float
-    queue: list[tuple[int, int, Group]] = field(default_factory=list)
-    retry: deque[Frame] = field(default_factory=deque)
-    inflight: dict[int, Frame] = field(default_factory=dict)
-    load: dict[Rail, int] = field(default_factory=dict)
-    resting: dict[Rail, _Rest] = field(default_factory=dict)
-    epochs: dict[int, _Epoch] = field(default_factory=dict)
-    spoiled: dict[int, str] = field(default_factory=dict)  # epochs with a write that did not complete: no end mark
+    board: RailBoard
+    dealer: Dealer
+    ways: dict[Rail, Way] = field(default_factory=dict)
+    flows: tuple[Flow, ...] = ()
+    epochs: Epochs = field(default_factory=Epochs)
+    posted: int = 0  # frames on their way
     closed: str = ""
+    _routes: dict[tuple[object, ...], Tiers] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.flows = tuple(Flow(self, rank) for rank in range(RANKS))
+        self.renew(self.descriptor, self.rails)
 
     @property
     def name(self) -> str:
         return self.descriptor.name
 
-    # ── groups and epochs ─────────────────────────────────────────────────────────────────────────
-
-    def enqueue(self, group: Group) -> None:
-        heapq.heappush(self.queue, (group.traffic_class, group.serial, group))
-        if group.opcode is Opcode.WRITE:
-            self.epochs.setdefault(group.epoch, _Epoch()).groups.add(group.serial)
-
-    def spoil(self, epoch: int, cause: str) -> None:
-        if len(self.spoiled) >= MAX_SPOILED_EPOCHS:
-            self.spoiled.pop(next(iter(self.spoiled)))
-        self.spoiled.setdefault(epoch, cause)
-
-    def group_final(self, group: Group, after: Aftermath, now: float) -> None:
-        """Lets go the end marks that waited for it."""
-        if group.opcode is not Opcode.WRITE:
-            return
-        epoch = self.epochs[group.epoch]
-        epoch.groups.discard(group.serial)
-        for notice in epoch.notices:
-            notice.waiting.discard(group.serial)
-        ready = [n for n in epoch.notices if not n.waiting]
-        epoch.notices = [n for n in epoch.notices if n.waiting]
-        if not epoch.groups and not epoch.notices:
-            del self.epochs[group.epoch]
-        for notice in ready:
-            self.send_notice(notice, after, now)
-
-    def add_notice(self, notice: Notice, after: Aftermath, now: float) -> None:
-        epoch = self.epochs.get(notice.epoch)
-        if epoch is None or not epoch.groups:
-            self.send_notice(notice, after, now)
-        else:
-            notice.waiting = set(epoch.groups)
-            epoch.notices.append(notice)
-
-    def send_notice(self, notice: Notice, after: Aftermath, now: float, sendings: int = 1) -> None:
-        cause = self.spoiled.get(notice.epoch, "")
-        if cause:
-            cause = f"an earlier write of this epoch failed: {cause}"
-        cause = self.closed or cause
-        rail = self.pick(self.rails, now)
-        if rail is None:
-            cause = cause or self.why_none(self.rails)
-        if now >= notice.deadline:
-            self.end_notice(notice, TransferState.TIMEOUT, "timed out", after)
-        elif cause or rail is None:
-            self.end_notice(notice, TransferState.FAILED, cause, after)
-        else:
-            frame = Frame(next(self.serials), self.owner, self, rail, Kind.NOTIFY, notice.epoch, [], 0)
-            frame.notice, frame.sendings = notice, sendings
-            self._launch(frame, after, now)
-
-    @staticmethod
-    def end_notice(notice: Notice, state: TransferState, cause: str, after: Aftermath) -> None:
-        on_done = notice.on_done
-        if on_done is not None:
-            status = TransferStatus(state, len(notice.payload) if state is TransferState.COMPLETED else 0, cause)
-            after.callbacks.append(lambda: on_done(status))
-
-    # ── rails ─────────────────────────────────────────────────────────────────────────────────────
+    def renew(self, descriptor: SegmentDescriptor, rails: tuple[Rail, ...]) -> None:
+        """A newer descriptor of the same process: what is known of a rail is kept."""
+        self.descriptor, self.rails = descriptor, rails
+        self._routes.clear()
+        speeds = {(nic.transport, nic.name): nic.gbps for nic in descriptor.nics}
+        for rail in rails:
+            if rail not in self.ways:
+                self.ways[rail] = self.board.way(rail, speeds.get((rail.transport.name, rail.remote), 0.0))
 
     @property
     def transports(self) -> tuple[Transport, ...]:
         return tuple(dict.fromkeys(rail.transport for rail in self.rails))
 
-    def pick(self, routes: tuple[Rail, ...], now: float) -> Rail | None:
-        for rail in routes:
-            rest = self.resting.get(rail)
-            if rest is None or rest.until <= now:
-                return rail
-        return None
+    def routes(self, kind: Kind, local: LocalRegion, remote: RegionInfo, topology: Topology) -> Tiers:
+        """The ways between these two memories, by preference."""
+        able = tuple(t for t in self.transports if t.carries(kind, local, remote))
+        key = (local.public.location, remote.location, *able)
+        found = self._routes.get(key)
+        if found is None:
+            rails = (rail for rail in self.rails if rail.transport in able)
+            by_rail = tiers(rails, local.public.location, remote.location, topology, self.descriptor.topology)
+            found = self._routes[key] = tuple(tuple(self.ways[rail] for rail in tier) for tier in by_rail)
+        return found
 
-    def why_none(self, routes: tuple[Rail, ...]) -> str:
-        causes = [f"{rail}: {self.resting[rail].cause}" for rail in routes if rail in self.resting]
-        return "; ".join(causes) or f"no transport reaches {self.name}"
+    def notice_routes(self) -> Tiers:
+        """For end marks: any memory will do."""
+        found = self._routes.get(())
+        if found is None:
+            found = self._routes[()] = tuple(tuple(self.ways[rail] for rail in tier) for tier in tiers(self.rails))
+        return found
 
-    def went_down(self, rail: Rail, cause: str, now: float) -> None:
-        known = self.resting.get(rail)
-        if known is not None and known.until > now:
-            return
-        pause = self.rest_s if known is None else min(known.pause * 2, MAX_REST_S)
-        self.resting[rail] = _Rest(now + pause, pause, cause)
+    def why_none(self, routes: Tiers) -> str:
+        return self.board.why_none(routes) or f"no transport reaches {self.name}"
 
-    # ── cutting ───────────────────────────────────────────────────────────────────────────────────
+    # ── groups ────────────────────────────────────────────────────────────────────────────────────
 
-    def cut(self, after: Aftermath, now: float) -> list[Group]:
-        """Cuts as many frames as the transports may carry now. Returns groups that became final meanwhile."""
-        ended: list[Group] = []
-        while self.retry or self.queue:
-            group = self.retry[0].group if self.retry else self.queue[0][2]
-            assert group is not None, "only frames of groups are retried here"
-            rail = self.pick(group.routes, now)
-            if rail is None or self.closed:
-                self._drop(group, self.closed or self.why_none(group.routes), after)
-                if group.open == 0:
-                    ended.append(group)
-                continue
-            if self.load.get(rail, 0) >= rail.transport.limits.inflight_frames:
-                break
-            if self.retry:
-                frame = self._again(self.retry.popleft(), group, rail)
-            else:
-                frame = self._next(group, rail)
-                if group.at >= len(group.slots):
-                    heapq.heappop(self.queue)
-            if frame is not None:
-                self._launch(frame, after, now)
-        return ended
+    def enqueue(self, group: Group) -> None:
+        flow = self.flows[group.rank]
+        flow.queue[group.serial] = group
+        self.dealer.place(flow)
+        if group.opcode is Opcode.WRITE:
+            self.epochs.began(group)
 
-    def _launch(self, frame: Frame, after: Aftermath, now: float) -> None:
-        frame.posted_at = now
-        self.inflight[frame.serial] = frame
-        self.load[frame.rail] = self.load.get(frame.rail, 0) + 1
-        after.frames.append(frame)
+    def again(self, group: Group, again: Again) -> None:
+        flow = self.flows[group.rank]
+        flow.retry.append(again)
+        self.dealer.place(flow)
 
-    def _drop(self, group: Group, cause: str, after: Aftermath) -> None:
+    def unqueue(self, group: Group) -> None:
+        """Stops cutting it. What of it waits in `retry` is dropped when its turn comes: its slots are doomed."""
+        group.at, group.todo = len(group.slots), 0
+        self.flows[group.rank].queue.pop(group.serial, None)
+
+    def drop(self, group: Group, cause: str, after: Aftermath) -> None:
         """Nothing more of this group is posted; its unfinished slots fail."""
         self.unqueue(group)
         for slot in group.slots:
             doom(group, slot, TransferState.FAILED, cause, after)
 
-    def unqueue(self, group: Group) -> None:
-        """Stops cutting it."""
-        group.at = len(group.slots)
-        if any(entry[2] is group for entry in self.queue):
-            self.queue = [entry for entry in self.queue if entry[2] is not group]
-            heapq.heapify(self.queue)
-        if any(frame.group is group for frame in self.retry):
-            self.retry = deque(frame for frame in self.retry if frame.group is not group)
+    # ── cutting ───────────────────────────────────────────────────────────────────────────────────
 
-    def _again(self, old: Frame, group: Group, rail: Rail) -> Frame | None:
-        batch = group.batch
-        parts = [p for p in old.parts if not batch.states[p[0]].final and p[0] not in batch.doom]
+    def cut(self, flow: Flow, now: float, dropped: Callable[[Group, str], None]) -> Frame | Choice | Nic | None:
+        """The next frame of a flow; or where it has to wait; or None: it has nothing. `dropped` hears of groups that
+        no way is left for."""
+        while True:
+            again = flow.retry[0] if flow.retry else None
+            group = again.group if again is not None else next(iter(flow.queue.values()), None)
+            if group is None:
+                return None
+            if again is not None and not self._alive(again):
+                flow.retry.popleft()
+                continue
+            wanted = sum(p[3] for p in again.parts[again.at :]) if again is not None else group.todo
+            avoid = again.avoid if again is not None else None
+            choice = None if self.closed else self.board.choose(group.routes, wanted, now, avoid)
+            if choice is None:
+                if again is not None:
+                    flow.retry.popleft()
+                dropped(group, self.closed or self.why_none(group.routes))
+                continue
+            if not choice.open:
+                return choice
+            if not self.dealer.room(choice.way.nic, flow.rank):
+                return choice.way.nic
+            frame = self._next(group, choice, wanted) if again is None else self._resend(flow, again, choice)
+            if frame is not None:
+                return frame
+
+    @staticmethod
+    def _alive(again: Again) -> bool:
+        """Whether its next part is still wanted; skips those that are not."""
+        batch, parts = again.group.batch, again.parts
+        while again.at < len(parts):
+            slot = parts[again.at][0]
+            if not batch.states[slot].final and slot not in batch.doom:
+                return True
+            again.at += 1
+        return False
+
+    def _resend(self, flow: Flow, again: Again, choice: Choice) -> Frame | None:
+        limits, batch = choice.way.rail.transport.limits, again.group.batch
+        cap = room = self._cap(choice, limits.frame_bytes)
+        slice_bytes = min(limits.slice_bytes, cap)
+        tail = min(slice_bytes + slice_bytes // 4, cap)
+        parts: list[Part] = []
+        while room > 0 and len(parts) < limits.frame_parts and self._alive(again):
+            slot, address, offset, length = again.parts[again.at]
+            take = length if length <= tail else slice_bytes
+            if take > room:
+                break
+            parts.append((slot, address, offset, take))
+            room -= take
+            if take == length:
+                again.at += 1
+            else:
+                again.parts[again.at] = (slot, address + take, offset + take, length - take)
+        if again.at >= len(again.parts):
+            flow.retry.popleft()
         if not parts:
             return None
-        frame = self._frame(group, rail, parts, sum(p[3] for p in parts))
-        frame.sendings = old.sendings + 1
+        frame = self._frame(again.group, choice.way, again.kind, parts, cap - room)
+        frame.sendings, frame.checks = again.sendings, again.checks
+        if again.kind is Kind.CHECKSUM:
+            frame.avoid = again.avoid
+        else:
+            for part in parts:
+                batch.states[part[0]] = TransferState.PENDING
         return frame
 
-    def _next(self, group: Group, rail: Rail) -> Frame | None:
-        limits, batch = rail.transport.limits, group.batch
+    def _cap(self, choice: Choice, frame_bytes: int) -> int:
+        return min(frame_bytes, self.board.config.probe_bytes) if choice.way.rest_until else frame_bytes
+
+    def _next(self, group: Group, choice: Choice, wanted: int) -> Frame | None:
+        """Where several ways share the work, frames shrink towards its end, so that all end together."""
+        limits, batch = choice.way.rail.transport.limits, group.batch
+        cap = self._cap(choice, limits.frame_bytes)
+        slice_bytes = min(limits.slice_bytes, cap)
+        if choice.width > 1:
+            cap = min(cap, max(slice_bytes, -(-wanted // choice.width)))
         parts: list[Part] = []
-        room = limits.frame_bytes
+        room = cap
         at, skip, total = group.at, group.skip, len(group.slots)
         slots, addresses, offsets = group.slots, group.addresses, group.offsets
         lengths, states, dooms = batch.lengths, batch.states, batch.doom
-        slice_bytes = limits.slice_bytes
         waiting, pending = TransferState.WAITING, TransferState.PENDING
         tail = slice_bytes + slice_bytes // 4  # a short tail rides with the last slice
         while at < total and room > 0 and len(parts) < limits.frame_parts:
@@ -231,21 +204,24 @@ class Lane:
             if take > room and parts:
                 break
             parts.append((slot, addresses[at] + skip, offsets[at] + skip, take))
+            states[slot] = pending
             room -= take
             if take == left:
                 at, skip = at + 1, 0
             else:
                 skip += take
         group.at, group.skip = at, skip
-        return self._frame(group, rail, parts, limits.frame_bytes - room) if parts else None
-
-    def _frame(self, group: Group, rail: Rail, parts: list[Part], nbytes: int) -> Frame:
-        batch = group.batch
-        flight, states, pending = batch.flight, batch.states, TransferState.PENDING
-        for slot, _, _, _ in parts:
-            flight[slot] += 1
-            states[slot] = pending
+        group.todo -= cap - room
+        if at >= total:
+            self.unqueue(group)
         kind = Kind.WRITE if group.opcode is Opcode.WRITE else Kind.READ
-        frame = Frame(next(self.serials), self.owner, self, rail, kind, group.epoch, parts, nbytes)
+        return self._frame(group, choice.way, kind, parts, cap - room) if parts else None
+
+    def _frame(self, group: Group, way: Way, kind: Kind, parts: list[Part], nbytes: int) -> Frame:
+        flight = group.batch.flight
+        for part in parts:
+            flight[part[0]] += 1
+        epoch = 0 if kind is Kind.CHECKSUM else group.epoch
+        frame = Frame(next(self.serials), self.owner, self, way.rail, kind, epoch, parts, nbytes)
         frame.group = group
         return frame

@@ -8,6 +8,7 @@ from kvmesh.rpc.errors import TransferError
 from kvmesh.transfer.api import Opcode, TransferRequest
 from kvmesh.transfer.batch import Batch, Group
 from kvmesh.transfer.core import Core
+from kvmesh.transfer.dealing import rank_of
 from kvmesh.transfer.segment import LocalSegment
 from kvmesh.transfer.transport import Kind
 
@@ -23,7 +24,7 @@ def grouped(
     near = near_end = far = far_end = 0
     for request in requests:
         address, offset, length = request.local_address, request.remote_offset, request.length
-        kin = (request.segment, request.opcode, request.handoff_epoch, request.traffic_class)
+        kin = (request.segment, request.opcode, request.handoff_epoch, request.traffic_class, request.verify)
         if not (
             group is not None
             and kin == same
@@ -40,6 +41,7 @@ def grouped(
         group.slots.append(slot)
         group.addresses.append(address)
         group.offsets.append(offset)
+        group.todo += length
         slot += 1
     for group in groups.values():
         group.open = len(group.slots)
@@ -72,18 +74,10 @@ def _new_group(
             f"{request.segment!r}",
             field="remote_offset",
         )
-    key = (
-        lane.name,
-        request.opcode,
-        request.handoff_epoch,
-        request.traffic_class,
-        local.base,
-        remote.base_offset,
-    )
+    rank = rank_of(request.traffic_class)
+    key = (lane.name, request.opcode, request.handoff_epoch, rank, request.verify, local.base, remote.base_offset)
     group = groups.get(key)
     if group is None:
-        kind = Kind.WRITE if request.opcode is Opcode.WRITE else Kind.READ
-        routes = tuple(rail for rail in lane.rails if rail.transport.carries(kind, local, remote))
         group = groups[key] = Group(
             next(core.serials),
             lane,
@@ -92,11 +86,12 @@ def _new_group(
             request.handoff_epoch,
             local,
             remote,
-            routes,
+            lane.routes(Kind.WRITE if request.opcode is Opcode.WRITE else Kind.READ, local, remote, core.topology),
             deadline,
             [],
             [],
             [],
-            request.traffic_class,
+            rank,
+            request.verify,
         )
     return group

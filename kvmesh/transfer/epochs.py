@@ -1,0 +1,78 @@
+"""End marks of one lane: each waits for the writes of its epoch that were submitted before it. Pure bookkeeping; the
+core's lock is held around every call."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvmesh.transfer.api import TransferState, TransferStatus
+from kvmesh.transfer.batch import Aftermath, Group
+
+MAX_SPOILED_EPOCHS = 4096
+
+
+@dataclass(eq=False, slots=True)
+class Notice:
+    """An end mark: it travels as a frame once every older write of its epoch is final. `serial` orders the two."""
+
+    serial: int
+    epoch: int
+    payload: bytes
+    on_done: Callable[[TransferStatus], None] | None
+    deadline: float
+
+    def end(self, state: TransferState, cause: str, after: Aftermath) -> None:
+        on_done = self.on_done
+        if on_done is not None:
+            status = TransferStatus(state, len(self.payload) if state is TransferState.COMPLETED else 0, cause)
+            after.callbacks.append(lambda: on_done(status))
+
+
+@dataclass(eq=False, slots=True)
+class _Epoch:
+    groups: OrderedDict[int, None] = field(default_factory=OrderedDict)  # write groups that are not final, oldest first
+    notices: deque[Notice] = field(default_factory=deque)  # oldest first
+
+
+@dataclass(eq=False, slots=True)
+class Epochs:
+    """`spoiled`: epochs with a write that did not complete, and why: they get no end mark."""
+
+    spoiled: dict[int, str] = field(default_factory=dict)
+    _open: dict[int, _Epoch] = field(default_factory=dict)
+
+    def began(self, group: Group) -> None:
+        self._open.setdefault(group.epoch, _Epoch()).groups[group.serial] = None
+
+    def ended(self, group: Group) -> list[Notice]:
+        """The group is final; returns the end marks that need wait no longer."""
+        epoch = self._open[group.epoch]
+        del epoch.groups[group.serial]
+        oldest = next(iter(epoch.groups), None)
+        ready = []
+        while epoch.notices and (oldest is None or epoch.notices[0].serial < oldest):
+            ready.append(epoch.notices.popleft())
+        if oldest is None:
+            del self._open[group.epoch]
+        return ready
+
+    def add(self, notice: Notice) -> bool:
+        """False: it need not wait."""
+        epoch = self._open.get(notice.epoch)
+        if epoch is None:
+            return False
+        epoch.notices.append(notice)
+        return True
+
+    def spoil(self, epoch: int, cause: str) -> None:
+        if epoch not in self.spoiled:
+            if len(self.spoiled) >= MAX_SPOILED_EPOCHS:
+                self.spoiled.pop(next(iter(self.spoiled)))
+            self.spoiled[epoch] = cause
+
+    def why_spoiled(self, epoch: int) -> str:
+        """ "": it is not."""
+        cause = self.spoiled.get(epoch)
+        return "" if cause is None else f"an earlier write of this epoch failed: {cause}"

@@ -1,0 +1,307 @@
+"""Which rail a frame takes: what each is worth, which rest, and when a resting one is tried again. Pure: `now` (any
+monotonic seconds) is an argument, the core's lock is held around every call.
+
+    READY ──3 losses in 10 s, or "down"──▶ RESTING ──rest over──▶ PROBED: one small frame at a time
+      ▲                                       ▲                      │ lost: rests twice as long
+      └───────────────── a frame arrived ─────┼──────────────────────┘
+
+Among the ready rails of a tier a frame takes the one where it is expected to arrive first:
+
+    (bytes in flight over the local NIC + its own) / measured bandwidth + time since the rail's last sign of life
+
+A rail of which nothing is known is taken to be fast, for two frames at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvmesh.transfer.config import EngineConfig
+from kvmesh.transfer.dealing import Flow, Turns
+from kvmesh.transfer.transport import Rail
+
+NOMINAL_BYTES_S = 12.5e9  # 100 Gb/s: of a rail of which nothing is known
+UNKNOWN_FRAMES = 2  # on a rail of unknown bandwidth beside others
+SAMPLE_BYTES = 1 << 20  # bandwidth is measured over so many bytes, or a whole busy period
+TRUSTED_BYTES = 64 << 10  # a first measurement over less says more of latency than of bandwidth
+MEMORY_BYTES = 4 << 20  # the average forgets over so many
+STALE_S = 10.0  # an unused rail is believed to be twice as fast for each so many seconds
+STALL_S = 0.05  # a rail silent for so long holds no budget of its NIC any more
+AVOID_S = 1e6  # the rail that just lost this very slice
+
+Topology = Mapping[str, tuple[Sequence[str], Sequence[str]]]
+
+
+@dataclass(eq=False, slots=True)
+class Nic:
+    """A local NIC (name "": where the transport has no choice). `inflight` leaves out the bytes of stalled ways."""
+
+    transport: str
+    name: str
+    budget: int
+    inflight: int = 0
+    parked: Turns[Flow] = field(default_factory=Turns)
+    busy: dict[Way, None] = field(default_factory=dict)  # ways with a frame on them
+
+
+@dataclass(eq=False, slots=True)
+class Way:
+    """A rail to one peer, and what is known of it. `rest_until` 0: it does not rest."""
+
+    rail: Rail
+    nic: Nic
+    nominal: float = NOMINAL_BYTES_S
+    frames: int = 0
+    inflight: int = 0  # bytes
+    stalled: bool = False
+    bandwidth: float = 0.0  # bytes per second; 0: unknown
+    latency: float = 0.0  # seconds from post to answer, average
+    progress_at: float = 0.0
+    window_at: float = 0.0
+    window_bytes: int = 0
+    sampled_at: float = 0.0
+    losses: deque[float] = field(default_factory=deque)
+    failed_at: float = float("-inf")
+    rest_until: float = 0.0
+    pause: float = 0.0
+    back_at: float = 0.0
+    down: bool = False
+    cause: str = ""
+    parked: list[Flow] = field(default_factory=list)
+
+    @property
+    def capacity(self) -> int:
+        """Frames that it may carry now."""
+        return 1 if self.rest_until else self.rail.transport.limits.inflight_frames
+
+    @property
+    def full(self) -> bool:
+        return self.frames >= self.capacity
+
+
+Tiers = tuple[tuple[Way, ...], ...]
+
+
+class Choice(NamedTuple):
+    """`width`: how many ways share the work. `again_at`: `way` has no room, and if it gets none until then another one
+    is better."""
+
+    way: Way
+    width: int = 1
+    again_at: float = float("inf")
+    open: bool = True
+
+
+def tiers(
+    rails: Iterable[Rail],
+    local_location: str = "",
+    remote_location: str = "",
+    own_topology: Topology | None = None,
+    peer_topology: Topology | None = None,
+) -> tuple[tuple[Rail, ...], ...]:
+    """Rails by preference: transports in the given order; within one, those whose NICs both memories prefer, then the
+    rest. A location or rail without topology prefers everything. Within a tier, neighbours share no NIC."""
+    found: list[tuple[Rail, ...]] = []
+    by_transport: dict[int, list[Rail]] = {}
+    for rail in rails:
+        by_transport.setdefault(id(rail.transport), []).append(rail)
+    near = (own_topology or {}).get(local_location, ((), ()))[0]
+    far = (peer_topology or {}).get(remote_location, ((), ()))[0]
+    for ways in by_transport.values():
+        first = [r for r in ways if _preferred(r.local, near) and _preferred(r.remote, far)]
+        chosen = set(first)
+        for tier in (first, [r for r in ways if r not in chosen]):
+            if tier:
+                found.append(tuple(_diagonally(tier)))
+    return tuple(found)
+
+
+def _preferred(name: str, preferred: Sequence[str]) -> bool:
+    return not name or not preferred or name in preferred
+
+
+def _diagonally(rails: Sequence[Rail]) -> list[Rail]:
+    """a→x, b→y, a→y, b→x: so that the first frames load every NIC on both sides."""
+    near = list(dict.fromkeys(r.local for r in rails))
+    far = list(dict.fromkeys(r.remote for r in rails))
+    width = max(len(near), len(far))
+    return sorted(rails, key=lambda r: ((far.index(r.remote) - near.index(r.local)) % width, near.index(r.local)))
+
+
+class RailBoard:
+    """The ways and NICs of one engine."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.nics: dict[tuple[str, str], Nic] = {}
+
+    def way(self, rail: Rail, gbps: float = 0.0) -> Way:
+        """A new one. `gbps`: of the slower NIC, 0 unknown."""
+        key = (rail.transport.name, rail.local)
+        nic = self.nics.get(key)
+        if nic is None:
+            nic = self.nics[key] = Nic(*key, self.config.nic_inflight_bytes)
+        losses: deque[float] = deque(maxlen=self.config.trip_errors)
+        return Way(rail, nic, gbps * 1e9 / 8 if gbps > 0 else NOMINAL_BYTES_S, losses=losses)
+
+    # ── choosing ──────────────────────────────────────────────────────────────────────────────────
+
+    def choose(self, tiers: Tiers, nbytes: int, now: float, avoid: Rail | None = None) -> Choice | None:
+        """The way for a frame of about `nbytes`, perhaps one that has no room yet; None: all rest. A later tier is
+        used when every way of the earlier ones rests. A way whose rest is over gets the next frame, as its probe."""
+        for tier in tiers:
+            if len(tier) == 1:
+                way = tier[0]
+                if not way.rest_until or (way.rest_until <= now and not way.frames):
+                    return Choice(way, 1, float("inf"), not way.full)
+                continue
+            choice = self._best(tier, nbytes, now, avoid)
+            if choice is not None:
+                return choice
+        return self._last_resort(tiers, now)
+
+    def _best(self, tier: tuple[Way, ...], nbytes: int, now: float, avoid: Rail | None) -> Choice | None:
+        best: Way | None = None
+        lowest = spare = (float("inf"), 0)
+        width, room = 0, False
+        unknown: Way | None = None
+        for way in tier:
+            if way.rest_until:
+                if way.rest_until <= now and not way.frames and way.rail is not avoid:
+                    return Choice(way, len(tier))
+                continue
+            width += 1
+            if not way.bandwidth and way.frames >= UNKNOWN_FRAMES:
+                unknown = unknown or way
+                continue
+            cost = (self.expected_s(way, nbytes, now), way.inflight)
+            if way.rail is avoid:
+                cost = (cost[0] + AVOID_S, 0)
+            full = way.full
+            if not full and cost < spare:
+                spare = cost
+            if cost < lowest:
+                best, lowest, room = way, cost, not full
+        if best is None:
+            return None if unknown is None else Choice(unknown, width, float("inf"), False)
+        again_at = now + spare[0] - lowest[0] if not room else float("inf")
+        return Choice(best, width, again_at, room)
+
+    def expected_s(self, way: Way, nbytes: int, now: float) -> float:
+        """Seconds until a frame posted now has arrived, by what is known."""
+        bandwidth = way.bandwidth or way.nominal
+        ahead = way.nic.inflight
+        if way.frames:
+            silent = now - way.progress_at
+            if way.stalled:
+                ahead += way.inflight
+        else:
+            silent = 0.0
+            idle = now - way.sampled_at
+            if way.bandwidth and idle > STALE_S:
+                bandwidth *= 2.0 ** min(int(idle / STALE_S), 30)
+        return (ahead + nbytes) / bandwidth + silent
+
+    @staticmethod
+    def _last_resort(tiers: Tiers, now: float) -> Choice | None:
+        """Every way rests or is being probed. A tripped one is still better than none; one that is down is not."""
+        waiting: Way | None = None
+        for tier in tiers:
+            for way in tier:
+                if way.down and way.rest_until > now:
+                    continue
+                if not way.frames:
+                    return Choice(way)
+                waiting = waiting or way
+        return None if waiting is None else Choice(waiting, 1, float("inf"), False)
+
+    @staticmethod
+    def why_none(tiers: Tiers) -> str:
+        """The causes of the rests."""
+        return "; ".join(f"{way.rail}: {way.cause}" for tier in tiers for way in tier if way.rest_until)
+
+    # ── what happens to frames ────────────────────────────────────────────────────────────────────
+
+    def posted(self, way: Way, nbytes: int, now: float) -> None:
+        nic = way.nic
+        if not way.frames:
+            way.progress_at = way.window_at = now
+            way.window_bytes = 0
+            nic.busy[way] = None
+        way.frames += 1
+        way.inflight += nbytes
+        if not way.stalled:
+            nic.inflight += nbytes
+
+    def answered(self, way: Way, nbytes: int, now: float) -> None:
+        """A frame is no longer on its way, whatever became of it."""
+        nic = way.nic
+        way.frames -= 1
+        way.inflight -= nbytes
+        if way.stalled:
+            way.stalled = False
+            nic.inflight += way.inflight
+        else:
+            nic.inflight -= nbytes
+        way.progress_at = now
+        if not way.frames:
+            del nic.busy[way]
+
+    def landed(self, way: Way, nbytes: int, posted_at: float, now: float) -> None:
+        """After `answered`: the target has acknowledged it."""
+        if way.rest_until:
+            way.rest_until, way.back_at, way.down = 0.0, now, False
+            way.losses.clear()
+        took = now - posted_at
+        way.latency = took if way.latency == 0.0 else way.latency + 0.1 * (took - way.latency)
+        way.window_bytes += nbytes
+        if way.window_bytes >= SAMPLE_BYTES or not way.frames:
+            self._sample(way, now)
+
+    @staticmethod
+    def _sample(way: Way, now: float) -> None:
+        """Bytes of a busy period by its length; small ones weigh little, as they measure the latency."""
+        nbytes, elapsed = way.window_bytes, now - way.window_at
+        way.window_at, way.window_bytes = now, 0
+        if elapsed <= 0.0 or not nbytes:
+            return
+        rate = nbytes / elapsed
+        if way.bandwidth:
+            way.bandwidth += (rate - way.bandwidth) * nbytes / (nbytes + MEMORY_BYTES)
+        elif nbytes >= TRUSTED_BYTES:
+            way.bandwidth = rate
+        way.sampled_at = now
+
+    def lost(self, way: Way, posted_at: float, cause: str, now: float, *, down: bool) -> bool:
+        """After `answered`: it did not arrive. Frames that were posted before an earlier loss was known are part of the
+        same misfortune. True: the way goes to rest."""
+        if down or (way.rest_until and way.rest_until <= now):
+            return self._rest(way, cause, now, down=down)
+        if posted_at <= way.failed_at:
+            return False
+        way.failed_at = now
+        way.losses.append(now)
+        if len(way.losses) < self.config.trip_errors or now - way.losses[0] > self.config.trip_window_s:
+            return False
+        return self._rest(way, cause, now, down=False)
+
+    def _rest(self, way: Way, cause: str, now: float, *, down: bool) -> bool:
+        if way.rest_until > now:
+            way.down = way.down or down
+            return False
+        failed_again = bool(way.rest_until) or now - way.back_at < way.pause
+        way.pause = min(way.pause * 2, self.config.rest_cap_s) if failed_again else self.config.rest_s
+        way.rest_until, way.down, way.cause = now + way.pause, down, cause
+        way.losses.clear()
+        way.failed_at = now
+        return True
+
+    def stalls(self, nic: Nic, now: float) -> None:
+        """Takes ways that show no sign of life out of the NIC's budget: a frozen peer must not keep others waiting."""
+        for way in nic.busy:
+            if not way.stalled and now - way.progress_at >= STALL_S:
+                way.stalled = True
+                nic.inflight -= way.inflight
