@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks import progress
 from benchmarks.peers.link import PeerMissing, Worker, room
@@ -147,9 +147,19 @@ class Clock:
             progress.tell("")
 
 
+class Rival(Protocol):
+    """Whoever can take a turn."""
+
+    title: str
+
+    def turn(self, op: str, count: int, length: int, threads: int) -> Turn: ...
+
+    def check(self, op: str, count: int, length: int, threads: int, seed: int) -> None: ...
+
+
 def compete(
     what: str,
-    contenders: Sequence[Contender],
+    contenders: Sequence[Rival],
     sizes: Sequence[tuple[int, int]],
     rounds: int,
     keep: Callable[[Result], None],

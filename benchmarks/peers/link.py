@@ -114,7 +114,7 @@ class Worker:
 
     def __init__(self, module: str, python: str = sys.executable, env: Mapping[str, str] | None = None) -> None:
         mine, its = socket.socketpair()
-        self._log = tempfile.TemporaryFile("w+b")
+        self._log = tempfile.TemporaryFile("w+b")  # noqa: SIM115  (closed in close)
         with its:
             self.process = subprocess.Popen(
                 [python, "-m", module, str(its.fileno())],

@@ -38,7 +38,9 @@ class Source(Initiator):
 
         def job(share: list[Piece]) -> Callable[[], None]:
             def run() -> None:
-                code = move(self.peer, [near + at for at, _ in share], [far + at for at, _ in share], [n for _, n in share])
+                code = move(
+                    self.peer, [near + at for at, _ in share], [far + at for at, _ in share], [n for _, n in share]
+                )
                 if code != 0:
                     raise RuntimeError(f"batch_transfer_sync_{op}: {code}")
 

@@ -14,7 +14,8 @@ EPOCH = 1
 
 def _engine(name: str, options: dict[str, Any]) -> TransferEngine:
     """`options` are fields of EngineConfig."""
-    return TransferEngine(name, EngineConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in options.items()}))
+    fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()}
+    return TransferEngine(name, EngineConfig(**fields))
 
 
 def _memory(engine: TransferEngine, nbytes: int) -> tuple[Region, Memory]:

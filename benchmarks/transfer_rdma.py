@@ -1,0 +1,153 @@
+"""rdma beside ib_write_bw and ib_read_bw moving as many bytes in operations of the same size.
+
+    python -m benchmarks.transfer_rdma [--quick] [--json FILE] [--near mlx5_0 --far mlx5_1]
+
+Runs where there are RDMA devices; where there are none, in the guest with Soft-RoCE (`make rdma-guest`): one CPU moves
+every byte there, in the kernel, so times are to be compared and bandwidth means nothing. kvmesh uses other addresses
+for every operation, perftest the same buffer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.link import PeerMissing, Worker
+from benchmarks.peers.perftest import Perftest
+from benchmarks.transfer_contest import LATENCY_SIZES, Contender, Result, compete, latencies, row_title, size, span
+
+SIZES = ((4096, 4 << 10), (1024, 64 << 10), (64, 1 << 20), (8, 8 << 20))
+QUICK_SIZES = ((1024, 4 << 10), (256, 64 << 10))
+MODULE = "benchmarks.peers.ours"
+DEVICES = Path("/sys/class/infiniband")
+GUEST_LIMIT_S = 900.0
+
+
+def start_ours(near: str, far: str, nbytes: int) -> Contender:
+    target, source = Worker(MODULE), Worker(MODULE)
+    try:
+        told = target.call("target", nbytes=nbytes, options={"transports": ["rdma"], "nics": [far]})
+        source.call("source", nbytes=nbytes, told=told, options={"transports": ["rdma"], "nics": [near]})
+    except PeerMissing:
+        source.close()
+        target.close()
+        raise
+    return Contender("kvmesh", target, source)
+
+
+def contest(ours: Contender, perftest: Perftest, quick: bool, rounds: int) -> list[Any]:
+    print(f"\n{'':22}{'MB/s':>10}{'':10}{'ops/s':>10}{'':10}{'CPU s/GB':>10}")
+    print(
+        f"{'':22}{'perftest':>10}{'kvmesh':>10}{'perftest':>10}{'kvmesh':>10}{'perftest':>10}{'kvmesh':>10}"
+        f"{'time ×':>10}"
+    )
+    kept = []
+
+    def keep(row: Result) -> None:
+        kept.append(row.plain())
+        titles = (perftest.title, ours.title)
+        cells = [f"{row.rate(t) * 1e3:10.0f}" for t in titles]
+        cells += [f"{row.count / row.wall(t):10,.0f}" for t in titles]
+        cells += [f"{row.cpu_per_gb(t):10.1f}" for t in titles]
+        slower = 1 / row.times(ours.title, perftest.title)
+        print(f"{row.op:6}{row_title(row.count, row.length):16}{''.join(cells)}{slower:10.2f}", flush=True)
+
+    compete("rdma", [perftest, ours], QUICK_SIZES if quick else SIZES, rounds, keep, threads=(1,))
+    return kept
+
+
+def one_at_a_time(ours: Contender, perftest: Perftest, quick: bool, rounds: int) -> list[Any]:
+    rows = latencies("rdma latency", [ours], rounds)
+    times = 50 if quick else 200
+    print("\nlatency of one operation, µs: perftest's mean (one outstanding), kvmesh p50 (p99)")
+    for row in rows:
+        row[perftest.title] = {"mean_us": round(perftest.latency(row["op"], row["length"], times) * 1e6, 1)}
+        mine = row[ours.title]
+        print(
+            f"  {row['op']:6}{size(row['length']):9}{row[perftest.title]['mean_us']:10.0f}"
+            f"{mine['p50_us']:10.0f} ({mine['p99_us']:.0f})",
+            flush=True,
+        )
+    return rows
+
+
+def here(quick: bool, rounds: int, near: str, far: str) -> dict[str, Any]:
+    sizes = QUICK_SIZES if quick else SIZES
+    perftest = Perftest(near, far)
+    ours = start_ours(near, far, max(span(sizes), max(LATENCY_SIZES)))
+    try:
+        return {
+            "devices": [near, far],
+            "rows": contest(ours, perftest, quick, rounds),
+            "latency": one_at_a_time(ours, perftest, quick, rounds),
+        }
+    finally:
+        ours.close()
+
+
+def in_guest(quick: bool, rounds: int) -> dict[str, Any]:
+    """The same within the guest. PeerMissing says why there is none."""
+    from tests.rdma.guest import GuestUnavailable, run_in_guest
+
+    words = [sys.executable, "-m", "benchmarks.transfer_rdma", "--rounds", str(rounds)]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "rdma.json")
+        try:
+            done = run_in_guest(
+                [*words, "--json", str(out), *(["--quick"] if quick else [])],
+                timeout_s=GUEST_LIMIT_S,
+                rails=1,
+                out_dir=Path(folder),
+                echo=True,
+            )
+        except GuestUnavailable as err:
+            raise PeerMissing(str(err)) from err
+        if done.rc or not out.exists():
+            raise PeerMissing(f"in the guest: exit status {done.rc}")
+        told: dict[str, Any] = json.loads(out.read_text())
+        return told | {"guest": True}
+
+
+def devices() -> tuple[str, str] | None:
+    """The guest's own pair, or the first two that there are (one is its own peer)."""
+    found = sorted(os.listdir(DEVICES)) if DEVICES.is_dir() else []
+    if "rxa0" in found and "rxb0" in found:
+        return "rxa0", "rxb0"
+    return (found[0], found[-1]) if found else None
+
+
+def measure(quick: bool, rounds: int) -> dict[str, Any]:
+    """Prints the tables, or why there are none."""
+    pair = devices()
+    try:
+        return in_guest(quick, rounds) if pair is None else here(quick, rounds, *pair)
+    except PeerMissing as err:
+        print(f"without rdma: {err}")
+        return {"missing": str(err)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--near", help="device of the side that asks (default: the first one found)")
+    parser.add_argument("--far", help="device of the other side (default: the last one found)")
+    parser.add_argument("--rounds", type=int, help="that count, for each row (default 5; 3 with --quick)")
+    parser.add_argument("--quick", action="store_true", help="small rows, few rounds")
+    parser.add_argument("--json", type=Path, help="write every turn there")
+    options = parser.parse_args()
+    rounds = options.rounds or (3 if options.quick else 5)
+    if bool(options.near) != bool(options.far):
+        parser.error("--near and --far go together")
+    told = here(options.quick, rounds, options.near, options.far) if options.near else measure(options.quick, rounds)
+    if options.json:
+        options.json.write_text(json.dumps(told, indent=1) + "\n")
+    if "missing" in told:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
