@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvmesh.transfer import TrafficClass
+
 
 @dataclass(frozen=True, slots=True)
 class PullRange:
@@ -19,7 +21,8 @@ class PullRange:
 @dataclass(frozen=True, slots=True)
 class PullJob:
     """Fetch blocks into host extents that the node store has begun (`NodeStore.begin`) for them. `blocks[i]` is the
-    prompt's block of `keys[i]`, which goes to `extents[i]`. `ranges` are tried in order for what they cover."""
+    prompt's block of `keys[i]`, which goes to `extents[i]`. `ranges` are tried in order for what they cover.
+    `traffic_class`: how it stands beside the handoffs that use the same wires."""
 
     ticket: int
     blocks: tuple[int, ...]
@@ -29,6 +32,7 @@ class PullJob:
     timeout_ms: int
     request_id: str = ""
     traceparent: str = ""
+    traffic_class: int = TrafficClass.PREFETCH
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import store_pb2 as pb_store
 from kvmesh.rpc.server import Server
 from kvmesh.telemetry import names
+from kvmesh.transfer import TrafficClass
 
 log = logging.getLogger(__name__)
 
@@ -221,6 +222,7 @@ class Blocks:
                 extents,
                 tuple(ranges),
                 timeout_ms,
+                traffic_class=TrafficClass.BACKGROUND,  # a copy for somebody's eviction
             )
 
             def pulled(said: Pulled) -> None:

@@ -96,7 +96,14 @@ class Puller:
     def _submit(self, pull: _Pull, first: int, end: int) -> None:
         spec, shift = pull.spec, self._region.address - self._region.base_offset
         requests = [
-            TransferRequest(Opcode.READ, spec.landing[i] + shift, spec.segment, spec.offsets[i], spec.shard_bytes)
+            TransferRequest(
+                Opcode.READ,
+                spec.landing[i] + shift,
+                spec.segment,
+                spec.offsets[i],
+                spec.shard_bytes,
+                traffic_class=spec.traffic_class,
+            )
             for i in range(first, end)
         ]
         left_s = (spec.deadline_ns - self._clock_ns()) * 1e-9

@@ -267,7 +267,7 @@ class Pulls:
         self, record: _Running, lease: ReaderLease, extents: list[int], deadline_ns: int
     ) -> list[m.PullEnded | None]:
         """Every rank's last word; None of one that is gone. Returns only when nothing can land any more."""
-        reads = self._open(record.partition, lease, extents, deadline_ns)
+        reads = self._open(record, lease, extents, deadline_ns)
         ended = asyncio.gather(*reads.values())
         stopping = asyncio.ensure_future(record.stop.wait())
         renewing = asyncio.ensure_future(reader_lease.keep_alive(lease, self._lease_ms))
@@ -285,9 +285,9 @@ class Pulls:
             renewing.cancel()
 
     def _open(
-        self, partition: Partition, lease: ReaderLease, extents: list[int], deadline_ns: int
+        self, record: _Running, lease: ReaderLease, extents: list[int], deadline_ns: int
     ) -> dict[tuple[int, int], asyncio.Future[m.PullEnded | None]]:
-        reads = {}
+        reads, partition = {}, record.partition
         for rank, (name, offsets) in enumerate(zip(lease.segments, lease.offsets, strict=True)):
             ticket = next(self._tickets)
             reads[rank, ticket] = done = asyncio.get_running_loop().create_future()
@@ -296,7 +296,8 @@ class Pulls:
                 continue
             self._reads[rank, ticket] = done
             landing = tuple(partition.offset(rank, extent) for extent in extents)
-            self._ranks[rank].send(m.PullOpen(ticket, name, offsets, landing, partition.shard_bytes, deadline_ns))
+            size, klass = partition.shard_bytes, record.job.traffic_class
+            self._ranks[rank].send(m.PullOpen(ticket, name, offsets, landing, size, deadline_ns, klass))
         return reads
 
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import msgspec
 
+from kvmesh.transfer import TrafficClass
+
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Base of all messages; the class name is the tag."""
@@ -35,7 +37,7 @@ class LoadCopy(Message, frozen=True):
 class PullOpen(Message, frozen=True):
     """READ whole shards at `offsets` of `segment` (open already) to `landing`: offsets in this rank's own segment, in
     its host region. Off the step's path. Answer PullEnded, always; until then that memory belongs to the transfer
-    engine. What is not here at `deadline_ns` is given up."""
+    engine. What is not here at `deadline_ns` is given up. `traffic_class` is a kvmesh.transfer.TrafficClass."""
 
     ticket: int
     segment: str
@@ -43,6 +45,7 @@ class PullOpen(Message, frozen=True):
     landing: tuple[int, ...]
     shard_bytes: int
     deadline_ns: int
+    traffic_class: int = TrafficClass.PREFETCH
 
 
 class PullCancel(Message, frozen=True):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Pulled, PullJob
+from kvmesh.transfer import TrafficClass
 from services.decode.request import Request
 
 
@@ -48,7 +49,16 @@ class Pulls:
             return None
         blocks, keys, given = zip(*taken, strict=True)
         ticket = self._new_ticket()
-        job = PullJob(ticket, blocks, keys, given, h.spec.pulls, self._timeout_ms, h.spec.request_id)
+        job = PullJob(
+            ticket,
+            blocks,
+            keys,
+            given,
+            h.spec.pulls,
+            self._timeout_ms,
+            h.spec.request_id,
+            traffic_class=TrafficClass.HANDOFF,  # its landing waits for it
+        )
         self._pulls[ticket] = _Pull(job, {h.handle: h})
         self._by_key.update(dict.fromkeys(keys, ticket))
         h.pulling.add(ticket)

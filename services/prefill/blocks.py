@@ -20,6 +20,7 @@ from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import PrefixCache
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
 from kvmesh.node import messages as m
+from kvmesh.transfer import TrafficClass
 from services.prefill import events as ev
 from services.prefill.checks import BrainConfig
 from services.prefill.handoff import Handoff
@@ -104,9 +105,10 @@ class SharedBlocks:
 
     # ── pulls ────────────────────────────────────────────────────────────────────────────────────
 
-    def arrive(self, h: Handoff, usable: Sequence[bytes], promised: Container[bytes]) -> int:
+    def arrive(self, h: Handoff, usable: Sequence[bytes], promised: Container[bytes], *, next_up: bool) -> int:
         """A request joins the line: wait for pulls of its missing blocks, and begin one for what its hints cover
-        without a gap and nobody fetches yet. Returns when it stops waiting for its own pull; 0: it began none."""
+        without a gap and nobody fetches yet, with the wires' first class if it is `next_up`: nothing is computed
+        before the pull ends. Returns when it stops waiting for its own pull; 0: it began none."""
         needed = self._needed(h, usable, promised)
         # Blocks that are here already get None, and are not evicted to make room for the others.
         extents = self.store.begin([usable[i] for i in needed])
@@ -122,6 +124,7 @@ class SharedBlocks:
             timeout_ms=self._timeout_ms,
             request_id=h.start.request_id,
             traceparent=h.start.traceparent,
+            traffic_class=TrafficClass.HANDOFF if next_up else TrafficClass.PREFETCH,
         )
         pull = _Pull(job, h.handle, self.now + self._timeout_ms * NS_PER_MS)
         self._pulls[job.ticket] = pull

@@ -46,7 +46,9 @@ class Lives:
 
     def arrive(self, h: Handoff) -> int:
         """It has joined the line: pulls begin. Returns when it stops waiting for its own; 0: it began none."""
-        return self.blocks.arrive(h, self.usable(h), self.promised)
+        computing = any(other.phase is Phase.COMPUTING for other in self.handoffs.values())
+        next_up = len(self.planner.line) == 1 and not computing  # nothing else is done while it waits
+        return self.blocks.arrive(h, self.usable(h), self.promised, next_up=next_up)
 
     def rest(self, handle: int) -> int | Wait:
         """Tokens that are not cached now, in device pages or the host segment; TWIN or PULL when the first of them are
