@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvmesh.rpc.errors import TransferError
 
-KNOWN_TRANSPORTS = ("shm", "tcp")
+KNOWN_TRANSPORTS = ("rdma", "shm", "tcp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +24,16 @@ class EngineConfig:
     advertise_host: str = ""  # what peers connect to; "" = host
     shm_dir: str = ""  # folder of the unix-domain socket; "" = Linux's abstract namespace
     shm_slice_bytes: int = 1 << 20
+    shm_copy_threads: int = 0  # that share a large copy; 0 = by the number of cores
+    huge_pages: str = "auto"  # of `allocate`: auto (transparent ones), hugetlb (reserved ones), never
+    prefault: bool = False  # `allocate` touches every page at once: slow now (0.3 to 3 s a GiB), faster first transfers
     tcp_slice_bytes: int = 256 << 10
-    tcp_streams: int = 2  # per peer and direction
+    tcp_streams: int = 2  # per peer, rail and direction
+    # tcp listens on each of these and pairs them with the peer's: interfaces ("eth1") or addresses ("fe80::1%eth1");
+    # () = those of `nics` that are interfaces here, else `host` alone
+    tcp_nics: tuple[str, ...] = ()
+    tcp_user_timeout_s: float = 1.0  # with tcp_nics: a connection that hears nothing of its packets so long is broken
+    tcp_idle_s: float = 60.0  # a stream that carried nothing so long is closed, its threads end
     max_endpoints: int = 1024  # connections made by this engine; idle ones are closed beyond it (SIEVE)
     connect_timeout_s: float = 5.0
     ack_timeout_s: float = 10.0
@@ -51,6 +59,15 @@ class EngineConfig:
     # Which NICs each memory location prefers (`kvmesh.transfer.topology`): JSON, or the path of a file of it;
     # "" = as found in /sys.
     topology: str = ""
+    rdma_port: int = 0  # of rdma's control connections, on `host`; 0 picks a free one
+    rdma_slice_bytes: int = 1 << 20  # one work request
+    rdma_queue_depth: int = 256  # work requests outstanding on a queue pair
+    rdma_gid_index: int = -1  # -1: found by looking
+    rdma_mtu: int = 0  # 256, 512, ... 4096; 0: the smaller one of the two ports'
+    rdma_pairs: tuple[str, ...] = ()  # "mlx5_0=mlx5_1": local and remote NIC that reach each other; (): by addresses
+    rdma_ack_exponent: int = 14  # a packet is sent again after 4.096 us * 2**this ...
+    rdma_retry_cnt: int = 6  # ... so often; 7 is "for ever" on some NICs
+    rdma_spin_s: float = 0.0  # poll so long after the last completion, then sleep until the next
 
     def __post_init__(self) -> None:
         if not self.transports:
@@ -63,6 +80,16 @@ class EngineConfig:
         for name in self.nics:
             if not name or self.nics.count(name) > 1:
                 raise TransferError(f"nics={','.join(self.nics)!r}: names must differ and not be empty", field="nics")
+        for name in self.tcp_nics:
+            if not name or self.tcp_nics.count(name) > 1:
+                raise TransferError(
+                    f"tcp_nics={','.join(self.tcp_nics)!r}: names must differ and not be empty", field="tcp_nics"
+                )
+        self._check_rdma()
+        if self.huge_pages not in ("auto", "hugetlb", "never"):
+            raise TransferError(f"huge_pages={self.huge_pages!r}: not auto, hugetlb or never", field="huge_pages")
+        if not 0 <= self.shm_copy_threads <= 64:
+            raise TransferError(f"shm_copy_threads={self.shm_copy_threads}: not in 0..64", field="shm_copy_threads")
         for key in ("shm_slice_bytes", "tcp_slice_bytes"):
             if not 4096 <= getattr(self, key) <= 16 << 20:
                 raise TransferError(f"{key}={getattr(self, key)!r}: not in 4096..16777216", field=key)
@@ -80,6 +107,8 @@ class EngineConfig:
                 raise TransferError(f"{key}={getattr(self, key)!r}: must be at least 1", field=key)
         for key in (
             "connect_timeout_s",
+            "tcp_user_timeout_s",
+            "tcp_idle_s",
             "ack_timeout_s",
             "request_timeout_s",
             "backoff_s",
@@ -93,5 +122,23 @@ class EngineConfig:
         for key in ("prefetch_share", "background_share"):
             if not 0 < getattr(self, key) <= 1:
                 raise TransferError(f"{key}={getattr(self, key)!r}: not in (0, 1]", field=key)
-        if self.host in ("0.0.0.0", "::", "") and "tcp" in self.transports and not self.advertise_host:
+        listens = "tcp" in self.transports or "rdma" in self.transports
+        if self.host in ("0.0.0.0", "::", "") and listens and not self.advertise_host:
             raise TransferError(f"advertise_host='': needed when host is {self.host!r}", field="advertise_host")
+
+    def _check_rdma(self) -> None:
+        for key, least, most in (
+            ("rdma_slice_bytes", 4096, 4 << 20),  # below the smallest "largest message" of known NICs, tail included
+            ("rdma_queue_depth", 16, 8192),
+            ("rdma_gid_index", -1, 65535),
+            ("rdma_ack_exponent", 1, 31),
+            ("rdma_retry_cnt", 0, 6),
+            ("rdma_spin_s", 0.0, 0.01),
+        ):
+            if not least <= getattr(self, key) <= most:
+                raise TransferError(f"{key}={getattr(self, key)!r}: not in {least}..{most}", field=key)
+        if self.rdma_mtu not in (0, 256, 512, 1024, 2048, 4096):
+            raise TransferError(f"rdma_mtu={self.rdma_mtu!r}: not 0, 256, 512, 1024, 2048 or 4096", field="rdma_mtu")
+        for pair in self.rdma_pairs:
+            if len([name for name in pair.split("=") if name]) != 2 or pair.count("=") != 1:
+                raise TransferError(f"rdma_pairs={pair!r}: must be LOCAL=REMOTE", field="rdma_pairs")

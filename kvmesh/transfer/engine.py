@@ -90,8 +90,9 @@ class TransferEngine:
         names = [nic.name for nic in nics]
         for name in config.nics:
             if name not in names:
-                has = f"has no such NIC, only {', '.join(names)}" if names else "has no choice of NICs"
-                raise TransferError(f"nics={name!r}: {', '.join(config.transports)} here {has}", field="nics")
+                have = f"have {', '.join(names)}" if names else "have no choice of NICs"
+                kinds = ", ".join(config.transports)
+                raise TransferError(f"nics={name!r}: the transports here ({kinds}) {have}", field="nics")
         if not names and not config.topology:
             return {}
         return topology.resolve(config.topology, host.look(env=os.environ), nics)
@@ -105,7 +106,13 @@ class TransferEngine:
         if nbytes <= 0:
             raise TransferError(f"nbytes={nbytes}: must be positive", field="nbytes")
         shared = "shm" in self.config.transports
-        mapping, fd = memory.allocate(nbytes, f"kvmesh:{self.name}", shared=shared)
+        mapping, fd = memory.allocate(
+            nbytes,
+            f"kvmesh:{self.name}",
+            shared=shared,
+            huge_pages=self.config.huge_pages,
+            prefault=self.config.prefault,
+        )
         return self._register(mapping.address, mapping.length, location, mapping.view, mapping, fd)
 
     def register_memory(self, buffer: object, location: str) -> Region:
@@ -167,7 +174,7 @@ class TransferEngine:
             self.close_segment(descriptor.name)
         core = self._core
         rails = self._rails(descriptor, transports)
-        lane = Lane(descriptor, rails, core, core.serials, core.board, core.dealer)
+        lane = Lane(descriptor, rails, core, core.serials, core.board, core.posting.dealer)
         with core.lock:
             core.lanes.setdefault(descriptor.name, lane)
         return descriptor.name

@@ -13,8 +13,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import logging
 import mmap
 import os
+import time
 import weakref
 from array import array
 from collections.abc import Sequence
@@ -24,29 +26,39 @@ import numpy as np
 
 from kvmesh.rpc.errors import TransferError
 
+log = logging.getLogger(__name__)
+
 PAGE = mmap.PAGESIZE
+HUGE_PAGE = 2 << 20
 _F_SEAL_FUTURE_WRITE = 0x10
+_MADV_POPULATE_WRITE = 23
+_MADV_COLLAPSE = 25
 _GATHER_RUNS = 4  # below, memmove by memmove is faster
-_GATHER_MEAN_BYTES = 128 << 10  # above, one memmove is worth the GIL's hand-over
+_GATHER_MEAN_BYTES = 8 << 10  # above, memmove by memmove is twice as fast, while the GIL comes back at once
+_GATHER_BUSY_MEAN_BYTES = 128 << 10  # above, one memmove is worth the GIL's hand-over
 _GATHER_MAX = 1024  # UIO_MAXIOV
+_GIL_WAIT_S = 0.001  # a run that took so much longer than its bytes had to wait for the GIL
+_SLOWEST_BYTES_PER_S = 1e9
+_GIL_BUSY_S = 1.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
 _libc.mmap.restype = ctypes.c_void_p
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class Mapping:
-    """`length` mapped bytes at `address`, unmapped when this object and every view of it are gone."""
+    """`length` mapped bytes at `address`, unmapped when this object and every view of it are gone. From the size of a
+    huge page on, `address` is aligned to one: the kernel would map huge pages of the file as small ones otherwise."""
 
     def __init__(self, fd: int, length: int, *, writable: bool) -> None:
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        address = _libc.mmap(None, length, prot, flags, fd, 0)
-        if address is None or address == _MAP_FAILED:
-            code = ctypes.get_errno()
-            raise TransferError(f"mmap of {length} bytes failed: {os.strerror(code)}")
+        address = _map_aligned(length, prot, flags, fd) if length >= HUGE_PAGE else _map(None, length, prot, flags, fd)
         self.address: int = address
         self.length = length
         self._array = (ctypes.c_ubyte * length).from_address(address)
@@ -55,20 +67,77 @@ class Mapping:
         self.view: memoryview = memoryview(self._array).cast("B")
 
 
-def allocate(nbytes: int, label: str, *, shared: bool) -> tuple[Mapping, int]:
-    """Zeroed memory and a read-only descriptor of it, or -1 when it cannot be shared (no memfd here)."""
+def _map(at: int | None, length: int, prot: int, flags: int, fd: int) -> int:
+    address: int | None = _libc.mmap(at, length, prot, flags, fd, 0)
+    if address is None or address == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise TransferError(f"mmap of {length} bytes failed: {os.strerror(code)}")
+    return address
+
+
+def _map_aligned(length: int, prot: int, flags: int, fd: int) -> int:
+    """Reserves one huge page more than needed, maps over the aligned part, and gives the rest back."""
+    reserved = _map(None, length + HUGE_PAGE, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+    address = -(-reserved // HUGE_PAGE) * HUGE_PAGE
+    end = -(-(address + length) // PAGE) * PAGE
+    try:
+        _map(address, length, prot, flags | _MAP_FIXED, fd)
+    except TransferError:
+        _libc.munmap(reserved, length + HUGE_PAGE)
+        raise
+    if address > reserved:
+        _libc.munmap(reserved, address - reserved)
+    if reserved + length + HUGE_PAGE > end:
+        _libc.munmap(end, reserved + length + HUGE_PAGE - end)
+    return address
+
+
+def allocate(
+    nbytes: int, label: str, *, shared: bool, huge_pages: str = "auto", prefault: bool = False
+) -> tuple[Mapping, int]:
+    """Zeroed memory and a read-only descriptor of it, or -1 when it cannot be shared (no memfd here).
+
+    `huge_pages`: "auto" asks for transparent ones, "hugetlb" takes reserved ones where there are enough (else as
+    "auto", with a line in the log), "never". `prefault` touches every page now, and makes them huge ones as far as
+    the kernel can: later is dearer."""
     length = -(-nbytes // PAGE) * PAGE
+    found: tuple[Mapping, int] | None = None
     if shared and hasattr(os, "memfd_create"):
+        if huge_pages == "hugetlb":
+            found = _hugetlb(nbytes, label)
         try:
-            return _sealed(length, label)
+            found = found or _sealed(length, label, 0)
         except OSError as err:
             if err.errno not in (errno.ENOSYS, errno.EPERM, errno.EINVAL):
                 raise TransferError(f"memfd of {length} bytes failed: {err}") from err
-    return Mapping(-1, length, writable=True), -1
+    mapping, fd = found or (Mapping(-1, length, writable=True), -1)
+    _advise(mapping, huge_pages, prefault)
+    return mapping, fd
 
 
-def _sealed(length: int, label: str) -> tuple[Mapping, int]:
-    fd = os.memfd_create(label[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+def _hugetlb(nbytes: int, label: str) -> tuple[Mapping, int] | None:
+    length = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
+    try:
+        return _sealed(length, label, os.MFD_HUGETLB | os.MFD_HUGE_2MB)
+    except (OSError, TransferError) as err:
+        log.warning("huge_pages='hugetlb': no reserved huge pages for %d bytes (%s); small ones", length, err)
+        return None
+
+
+def _advise(mapping: Mapping, huge_pages: str, prefault: bool) -> None:
+    """What the kernel does not know or does not do is left out: it is advice."""
+    huge = huge_pages != "never" and mapping.length >= HUGE_PAGE
+    if huge:
+        _libc.madvise(mapping.address, mapping.length, mmap.MADV_HUGEPAGE)
+    if prefault:
+        if _libc.madvise(mapping.address, mapping.length, _MADV_POPULATE_WRITE) != 0:
+            ctypes.memset(mapping.address, 0, mapping.length)
+        if huge:  # works where /sys lets shared memory have no huge pages of its own accord
+            _libc.madvise(mapping.address, mapping.length // HUGE_PAGE * HUGE_PAGE, _MADV_COLLAPSE)
+
+
+def _sealed(length: int, label: str, flags: int) -> tuple[Mapping, int]:
+    fd = os.memfd_create(label[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
     try:
         os.ftruncate(fd, length)
         mapping = Mapping(fd, length, writable=True)
@@ -133,20 +202,45 @@ if _gather is not None:
     _gather.restype = ctypes.c_ssize_t
 
 
+class _Gil:
+    """Whether the GIL comes back at once after it was released: if not, many runs go in one system call."""
+
+    busy_until = 0.0
+
+
 def copy_runs(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int]) -> None:
     """Copies run by run between addresses of this process, with the GIL released.
 
-    Many small runs go in one system call (process_vm_readv on ourselves): one hand-over of the GIL instead of one
-    per run, which matters beside a busy Python thread."""
-    targets, sources, lengths = _merged(targets, sources, lengths)
+    memmove is fastest, yet gives the GIL back and takes it again with every run, which beside a busy Python thread is
+    5 ms each. So many small runs, and larger ones for a second after the GIL was waited for, go in one system call:
+    process_vm_readv on ourselves."""
+    targets, sources, lengths = merged(targets, sources, lengths)
     count = len(lengths)
-    if _gather is not None and count >= _GATHER_RUNS and sum(lengths) <= count * _GATHER_MEAN_BYTES:
-        for at in range(0, count, _GATHER_MAX):
-            end = at + _GATHER_MAX
-            if not _gathered(targets[at:end], sources[at:end], lengths[at:end]):
-                _one_by_one(targets[at:end], sources[at:end], lengths[at:end])
-    else:
+    at = 0
+    if _gather is None or count < _GATHER_RUNS or sum(lengths) > count * _GATHER_BUSY_MEAN_BYTES:
         _one_by_one(targets, sources, lengths)
+        return
+    if sum(lengths) > count * _GATHER_MEAN_BYTES and time.monotonic() >= _Gil.busy_until:
+        at = _while_free(targets, sources, lengths)
+    while at < count:
+        end = at + _GATHER_MAX
+        if not _gathered(targets[at:end], sources[at:end], lengths[at:end]):
+            _one_by_one(targets[at:end], sources[at:end], lengths[at:end])
+        at = end
+
+
+def _while_free(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int]) -> int:
+    """Runs one by one until one had to wait for the GIL; how many."""
+    move, clock = ctypes.memmove, time.monotonic
+    before = clock()
+    for i, length in enumerate(lengths):
+        move(targets[i], sources[i], length)
+        now = clock()
+        if now - before > _GIL_WAIT_S + length / _SLOWEST_BYTES_PER_S:
+            _Gil.busy_until = now + _GIL_BUSY_S
+            return i + 1
+        before = now
+    return len(lengths)
 
 
 def _one_by_one(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int]) -> None:
@@ -167,7 +261,7 @@ def _gathered(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[
     return copied == sum(lengths)
 
 
-def _merged(
+def merged(
     targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int]
 ) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
     """Joins runs that continue each other on both sides."""

@@ -2,7 +2,7 @@
 
 A caller's thread sends a frame itself, without blocking: a small write costs the caller one system call and wakes
 nobody but the target's copier. The owner thread connects, takes answers and recovers; it lives while there is a
-connection, or work that needs one. A second thread copies READs, once there is one.
+connection, or work that needs one. A READ is copied by the caller's thread when it is short, else by a second thread.
 
 When a connection ends, the next greeting supersedes it (see `wire`): only then are its unanswered frames lost and
 settled. When nobody listens on the target's socket any more, they are settled too: a process closes its listener after
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from kvmesh.transfer.shm import ShmTransport
 
 _SEND_BUFFER_BYTES = 1 << 20
+_OWN_READ_BYTES = 256 << 10  # takes the caller no longer than waking another thread
 
 
 def raw_address(address: str) -> str:
@@ -62,6 +63,7 @@ class ShmPath:
         self._stranded: list[Frame] = []
         self._supersedes: tuple[int, ...] = ()
         self._gone = False  # nobody listens at the target any more
+        self._reading = threading.local()
         self._owner: threading.Thread | None = None
         self._copier: threading.Thread | None = None
 
@@ -69,6 +71,8 @@ class ShmPath:
 
     def take(self, frame: Frame) -> bool:
         start: threading.Thread | None = None
+        if frame.kind is Kind.READ and frame.nbytes <= _OWN_READ_BYTES and self._read_here(frame):
+            return True
         with self.changed:
             if self.closed:
                 return False
@@ -79,6 +83,24 @@ class ShmPath:
                 start = self._owner = threading.Thread(target=self._run, name="kvmesh-shm", daemon=True)
         if start is not None:
             self.transport.spawn(start)
+        return True
+
+    def _read_here(self, frame: Frame) -> bool:
+        """Copies it in the caller's thread, when the memory is mapped. The frames that its end makes room for go to
+        the reading thread: they are posted from inside."""
+        if getattr(self._reading, "inside", False):
+            return False
+        assert frame.group is not None, "a READ has memory"
+        base = frame.group.remote.base_offset
+        with self.changed:
+            found = self._maps.find(base, 1) if self.ready else None
+        if found is None:
+            return False
+        self._reading.inside = True
+        try:
+            self._fetch(frame, found[0], base)
+        finally:
+            self._reading.inside = False
         return True
 
     def recall(self, frame: Frame) -> bool:
@@ -155,6 +177,10 @@ class ShmPath:
             payload = frame.notice.payload
             packet = wire.HEAD.pack(wire.NOTIFY, 0, 0, 0, seq, frame.epoch, len(payload))
             packet += frame.notice.serial.to_bytes(8, "little") + payload
+        elif frame.kind is Kind.CHECKSUM:
+            rows = [n for _, _, offset, length in frame.parts for n in (offset, length)]
+            packet = wire.HEAD.pack(wire.CHECKSUM, 0, 0, len(frame.parts), seq, frame.epoch, frame.nbytes)
+            packet += struct.pack(f"<{len(rows)}Q", *rows)
         else:
             local = frame.local
             if local.base not in self._told:
@@ -271,13 +297,16 @@ class ShmPath:
             frame = self.inflight.get(answer.seq)
             if answer.kind != wire.ANSWER or frame is None or answer.flags >= len(wire.CAUSES):
                 raise ProtocolBroken("answer to nothing asked")
-            if len(rest) != 4 * answer.count:
+            asked = 0 if answer.count or frame.kind is not Kind.CHECKSUM else len(frame.parts)
+            if len(rest) != 4 * (answer.count + asked):
                 raise ProtocolBroken("answer of another length")
             del self.inflight[answer.seq]
             self.progress_at = time.monotonic()
             if self.backlog and self.ready:
                 self._flush()
         refused = struct.unpack(f"<{answer.count}I", rest) if answer.count else ()
+        if asked:
+            frame.sums = wire.unpack_sums(bytes(rest))
         frame.done(refused, wire.CAUSES[answer.flags])
 
     def _mapped(self, region: Asked, fd: int) -> None:
@@ -296,15 +325,17 @@ class ShmPath:
         """After a connection ended: whether another one is needed."""
         with self.changed:
             cause = self.broken
-            self._stranded = list(self.inflight.values())
+            asked = list(self.inflight.values())
+            self._stranded = [f for f in asked if f.kind is not Kind.CHECKSUM]
             self.inflight.clear()
-            reads = [f for waiting in self.wanted.values() for f in waiting] + [c[0] for c in self.copies]
+            traceless = [f for f in asked if f.kind is Kind.CHECKSUM]
+            traceless += [f for waiting in self.wanted.values() for f in waiting] + [c[0] for c in self.copies]
             self.wanted.clear()
             self.copies.clear()
             self.sock = None
             self._told.clear()
             self._maps.clear()
-        for frame in reads:
+        for frame in traceless:
             frame.lost(cause, settled=True)
         if self.closed:
             self._end(self.closed)
@@ -338,8 +369,13 @@ class ShmPath:
                 if not self.copies:
                     return
                 frame, mapping, base = self.copies.popleft()
-            shift = mapping.address - base
-            parts = frame.parts
-            copy_runs([p[1] for p in parts], [p[2] + shift for p in parts], [p[3] for p in parts])
-            frame.done()
+            self._fetch(frame, mapping, base)
             del frame, mapping
+
+    def _fetch(self, frame: Frame, mapping: Mapping, base: int) -> None:
+        shift = mapping.address - base
+        parts = frame.parts
+        copiers = self.transport.copiers
+        copy = copiers.copy if copiers.wants(frame.nbytes) else copy_runs
+        copy([p[1] for p in parts], [p[2] + shift for p in parts], [p[3] for p in parts])
+        frame.done()

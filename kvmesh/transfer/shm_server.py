@@ -6,6 +6,7 @@ import array
 import os
 import socket
 import struct
+import zlib
 from bisect import bisect_right
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ from kvmesh.rpc.errors import TransferError
 from kvmesh.transfer import wire
 from kvmesh.transfer.memory import Mapping, copy_runs, map_peer
 from kvmesh.transfer.serving import Accepted, Server
+from kvmesh.transfer.shm_copy import Copiers
 from kvmesh.transfer.wire import Asked, Gone, Hello, ProtocolBroken, Welcome
 
 PACKET_BYTES = 64 << 10
@@ -87,8 +89,9 @@ class PeerMaps:
 class ShmAccepted(Accepted):
     """The copier thread of one writer."""
 
-    def __init__(self, server: Server, sock: socket.socket) -> None:
+    def __init__(self, server: Server, sock: socket.socket, copiers: Copiers) -> None:
         super().__init__(server, sock)
+        self._copiers = copiers
         self._maps = PeerMaps()
         self._buffer = bytearray(PACKET_BYTES)
         self._given: set[int] = set()  # own regions that the peer has mapped
@@ -122,6 +125,8 @@ class ShmAccepted(Accepted):
                 self._write(asked, got)
             elif asked.kind == wire.NOTIFY:
                 self._notify(asked, got)
+            elif asked.kind == wire.CHECKSUM:
+                self._checksum(asked, got)
             elif asked.kind == wire.WANT:
                 region = self.host.segment.by_offset(asked.seq, 1)
                 if region is None or region.base != asked.seq or region.fd < 0:
@@ -162,11 +167,36 @@ class ShmAccepted(Accepted):
                 to.append(home.address + targets[i] - home.base)
                 of.append(source[1])
                 runs.append(lengths[i])
-            copy_runs(to, of, runs)
+            if self._copiers.wants(asked.nbytes):
+                self._copiers.copy(to, of, runs)
+            else:
+                copy_runs(to, of, runs)
             landed = sum(runs)
         finally:
             windows.leave(admission, landed)
         self._answer(asked.seq, sorted(refused), wire.OUTSIDE_WINDOW if refused else 0)
+
+    def _checksum(self, asked: Asked, got: int) -> None:
+        if got != wire.HEAD_BYTES + 16 * asked.count:
+            raise ProtocolBroken(f"packet of {got} bytes with {asked.count} rows")
+        rows = struct.unpack_from(f"<{2 * asked.count}Q", self._buffer, wire.HEAD_BYTES)
+        segment = self.host.segment
+        sums: list[int] = []
+        refused: list[int] = []
+        for i, (offset, length) in enumerate(zip(rows[0::2], rows[1::2], strict=True)):
+            region = segment.use(offset, length) if length else None
+            if region is None:
+                refused.append(i)
+                continue
+            try:
+                sums.append(zlib.crc32(region.slice_at(offset, length)))
+            finally:
+                segment.unuse(region)
+        if refused:
+            self._answer(asked.seq, refused, wire.NO_MEMORY)
+        else:
+            data = wire.pack_sums(sums)
+            self.sock.send(wire.HEAD.pack(wire.ANSWER, 0, 0, 0, asked.seq, 0, len(data)) + data)
 
     def _notify(self, asked: Asked, got: int) -> None:
         start = wire.HEAD_BYTES + 8
