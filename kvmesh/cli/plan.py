@@ -117,7 +117,9 @@ def plan(settings: MeshSettings, run_dir: Path, ports: Ports) -> list[Spec]:
     port["gateway"] = settings.grpc_port or ports.take(settings.host)
     http_port = settings.http_port or ports.take(settings.host)
     conductor, store = join(LOCALHOST, port["conductor"]), join(LOCALHOST, port["store"])
+    transfer = {"transports": settings.transports, "nics": settings.nics, "topology": settings.topology}
     instance = {
+        **transfer,
         "conductor": conductor,
         "store": store,
         "dtype": settings.dtype,
@@ -129,7 +131,7 @@ def plan(settings: MeshSettings, run_dir: Path, ports: Ports) -> list[Spec]:
     own: dict[str, dict[str, Any]] = {
         "store": {},
         "conductor": {"store": store, "slo_ttft_ms": settings.slo_ttft_ms, "slo_tbt_ms": settings.slo_tbt_ms},
-        "pool": {"store": store, "memory_mb": settings.pool_memory_mb},
+        "pool": {"store": store, "memory_mb": settings.pool_memory_mb, **transfer},
         "prefill": instance,
         "decode": instance,
         "gateway": {

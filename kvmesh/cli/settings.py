@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvmesh.node.transfer_config import check
 from kvmesh.rpc.errors import ConfigError
 
 _PORT = {"min": 0, "max": 65535}
@@ -59,6 +60,20 @@ class MeshSettings:
     )
     memory_mb: int = field(default=256, metadata={"help": "KV memory of each instance, MiB.", "min": 1})
     threads: int = field(default=1, metadata={"help": "Compute threads of each instance.", "min": 1})
+    transports: str = field(
+        default="shm,tcp", metadata={"help": "How KV moves between instances, preferred first: rdma, shm, tcp."}
+    )
+    nics: str = field(
+        default="",
+        metadata={"help": "NICs that KV moves over: RDMA devices for rdma, network interfaces for tcp; empty: all."},
+    )
+    topology: str = field(
+        default="",
+        metadata={
+            "help": "NICs of each memory location, preferred and secondary; empty: found in /sys (docs/transfer.md).",
+            "metavar": "JSON|FILE",
+        },
+    )
     slo_ttft_ms: int = field(
         default=30_000,
         metadata={
@@ -113,6 +128,7 @@ class MeshSettings:
             raise ConfigError(
                 f"grpc_port={self.grpc_port}: is http_port too; choose another with --grpc-port", field="grpc_port"
             )
+        check(self.transports, self.nics)
         if self.tls and self.tls_cert:
             raise ConfigError(f"tls_cert={self.tls_cert!r}: --tls makes certificates of its own", field="tls_cert")
         seen = {self.model_name}

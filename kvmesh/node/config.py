@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvmesh.config import ServiceConfig
+from kvmesh.node.transfer_config import TransferConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class InstanceConfig(ServiceConfig):
+class InstanceConfig(TransferConfig):
     """Fields common to prefill and decode; each service's config adds its own."""
 
     instance_id: str = field(default="", metadata={"help": "Name in the mesh; empty: made from role and pid."})
@@ -24,12 +24,9 @@ class InstanceConfig(ServiceConfig):
     memory_mb: int = field(default=512, metadata={"help": "Memory for device pages, MiB, when num_pages is 0."})
     threads: int = field(default=1, metadata={"help": "torch threads of a rank."})
     max_context_tokens: int = field(default=0, metadata={"help": "Longest prompt + answer; 0: the model's."})
-    transports: str = field(default="shm,tcp", metadata={"help": "Transfer transports, preferred first."})
-    fault: str = field(default="", metadata={"help": "JSON for the fault transport (tests)."})
     rank_silence_ms: int = field(
         default=5000, metadata={"help": "A rank silent this long makes the instance not ready."}
     )
-    advertise_host: str = field(default="", metadata={"help": "Host that peers dial; empty: host."})
     store_high_percent: int = field(
         default=95,
         metadata={"help": "Above this share of the host segment the coldest blocks go.", "min": 1, "max": 100},

@@ -71,12 +71,10 @@ class Front:
     async def start_ranks(self, stop: asyncio.Event) -> None:
         """Spawn and configure all ranks; returns when each has loaded its weights.
         Raises CheckpointError or ConfigError as a rank answered it; InternalError when stopped meanwhile."""
-        transports = tuple(t.strip() for t in self.config.transports.split(",") if t.strip())
         for rank in self.ranks:
             rank.spawn(self.config.threads)
         calls = [
-            asyncio.ensure_future(rank.configure(self._configure(rank.rank, transports), LOAD_TIMEOUT_S))
-            for rank in self.ranks
+            asyncio.ensure_future(rank.configure(self._configure(rank.rank), LOAD_TIMEOUT_S)) for rank in self.ranks
         ]
         stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
         loaded: asyncio.Future[Any] = asyncio.gather(*calls)
@@ -90,7 +88,7 @@ class Front:
             stopping.cancel()
         self._tasks.append(asyncio.create_task(self._watch_ranks(), name="ping ranks"))
 
-    def _configure(self, rank: int, transports: tuple[str, ...]) -> m.Configure:
+    def _configure(self, rank: int) -> m.Configure:
         c = self.config
         return m.Configure(
             instance_id=self.instance_id,
@@ -106,7 +104,9 @@ class Front:
             memory_bytes=c.memory_mb << 20,
             threads=c.threads,
             max_context_tokens=c.max_context_tokens,
-            transports=transports,
+            transports=c.transport_list,
+            nics=c.nic_list,
+            topology=c.topology,
             fault=c.fault,
             host=c.host,
             advertise_host=c.advertise_host,
@@ -264,10 +264,7 @@ def check_config(config: InstanceConfig) -> None:
         raise _bad("model", config.model, "a checkpoint folder (--model PATH)")
     if not Path(config.model).is_dir():
         raise _bad("model", config.model, "not a folder")
-    known = {"shm", "tcp"}
-    names = [t.strip() for t in config.transports.split(",") if t.strip()]
-    if not names or not set(names) <= known:
-        raise _bad("transports", config.transports, f"a list of {', '.join(sorted(known))}")
+    config.check_transfer()
     for key in ("threads", "memory_mb"):
         if getattr(config, key) < 1:
             raise _bad(key, getattr(config, key), "at least 1")

@@ -45,6 +45,8 @@ class Configure(Message, frozen=True):
     fault: str = ""  # JSON for the fault transport; "" = none (tests)
     host: str = "127.0.0.1"  # the tcp transport listens here
     advertise_host: str = ""  # what peers dial; "" = host
+    nics: tuple[str, ...] = ()  # that transports may use; () = as they choose
+    topology: str = ""  # JSON or file of it; "" = found in /sys
 
 
 class OpenSegment(Message, frozen=True):

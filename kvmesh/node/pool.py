@@ -143,6 +143,8 @@ class PoolNode:
             threads=1,
             max_context_tokens=0,
             transports=c.transport_list,
+            nics=c.nic_list,
+            topology=c.topology,
             fault=c.fault,
             host=c.host,
             advertise_host=c.advertise_host,

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvmesh.config import ServiceConfig
+from kvmesh.node.transfer_config import TransferConfig
 from kvmesh.rpc.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolConfig(ServiceConfig):
+class PoolConfig(TransferConfig):
     """Memory without an engine. Raises ConfigError naming field and value when settings do not fit together."""
 
     instance_id: str = field(default="", metadata={"help": "Name in the mesh; empty: made from role and pid."})
     store: str = field(default="127.0.0.1:0", metadata={"help": "Address of the store master."})
     memory_mb: int = field(default=512, metadata={"help": "Memory that it gives to the mesh, MiB.", "min": 1})
-    transports: str = field(default="shm,tcp", metadata={"help": "Transfer transports, preferred first."})
-    fault: str = field(default="", metadata={"help": "JSON for the fault transport (tests)."})
     rank_silence_ms: int = field(
         default=5000, metadata={"help": "A rank silent this long makes the node not ready.", "min": 1}
     )
-    advertise_host: str = field(default="", metadata={"help": "Host that peers dial; empty: host."})
     store_high_percent: int = field(
         default=95, metadata={"help": "Above this share of the memory the coldest blocks go.", "min": 1, "max": 100}
     )
@@ -36,10 +33,4 @@ class PoolConfig(ServiceConfig):
                 f"store_low_percent={self.store_low_percent}: above store_high_percent ({self.store_high_percent})",
                 field="store_low_percent",
             )
-        names = self.transport_list
-        if not names or not set(names) <= {"shm", "tcp"}:
-            raise ConfigError(f"transports={self.transports!r}: a list of shm, tcp", field="transports")
-
-    @property
-    def transport_list(self) -> tuple[str, ...]:
-        return tuple(name.strip() for name in self.transports.split(",") if name.strip())
+        self.check_transfer()

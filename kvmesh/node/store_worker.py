@@ -9,8 +9,8 @@ from collections.abc import Callable
 from kvmesh.node import messages as m
 from kvmesh.node.memory import touch
 from kvmesh.node.puller import Puller
+from kvmesh.node.transfer_config import start_engine
 from kvmesh.rpc.errors import ConfigError, TransferError
-from kvmesh.transfer import EngineConfig, TransferEngine
 
 log = logging.getLogger("kvmesh.rank")
 
@@ -26,13 +26,7 @@ class StoreWorker:
         if configure.memory_bytes < 1:
             raise ConfigError(f"memory_bytes={configure.memory_bytes}: must be positive", field="memory_mb")
         name = f"{configure.instance_id}/{configure.rank}@{configure.incarnation:x}"
-        transfer = EngineConfig(
-            transports=configure.transports,
-            fault=configure.fault,
-            host=configure.host,
-            advertise_host=configure.advertise_host,
-        )
-        self.engine = TransferEngine(name, transfer)
+        self.engine = start_engine(name, configure, None)
         try:
             self._region = self.engine.allocate(configure.memory_bytes, "cpu:0")
             touch(self._region)

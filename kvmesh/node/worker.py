@@ -25,8 +25,9 @@ from kvmesh.node.memory import touch
 from kvmesh.node.puller import Puller
 from kvmesh.node.pusher import Pusher
 from kvmesh.node.seals import Seals
+from kvmesh.node.transfer_config import start_engine
 from kvmesh.rpc.errors import ConfigError, NonFiniteLogits, TransferError
-from kvmesh.transfer import EngineConfig, Notification, Range, Region, TransferEngine
+from kvmesh.transfer import Notification, Range, Region
 
 log = logging.getLogger("kvmesh.rank")
 
@@ -63,13 +64,7 @@ class Worker:
         self._num_pages = configure.num_pages or max(configure.memory_bytes // shard, 1)
         self._num_extents = configure.num_extents or self._num_pages
         name = f"{configure.instance_id}/{configure.rank}@{configure.incarnation:x}"
-        transfer = EngineConfig(
-            transports=configure.transports,
-            fault=configure.fault,
-            host=configure.host,
-            advertise_host=configure.advertise_host,
-        )
-        self.engine = TransferEngine(name, transfer, self._notified)
+        self.engine = start_engine(name, configure, self._notified)
         try:
             self._page_region = self.engine.allocate(self._num_pages * shard, "cpu:0")
             self._extent_region = self.engine.allocate(self._num_extents * shard, "cpu:0")

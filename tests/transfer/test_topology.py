@@ -214,7 +214,9 @@ def test_an_override_where_there_is_no_choice() -> None:
 
 
 def test_the_engine_refuses_what_its_transports_do_not_have() -> None:
-    with pytest.raises(TransferError, match=r"nics='nope0': shm here has no choice of NICs") as caught:
+    with pytest.raises(
+        TransferError, match=r"nics='nope0': the transports here \(shm\) have no choice of NICs"
+    ) as caught:
         TransferEngine("a#1", EngineConfig(transports=("shm",), nics=("nope0",)))
     assert caught.value.field == "nics"
     with pytest.raises(TransferError, match=r"'cpu:0' names NIC 'nope0'"):

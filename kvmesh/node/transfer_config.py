@@ -1,0 +1,96 @@
+"""What instances and pool nodes can be told of their transfers, and the engine's configuration made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvmesh.config import ServiceConfig
+from kvmesh.rpc.errors import ConfigError, TransferError
+
+if TYPE_CHECKING:
+    from kvmesh.node.messages import Configure
+    from kvmesh.transfer import EngineConfig, Notification, TransferEngine
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """ "a, b" → ("a", "b")."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def check(transports: str, nics: str) -> None:
+    """ConfigError naming key and value."""
+    from kvmesh.transfer.config import KNOWN_TRANSPORTS
+
+    names = listed(transports)
+    if not names or not set(names) <= set(KNOWN_TRANSPORTS):
+        known = ", ".join(sorted(KNOWN_TRANSPORTS))
+        raise ConfigError(f"transports={transports!r}: a list of {known}", field="transports")
+    for key, text in (("transports", transports), ("nics", nics)):
+        if len(set(listed(text))) < len(listed(text)):
+            raise ConfigError(f"{key}={text!r}: one is named twice", field=key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferConfig(ServiceConfig):
+    """Fields that a rank's transfer engine takes."""
+
+    transports: str = field(
+        default="shm,tcp", metadata={"help": "Transfer transports, preferred first: rdma, shm, tcp."}
+    )
+    nics: str = field(
+        default="",
+        metadata={
+            "help": "NICs of transfers: RDMA devices for rdma (mlx5_0,mlx5_1), network interfaces for tcp "
+            "(eth0,eth1); empty: every active RDMA device, and tcp on host.",
+        },
+    )
+    topology: str = field(
+        default="",
+        metadata={
+            "help": 'NICs of each memory location, preferred and secondary: {"cpu:0": \\[\\["mlx5_0"], \\["mlx5_1"]]}, '
+            "or a file of it; empty: found in /sys.",
+            "metavar": "JSON|FILE",
+        },
+    )
+    fault: str = field(default="", metadata={"help": "JSON for the fault transport (tests)."})
+    advertise_host: str = field(default="", metadata={"help": "Host that peers dial; empty: host."})
+
+    @property
+    def transport_list(self) -> tuple[str, ...]:
+        return listed(self.transports)
+
+    @property
+    def nic_list(self) -> tuple[str, ...]:
+        return listed(self.nics)
+
+    def check_transfer(self) -> None:
+        """ConfigError naming key and value. What only the rank can see, it refuses itself."""
+        check(self.transports, self.nics)
+
+
+def start_engine(name: str, configure: Configure, on_notify: Callable[[Notification], None] | None) -> TransferEngine:
+    """Of a rank. ConfigError for NICs and topologies that this host does not have, TransferError for the rest."""
+    from kvmesh.transfer import TransferEngine
+
+    try:
+        return TransferEngine(name, engine_config(configure), on_notify)
+    except TransferError as err:
+        if err.field in ("nics", "topology"):
+            raise ConfigError(err.message, field=err.field) from None
+        raise
+
+
+def engine_config(configure: Configure) -> EngineConfig:
+    """Of a rank. TransferError for what the engine refuses."""
+    from kvmesh.transfer import EngineConfig
+
+    return EngineConfig(
+        transports=configure.transports,
+        nics=configure.nics,
+        topology=configure.topology,
+        fault=configure.fault,
+        host=configure.host,
+        advertise_host=configure.advertise_host,
+    )
