@@ -81,7 +81,8 @@ class Accepted(ABC):
 
 
 class Server:
-    """Listens on `sock` and owns every accepted connection."""
+    """Listens on `sock` and owns every accepted connection. `also` adds sockets: one table of connections for all, so
+    that a greeting on one NIC can supersede what came over another."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class Server:
         self.label = label
         self.host = host
         self.connect_timeout_s = connect_timeout_s
-        self._sock = sock
+        self._socks = [sock]
         self._accept = accept
         self._lock = threading.Lock()
         self._connections: set[Accepted] = set()
@@ -102,11 +103,21 @@ class Server:
         self._by_id: dict[tuple[str, int], Accepted] = {}
         self._closing = False
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"kvmesh-{label}-accept", daemon=True)
+        self._acceptors: list[threading.Thread] = []
+
+    def also(self, sock: socket.socket) -> None:
+        """Before `start`."""
+        self._socks.append(sock)
 
     def start(self) -> None:
-        self._sock.listen(128)
-        self._thread.start()
+        """OSError when a socket cannot listen; the sockets are the caller's to close then."""
+        for sock in self._socks:
+            sock.listen(128)
+        for sock in self._socks:
+            name = f"kvmesh-{self.label}-accept"
+            self._acceptors.append(threading.Thread(target=self._run, args=(sock,), name=name, daemon=True))
+        for thread in self._acceptors:
+            thread.start()
 
     def greet(self, connection: Accepted, hello: Hello) -> Welcome:
         """When it may speak, every superseded connection of the peer can land nothing more."""
@@ -144,10 +155,10 @@ class Server:
         with self._lock:
             return list(self._connections)
 
-    def _run(self) -> None:
+    def _run(self, listener: socket.socket) -> None:
         while True:
             try:
-                sock, _ = self._sock.accept()
+                sock, _ = listener.accept()
             except OSError as err:
                 if self._closing:
                     break
@@ -178,10 +189,13 @@ class Server:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
         self._ended.set()
-        try:
-            self._sock.shutdown(socket.SHUT_RDWR)  # wakes accept
-        except OSError:
-            pass
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join(max(0.1, deadline - time.monotonic()))
-        self._sock.close()
+        for listener in self._socks:
+            try:
+                listener.shutdown(socket.SHUT_RDWR)  # wakes accept
+            except OSError:
+                pass
+        for thread in self._acceptors:
+            if thread is not threading.current_thread():
+                thread.join(max(0.1, deadline - time.monotonic()))
+        for listener in self._socks:
+            listener.close()

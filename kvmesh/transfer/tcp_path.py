@@ -1,4 +1,4 @@
-"""The tcp transport at the opener: several streams a peer, each a sending and an answering thread.
+"""The tcp transport at the opener: several streams a peer and rail, each a sending and an answering thread.
 
     post ─▶ queue ─┬─▶ stream 0: sender ══ frame ══▶ acceptor          (tcp_server)
                    │             reader ◀═ answer ══
@@ -8,6 +8,9 @@ Streams take frames from one queue, so a slow one takes fewer; several frames ar
 breaks, its sender opens another connection whose greeting supersedes the broken one (see `wire`); only after the
 Welcome are the frames without an answer reported lost and settled, to be sent again. Without a Welcome they are lost
 and unsettled. The frames of a READ are always settled once the reader has ended: it is the only thread that lands them.
+
+Where the peer has other rails, the greeting that supersedes may go over any of them: a stream whose NIC fell silent
+greets there, reports its frames lost, settled and its rail down, and ends.
 """
 
 from __future__ import annotations
@@ -17,12 +20,14 @@ import struct
 import threading
 import time
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvmesh.transfer import wire
 from kvmesh.transfer.dialing import connect_patiently
 from kvmesh.transfer.segment import SegmentDescriptor
-from kvmesh.transfer.transport import Frame, Kind
+from kvmesh.transfer.tcp_dial import SILENCE, Route, greet, prepared
+from kvmesh.transfer.transport import Frame, Kind, Rail
 from kvmesh.transfer.wire import Asked, Gone, Hello, ProtocolBroken, Refused
 
 if TYPE_CHECKING:
@@ -35,9 +40,10 @@ _LANDING = (Kind.WRITE, Kind.NOTIFY)  # what leaves traces at the target
 class TcpPath:
     """All streams to one segment and the frames that wait for one (a `dialing.Path`)."""
 
-    def __init__(self, transport: TcpTransport, descriptor: SegmentDescriptor) -> None:
+    def __init__(self, transport: TcpTransport, descriptor: SegmentDescriptor, rail: Rail) -> None:
         self.transport = transport
         self.descriptor = descriptor
+        self.rail = rail
         self.changed = threading.Condition()
         self.queue: deque[Frame] = deque()
         self.waiting = 0  # streams that wait for a frame
@@ -69,7 +75,14 @@ class TcpPath:
         with self.changed:
             for stream in self.streams:
                 if frame in stream.inflight.values() and time.monotonic() - stream.progress_at >= idle_s:
-                    stream.shut(f"no answer from {self.descriptor.name} over tcp")
+                    stream.shut(f"no answer from {self.descriptor.name} over {self.rail}", silent=True)
+
+    def cut(self, cause: str) -> None:
+        """The local NIC is gone: what goes over it breaks."""
+        with self.changed:
+            for stream in self.streams:
+                if not stream.elsewhere:
+                    stream.shut(cause, silent=True)
 
     def idle(self) -> bool:
         with self.changed:
@@ -93,15 +106,18 @@ class _Stream:
         self.thread = threading.Thread(target=self._run, name="kvmesh-tcp-send", daemon=True)
         self.sock: socket.socket | None = None
         self.broken = ""  # why, once it is
+        self.silent = False  # broken because the way, not the process at its end, fell silent
+        self.elsewhere = False  # `sock` goes over another rail, to supersede what was here
         self.inflight: dict[int, Frame] = {}
         self.stranded: list[Frame] = []  # on a broken connection, not settled
         self.supersedes: tuple[int, ...] = ()
         self.progress_at = 0.0
         self._seq = 0
 
-    def shut(self, cause: str) -> None:
+    def shut(self, cause: str, *, silent: bool = False) -> None:
         """Breaks the connection; path.changed held."""
-        self.broken = self.broken or cause
+        if not self.broken:
+            self.broken, self.silent = cause, silent
         if self.sock is not None:
             try:
                 self.sock.shutdown(socket.SHUT_RDWR)
@@ -113,12 +129,10 @@ class _Stream:
 
     def _run(self) -> None:
         while True:
-            sock, cause = connect_patiently(self._dial, self.config, lambda: self.path.closed, self._pause)
+            sock, cause = self._connect()
             if sock is None:
                 break
-            settled, self.stranded = self.stranded, []
-            for frame in settled:
-                frame.lost("the connection broke", settled=True)
+            self._settled("the connection broke", down=False)
             reader = threading.Thread(target=self._read, args=(sock,), name="kvmesh-tcp-read", daemon=True)
             reader.start()
             self._send(sock)
@@ -130,46 +144,91 @@ class _Stream:
             self.path.streams.remove(self)
         self._lose(cause)
 
+    def _connect(self) -> tuple[socket.socket | None, str]:
+        """A connection, or why there is none. Then what was stranded may be settled all the same, over another rail."""
+        path, transport = self.path, self.path.transport
+        others = transport.others(path.descriptor, path.rail)
+        if not others:
+            dial = partial(self._dial, path.rail)
+            return connect_patiently(dial, self.config, lambda: path.closed, self._pause)
+        cause, why = "closed", self.broken or f"{path.rail} broke"
+        for attempt in range(self.config.max_attempts):
+            if attempt:
+                self._pause(self.config.backoff_s * 2 ** (attempt - 1))
+            rails = [*others, path.rail] if self.silent else [path.rail, *others]
+            for rail in rails if self.stranded else [path.rail]:
+                if path.closed:
+                    return None, path.closed
+                sock, cause, final = self._attempt(rail)
+                if sock is not None and rail == path.rail:
+                    return sock, ""
+                if sock is not None:
+                    sock.close()  # its greeting was all
+                    self._settled(why, down=True)
+                    return None, why
+                if final:
+                    return None, cause
+            if not self.stranded and transport.other_way(path.descriptor, path.rail):
+                break
+        return None, cause
+
+    def _attempt(self, rail: Rail) -> tuple[socket.socket | None, str, bool]:
+        """The connection; or why there is none, and whether it is no use to go on."""
+        path = self.path
+        try:
+            return self._dial(rail), "", False
+        except Refused as err:
+            return None, str(err), not err.retry
+        except (OSError, Gone, ProtocolBroken) as err:
+            path.transport.tried(path.descriptor.name, rail, connected=False)
+            return None, f"{rail}: {str(err) or type(err).__name__}", False
+
+    def _settled(self, cause: str, *, down: bool) -> None:
+        frames, self.stranded = self.stranded, []
+        for frame in frames:
+            frame.lost(cause, settled=True, down=down)
+
     def _pause(self, seconds: float) -> None:
         with self.path.changed:
             self.path.changed.wait_for(lambda: bool(self.path.closed), seconds)
 
-    def _dial(self) -> socket.socket:
-        descriptor = self.path.descriptor
-        endpoint = descriptor.endpoints["tcp"]
-        try:
-            found = socket.getaddrinfo(endpoint["host"], int(endpoint["port"]), type=socket.SOCK_STREAM)
-        except (KeyError, ValueError) as err:
-            raise Refused(f"bad tcp endpoint {endpoint!r}", retry=False) from err
-        family, kind, proto, _, address = found[0]
-        sock = socket.socket(family, kind, proto)
-        with self.path.changed:
-            self.sock, self.broken = sock, self.path.closed
+    def _dial(self, rail: Rail) -> socket.socket:
+        """Greets over this rail; the Welcome settles what the connection before had on it."""
+        path, error = self.path, OSError("no address of the peer's to connect to")
+        for route in path.transport.ways(path.descriptor, rail):
+            try:
+                sock = self._dial_route(route, rail)
+            except OSError as err:
+                error = err
+                continue
+            path.transport.tried(path.descriptor.name, rail, connected=True)
+            self.progress_at = time.monotonic()
+            self.host.count("tcp.connected")
+            return sock
+        raise error
+
+    def _dial_route(self, route: Route, rail: Rail) -> socket.socket:
+        path = self.path
+        sock = prepared(route, self.config)
+        with path.changed:
+            self.sock, self.broken, self.elsewhere = sock, path.closed, rail != path.rail
         try:
             if self.broken:
                 raise Gone(self.broken)
-            sock.settimeout(self.config.connect_timeout_s)
-            sock.connect(address)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            conn_id = next(self.path.transport.conn_ids)
-            hello = Hello(
-                wire.WIRE_VERSION, self.host.name, descriptor.name, descriptor.token, conn_id, self.supersedes
+            sock.connect(route.target)
+            conn_id = next(path.transport.conn_ids)
+            descriptor, supersedes = path.descriptor, self.supersedes
+            greet(
+                sock, Hello(wire.WIRE_VERSION, self.host.name, descriptor.name, descriptor.token, conn_id, supersedes)
             )
-            data = wire.encode_hello(hello)
-            sock.sendall(wire.LENGTH.pack(len(data)) + data)
-            (length,) = wire.LENGTH.unpack(wire.recv_exact(sock, wire.LENGTH.size))
-            if length > wire.MAX_HELLO_BYTES:
-                raise ProtocolBroken(f"welcome of {length} bytes")
-            wire.decode_welcome(bytes(wire.recv_exact(sock, length)))
-            sock.settimeout(None)
         except BaseException:
-            with self.path.changed:
+            with path.changed:
                 self.sock = None
             sock.close()
             raise
+        with path.changed:
+            self.silent = False
         self.supersedes = (conn_id,)
-        self.progress_at = time.monotonic()
-        self.host.count("tcp.connected")
         return sock
 
     def _send(self, sock: socket.socket) -> None:
@@ -178,8 +237,10 @@ class _Stream:
             with path.changed:
                 while not path.queue and not self.broken:
                     path.waiting += 1
-                    path.changed.wait()
+                    awaited = path.changed.wait(self.config.tcp_idle_s)
                     path.waiting -= 1
+                    if not awaited and not path.queue and not self.inflight:
+                        self.shut("idle")
                 if self.broken:
                     if path.queue:
                         path.changed.notify()  # the wake-up may have been meant for another stream
@@ -194,7 +255,7 @@ class _Stream:
                 self._send_frame(sock, seq, frame)
             except OSError as err:
                 with path.changed:
-                    self.shut(f"send to {path.descriptor.name}: {err}")
+                    self.shut(f"send to {path.descriptor.name}: {err}", silent=err.errno in SILENCE)
 
     def _send_frame(self, sock: socket.socket, seq: int, frame: Frame) -> None:
         parts = frame.parts
@@ -223,7 +284,7 @@ class _Stream:
         except (Gone, OSError, ProtocolBroken) as err:
             cause = f"connection to {self.path.descriptor.name}: {err}"
             with self.path.changed:
-                self.shut(cause)
+                self.shut(cause, silent=isinstance(err, OSError) and err.errno in SILENCE)
 
     def _answer(self, sock: socket.socket, answer: Asked) -> None:
         with self.path.changed:
@@ -252,7 +313,7 @@ class _Stream:
         """After a connection ended: whether another is needed (its frames must be settled, or more wait)."""
         path = self.path
         with path.changed:
-            cause = self.broken
+            cause, silent = self.broken, self.silent
             frames = list(self.inflight.values())
             self.inflight.clear()
             self.sock = None
@@ -261,9 +322,10 @@ class _Stream:
             if not more or path.closed:
                 path.streams.remove(self)
         closed = path.closed
+        has_others = bool(frames) and bool(path.transport.others(path.descriptor, path.rail))
         for frame in frames:
             if frame.kind not in _LANDING:
-                frame.lost(cause, settled=True)
+                frame.lost(cause, settled=True, down=silent and has_others)
         if closed:
             self._lose(closed)
             return False

@@ -8,8 +8,10 @@ import zlib
 from collections.abc import Sequence
 
 from kvmesh.transfer import wire
+from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.segment import LocalRegion
 from kvmesh.transfer.serving import Accepted, Server
+from kvmesh.transfer.tcp_dial import tune
 from kvmesh.transfer.wire import Asked, Hello, ProtocolBroken, Welcome
 
 _SCRATCH_BYTES = 256 << 10
@@ -18,10 +20,9 @@ _SCRATCH_BYTES = 256 << 10
 class TcpAccepted(Accepted):
     """Receives straight into registered memory, slices of a frame in one system call."""
 
-    def __init__(self, server: Server, sock: socket.socket) -> None:
+    def __init__(self, server: Server, sock: socket.socket, config: EngineConfig, *, many_nics: bool) -> None:
         super().__init__(server, sock)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        tune(sock, config, many_nics=many_nics)
         self._scratch: memoryview | None = None
 
     def read_hello(self) -> Hello:
