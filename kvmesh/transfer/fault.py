@@ -1,88 +1,88 @@
 """The fault transport: wraps any transport at the writer's or reader's side and makes its frames misfare. For tests.
 
-    engine ─▶ FaultTransport ─▶ shm or tcp
-                  ├ delay      posted `delay_ms` later
+    engine ─▶ FaultTransport ─▶ rdma, shm or tcp
+                  ├ delay      posted `delay_ms` (and up to `jitter_ms` more) later
+                  ├ bandwidth  posted when its bytes have passed a link of `bandwidth_mbps`, one link a NIC
                   ├ drop       never posted, never answered; cut_to: the same for everything that matches
                   ├ cut_from   posted, lands, but its answer is lost
                   ├ corrupt    one byte of it arrives changed (the local memory of a write stays as it is)
                   ├ duplicate  posted twice; answered when both are
-                  └ freeze     held, as in a stopped process or a stuck network, until `thaw`: then it is posted late
+                  ├ freeze     held, as in a stopped process or a stuck network, until `thaw`: then it is posted late
+                  └ down       never posted; lost, settled, and the rail is said to be down
 
 Rules are JSON in `EngineConfig.fault`: {"seed": 7, "rules": [{"kind": "drop", "peer": "decode-*", "op": "write",
-"after": 3, "count": 1}]}, or `engine.fault.add(Rule(...))` of an engine whose config says fault="{}" at least. Chance
-(`probability`) is drawn from `seed`. A held frame that its engine gives up is *lost and not settled*: it still lands
-late when thawed, unless the target fences. That is the late packet that fences are for.
+"after": 3, "count": 1}]}, or `engine.fault.add(Rule(...))` of an engine whose config says fault="{}" at least
+(`fault_rules.Rule` has the fields, docs/transfer.md examples). A frozen or delayed frame that its engine gives up is
+*lost and not settled*: it still lands late, unless the target fences. That is the late packet that fences are for. A
+frame that waits for its turn on a slow link has not left: it can be taken back.
 """
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Literal
-
-import msgspec
 
 from kvmesh.rpc.errors import TransferError
 from kvmesh.transfer import memory
+from kvmesh.transfer.fault_clock import Clockwork
+from kvmesh.transfer.fault_rules import Operation, Rule, Rules, Script, Strike
 from kvmesh.transfer.segment import LocalRegion, NicInfo, RegionInfo, SegmentDescriptor
 from kvmesh.transfer.transport import Frame, Kind, Rail, Transport, TransportHost
 
+__all__ = ["FaultControl", "FaultTransport", "Rule"]
 
-class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What befalls frames to segments whose name matches `peer`: the first `after` that match are spared, then at
-    most `count` (0 = all) are hit."""
+log = logging.getLogger(__name__)
 
-    kind: Literal["delay", "drop", "cut_to", "cut_from", "corrupt", "duplicate", "freeze"]
-    peer: str = "*"
-    transport: str = "*"
-    op: Literal["*", "write", "read", "notify"] = "*"
-    probability: float = 1.0
-    after: int = 0
-    count: int = 0
-    delay_ms: int = 0
-
-
-class _Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    seed: int = 0
-    rules: tuple[Rule, ...] = ()
+_TRACELESS = (Kind.READ, Kind.CHECKSUM)  # nothing of them can land at the target
 
 
 class FaultControl:
-    """The rules of one engine, and its frozen frames. Thread-safe."""
+    """The rules of one engine, and its frozen frames. Thread-safe; changes take effect with the next frame."""
 
     def __init__(self, script: str) -> None:
-        try:
-            parsed = msgspec.json.decode(script or "{}", type=_Script)
-        except msgspec.MsgspecError as err:
-            raise TransferError(f"fault={script[:80]!r}: {err}", field="fault") from err
+        parsed = Script.parse(script)
         self.changed = threading.Condition()
         self.random = random.Random(parsed.seed)
-        self._rules = list(parsed.rules)
-        self._seen: dict[int, int] = {}
+        self._rules = Rules(parsed)
         self._held: list[_Flight] = []
 
     def add(self, rule: Rule) -> None:
         with self.changed:
-            self._rules.append(rule)
+            self._rules.add(rule)
+
+    def remove(self, rule: Rule) -> bool:
+        """The first rule that equals it; false when there is none."""
+        with self.changed:
+            return self._rules.remove(rule)
+
+    def load(self, script: str) -> None:
+        """Replaces all rules by those of a script; what is frozen stays so until `thaw`. TransferError when it is
+        malformed, and nothing has changed then."""
+        parsed = Script.parse(script)
+        with self.changed:
+            self._rules.load(parsed)
 
     def clear(self) -> None:
         """Forgets all rules; what is frozen stays so until `thaw`."""
-        with self.changed:
-            self._rules.clear()
-            self._seen.clear()
+        self.load("{}")
 
-    def freeze(self, peer: str = "*", op: Literal["*", "write", "read", "notify"] = "*") -> None:
+    def rules(self) -> list[Rule]:
+        with self.changed:
+            return self._rules.all()
+
+    def freeze(self, peer: str = "*", op: Operation = "*", nic: str = "*") -> None:
         """Holds every frame to these segments from now on."""
-        self.add(Rule(kind="freeze", peer=peer, op=op))
+        self.add(Rule(kind="freeze", peer=peer, op=op, nic=nic))
 
     def thaw(self, peer: str = "*") -> int:
         """Removes freezes of exactly `peer` (all for "*") and posts what was held; returns how many frames."""
         with self.changed:
-            self._rules = [r for r in self._rules if r.kind != "freeze" or peer not in ("*", r.peer)]
-            self._seen.clear()
+            self._rules.remove_freezes(peer)
             freed = [f for f in self._held if fnmatchcase(f.parent.lane.name, peer)]
             self._held = [f for f in self._held if f not in freed]
         for flight in freed:
@@ -94,20 +94,15 @@ class FaultControl:
         with self.changed:
             return self.changed.wait_for(lambda: len(self._held) >= frames, timeout_s)
 
-    def hits(self, transport: str, frame: Frame) -> list[Rule]:
-        found = []
+    # ── for the transport ─────────────────────────────────────────────────────────────────────────
+
+    def strike(self, transport: str, frame: Frame) -> Strike:
         with self.changed:
-            for i, rule in enumerate(self._rules):
-                if (
-                    fnmatchcase(frame.lane.name, rule.peer)
-                    and fnmatchcase(transport, rule.transport)
-                    and rule.op in ("*", frame.kind.name.lower())
-                ):
-                    seen = self._seen[i] = self._seen.get(i, 0) + 1
-                    in_turn = seen > rule.after and (rule.count == 0 or seen <= rule.after + rule.count)
-                    if in_turn and (rule.probability >= 1.0 or self.random.random() < rule.probability):
-                        found.append(rule)
-        return found
+            return self._rules.strike(transport, frame, time.monotonic())
+
+    def is_down(self, transport: str, frame: Frame) -> bool:
+        with self.changed:
+            return self._rules.is_down(transport, frame)
 
     def hold(self, flight: _Flight) -> None:
         with self.changed:
@@ -118,17 +113,24 @@ class FaultControl:
         with self.changed:
             self._held = [f for f in self._held if f.transport is not transport or not f.on(segment, rail)]
 
+    def flip(self, view: memoryview) -> None:
+        """Changes one bit somewhere in it."""
+        with self.changed:
+            at = self.random.randrange(len(view))
+        view[at] ^= 0x40
+
 
 class _Flight:
     """One frame of the engine and the frames really posted for it. Owner of the latter."""
 
-    def __init__(self, transport: FaultTransport, parent: Frame, rules: list[Rule]) -> None:
-        self.kinds = kinds = {r.kind for r in rules}
+    def __init__(self, transport: FaultTransport, parent: Frame, strike: Strike) -> None:
+        self.kinds = kinds = strike.kinds
         self.transport = transport
         self.parent = parent
-        self.deaf = "cut_from" in kinds
-        self.corrupt = "corrupt" in kinds
         self.copies = 2 if "duplicate" in kinds else 1
+        self.queued = "bandwidth" in kinds and not kinds & {"delay", "freeze"}  # not posted: has not left this host
+        self.void = False  # must not be posted any more
+        self.abandoned = False  # its engine waits no longer
         self.posted: list[Frame] = []
         self.answers = 0
         self.settled = True
@@ -136,7 +138,6 @@ class _Flight:
         self.lost_cause: str | None = None
         self.refused: Sequence[int] = ()
         self.cause = ""
-        self.abandoned = False
         self.scratch: LocalRegion | None = None
 
     def on(self, segment: str | None, rail: Rail | None) -> bool:
@@ -145,25 +146,34 @@ class _Flight:
 
     def launch(self) -> None:
         """Posts it for real."""
-        frame = self.parent
-        source = frame.source
-        if self.corrupt and frame.kind is Kind.WRITE:
-            self.scratch = source = self._corrupted(frame)
+        frame, transport = self.parent, self.transport
+        if not self.abandoned and transport.control.is_down(transport.name, frame):
+            transport.fail(self, "link down (fault)", down=True)
+            return
+        source, parts = frame.source, frame.parts
+        if "corrupt" in self.kinds and frame.kind is Kind.WRITE and not self.void:
+            self.scratch = source = transport.corrupted(frame)
             at, parts = source.address, []
             for slot, _, offset, length in frame.parts:
                 parts.append((slot, at, offset, length))
                 at += length
-        else:
-            parts = frame.parts
-        self.posted = [
-            replace(frame, owner=self, rail=self.transport.inside(frame.rail), parts=parts, source=source)
+        children = [
+            replace(frame, owner=self, rail=transport.inside(frame.rail), parts=parts, source=source)
             for _ in range(self.copies)
         ]
-        for child in self.posted:
-            self.transport.inner.post(child)
+        with transport.lock:
+            if not self.void:
+                self.posted = children
+        if not self.posted:
+            if self.scratch is not None:
+                transport.drop_scratch(self.scratch)
+            return
+        for child in children:
+            transport.inner.post(child)
 
     def frame_done(self, frame: Frame, refused: Sequence[int], cause: str) -> None:
         self.refused, self.cause = refused, cause
+        self.parent.sums = frame.sums
         self._answered()
 
     def frame_lost(self, frame: Frame, cause: str, *, settled: bool, down: bool) -> None:
@@ -173,37 +183,28 @@ class _Flight:
     def _answered(self) -> None:
         with self.transport.lock:
             self.answers += 1
-            if self.answers < self.copies or self.abandoned:
+            if self.answers < self.copies:
                 return
+            abandoned = self.abandoned
         if self.scratch is not None:
-            self.transport.host.segment.remove(self.scratch, 5.0)
-        if self.deaf and self.lost_cause is None:
+            self.transport.drop_scratch(self.scratch)
+        if abandoned or ("cut_from" in self.kinds and self.lost_cause is None):
             return  # until it expires
         self.transport.end(self)
         if self.lost_cause is not None:
             self.parent.lost(self.lost_cause, settled=self.settled, down=self.down)
         else:
-            if self.corrupt and self.parent.kind is Kind.READ:
-                _, address, _, length = self.parent.parts[0]
-                self._flip(memory.foreign_view(address, length))
+            if "corrupt" in self.kinds and not self.refused:
+                self._corrupt_answer()
             self.parent.done(self.refused, self.cause)
 
-    def _corrupted(self, frame: Frame) -> LocalRegion:
-        mapping, fd = memory.allocate(frame.nbytes, "kvmesh:fault", shared=frame.local.fd >= 0)
-        segment = self.transport.host.segment
-        scratch = segment.add(mapping.address, mapping.length, "cpu:0", mapping.view, mapping, fd)
-        at = 0
-        for _, address, _, length in frame.parts:
-            start = address - frame.local.address
-            mapping.view[at : at + length] = frame.local.view[start : start + length]
-            at += length
-        self._flip(mapping.view[: frame.nbytes])
-        return scratch
-
-    def _flip(self, view: memoryview) -> None:
-        with self.transport.control.changed:
-            at = self.transport.control.random.randrange(len(view))
-        view[at] ^= 0x40
+    def _corrupt_answer(self) -> None:
+        frame = self.parent
+        if frame.kind is Kind.READ:
+            _, address, _, length = frame.parts[0]
+            self.transport.control.flip(memory.foreign_view(address, length))
+        elif frame.sums:
+            frame.sums = (frame.sums[0] ^ 1, *frame.sums[1:])
 
 
 class FaultTransport(Transport):
@@ -216,7 +217,7 @@ class FaultTransport(Transport):
         self.limits = inner.limits
         self.lock = threading.Lock()
         self._flights: dict[int, _Flight] = {}
-        self._timers: set[threading.Timer] = set()
+        self._clockwork = Clockwork()
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -244,34 +245,43 @@ class FaultTransport(Transport):
     def carries(self, kind: Kind, local: LocalRegion, remote: RegionInfo) -> bool:
         return self.inner.carries(kind, local, remote)
 
+    def registered(self, region: LocalRegion) -> None:
+        self.inner.registered(region)
+
+    def unregistered(self, region: LocalRegion) -> None:
+        self.inner.unregistered(region)
+
+    def fence(self, peer: str, epoch: int) -> None:
+        self.inner.fence(peer, epoch)
+
+    # ── frames ────────────────────────────────────────────────────────────────────────────────────
+
     def post(self, frame: Frame) -> None:
-        rules = self.control.hits(self.name, frame)
-        flight = _Flight(self, frame, rules)
+        strike = self.control.strike(self.name, frame)
+        kinds, flight = strike.kinds, _Flight(self, frame, strike)
         with self.lock:
             self._flights[frame.serial] = flight
-        for rule in rules:
-            self.host.count(f"fault.{rule.kind}")
-        kinds = {r.kind for r in rules}
-        if "freeze" in kinds:
+        for kind in kinds:
+            self.host.count(f"fault.{kind}")
+        if "down" in kinds:
+            self._clockwork.after(0, lambda: self.fail(flight, "link down (fault)", down=True))
+        elif "freeze" in kinds:
             self.control.hold(flight)
         elif kinds & {"drop", "cut_to"}:
-            return
-        elif "delay" in kinds:
-            self._later(flight, max(r.delay_ms for r in rules) / 1000)
+            flight.void = True
+        elif strike.wait_s > 0:
+            self._clockwork.after(strike.wait_s, flight.launch)
         else:
             flight.launch()
 
-    def _later(self, flight: _Flight, delay_s: float) -> None:
-        def fire() -> None:
-            with self.lock:
-                self._timers.discard(timer)
-            flight.launch()
-
-        timer = threading.Timer(delay_s, fire)
-        timer.daemon = True
+    def fail(self, flight: _Flight, cause: str, *, down: bool) -> None:
+        """Of a flight that was not posted: nothing of it will land."""
         with self.lock:
-            self._timers.add(timer)
-        timer.start()
+            if flight.void or flight.posted:
+                return
+            flight.void = True
+        self.end(flight)
+        flight.parent.lost(cause, settled=True, down=down)
 
     def end(self, flight: _Flight) -> None:
         with self.lock:
@@ -280,7 +290,14 @@ class FaultTransport(Transport):
     def recall(self, frame: Frame) -> bool:
         with self.lock:
             flight = self._flights.get(frame.serial)
-        if flight is None or len(flight.posted) != 1 or not self.inner.recall(flight.posted[0]):
+            if flight is None:
+                return False
+            posted = list(flight.posted)
+            if not posted and flight.queued and not flight.void:
+                flight.void = True
+                del self._flights[frame.serial]
+                return True
+        if len(posted) != 1 or not self.inner.recall(posted[0]):
             return False
         self.end(flight)
         return True
@@ -288,20 +305,24 @@ class FaultTransport(Transport):
     def expire(self, frame: Frame, idle_s: float) -> None:
         with self.lock:
             flight = self._flights.get(frame.serial)
-            if flight is None:
-                return
-            answered = flight.posted and flight.answers >= flight.copies
-            dropped = not flight.posted and bool({"drop", "cut_to"} & flight.kinds)
-            flight.abandoned = not flight.posted or bool(answered)
-        if flight.abandoned:
-            self.end(flight)
-            frame.lost("no answer", settled=bool(answered) or dropped or frame.kind is Kind.READ)
-        else:
+            if flight is None or (flight.queued and not flight.posted and idle_s > 0):
+                return  # a slow link is not a dead one
+            under_way = flight.posted and flight.answers < flight.copies
+            if not under_way:
+                nothing_left = flight.void or bool(flight.posted) or flight.queued or frame.kind in _TRACELESS
+                flight.abandoned = True
+                flight.void = flight.void or flight.queued or frame.kind in _TRACELESS
+        if under_way:
             for child in flight.posted:
                 self.inner.expire(child, idle_s)
+        else:
+            self.end(flight)
+            frame.lost("no answer", settled=nothing_left)
 
     def forget(self, segment: str, cause: str, rail: Rail | None = None) -> None:
-        self._abandon(segment, cause, rail)
+        flights = self._abandon(segment, rail)
+        if flights:
+            self._clockwork.after(0, lambda: self._report(flights, cause))
         self.inner.forget(segment, cause, None if rail is None else self.inside(rail))
 
     def idle(self, segment: str, rail: Rail) -> bool:
@@ -310,25 +331,45 @@ class FaultTransport(Transport):
         return not busy and self.inner.idle(segment, self.inside(rail))
 
     def close(self, timeout_s: float) -> None:
-        with self.lock:
-            timers, self._timers = list(self._timers), set()
-        for timer in timers:
-            timer.cancel()
-        self._abandon(None, "engine closed")
+        self._clockwork.close(timeout_s)
+        self._report(self._abandon(None, None), "engine closed")
         self.inner.close(timeout_s)
-        for timer in timers:
-            timer.join(timeout_s)
 
-    def fence(self, peer: str, epoch: int) -> None:
-        self.inner.fence(peer, epoch)
-
-    def _abandon(self, segment: str | None, cause: str, rail: Rail | None = None) -> None:
-        """Ends frames that are nowhere in `inner`."""
+    def _abandon(self, segment: str | None, rail: Rail | None) -> list[_Flight]:
+        """Takes away the frames that are nowhere in `inner`."""
         self.control.drop_held(self, segment, rail)
         with self.lock:
             flights = [f for f in self._flights.values() if not f.posted and not f.abandoned and f.on(segment, rail)]
             for flight in flights:
                 flight.abandoned = True
+                flight.void = flight.void or flight.parent.kind in _TRACELESS or flight.queued
+                del self._flights[flight.parent.serial]
+        return flights
+
+    @staticmethod
+    def _report(flights: list[_Flight], cause: str) -> None:
         for flight in flights:
-            self.end(flight)
-            flight.parent.lost(cause, settled=False)
+            flight.parent.lost(cause, settled=flight.void)
+
+    # ── memory of corrupted writes ────────────────────────────────────────────────────────────────
+
+    def corrupted(self, frame: Frame) -> LocalRegion:
+        """A copy of what the frame writes, with one bit changed: a region of its own until it is answered."""
+        mapping, fd = memory.allocate(frame.nbytes, "kvmesh:fault", shared=frame.local.fd >= 0)
+        scratch = self.host.segment.add(mapping.address, mapping.length, "cpu:0", mapping.view, mapping, fd)
+        at = 0
+        for _, address, _, length in frame.parts:
+            start = address - frame.local.address
+            mapping.view[at : at + length] = frame.local.view[start : start + length]
+            at += length
+        self.control.flip(mapping.view[: frame.nbytes])
+        self.inner.registered(scratch)
+        return scratch
+
+    def drop_scratch(self, scratch: LocalRegion) -> None:
+        try:
+            self.host.segment.remove(scratch, 5.0)
+        except TransferError as err:
+            log.warning("memory of a corrupted write stays: %s", err)
+            return
+        self.inner.unregistered(scratch)

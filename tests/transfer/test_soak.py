@@ -25,8 +25,8 @@ def test_soak(nest: Nest, transport: str, seed: int) -> None:
         "rules": [
             {"kind": "delay", "probability": 0.2, "delay_ms": 15},
             {"kind": "duplicate", "probability": 0.1, "op": "write"},
-            {"kind": "cut_from", "probability": 0.01},
-            {"kind": "drop", "probability": 0.01},
+            {"kind": "cut_from", "probability": 0.03},
+            {"kind": "drop", "probability": 0.03},
         ],
     }
     config = EngineConfig(
