@@ -37,12 +37,22 @@ from kvmesh.transfer.requests import grouped
 from kvmesh.transfer.segment import LocalRegion, LocalSegment, SegmentDescriptor, describe
 from kvmesh.transfer.shm import ShmTransport
 from kvmesh.transfer.tcp import TcpTransport
-from kvmesh.transfer.transport import Rail, Transport
+from kvmesh.transfer.transport import Rail, Transport, TransportHost
 from kvmesh.transfer.windows import Windows
 
 log = logging.getLogger(__name__)
 
-_TRANSPORTS: dict[str, type[ShmTransport] | type[TcpTransport]] = {"shm": ShmTransport, "tcp": TcpTransport}
+def _rdma(host: TransportHost, config: EngineConfig) -> Transport:
+    from kvmesh.transfer.rdma.transport import RdmaTransport  # only who names it needs what it needs
+
+    return RdmaTransport(host, config)
+
+
+_TRANSPORTS: dict[str, Callable[[TransportHost, EngineConfig], Transport]] = {
+    "rdma": _rdma,
+    "shm": ShmTransport,
+    "tcp": TcpTransport,
+}
 
 
 class TransferEngine:
@@ -70,7 +80,7 @@ class TransferEngine:
         self._transports: list[Transport] = []
         try:
             for kind in config.transports:
-                transport: Transport = _TRANSPORTS[kind](self, config)
+                transport = _TRANSPORTS[kind](self, config)
                 transport.start()
                 if config.fault:
                     transport = FaultTransport(transport, self.fault, self)
@@ -128,8 +138,16 @@ class TransferEngine:
 
     def _register(self, address: int, length: int, location: str, view: memoryview, keep: object, fd: int) -> Region:
         region = self.segment.add(address, length, location, view, keep, fd)
-        for transport in self._transports:
-            transport.registered(region)
+        done: list[Transport] = []
+        try:
+            for transport in self._transports:
+                transport.registered(region)
+                done.append(transport)
+        except TransferError:
+            for transport in done:
+                transport.unregistered(region)
+            self.segment.remove(region, 0.0)
+            raise
         return region.public
 
     def unregister_memory(self, region: Region) -> None:

@@ -115,6 +115,22 @@ class Windows(Generic[HomeT]):
             if window.closing and not window.inside:
                 self._changed.notify_all()
 
+    def ranges(self, peer: str, epoch: int) -> tuple[list[int], list[int]] | None:
+        """Starts and ends of what it may write now, sorted; None while the window is not open. For a transport whose
+        hardware lands bytes: it must make sure by itself that they stop at a fence."""
+        with self._changed:
+            window = self._windows.get((peer, epoch))
+            if window is None or window.closing:
+                return None
+            return list(window.starts), list(window.ends)
+
+    def landed(self, peer: str, epoch: int, nbytes: int) -> None:
+        """As `leave` counts them, for bytes that hardware landed and the writer tells of."""
+        with self._changed:
+            window = self._windows.get((peer, epoch))
+            if window is not None:
+                window.landed_bytes += nbytes
+
     def take_notification(self, peer: str, epoch: int, serial: int) -> bool | None:
         """True: deliver it; False: it was delivered before (a re-sent one); None: the window is not open."""
         with self._changed:
