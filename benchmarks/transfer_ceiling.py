@@ -2,7 +2,7 @@
 
     python -m benchmarks.transfer_ceiling [--quick] [--json FILE]
 
-engine        a request of one slice, and a slice of a larger request, through submit, scheduling, answer and status, over
+engine        a request of one slice, and a slice of a larger request, through submit, scheduling, answer, status, over
               a transport that answers at once from another thread: CPU time of the process
 work request  chains with other addresses in every post, written and posted by the very code of the rdma transport, but
               posted to a C function that does nothing: what is left is Python's part
