@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 RUN := $(VENV)/.stamp-run
 DEV := $(VENV)/.stamp-dev
 
-.PHONY: help up test check lint format bench proto clean install install-dev
+.PHONY: help up test check lint format bench proto clean install install-dev rdma-guest
 
 help: ## this list
 	@echo "kvmesh"; grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -62,6 +62,9 @@ format: $(DEV) ## rewrite the sources in the house style
 
 bench: $(DEV) ## time by stage against the same engine in one process
 	@$(BIN)/python -m benchmarks.mesh $(ARGS)
+
+rdma-guest: ## make the kernel and files that RDMA tests run in: seconds with a prebuilt kernel, else minutes
+	@scripts/rdma/build.sh
 
 proto: $(DEV) ## generate kvmesh/rpc/pb from protos/
 	@PYTHON=$(BIN)/python scripts/gen_protos.sh

@@ -6,7 +6,7 @@
 #   boot/       the root it starts in: busybox and init
 #   overlay/    verbs libraries and tools, perftest, iproute2: laid over the host's files in the guest, never installed here
 #   python/     pyverbs of the same version, for PYTHONPATH
-#   ready       what all of this was made from; nothing is done again while that is unchanged
+#   made/       what each of these was made from; it is made again only when that changes
 #
 # One builder at a time; a second one waits for it. Exit status 3: only compiling the kernel would help.
 set -euo pipefail
@@ -22,16 +22,22 @@ mkdir -p "$CACHE"
 exec 9>"$CACHE/.lock"
 flock 9
 
-stamp() {
-  cat "$HERE"/{build.sh,lib.sh,init,network.sh} | sha256sum
-  cat "$PREBUILT/linux-uml.sha256" 2>/dev/null || true
+# once NAME RESULT: what was made from the same things is not made again. Guests may be running from it.
+once() {
+  local name=$1 from
+  from=$("made_from_$name")
+  [ ! -e "$CACHE/$2" ] || [ "$(cat "$CACHE/made/$name" 2>/dev/null)" != "$from" ] || return 0
+  "make_$name"
+  mkdir -p "$CACHE/made"
+  echo "$from" >"$CACHE/made/$name"
 }
-if [ -x "$CACHE/linux" ] && [ "$(cat "$CACHE/ready" 2>/dev/null)" = "$(stamp)" ]; then exit 0; fi
-rm -f "$CACHE/ready"
 
-take_kernel() {
+made_from_kernel() {
+  if [ -e "$PREBUILT/linux-uml.xz" ]; then cut -d' ' -f1 "$PREBUILT/linux-uml.sha256"; else cat "$CACHE/made/kernel" 2>/dev/null || echo compiled; fi
+}
+make_kernel() {
   local want
-  if [ -e "$PREBUILT/linux-uml.xz" ] && [ -e "$PREBUILT/linux-uml.sha256" ]; then
+  if [ -e "$PREBUILT/linux-uml.xz" ]; then
     need xz xz-utils
     want=$(cut -d' ' -f1 "$PREBUILT/linux-uml.sha256")
     xz -dc "$PREBUILT/linux-uml.xz" >"$CACHE/linux.part"
@@ -45,13 +51,17 @@ take_kernel() {
   fi
 }
 
-# Version of the distribution's pyverbs equals that of its libibverbs, whose private symbols it binds: both come from one archive.
-take_packages() {
+# The distribution's pyverbs is of the same version as its libibverbs, whose private symbols it binds: both from one archive.
+made_from_packages() { { cat /etc/os-release; echo "${PACKAGES[@]}"; cat "$HERE/lib.sh"; } | sha256sum; }
+make_packages() {
   need apt-get apt; need dpkg-deb dpkg
   private_apt host
   local python more
   python=$(apt-cache "${APT[@]}" depends python3-pyverbs 2>/dev/null | grep -oE 'libpython3\.[0-9]+' | head -1 || true)
-  [ -n "$python" ] || { tail -3 "$CACHE/apt/host/update.log" >&2; fail "no python3-pyverbs in the archives of this machine (Debian and Ubuntu have it; apt needs the network)"; }
+  if [ -z "$python" ]; then
+    tail -3 "$CACHE/apt/host/update.log" >&2
+    fail "no python3-pyverbs in this machine's package archives (Debian 12 has it; apt needs the network)"
+  fi
   # What these need and the host does not have.
   more=$(apt-get "${APT[@]}" -s install --no-install-recommends "${PACKAGES[@]}" "$python" 2>/dev/null | awk '$1 == "Inst" {print $2}' || true)
   rm -rf "$CACHE/overlay" "$CACHE/python" "$CACHE/pyverbs"
@@ -64,17 +74,21 @@ take_packages() {
   rm -rf "$CACHE/pyverbs" "$CACHE/apt"
 }
 
+made_from_boot() { cat "$HERE"/{init,network.sh} "$CACHE/overlay/usr/bin/busybox" | sha256sum; }
 make_boot() {
-  rm -rf "$CACHE/boot"
-  mkdir -p "$CACHE"/boot/{bin,host,over,upper,root,job,proc,sys,dev}
-  cp "$CACHE/overlay/usr/bin/busybox" "$CACHE/boot/bin/busybox"
-  for applet in $("$CACHE/boot/bin/busybox" --list); do [ "$applet" = busybox ] || ln -s busybox "$CACHE/boot/bin/$applet"; done
-  install -m 755 "$HERE/init" "$CACHE/boot/init"
-  install -m 755 "$HERE/network.sh" "$CACHE/boot/network.sh"
+  local new=$CACHE/boot.new applet
+  rm -rf "$new"
+  mkdir -p "$new"/{bin,host,over,upper,root,job,proc,sys,dev}
+  cp "$CACHE/overlay/usr/bin/busybox" "$new/bin/busybox"
+  for applet in $("$new/bin/busybox" --list); do [ "$applet" = busybox ] || ln -s busybox "$new/bin/$applet"; done
+  install -m 755 "$HERE/init" "$HERE/network.sh" "$new/"
+  rm -rf "$CACHE/boot.old"
+  [ ! -e "$CACHE/boot" ] || mv "$CACHE/boot" "$CACHE/boot.old"
+  mv "$new" "$CACHE/boot"
+  rm -rf "$CACHE/boot.old"
+  say "ready in $CACHE"
 }
 
-take_kernel
-take_packages
-make_boot
-stamp >"$CACHE/ready"
-say "ready in $CACHE"
+once kernel linux
+once packages python/pyverbs
+once boot boot/init

@@ -17,7 +17,7 @@ need() { command -v "$1" >/dev/null || fail "'$1' is missing (Debian package: $2
 private_apt() {
   local dir=$CACHE/apt/$1
   mkdir -p "$dir/lists/partial" "$dir/cache/archives/partial"
-  APT=(-qq -o "Dir::State::lists=$dir/lists" -o "Dir::Cache=$dir/cache" -o APT::Sandbox::User= -o Acquire::Retries=2)
+  APT=(-qq -o "Dir::State::lists=$dir/lists" -o "Dir::Cache=$dir/cache" -o APT::Sandbox::User= -o Acquire::Retries=1 -o Acquire::http::Timeout=15 -o Acquire::https::Timeout=15)
   if [ -n "${2:-}" ]; then APT+=(-o "Dir::Etc::sourcelist=$2" -o Dir::Etc::sourceparts=/dev/null); fi
   # A broken third-party source must not stop us: what matters is whether the packages are found afterwards.
   apt-get "${APT[@]}" update >"$dir/update.log" 2>&1 || true
