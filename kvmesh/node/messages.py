@@ -11,7 +11,15 @@ from __future__ import annotations
 
 import msgspec
 
-from kvmesh.kvcache.layout import ShardLayout
+from kvmesh.node.push_messages import PushCancel as PushCancel
+from kvmesh.node.push_messages import PushDone as PushDone
+from kvmesh.node.push_messages import PushDrained as PushDrained
+from kvmesh.node.push_messages import PushFailed as PushFailed
+from kvmesh.node.push_messages import PushGroup as PushGroup
+from kvmesh.node.push_messages import PushLease as PushLease
+from kvmesh.node.push_messages import PushOpen as PushOpen
+from kvmesh.node.push_messages import PushProgress as PushProgress
+from kvmesh.node.push_messages import PushTarget as PushTarget
 from kvmesh.node.store_messages import LoadCopied as LoadCopied
 from kvmesh.node.store_messages import LoadCopy as LoadCopy
 from kvmesh.node.store_messages import Message as Message
@@ -94,53 +102,6 @@ class PrefillItem(msgspec.Struct, frozen=True, array_like=True):
 class PrefillStep(Message, frozen=True):
     step_id: int
     items: tuple[PrefillItem, ...]
-
-
-class PushTarget(msgspec.Struct, frozen=True, array_like=True):
-    """Where one reader rank of a group wants its shards: an offset in `segment` for each block of the prompt."""
-
-    reader: int
-    segment: str
-    offsets: tuple[int, ...]
-
-
-class PushGroup(msgspec.Struct, frozen=True, array_like=True):
-    """Writer ranks and reader ranks that cut the model differently: this rank is `writer` and sends each of `targets`
-    what `kvmesh.kvcache.groups.plan_group(writers, readers)` says, and an end mark, also when it says nothing."""
-
-    writer: int
-    writers: tuple[ShardLayout, ...]
-    readers: tuple[ShardLayout, ...]
-    targets: tuple[PushTarget, ...]
-
-
-class PushOpen(Message, frozen=True):
-    """Landing of one handoff is known: push every block from `first_block` on, those whose pages are
-    already complete (`ready_blocks` from the front) at once, the others layer by layer as steps write them.
-    `pages` are this instance's pages of the prompt's blocks, `offsets` their landing in `segment`, whole shards, unless
-    there is a `group`. Stop posting at `lease_until_ns` less the margin; PushLease extends it."""
-
-    handle: int
-    handoff_epoch: int
-    segment: str
-    pages: tuple[int, ...]
-    offsets: tuple[int, ...]
-    first_block: int
-    ready_tokens: int  # tokens whose KV was complete before the first step of this request
-    prompt_tokens: int
-    lease_until_ns: int
-    group: PushGroup | None = None
-
-
-class PushLease(Message, frozen=True):
-    handle: int
-    lease_until_ns: int
-
-
-class PushCancel(Message, frozen=True):
-    """Stop posting; answer PushDrained once nothing of it is on the way (also when unknown)."""
-
-    handle: int
 
 
 # ── front → rank: decode ──────────────────────────────────────────────────────────────────────────
@@ -278,39 +239,6 @@ class PrefillStepDone(Message, frozen=True):
     start_ns: int
     end_ns: int
     sampled: tuple[Sampled, ...]
-
-
-class PushProgress(Message, frozen=True):
-    """At most one per handoff and 100 ms: bytes acknowledged by the target so far."""
-
-    handle: int
-    bytes_done: int
-
-
-class PushDone(Message, frozen=True):
-    """Everything acknowledged and every end mark delivered."""
-
-    handle: int
-    handoff_epoch: int
-    first_post_ns: int
-    last_ack_ns: int
-    bytes_done: int
-
-
-class PushFailed(Message, frozen=True):
-    """Not all of it arrived (path broken, lease over, window closed). `drained`: nothing is on the way."""
-
-    handle: int
-    handoff_epoch: int
-    cause: str
-    drained: bool
-
-
-class PushDrained(Message, frozen=True):
-    """Answer to PushCancel. Not `certain`: a path broke before the target answered; let the target fence it."""
-
-    handle: int
-    certain: bool = True
 
 
 class WindowOpened(Message, frozen=True):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from kvmesh.node import messages as m
 from kvmesh.rpc.errors import TransferError
-from kvmesh.transfer import BatchId, Region, TransferEngine, TransferRequest, TransferState
+from kvmesh.transfer import BatchId, Carried, Region, TransferEngine, TransferRequest, TransferState
 from kvmesh.transfer.api import Opcode
 
 log = logging.getLogger("kvmesh.rank")
@@ -32,6 +32,7 @@ class _Pull:
     batches: dict[BatchId, tuple[int, int]] = field(default_factory=dict)  # in flight → (first position, count)
     arrived: list[int] = field(default_factory=list)
     cause: str = ""
+    carried: Carried = field(default_factory=Carried)
     last_ns: int = 0  # the last byte that arrived
 
 
@@ -130,6 +131,7 @@ class Puller:
                     pull.last_ns = max(pull.last_ns, now)  # two batches may end on two threads
                 else:
                     pull.cause = pull.cause or status.cause or status.state.value
+            pull.carried += self._engine.carried(batch)
             self._engine.free_batch(batch)
             self._settle(pull)
 
@@ -148,4 +150,5 @@ class Puller:
         arrived = tuple(sorted(pull.arrived))
         cause = "" if len(arrived) == len(spec.offsets) else pull.cause or "not all arrived"
         nbytes = len(arrived) * spec.shard_bytes
-        self._send(m.PullEnded(spec.ticket, arrived, cause, nbytes, pull.start_ns, pull.last_ns or self._clock_ns()))
+        end_ns = pull.last_ns or self._clock_ns()
+        self._send(m.PullEnded(spec.ticket, arrived, cause, nbytes, pull.start_ns, end_ns, pull.carried))

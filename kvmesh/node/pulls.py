@@ -201,10 +201,11 @@ class Pulls:
         deadline_ns = start + record.left_ns() // (2 if spare else 1)
         got: set[int] = set()
         cause = ""
+        reads: list[m.PullEnded] = []
         try:
             async with self._peers.use(source.address) as peer:
                 try:
-                    got, cause = await self._from(record, source, positions, peer, deadline_ns)
+                    got, cause = await self._from(record, source, positions, peer, deadline_ns, reads)
                 except (Unavailable, UnknownInstance, TransferError):
                     self._peers.forget(peer)
                     raise
@@ -217,10 +218,18 @@ class Pulls:
             record.causes[f"{source.instance_id}: {cause}"] = None
         nbytes = len(got) * record.partition.shard_bytes * len(self._ranks)
         record.nbytes += nbytes
-        self._trace(record.job, source, start, (len(positions), len(got), nbytes), cause)
+        self._trace(record.job, source, start, (len(positions), len(got), nbytes), cause, reads)
         return got
 
-    def _trace(self, job: PullJob, source: PullRange, start: int, counts: tuple[int, int, int], cause: str) -> None:
+    def _trace(
+        self,
+        job: PullJob,
+        source: PullRange,
+        start: int,
+        counts: tuple[int, int, int],
+        cause: str,
+        reads: Sequence[m.PullEnded],
+    ) -> None:
         if not job.traceparent:
             return
         wanted, got, nbytes = counts
@@ -233,14 +242,24 @@ class Pulls:
             names.PULL_BYTES: nbytes,
         }
         parent = spans.context_from(job.traceparent)
-        spans.record(names.SPAN_FETCH, parent, start, time.monotonic_ns(), attributes, error=cause)
+        fetch = spans.record(names.SPAN_FETCH, parent, start, time.monotonic_ns(), attributes, error=cause)
+        for read in reads:
+            carried = read.carried
+            moved = names.transfer_attributes("read", read.bytes_done, carried.rails, carried.resent)
+            spans.record(names.SPAN_TRANSFER, fetch, read.start_ns, read.end_ns, moved, error=read.cause)
 
     # ── one holder ───────────────────────────────────────────────────────────────────────────────
 
     async def _from(
-        self, record: _Running, source: PullRange, positions: list[int], peer: Peer, deadline_ns: int
+        self,
+        record: _Running,
+        source: PullRange,
+        positions: list[int],
+        peer: Peer,
+        deadline_ns: int,
+        reads: list[m.PullEnded],
     ) -> tuple[set[int], str]:
-        """(positions that arrived, why not all). Raises KvmeshError."""
+        """(positions that arrived, why not all); what the ranks said goes to `reads`. Raises KvmeshError."""
         terms = Terms(self._reader, self._lease_ms, record.partition.layout, len(self._ranks))
         keys = [record.job.keys[p] for p in positions]
         timeout_s = max(min(CALL_S, (deadline_ns - time.monotonic_ns()) / NS), 0.001)
@@ -253,6 +272,7 @@ class Pulls:
         try:
             extents = [record.job.extents[positions[i]] for i in lease.held]
             ended = await self._read(record, lease, extents, deadline_ns)
+            reads += [said for said in ended if said is not None]
         finally:
             for name in lease.segments:
                 self._segments.release(name)

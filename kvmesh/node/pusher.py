@@ -253,9 +253,9 @@ class Pusher:
         if write.cancelled:
             self._send(m.PushDrained(handle, write.certain))
         elif write.cause:
-            self._send(m.PushFailed(handle, epoch, write.cause, write.certain))
+            times = write.first_post_ns, write.last_ack_ns
+            self._send(m.PushFailed(handle, epoch, write.cause, write.certain, *times, write.bytes_done, write.carried))
         else:
             now = self._clock_ns()
-            self._send(
-                m.PushDone(handle, epoch, write.first_post_ns or now, write.last_ack_ns or now, write.bytes_done)
-            )
+            times = write.first_post_ns or now, write.last_ack_ns or now
+            self._send(m.PushDone(handle, epoch, *times, write.bytes_done, write.carried))

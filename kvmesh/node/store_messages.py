@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvmesh.transfer import TrafficClass
+from kvmesh.transfer import Carried, TrafficClass
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -82,3 +82,4 @@ class PullEnded(Message, frozen=True):
     bytes_done: int
     start_ns: int
     end_ns: int
+    carried: Carried = Carried()

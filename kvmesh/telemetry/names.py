@@ -11,7 +11,8 @@ The spans of one request:
         ├── kvmesh.prefill                   prefill: received → everything acknowledged
         │   ├── kvmesh.queue                 received → first chunk starts
         │   ├── kvmesh.pull                  other nodes asked for blocks → what arrived is sealed here
-        │   │                                (kvmesh.fetch: one for each holder, lease asked → last byte read)
+        │   │                                (kvmesh.fetch: one for each holder, lease asked → last byte read;
+        │   │                                in it kvmesh.transfer, for each rank: first byte asked for → last one read)
         │   ├── kvmesh.load                  own host segment → device pages
         │   ├── kvmesh.compute               first chunk starts → first token sampled
         │   └── kvmesh.transfer              first byte posted → last acknowledged
@@ -26,7 +27,7 @@ Metrics: `kvmesh_<service>_<what>_<unit>`; durations in seconds, sizes in bytes;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -111,12 +112,31 @@ CHUNKS = "kvmesh.chunks"
 BLOCKS = "kvmesh.blocks"
 BLOCK_TOKENS = "kvmesh.block_tokens"
 TRANSFER_BYTES = "kvmesh.transfer.bytes"
-TRANSFER_TRANSPORT = "kvmesh.transfer.transport"  # "shm" | "tcp" | ...
+TRANSFER_TRANSPORT = "kvmesh.transfer.transport"  # "shm" | "tcp" | ..., the one with most bytes first
+TRANSFER_RAILS = "kvmesh.transfer.rails"  # "rdma mlx5_0→mlx5_1=1048576 ...": bytes acknowledged on each
+TRANSFER_RETRIES = "kvmesh.transfer.retries"  # frames sent again
+TRANSFER_OPERATION = "kvmesh.transfer.operation"  # "write" (a push) | "read" (a pull)
 HANDOFF_EPOCH = "kvmesh.handoff_epoch"
 PREEMPTIONS = "kvmesh.preemptions"
 CANDIDATES = "kvmesh.candidates"
 OUTCOME = "kvmesh.outcome"
 TENANT = "kvmesh.tenant"  # name of the API key's entry, at most 64 characters
+
+MAX_RAILS = 16  # named in one span
+
+
+def transfer_attributes(
+    operation: str, nbytes: int, rails: Sequence[tuple[str, int]], retries: int
+) -> dict[str, str | bool | int | float]:
+    """Of a `kvmesh.transfer` span. `rails`: ("transport" or "transport local→remote", bytes), most first."""
+    return {
+        TRANSFER_OPERATION: operation,
+        TRANSFER_BYTES: nbytes,
+        TRANSFER_TRANSPORT: ",".join(dict.fromkeys(rail.partition(" ")[0] for rail, _ in rails)),
+        TRANSFER_RAILS: ", ".join(f"{rail}={carried}" for rail, carried in rails[:MAX_RAILS]),
+        TRANSFER_RETRIES: retries,
+    }
+
 
 # ── metrics ───────────────────────────────────────────────────────────────────────────────────────
 

@@ -5,6 +5,7 @@
 
 from kvmesh.transfer.api import (
     BatchId,
+    Carried,
     Notification,
     Opcode,
     Range,
@@ -20,6 +21,7 @@ from kvmesh.transfer.segment import RegionInfo, SegmentDescriptor
 
 __all__ = [
     "BatchId",
+    "Carried",
     "EngineConfig",
     "Notification",
     "Opcode",

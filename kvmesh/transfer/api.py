@@ -81,6 +81,21 @@ class TransferStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class Carried:
+    """How the bytes of something went: (rail, bytes acknowledged on it), most first, and how many frames had to be sent
+    again."""
+
+    rails: tuple[tuple[str, int], ...] = ()
+    resent: int = 0
+
+    def __add__(self, other: Carried) -> Carried:
+        total: dict[str, int] = {}
+        for rail, nbytes in (*self.rails, *other.rails):
+            total[rail] = total.get(rail, 0) + nbytes
+        return Carried(tuple(sorted(total.items(), key=lambda item: -item[1])), self.resent + other.resent)
+
+
+@dataclass(frozen=True, slots=True)
 class Region:
     """Registered memory. `address` is where this process sees it, `base_offset` where the segment does."""
 

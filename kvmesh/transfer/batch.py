@@ -43,6 +43,8 @@ class Batch:
     groups: dict[int, Group] = field(default_factory=dict)  # those not final, by serial
     open: int = 0
     callbacks: list[Callable[[], None]] = field(default_factory=list)
+    rails: dict[Rail, int] = field(default_factory=dict)  # bytes acknowledged on each
+    resent: int = 0  # frames
 
     def add(self, requests: Sequence[TransferRequest]) -> int:
         """Slot of the first of them."""

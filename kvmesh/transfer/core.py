@@ -222,6 +222,8 @@ class Core:
             elif flight[slot] == 0 and slot in batch.doom:
                 doom(group, slot, TransferState.FAILED, cause, after)
         self.count(f"{frame.transport.name}.{frame.kind.name.lower()}_bytes", carried)
+        rails = group.batch.rails
+        rails[frame.rail] = rails.get(frame.rail, 0) + carried
 
     def _strayed(self, frame: Frame, group: Group, cause: str, settled: bool, after: Aftermath) -> None:
         batch = group.batch
@@ -239,6 +241,7 @@ class Core:
                 alive = True
         if alive:
             self.count("frames_resent")
+            group.batch.resent += 1
             resend = Again(group, frame.kind, list(frame.parts), frame.sendings + 1, frame.checks, frame.rail)
             frame.lane.again(group, resend)
 

@@ -20,6 +20,7 @@ from kvmesh.rpc.errors import TransferError
 from kvmesh.transfer import host, memory, topology, wire
 from kvmesh.transfer.api import (
     BatchId,
+    Carried,
     Notification,
     Range,
     Region,
@@ -253,6 +254,13 @@ class TransferEngine:
         with self._core.lock:
             known = self._core.batch(batch)
             return [known.status(i) for i in range(len(known.states))]
+
+    def carried(self, batch: BatchId) -> Carried:
+        """By which rails the bytes of this batch went, so far."""
+        with self._core.lock:
+            known = self._core.batch(batch)
+            rails = tuple((str(rail), nbytes) for rail, nbytes in known.rails.items() if nbytes)
+            return Carried(rails, known.resent)
 
     async def wait(self, batch: BatchId) -> None:
         """Until every request submitted so far is final: bounded by their time-outs."""

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from kvmesh.rpc.errors import TransferError
 from kvmesh.transfer.api import (
     BatchId,
+    Carried,
     Notification,
     Opcode,
     Range,
@@ -63,6 +64,7 @@ class GroupWrite:
         self.last_ack_ns = 0
         self.cause = ""  # failed: nothing more is posted
         self.cancelled = False
+        self.carried = Carried()
         self.certain = True  # every failed batch is known to be off the wire
         self.marked = False
         self.ended = False
@@ -161,6 +163,7 @@ class GroupWrite:
                 if status.state is not TransferState.COMPLETED:
                     cause = cause or status.cause or status.state.value
                     self.certain = self.certain and status.drained
+            self.carried += self._engine.carried(batch)
             self._engine.free_batch(batch)
             if not cause:
                 self.bytes_done += nbytes

@@ -7,11 +7,12 @@ the decode instance's Handoff stream, so that its end cancels all of its handoff
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvmesh.kvcache import sources
 from kvmesh.node import messages as m
 from kvmesh.rpc.errors import KvmeshError
+from kvmesh.transfer import Carried
 
 # ── what happened ─────────────────────────────────────────────────────────────────────────────────
 
@@ -251,6 +252,7 @@ class Ended:
     first_post_ns: int
     last_ack_ns: int
     transfer_bytes: int
+    carried: Carried = field(default_factory=Carried)
 
 
 Action = (

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from kvmesh.rpc.errors import KvmeshError
+from kvmesh.transfer import Carried
 from services.prefill.events import Ended, Found, Landing, Outcome, Start
 
 # The writer stops before its lease ends: the holder counts from a little later and with another clock. What clocks
@@ -90,6 +91,7 @@ class Handoff:
     last_step_ns: int = 0
     first_post_ns: int = 0
     last_ack_ns: int = 0
+    carried: Carried = field(default_factory=Carried)
 
     def __post_init__(self) -> None:
         self.pushes = [Push.NONE] * self.world
@@ -150,4 +152,5 @@ class Handoff:
             first_post_ns=self.first_post_ns,
             last_ack_ns=self.last_ack_ns,
             transfer_bytes=sum(self.acked_bytes),
+            carried=self.carried,
         )

@@ -114,8 +114,7 @@ class Pushes:
             return  # cancelled meanwhile: PushDrained follows
         h.pushes[rank] = Push.DONE
         h.acked_bytes[rank] = done.bytes_done
-        h.first_post_ns = min(h.first_post_ns or done.first_post_ns, done.first_post_ns)
-        h.last_ack_ns = max(h.last_ack_ns, done.last_ack_ns)
+        _moved(h, done)
         if h.pushed:
             h.fill_told = True
             exposed = max(h.last_ack_ns - h.sampled_ns, 0) if h.sampled_ns else 0
@@ -127,7 +126,17 @@ class Pushes:
         if h.pushes[rank] not in (Push.OPEN, Push.DRAINING):
             return
         h.in_doubt = h.in_doubt or not failed.drained
+        h.acked_bytes[rank] = max(h.acked_bytes[rank], failed.bytes_done)
+        _moved(h, failed)
         if h.pushes[rank] is Push.OPEN:  # else it crossed with PushCancel, which PushDrained answers
             h.pushes[rank] = Push.OVER
         self._lives.abort(h, HandoffLost(f"the KV did not arrive: {failed.cause}"))
         self._lives.settle(h)
+
+
+def _moved(h: Handoff, end: m.PushDone | m.PushFailed) -> None:
+    """What one rank's push adds to the handoff's record."""
+    if end.first_post_ns:
+        h.first_post_ns = min(h.first_post_ns or end.first_post_ns, end.first_post_ns)
+    h.last_ack_ns = max(h.last_ack_ns, end.last_ack_ns)
+    h.carried += end.carried

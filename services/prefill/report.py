@@ -169,8 +169,9 @@ class Reporter:
         if end.first_step_ns:
             spans.record(names.SPAN_COMPUTE, life, began, end.last_step_ns, prefix | computed)
         if end.first_post_ns:
-            moved: dict[str, spans.Value] = {names.TRANSFER_BYTES: end.transfer_bytes, names.CHUNKS: end.chunks}
-            spans.record(names.SPAN_TRANSFER, life, end.first_post_ns, end.last_ack_ns, moved)
+            moved = names.transfer_attributes("write", end.transfer_bytes, end.carried.rails, end.carried.resent)
+            moved |= {names.CHUNKS: end.chunks}
+            spans.record(names.SPAN_TRANSFER, life, end.first_post_ns, end.last_ack_ns, moved, error=error)
         origin.life.set_attributes(attributes)
         spans.finish(origin.life, end_ns=max(last, end.arrived_ns), error=error)
 
