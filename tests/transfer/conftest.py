@@ -1,4 +1,12 @@
-"""Engines and peer processes that are closed after each test, and the proof that nothing of them is left."""
+"""Engines and peer processes that are closed after each test, and the proof that nothing of them is left.
+
+The behaviour tests run over each of TRANSPORTS. Where there are RDMA devices (the guest of tests/rdma) the same files
+run over rdma:
+
+    KVMESH_TEST_TRANSPORTS=rdma KVMESH_TEST_RDMA_DEVICES=rxa0,rxa1/rxb0,rxb1 pytest tests/transfer
+
+with the first set of devices for engines of the test's own process and the second for those of peer processes.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +14,36 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
 from kvmesh.transfer import EngineConfig
 from tests.transfer.peer import Actor, Peer
+
+TRANSPORTS = tuple(name for name in os.environ.get("KVMESH_TEST_TRANSPORTS", "shm,tcp").split(",") if name)
+_DEVICES = [
+    tuple(filter(None, names.split(","))) for names in os.environ.get("KVMESH_TEST_RDMA_DEVICES", "/").split("/")
+]
+
+
+def over(*transports: str) -> pytest.MarkDecorator:
+    """For tests of what only these transports do, or can do: they are run when one of them is asked for."""
+    missing = not set(transports) & set(TRANSPORTS)
+    return pytest.mark.skipif(missing, reason=f"about {', '.join(transports)}; asked for: {', '.join(TRANSPORTS)}")
+
+
+def cannot_hold(transport: str, where: str, reason: str) -> None:
+    """Skips a test over the one transport for which its claim is not made."""
+    if transport == where:
+        pytest.skip(f"{transport}: {reason}")
+
+
+def equipped(config: EngineConfig, process: int) -> EngineConfig:
+    """With the RDMA devices of the test's process (0) or of its peers' (1), unless the test has chosen."""
+    if "rdma" not in config.transports or config.nics:
+        return config
+    return replace(config, nics=_DEVICES[process if process < len(_DEVICES) else 0])
 
 
 def open_files() -> dict[str, str]:
@@ -45,12 +78,12 @@ class Nest:
         self.peers: list[Peer] = []
 
     def actor(self, name: str, config: EngineConfig | None = None, **options: object) -> Actor:
-        actor = Actor(name, config or EngineConfig(**options))  # type: ignore[arg-type]
+        actor = Actor(name, equipped(config or EngineConfig(**options), 0))  # type: ignore[arg-type]
         self.actors.append(actor)
         return actor
 
     def peer(self, name: str, config: EngineConfig | None = None, **options: object) -> Peer:
-        peer = Peer(name, config or EngineConfig(**options))  # type: ignore[arg-type]
+        peer = Peer(name, equipped(config or EngineConfig(**options), 1))  # type: ignore[arg-type]
         self.peers.append(peer)
         return peer
 
@@ -72,6 +105,6 @@ def nest() -> Iterator[Nest]:
     assert {fd: name for fd, name in after.items() if before.get(fd) != name} == {}
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=TRANSPORTS)
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)

@@ -124,6 +124,9 @@ class Actor:
         assert done.wait(20)
         return result[0]
 
+    def counter(self, what: str) -> int:
+        return self.engine.counters().get(what, 0)
+
     def read(self, offset: int, nbytes: int) -> bytes:
         assert self.region is not None
         assert self.region.memory is not None

@@ -103,10 +103,10 @@ def test_given_up_and_yet_under_way(nest: Nest, transport: str, fenced: bool) ->
         until(lambda: target.read(0, MIB) == writer.read(0, MIB), "the late packet")
 
 
-def test_chance_is_seeded(nest: Nest) -> None:
+def test_chance_is_seeded(nest: Nest, transport: str) -> None:
     def draw() -> list[str]:
         writer, _, segment, base = pair(
-            nest, "shm", {"kind": "drop", "probability": 0.5}, max_sendings=1, ack_timeout_s=0.02
+            nest, transport, {"kind": "drop", "probability": 0.5}, max_sendings=1, ack_timeout_s=0.02
         )
         return [writer.transfer("write", segment, [(0, base, 1)], 1)[0].state.value for _ in range(12)]
 
