@@ -126,6 +126,8 @@ def finish(
     if not drained:
         batch.undrained.add(slot)
     batch.doom.pop(slot, None)
+    finals, key = group.lane.finals, (group.rank, state)
+    finals[key] = finals.get(key, 0) + 1
     if state is not TransferState.COMPLETED and group.spoilt is None:
         group.spoilt = cause
     group.open -= 1

@@ -33,6 +33,7 @@ class EngineConfig:
     # () = those of `nics` that are interfaces here, else `host` alone
     tcp_nics: tuple[str, ...] = ()
     tcp_user_timeout_s: float = 1.0  # with tcp_nics: a connection that hears nothing of its packets so long is broken
+    tcp_socket_bytes: int = 0  # SO_SNDBUF and SO_RCVBUF of each connection; 0 = as the kernel tunes them
     tcp_idle_s: float = 60.0  # a stream that carried nothing so long is closed, its threads end
     max_endpoints: int = 1024  # connections made by this engine; idle ones are closed beyond it (SIEVE)
     connect_timeout_s: float = 5.0
@@ -46,7 +47,7 @@ class EngineConfig:
     trip_errors: int = 3  # so many losses within trip_window_s put a rail to rest
     trip_window_s: float = 10.0
     probe_bytes: int = 64 << 10  # the largest frame that a rail gets after its rest, until one has arrived
-    nic_inflight_bytes: int = 32 << 20  # posted over one local NIC, to all peers, before it answers
+    nic_inflight_bytes: int = 64 << 20  # posted over one local NIC, to all peers, before it answers
     prefetch_share: float = 0.10  # what PREFETCH gets beside more urgent bytes that keep a NIC busy, of those
     background_share: float = 0.05  # the same for BACKGROUND
     verify_attempts: int = 3  # sendings of a slice whose checksum differs, before it is FAILED

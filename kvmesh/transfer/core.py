@@ -19,25 +19,23 @@ import heapq
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import count
 
 from kvmesh.rpc.errors import TransferError
-from kvmesh.transfer.api import BatchId, Opcode, TransferState
-from kvmesh.transfer.batch import Aftermath, Again, Batch, Group, doom, finish
+from kvmesh.transfer import outcomes
+from kvmesh.transfer.api import BatchId, Opcode, TrafficClass, TransferState
+from kvmesh.transfer.batch import Aftermath, Again, Batch, Group, Part, doom, finish
 from kvmesh.transfer.config import EngineConfig
-from kvmesh.transfer.dealing import Dealer, Flow
 from kvmesh.transfer.epochs import Notice
 from kvmesh.transfer.lane import Lane
-from kvmesh.transfer.pool import Sieve
-from kvmesh.transfer.rails import STALL_S, Choice, Nic, RailBoard, Topology, Way
+from kvmesh.transfer.posting import TICK_S, Posting, burden
+from kvmesh.transfer.rails import Topology, Way
 from kvmesh.transfer.segment import LocalRegion
+from kvmesh.transfer.stats import EngineStats, nic_stats, rail_stats
 from kvmesh.transfer.transport import Frame, Kind, Rail
 
 log = logging.getLogger(__name__)
-
-_TICK_S = 0.001  # time-outs are looked after no more often
 
 
 class Core:
@@ -51,16 +49,14 @@ class Core:
         self.lanes: dict[str, Lane] = {}
         self.batches: dict[BatchId, Batch] = {}
         self.counters: dict[str, int] = {}
+        self.finals: dict[tuple[int, TransferState], int] = {}
         self.topology: Topology = {}  # of this host; set before the first request
-        self.board = RailBoard(config)
-        self.dealer = Dealer((1.0, config.prefetch_share, config.background_share))
+        self.posting = Posting(config, self.lanes, self._arm, self._dropped, self.count)
+        self.board = self.posting.board
         self._next_batch = 1
         self._live: dict[int, Group] = {}
-        self._inflight: OrderedDict[int, Frame] = OrderedDict()  # by the time since when each is silent
         self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, group); of final groups, too
-        self._alarms: list[tuple[float, int, Flow, Way]] = []  # heap: flows that may find a better way then
-        self._crowded: dict[Nic, None] = {}  # NICs with flows that wait for room
-        self._endpoints: Sieve[tuple[str, Rail]] = Sieve(config.max_endpoints)
+        self._comparing: dict[int, LocalRegion] = {}  # by frame: memory whose checksum is being taken
         self._timer_changed = threading.Condition(self.lock)
         self._wake_at = float("inf")
         self._stopped = False
@@ -93,7 +89,7 @@ class Core:
         if len(self._deadlines) > 64 + 2 * len(self._live):
             self._deadlines = [(group.deadline, serial) for serial, group in self._live.items()]
             heapq.heapify(self._deadlines)
-        self._pump(after, now)
+        self.posting.pump(after, now)
 
     def notify(self, lane: Lane, notice: Notice, after: Aftermath) -> None:
         """Lock held."""
@@ -106,7 +102,7 @@ class Core:
         for group in list(batch.groups.values()):
             self._stop(group, state, cause, after, now)
             self._settle(group, after, now)
-        self._pump(after, now)
+        self.posting.pump(after, now)
 
     def close_lane(self, lane: Lane, cause: str, after: Aftermath) -> None:
         """Fails what is queued; the caller then has the transports forget the segment. Lock held."""
@@ -114,14 +110,14 @@ class Core:
         lane.closed = cause
         self.lanes.pop(lane.name, None)
         for rail in lane.ways:
-            self._endpoints.remove((lane.name, rail))
+            self.posting.endpoints.remove((lane.name, rail))
         for flow in lane.flows:
             groups = list(flow.queue.values()) + [again.group for again in flow.retry]
             flow.retry.clear()
             for group in groups:
                 lane.drop(group, cause, after)
                 self._settle(group, after, now)
-        self._pump(after, now)
+        self.posting.pump(after, now)
 
     def conclude(self, after: Aftermath) -> None:
         """Does what had to wait for the lock's release."""
@@ -138,39 +134,55 @@ class Core:
 
     def in_use(self, region: LocalRegion) -> bool:
         """Whether an unfinished request uses it. Lock held."""
-        return any(group.local is region for group in self._live.values())
+        unfinished = any(group.local is region for group in self._live.values())
+        return unfinished or region in self._comparing.values()
 
     def count(self, what: str, n: int = 1) -> None:
         """Not exact under races: for people, not for decisions."""
         self.counters[what] = self.counters.get(what, 0) + n
 
+    def stats(self) -> EngineStats:
+        with self.lock:
+            return EngineStats(
+                tuple(nic_stats(nic) for nic in self.board.nics.values()),
+                rail_stats(self.lanes.values(), self.clock()),
+                {(TrafficClass(rank), state): n for (rank, state), n in self.finals.items()},
+                tuple(self.posting.dealer.backlog),
+                len(self._live),
+                dict(self.counters),
+            )
+
     # ── what transports report ────────────────────────────────────────────────────────────────────
 
     def frame_done(self, frame: Frame, refused: Sequence[int], cause: str) -> None:
+        if frame.kind is Kind.CHECKSUM and frame.group is not None:
+            self._compare(frame, frame.group, refused, cause)
+            return
         after = Aftermath()
         with self.lock:
             now = self.clock()
-            way = self._answered(frame, now)
+            way = self.posting.answered(frame, now)
             if way is None:
                 return
-            self.board.landed(way, frame.nbytes, frame.posted_at, now)
+            self._arrived(frame, way, now)
             if frame.notice is not None:
                 frame.notice.end(TransferState.FAILED if cause else TransferState.COMPLETED, cause, after)
             elif frame.group is not None:
                 self._landed(frame, frame.group, refused, cause, after)
                 self._settle(frame.group, after, now)
-            self._pump(after, now)
+            self.posting.pump(after, now)
         self.conclude(after)
 
     def frame_lost(self, frame: Frame, cause: str, *, settled: bool, down: bool) -> None:
         after = Aftermath()
         with self.lock:
             now = self.clock()
-            way = self._answered(frame, now)
+            way = self.posting.answered(frame, now)
             if way is None:
                 return
             lane = frame.lane
             self.count(f"{frame.transport.name}.frames_lost")
+            way.nic.meter.erred("down" if down else "lost" if settled else "unsettled")
             if not lane.closed and self.board.lost(way, frame.posted_at, cause, now, down=down):
                 self.count("rails_rested")
             if frame.notice is not None:
@@ -181,69 +193,81 @@ class Core:
             elif frame.group is not None:
                 self._strayed(frame, frame.group, cause, settled, after)
                 self._settle(frame.group, after, now)
-            self._pump(after, now)
+            self.posting.pump(after, now)
         self.conclude(after)
 
-    def _answered(self, frame: Frame, now: float) -> Way | None:
-        """Takes it off its way and wakes who waited for the room; None: it was answered for before."""
-        if frame.answered:
-            return None
-        frame.answered = True
-        del self._inflight[frame.serial]
-        lane = frame.lane
-        lane.posted -= 1
-        way = lane.ways[frame.rail]
-        self.board.answered(way, frame.nbytes, now)
-        if frame.group is not None:
-            del frame.group.frames[frame.serial]
-        if way.parked:
-            self.dealer.wake_all(way.parked)
-        if way.nic.parked.count:
-            self.dealer.wake_one(way.nic)
-        return way
+    def _arrived(self, frame: Frame, way: Way, now: float) -> None:
+        rank = 0 if frame.group is None else frame.group.rank
+        nbytes = burden(frame)
+        way.class_bytes[rank] += nbytes
+        way.nic.meter.arrived(frame.kind, rank, nbytes, len(frame.parts), now - frame.posted_at)
+        self.board.landed(way, nbytes, frame.posted_at, now)
 
     def _landed(self, frame: Frame, group: Group, refused: Sequence[int], cause: str, after: Aftermath) -> None:
-        batch = group.batch
-        refusals = frozenset(refused)
-        states, flight, left = batch.states, batch.flight, batch.left
-        carried = 0
-        for i, (slot, _, _, length) in enumerate(frame.parts):
-            flight[slot] -= 1
-            if states[slot] is not TransferState.PENDING:
-                continue
-            if i in refusals:
-                self.count("parts_refused")
-                doom(group, slot, TransferState.FAILED, cause, after)
-                continue
-            carried += length
-            left[slot] -= length
-            if left[slot] == 0:
-                finish(group, slot, TransferState.COMPLETED, "", after)
-            elif flight[slot] == 0 and slot in batch.doom:
-                doom(group, slot, TransferState.FAILED, cause, after)
+        carried, turned_away, to_verify = outcomes.landed(frame, group, refused, cause, after)
+        if turned_away:
+            self.count("parts_refused", turned_away)
+            frame.lane.ways[frame.rail].nic.meter.erred(f"refused: {cause}", turned_away)
+        if to_verify:
+            frame.lane.again(group, Again(group, Kind.CHECKSUM, to_verify, 1, frame.checks, frame.rail))
         self.count(f"{frame.transport.name}.{frame.kind.name.lower()}_bytes", carried)
         rails = group.batch.rails
         rails[frame.rail] = rails.get(frame.rail, 0) + carried
 
     def _strayed(self, frame: Frame, group: Group, cause: str, settled: bool, after: Aftermath) -> None:
-        batch = group.batch
         again = frame.sendings < self.config.max_sendings and not frame.lane.closed
-        alive = False
-        for slot, _, _, _ in frame.parts:
-            batch.flight[slot] -= 1
-            if batch.states[slot].final:
-                continue
-            if not settled:
-                finish(group, slot, TransferState.FAILED, cause, after, drained=False)
-            elif slot in batch.doom or not again:
-                doom(group, slot, TransferState.FAILED, cause, after)
-            else:
-                alive = True
-        if alive:
+        if outcomes.strayed(frame, group, cause, settled=settled, again=again, after=after):
             self.count("frames_resent")
             group.batch.resent += 1
-            resend = Again(group, frame.kind, list(frame.parts), frame.sendings + 1, frame.checks, frame.rail)
+            avoid = frame.avoid if frame.kind is Kind.CHECKSUM else frame.rail
+            resend = Again(group, frame.kind, list(frame.parts), frame.sendings + 1, frame.checks, avoid)
             frame.lane.again(group, resend)
+
+    def _compare(self, frame: Frame, group: Group, refused: Sequence[int], cause: str) -> None:
+        """A CHECKSUM was answered. The memory here is read without the lock, and kept registered meanwhile."""
+        with self.lock:
+            if frame.answered:
+                return
+            self._comparing[frame.serial] = group.local
+        sums: list[int] = []
+        try:
+            sums = outcomes.local_sums(frame)
+        finally:
+            after = Aftermath()
+            with self.lock:
+                del self._comparing[frame.serial]
+                now = self.clock()
+                way = self.posting.answered(frame, now)
+                if way is not None:
+                    self._arrived(frame, way, now)
+                    self._compared(
+                        frame, group, outcomes.verified(frame, group, refused, cause, sums, after), after, now
+                    )
+                    self._settle(group, after, now)
+                self.posting.pump(after, now)
+            self.conclude(after)
+
+    def _compared(self, frame: Frame, group: Group, differ: list[Part], after: Aftermath, now: float) -> None:
+        """What differs is sent again, a few times; the rail that brought it has erred."""
+        if not differ:
+            return
+        self.count("checksums_differ", len(differ))
+        if frame.avoid is not None and not frame.lane.closed:
+            brought = frame.lane.ways[frame.avoid]
+            brought.nic.meter.erred("checksum", len(differ))
+            self.board.lost(brought, frame.posted_at, "checksum", now, down=False)
+        checks = frame.checks + 1
+        if checks >= self.config.verify_attempts or frame.lane.closed:
+            for part in differ:
+                doom(group, part[0], TransferState.FAILED, "checksum", after)
+            return
+        kind = Kind.WRITE if group.opcode is Opcode.WRITE else Kind.READ
+        frame.lane.again(group, Again(group, kind, differ, 1, checks, frame.avoid))
+
+    def _dropped(self, group: Group, cause: str, after: Aftermath, now: float) -> None:
+        """No way is left for it."""
+        group.lane.drop(group, cause, after)
+        self._settle(group, after, now)
 
     def _settle(self, group: Group, after: Aftermath, now: float) -> None:
         """After slots of a group may have become final."""
@@ -256,53 +280,7 @@ class Core:
                 for notice in group.lane.epochs.ended(group):
                     self._send_notice(group.lane, notice, after, now)
 
-    # ── posting ───────────────────────────────────────────────────────────────────────────────────
-
-    def _pump(self, after: Aftermath, now: float) -> None:
-        """Posts whatever may be posted now, the most urgent first."""
-        dealer = self.dealer
-
-        def dropped(group: Group, cause: str) -> None:
-            group.lane.drop(group, cause, after)
-            self._settle(group, after, now)
-
-        while (flow := dealer.take()) is not None:
-            found = flow.lane.cut(flow, now, dropped)
-            if isinstance(found, Frame):
-                self._launch(found, after, now)
-                dealer.spent(flow, found.nbytes)
-                nic = found.lane.ways[found.rail].nic
-                if nic.parked.count:
-                    dealer.wake_one(nic)
-            elif isinstance(found, Choice):
-                dealer.park_at(flow, found.way.parked)
-                if found.again_at != float("inf"):
-                    when = max(found.again_at, now + _TICK_S)
-                    heapq.heappush(self._alarms, (when, next(self.serials), flow, found.way))
-                    self._arm(when)
-            elif found is not None:
-                dealer.park_at(flow, found.parked)
-                self._crowded[found] = None
-                self._arm(now + STALL_S)
-
-    def _launch(self, frame: Frame, after: Aftermath, now: float) -> None:
-        lane = frame.lane
-        frame.posted_at = now
-        self._inflight[frame.serial] = frame
-        lane.posted += 1
-        self.board.posted(lane.ways[frame.rail], frame.nbytes, now)
-        if frame.group is not None:
-            frame.group.frames[frame.serial] = frame
-        after.frames.append(frame)
-        self._arm(now + self.config.ack_timeout_s)
-        for segment, rail in self._endpoints.touch((lane.name, frame.rail), self._idle):
-            rail.transport.forget(segment, "evicted to make room", rail)
-            self.count("endpoints_evicted")
-
-    def _idle(self, key: tuple[str, Rail]) -> bool:
-        lane = self.lanes.get(key[0])
-        way = lane.ways.get(key[1]) if lane is not None else None
-        return way is not None and not way.frames
+    # ── stopping ──────────────────────────────────────────────────────────────────────────────────
 
     def _send_notice(
         self, lane: Lane, notice: Notice, after: Aftermath, now: float, sendings: int = 1, avoid: Rail | None = None
@@ -319,13 +297,13 @@ class Core:
         else:  # small, and soon sent: it waits for no room
             frame = Frame(next(self.serials), self, lane, choice.way.rail, Kind.NOTIFY, notice.epoch, [], 0)
             frame.notice, frame.sendings = notice, sendings
-            self._launch(frame, after, now)
+            self.posting.launch(frame, after, now)
 
     def _stop(self, group: Group, state: TransferState, cause: str, after: Aftermath, now: float) -> None:
         """Nothing more of it is posted, and what has not left yet is taken back."""
         group.lane.unqueue(group)
         for frame in list(group.frames.values()):
-            if frame.transport.recall(frame) and self._answered(frame, now) is not None:
+            if frame.transport.recall(frame) and self.posting.answered(frame, now) is not None:
                 for slot, _, _, _ in frame.parts:
                     group.batch.flight[slot] -= 1
         for slot in group.slots:
@@ -358,8 +336,8 @@ class Core:
         with self.lock:
             now = self.clock()
             self._time_out(now, after, overdue)
-            self._reconsider(now)
-            self._pump(after, now)
+            self.posting.reconsider(now)
+            self.posting.pump(after, now)
             self._wake_at = self._next_due(now)
         for frame, idle_s in overdue:
             frame.transport.expire(frame, idle_s)
@@ -379,11 +357,8 @@ class Core:
         self.conclude(after)
 
     def _next_due(self, now: float) -> float:
-        due = [self._deadlines[0][0]] if self._deadlines else []
-        due += [frame.posted_at + self.config.ack_timeout_s for frame in list(self._inflight.values())[:1]]
-        due += [alarm[0] for alarm in self._alarms[:1]]
-        due += [now + STALL_S] if self._crowded else []
-        return max(min(due, default=float("inf")), now + _TICK_S)
+        deadline = self._deadlines[0][0] if self._deadlines else float("inf")
+        return max(min(deadline, self.posting.next_due(now)), now + TICK_S)
 
     def _time_out(self, now: float, after: Aftermath, overdue: list[tuple[Frame, float]]) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -391,14 +366,7 @@ class Core:
             if group is not None and group.deadline <= now:
                 group.deadline = float("inf")
                 self._overdue(group, after, now, overdue)
-        ack_timeout_s = self.config.ack_timeout_s
-        while self._inflight:
-            frame = next(iter(self._inflight.values()))
-            if frame.posted_at + ack_timeout_s > now:
-                break
-            frame.posted_at = now
-            self._inflight.move_to_end(frame.serial)
-            overdue.append((frame, ack_timeout_s))
+        overdue += [(frame, self.config.ack_timeout_s) for frame in self.posting.silent(now)]
 
     def _overdue(self, group: Group, after: Aftermath, now: float, overdue: list[tuple[Frame, float]]) -> None:
         self._stop(group, TransferState.TIMEOUT, "timed out", after, now)
@@ -412,19 +380,6 @@ class Core:
                         cause += " and not drained in time"
                     finish(group, slot, TransferState.TIMEOUT, cause, after, drained=False)
         self._settle(group, after, now)
-
-    def _reconsider(self, now: float) -> None:
-        """Flows that wait for a way look for another; NICs no longer count bytes that do not move."""
-        while self._alarms and self._alarms[0][0] <= now:
-            _, _, flow, way = heapq.heappop(self._alarms)
-            if flow in way.parked:
-                way.parked.remove(flow)
-                self.dealer.ready.put(flow)
-        for nic in list(self._crowded):
-            self.board.stalls(nic, now)
-            self.dealer.wake_one(nic)
-            if not nic.parked.count:
-                del self._crowded[nic]
 
 
 def on_final(core: Core, batch_id: BatchId, callback: Callable[[], None]) -> None:

@@ -37,6 +37,7 @@ from kvmesh.transfer.lane import Lane
 from kvmesh.transfer.requests import grouped
 from kvmesh.transfer.segment import LocalRegion, LocalSegment, SegmentDescriptor, describe
 from kvmesh.transfer.shm import ShmTransport
+from kvmesh.transfer.stats import EngineStats
 from kvmesh.transfer.tcp import TcpTransport
 from kvmesh.transfer.transport import Rail, Transport, TransportHost
 from kvmesh.transfer.windows import Windows
@@ -193,7 +194,7 @@ class TransferEngine:
             self.close_segment(descriptor.name)
         core = self._core
         rails = self._rails(descriptor, transports)
-        lane = Lane(descriptor, rails, core, core.serials, core.board, core.posting.dealer)
+        lane = Lane(descriptor, rails, core, core.serials, core.board, core.posting.dealer, core.finals)
         with core.lock:
             core.lanes.setdefault(descriptor.name, lane)
         return descriptor.name
@@ -397,6 +398,10 @@ class TransferEngine:
 
     def counters(self) -> dict[str, int]:
         return dict(self._core.counters)
+
+    def stats(self) -> EngineStats:
+        """What it has done and is doing: per local NIC, per rail, per class."""
+        return self._core.stats()
 
     def close(self) -> None:
         """Fails what is unfinished, closes every window, socket and descriptor, ends every thread. Idempotent and

@@ -32,10 +32,10 @@ class Lane:
     serials: count[int]
     board: RailBoard
     dealer: Dealer
+    finals: dict[tuple[int, TransferState], int]  # requests of the engine by class and outcome
     ways: dict[Rail, Way] = field(default_factory=dict)
     flows: tuple[Flow, ...] = ()
     epochs: Epochs = field(default_factory=Epochs)
-    posted: int = 0  # frames on their way
     closed: str = ""
     _routes: dict[tuple[object, ...], Tiers] = field(default_factory=dict)
 
@@ -120,7 +120,7 @@ class Lane:
                 flow.retry.popleft()
                 continue
             wanted = sum(p[3] for p in again.parts[again.at :]) if again is not None else group.todo
-            avoid = again.avoid if again is not None else None
+            avoid = again.avoid if again is not None and again.kind is not Kind.CHECKSUM else None
             choice = None if self.closed else self.board.choose(group.routes, wanted, now, avoid)
             if choice is None:
                 if again is not None:

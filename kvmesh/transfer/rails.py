@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvmesh.transfer.config import EngineConfig
-from kvmesh.transfer.dealing import Flow, Turns
+from kvmesh.transfer.dealing import RANKS, Flow, Turns
+from kvmesh.transfer.stats import Meter
 from kvmesh.transfer.transport import Rail
 
 NOMINAL_BYTES_S = 12.5e9  # 100 Gb/s: of a rail of which nothing is known
@@ -45,6 +46,7 @@ class Nic:
     inflight: int = 0
     parked: Turns[Flow] = field(default_factory=Turns)
     busy: dict[Way, None] = field(default_factory=dict)  # ways with a frame on them
+    meter: Meter = field(default_factory=Meter)
 
 
 @dataclass(eq=False, slots=True)
@@ -71,6 +73,10 @@ class Way:
     down: bool = False
     cause: str = ""
     parked: list[Flow] = field(default_factory=list)
+    class_bytes: list[int] = field(default_factory=lambda: [0] * RANKS)
+    arrived: int = 0  # frames
+    lost: int = 0
+    rests: int = 0
 
     @property
     def capacity(self) -> int:
@@ -103,7 +109,8 @@ def tiers(
     peer_topology: Topology | None = None,
 ) -> tuple[tuple[Rail, ...], ...]:
     """Rails by preference: transports in the given order; within one, those whose NICs both memories prefer, then the
-    rest. A location or rail without topology prefers everything. Within a tier, neighbours share no NIC."""
+    rest; at last detours. A location or rail without topology prefers everything. Within a tier, neighbours share no
+    NIC."""
     found: list[tuple[Rail, ...]] = []
     by_transport: dict[int, list[Rail]] = {}
     for rail in rails:
@@ -111,9 +118,10 @@ def tiers(
     near = (own_topology or {}).get(local_location, ((), ()))[0]
     far = (peer_topology or {}).get(remote_location, ((), ()))[0]
     for ways in by_transport.values():
-        first = [r for r in ways if _preferred(r.local, near) and _preferred(r.remote, far)]
+        straight = [r for r in ways if not r.detour]
+        first = [r for r in straight if _preferred(r.local, near) and _preferred(r.remote, far)]
         chosen = set(first)
-        for tier in (first, [r for r in ways if r not in chosen]):
+        for tier in (first, [r for r in straight if r not in chosen], [r for r in ways if r.detour]):
             if tier:
                 found.append(tuple(_diagonally(tier)))
     return tuple(found)
@@ -255,6 +263,7 @@ class RailBoard:
         if way.rest_until:
             way.rest_until, way.back_at, way.down = 0.0, now, False
             way.losses.clear()
+        way.arrived += 1
         took = now - posted_at
         way.latency = took if way.latency == 0.0 else way.latency + 0.1 * (took - way.latency)
         way.window_bytes += nbytes
@@ -269,6 +278,7 @@ class RailBoard:
         if elapsed <= 0.0 or not nbytes:
             return
         rate = nbytes / elapsed
+        way.nic.meter.bandwidth.observe(rate)
         if way.bandwidth:
             way.bandwidth += (rate - way.bandwidth) * nbytes / (nbytes + MEMORY_BYTES)
         elif nbytes >= TRUSTED_BYTES:
@@ -278,6 +288,7 @@ class RailBoard:
     def lost(self, way: Way, posted_at: float, cause: str, now: float, *, down: bool) -> bool:
         """After `answered`: it did not arrive. Frames that were posted before an earlier loss was known are part of the
         same misfortune. True: the way goes to rest."""
+        way.lost += 1
         if down or (way.rest_until and way.rest_until <= now):
             return self._rest(way, cause, now, down=down)
         if posted_at <= way.failed_at:
@@ -297,6 +308,7 @@ class RailBoard:
         way.rest_until, way.down, way.cause = now + way.pause, down, cause
         way.losses.clear()
         way.failed_at = now
+        way.rests += 1
         return True
 
     def stalls(self, nic: Nic, now: float) -> None:
