@@ -44,6 +44,7 @@ from kvmesh.transfer.windows import Windows
 
 log = logging.getLogger(__name__)
 
+
 def _rdma(host: TransportHost, config: EngineConfig) -> Transport:
     from kvmesh.transfer.rdma.transport import RdmaTransport  # only who names it needs what it needs
 
@@ -175,9 +176,10 @@ class TransferEngine:
         nics = tuple(nic for transport in self._transports for nic in transport.nics())
         return describe(self.name, self.token, self.segment, endpoints, nics, self.topology)
 
-    def open_segment(self, descriptor: SegmentDescriptor | bytes) -> str:
+    def open_segment(self, descriptor: SegmentDescriptor | bytes, only: Callable[[Rail], bool] | None = None) -> str:
         """Makes a peer's segment known and returns its name; connects on first use. Opening it again with a newer
-        descriptor updates its regions. TransferError when no transport can reach it."""
+        descriptor updates its regions. `only` leaves out the other rails (to try one pair of NICs). TransferError when
+        no transport can reach it."""
         self._check_open()
         if isinstance(descriptor, bytes | bytearray | memoryview):
             descriptor = SegmentDescriptor.decode(bytes(descriptor))
@@ -188,20 +190,31 @@ class TransferEngine:
         with self._core.lock:
             known = self._core.lanes.get(descriptor.name)
             if known is not None and known.descriptor.token == descriptor.token:
-                known.renew(descriptor, self._rails(descriptor, transports))
+                known.renew(descriptor, self._rails(descriptor, transports, only))
                 return descriptor.name
         if known is not None:
             self.close_segment(descriptor.name)
         core = self._core
-        rails = self._rails(descriptor, transports)
+        rails = self._rails(descriptor, transports, only)
         lane = Lane(descriptor, rails, core, core.serials, core.board, core.posting.dealer, core.finals)
         with core.lock:
             core.lanes.setdefault(descriptor.name, lane)
         return descriptor.name
 
     @staticmethod
-    def _rails(descriptor: SegmentDescriptor, transports: Sequence[Transport]) -> tuple[Rail, ...]:
-        return tuple(rail for transport in transports for rail in transport.rails(descriptor))
+    def _rails(
+        descriptor: SegmentDescriptor, transports: Sequence[Transport], only: Callable[[Rail], bool] | None
+    ) -> tuple[Rail, ...]:
+        rails = tuple(rail for transport in transports for rail in transport.rails(descriptor))
+        return rails if only is None else tuple(rail for rail in rails if only(rail))
+
+    def rails(self, segment: str) -> tuple[Rail, ...]:
+        """Every way to an open segment. TransferError when it is not open."""
+        with self._core.lock:
+            lane = self._core.lanes.get(segment)
+            if lane is None:
+                raise TransferError(f"segment={segment!r}: not open", field="segment")
+            return lane.rails
 
     def close_segment(self, name: str) -> None:
         """Its unfinished requests fail; its connections and maps go. Unknown names are ignored."""
