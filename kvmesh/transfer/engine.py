@@ -132,12 +132,14 @@ class TransferEngine:
         """Registers memory of the caller: a writable contiguous buffer (bytearray, numpy), an (address, length) pair
         or anything with `data_ptr()` and `nbytes` (a contiguous torch tensor). The caller keeps it alive. Peers reach
         it over tcp; it can be the target of shm writes, not the source of them nor of shm reads. Host memory only:
-        no transport here carries device memory."""
+        no transport here carries device memory. Exactly the same memory registered again is the same region, which
+        lives until it was unregistered as often; memory that overlaps otherwise is refused."""
         self._check_open()
         if not location.startswith("cpu"):
             raise TransferError(f"location={location!r}: only host memory can be registered", field="location")
         address, length, view = memory.writable(buffer)
-        return self._register(address, length, location, view, buffer, -1)
+        known = self.segment.again(address, length, location, buffer)
+        return known.public if known else self._register(address, length, location, view, buffer, -1)
 
     def _register(self, address: int, length: int, location: str, view: memoryview, keep: object, fd: int) -> Region:
         region = self.segment.add(address, length, location, view, keep, fd)
@@ -158,6 +160,8 @@ class TransferEngine:
         mine = self.segment.by_offset(region.base_offset, region.length)
         if mine is None:
             raise TransferError(f"region at offset {region.base_offset} is not registered", field="region")
+        if self.segment.let_go(mine):
+            return
         window = self.windows.overlapping(mine.base, mine.length)
         if window is not None:
             raise TransferError(f"region at offset {mine.base} has an open window {window}: fence it", field="region")

@@ -178,6 +178,9 @@ def writable(buffer: object) -> tuple[int, int, memoryview]:
         contiguous = getattr(buffer, "is_contiguous", None)
         if contiguous is not None and not contiguous():
             raise TransferError("buffer is not contiguous", field="buffer")
+        device = getattr(getattr(buffer, "device", None), "type", "cpu")
+        if device != "cpu":
+            raise TransferError(f"buffer is memory of a {device} device", field="buffer")
         address, length = int(buffer.data_ptr()), int(buffer.nbytes)
         view = None
     else:

@@ -91,6 +91,14 @@ class _Versioned(msgspec.Struct):
     version: int
 
 
+def network_id() -> str:
+    """Equal for two processes that see the same network, abstract unix-domain sockets among it."""
+    try:
+        return os.readlink("/proc/self/ns/net")
+    except OSError:
+        return "?"
+
+
 def machine_id() -> str:
     """Equal for two processes that may share memory: one boot, and one user namespace."""
     parts = []
@@ -117,6 +125,7 @@ class LocalRegion:
     keep: object
     fd: int = -1
     uses: int = 0  # servings of a peer's READ that touch it now
+    registrations: int = 1  # of the same memory of the caller
 
     @property
     def base(self) -> int:
@@ -163,11 +172,34 @@ class LocalSegment:
             self._publish((*self._by_base, region))
             return region
 
+    def again(self, address: int, length: int, location: str, keep: object) -> LocalRegion | None:
+        """The region that exactly this memory of the caller was registered as before, which then takes one more
+        `remove`; None when there is none."""
+        with self.changed:
+            region = self.by_address(address, length)
+            if region is None or (region.address, region.length) != (address, length):
+                return None
+            if region.public.location != location or isinstance(region.keep, Mapping):
+                return None
+            region.registrations += 1
+            region.keep = (region.keep, keep)
+            return region
+
+    def let_go(self, region: LocalRegion) -> bool:
+        """Takes back one registration of several; false when it is the last."""
+        with self.changed:
+            if region.registrations == 1:
+                return False
+            region.registrations -= 1
+            return True
+
     def remove(self, region: LocalRegion, timeout_s: float) -> None:
         """Waits until no peer's READ is being served from it; TransferError after `timeout_s`: it stays registered."""
         with self.changed:
             if region not in self._by_base:
                 raise TransferError(f"region at offset {region.base} is not registered")
+            if region.registrations > 1:
+                raise TransferError(f"region at offset {region.base} was registered again meanwhile")
             self._publish(tuple(r for r in self._by_base if r is not region))
             if not self.changed.wait_for(lambda: region.uses == 0, timeout_s):
                 self._publish(tuple(sorted((*self._by_base, region), key=lambda r: r.base)))

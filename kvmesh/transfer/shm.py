@@ -19,7 +19,7 @@ from kvmesh.rpc.errors import TransferError
 from kvmesh.transfer import wire
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.dialing import DialingTransport
-from kvmesh.transfer.segment import LocalRegion, RegionInfo, SegmentDescriptor, machine_id
+from kvmesh.transfer.segment import LocalRegion, RegionInfo, SegmentDescriptor, machine_id, network_id
 from kvmesh.transfer.serving import Server
 from kvmesh.transfer.shm_copy import Copiers, by_cores
 from kvmesh.transfer.shm_path import ShmPath, raw_address
@@ -31,8 +31,8 @@ _INFLIGHT_FRAMES = 3  # one under the copier, one waiting, one being answered
 
 
 class ShmTransport(DialingTransport):
-    """Reaches engines of the same machine whose socket can be reached. Memory that is not a memfd can be the target
-    of its writes, nothing else."""
+    """Reaches engines of the same machine (one boot, one user namespace) whose socket can be reached. Memory that is
+    not a memfd can be the target of its writes, nothing else."""
 
     name = "shm"
 
@@ -41,6 +41,7 @@ class ShmTransport(DialingTransport):
         frame_bytes = max(_FRAME_BYTES, config.shm_slice_bytes)
         self.limits = FrameLimits(config.shm_slice_bytes, frame_bytes, wire.MAX_PARTS, _INFLIGHT_FRAMES)
         self._machine = machine_id()
+        self._network = network_id()
         self._address = ""
         self.copiers = Copiers(config.shm_copy_threads or by_cores())
 
@@ -61,10 +62,15 @@ class ShmTransport(DialingTransport):
         return ShmAccepted(server, sock, self.copiers)
 
     def endpoint(self) -> dict[str, str]:
-        return {"path": self._address}
+        return {"path": self._address, "network": self._network}
 
     def reaches(self, descriptor: SegmentDescriptor) -> bool:
-        return "shm" in descriptor.endpoints and descriptor.machine == self._machine
+        """A name of the abstract namespace is one of a network namespace: another container's would not be found. A
+        path may be found from another mount namespace, or not: it is tried."""
+        endpoint = descriptor.endpoints.get("shm")
+        if endpoint is None or descriptor.machine != self._machine:
+            return False
+        return not endpoint.get("path", "").startswith("@") or endpoint.get("network") == self._network
 
     def carries(self, kind: Kind, local: LocalRegion, remote: RegionInfo) -> bool:
         if kind is Kind.READ:
