@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# build.sh [--no-compile] - make what tests/rdma/guest.py boots, under ${KVMESH_RDMA_GUEST:-~/.cache/kvmesh/rdma-guest}:
+# build.sh [--no-compile] - make what tests/rdma/guest.py boots, under ${RDMA_GUEST_CACHE:-~/.cache/kvmesh/rdma-guest}:
 #
-#   linux       a User-Mode-Linux kernel with Soft-RoCE: taken from linux-uml.xz (and linux-uml.sha256) in $KVMESH_RDMA_PREBUILT
+#   linux       a User-Mode-Linux kernel with Soft-RoCE: taken from linux-uml.xz (and linux-uml.sha256) in $RDMA_GUEST_PREBUILT
 #               (default ../shared/rdma beside the repository) where that is, else compiled (kernel.sh; minutes; not with --no-compile)
 #   boot/       the root it starts in: busybox and init
 #   overlay/    verbs libraries and tools, perftest, iproute2: laid over the host's files in the guest, never installed here

@@ -2,8 +2,8 @@
 # kernel.sh - compile the guest's kernel from Debian's linux-source into $CACHE/linux. Five to six minutes on two idle cores, once.
 #
 #   JOBS=n                      compilers at a time (default: all CPUs, at low priority)
-#   KVMESH_RDMA_SOURCE=tarball  a linux-*.tar.xz to use instead of Debian's
-#   KVMESH_RDMA_SUITE=suite     where linux-source is looked for (default: trixie-backports; it must be 6.19 or newer: the
+#   RDMA_GUEST_SOURCE=tarball  a linux-*.tar.xz to use instead of Debian's
+#   RDMA_GUEST_SUITE=suite     where linux-source is looked for (default: trixie-backports; it must be 6.19 or newer: the
 #                               architecture's seccomp mode and its registers wider than AVX came then)
 set -euo pipefail
 . "$(dirname "$0")/lib.sh"
@@ -28,14 +28,14 @@ if ((${#missing[@]})); then
   [ ! -x "$TOOLS/usr/bin/m4" ] || export M4=$TOOLS/usr/bin/m4
 fi
 
-SOURCE=${KVMESH_RDMA_SOURCE:-}
+SOURCE=${RDMA_GUEST_SOURCE:-}
 if [ -z "$SOURCE" ]; then
   SOURCE=$(find "$WORK/source" -name 'linux-source-*.tar.xz' 2>/dev/null | sort -V | tail -1)
 fi
 if [ -z "$SOURCE" ]; then
   need apt-get apt; need dpkg-deb dpkg
   mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 2>/dev/null | sort -u | grep -E '/debian/?$' | head -1 || true)
-  suite=${KVMESH_RDMA_SUITE:-trixie-backports}
+  suite=${RDMA_GUEST_SUITE:-trixie-backports}
   echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] ${mirror:-http://deb.debian.org/debian} $suite main" >"$WORK/sources.list"
   private_apt "$suite" "$WORK/sources.list"
   package=$(apt-cache "${APT[@]}" search --names-only '^linux-source-[0-9.]+$' | cut -d' ' -f1 | sort -V | tail -1)

@@ -4,8 +4,8 @@
 
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 REPO=$(cd "$HERE/../.." && pwd)
-CACHE=${KVMESH_RDMA_GUEST:-${XDG_CACHE_HOME:-$HOME/.cache}/kvmesh/rdma-guest}
-PREBUILT=${KVMESH_RDMA_PREBUILT:-$REPO/../shared/rdma}
+CACHE=${RDMA_GUEST_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/kvmesh/rdma-guest}
+PREBUILT=${RDMA_GUEST_PREBUILT:-$REPO/../shared/rdma}
 
 say() { echo "rdma-guest: $*" >&2; }
 fail() { say "$*"; exit 1; }

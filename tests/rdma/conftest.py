@@ -27,7 +27,7 @@ import pytest
 
 from tests.rdma.guest import GRACE, INSIDE, CompletedGuest, GuestUnavailable, prepare, run_in_guest
 
-REPORTS = "KVMESH_RDMA_REPORTS"  # in the guest: the file that reports go to
+REPORTS = "RDMA_GUEST_REPORTS"  # in the guest: the file that reports go to
 TIMEOUT = 300.0  # seconds for the tests of one file
 SETTINGS = {"rails", "ipv6_only", "memory_mb", "timeout_s"}
 Report = dict[str, Any]  # as pytest serializes it

@@ -28,7 +28,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 MTU = 9000  # bytes, of the Ethernet devices: the RDMA ports then take 4,096
 GRACE = 15.0  # seconds that the guest has, after the job's limit, to end it and switch off
-INSIDE = "KVMESH_IN_RDMA_GUEST"
+INSIDE = "IN_RDMA_GUEST"  # set in the guest; the prefix KVMESH_ is for configuration keys
 
 _turns = itertools.count(os.getpid())
 
@@ -77,7 +77,7 @@ def _prepare(compile_kernel: bool) -> Path | str:
         said = (done.stderr.strip().splitlines() or ["scripts/rdma/build.sh failed"])[-1]
         return said if done.returncode == 3 else said + "; when that is mended, run: make rdma-guest"
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(os.environ.get("KVMESH_RDMA_GUEST") or Path(root, "kvmesh", "rdma-guest"))
+    return Path(os.environ.get("RDMA_GUEST_CACHE") or Path(root, "kvmesh", "rdma-guest"))
 
 
 def run_in_guest(
@@ -156,7 +156,7 @@ def _write_job(job: Path, argv: Sequence[str], home: Path, extra: Mapping[str, s
 
 def _memory_folder(memory_mb: int) -> str:
     """A folder for the file that is the guest's memory: tmpfs, with room, and programs may be mapped from it."""
-    choices = [os.environ.get("KVMESH_RDMA_MEMORY"), "/dev/shm", tempfile.gettempdir(), "/var/tmp"]
+    choices = [os.environ.get("RDMA_GUEST_MEMORY"), "/dev/shm", tempfile.gettempdir(), "/var/tmp"]
     for folder in filter(None, choices):
         try:
             found = os.statvfs(folder)
@@ -167,7 +167,7 @@ def _memory_folder(memory_mb: int) -> str:
             return folder
     raise GuestUnavailable(
         f"the guest's memory needs a folder with {memory_mb} MiB free that programs may run from; "
-        "name one in KVMESH_RDMA_MEMORY"
+        "name one in RDMA_GUEST_MEMORY"
     )
 
 
