@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.gil import watch
 from benchmarks.peers.link import PeerMissing, Worker
 from benchmarks.peers.perftest import Perftest
 from benchmarks.transfer_contest import LATENCY_SIZES, Contender, Result, compete, latencies, row_title, size, span
@@ -76,6 +77,30 @@ def one_at_a_time(ours: Contender, perftest: Perftest, quick: bool, rounds: int)
     return rows
 
 
+def costs(ours: Contender, quick: bool) -> dict[str, Any]:
+    """What a work request costs where, and who holds the GIL meanwhile."""
+    told: dict[str, Any] = {"gil": {}}
+    print("\nshare of the time in which the GIL is held while rows are written: initiator, target")
+    for count, length in QUICK_SIZES if quick else SIZES:
+        try:
+            shares = watch(ours.source, ours.target, "write", count, length, 1.0 if quick else 4.0)
+        except PeerMissing as err:
+            print(f"  {err}")
+            break
+        told["gil"][row_title(count, length)] = [round(share, 4) for share in shares]
+        print(f"  {row_title(count, length):16}{shares[0]:8.1%}{shares[1]:8.1%}", flush=True)
+    ours.source.call("watch_rdma")
+    for count, length in [*(QUICK_SIZES if quick else SIZES), (1, 4 << 10), (8, 4 << 10), (32, 4 << 10)]:
+        for _ in range(3 if count > 100 else 20):
+            ours.source.call("run", op="write", count=count, length=length, threads=1)
+    told |= ours.source.call("rdma_costs")
+    print("\nµs for each work request of a write: written (Python), posted (GIL released)")
+    for chain, (written, posted, times) in told["chains"].items():
+        print(f"  chains of {chain:<6}{written:10.2f}{posted:10.2f}   ({times} chains)")
+    print(f"  empty poll {told['empty_poll_us']}, other polls {told['poll_us']}", flush=True)
+    return told
+
+
 def here(quick: bool, rounds: int, near: str, far: str) -> dict[str, Any]:
     sizes = QUICK_SIZES if quick else SIZES
     perftest = Perftest(near, far)
@@ -85,6 +110,7 @@ def here(quick: bool, rounds: int, near: str, far: str) -> dict[str, Any]:
             "devices": [near, far],
             "rows": contest(ours, perftest, quick, rounds),
             "latency": one_at_a_time(ours, perftest, quick, rounds),
+            "costs": costs(ours, quick),
         }
     finally:
         ours.close()

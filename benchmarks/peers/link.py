@@ -15,6 +15,7 @@ import mmap
 import os
 import queue
 import random
+import select
 import socket
 import subprocess
 import sys
@@ -125,13 +126,27 @@ class Worker:
             )
         self.module = module
         mine.settimeout(LIMIT_S)
+        self._socket = mine
         self._pipe = mine.makefile("rwb")
-        mine.close()
 
     def call(self, do: str, **words: Any) -> Any:
+        self.ask(do, **words)
+        return self.answer(do)
+
+    def ask(self, do: str, **words: Any) -> None:
+        """To be followed by `answer`."""
         try:
             self._pipe.write(json.dumps({"do": do, **words}).encode() + b"\n")
             self._pipe.flush()
+        except OSError as err:
+            raise PeerMissing(f"{self.module} ended: {self._last_words()}") from err
+
+    def answered(self, timeout_s: float) -> bool:
+        """Whether `answer` would return at once; waits so long for it."""
+        return bool(select.select([self._socket], [], [], timeout_s)[0])
+
+    def answer(self, do: str) -> Any:
+        try:
             line = self._pipe.readline()
         except TimeoutError as err:
             raise PeerMissing(f"{self.module}: no answer to {do} in {LIMIT_S:.0f} s") from err
@@ -149,6 +164,7 @@ class Worker:
             self._pipe.close()
         except OSError:
             pass
+        self._socket.close()
         try:
             self.process.wait(10)
         except subprocess.TimeoutExpired:
@@ -164,7 +180,7 @@ class Worker:
 
 
 class End:
-    """Base of the workers' objects; `fill`, `digest` and `cpu` are for both ends."""
+    """Base of the workers' objects; for both of them."""
 
     memory: Memory
 
@@ -176,6 +192,16 @@ class End:
 
     def cpu(self) -> float:
         return time.process_time()
+
+    def runtime_address(self) -> int:
+        """Of CPython's `_PyRuntime`."""
+        return ctypes.addressof(ctypes.c_char.in_dll(ctypes.pythonapi, "_PyRuntime"))
+
+    def spin(self, seconds: float) -> None:
+        """Computes in Python."""
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            pass
 
     def close(self) -> None:
         return

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +24,58 @@ def _memory(engine: TransferEngine, nbytes: int) -> tuple[Region, Memory]:
     region = engine.allocate(nbytes, "cpu:0")
     assert region.memory is not None, "allocated memory has a view"
     return region, Memory(nbytes, region.memory, region.address)
+
+
+class RdmaWatch:
+    """Times what the rdma transport does for each chain: writing the work requests (Python, GIL held), posting them
+    and polling (foreign calls, GIL released)."""
+
+    def __init__(self) -> None:
+        self.chains: dict[int, list[tuple[float, float]]] = {}  # work requests → seconds written, seconds posted
+        self.polls: list[tuple[int, float]] = []  # completions, seconds
+        self._posted = 0.0
+
+    def wrap(self, nic: Any) -> None:
+        from kvmesh.transfer.rdma.queue_pair import QueuePair
+
+        calls, clock = nic.calls, time.perf_counter
+        post_send, poll_cq, post = calls.post_send, calls.poll_cq, QueuePair.post
+
+        def timed_send(*words: Any) -> int:
+            start = clock()
+            code: int = post_send(*words)
+            self._posted = clock() - start
+            return code
+
+        def timed_poll(*words: Any) -> int:
+            start = clock()
+            got: int = poll_cq(*words)
+            self.polls.append((got, clock() - start))
+            return got
+
+        def timed_post(pair: Any, opcode: int, parts: Sequence[Any], *words: Any, **more: Any) -> None:
+            start = clock()
+            post(pair, opcode, parts, *words, **more)
+            spent = clock() - start
+            self.chains.setdefault(len(parts), []).append((spent - self._posted, self._posted))
+
+        calls.post_send, calls.poll_cq = timed_send, timed_poll
+        QueuePair.post = timed_post  # type: ignore[method-assign, assignment]
+
+    def costs(self) -> dict[str, Any]:
+        """Medians, µs for each work request by length of the chain; and of polls."""
+        chains = {
+            n: [round(statistics.median(row[i] for row in rows) / n * 1e6, 3) for i in (0, 1)] + [len(rows)]
+            for n, rows in sorted(self.chains.items())
+        }
+        empty = [seconds for got, seconds in self.polls if got <= 0]
+        full = [(seconds, got) for got, seconds in self.polls if got > 0]
+        return {
+            "chains": chains,
+            "empty_poll_us": round(statistics.median(empty) * 1e6, 3) if empty else None,
+            "poll_us": round(statistics.median(s for s, _ in full) * 1e6, 3) if full else None,
+            "completions_a_poll": round(sum(got for _, got in full) / len(full), 2) if full else None,
+        }
 
 
 class Target(End):
@@ -65,8 +119,18 @@ class Source(Initiator):
                 raise RuntimeError(f"{status.state.value}: {status.cause}")
         engine.free_batch(batch)
 
-    def counters(self) -> dict[str, int]:
-        return self.engine.counters()
+    def watch_rdma(self) -> None:
+        """From now on every chain and every poll is timed."""
+        from kvmesh.transfer.rdma.transport import RdmaTransport
+
+        self.watched = RdmaWatch()
+        for transport in self.engine._transports:
+            if isinstance(transport, RdmaTransport):
+                for nic in transport.own_nics:
+                    self.watched.wrap(nic)
+
+    def rdma_costs(self) -> dict[str, Any]:
+        return self.watched.costs()
 
     def close(self) -> None:
         self.engine.close()
