@@ -259,8 +259,9 @@ class RailBoard:
             del nic.busy[way]
 
     def landed(self, way: Way, nbytes: int, posted_at: float, now: float) -> None:
-        """After `answered`: the target has acknowledged it."""
-        if way.rest_until:
+        """After `answered`: the target has acknowledged it. Only a frame posted after the failure shows that it is
+        over."""
+        if way.rest_until and posted_at >= way.failed_at:
             way.rest_until, way.back_at, way.down = 0.0, now, False
             way.losses.clear()
         way.arrived += 1
