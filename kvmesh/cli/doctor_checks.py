@@ -1,0 +1,162 @@
+"""What `kvmesh doctor` finds of the software and of the machine itself."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import re
+import resource
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvmesh.rpc.errors import ConfigError
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`level`: ok; warn (it works, worse than it could); missing (kvmesh runs without it); broken (kvmesh does not
+    run). `enables`: what the missing would give. `todo`: what to do next."""
+
+    what: str
+    level: str
+    found: str
+    enables: str = ""
+    todo: str = ""
+    group: str = ""
+
+
+def text_of(path: Path) -> str:
+    """ "" for what is not there."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def python() -> Finding:
+    """The interpreter."""
+    return Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
+
+
+def machine() -> Finding:
+    """CPU, its features that torch uses, memory."""
+    flags: set[str] = set()
+    model = platform.machine()
+    text = text_of(Path("/proc/cpuinfo"))
+    flags = set((re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.M) or ["", ""])[1].split())
+    model = (re.search(r"^model name\s*:\s*(.*)$", text, re.M) or ["", model])[1]
+    has = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "bf16") if name in flags]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return Finding("cpu", "ok", f"{model}, {cores} cores ({', '.join(has) or 'no vector features'}), {memory:.0f} GiB")
+
+
+def torch() -> Finding:
+    """The engine's library."""
+    try:
+        module = importlib.import_module("torch")
+    except (ImportError, OSError) as err:
+        return Finding("torch", "broken", str(err), todo="pip install torch: the engine needs it")
+    return Finding("torch", "ok", f"{module.__version__}, {module.get_num_threads()} threads")
+
+
+def cuda() -> Finding:
+    """A GPU that torch can use."""
+    enables = "the engine on GPUs (kvmesh.engine); services of this version run on the CPU"
+    try:
+        module = importlib.import_module("torch")
+    except (ImportError, OSError):
+        return Finding("cuda", "missing", "no torch", enables, "pip install torch")
+    if not module.cuda.is_available():
+        if module.version.cuda is None:
+            return Finding("cuda", "missing", "torch was built without CUDA", enables, "install a CUDA build of torch")
+        why = "no usable GPU or driver"
+        return Finding("cuda", "missing", why, enables, "nvidia-smi says what the driver sees")
+    names = [module.cuda.get_device_name(i) for i in range(module.cuda.device_count())]
+    return Finding("cuda", "ok", f"CUDA {module.version.cuda}: {', '.join(names)}")
+
+
+def triton() -> Finding:
+    """Attention kernels on GPUs."""
+    try:
+        return Finding("triton", "ok", importlib.metadata.version("triton"))
+    except importlib.metadata.PackageNotFoundError:
+        enables = "attention kernels on GPUs, in a later version"
+        return Finding("triton", "missing", "not installed", enables, "pip install 'kvmesh[cuda]'")
+
+
+def ports(http_port: int, grpc_port: int) -> list[Finding]:
+    """The two ports that `kvmesh up` opens by default."""
+    from kvmesh.rpc.server import check_port
+
+    found = []
+    for key, port in (("http_port", http_port), ("grpc_port", grpc_port)):
+        flag = f"--{key.replace('_', '-')}"
+        try:
+            check_port("127.0.0.1", port, key)
+        except ConfigError as err:
+            why = err.message.split(": ", 1)[-1]
+            found.append(Finding(f"port {port}", "warn", why, todo=f"kvmesh up {flag} PORT takes another"))
+        else:
+            found.append(Finding(f"port {port}", "ok", "free"))
+    return found
+
+
+# ── memory ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def shared_memory() -> Finding:
+    """Memory that processes of one machine share: KV moves through it without a copy through the kernel."""
+    enables = "the shm transport; without it KV moves over tcp"
+    if not hasattr(os, "memfd_create"):
+        return Finding("shared memory", "missing", "no memfd_create", enables, "Linux 3.17 or later has it")
+    try:
+        os.close(os.memfd_create("kvmesh-doctor"))
+    except OSError as err:
+        todo = "a container's seccomp profile may forbid it: allow memfd_create"
+        return Finding("shared memory", "missing", f"memfd_create: {err.strerror}", enables, todo)
+    try:
+        free = f", /dev/shm {shutil.disk_usage('/dev/shm').free / MIB:.0f} MiB free"
+    except OSError:
+        free = ""  # nothing here needs it
+    return Finding("shared memory", "ok", f"memfd{free}")
+
+
+def huge_pages(root: Path) -> Finding:
+    """Transparent ones for shared memory, which segments are; and reserved ones, for people to know."""
+    base = root / "sys/kernel/mm/transparent_hugepage"
+    modes = {}
+    for key in ("enabled", "shmem_enabled"):
+        chosen = re.search(r"\[(\w+)\]", text_of(base / key))
+        modes[key] = chosen[1] if chosen else "unknown"
+    info = text_of(root / "proc/meminfo")
+    total = re.search(r"^HugePages_Total:\s*(\d+)", info, re.M)
+    size = re.search(r"^Hugepagesize:\s*(\d+) kB", info, re.M)
+    count = total[1] if total and total[1] != "0" else "none"
+    reserved = f"{count} of {int(size[1]) // 1024} MiB reserved" if size else "none reserved"
+    found = f"transparent: {modes['enabled']}, for shared memory: {modes['shmem_enabled']}; {reserved}"
+    if modes["shmem_enabled"] in ("never", "deny"):
+        todo = "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled: segments start faster, TLBs miss less"
+        return Finding("huge pages", "warn", found, todo=todo)
+    return Finding("huge pages", "ok", found)
+
+
+def locked_memory(limit: int | None = None, privileged: bool | None = None) -> Finding:
+    """What RDMA may pin. `limit` in bytes; None: this process's own."""
+    if limit is None:
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if privileged is None:
+        privileged = os.geteuid() == 0
+    if limit == resource.RLIM_INFINITY:
+        return Finding("locked memory", "ok", "no limit")
+    shown = f"at most {limit / MIB:.0f} MiB"
+    if privileged:
+        return Finding("locked memory", "ok", f"{shown}, but root may lock more")
+    todo = "ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit: RDMA pins all memory that it moves"
+    return Finding("locked memory", "warn", shown, todo=todo)
