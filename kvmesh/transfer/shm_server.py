@@ -182,21 +182,17 @@ class ShmAccepted(Accepted):
         rows = struct.unpack_from(f"<{2 * asked.count}Q", self._buffer, wire.HEAD_BYTES)
         segment = self.host.segment
         sums: list[int] = []
-        refused: list[int] = []
-        for i, (offset, length) in enumerate(zip(rows[0::2], rows[1::2], strict=True)):
+        for offset, length in zip(rows[0::2], rows[1::2], strict=True):
             region = segment.use(offset, length) if length else None
             if region is None:
-                refused.append(i)
-                continue
+                self._answer(asked.seq, range(asked.count), wire.NO_MEMORY)
+                return
             try:
                 sums.append(zlib.crc32(region.slice_at(offset, length)))
             finally:
                 segment.unuse(region)
-        if refused:
-            self._answer(asked.seq, refused, wire.NO_MEMORY)
-        else:
-            data = wire.pack_sums(sums)
-            self.sock.send(wire.HEAD.pack(wire.ANSWER, 0, 0, 0, asked.seq, 0, len(data)) + data)
+        data = wire.pack_sums(sums)
+        self.sock.send(wire.HEAD.pack(wire.ANSWER, 0, 0, 0, asked.seq, 0, len(data)) + data)
 
     def _notify(self, asked: Asked, got: int) -> None:
         start = wire.HEAD_BYTES + 8
