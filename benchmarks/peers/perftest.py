@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import statistics
 import subprocess
 import time
 from pathlib import Path
@@ -45,8 +46,8 @@ class Perftest:
         return max(many[0] - few[0], 1e-9), max(many[1] - few[1], 0.0)
 
     def latency(self, op: str, length: int, times: int) -> float:
-        """Mean seconds of one operation at a time."""
-        return self.moved(op, times, length, 1)[0] / times
+        """Mean seconds of one operation at a time; median of three runs."""
+        return statistics.median(self.moved(op, times, length, 1)[0] for _ in range(3)) / times
 
     def _run(self, op: str, count: int, length: int, depth: int) -> Turn:
         self._port += 1
