@@ -28,6 +28,7 @@ from kvmesh.node.store_messages import PullEnded as PullEnded
 from kvmesh.node.store_messages import PullOpen as PullOpen
 from kvmesh.node.store_messages import SealCopied as SealCopied
 from kvmesh.node.store_messages import SealCopy as SealCopy
+from kvmesh.node.transfer_metrics import TransferStats
 
 # ── front → rank: life ────────────────────────────────────────────────────────────────────────────
 
@@ -221,6 +222,7 @@ class InitFailed(Message, frozen=True):
 class Pong(Message, frozen=True):
     nonce: int
     cpu_seconds: float
+    transfer: TransferStats | None = None
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):

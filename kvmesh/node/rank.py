@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from kvmesh.node import messages as m
 from kvmesh.node.ipc import RankPort
+from kvmesh.node.transfer_metrics import stats_of
 from kvmesh.rpc.errors import KvmeshError
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class RankLoop:
             case m.PrefillStep():
                 self._steps.append(message)
             case m.Ping(nonce):
-                self._port.send(m.Pong(nonce, time.process_time()))
+                self._port.send(m.Pong(nonce, time.process_time(), stats_of(worker.engine)))
             case m.Shutdown():
                 raise SystemExit(0)
             case _:

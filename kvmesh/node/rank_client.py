@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from kvmesh.node import messages as m
+from kvmesh.node import transfer_metrics
 from kvmesh.node.ipc import Frames, frame
 from kvmesh.rpc.errors import BY_CODE, InternalError, KvmeshError
 
@@ -152,8 +153,10 @@ class RankClient:
                 self._refused = True
                 if not self._ready.done():
                     self._ready.set_exception(BY_CODE.get(code, InternalError)(text))
-            case m.Pong(_, cpu_seconds):
+            case m.Pong(_, cpu_seconds, transfer):
                 self.cpu_seconds = cpu_seconds
+                if transfer is not None:
+                    transfer_metrics.tell(self, self.rank, transfer)
             case _:
                 try:
                     self._on_message(self.rank, message)
@@ -181,6 +184,7 @@ class RankClient:
 
     async def close(self) -> None:
         """Ask the rank to end, then make it. Bounded by twice the grace."""
+        transfer_metrics.forget(self)
         self.send(m.Shutdown())
         self._closing = True
         process = self._process

@@ -45,6 +45,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvmesh.rpc.errors import ConfigError
+from kvmesh.telemetry.sampled import Family, Sampled
 
 # ── spans ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -263,6 +264,49 @@ NODE_FREE = _gauge("node_free_bytes", "Of it neither sealed nor being written.")
 NODE_EVICTED = _gauge("node_evicted_blocks_count", "Blocks evicted since the start.")
 NODE_OFFLOADED = _counter("node_offloaded_blocks_total", "Cold blocks that pool nodes hold at this node's wish.")
 NODE_ANNOUNCED = _counter("node_announcements_total", "Announcements sent to the store master.", "outcome")
+
+# The transfer engines of a node's ranks; a NIC "" where the transport has no choice. operation: write, read, notify,
+# checksum; class: handoff, prefetch, background; state of rails: ready, resting, down, of requests: see TransferState.
+_NIC = ("rank", "transport", "nic")
+_WORK = (*_NIC, "operation", "class")
+NODE_TRANSFER_BYTES = Family("kvmesh_node_transfer_bytes", "Bytes that arrived over this NIC.", "counter", _WORK)
+NODE_TRANSFER_FRAMES = Family("kvmesh_node_transfer_frames", "Frames (work requests) answered.", "counter", _WORK)
+NODE_TRANSFER_SLICES = Family("kvmesh_node_transfer_slices", "Slices in them.", "counter", _WORK)
+NODE_TRANSFER_ERRORS = Family(
+    "kvmesh_node_transfer_errors", "Frames and slices that failed.", "counter", (*_NIC, "cause")
+)
+NODE_TRANSFER_INFLIGHT = Family("kvmesh_node_transfer_inflight_bytes", "Bytes posted and not answered.", "gauge", _NIC)
+NODE_TRANSFER_INFLIGHT_FRAMES = Family("kvmesh_node_transfer_inflight_frames_count", "Frames of them.", "gauge", _NIC)
+NODE_TRANSFER_LATENCY = Family(
+    "kvmesh_node_transfer_latency_seconds", "A frame posted until answered.", "histogram", _NIC
+)
+NODE_TRANSFER_BANDWIDTH = Family(
+    "kvmesh_node_transfer_bandwidth_bytes", "Bytes per second of busy periods.", "histogram", _NIC
+)
+NODE_TRANSFER_RAILS = Family(
+    "kvmesh_node_transfer_rails_count", "Rails to all peers, by state.", "gauge", (*_NIC, "state")
+)
+NODE_TRANSFER_REQUESTS = Family(
+    "kvmesh_node_transfer_requests", "Requests that ended.", "counter", ("rank", "class", "state")
+)
+NODE_TRANSFER_WAITING = Family(
+    "kvmesh_node_transfer_waiting_count", "Peers with something to post.", "gauge", ("rank", "class")
+)
+NODE_TRANSFER_FAMILIES = (
+    NODE_TRANSFER_BYTES,
+    NODE_TRANSFER_FRAMES,
+    NODE_TRANSFER_SLICES,
+    NODE_TRANSFER_ERRORS,
+    NODE_TRANSFER_INFLIGHT,
+    NODE_TRANSFER_INFLIGHT_FRAMES,
+    NODE_TRANSFER_LATENCY,
+    NODE_TRANSFER_BANDWIDTH,
+    NODE_TRANSFER_RAILS,
+    NODE_TRANSFER_REQUESTS,
+    NODE_TRANSFER_WAITING,
+)
+NODE_TRANSFERS = Sampled(NODE_TRANSFER_FAMILIES)  # told by the ranks with their pongs
+REGISTRIES["node"].register(NODE_TRANSFERS)
 
 BUILD_INFO: dict[str, Gauge] = {
     name: _gauge(f"{name}_build_info", "Always 1; the label tells the build.", "version") for name in SERVICES

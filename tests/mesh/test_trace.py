@@ -93,7 +93,11 @@ def check_attributes(spans: dict[str, Span], cached: int, chunks: int) -> None:
     assert prefill["kvmesh.cached_tokens"] == cached
     assert prefill["kvmesh.computed_tokens"] == 300 - cached
     assert prefill["kvmesh.chunks"] == chunks
-    assert transfer.attributes["kvmesh.transfer.bytes"] > 0
+    moved = transfer.attributes
+    assert moved["kvmesh.transfer.bytes"] > 0
+    assert moved["kvmesh.transfer.transport"] == "shm"
+    assert moved["kvmesh.transfer.rails"] == f"shm={moved['kvmesh.transfer.bytes']}"
+    assert (moved["kvmesh.transfer.operation"], moved["kvmesh.transfer.retries"]) == ("write", 0)
     ids = {s.attributes.get("kvmesh.request_id") for s in (spans["kvmesh.request"], spans["kvmesh.prefill"])}
     assert len(ids) == 1
     assert None not in ids

@@ -267,8 +267,18 @@ async def test_one_span_for_each_holder_under_the_request_s(tmp_path: Path) -> N
     finally:
         telemetry.shutdown()
     fetched = []
-    for line in read_spans(tmp_path):
-        assert line["name"] == names.SPAN_FETCH
+    lines = read_spans(tmp_path)
+    # Under each of them its rank's transfer: from where to where its bytes went, and when.
+    fetches = {line["span_id"]: line for line in lines if line["name"] == names.SPAN_FETCH}
+    moved = [line for line in lines if line["name"] == names.SPAN_TRANSFER]
+    assert len(moved) == len(fetches) == 3 and len(lines) == 6
+    for line in moved:
+        told, around = line["attributes"], fetches.pop(line["parent"])
+        assert told[names.TRANSFER_BYTES] == around["attributes"][names.PULL_BYTES] > 0
+        assert (told[names.TRANSFER_OPERATION], told[names.TRANSFER_TRANSPORT]) == ("read", "shm")
+        assert told[names.TRANSFER_RAILS] == f"shm={told[names.TRANSFER_BYTES]}" and told[names.TRANSFER_RETRIES] == 0
+        assert around["start_ns"] <= line["start_ns"] <= line["end_ns"] <= around["end_ns"]
+    for line in (line for line in lines if line["name"] == names.SPAN_FETCH):
         text = json.dumps(line)
         assert trace in text and parent in text and "req-1" in text
         told = line["attributes"]
