@@ -31,8 +31,8 @@ ApiKey = Annotated[
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console that never colours numbers and paths by itself."""
-    return Console(stderr=stderr, highlight=False, soft_wrap=not sys.stdout.isatty())
+    """A console that never colours numbers and paths by itself, and shows ":1234:" of an IPv6 address as it is."""
+    return Console(stderr=stderr, highlight=False, emoji=False, soft_wrap=not sys.stdout.isatty())
 
 
 def die(message: str, code: int = USAGE_ERROR) -> NoReturn:
