@@ -40,6 +40,7 @@ _GATHER_MAX = 1024  # UIO_MAXIOV
 _GIL_WAIT_S = 0.001  # a run that took so much longer than its bytes had to wait for the GIL
 _SLOWEST_BYTES_PER_S = 1e9
 _GIL_BUSY_S = 1.0
+_clock = time.monotonic
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
@@ -223,7 +224,7 @@ def copy_runs(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[
     if _gather is None or count < _GATHER_RUNS or sum(lengths) > count * _GATHER_BUSY_MEAN_BYTES:
         _one_by_one(targets, sources, lengths)
         return
-    if sum(lengths) > count * _GATHER_MEAN_BYTES and time.monotonic() >= _Gil.busy_until:
+    if sum(lengths) > count * _GATHER_MEAN_BYTES and _clock() >= _Gil.busy_until:
         at = _while_free(targets, sources, lengths)
     while at < count:
         end = at + _GATHER_MAX
@@ -234,7 +235,7 @@ def copy_runs(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[
 
 def _while_free(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int]) -> int:
     """Runs one by one until one had to wait for the GIL; how many."""
-    move, clock = ctypes.memmove, time.monotonic
+    move, clock = ctypes.memmove, _clock
     before = clock()
     for i, length in enumerate(lengths):
         move(targets[i], sources[i], length)

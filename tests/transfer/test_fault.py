@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from kvmesh.transfer import EngineConfig, TransferState
+from kvmesh.rpc.errors import TransferError
+from kvmesh.transfer import EngineConfig, Opcode, TransferRequest, TransferState
 from kvmesh.transfer.fault import Rule
 from tests.transfer.conftest import Nest, until
 from tests.transfer.peer import Actor
@@ -121,3 +122,106 @@ def test_rules_added_later_and_cleared(nest: Nest, transport: str) -> None:
     assert writer.transfer("write", segment, [(0, base, 100)], 1)[0].state is TransferState.FAILED
     writer.engine.fault.clear()
     assert writer.transfer("write", segment, [(0, base, 100)], 1)[0].state is TransferState.COMPLETED
+
+
+def verified(writer: Actor, opcode: str, segment: str, base: int, nbytes: int) -> tuple[TransferState, str]:
+    assert writer.region is not None
+    batch = writer.engine.allocate_batch(1)
+    epoch = 1 if opcode == "write" else 0
+    request = TransferRequest(Opcode(opcode), writer.region.address, segment, base, nbytes, epoch, verify=True)
+    writer.engine.submit(batch, [request])
+    (status,) = writer.finish(batch)
+    return status.state, status.cause
+
+
+@pytest.mark.parametrize("opcode", ["write", "read"])
+def test_corruption_is_found_and_mended_when_asked_for(nest: Nest, transport: str, opcode: str) -> None:
+    writer, target, segment, base = pair(nest, transport, {"kind": "corrupt", "op": opcode, "count": 1})
+    assert verified(writer, opcode, segment, base, 300_000) == (TransferState.COMPLETED, "")
+    assert writer.read(0, 300_000) == target.read(0, 300_000)
+    assert writer.counter("fault.corrupt") == 1
+
+
+def test_corruption_that_goes_on_is_a_failure(nest: Nest, transport: str) -> None:
+    writer, _, segment, base = pair(nest, transport, {"kind": "corrupt", "op": "write"})
+    state, cause = verified(writer, "write", segment, base, 1000)
+    assert state is TransferState.FAILED
+    assert "checksum" in cause
+
+
+def test_a_checksum_that_lies_is_not_believed_for_ever(nest: Nest, transport: str) -> None:
+    """The bytes are right and their first checksum is not: they are sent again, and completed."""
+    writer, target, segment, base = pair(nest, transport, {"kind": "corrupt", "op": "checksum", "count": 1})
+    assert verified(writer, "write", segment, base, 1000) == (TransferState.COMPLETED, "")
+    assert writer.read(0, 1000) == target.read(0, 1000)
+
+
+def test_a_rail_that_is_down_says_so_and_comes_back(nest: Nest, transport: str) -> None:
+    writer, target, segment, base = pair(nest, transport, {"kind": "down"}, rest_s=0.01)
+    (status,) = writer.transfer("write", segment, [(0, base, 100)], 1)
+    assert (status.state, status.drained) == (TransferState.FAILED, True)
+    assert "link down (fault)" in status.cause
+    writer.engine.fault.clear()
+    until(
+        lambda: writer.transfer("write", segment, [(0, base, 100)], 1)[0].state is TransferState.COMPLETED,
+        "the rail is tried again after its rest",
+    )
+    assert writer.read(0, 100) == target.read(0, 100)
+
+
+def test_what_a_down_rail_does_not_carry_goes_over_the_next_transport(nest: Nest) -> None:
+    script = json.dumps({"rules": [{"kind": "down", "transport": "shm"}]})
+    writer, target = nest.actor("writer#1", fault=script), nest.actor("target#1")
+    writer.allocate(MIB, seed=1)
+    base = target.allocate(MIB)
+    segment = writer.open(target.descriptor())
+    target.window("writer#1", 1, [(base, MIB)])
+    assert writer.transfer("write", segment, [(0, base, MIB)], 1)[0].state is TransferState.COMPLETED
+    assert writer.counter("tcp.write_bytes") == MIB
+    assert target.read(0, MIB) == writer.read(0, MIB)
+
+
+def test_a_slow_link_delivers_everything_and_is_not_taken_for_dead(nest: Nest, transport: str) -> None:
+    """1 MiB over 20 Mbit/s takes 0.4 s: far longer than what is waited for a silent path."""
+    writer, target, segment, base = pair(
+        nest, transport, {"kind": "bandwidth", "bandwidth_mbps": 20}, ack_timeout_s=0.05
+    )
+    statuses = writer.transfer("write", segment, [(i * MIB // 8, base + i * MIB // 8, MIB // 8) for i in range(8)], 1)
+    assert {s.state for s in statuses} == {TransferState.COMPLETED}
+    assert target.read(0, MIB) == writer.read(0, MIB)
+    assert writer.counter("frames_resent") == 0
+
+
+def test_what_waits_for_a_slow_link_is_taken_back_by_cancel(nest: Nest, transport: str) -> None:
+    writer, target, segment, base = pair(nest, transport, {"kind": "bandwidth", "bandwidth_mbps": 0.001})
+    before = target.read(0, MIB)
+    batch = writer.start("write", segment, [(0, base, MIB)], 1)
+    writer.engine.cancel(batch)
+    (status,) = writer.finish(batch)
+    assert (status.state, status.bytes_done, status.drained) == (TransferState.CANCELLED, 0, True)
+    assert target.read(0, MIB) == before
+
+
+def test_a_frozen_read_that_was_given_up_lands_no_more(nest: Nest, transport: str) -> None:
+    """It is settled when it is given up: its memory may be used for something else."""
+    writer, _, segment, base = pair(nest, transport, max_sendings=1)
+    before = writer.read(0, MIB)
+    writer.engine.fault.freeze(op="read")
+    (status,) = writer.transfer("read", segment, [(0, base, MIB)])
+    assert (status.state, status.drained) == (TransferState.FAILED, True)
+    writer.engine.fault.thaw()
+    assert writer.transfer("read", segment, [(MIB - 1, base, 1)])[0].state is TransferState.COMPLETED
+    assert writer.read(0, MIB - 1) == before[:-1]
+
+
+def test_a_script_is_replaced_whole_or_not_at_all(nest: Nest) -> None:
+    writer = nest.actor("writer#1", fault='{"rules": [{"kind": "drop"}]}')
+    control = writer.engine.fault
+    with pytest.raises(TransferError, match="explode"):
+        control.load('{"rules": [{"kind": "delay", "delay_ms": 1}, {"kind": "explode"}]}')
+    assert control.rules() == [Rule(kind="drop")]
+    control.load('{"rules": [{"kind": "delay", "delay_ms": 1.5, "jitter_ms": 3, "nic": "eth*"}]}')
+    assert control.rules() == [Rule(kind="delay", delay_ms=1.5, jitter_ms=3, nic="eth*")]
+    assert not control.remove(Rule(kind="drop"))
+    assert control.remove(Rule(kind="delay", delay_ms=1.5, jitter_ms=3, nic="eth*"))
+    assert control.rules() == []

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
+import os
 import random
 
 import numpy as np
 import pytest
+import torch
 
 from kvmesh.rpc.errors import TransferError
 from kvmesh.transfer import EngineConfig, TransferEngine, memory
@@ -123,3 +126,152 @@ def test_device_memory_is_refused() -> None:
         pytest.raises(TransferError, match="location='cuda:0'"),
     ):
         engine.register_memory((4096, 4096), "cuda:0")
+
+
+# ── pages ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("huge_pages", ["auto", "never", "hugetlb"])
+@pytest.mark.parametrize("prefault", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("nbytes", [1, 5000, (4 << 20) + 1])
+def test_allocated_memory_is_zero_and_aligned(huge_pages: str, prefault: bool, shared: bool, nbytes: int) -> None:
+    mapping, fd = memory.allocate(nbytes, "test", shared=shared, huge_pages=huge_pages, prefault=prefault)
+    assert mapping.length >= nbytes
+    assert mapping.address % (memory.HUGE_PAGE if mapping.length >= memory.HUGE_PAGE else memory.PAGE) == 0
+    array = np.frombuffer(mapping.view, dtype=np.uint8)
+    assert not array.any()
+    array[-1] = 7
+    if shared:
+        peer = memory.map_peer(fd, mapping.length)
+        assert peer.address % (memory.HUGE_PAGE if mapping.length >= memory.HUGE_PAGE else memory.PAGE) == 0
+        assert peer.view[mapping.length - 1] == 7
+        os.close(fd)
+    else:
+        assert fd == -1
+
+
+def resident(address: int) -> dict[str, int]:
+    """Of the mapping at this address, in KiB by the kernel's names."""
+    found: dict[str, int] = {}
+    inside = False
+    with open("/proc/self/smaps") as smaps:
+        for line in smaps:
+            name, _, rest = line.partition(":")
+            if "-" in name.split(" ", 1)[0]:
+                inside = int(name.split("-", 1)[0], 16) <= address < int(name.split("-", 1)[1].split(" ", 1)[0], 16)
+            elif inside and rest.strip().endswith("kB"):
+                found[name] = int(rest.split()[0])
+    return found
+
+
+def test_prefault_touches_every_page() -> None:
+    later, fd = memory.allocate(4 << 20, "test", shared=True, huge_pages="never")
+    os.close(fd)
+    now, fd = memory.allocate(4 << 20, "test", shared=True, huge_pages="never", prefault=True)
+    os.close(fd)
+    assert (resident(later.address)["Rss"], resident(now.address)["Rss"]) == (0, 4096)
+
+
+def test_prefaulted_memory_has_huge_pages_where_the_kernel_makes_them() -> None:
+    mapping, fd = memory.allocate(8 << 20, "test", shared=True, prefault=True)
+    os.close(fd)
+    pages = resident(mapping.address)
+    assert pages["Rss"] == 8192
+    if pages["ShmemPmdMapped"] == 0:
+        pytest.skip("this kernel makes no huge pages of shared memory (MADV_COLLAPSE)")
+    assert pages["ShmemPmdMapped"] == 8192
+
+
+def test_without_enough_reserved_huge_pages_there_are_small_ones_and_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    with open("/proc/meminfo") as meminfo:
+        free = next((int(line.split()[1]) for line in meminfo if line.startswith("HugePages_Free:")), 0)
+    nbytes = (free + 1) * memory.HUGE_PAGE
+    with caplog.at_level(logging.WARNING):
+        mapping, fd = memory.allocate(nbytes, "test", shared=True, huge_pages="hugetlb")
+    os.close(fd)
+    assert mapping.length == nbytes
+    assert "huge_pages='hugetlb'" in caplog.text
+
+
+def test_a_busy_gil_is_noticed_and_the_rest_goes_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of 64 KiB: memmoves while the GIL comes back at once, one system call for a second after it did not."""
+    calls: list[int] = []
+    gathered = memory._gathered
+
+    def counted(targets: object, sources: object, lengths: list[int]) -> bool:
+        calls.append(len(lengths))
+        return gathered(targets, sources, lengths)  # type: ignore[arg-type]
+
+    clock = [100.0]
+    stalls = [0.0, 0.0, 0.0]
+
+    def monotonic() -> float:
+        clock[0] += stalls.pop(0) if stalls else 0.0
+        return clock[0]
+
+    monkeypatch.setattr(memory, "_gathered", counted)
+    monkeypatch.setattr(memory._Gil, "busy_until", 0.0)
+    monkeypatch.setattr(memory, "_clock", monotonic)
+    run, count = 64 << 10, 8
+    source = np.frombuffer(np.random.default_rng(1).bytes(2 * run * count), dtype=np.uint8)
+
+    def copy() -> None:
+        target = np.zeros(2 * run * count, dtype=np.uint8)
+        at = [2 * run * i for i in range(count)]
+        memory.copy_runs([target.ctypes.data + a for a in at], [source.ctypes.data + a for a in at], [run] * count)
+        for a in at:
+            assert (target[a : a + run] == source[a : a + run]).all()
+
+    copy()
+    assert calls == []
+    stalls[:] = [0.0, 0.0, 0.0, 0.0, 0.005]  # the third run waits for the GIL
+    copy()
+    assert calls == [count - 3]
+    copy()
+    assert calls == [count - 3, count]
+    clock[0] += 2.0
+    copy()
+    assert calls == [count - 3, count]
+
+
+# ── registering the caller's memory ───────────────────────────────────────────────────────────────
+
+
+def test_the_same_memory_registered_again_is_one_region() -> None:
+    with TransferEngine("x#1", EngineConfig(transports=("tcp",))) as engine:
+        array = np.zeros(100_000, dtype=np.float32)
+        first = engine.register_memory(array, "cpu:0")
+        again = engine.register_memory((array.ctypes.data, array.nbytes), "cpu:0")
+        assert again is first
+        assert len(engine.local_descriptor().regions) == 1
+        for overlapping in (array[1:], array[:10], (array.ctypes.data - 1, 2)):
+            with pytest.raises(TransferError, match="overlaps"):
+                engine.register_memory(overlapping, "cpu:0")
+        with pytest.raises(TransferError, match="overlaps"):
+            engine.register_memory(array, "cpu:1")
+        allocated = engine.allocate(4096, "cpu:0")
+        with pytest.raises(TransferError, match="overlaps"):
+            engine.register_memory(allocated.memory, "cpu:0")
+        engine.unregister_memory(first)
+        assert len(engine.local_descriptor().regions) == 2
+        engine.unregister_memory(again)
+        assert len(engine.local_descriptor().regions) == 1
+        with pytest.raises(TransferError, match="not registered"):
+            engine.unregister_memory(first)
+        assert engine.register_memory(array, "cpu:0").base_offset > first.base_offset
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_torch_tensors_aligned_or_not(dtype: torch.dtype) -> None:
+    with TransferEngine("x#1", EngineConfig(transports=("tcp",))) as engine:
+        whole = torch.arange(1000).to(dtype)
+        tensor = whole[3:]  # begins in the middle of a page
+        region = engine.register_memory(tensor, "cpu:0")
+        assert (region.address, region.length) == (tensor.data_ptr(), 997 * whole.element_size())
+        assert region.memory is not None
+        assert bytes(region.memory) == bytes(tensor.view(torch.uint8).numpy())
+        with pytest.raises(TransferError, match="contiguous"):
+            engine.register_memory(torch.zeros(10, 10).t(), "cpu:0")
+        with pytest.raises(TransferError, match="meta device"):
+            engine.register_memory(torch.zeros(10, device="meta"), "cpu:0")
