@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 
-from tests.rdma.guest import GRACE, INSIDE, CompletedGuest, GuestUnavailable, prepare, run_in_guest
+from tests.rdma.guest import GRACE, INSIDE, CompletedGuest, GuestUnavailable, prepare_for_tests, run_in_guest
 
 REPORTS = "RDMA_GUEST_REPORTS"  # in the guest: the file that reports go to
 TIMEOUT = 300.0  # seconds for the tests of one file
@@ -133,14 +133,14 @@ class GuestItem(pytest.Item):
     def reports(self) -> list[Report]:
         """What the guest reported of it. Raises GuestUnavailable."""
         assert isinstance(self.parent, GuestFile)
-        prepare()
+        prepare_for_tests()
         return self.parent.run().of(self.name)
 
     def runtest(self) -> None:
         """Comes to be called only where there are no reports to pass on."""
         assert isinstance(self.parent, GuestFile)
         try:
-            prepare()
+            prepare_for_tests()
         except GuestUnavailable as unavailable:
             pytest.skip(f"no RDMA guest: {unavailable}")
         try:

@@ -18,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -78,6 +79,19 @@ def _prepare(compile_kernel: bool) -> Path | str:
         return said if done.returncode == 3 else said + "; when that is mended, run: make rdma-guest"
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(os.environ.get("RDMA_GUEST_CACHE") or Path(root, "kvmesh", "rdma-guest"))
+
+
+def prepare_for_tests() -> Path:
+    """As ``prepare``, and pyverbs is there for this interpreter. Raises GuestUnavailable."""
+    home = prepare()
+    modules = [path.name for path in (home / "python/pyverbs").glob("device.*so")]
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    if f"device{suffix}" not in modules:
+        ours = f"CPython {sys.version_info.major}.{sys.version_info.minor}"
+        raise GuestUnavailable(
+            f"this distribution's pyverbs ({', '.join(modules)}) is not for {ours}; make .venv with its own"
+        )
+    return home
 
 
 def run_in_guest(
