@@ -27,13 +27,13 @@ class EngineConfig:
     shm_copy_threads: int = 0  # that share a large copy; 0 = by the number of cores
     huge_pages: str = "auto"  # of `allocate`: auto (transparent ones), hugetlb (reserved ones), never
     prefault: bool = False  # `allocate` touches every page at once: slow now (0.3 to 3 s a GiB), faster first transfers
-    tcp_slice_bytes: int = 256 << 10
+    tcp_slice_bytes: int = 1 << 20
     tcp_streams: int = 2  # per peer, rail and direction
     # tcp listens on each of these and pairs them with the peer's: interfaces ("eth1") or addresses ("fe80::1%eth1");
     # () = those of `nics` that are interfaces here, else `host` alone
     tcp_nics: tuple[str, ...] = ()
     tcp_user_timeout_s: float = 1.0  # with tcp_nics: a connection that hears nothing of its packets so long is broken
-    tcp_socket_bytes: int = 0  # SO_SNDBUF and SO_RCVBUF of each connection; 0 = as the kernel tunes them
+    tcp_socket_bytes: int = 0  # SO_SNDBUF and SO_RCVBUF; 0: few on the own host, else as the kernel tunes them
     tcp_idle_s: float = 60.0  # a stream that carried nothing so long is closed, its threads end
     max_endpoints: int = 1024  # connections made by this engine; idle ones are closed beyond it (SIEVE)
     connect_timeout_s: float = 5.0

@@ -13,6 +13,7 @@ from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.tcp_nics import Address, Far, IpAddress, Nic, family, routes, sockaddr
 from kvmesh.transfer.wire import Hello, ProtocolBroken, Refused
 
+OWN_HOST_BYTES = 512 << 10
 IP_BIND_ADDRESS_NO_PORT = 24  # <linux/in.h>: the port is chosen at connect, so that one may serve many targets
 # The way, not the process at its end, is the trouble: another NIC may do.
 SILENCE = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EADDRNOTAVAIL})
@@ -64,6 +65,18 @@ def tune(sock: socket.socket, config: EngineConfig, *, many_nics: bool) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(config.tcp_user_timeout_s * 1000))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+
+
+def size_buffers(sock: socket.socket, config: EngineConfig) -> None:
+    """For both ends, once connected. A network needs what its bandwidth times its delay comes to, which the kernel
+    finds out; on one host there is no delay, and what stays in the cache is copied faster."""
+    nbytes = config.tcp_socket_bytes
+    mine, its = sock.getsockname()[0], sock.getpeername()[0]
+    if not nbytes and (mine == its or ipaddress.ip_address(its.partition("%")[0]).is_loopback):
+        nbytes = OWN_HOST_BYTES
+    if nbytes:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, nbytes)
 
 
 def prepared(route: Route, config: EngineConfig) -> socket.socket:

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING
 from kvmesh.transfer import wire
 from kvmesh.transfer.dialing import connect_patiently
 from kvmesh.transfer.segment import SegmentDescriptor
-from kvmesh.transfer.tcp_dial import SILENCE, Route, greet, prepared
+from kvmesh.transfer.tcp_dial import SILENCE, Route, greet, prepared, size_buffers
+from kvmesh.transfer.tcp_frames import encoded, local_views
 from kvmesh.transfer.transport import Frame, Kind, Rail
 from kvmesh.transfer.wire import Asked, Gone, Hello, ProtocolBroken, Refused
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from kvmesh.transfer.tcp import TcpTransport
 
 
+_SENT_BY_POSTER = 128 << 10  # bytes of a WRITE that its poster may copy into the socket itself
 _LANDING = (Kind.WRITE, Kind.NOTIFY)  # what leaves traces at the target
 
 
@@ -51,18 +53,37 @@ class TcpPath:
         self.streams: list[_Stream] = []
 
     def take(self, frame: Frame) -> bool:
-        stream: _Stream | None = None
+        fresh: _Stream | None = None
+        seq = 0
         with self.changed:
             if self.closed:
                 return False
-            self.queue.append(frame)
-            if self.waiting < len(self.queue) and len(self.streams) < self.transport.config.tcp_streams:
-                stream = _Stream(self)
-                self.streams.append(stream)
-            self.changed.notify()
+            stream = self._free_stream(frame)
+            if stream is not None:
+                seq = stream.board(frame)
+                stream.lent = True
+            else:
+                self.queue.append(frame)
+                if self.waiting < len(self.queue) and len(self.streams) < self.transport.config.tcp_streams:
+                    fresh = _Stream(self)
+                    self.streams.append(fresh)
+                self.changed.notify()
         if stream is not None:
-            self.transport.spawn(stream.thread)
+            stream.send_now(seq, frame)
+        elif fresh is not None:
+            self.transport.spawn(fresh.thread)
         return True
+
+    def _free_stream(self, frame: Frame) -> _Stream | None:
+        """Where the poster itself may send this small frame, which spares waking a thread: on the stream with the
+        least to wait for, once all streams that this load wants are there. `changed` held."""
+        if self.queue or (frame.kind is Kind.WRITE and frame.nbytes > _SENT_BY_POSTER):
+            return None
+        free = [s for s in self.streams if s.ready and not (s.broken or s.lent or s.busy or s.rest)]
+        if not free:
+            return None
+        best = min(free, key=lambda s: len(s.inflight))
+        return best if not best.inflight or len(self.streams) == self.transport.config.tcp_streams else None
 
     def recall(self, frame: Frame) -> bool:
         with self.changed:
@@ -112,6 +133,10 @@ class _Stream:
         self.stranded: list[Frame] = []  # on a broken connection, not settled
         self.supersedes: tuple[int, ...] = ()
         self.progress_at = 0.0
+        self.ready = False  # connected, and its thread serves
+        self.busy = False  # the thread sends
+        self.lent = False  # a poster sends on it; the thread neither sends nor closes the socket
+        self.rest: list[memoryview] = []  # what a poster could not send without waiting
         self._seq = 0
 
     def shut(self, cause: str, *, silent: bool = False) -> None:
@@ -216,6 +241,7 @@ class _Stream:
             if self.broken:
                 raise Gone(self.broken)
             sock.connect(route.target)
+            size_buffers(sock, self.config)
             conn_id = next(path.transport.conn_ids)
             descriptor, supersedes = path.descriptor, self.supersedes
             greet(
@@ -231,47 +257,61 @@ class _Stream:
         self.supersedes = (conn_id,)
         return sock
 
+    def board(self, frame: Frame) -> int:
+        """From now on the frame is this connection's; path.changed held."""
+        self._seq += 1
+        if not self.inflight:
+            self.progress_at = time.monotonic()
+        self.inflight[self._seq] = frame
+        return self._seq
+
+    def send_now(self, seq: int, frame: Frame) -> None:
+        """By the poster, without waiting; what the socket does not take the thread will send."""
+        sock, views = self.sock, encoded(seq, frame)
+        rest, failed = views, None
+        try:
+            assert sock is not None, "lent only while it serves"
+            rest = wire.advanced(views, sock.sendmsg(views[: wire.IOV_MAX], (), socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            pass
+        except OSError as err:
+            failed = err
+        path = self.path
+        with path.changed:
+            if failed is not None:
+                self.shut(f"send to {path.descriptor.name}: {failed}", silent=failed.errno in SILENCE)
+            self.lent, self.rest = False, rest
+            if rest or path.queue or self.broken:
+                path.changed.notify_all()
+
     def _send(self, sock: socket.socket) -> None:
         path = self.path
+        with path.changed:
+            self.ready, self.rest = True, []
         while True:
             with path.changed:
-                while not path.queue and not self.broken:
+                self.busy = False
+                while self.lent or not (path.queue or self.rest or self.broken):
                     path.waiting += 1
                     awaited = path.changed.wait(self.config.tcp_idle_s)
                     path.waiting -= 1
-                    if not awaited and not path.queue and not self.inflight:
+                    if not (awaited or path.queue or self.inflight or self.lent):
                         self.shut("idle")
                 if self.broken:
+                    self.ready = False
                     if path.queue:
                         path.changed.notify()  # the wake-up may have been meant for another stream
                     return
-                frame = path.queue.popleft()
-                self._seq += 1
-                seq = self._seq
-                if not self.inflight:
-                    self.progress_at = time.monotonic()
-                self.inflight[seq] = frame
+                views, self.rest = self.rest, []
+                self.busy = True
+                if not views:
+                    frame = path.queue.popleft()
+                    views = encoded(self.board(frame), frame)
             try:
-                self._send_frame(sock, seq, frame)
+                wire.send_views(sock, views, sum(map(len, views)))
             except OSError as err:
                 with path.changed:
                     self.shut(f"send to {path.descriptor.name}: {err}", silent=err.errno in SILENCE)
-
-    def _send_frame(self, sock: socket.socket, seq: int, frame: Frame) -> None:
-        parts = frame.parts
-        if frame.notice is not None:
-            payload = frame.notice.payload
-            head = wire.HEAD.pack(wire.NOTIFY, 0, 0, 0, seq, frame.epoch, len(payload))
-            sock.sendall(head + frame.notice.serial.to_bytes(8, "little") + payload)
-            return
-        rows = [n for _, _, offset, length in parts for n in (offset, length)]
-        head = wire.HEAD.pack(frame.kind, 0, 0, len(parts), seq, frame.epoch, frame.nbytes)
-        asked = head + struct.pack(f"<{len(rows)}Q", *rows)
-        if frame.kind is Kind.WRITE:
-            views = [memoryview(asked), *_local_views(frame)]
-            wire.send_views(sock, views, len(asked) + frame.nbytes)
-        else:
-            sock.sendall(asked)
 
     def _read(self, sock: socket.socket) -> None:
         """The answering thread; ends when the connection does."""
@@ -297,7 +337,7 @@ class _Stream:
         elif frame.kind is Kind.READ:
             if answer.nbytes != frame.nbytes:
                 raise ProtocolBroken(f"read of {frame.nbytes} bytes answered with {answer.nbytes}")
-            wire.recv_views(sock, _local_views(frame), frame.nbytes)
+            wire.recv_views(sock, local_views(frame), frame.nbytes)
         elif frame.kind is Kind.CHECKSUM:
             if answer.nbytes != 4 * len(frame.parts):
                 raise ProtocolBroken(f"checksums of {len(frame.parts)} parts in {answer.nbytes} bytes")
@@ -343,9 +383,3 @@ class _Stream:
             frame.lost(cause, settled=False, down=not path.closed)
         for frame in waiting:
             frame.lost(cause, settled=True, down=not path.closed)
-
-
-def _local_views(frame: Frame) -> list[memoryview]:
-    region = frame.local
-    base, view = region.address, region.view
-    return [view[address - base : address - base + length] for _, address, _, length in frame.parts]

@@ -11,7 +11,7 @@ from kvmesh.transfer import wire
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.segment import LocalRegion
 from kvmesh.transfer.serving import Accepted, Server
-from kvmesh.transfer.tcp_dial import tune
+from kvmesh.transfer.tcp_dial import size_buffers, tune
 from kvmesh.transfer.wire import Asked, Hello, ProtocolBroken, Welcome
 
 _SCRATCH_BYTES = 256 << 10
@@ -23,6 +23,7 @@ class TcpAccepted(Accepted):
     def __init__(self, server: Server, sock: socket.socket, config: EngineConfig, *, many_nics: bool) -> None:
         super().__init__(server, sock)
         tune(sock, config, many_nics=many_nics)
+        size_buffers(sock, config)
         self._scratch: memoryview | None = None
 
     def read_hello(self) -> Hello:

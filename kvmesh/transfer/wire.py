@@ -172,7 +172,7 @@ def send_views(sock: socket.socket, views: list[memoryview], nbytes: int) -> Non
 def advanced(views: Sequence[memoryview], done: int) -> list[memoryview]:
     """What is left of `views` after their first `done` bytes."""
     at = 0
-    while done >= len(views[at]):
+    while at < len(views) and done >= len(views[at]):
         done -= len(views[at])
         at += 1
-    return [views[at][done:], *views[at + 1 :]]
+    return [views[at][done:], *views[at + 1 :]] if at < len(views) else []
