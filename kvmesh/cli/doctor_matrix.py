@@ -96,7 +96,7 @@ def _figure(figure: Figure, cell: Cell, notes: _Notes) -> str:
     if figure.error and cell.detour:
         return f"[dim]–{notes.number('not on one network, and nothing passes', cell)}[/]"
     if figure.error:
-        return f"[red]failed {notes.number(figure.error, cell)}[/]"
+        return f"[red]✗ {notes.number(figure.error, cell)}[/]"
     return f"{figure.gb_per_s:.2f}" if figure.gb_per_s < 100 else f"{figure.gb_per_s:.0f}"
 
 

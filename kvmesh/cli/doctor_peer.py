@@ -28,6 +28,7 @@ __all__ = ["Plan", "call", "listen"]
 MAX_SIZE = 1 << 30
 _CONNECT_S = 5.0
 _GREET_S = 5.0
+_NOTICE_S = 0.5
 
 
 def check(plan: Plan) -> None:
@@ -204,13 +205,17 @@ def listen(host: str, port: int | None, token: str, plan: Plan) -> int:
         )
         listener = _Listener(out, token, plan)
         try:
+            # A signal may be taken by another thread, which does not wake this one out of accept().
+            sock.settimeout(_NOTICE_S)
             while True:
-                listener.take(*sock.accept())
+                with contextlib.suppress(TimeoutError):
+                    listener.take(*sock.accept())
         except KeyboardInterrupt:
-            out.print("\nstopped")
-            return 0
+            pass
         finally:
             listener.close()
+        out.print("\nstopped")
+        return 0
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -124,11 +124,11 @@ class Channel:
 
     def send(self, message: Message, timeout_s: float) -> None:
         body = msgspec.msgpack.encode(message)
-        self.sock.settimeout(timeout_s)
         try:
+            self.sock.settimeout(timeout_s)
             self.sock.sendall(_HEAD.pack(len(body)) + body)
         except OSError as err:
-            raise Hung(f"{self.name}: {err}") from None
+            raise Hung(f"{self.name}: {err.strerror or err}") from None
 
     def take(self, timeout_s: float) -> Any_:
         """The next message. Hung when there is none in time or it is nonsense."""
@@ -147,8 +147,8 @@ class Channel:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise Hung(f"{self.name}: no answer within {timeout_s:g} s")
-            self.sock.settimeout(left)
             try:
+                self.sock.settimeout(left)
                 some = self.sock.recv(min(size - len(found), 1 << 16))
             except TimeoutError:
                 continue
