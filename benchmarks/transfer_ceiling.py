@@ -34,6 +34,8 @@ from kvmesh.transfer.transport import Frame, FrameLimits
 
 WIRE = 8 * 400e9 / 8  # bytes per second of 8 NICs of 400 Gb/s
 CHAINS = (1, 4, 16, 64, 128)
+FRAMES = (1, 4, 16, 128)  # slices in a frame; a frame is a chain
+REQUESTS = (1, 16)  # slices in a request
 SLICES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 8 << 20)
 EPOCH = 1
 DEPTH = 256
@@ -60,7 +62,8 @@ class Instant:
 
 
 def engine_cost(slice_bytes: int, frame_parts: int, slices: int, per_request: int, repeats: int) -> float:
-    """CPU seconds for each slice, `per_request` of them in each request; median. Nothing is copied."""
+    """CPU seconds for each slice, `per_request` of them in each request; the least of the repeats, as others on the
+    machine only add. Nothing is copied."""
     instant = Instant()
     with TransferEngine("target", EngineConfig(transports=("tcp",))) as target:
         far = target.register_memory(bytearray(per_request * slice_bytes), "cpu:0")
@@ -90,7 +93,7 @@ def engine_cost(slice_bytes: int, frame_parts: int, slices: int, per_request: in
                 source.free_batch(batch)
             target.fence("source", EPOCH)
     instant.close()
-    return statistics.median(costs[1:])
+    return min(costs[1:])
 
 
 def queue_pair() -> tuple[QueuePair, list[object]]:
@@ -136,32 +139,31 @@ def measure(quick: bool) -> dict[str, Any]:
         post, completion = chain_cost(chain, 300 if quick else 3000)
         told["work_request_us"][chain], told["completion_us"][chain] = us(post), us(completion)
         print(f"  chains of {chain:<4}{us(post):8.2f}{us(completion):8.2f}", flush=True)
-    print("engine: µs of CPU for each slice of 64 KiB")
-    rows = (
-        ("one a request, frames of 16", 16, 1),
-        ("one a request, frames of 128", 128, 1),
-        ("16 a request, frames of 16", 16, 16),
-        ("128 a request, frames of 128", 128, 128),
-    )
-    for title, parts, per_request in rows:
-        cost = engine_cost(64 << 10, parts, slices, per_request, repeats)
-        told["engine_us"][title] = us(cost)
-        print(f"  {title:32}{us(cost):8.2f}", flush=True)
-    _conclude(told)
+    print("engine: µs of CPU for each slice, by slices in a frame and in a request")
+    print(f"  {'':16}" + "".join(f"{f'{n} a request':>16}" for n in REQUESTS))
+    for parts in FRAMES:
+        costs = [us(engine_cost(64 << 10, parts, slices, n, repeats)) for n in REQUESTS]
+        told["engine_us"][parts] = dict(zip(REQUESTS, costs, strict=True))
+        print(f"  frames of {parts:<6}" + "".join(f"{cost:16.2f}" for cost in costs), flush=True)
+    told["python_share"] = _conclude(told)
     return told
 
 
-def _conclude(told: dict[str, Any]) -> None:
-    post = min(told["work_request_us"].values())
-    single, many = (min(v for k, v in told["engine_us"].items() if k.startswith(w)) for w in ("one", "128"))
-    print(f"\n8 × 400 Gb/s are {WIRE / 1e9:.0f} GB/s. Seconds of Python a second, one process:")
-    print(f"  {'slice':10}{'slices/s':>12}{'requests of one slice':>24}{'large requests':>18}")
-    told["python_share"] = {}
+def _conclude(told: dict[str, Any]) -> dict[int, dict[str, float]]:
+    print(f"\n8 × 400 Gb/s are {WIRE / 1e9:.0f} GB/s. Seconds of Python for each second, in one process:")
+    cases = [(parts, n) for n in REQUESTS for parts in (4, 16)]
+    heads = "".join(f"{f'{parts} a frame,':>14}" for parts, _ in cases)
+    print(f"  {'':24}{heads}\n  {'slice':10}{'slices/s':>14}" + "".join(f"{f'{n} a request':>14}" for _, n in cases))
+    found: dict[int, dict[str, float]] = {}
     for slice_bytes in SLICES:
         rate = WIRE / slice_bytes
-        shares = [rate * (cost + post) / 1e6 for cost in (single, many)]
-        told["python_share"][slice_bytes] = [round(share, 3) for share in shares]
-        print(f"  {size(slice_bytes):10}{rate:12,.0f}{shares[0]:24.2f}{shares[1]:18.2f}")
+        shares = {}
+        for parts, n in cases:
+            cost = told["engine_us"][parts][n] + told["work_request_us"][parts] + told["completion_us"][parts] / parts
+            shares[f"{parts} a frame, {n} a request"] = round(rate * cost / 1e6, 3)
+        found[slice_bytes] = shares
+        print(f"  {size(slice_bytes):10}{rate:14,.0f}" + "".join(f"{share:14.2f}" for share in shares.values()))
+    return found
 
 
 def main() -> None:

@@ -22,13 +22,16 @@ LISTENS = "0A"  # in /proc/net/tcp
 
 
 class Perftest:
-    """A rival for `compete`. Server on `far`, client on `near`, one queue pair, the same buffer each time."""
+    """A rival for `compete`. Server on `far`, client on `near`, one queue pair, the same buffer each time. `sleeps`: it
+    waits for events instead of polling all the time, which on a single CPU takes time from those who move the bytes;
+    perftest can do that for reads only."""
 
-    def __init__(self, near: str, far: str) -> None:
+    def __init__(self, near: str, far: str, *, sleeps: bool) -> None:
         for tool in ("ib_write_bw", "ib_read_bw"):
             if shutil.which(tool) is None:
                 raise PeerMissing(f"no {tool}: install perftest")
-        self.title = "perftest"
+        self.title = "perftest -e" if sleeps else "perftest"
+        self._options = ["-F", *(["-e"] if sleeps else [])]
         self._near = near
         self._far = far
         self._port = 20000 + os.getpid() % 10000
@@ -51,7 +54,7 @@ class Perftest:
 
     def _run(self, op: str, count: int, length: int, depth: int) -> Turn:
         self._port += 1
-        words = ["-F", "-s", str(length), "-n", str(count), "-t", str(depth), "-p", str(self._port)]
+        words = [*self._options, "-s", str(length), "-n", str(count), "-t", str(depth), "-p", str(self._port)]
         tool = f"ib_{op}_bw"
         before = _children_cpu()
         server = subprocess.Popen(
