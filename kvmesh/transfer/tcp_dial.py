@@ -6,6 +6,7 @@ import errno
 import ipaddress
 import math
 import socket
+import struct
 from dataclasses import dataclass
 
 from kvmesh.transfer import wire
@@ -56,8 +57,9 @@ def nic_routes(mine: Nic, its: Far, own: frozenset[IpAddress]) -> list[Route]:
 
 
 def tune(sock: socket.socket, config: EngineConfig, *, many_nics: bool) -> None:
-    """For both ends. With many NICs a silent one is given up after tcp_user_timeout_s: unanswered data by
-    TCP_USER_TIMEOUT, and where we only wait (a READ's answer) by keep-alive probes, which it bounds too."""
+    """For both ends. With many NICs a silent one is given up after tcp_user_timeout_s: data that nobody acknowledges by
+    TCP_USER_TIMEOUT, an idle connection by keep-alive probes, which it bounds too. (Their unit is a second, so an
+    opener that waits for an answer sends a PING.)"""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if many_nics:
@@ -87,6 +89,9 @@ def prepared(route: Route, config: EngineConfig) -> socket.socket:
         sock.settimeout(config.connect_timeout_s)
         if route.source is not None:
             sock.settimeout(min(config.connect_timeout_s, config.tcp_user_timeout_s))
+            seconds, rest = divmod(config.tcp_user_timeout_s / 2, 1)
+            quiet = struct.pack("@ll", int(seconds), max(1000, int(rest * 1e6)))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, quiet)
             sock.setsockopt(socket.IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1)
             sock.bind(route.source.sockaddr(0))
         if route.device:

@@ -69,7 +69,7 @@ class TcpPath:
                     self.streams.append(fresh)
                 self.changed.notify()
         if stream is not None:
-            stream.send_now(seq, frame)
+            stream.send_now(encoded(seq, frame))
         elif fresh is not None:
             self.transport.spawn(fresh.thread)
         return True
@@ -265,10 +265,9 @@ class _Stream:
         self.inflight[self._seq] = frame
         return self._seq
 
-    def send_now(self, seq: int, frame: Frame) -> None:
-        """By the poster, without waiting; what the socket does not take the thread will send."""
-        sock, views = self.sock, encoded(seq, frame)
-        rest, failed = views, None
+    def send_now(self, views: list[memoryview]) -> None:
+        """By whom it is lent to, without waiting; what the socket does not take the thread will send."""
+        sock, rest, failed = self.sock, views, None
         try:
             assert sock is not None, "lent only while it serves"
             rest = wire.advanced(views, sock.sendmsg(views[: wire.IOV_MAX], (), socket.MSG_DONTWAIT))
@@ -313,13 +312,21 @@ class _Stream:
                 with path.changed:
                     self.shut(f"send to {path.descriptor.name}: {err}", silent=err.errno in SILENCE)
 
+    def _ping(self) -> None:
+        """Nothing has come for a while: sends something that the peer's kernel must acknowledge."""
+        with self.path.changed:
+            if self.broken or self.lent or self.busy or self.rest or not self.inflight:
+                return
+            self.lent = True
+        self.send_now([memoryview(wire.HEAD.pack(wire.PING, 0, 0, 0, 0, 0, 0))])
+
     def _read(self, sock: socket.socket) -> None:
         """The answering thread; ends when the connection does."""
         try:
             head = bytearray(wire.HEAD_BYTES)
             views = [memoryview(head)]
             while True:
-                wire.recv_views(sock, views, wire.HEAD_BYTES)
+                wire.recv_views(sock, views, wire.HEAD_BYTES, self._ping)
                 self._answer(sock, Asked.parse(head))
         except (Gone, OSError, ProtocolBroken) as err:
             cause = f"connection to {self.path.descriptor.name}: {err}"
@@ -333,15 +340,15 @@ class _Stream:
             raise ProtocolBroken("answer to nothing asked")
         refused: tuple[int, ...] = ()
         if answer.count:
-            refused = struct.unpack(f"<{answer.count}I", wire.recv_exact(sock, 4 * answer.count))
+            refused = struct.unpack(f"<{answer.count}I", wire.recv_exact(sock, 4 * answer.count, self._ping))
         elif frame.kind is Kind.READ:
             if answer.nbytes != frame.nbytes:
                 raise ProtocolBroken(f"read of {frame.nbytes} bytes answered with {answer.nbytes}")
-            wire.recv_views(sock, local_views(frame), frame.nbytes)
+            wire.recv_views(sock, local_views(frame), frame.nbytes, self._ping)
         elif frame.kind is Kind.CHECKSUM:
             if answer.nbytes != 4 * len(frame.parts):
                 raise ProtocolBroken(f"checksums of {len(frame.parts)} parts in {answer.nbytes} bytes")
-            frame.sums = wire.unpack_sums(wire.recv_exact(sock, answer.nbytes))
+            frame.sums = wire.unpack_sums(wire.recv_exact(sock, answer.nbytes, self._ping))
         with self.path.changed:
             del self.inflight[answer.seq]
             self.progress_at = time.monotonic()

@@ -48,7 +48,7 @@ class TcpAccepted(Accepted):
                 self._read(asked)
             elif asked.kind == wire.NOTIFY:
                 self._notify(asked)
-            else:
+            elif asked.kind != wire.PING:
                 raise ProtocolBroken(f"frame of kind {asked.kind}")
 
     def _rows(self, asked: Asked) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -37,6 +37,7 @@ HEAD_BYTES = HEAD.size
 LENGTH = struct.Struct("<I")
 
 WRITE, READ, NOTIFY, CHECKSUM = 1, 2, 3, 4  # as transport.Kind
+PING = 5  # tcp only, no answer: the kernel's acknowledgement tells the opener that the way is good
 ANSWER, REGION, WANT = 16, 17, 18  # the last two on shm only
 
 CAUSES = ("", "window closed", "outside the window", "no such memory at the peer", "nobody listens for notifications")
@@ -142,17 +143,26 @@ def unpack_sums(data: bytes | bytearray) -> tuple[int, ...]:
 # ── exact reads and writes on a stream socket ─────────────────────────────────────────────────────
 
 
-def recv_exact(sock: socket.socket, nbytes: int) -> bytearray:
-    """Gone at the end of the stream."""
+def recv_exact(sock: socket.socket, nbytes: int, silent: Callable[[], None] | None = None) -> bytearray:
+    """As recv_views."""
     data = bytearray(nbytes)
-    recv_views(sock, [memoryview(data)], nbytes)
+    recv_views(sock, [memoryview(data)], nbytes, silent)
     return data
 
 
-def recv_views(sock: socket.socket, views: list[memoryview], nbytes: int) -> None:
-    """Fills all views in order: as a rule with one system call. Gone at the end of the stream."""
+def recv_views(
+    sock: socket.socket, views: list[memoryview], nbytes: int, silent: Callable[[], None] | None = None
+) -> None:
+    """Fills all views in order: as a rule with one system call. Gone at the end of the stream. `silent` is called
+    whenever nothing has come for the socket's SO_RCVTIMEO."""
     while nbytes > 0:
-        got = sock.recvmsg_into(views[:IOV_MAX], 0, socket.MSG_WAITALL)[0]
+        try:
+            got = sock.recvmsg_into(views[:IOV_MAX], 0, socket.MSG_WAITALL)[0]
+        except BlockingIOError:
+            if silent is None:
+                raise
+            silent()
+            continue
         if got == 0:
             raise Gone("closed by the peer")
         nbytes -= got

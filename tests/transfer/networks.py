@@ -6,6 +6,7 @@ a ── eth1 ══ bridge of "middle" ══ eth1 ── b        wired straig
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -125,6 +126,11 @@ class Networks:
         """What leaves here takes its time: a token bucket, `rate` in tc's units ("200mbit")."""
         words = ("qdisc", "replace", "dev", nic, "root", "tbf", "rate", rate, "burst", "256k", "latency", "100ms")
         run("tc", "-n", self.name(host), *words)
+
+    def sent_bytes(self, host: str, nic: str) -> int:
+        """As the kernel counts them."""
+        (link,) = json.loads(self.ip(host, "-j", "-s", "link", "show", "dev", nic))
+        return int(link["stats64"]["tx"]["bytes"])
 
     def swallow(self, nic: str) -> None:
         """Both ends keep their links, and no packet passes."""

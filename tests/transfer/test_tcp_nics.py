@@ -224,6 +224,24 @@ def test_a_nic_is_cut_in_mid_transfer(nets: Networks, opcode: str, cut: str) -> 
         hosts.end()
 
 
+def test_a_slow_nic_is_dealt_less(nets: Networks) -> None:
+    two_wires(nets)
+    nets.slow("a", "eth1", "160mbit")
+    nets.slow("a", "eth2", "1600mbit")
+    hosts = Hosts(nets)
+    try:
+        hosts.finish(hosts.batch("write"), "write")  # what each of them is worth is measured now
+        before = [nets.sent_bytes("a", nic) for nic in ("eth1", "eth2")]
+        for _ in range(3):
+            hosts.b.blank()
+            hosts.finish(hosts.batch("write"), "write")
+        slow, fast = (nets.sent_bytes("a", nic) - was for nic, was in zip(("eth1", "eth2"), before, strict=True))
+        assert slow + fast > 3 * hosts.nbytes
+        assert fast > 2.5 * slow
+    finally:
+        hosts.end()
+
+
 def test_a_nic_that_comes_back_is_used_again(nets: Networks) -> None:
     two_wires(nets)
     hosts = Hosts(nets, rest_s=0.05)
