@@ -69,7 +69,7 @@ def one_at_a_time(ours: Contender, perftest: Perftest, quick: bool, rounds: int)
     print("\nlatency of one operation, µs: perftest's mean (one outstanding, polling), kvmesh p50 (p99)")
     for row in rows:
         times = (256 << 10 if quick else 1 << 20) // row["length"] * 64 + 64  # enough to last beside two starts
-        times = min(times, 256 if quick else 1024)
+        times = min(times, 256 if quick else 4096)
         mean = perftest.latency(row["op"], row["length"], times)
         row[perftest.title] = {"mean_us": round(mean * 1e6, 1)}
         mine = row[ours.title]
