@@ -20,7 +20,7 @@ PACKAGES=(libibverbs1 librdmacm1 libibumad3 libnl-3-200 libnl-route-3-200 libpci
 need flock util-linux; need setpriv util-linux
 mkdir -p "$CACHE"
 exec 9>"$CACHE/.lock"
-flock 9
+flock -w 3600 9 || fail "another build holds $CACHE/.lock"
 
 # once NAME RESULT: what was made from the same things is not made again. Guests may be running from it.
 once() {
@@ -32,8 +32,20 @@ once() {
   echo "$from" >"$CACHE/made/$name"
 }
 
+# replace NAME: by NAME.new, whole; what was there stays if making that failed.
+replace() {
+  rm -rf "$CACHE/$1.old"
+  [ ! -e "$CACHE/$1" ] || mv "$CACHE/$1" "$CACHE/$1.old"
+  mv "$CACHE/$1.new" "$CACHE/$1"
+  rm -rf "$CACHE/$1.old"
+}
+
 made_from_kernel() {
-  if [ -e "$PREBUILT/linux-uml.xz" ]; then cut -d' ' -f1 "$PREBUILT/linux-uml.sha256"; else cat "$CACHE/made/kernel" 2>/dev/null || echo compiled; fi
+  if [ -e "$PREBUILT/linux-uml.xz" ]; then
+    cut -d' ' -f1 "$PREBUILT/linux-uml.sha256"
+  else
+    cat "$CACHE/made/kernel" 2>/dev/null || echo compiled # whatever is there is good
+  fi
 }
 make_kernel() {
   local want
@@ -64,13 +76,15 @@ make_packages() {
   fi
   # What these need and the host does not have.
   more=$(apt-get "${APT[@]}" -s install --no-install-recommends "${PACKAGES[@]}" "$python" 2>/dev/null | awk '$1 == "Inst" {print $2}' || true)
-  rm -rf "$CACHE/overlay" "$CACHE/python" "$CACHE/pyverbs"
+  rm -rf "$CACHE/overlay.new" "$CACHE/python.new" "$CACHE/pyverbs"
   # shellcheck disable=SC2086  # words
-  unpack_packages "$CACHE/overlay" $(printf '%s\n' "${PACKAGES[@]}" $more | sort -u)
-  rm -rf "$CACHE"/overlay/usr/share/{doc,man,locale,bash-completion}
+  unpack_packages "$CACHE/overlay.new" $(printf '%s\n' "${PACKAGES[@]}" $more | sort -u)
+  rm -rf "$CACHE"/overlay.new/usr/share/{doc,man,locale,bash-completion}
   unpack_packages "$CACHE/pyverbs" python3-pyverbs
-  mkdir -p "$CACHE/python"
-  mv "$CACHE/pyverbs/usr/lib/python3/dist-packages/pyverbs" "$CACHE/python/"
+  mkdir -p "$CACHE/python.new"
+  mv "$CACHE/pyverbs/usr/lib/python3/dist-packages/pyverbs" "$CACHE/python.new/"
+  replace overlay
+  replace python
   rm -rf "$CACHE/pyverbs" "$CACHE/apt"
 }
 
@@ -82,10 +96,7 @@ make_boot() {
   cp "$CACHE/overlay/usr/bin/busybox" "$new/bin/busybox"
   for applet in $("$new/bin/busybox" --list); do [ "$applet" = busybox ] || ln -s busybox "$new/bin/$applet"; done
   install -m 755 "$HERE/init" "$HERE/network.sh" "$new/"
-  rm -rf "$CACHE/boot.old"
-  [ ! -e "$CACHE/boot" ] || mv "$CACHE/boot" "$CACHE/boot.old"
-  mv "$new" "$CACHE/boot"
-  rm -rf "$CACHE/boot.old"
+  replace boot
   say "ready in $CACHE"
 }
 
