@@ -89,7 +89,10 @@ def _matrix(outcome: Outcome, what: str, width: int, notes: _Notes) -> list[Rend
             line.append("–" if cell is None else _figure(cell.write if what == "write" else cell.read, cell, notes))
         table.add_row(*line)
     legend = ", ".join(f"{i + 1} {name}" for i, name in enumerate(columns))
-    return [table, *([f"[dim]columns: {escape(legend)}[/]"] if numbered else [])]
+    lines = [f"[dim]columns: {escape(legend)}[/]"] if numbered else []
+    if len(cells) < len(rows) * len(columns):
+        lines.append("[dim]–: no way, they are not on one network[/]")
+    return [table, *lines]
 
 
 def _figure(figure: Figure, cell: Cell, notes: _Notes) -> str:

@@ -30,46 +30,46 @@ _TOOL_S = 5.0
 # ── RDMA ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def verbs(root: Path, pyverbs: str | None = None) -> Finding:
-    """pyverbs binds private symbols of libibverbs: both must be of one rdma-core version. `pyverbs`: its version,
-    "" for none; None: look."""
-    ours = pyverbs_version() if pyverbs is None else pyverbs
-    theirs = libibverbs_version(root)
-    if not ours:
+def verbs(root: Path, installed: tuple[str, str] | None = None) -> Finding:
+    """pyverbs binds private symbols of libibverbs: both must be of one rdma-core version. `installed`: pyverbs'
+    version and private ABI, "" for what is not known, both "" for none; None: look."""
+    ours, abi = pyverbs() if installed is None else installed
+    library = libibverbs(root)
+    theirs = ".".join(library.name.split(".")[4:]) if library else ""  # libibverbs.so.1.14.44.0 is rdma-core 44.0
+    if not ours and not abi:
         need = f"apt install python3-pyverbs, or the PyPI pyverbs of rdma-core {theirs or 'as installed'}"
-        lib = f"libibverbs {theirs}" if theirs else "no libibverbs"
+        lib = f"libibverbs {theirs}" if library else "no libibverbs"
         return Finding("pyverbs", "missing", f"not installed ({lib})", RDMA_WOULD, need)
-    if not theirs:
-        return Finding(
-            "pyverbs", "missing", f"pyverbs {ours}, but no libibverbs", RDMA_WOULD, "apt install libibverbs1"
-        )
-    if ours.split(".")[0] != theirs.split(".")[0]:
-        found = f"pyverbs {ours} does not match libibverbs {theirs}"
+    shown = f"pyverbs {ours}" if ours else f"pyverbs (private ABI {abi})"
+    if library is None:
+        return Finding("pyverbs", "missing", f"{shown}, but no libibverbs", RDMA_WOULD, "apt install libibverbs1")
+    fits = f"IBVERBS_PRIVATE_{abi}".encode() in library.read_bytes() if abi else True
+    if not fits or (ours and ours.split(".")[0] != theirs.split(".")[0]):
         todo = f"the distribution's python3-pyverbs, or the PyPI pyverbs of rdma-core {theirs}"
-        return Finding("pyverbs", "missing", found, RDMA_WOULD, todo)
-    return Finding("pyverbs", "ok", f"pyverbs {ours} and libibverbs {theirs} match")
+        return Finding("pyverbs", "missing", f"{shown} does not match libibverbs {theirs}", RDMA_WOULD, todo)
+    return Finding("pyverbs", "ok", f"{shown} and libibverbs {theirs} match")
 
 
-def pyverbs_version() -> str:
-    """As its package says, else by the symbol version that its modules are linked to ("44"); "" for none."""
+def pyverbs() -> tuple[str, str]:
+    """Version as its package says, and the private ABI that its modules are linked to."""
+    abi = version = ""
     try:
-        return importlib.metadata.version("pyverbs")
+        version = importlib.metadata.version("pyverbs")
     except importlib.metadata.PackageNotFoundError:
-        pass
+        pass  # the distribution's package says nothing
     spec = importlib.util.find_spec("pyverbs")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         for path in sorted(Path(folder).glob("device.*.so")):
             if found := re.search(rb"IBVERBS_PRIVATE_(\d+)", path.read_bytes()):
-                return found[1].decode()
-    return ""
+                abi = found[1].decode()
+    return version, abi
 
 
-def libibverbs_version(root: Path) -> str:
-    """Of the shared library: libibverbs.so.1.14.44.0 is rdma-core 44.0."""
+def libibverbs(root: Path) -> Path | None:
     for folder in ("usr/lib", "usr/lib64", f"usr/lib/{platform.machine()}-linux-gnu", "usr/local/lib"):
         for path in sorted((root / folder).glob("libibverbs.so.1.*.*")):
-            return ".".join(path.name.split(".")[4:])
-    return ""
+            return path
+    return None
 
 
 def rdma_devices(root: Path, host: Host) -> list[Finding]:

@@ -111,18 +111,20 @@ def test_a_slot_that_is_too_narrow(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("installed", "library", "level", "words"),
     [
-        ("44.0", "libibverbs.so.1.14.44.0", "ok", "pyverbs 44.0 and libibverbs 44.0 match"),
-        ("44", "libibverbs.so.1.14.44.0", "ok", "match"),
-        ("59.0", "libibverbs.so.1.14.44.0", "missing", "pyverbs 59.0 does not match libibverbs 44.0"),
-        ("59.0", "", "missing", "pyverbs 59.0, but no libibverbs"),
-        ("", "libibverbs.so.1.14.44.0", "missing", "not installed (libibverbs 44.0)"),
-        ("", "", "missing", "not installed (no libibverbs)"),
+        (("44.0", ""), "libibverbs.so.1.14.44.0", "ok", "pyverbs 44.0 and libibverbs 44.0 match"),
+        (("", "34"), "libibverbs.so.1.14.44.0", "ok", "pyverbs (private ABI 34) and libibverbs 44.0 match"),
+        (("", "33"), "libibverbs.so.1.14.44.0", "missing", "pyverbs (private ABI 33) does not match libibverbs 44.0"),
+        (("44.0", "33"), "libibverbs.so.1.14.44.0", "missing", "pyverbs 44.0 does not match"),
+        (("59.0", "34"), "libibverbs.so.1.14.44.0", "missing", "pyverbs 59.0 does not match libibverbs 44.0"),
+        (("59.0", "34"), "", "missing", "pyverbs 59.0, but no libibverbs"),
+        (("", ""), "libibverbs.so.1.14.44.0", "missing", "not installed (libibverbs 44.0)"),
+        (("", ""), "", "missing", "not installed (no libibverbs)"),
     ],
 )
-def test_pyverbs_must_match(tmp_path: Path, installed: str, library: str, level: str, words: str) -> None:
+def test_pyverbs_must_match(tmp_path: Path, installed: tuple[str, str], library: str, level: str, words: str) -> None:
     (tmp_path / "usr/lib").mkdir(parents=True)
     if library:
-        (tmp_path / "usr/lib" / library).touch()
+        (tmp_path / "usr/lib" / library).write_bytes(b"\x7fELF\0IBVERBS_PRIVATE_34\0")
     found = network.verbs(tmp_path, installed)
     assert (found.level, words in found.found) == (level, True), found
     assert bool(found.todo) == (level != "ok")
