@@ -243,11 +243,11 @@ def _power_on(
 def _collect(process: subprocess.Popen[bytes], chunks: list[bytes], deadline: float, echo: bool) -> bool:
     """Reads output until the guest ends; False when the deadline came first."""
     assert process.stdout is not None
-    ended = os.pidfd_open(process.pid)
+    output, ended = process.stdout.fileno(), os.pidfd_open(process.pid)
     try:
         while (left := deadline - time.monotonic()) > 0:
-            ready, _, _ = select.select([process.stdout, ended], [], [], left)
-            block = process.stdout.read(1 << 20) if process.stdout in ready else None
+            ready, _, _ = select.select([output, ended], [], [], left)
+            block = process.stdout.read(1 << 20) if output in ready else None
             if block:
                 chunks.append(block)
                 if echo:

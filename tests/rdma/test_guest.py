@@ -84,7 +84,8 @@ def test_a_job_over_its_limit_is_ended_with_its_output_so_far(tmp_path: Path) ->
 
 def test_a_guest_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "tests.rdma.guest", "--out", str(tmp_path), "bash", "-c", "echo up; sleep 1000"]
-    with subprocess.Popen(argv, cwd=REPOSITORY, stdout=subprocess.PIPE) as starter:
+    env = os.environ | {"TMPDIR": str(tmp_path)}  # for what a killed process cannot remove
+    with subprocess.Popen(argv, cwd=REPOSITORY, stdout=subprocess.PIPE, env=env) as starter:
         assert starter.stdout is not None
         assert starter.stdout.readline() == b"up\n"
         assert len(processes_of(f"kvmesh.out={tmp_path}")) > 0
