@@ -17,6 +17,7 @@ from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
 from kvmesh.node import messages as m
+from kvmesh.transfer import TrafficClass
 from services.prefill import events as ev
 from services.prefill.checks import BrainConfig
 from services.prefill.planner import PlanConfig
@@ -145,7 +146,7 @@ class Player:
                 return (
                     f"pull {job.ticket}: {keys} blocks={commas(job.blocks)} extents={commas(job.extents)} "
                     f"from {where} timeout={job.timeout_ms}"
-                )
+                ) + ("" if job.traffic_class == TrafficClass.HANDOFF else " prefetch")
             case ev.CancelPull(ticket):
                 return f"cancel pull {ticket}"
             case ev.SendBeginFill(handle, blocks):
