@@ -34,6 +34,7 @@ class EngineConfig:
     tcp_nics: tuple[str, ...] = ()
     tcp_user_timeout_s: float = 1.0  # with tcp_nics: a connection that hears nothing of its packets so long is broken
     tcp_socket_bytes: int = 0  # SO_SNDBUF and SO_RCVBUF; 0: few on the own host, else as the kernel tunes them
+    tcp_zerocopy: bool = False  # MSG_ZEROCOPY for writes; where the kernel copies all the same it is given up
     tcp_idle_s: float = 60.0  # a stream that carried nothing so long is closed, its threads end
     max_endpoints: int = 1024  # connections made by this engine; idle ones are closed beyond it (SIEVE)
     connect_timeout_s: float = 5.0

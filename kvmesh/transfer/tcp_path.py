@@ -28,6 +28,7 @@ from kvmesh.transfer.dialing import connect_patiently
 from kvmesh.transfer.segment import SegmentDescriptor
 from kvmesh.transfer.tcp_dial import SILENCE, Route, greet, prepared, size_buffers
 from kvmesh.transfer.tcp_frames import encoded, local_views
+from kvmesh.transfer.tcp_zerocopy import ZeroCopy
 from kvmesh.transfer.transport import Frame, Kind, Rail
 from kvmesh.transfer.wire import Asked, Gone, Hello, ProtocolBroken, Refused
 
@@ -285,6 +286,7 @@ class _Stream:
 
     def _send(self, sock: socket.socket) -> None:
         path = self.path
+        send_views = ZeroCopy(sock).send_views if self.config.tcp_zerocopy else wire.send_views
         with path.changed:
             self.ready, self.rest = True, []
         while True:
@@ -303,11 +305,12 @@ class _Stream:
                     return
                 views, self.rest = self.rest, []
                 self.busy = True
+                send = wire.send_views if views else send_views
                 if not views:
                     frame = path.queue.popleft()
                     views = encoded(self.board(frame), frame)
             try:
-                wire.send_views(sock, views, sum(map(len, views)))
+                send(sock, views, sum(map(len, views)))
             except OSError as err:
                 with path.changed:
                     self.shut(f"send to {path.descriptor.name}: {err}", silent=err.errno in SILENCE)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import struct
 import threading
 import zlib
 from collections.abc import Sequence
 
-from kvmesh.transfer import SegmentDescriptor, wire
+from kvmesh.transfer import EngineConfig, SegmentDescriptor, TransferState, wire
+from kvmesh.transfer.tcp_zerocopy import ZeroCopy
 from kvmesh.transfer.transport import Frame, Kind, Rail
-from tests.transfer.conftest import Nest
+from tests.transfer.conftest import Nest, engine_threads, until
 from tests.transfer.peer import Actor, pattern
 from tests.transfer.raw import RawTcp
 
@@ -79,3 +81,68 @@ def test_checksum_on_the_wire(nest: Nest) -> None:
     data = pattern(1, 17)
     assert struct.unpack("<2I", raw.receive(8)) == (zlib.crc32(data[:4]), zlib.crc32(data[9:]))
     raw.close()
+
+
+def test_idle_streams_end_and_come_back(nest: Nest) -> None:
+    """Nothing of a peer that is left alone stays: no thread here, no connection there."""
+    config = EngineConfig(transports=("tcp",), tcp_idle_s=0.05)
+    target, writer = nest.actor("target#1", config), nest.actor("writer#1", config)
+    base = target.allocate(16 * MIB)
+    writer.allocate(16 * MIB, seed=1)
+    segment = writer.open(target.descriptor())
+    target.window("writer#1", 1, [(base, 16 * MIB)])
+
+    def serving() -> int:
+        names = ("kvmesh-tcp-send", "kvmesh-tcp-read", "kvmesh-tcp-serve")
+        return sum(name in names for name in engine_threads())
+
+    for turn in range(3):
+        before = writer.engine.counters().get("tcp.connected", 0)
+        (status,) = writer.transfer("write", segment, [(0, base, 16 * MIB)], 1)
+        assert status.state is TransferState.COMPLETED, status
+        assert target.read(0, 16 * MIB) == pattern(1, 16 * MIB)
+        assert writer.engine.counters()["tcp.connected"] > before, turn
+        until(lambda: serving() == 0, "all streams ended")
+        assert target.engine._transports[0]._server.connections() == []  # type: ignore[attr-defined]
+
+
+def test_zero_copy_moves_the_same_bytes(nest: Nest) -> None:
+    config = EngineConfig(transports=("tcp",), tcp_zerocopy=True)
+    target, writer = nest.actor("target#1", config), nest.actor("writer#1", config)
+    nbytes = 32 * MIB
+    base = target.allocate(nbytes)
+    writer.allocate(nbytes, seed=1)
+    segment = writer.open(target.descriptor())
+    target.window("writer#1", 1, [(base, nbytes)])
+    for _ in range(3):
+        statuses = writer.transfer("write", segment, [(at, base + at, 4 * MIB) for at in range(0, nbytes, 4 * MIB)], 1)
+        assert {s.state for s in statuses} == {TransferState.COMPLETED}
+        assert target.read(0, nbytes) == pattern(1, nbytes)
+        assert target.region is not None
+        assert target.region.memory is not None
+        target.region.memory[:] = bytes(nbytes)
+
+
+def told(zero: ZeroCopy, sock: socket.socket) -> bool:
+    zero.reap(sock)
+    return not zero.useful
+
+
+def test_zero_copy_is_given_up_where_the_kernel_copies() -> None:
+    """On loopback it always does."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sender = socket.create_connection(listener.getsockname())
+        receiver, _ = listener.accept()
+    with sender, receiver:
+        zero = ZeroCopy(sender)
+        assert zero.useful
+        payload = memoryview(pattern(2, MIB))
+        got = bytearray()
+        reader = threading.Thread(target=lambda: got.extend(wire.recv_exact(receiver, 3 * (MIB + 4))))
+        reader.start()
+        for i in range(3):
+            zero.send_views(sender, [memoryview(b"head"), payload[: MIB // 2], payload[MIB // 2 :]], MIB + 4)
+            if i == 1:
+                until(lambda: told(zero, sender), "a completion that says copied")
+        reader.join(10)
+        assert got == (b"head" + payload) * 3
