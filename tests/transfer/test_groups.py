@@ -12,7 +12,7 @@ import pytest
 from kvmesh.kvcache.groups import GroupPlan, plan_group
 from kvmesh.kvcache.layout import ShardLayout, joined
 from kvmesh.transfer import EngineConfig
-from tests.transfer.conftest import Nest
+from tests.transfer.conftest import TRANSPORTS, Nest, equipped
 from tests.transfer.peer import Peer
 
 LAYERS, HEADS, TOKENS, DIM, BLOCKS = 4, 4, 16, 8, 5
@@ -44,8 +44,8 @@ class Mesh:
     def __init__(self, transport: str, writers: int, readers: int) -> None:
         config = EngineConfig(transports=(transport,), ack_timeout_s=2.0, request_timeout_s=20.0)
         module = "tests.transfer.rank"
-        self.writers = [Peer(f"writer-{i}@1", config, module) for i in range(writers)]
-        self.readers = [Peer(f"reader-{i}@1", config, module) for i in range(readers)]
+        self.writers = [Peer(f"writer-{i}@1", equipped(config, 0), module) for i in range(writers)]
+        self.readers = [Peer(f"reader-{i}@1", equipped(config, 1), module) for i in range(readers)]
         for writer in self.writers:
             writer.allocate(REGION)
         self.bases = [reader.allocate(REGION) for reader in self.readers]
@@ -83,7 +83,7 @@ class Mesh:
             peer.end()
 
 
-@pytest.fixture(scope="module", params=["shm", "tcp"])
+@pytest.fixture(scope="module", params=TRANSPORTS)
 def mesh(request: pytest.FixtureRequest) -> Iterator[Mesh]:
     made = Mesh(request.param, WRITERS, READERS)
     yield made
