@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from ipaddress import IPv6Address
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
@@ -118,6 +119,13 @@ class Nic:
             return f"{self.name} is gone"
         return "" if state.startswith("4:") else f"{self.name} port {self.port} is {state.partition(': ')[2] or state}"
 
+    def gid_index(self, address: IPv6Address) -> int:
+        """Of this address now; OSError when the port has lost it."""
+        for gid in self.gids:
+            if gid.address == address:
+                return gid.index
+        raise OSError(f"{self.name} has no GID {address} any more")
+
     def gbps(self) -> float:
         """The port's rate; 0 when /sys does not say."""
         try:
@@ -138,6 +146,8 @@ class Nic:
     def register(self, region: LocalRegion) -> None:
         """Once per region. TransferError when the kernel refuses (memlock, or device memory without dmabuf)."""
         public = region.public
+        if region.base in self._registered:
+            return
         if public.location.startswith("cpu"):
             made = self.register_memory(public.address, public.length)
         else:
@@ -264,9 +274,10 @@ class Nic:
                 if fd == self._wake:
                     os.eventfd_read(self._wake)
                 elif fd in watched:
-                    self.calls.take_cq_event(watched[fd].channel_pointer)
+                    if not self.calls.take_cq_event(watched[fd].channel_pointer) and self.cause:
+                        poll.unregister(fd)  # the device is gone and its files always ready
                 elif not self._take_event():
-                    poll.unregister(fd)  # the device is gone and its file always ready
+                    poll.unregister(fd)
 
     def _drain(self, queue: CompletionQueue) -> bool:
         got = self.calls.poll_cq(queue.pointer, verbs.POLL_ROWS, self._rows_at)

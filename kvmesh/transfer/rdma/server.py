@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 import zlib
+from ipaddress import IPv6Address
 from typing import TYPE_CHECKING
 
 from kvmesh.rpc.errors import TransferError
@@ -181,12 +182,9 @@ class RdmaAccepted(Accepted):
                 self.host.windows.landed(self.peer, message.epoch, message.nbytes)
 
     def _connect(self, asked: protocol.Connect) -> protocol.Connected:
-        nic = self.transport.nic_or_none(asked.to)
+        nic = self.transport.living_nic(asked.to)
         if nic is None:
             return protocol.Connected(asked.seq, f"no NIC {asked.to!r} here")
-        gid = next((gid for gid in nic.gids if str(gid.address) == asked.to_gid), None)
-        if gid is None:
-            return protocol.Connected(asked.seq, f"{asked.to} has no GID {asked.to_gid} any more")
         with self._changed:
             generation = self._generation
             if len(self._landings) >= _MAX_LANDINGS:
@@ -197,7 +195,8 @@ class RdmaAccepted(Accepted):
         landing: Landing | None = None
         try:
             landing = Landing(self, nic)
-            route = verbs.Route(_packed(asked.gid), gid.index, asked.lid, gid.kind != "ib")
+            index = nic.gid_index(IPv6Address(_packed(asked.to_gid)))
+            route = verbs.Route(_packed(asked.gid), index, asked.lid, nic.gids[0].kind != "ib")
             landing.queue_pair.connect(asked.qp_num, asked.psn, psn, route, mtu, reads)
             landing.queue_pair.expect(protocol.SLOTS)
         except (OSError, TransferError) as err:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -18,6 +19,8 @@ from kvmesh.transfer.rdma.server import RdmaAccepted, fence_peer
 from kvmesh.transfer.segment import LocalRegion, NicInfo, RegionInfo, SegmentDescriptor
 from kvmesh.transfer.serving import Server
 from kvmesh.transfer.transport import Frame, FrameLimits, Kind, Rail, Transport, TransportHost
+
+log = logging.getLogger(__name__)
 
 _FRAME_SLICES = 4
 _FRAMES = 8  # on one rail
@@ -38,6 +41,8 @@ class RdmaTransport(Transport):
         self.limits = FrameLimits(slice_bytes, max(_FRAME_SLICES * slice_bytes, 1 << 20), parts, _FRAMES)
         self.own_nics: tuple[Nic, ...] = ()
         self._by_name: dict[str, Nic] = {}
+        self._nics_lock = threading.Lock()  # which NICs there are, and that each has every region
+        self._retired: list[Nic] = []  # failed; closed at the end
         self._server: Server | None = None
         self._port = 0
         self._lock = threading.Lock()
@@ -125,7 +130,9 @@ class RdmaTransport(Transport):
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
-        nics, self.own_nics = self.own_nics, ()
+        with self._nics_lock:
+            nics = [*self.own_nics, *self._retired]
+            self.own_nics, self._retired = (), []
         for nic in nics:
             nic.close(max(0.1, deadline - time.monotonic()))
 
@@ -140,8 +147,26 @@ class RdmaTransport(Transport):
     def nic(self, name: str) -> Nic:
         return self._by_name[name]
 
-    def nic_or_none(self, name: str) -> Nic | None:
-        return self._by_name.get(name)
+    def living_nic(self, name: str) -> Nic | None:
+        """None: there is no such NIC. A device that failed or was removed is opened anew once it is back."""
+        with self._nics_lock:
+            nic = self._by_name.get(name)
+            if nic is None or not nic.cause or self._closed:
+                return nic
+            try:
+                fresh = Nic(library.load(), name, nic.port, self.config)
+                if not fresh.why_down():
+                    for region in self.host.segment.regions:
+                        fresh.register(region)
+            except TransferError as err:
+                log.info("rdma: %s is not back: %s", name, err)
+                return nic
+            fresh.start()
+            self.own_nics = tuple(fresh if other is nic else other for other in self.own_nics)
+            self._by_name[name] = fresh
+            self._retired.append(nic)
+            log.warning("rdma: %s is back", name)
+            return fresh
 
     def nics(self) -> tuple[NicInfo, ...]:
         return tuple(
@@ -172,7 +197,7 @@ class RdmaTransport(Transport):
         return gids.pairs(local, remote, gids.read_networks())
 
     def carries(self, kind: Kind, local: LocalRegion, remote: RegionInfo) -> bool:
-        return all(nic.registration(local.base) is not None for nic in self.own_nics)
+        return all(nic.cause or nic.registration(local.base) is not None for nic in self.own_nics)
 
     # ── frames ────────────────────────────────────────────────────────────────────────────────────
 
@@ -216,18 +241,21 @@ class RdmaTransport(Transport):
     def registered(self, region: LocalRegion) -> None:
         """TransferError when a NIC cannot take it; none keeps it then."""
         done: list[Nic] = []
-        try:
-            for nic in self.own_nics:
-                nic.register(region)
-                done.append(nic)
-        except TransferError:
-            for nic in done:
-                nic.unregister(region)
-            raise
+        with self._nics_lock:
+            try:
+                for nic in self.own_nics:
+                    if not nic.cause:
+                        nic.register(region)
+                        done.append(nic)
+            except TransferError:
+                for nic in done:
+                    nic.unregister(region)
+                raise
 
     def unregistered(self, region: LocalRegion) -> None:
-        for nic in self.own_nics:
-            nic.unregister(region)
+        with self._nics_lock:
+            for nic in self.own_nics:
+                nic.unregister(region)
 
     def fence(self, peer: str, epoch: int) -> None:
         if self._server is not None:

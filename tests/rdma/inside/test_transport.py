@@ -66,8 +66,8 @@ class Two:
 
 
 @pytest.fixture
-def two(nest: Nest) -> Iterator[Two]:
-    yield Two(nest, 8 * MIB)
+def two(nest: Nest) -> Two:
+    return Two(nest, 8 * MIB)
 
 
 @pytest.fixture
@@ -333,6 +333,25 @@ def test_own_device_removed(links: None, nest: Nest) -> None:
     until(lambda: two.writer.engine.status(batch, 0).bytes_done > 2 * MIB, "it is under way")
     ip("rdma link delete rxa0")
     assert [s.state for s in two.writer.finish(batch, 30)] == [COMPLETED]
+    assert two.same()
+
+
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_a_removed_device_comes_back(links: None, nest: Nest, side: str) -> None:
+    two = Two(nest, 8 * MIB)
+    two.window()
+    two.write(0, two.nbytes)
+    ip(f"rdma link delete rx{side}0")
+    two.write(0, two.nbytes)
+    ip(f"rdma link add rx{side}0 type rxe netdev nic{side}0")
+
+    def both() -> bool:
+        batch = two.writer.start("write", two.segment, [(0, two.far, two.nbytes)], 1)
+        assert two.writer.engine.wait_sync(batch, 20)
+        assert two.writer.engine.status(batch, 0).state is COMPLETED
+        return len(rails_used(two.writer, batch)) == 2
+
+    until(both, "both rails carry again", 30)
     assert two.same()
 
 
