@@ -77,7 +77,7 @@ class GroupWrite:
         self._batch_bytes = batch_bytes
         self._lock = lock or threading.RLock()
         self._clock_ns = clock_ns
-        self._batches: dict[BatchId, tuple[int, int]] = {}  # in flight → (bytes, requests)
+        self._batches: dict[BatchId, int] = {}  # in flight → bytes
         self._marking = 0  # end marks on their way
 
     def write(self, segment: str, copies: Iterable[Copy]) -> None:
@@ -143,7 +143,7 @@ class GroupWrite:
         except TransferError as error:
             self.fail(f"submit: {error}")
             return
-        self._batches[batch] = (sum(r.length for r in requests), len(requests))
+        self._batches[batch] = sum(r.length for r in requests)
         try:
             self._engine.submit(batch, requests)
         except TransferError as error:
@@ -156,10 +156,9 @@ class GroupWrite:
     def _acknowledged(self, batch: BatchId) -> None:
         """A batch is final (any thread)."""
         with self._lock:
-            nbytes, count = self._batches.pop(batch)
+            nbytes = self._batches.pop(batch)
             cause = ""
-            for i in range(count):
-                status = self._engine.status(batch, i)
+            for status in self._engine.statuses(batch):
                 if status.state is not TransferState.COMPLETED:
                     cause = cause or status.cause or status.state.value
                     self.certain = self.certain and status.drained
