@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -13,6 +15,7 @@ from kvmesh.transfer.tcp_nics import Address, Far, decode_nics, resolve, routes,
 from tests.transfer.conftest import Nest, until
 from tests.transfer.networks import HostPeer, Networks, networks
 from tests.transfer.peer import pattern
+from tests.transfer.raw import RawTcp
 
 MIB = 1 << 20
 
@@ -120,6 +123,34 @@ def test_families_that_do_not_meet_cannot_be_opened(nest: Nest) -> None:
     there = nest.actor("there#1", transports=("tcp",), tcp_nics=("::1",))
     with pytest.raises(TransferError, match="cannot be reached"):
         here.open(there.descriptor())
+
+
+def test_a_greeting_on_one_nic_supersedes_what_came_over_another(nest: Nest) -> None:
+    """The old connection stops in the middle of a slice; after the Welcome its bytes land nowhere."""
+    target = nest.actor("target#1", transports=("tcp",), tcp_nics=TWO)
+    base = target.allocate(MIB)
+    target.window("writer#1", 1, [(base, MIB)])
+    descriptor = SegmentDescriptor.decode(target.descriptor())
+    one, other = (
+        dataclasses.replace(descriptor, endpoints={"tcp": {"host": str(ip), "port": str(port)}})
+        for far in decode_nics(descriptor.endpoints["tcp"])
+        for ip, port in far.addresses
+    )
+    old = RawTcp(one, "writer#1", conn_id=1)
+    old.start_write(1, 1, base, MIB)
+    old.sock.sendall(b"x" * 1000)
+    until(lambda: target.read(999, 1) == b"x", "half a slice landed")
+    new = RawTcp(other, "writer#1", conn_id=2, supersedes=(1,))
+    assert new.welcome == ""
+    assert target.region is not None
+    assert target.region.memory is not None
+    target.region.memory[:] = bytes(MIB)
+    with suppress(ConnectionError):
+        for _ in range(100):
+            old.sock.sendall(b"y" * 10_000)
+    assert target.read(0, MIB) == bytes(MIB)
+    old.close()
+    new.close()
 
 
 # ── two hosts, in network namespaces ──────────────────────────────────────────────────────────────
