@@ -38,14 +38,17 @@ def rank_of(traffic_class: int) -> int:
 @dataclass(eq=False, slots=True)
 class Flow:
     """`queue`: groups not wholly cut, by serial; `retry`: what must go again, and what is to be verified; it goes
-    first. `placed`: it waits in some turns, or is parked."""
+    first. `placed`: it waits in some turns, or is parked. `woken_by`: the NIC whose room it was woken to take.
+    `amid`: its turn has begun, and is not over while it has a deficit left."""
 
     lane: Lane
     rank: int
     queue: OrderedDict[int, Group] = field(default_factory=OrderedDict)
     retry: deque[Again] = field(default_factory=deque)
     deficit: int = 0
+    amid: bool = False
     placed: bool = False
+    woken_by: Budgeted | None = None
 
     @property
     def busy(self) -> bool:
@@ -57,6 +60,7 @@ class Waiting(Protocol):
 
     rank: int
     deficit: int
+    amid: bool
 
 
 FlowT = TypeVar("FlowT", bound=Waiting)
@@ -72,9 +76,10 @@ class Turns(Generic[FlowT]):
         self.count = 0
 
     def put(self, flow: FlowT) -> None:
-        """A flow whose turn is not over is the next of its class again."""
+        """A flow amid its turn is the next of its class again."""
         ring = self.rings[flow.rank]
-        if flow.deficit > 0:
+        flow.amid = flow.amid and flow.deficit > 0
+        if flow.amid:
             ring.appendleft(flow)
         else:
             ring.append(flow)
@@ -155,6 +160,7 @@ class Dealer:
     def spent(self, flow: Flow, nbytes: int) -> None:
         """It posted a frame."""
         flow.deficit -= nbytes
+        flow.amid = flow.busy
         if flow.rank < RANKS - 1 or any(self.backlog[: flow.rank]):
             self.shares.spend(flow.rank, nbytes, self.backlog)
         if flow.busy:
@@ -183,9 +189,11 @@ class Dealer:
         parked.clear()
 
     def wake_one(self, nic: Budgeted) -> None:
-        """Lets the next flow try, when the NIC has room for it. Called again after each frame that it takes, so that
-        the cost is by frames and not by flows that wait."""
+        """Lets the next flow try, when the NIC has room for it. Called again once that one has taken it, or has not
+        (`woken_by`), so that no room is left unused, and the cost is by frames and not by flows that wait."""
         if nic.parked.count:
             rank = self.shares.pick(nic.parked.rings)
             if self.room(nic, rank):
-                self.ready.put(nic.parked.take(rank))
+                flow = nic.parked.take(rank)
+                flow.woken_by, flow.amid = nic, True
+                self.ready.put(flow)

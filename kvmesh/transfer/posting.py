@@ -56,12 +56,15 @@ class Posting:
             self._dropped(group, cause, after, now)
 
         while (flow := dealer.take()) is not None:
+            woken_by, flow.woken_by = flow.woken_by, None
             found = flow.lane.cut(flow, now, dropped)
             if isinstance(found, Frame):
                 way = self.launch(found, after, now)
                 dealer.spent(flow, burden(found))
                 if way.nic.parked.count:
                     dealer.wake_one(way.nic)
+                if woken_by is way.nic:
+                    woken_by = None
             elif isinstance(found, Choice):
                 dealer.park_at(flow, found.way.parked)
                 if found.again_at != float("inf"):
@@ -72,6 +75,8 @@ class Posting:
                 dealer.park_at(flow, found.parked)
                 self._crowded[found] = None
                 self._arm(now + STALL_S)
+            if woken_by is not None and woken_by is not found:
+                dealer.wake_one(woken_by)
 
     def launch(self, frame: Frame, after: Aftermath, now: float) -> Way:
         """Puts it on its way; the transport gets it once the lock is released."""

@@ -221,6 +221,21 @@ def test_peers_take_turns_by_bytes() -> None:
     assert 12 * MIB < sent < 20 * MIB
 
 
+def test_a_flow_that_no_longer_wants_the_room_passes_it_on() -> None:
+    """Many wait for the NIC, all but the last are cancelled; the one answer that makes room reaches the last."""
+    made = world(nic_inflight_bytes=256 * KIB)
+    for i in range(2, 6):
+        made.open(f"peer#{i}")
+    made.submit(256 * KIB)
+    given_up = [made.submit(MIB, peer=f"peer#{i}") for i in range(2, 5)]
+    last = made.submit(256 * KIB, peer="peer#5")
+    for batch in given_up:
+        made.cancel(batch)
+    rdma(made).done(rdma(made).on()[0])
+    run(made)
+    assert states(made, last) == {TransferState.COMPLETED}
+
+
 def test_frozen_peers_do_not_hold_the_budget_of_others() -> None:
     made = world(nic_inflight_bytes=MIB)
     made.open("frozen#1")

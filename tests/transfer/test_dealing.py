@@ -16,6 +16,7 @@ class Walker:
     rank: int
     name: str = ""
     deficit: int = 0
+    amid: bool = False
 
 
 def test_unknown_classes_are_the_nearest_known() -> None:
@@ -69,8 +70,16 @@ def test_turns_are_equal_in_bytes_not_in_frames() -> None:
         walker = turns.take(0)
         sent[walker.name] += sizes[walker.name]
         walker.deficit -= sizes[walker.name]
+        walker.amid = True
         turns.put(walker)
     assert max(sent.values()) - min(sent.values()) <= 16 * MIB + 2 * QUANTUM
+
+
+def test_who_has_not_begun_waits_behind_the_others() -> None:
+    turns: Turns[Walker] = Turns()
+    for name in "abc":
+        turns.put(Walker(0, name, deficit=QUANTUM))
+    assert [turns.take(0).name for _ in range(3)] == ["a", "b", "c"]
 
 
 def test_turns_keep_classes_apart_and_count() -> None:
