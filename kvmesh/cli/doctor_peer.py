@@ -293,7 +293,7 @@ class _Session:
     def answer(self, message: wire.Any_) -> wire.Message:
         try:
             return self._do(message)
-        except (KvmeshError, OSError, MemoryError) as err:
+        except (KvmeshError, OSError, MemoryError, ValueError, OverflowError) as err:
             return wire.Sorry(plain(err) or type(err).__name__)
 
     def _do(self, message: wire.Any_) -> wire.Message:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from kvmesh.node import messages as m
 from kvmesh.node.memory import touch
 from kvmesh.node.puller import Puller
-from kvmesh.node.transfer_config import start_engine
+from kvmesh.node.transfer_config import own_location, start_engine
 from kvmesh.rpc.errors import ConfigError, TransferError
 
 log = logging.getLogger("kvmesh.rank")
@@ -28,7 +28,7 @@ class StoreWorker:
         name = f"{configure.instance_id}/{configure.rank}@{configure.incarnation:x}"
         self.engine = start_engine(name, configure, None)
         try:
-            self._region = self.engine.allocate(configure.memory_bytes, "cpu:0")
+            self._region = self.engine.allocate(configure.memory_bytes, own_location())
             touch(self._region)
         except OSError as error:
             self.engine.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -80,6 +81,13 @@ def start_engine(name: str, configure: Configure, on_notify: Callable[[Notificat
         if err.field in ("nics", "topology"):
             raise ConfigError(err.message, field=err.field) from None
         raise
+
+
+def own_location() -> str:
+    """Of host memory that this process touches first: the NUMA node that it is bound to, else the first it may use."""
+    from kvmesh.transfer.host import memory_location
+
+    return memory_location(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else "cpu:0"
 
 
 def engine_config(configure: Configure) -> EngineConfig:

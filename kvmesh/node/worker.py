@@ -25,7 +25,7 @@ from kvmesh.node.memory import touch
 from kvmesh.node.puller import Puller
 from kvmesh.node.pusher import Pusher
 from kvmesh.node.seals import Seals
-from kvmesh.node.transfer_config import start_engine
+from kvmesh.node.transfer_config import own_location, start_engine
 from kvmesh.rpc.errors import ConfigError, NonFiniteLogits, TransferError
 from kvmesh.transfer import Notification, Range, Region
 
@@ -65,9 +65,10 @@ class Worker:
         self._num_extents = configure.num_extents or self._num_pages
         name = f"{configure.instance_id}/{configure.rank}@{configure.incarnation:x}"
         self.engine = start_engine(name, configure, self._notified)
+        home = own_location()
         try:
-            self._page_region = self.engine.allocate(self._num_pages * shard, "cpu:0")
-            self._extent_region = self.engine.allocate(self._num_extents * shard, "cpu:0")
+            self._page_region = self.engine.allocate(self._num_pages * shard, home)
+            self._extent_region = self.engine.allocate(self._num_extents * shard, home)
             self._pages = self._over(self._page_region, self._num_pages)
             self._extents = self._over(self._extent_region, self._num_extents)
             self._runner = Runner(self._checkpoint, dtype, configure.device, configure.block_tokens, self._pages)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -172,6 +172,16 @@ def look(root: Path = Path("/"), env: Mapping[str, str] | None = None) -> Host:
         rdma=tuple(_rdma(sys, path) for path in _entries(sys / "class/infiniband")),
         nets=tuple(_net(sys, path) for path in _entries(sys / "class/net") if path.is_dir()),
     )
+
+
+def memory_location(cpus: Collection[int], root: Path = Path("/")) -> str:
+    """Of memory that a process bound to these CPUs touches first: "cpu:1" when all are of node 1. Of one that may run
+    on several nodes: the first of them."""
+    base = root / "sys/devices/system/node"
+    for node in _numa(root / "sys")[0]:
+        if not _ranges(_text(base / f"node{node}/cpulist")).isdisjoint(cpus):
+            return f"cpu:{node}"
+    return "cpu:0"
 
 
 # ── NUMA and PCI ──────────────────────────────────────────────────────────────────────────────────

@@ -9,7 +9,7 @@ import pytest
 
 from kvmesh.rpc.errors import TransferError
 from kvmesh.transfer import EngineConfig, TransferEngine
-from kvmesh.transfer.host import AMD, NVIDIA, Gid, Host, Link, Place, gids, look, roce_mtu
+from kvmesh.transfer.host import AMD, NVIDIA, Gid, Host, Link, Place, gids, look, memory_location, roce_mtu
 from kvmesh.transfer.segment import NicInfo, SegmentDescriptor
 from kvmesh.transfer.topology import Distance, discover, distance, parse, resolve
 from tests.transfer.sysfs import MELLANOX, NVIDIA_3D, Tree, bare_vm, laptop, two_sockets
@@ -157,6 +157,15 @@ def test_ports_links_and_gids(tmp_path: Path) -> None:
     assert [gid.family for gid in gids(tmp_path, "rxe0")] == ["link-local", "IPv4", "IPv6"]
     assert gids(tmp_path, "rxe0")[1] == Gid(1, "::ffff:10.0.1.2", "RoCE v2", "eth3")
     assert [roce_mtu(mtu) for mtu in (9000, 4200, 4191, 1500, 100)] == [4096, 4096, 2048, 1024, 0]
+
+
+def test_memory_lies_where_its_process_is_bound(tmp_path: Path) -> None:
+    tree = two_sockets(tmp_path)
+    tree.file("sys/devices/system/node/node0/cpulist", "0-3,8-11")
+    tree.file("sys/devices/system/node/node1/cpulist", "4-7,12-15")
+    bound = [memory_location(cpus, tmp_path) for cpus in ({9}, {4, 15}, {3, 4}, {99}, set(range(16)))]
+    assert bound == ["cpu:0", "cpu:1", "cpu:0", "cpu:0", "cpu:0"]
+    assert memory_location({5}, tmp_path / "nothing") == "cpu:0"
 
 
 # ── what operators say ────────────────────────────────────────────────────────────────────────────
