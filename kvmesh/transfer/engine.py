@@ -131,13 +131,19 @@ class TransferEngine:
     def register_memory(self, buffer: object, location: str) -> Region:
         """Registers memory of the caller: a writable contiguous buffer (bytearray, numpy), an (address, length) pair
         or anything with `data_ptr()` and `nbytes` (a contiguous torch tensor). The caller keeps it alive. Peers reach
-        it over tcp; it can be the target of shm writes, not the source of them nor of shm reads. Host memory only:
-        no transport here carries device memory. Exactly the same memory registered again is the same region, which
-        lives until it was unregistered as often; memory that overlaps otherwise is refused."""
+        it over tcp; it can be the target of shm writes, not the source of them nor of shm reads. Memory of a GPU
+        ("cuda:1") needs an engine with rdma alone, and a driver that exports it as a dmabuf. Exactly the same memory
+        registered again is the same region, which lives until it was unregistered as often; memory that overlaps
+        otherwise is refused."""
         self._check_open()
-        if not location.startswith("cpu"):
-            raise TransferError(f"location={location!r}: only host memory can be registered", field="location")
         address, length, view = memory.writable(buffer)
+        if not location.startswith("cpu"):
+            if self.config.transports != ("rdma",):
+                names = ", ".join(self.config.transports)
+                raise TransferError(
+                    f"location={location!r}: only host memory can be registered with {names}", field="location"
+                )
+            view = memoryview(b"")  # never touched from here
         known = self.segment.again(address, length, location, buffer)
         return known.public if known else self._register(address, length, location, view, buffer, -1)
 

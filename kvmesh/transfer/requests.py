@@ -74,6 +74,8 @@ def _new_group(
             f"{request.segment!r}",
             field="remote_offset",
         )
+    if request.verify and not (local.public.location.startswith("cpu") and remote.location.startswith("cpu")):
+        raise TransferError("verify=True: only host memory can be verified", field="verify")
     rank = rank_of(request.traffic_class)
     key = (lane.name, request.opcode, request.handoff_epoch, rank, request.verify, local.base, remote.base_offset)
     group = groups.get(key)
