@@ -176,7 +176,10 @@ def main() -> None:
         "machine": {"cpus": os.cpu_count(), "arch": platform.machine(), "python": platform.python_version()},
     }
     for part in parts:
-        told[part] = runs[part](options.quick, rounds)
+        try:
+            told[part] = runs[part](options.quick, rounds)
+        except PeerMissing as err:
+            raise SystemExit(f"{part}: {err}") from err
     if options.json:
         options.json.write_text(json.dumps(told, indent=1) + "\n")
         print(f"\nwritten: {options.json}")
