@@ -21,6 +21,7 @@ __all__ = ["nest"]
 
 GUEST = {"timeout_s": 400, "memory_mb": 3072}
 MIB = 1 << 20
+LOSS = "tc qdisc replace dev"  # ... nica0 root netem loss 100%: packets vanish, and nobody says so
 COMPLETED, FAILED = TransferState.COMPLETED, TransferState.FAILED
 
 
@@ -76,6 +77,7 @@ def links() -> Iterator[None]:
     yield
     for k in (0, 1):
         for side in "ab":
+            subprocess.run(f"tc qdisc del dev nic{side}{k} root", shell=True, stderr=subprocess.DEVNULL)
             ip(f"ip link set nic{side}{k} up")
             if f"rx{side}{k}/" not in subprocess.run("rdma link", shell=True, capture_output=True, text=True).stdout:
                 ip(f"rdma link add rx{side}{k} type rxe netdev nic{side}{k}")
@@ -296,7 +298,10 @@ def test_frozen_writer(nest: Nest) -> None:
 # ── faults ────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("blow", ["ip link set nica0 down", "ip link set nicb0 down", "rdma link delete rxb0"])
+@pytest.mark.parametrize(
+    "blow",
+    ["ip link set nica0 down", "ip link set nicb0 down", "rdma link delete rxb0", f"{LOSS} nica0 root netem loss 100%"],
+)
 def test_a_rail_is_lost_in_mid_transfer(links: None, nest: Nest, blow: str) -> None:
     two = Two(nest, 24 * MIB)
     two.window()
@@ -310,6 +315,41 @@ def test_a_rail_is_lost_in_mid_transfer(links: None, nest: Nest, blow: str) -> N
     assert [s.state for s in statuses] == [COMPLETED]
     assert two.same()
     two.target.fence("writer#1", 1)
+
+
+def test_late_packets_of_a_rail_that_was_given_up(links: None, nest: Nest) -> None:
+    """They are delayed, not lost: the slices went over the other rail, the extents are in use again."""
+    two = Two(nest, 8 * MIB, rdma_ack_exponent=10, rdma_retry_cnt=3)
+    memory = two.target.region.memory  # type: ignore[union-attr]
+    assert memory is not None
+    two.window()
+    two.write(0, two.nbytes)
+    ip(f"{LOSS} nica0 root netem delay 600ms")
+    two.write(0, two.nbytes)
+    assert two.same()
+    two.target.fence("writer#1", 1)
+    memory[:] = b"\xc5" * two.nbytes
+    threading.Event().wait(1.2)  # they come now
+    assert bytes(memory) == b"\xc5" * two.nbytes
+
+
+def test_nothing_is_settled_without_the_target(links: None, nest: Nest) -> None:
+    """Its process is frozen and the cables are dead: nobody can say that the packets under way will not land."""
+    writer = nest.actor("writer#1", config("a", connect_timeout_s=0.5, max_attempts=2))
+    target = nest.peer("target#1", config("b"))
+    far = target.allocate(4 * MIB)
+    target.window("writer#1", 1, [(far, 4 * MIB)])
+    writer.allocate(4 * MIB, 1)
+    segment = writer.open(target.descriptor())
+    assert [s.state for s in writer.transfer("write", segment, [(0, far, 4 * MIB)], 1)] == [COMPLETED]
+    target.freeze()
+    for k in (0, 1):
+        ip(f"{LOSS} nica{k} root netem loss 100%")
+    (status,) = writer.transfer("write", segment, [(0, far, 4 * MIB)], 1)
+    assert (status.state, status.drained) == (FAILED, False)
+    (status,) = writer.transfer("read", segment, [(0, far, MIB)])
+    assert (status.state, status.drained) == (FAILED, True)
+    target.thaw()
 
 
 def test_a_lost_rail_comes_back(links: None, nest: Nest) -> None:
@@ -475,6 +515,17 @@ def test_processes(nest: Nest) -> None:
     assert there.read(0, 4 * MIB) == pattern(0, 8 * MIB)[5 : 4 * MIB + 5]
     assert [s.state for s in there.transfer("read", to_here, [(0, bases[0], 8 * MIB)])] == [COMPLETED]
     assert there.read(0, 8 * MIB) == pattern(0, 8 * MIB)
+
+
+def test_memory_of_a_gpu_that_is_not_there(two: Two) -> None:
+    """One error, and nothing is left registered."""
+    buffer = bytearray(8192)
+    with pytest.raises(TransferError, match="CUDA") as caught:
+        two.writer.engine.register_memory(buffer, "cuda:0")
+    assert caught.value.field == "location"
+    with pytest.raises(TransferError, match="rdma registers cpu and cuda memory"):
+        two.writer.engine.register_memory(buffer, "npu:0")
+    two.writer.engine.unregister_memory(two.writer.engine.register_memory(buffer, "cpu:0"))
 
 
 def test_no_device_of_that_name() -> None:
