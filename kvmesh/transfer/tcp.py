@@ -153,7 +153,11 @@ class TcpTransport(DialingTransport):
         mine = self._nics.get(rail.local)
         if mine is None:
             return plain_routes(endpoint)
-        for other in _far_nics(descriptor):
+        try:
+            far = _far_nics(descriptor)
+        except TransferError as err:
+            raise Refused(str(err), retry=False) from err
+        for other in far:
             if other.name == rail.remote:
                 return nic_routes(mine, other, self._own)
         raise Refused(f"{descriptor.name} has no NIC {rail.remote!r}", retry=False)
@@ -198,6 +202,12 @@ class TcpTransport(DialingTransport):
 
     def new_path(self, descriptor: SegmentDescriptor, rail: Rail) -> TcpPath:
         return TcpPath(self, descriptor, rail)
+
+    def forget(self, segment: str, cause: str, rail: Rail | None = None) -> None:
+        super().forget(segment, cause, rail)
+        if rail is None:
+            with self._lock:
+                self._failing = {key for key in self._failing if key[0] != segment}
 
     def close(self, timeout_s: float) -> None:
         if self._watch is not None:
