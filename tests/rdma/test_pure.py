@@ -102,7 +102,7 @@ def test_a_chain_holds_every_part_and_signals_the_last(parts: list[tuple[int, in
         rows = [(0, *part) for part in parts[:count]]
         pair.post(verbs.WRITE, rows, 1 << 20, 77, 88, "token")
         inline = [length <= queue_pair.INLINE_BYTES for _, _, _, length in rows]
-        if count > 6:
+        if count > queue_pair._FEW:
             inline = [all(inline)] * count
         assert [row[4:] for row in nic.chain] == [(o + (1 << 20), 88, 1, a, n, 77) for _, a, o, n in rows]
         flags = [verbs.INLINE if small else 0 for small in inline]

@@ -17,7 +17,7 @@ from kvmesh.transfer.rdma.verbs import Route
 
 INLINE_BYTES = 128
 _RECEIVE = 1 << (TAG_SHIFT - 1)  # marks the id of a receive
-_FEW = 6  # rows up to here are packed one by one: numpy's start-up costs more
+_FEW = 14  # rows up to here are packed one by one: numpy's start-up costs more
 _SEND = struct.Struct("<QQQiIIIQI")
 _SGE = struct.Struct("<QII")
 
@@ -62,7 +62,7 @@ class QueuePair:
         sges_at = self._sges.ctypes.data
         self._rows["n_sges"] = 1
         self._rows["sges"] = sges_at + verbs.SGE_ROW.itemsize * np.arange(depth, dtype=np.uint64)
-        self._rows["next"][:-1] = self._rows_at + verbs.SEND_ROW.itemsize * np.arange(1, depth, dtype=np.uint64)
+        self._links = self._rows_at + verbs.SEND_ROW.itemsize * np.arange(1, depth + 1, dtype=np.uint64)
         self._sges_at = sges_at
         self._bad = ctypes.c_void_p()
         self._bad_at = ctypes.addressof(self._bad)
@@ -103,6 +103,8 @@ class QueuePair:
             lengths = table[:, 3]
             sges["address"], sges["length"], sges["lkey"] = table[:, 1], lengths, lkey
             rows["id"], rows["opcode"], rows["rkey"] = wr_id, opcode, rkey
+            rows["next"] = self._links[:n]
+            rows["next"][last] = 0
             rows["remote"] = table[:, 2] + delta
             small = opcode != verbs.READ and int(lengths.max()) <= self._inline
             rows["flags"] = verbs.INLINE if small else 0
@@ -110,10 +112,7 @@ class QueuePair:
         with self._count_lock:
             self.free -= n
             self._chains[seq] = (n, token)
-        following = self._rows["next"][last]
-        self._rows["next"][last] = 0
         code = self.nic.calls.post_send(self.pointer, self._rows_at, self._bad_at)
-        self._rows["next"][last] = following
         if code:
             code = abs(code)
             raise OSError(code, f"{self.nic.name}: post_send: {os.strerror(code)}")
@@ -133,9 +132,10 @@ class QueuePair:
         for i, (_, address, offset, length) in enumerate(parts):
             _SGE.pack_into(self._raw_sges, 16 * i, address, length, lkey)
             flags = verbs.INLINE if length <= self._inline and opcode != verbs.READ else 0
+            following = row + 128 * (i + 1)
             if i == last:
                 flags |= verbs.SIGNALED
-            following = row + 128 * (i + 1) if i + 1 < self.depth else 0
+                following = 0
             _SEND.pack_into(
                 self._raw_rows, 128 * i, wr_id, following, sge + 16 * i, 1, opcode, flags, imm, offset + delta, rkey
             )
