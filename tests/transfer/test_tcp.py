@@ -146,3 +146,41 @@ def test_zero_copy_is_given_up_where_the_kernel_copies() -> None:
                 until(lambda: told(zero, sender), "a completion that says copied")
         reader.join(10)
         assert got == (b"head" + payload) * 3
+
+
+def test_small_frames_of_many_posters_survive_broken_connections(nest: Nest) -> None:
+    """Small frames are sent by their posters, in turn with the stream's thread: no byte may get between another's."""
+    config = EngineConfig(
+        transports=("tcp",), backoff_s=0.001, max_attempts=50, max_sendings=1000, trip_errors=1000, rest_s=0.001
+    )
+    target, writer = nest.actor("target#1", config), nest.actor("writer#1", config)
+    piece, posters = 48 << 10, 4
+    nbytes = posters * 16 * piece
+    base = target.allocate(nbytes)
+    writer.allocate(nbytes, seed=1)
+    segment = writer.open(target.descriptor())
+    target.window("writer#1", 1, [(base, nbytes)])
+    states: list[TransferState] = []
+
+    def post(poster: int) -> None:
+        for i in range(poster * 16, poster * 16 + 16):
+            for opcode, epoch, length in (("write", 1, piece), ("read", 0, piece), ("write", 1, 100)):
+                (status,) = writer.transfer(opcode, segment, [(i * piece, base + i * piece, length)], epoch)
+                states.append(status.state)
+
+    for turn in range(3):
+        threads = [threading.Thread(target=post, args=(poster,)) for poster in range(posters)]
+        for thread in threads:
+            thread.start()
+        breaks = 0
+        while any(thread.is_alive() for thread in threads):
+            for connection in target.engine._transports[0]._server.connections() if breaks < 12 else []:  # type: ignore[attr-defined]
+                connection.interrupt()
+                breaks += 1
+            threads[0].join(0.005)
+        assert set(states) == {TransferState.COMPLETED}, turn
+        assert target.read(0, nbytes) == pattern(1, nbytes)
+        assert target.region is not None
+        assert target.region.memory is not None
+        target.region.memory[:] = bytes(nbytes)
+    assert writer.engine.counters().get("tcp.connected", 0) > 2
