@@ -43,6 +43,16 @@ class Completions(Protocol):
         ...
 
 
+class _Nobody:
+    """Owns what nobody will hear of."""
+
+    def completed(self, low: int, status: int, opcode: int, imm: int) -> None:
+        return
+
+    def port_lost(self, cause: str) -> None:
+        return
+
+
 @dataclass(frozen=True, slots=True)
 class Registration:
     """Memory that this NIC may read and write, and peers through it who have the `rkey`."""
@@ -101,6 +111,16 @@ class Nic:
         self.gids = gids.usable_gids(gids.read_gids(name, port), name, config.rdma_gid_index)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name=f"kvmesh-rdma-{name}", daemon=True)
+        self._probe()
+
+    def _probe(self) -> None:
+        """Makes a queue pair and destroys it: what cannot work says so at the start. TransferError."""
+        try:
+            made, _, tag, queue = self.make_queue_pair(16, 1, 0, _Nobody())
+            self.destroy_queue_pair(made, tag, queue, 17)
+        except (OSError, TransferError) as err:
+            os.close(self._wake)
+            raise TransferError(f"rdma: {self.name} cannot be used: {err}", field="nics") from err
 
     def start(self) -> None:
         self._thread.start()
