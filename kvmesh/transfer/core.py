@@ -51,7 +51,7 @@ class Core:
         self.counters: dict[str, int] = {}
         self.finals: dict[tuple[int, TransferState], int] = {}
         self.topology: Topology = {}  # of this host; set before the first request
-        self.posting = Posting(config, self.lanes, self._arm, self._dropped, self.count)
+        self.posting = Posting(config, self._arm, self._dropped, self.count)
         self.board = self.posting.board
         self._next_batch = 1
         self._live: dict[int, Group] = {}
@@ -109,8 +109,8 @@ class Core:
         now = self.clock()
         lane.closed = cause
         self.lanes.pop(lane.name, None)
-        for rail in lane.ways:
-            self.posting.endpoints.remove((lane.name, rail))
+        for way in lane.ways.values():
+            self.posting.endpoints.remove(way)
         for flow in lane.flows:
             groups = list(flow.queue.values()) + [again.group for again in flow.retry]
             flow.retry.clear()

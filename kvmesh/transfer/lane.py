@@ -21,6 +21,8 @@ from kvmesh.transfer.rails import Choice, Nic, RailBoard, Tiers, Topology, Way, 
 from kvmesh.transfer.segment import LocalRegion, RegionInfo, SegmentDescriptor
 from kvmesh.transfer.transport import Frame, FrameOwner, Kind, Rail, Transport
 
+MAX_PAIRS = 1024
+
 
 @dataclass(eq=False, slots=True)
 class Lane:
@@ -38,6 +40,7 @@ class Lane:
     epochs: Epochs = field(default_factory=Epochs)
     closed: str = ""
     _routes: dict[tuple[object, ...], Tiers] = field(default_factory=dict)
+    _pairs: dict[tuple[Kind, int, int], Tiers] = field(default_factory=dict)  # by regions: offsets are never reused
 
     def __post_init__(self) -> None:
         self.flows = tuple(Flow(self, rank) for rank in range(RANKS))
@@ -51,10 +54,12 @@ class Lane:
         """A newer descriptor of the same process: what is known of a rail is kept."""
         self.descriptor, self.rails = descriptor, rails
         self._routes.clear()
+        self._pairs.clear()
         speeds = {(nic.transport, nic.name): nic.gbps for nic in descriptor.nics}
         for rail in rails:
             if rail not in self.ways:
-                self.ways[rail] = self.board.way(rail, speeds.get((rail.transport.name, rail.remote), 0.0))
+                gbps = speeds.get((rail.transport.name, rail.remote), 0.0)
+                self.ways[rail] = self.board.way(rail, gbps, descriptor.name)
 
     @property
     def transports(self) -> tuple[Transport, ...]:
@@ -62,6 +67,10 @@ class Lane:
 
     def routes(self, kind: Kind, local: LocalRegion, remote: RegionInfo, topology: Topology) -> Tiers:
         """The ways between these two memories, by preference."""
+        pair = (kind, local.public.base_offset, remote.base_offset)
+        found = self._pairs.get(pair)
+        if found is not None:
+            return found
         able = tuple(t for t in self.transports if t.carries(kind, local, remote))
         key = (local.public.location, remote.location, *able)
         found = self._routes.get(key)
@@ -69,6 +78,9 @@ class Lane:
             rails = (rail for rail in self.rails if rail.transport in able)
             by_rail = tiers(rails, local.public.location, remote.location, topology, self.descriptor.topology)
             found = self._routes[key] = tuple(tuple(self.ways[rail] for rail in tier) for tier in by_rail)
+        if len(self._pairs) >= MAX_PAIRS:
+            self._pairs.clear()
+        self._pairs[pair] = found
         return found
 
     def notice_routes(self) -> Tiers:

@@ -15,10 +15,9 @@ from itertools import count, islice
 from kvmesh.transfer.batch import Aftermath, Group
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.dealing import Dealer, Flow
-from kvmesh.transfer.lane import Lane
 from kvmesh.transfer.pool import Sieve
 from kvmesh.transfer.rails import STALL_S, Choice, Nic, RailBoard, Way
-from kvmesh.transfer.transport import Frame, Kind, Rail
+from kvmesh.transfer.transport import Frame, Kind
 
 TICK_S = 0.001  # time-outs are looked after no more often
 
@@ -30,17 +29,15 @@ class Posting:
     def __init__(
         self,
         config: EngineConfig,
-        lanes: dict[str, Lane],
         arm: Callable[[float], None],
         dropped: Callable[[Group, str, Aftermath, float], None],
         tally: Callable[[str], None],
     ) -> None:
         self.config = config
-        self.lanes = lanes
         self.board = RailBoard(config)
         self.dealer = Dealer((1.0, config.prefetch_share, config.background_share))
         self.inflight: OrderedDict[int, Frame] = OrderedDict()  # by the time since when each is silent
-        self.endpoints: Sieve[tuple[str, Rail]] = Sieve(config.max_endpoints)
+        self.endpoints: Sieve[Way] = Sieve(config.max_endpoints)
         self._arm = arm
         self._dropped = dropped
         self._tally = tally
@@ -83,21 +80,20 @@ class Posting:
         lane = frame.lane
         frame.posted_at = now
         self.inflight[frame.serial] = frame
-        way = lane.ways[frame.rail]
+        way = frame.way = lane.ways[frame.rail]
         self.board.posted(way, burden(frame), now)
         if frame.group is not None:
             frame.group.frames[frame.serial] = frame
         after.frames.append(frame)
         self._arm(now + self.config.ack_timeout_s)
-        for segment, rail in self.endpoints.touch((lane.name, frame.rail), self._idle):
-            rail.transport.forget(segment, "evicted to make room", rail)
+        for other in self.endpoints.touch(way, self._idle):
+            other.rail.transport.forget(other.segment, "evicted to make room", other.rail)
             self._tally("endpoints_evicted")
         return way
 
-    def _idle(self, key: tuple[str, Rail]) -> bool:
-        lane = self.lanes.get(key[0])
-        way = lane.ways.get(key[1]) if lane is not None else None
-        return way is not None and not way.frames
+    @staticmethod
+    def _idle(way: Way) -> bool:
+        return not way.frames
 
     def answered(self, frame: Frame, now: float) -> Way | None:
         """Takes it off its way and wakes who waited for the room; None: it was answered for before."""
@@ -105,7 +101,8 @@ class Posting:
             return None
         frame.answered = True
         del self.inflight[frame.serial]
-        way = frame.lane.ways[frame.rail]
+        way = frame.way
+        assert way is not None, "it was launched"
         self.board.answered(way, burden(frame), now)
         if frame.group is not None:
             del frame.group.frames[frame.serial]

@@ -55,6 +55,7 @@ class Way:
 
     rail: Rail
     nic: Nic
+    segment: str = ""
     nominal: float = NOMINAL_BYTES_S
     frames: int = 0
     inflight: int = 0  # bytes
@@ -146,14 +147,14 @@ class RailBoard:
         self.config = config
         self.nics: dict[tuple[str, str], Nic] = {}
 
-    def way(self, rail: Rail, gbps: float = 0.0) -> Way:
+    def way(self, rail: Rail, gbps: float = 0.0, segment: str = "") -> Way:
         """A new one. `gbps`: of the slower NIC, 0 unknown."""
         key = (rail.transport.name, rail.local)
         nic = self.nics.get(key)
         if nic is None:
             nic = self.nics[key] = Nic(*key, self.config.nic_inflight_bytes)
         losses: deque[float] = deque(maxlen=self.config.trip_errors)
-        return Way(rail, nic, gbps * 1e9 / 8 if gbps > 0 else NOMINAL_BYTES_S, losses=losses)
+        return Way(rail, nic, segment, gbps * 1e9 / 8 if gbps > 0 else NOMINAL_BYTES_S, losses=losses)
 
     # ── choosing ──────────────────────────────────────────────────────────────────────────────────
 

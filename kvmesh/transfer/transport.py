@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvmesh.transfer.batch import Group, Part
     from kvmesh.transfer.epochs import Notice
     from kvmesh.transfer.lane import Lane
+    from kvmesh.transfer.rails import Way
     from kvmesh.transfer.segment import LocalRegion, LocalSegment, NicInfo, RegionInfo, SegmentDescriptor
     from kvmesh.transfer.windows import Windows
 
@@ -89,6 +90,7 @@ class Frame:
     sendings: int = 1
     posted_at: float = 0.0
     answered: bool = False
+    way: Way | None = None  # the engine's record of the rail
     checks: int = 0  # how often its bytes were verified, and differed
     avoid: Rail | None = None  # of a CHECKSUM: the rail that brought the bytes
     sums: tuple[int, ...] = ()  # of a CHECKSUM: the target's, one per part, set by the transport before `done`
