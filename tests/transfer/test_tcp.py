@@ -149,13 +149,20 @@ def test_zero_copy_is_given_up_where_the_kernel_copies() -> None:
 
 
 def test_small_frames_of_many_posters_survive_broken_connections(nest: Nest) -> None:
-    """Small frames are sent by their posters, in turn with the stream's thread: no byte may get between another's."""
+    """Small frames are sent by their posters, in turn with the stream's thread, which sends what a full socket did not
+    take (its buffer is small here): no byte may get between another's."""
     config = EngineConfig(
-        transports=("tcp",), backoff_s=0.001, max_attempts=50, max_sendings=1000, trip_errors=1000, rest_s=0.001
+        transports=("tcp",),
+        tcp_socket_bytes=48 << 10,
+        backoff_s=0.001,
+        max_attempts=50,
+        max_sendings=1000,
+        trip_errors=1000,
+        rest_s=0.001,
     )
     target, writer = nest.actor("target#1", config), nest.actor("writer#1", config)
-    piece, posters = 48 << 10, 4
-    nbytes = posters * 16 * piece
+    piece, posters = 120 << 10, 4
+    nbytes = posters * 8 * piece
     base = target.allocate(nbytes)
     writer.allocate(nbytes, seed=1)
     segment = writer.open(target.descriptor())
@@ -163,7 +170,7 @@ def test_small_frames_of_many_posters_survive_broken_connections(nest: Nest) -> 
     states: list[TransferState] = []
 
     def post(poster: int) -> None:
-        for i in range(poster * 16, poster * 16 + 16):
+        for i in range(poster * 8, poster * 8 + 8):
             for opcode, epoch, length in (("write", 1, piece), ("read", 0, piece), ("write", 1, 100)):
                 (status,) = writer.transfer(opcode, segment, [(i * piece, base + i * piece, length)], epoch)
                 states.append(status.state)
