@@ -319,7 +319,7 @@ def believes_every_sum(patch: pytest.MonkeyPatch) -> None:
 
 
 def claims_to_be_drained(patch: pytest.MonkeyPatch) -> None:
-    finish = cores.finish
+    finish = batches.finish
     patch.setattr(cores, "finish", lambda *args, drained=True: finish(*args))
 
 
