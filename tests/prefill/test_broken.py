@@ -104,8 +104,8 @@ def test_a_broken_brain_is_found(
     breakage: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     breakage(monkeypatch)
-    # Generation ends with the first example that finds it, as a rule within hundreds. Hypothesis draws from constants of
-    # the sources too, so any change there gives other examples, and now and then thousands are needed.
+    # Generation ends with the first example that finds it, as a rule within hundreds. Hypothesis draws on constants in
+    # the sources too, so any change of them gives other examples, and now and then thousands are needed.
     tries = settings(
         max_examples=12_000, stateful_step_count=60, deadline=None, derandomize=True, database=None,
         phases=[Stage.generate], report_multiple_bugs=False, print_blob=False,
