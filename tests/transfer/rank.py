@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 
 from kvmesh.rpc.errors import TransferError
-from kvmesh.transfer import EngineConfig, Range
+from kvmesh.transfer import EngineConfig, Notification, Range
 from kvmesh.transfer.groups import Copy, GroupLanding, GroupWrite
 from tests.transfer.peer import Actor, serve
 
@@ -49,7 +49,11 @@ class RankActor(Actor):
         landing = GroupLanding(self.engine, epoch, writers, [Range(self.region.base_offset, self.region.length)])
         landing.open()
         self._landing = landing
-        self.engine.on_notify = landing.heard
+        self.engine.on_notify = self._heard
+
+    def _heard(self, note: Notification) -> None:
+        assert self._landing is not None
+        self._landing.heard(note)
 
     def landed(self, idle_s: float, timeout_s: float = 30.0) -> str:
         """ "" when every mark came, else why not."""
