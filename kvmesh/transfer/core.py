@@ -380,13 +380,3 @@ class Core:
                         cause += " and not drained in time"
                     finish(group, slot, TransferState.TIMEOUT, cause, after, drained=False)
         self._settle(group, after, now)
-
-
-def on_final(core: Core, batch_id: BatchId, callback: Callable[[], None]) -> None:
-    """Calls back once every request submitted so far is final; now, when it is."""
-    with core.lock:
-        batch = core.batch(batch_id)
-        if batch.open:
-            batch.callbacks.append(callback)
-            return
-    callback()

@@ -8,16 +8,14 @@ caller ─▶ TransferEngine ─▶ Core (batches, lanes, time-outs) ─▶ Tran
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import os
 import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 from kvmesh.rpc.errors import TransferError
-from kvmesh.transfer import host, memory, topology, wire
+from kvmesh.transfer import memory, waits, wire
 from kvmesh.transfer.api import (
     BatchId,
     Carried,
@@ -30,32 +28,18 @@ from kvmesh.transfer.api import (
 )
 from kvmesh.transfer.batch import Aftermath
 from kvmesh.transfer.config import EngineConfig
-from kvmesh.transfer.core import Core, on_final
+from kvmesh.transfer.core import Core
 from kvmesh.transfer.epochs import Notice
-from kvmesh.transfer.fault import FaultControl, FaultTransport
+from kvmesh.transfer.fault import FaultControl
 from kvmesh.transfer.lane import Lane
 from kvmesh.transfer.requests import grouped
 from kvmesh.transfer.segment import LocalRegion, LocalSegment, SegmentDescriptor, describe
-from kvmesh.transfer.shm import ShmTransport
+from kvmesh.transfer.starting import placed, started, ways
 from kvmesh.transfer.stats import EngineStats
-from kvmesh.transfer.tcp import TcpTransport
-from kvmesh.transfer.transport import Rail, Transport, TransportHost
+from kvmesh.transfer.transport import Rail, Transport
 from kvmesh.transfer.windows import Windows
 
 log = logging.getLogger(__name__)
-
-
-def _rdma(host: TransportHost, config: EngineConfig) -> Transport:
-    from kvmesh.transfer.rdma.transport import RdmaTransport  # only who names it needs what it needs
-
-    return RdmaTransport(host, config)
-
-
-_TRANSPORTS: dict[str, Callable[[TransportHost, EngineConfig], Transport]] = {
-    "rdma": _rdma,
-    "shm": ShmTransport,
-    "tcp": TcpTransport,
-}
 
 
 class TransferEngine:
@@ -82,33 +66,15 @@ class TransferEngine:
         self._close_lock = threading.Lock()
         self._transports: list[Transport] = []
         try:
-            for kind in config.transports:
-                transport = _TRANSPORTS[kind](self, config)
-                transport.start()
-                if config.fault:
-                    transport = FaultTransport(transport, self.fault, self)
+            for transport in started(self, config, self.fault):
                 self._transports.append(transport)
-            self.topology = self._core.topology = self._placed()
+            self.topology = self._core.topology = placed(self._transports, config)
         except TransferError:
             for transport in self._transports:
                 transport.close(config.close_timeout_s)
             raise
         self._timer = threading.Thread(target=self._core.run, name="kvmesh-transfer-timer", daemon=True)
         self._timer.start()
-
-    def _placed(self) -> topology.Topology:
-        """Which NICs each memory location of this host prefers. TransferError: the config names others."""
-        config = self.config
-        nics = [nic for transport in self._transports for nic in transport.nics()]
-        names = [nic.name for nic in nics]
-        for name in config.nics:
-            if name not in names:
-                have = f"have {', '.join(names)}" if names else "have no choice of NICs"
-                kinds = ", ".join(config.transports)
-                raise TransferError(f"nics={name!r}: the transports here ({kinds}) {have}", field="nics")
-        if not names and not config.topology:
-            return {}
-        return topology.resolve(config.topology, host.look(env=os.environ), nics)
 
     # ── memory ────────────────────────────────────────────────────────────────────────────────────
 
@@ -200,23 +166,16 @@ class TransferEngine:
         with self._core.lock:
             known = self._core.lanes.get(descriptor.name)
             if known is not None and known.descriptor.token == descriptor.token:
-                known.renew(descriptor, self._rails(descriptor, transports, only))
+                known.renew(descriptor, ways(descriptor, transports, only))
                 return descriptor.name
         if known is not None:
             self.close_segment(descriptor.name)
         core = self._core
-        rails = self._rails(descriptor, transports, only)
+        rails = ways(descriptor, transports, only)
         lane = Lane(descriptor, rails, core, core.serials, core.board, core.posting.dealer, core.finals)
         with core.lock:
             core.lanes.setdefault(descriptor.name, lane)
         return descriptor.name
-
-    @staticmethod
-    def _rails(
-        descriptor: SegmentDescriptor, transports: Sequence[Transport], only: Callable[[Rail], bool] | None
-    ) -> tuple[Rail, ...]:
-        rails = tuple(rail for transport in transports for rail in transport.rails(descriptor))
-        return rails if only is None else tuple(rail for rail in rails if only(rail))
 
     def rails(self, segment: str) -> tuple[Rail, ...]:
         """Every way to an open segment. TransferError when it is not open."""
@@ -288,38 +247,16 @@ class TransferEngine:
 
     async def wait(self, batch: BatchId) -> None:
         """Until every request submitted so far is final: bounded by their time-outs."""
-        loop = asyncio.get_running_loop()
-        done = loop.create_future()
-
-        def finished() -> None:
-            if not done.done():
-                done.set_result(None)
-
-        def from_engine() -> None:
-            try:
-                loop.call_soon_threadsafe(finished)
-            except RuntimeError:
-                pass  # the loop is closed: nobody waits any more
-
-        on_final(self._core, batch, from_engine)
-        await done
+        await waits.wait(self._core, batch)
 
     def wait_sync(self, batch: BatchId, timeout_s: float) -> bool:
         """As `wait`, blocking; false when `timeout_s` passed first."""
-        done = threading.Event()
-        on_final(self._core, batch, done.set)
-        if done.wait(timeout_s):
-            return True
-        with self._core.lock:
-            callbacks = self._core.batch(batch).callbacks
-            if done.set in callbacks:
-                callbacks.remove(done.set)
-        return done.is_set()
+        return waits.wait_sync(self._core, batch, timeout_s)
 
     def on_done(self, batch: BatchId, callback: Callable[[], None]) -> None:
         """Calls back once every request submitted so far is final, on an engine thread or, when that is so already,
         here and now. It must return soon; it may call the engine."""
-        on_final(self._core, batch, callback)
+        waits.on_final(self._core, batch, callback)
 
     def cancel(self, batch: BatchId) -> None:
         """Stops posting. A request of which nothing is on its way is CANCELLED at once, the others as soon as their

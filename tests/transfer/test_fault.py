@@ -63,7 +63,7 @@ def test_rules_match_by_peer_operation_and_turn(nest: Nest, transport: str) -> N
         transport,
         {"kind": "cut_to", "peer": "somebody*"},
         {"kind": "cut_to", "op": "notify"},
-        {"kind": "cut_to", "transport": "rdma"},
+        {"kind": "cut_to", "transport": "none"},
         {"kind": "drop", "op": "write", "after": 1, "count": 1},
         max_sendings=1,
     )
