@@ -87,6 +87,12 @@ class Tight(Machine):
     pages = 6
 
 
+class Tightest(Machine):
+    """... at once; but few prompts get so far that a seal is answered."""
+
+    pages = 4
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "breakage",
@@ -111,4 +117,4 @@ def test_a_broken_brain_is_found(
         phases=[Stage.generate], report_multiple_bugs=False, print_blob=False,
     )  # fmt: skip
     with pytest.raises(AssertionError):
-        run_state_machine_as_test(Tight, settings=tries)
+        run_state_machine_as_test(Tightest if breakage is seals_pages_that_nobody_holds else Tight, settings=tries)
