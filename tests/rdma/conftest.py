@@ -7,6 +7,9 @@ with what the guest said last. A file may ask for another guest by a literal::
 
     GUEST = {"rails": 3, "ipv6_only": True, "memory_mb": 4096, "timeout_s": 300}
 
+or for tests that stand elsewhere: those of `files` that take one of the fixtures `taking`, but for those that are
+marked `over(...)` without one of `over`; with `env` added to the guest's environment.
+
 Where no guest can be made every such test is skipped with the reason. Reading finds the functions and classes of a file
 and the ``test...`` names it imports; parameters are known only in the guest, so a test is selected with all of them.
 """
@@ -18,18 +21,27 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.rdma.guest import GRACE, INSIDE, CompletedGuest, GuestUnavailable, prepare_for_tests, run_in_guest
+from tests.rdma.guest import (
+    GRACE,
+    INSIDE,
+    REPOSITORY,
+    CompletedGuest,
+    GuestUnavailable,
+    prepare_for_tests,
+    run_in_guest,
+)
+from tests.rdma.reporter import REPORTS
 
-REPORTS = "RDMA_GUEST_REPORTS"  # in the guest: the file that reports go to
 TIMEOUT = 300.0  # seconds for the tests of one file
-SETTINGS = {"rails", "ipv6_only", "memory_mb", "timeout_s"}
+SETTINGS = {"rails", "ipv6_only", "memory_mb", "timeout_s", "env"}
+SELECTION = {"files", "taking", "over"}
 Report = dict[str, Any]  # as pytest serializes it
 
 
@@ -55,10 +67,24 @@ def guest_settings(tree: ast.Module) -> dict[str, Any]:
     for node in tree.body:
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "GUEST" for t in node.targets):
             settings = dict(ast.literal_eval(node.value))
-            if unknown := set(settings) - SETTINGS:
-                raise ValueError(f"GUEST has {sorted(unknown)}; it may have {sorted(SETTINGS)}")
+            if unknown := set(settings) - SETTINGS - SELECTION:
+                raise ValueError(f"GUEST has {sorted(unknown)}; it may have {sorted(SETTINGS | SELECTION)}")
             return settings
     return {}
+
+
+def tests_taking(tree: ast.Module, fixtures: Iterable[str], over: Iterable[str]) -> Iterator[str]:
+    """Names of the test functions that take one of the fixtures and are not about other transports than `over`."""
+    for node in tree.body:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or not node.name.startswith("test"):
+            continue
+        marks = [
+            {argument.value for argument in mark.args if isinstance(argument, ast.Constant)}
+            for mark in node.decorator_list
+            if isinstance(mark, ast.Call) and isinstance(mark.func, ast.Name) and mark.func.id == "over"
+        ]
+        if {argument.arg for argument in node.args.args} & set(fixtures) and all(mark & set(over) for mark in marks):
+            yield node.name
 
 
 @dataclass
@@ -68,12 +94,12 @@ class GuestRun:
     completed: CompletedGuest
     reports: list[Report] = field(default_factory=list)
 
-    def of(self, name: str) -> list[Report]:
+    def of(self, file: str, name: str) -> list[Report]:
         """The reports of one name; empty unless each of its tests was reported to its end."""
         found = []
         for report in self.reports:
-            test = report["nodeid"].partition("::")[2].partition("[")[0]
-            if test == name or test.startswith(name + "::"):
+            where, _, test = report["nodeid"].partition("[")[0].partition("::")
+            if where.endswith(file) and (test == name or test.startswith(name + "::")):
                 found.append(report)
         ended = {report["nodeid"] for report in found if report["when"] == "teardown"}
         return found if {report["nodeid"] for report in found} == ended else []
@@ -91,20 +117,29 @@ class GuestFile(pytest.File):
         self.outcome: GuestRun | None = None
         tree = ast.parse(self.path.read_text(), str(self.path))
         try:
-            self.options = {"timeout_s": TIMEOUT} | guest_settings(tree)
+            settings = guest_settings(tree)
         except ValueError as error:
             raise self.CollectError(f"{self.path}: {error}") from None
-        for name in test_names(tree):
-            item: pytest.Item = GuestItem.from_parent(self, name=name)
+        self.options = {"timeout_s": TIMEOUT} | {key: value for key, value in settings.items() if key in SETTINGS}
+        for file, name in self._selected(tree, settings):
+            shown = name if file == self.path else f"{file.name}:{name}"
+            item: pytest.Item = GuestItem.from_parent(self, name=shown, file=file, test=name)
             # The first one runs them all; in the guest each has its own limit.
             item.add_marker(pytest.mark.timeout(self.options["timeout_s"] + 2 * GRACE + 90))
             yield item
 
+    def _selected(self, tree: ast.Module, settings: dict[str, Any]) -> Iterator[tuple[Path, str]]:
+        yield from ((self.path, name) for name in test_names(tree))
+        for file in settings.get("files", ()):
+            path = REPOSITORY / file
+            other = ast.parse(path.read_text(), str(path))
+            yield from ((path, name) for name in tests_taking(other, settings["taking"], settings["over"]))
+
     def run(self) -> GuestRun:
         """Runs this file's selected tests in a guest, once. Raises GuestUnavailable."""
         if self.outcome is None:
-            names = [item.name for item in self.session.items if item.parent is self]
-            self.outcome = self._run([f"{self.path}::{name}" for name in names])
+            items = [item for item in self.session.items if isinstance(item, GuestItem) and item.parent is self]
+            self.outcome = self._run([f"{item.file}::{item.test}" for item in items])
         return self.outcome
 
     def _run(self, tests: list[str]) -> GuestRun:
@@ -115,6 +150,8 @@ class GuestFile(pytest.File):
             "-q",
             "-p",
             "no:cacheprovider",
+            "-p",
+            "tests.rdma.reporter",
             f"--rootdir={self.config.rootpath}",
             *tests,
         ]
@@ -122,19 +159,25 @@ class GuestFile(pytest.File):
             argv += ["-c", str(self.config.inipath)]
         with tempfile.TemporaryDirectory(prefix="kvmesh-reports-") as folder:
             reports = Path(folder, "reports.jsonl")
-            completed = run_in_guest(argv, out_dir=Path(folder), env={REPORTS: str(reports)}, **self.options)
+            options = dict(self.options)
+            env = options.pop("env", {}) | {REPORTS: str(reports)}
+            completed = run_in_guest(argv, out_dir=Path(folder), env=env, **options)
             lines = reports.read_text().splitlines(keepends=True) if reports.exists() else []
         return GuestRun(completed, [json.loads(line) for line in lines if line.endswith("\n")])
 
 
 class GuestItem(pytest.Item):
-    """One test function of ``inside/`` with all its parameters."""
+    """One test function of ``inside/``, or of a file that one names, with all its parameters."""
+
+    def __init__(self, *, file: Path, test: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.file, self.test = file, test
 
     def reports(self) -> list[Report]:
         """What the guest reported of it. Raises GuestUnavailable."""
         assert isinstance(self.parent, GuestFile)
         prepare_for_tests()
-        return self.parent.run().of(self.name)
+        return self.parent.run().of(self.file.name, self.test)
 
     def runtest(self) -> None:
         """Comes to be called only where there are no reports to pass on."""
@@ -182,22 +225,3 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
         item.ihook.pytest_runtest_logreport(report=whole)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
-
-
-class Reporter:
-    """In the guest: each report goes to the host at once, so that what ends the guest does not take them along."""
-
-    def __init__(self, config: pytest.Config, path: str) -> None:
-        self._config, self._path = config, path
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
-        with open(self._path, "a") as out:
-            out.write(json.dumps(data, default=str) + "\n")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """In the guest, when the host waits for reports."""
-    path = os.environ.get(REPORTS)
-    if path and os.environ.get(INSIDE) and not config.pluginmanager.hasplugin("rdma-reports"):
-        config.pluginmanager.register(Reporter(config, path), "rdma-reports")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.rpc.errors import TransferError
@@ -90,6 +90,7 @@ class Deaf:
         self.heard.append(imm)
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(1, 1 << 46), st.integers(0, 1 << 46), st.integers(1, 1 << 22)), min_size=1, max_size=40
