@@ -35,6 +35,7 @@ class RdmaWatch:
         self.chains: dict[int, list[tuple[float, float]]] = {}  # work requests → seconds written, seconds posted
         self.polls: list[tuple[int, float]] = []  # completions, seconds
         self._posted = 0.0
+        self._timed: set[int] = set()  # queue pairs
         reads = [time.perf_counter() for _ in range(200)]
         self._clock_s = statistics.median(b - a for a, b in pairwise(reads))  # a system call in guests
 
@@ -42,13 +43,16 @@ class RdmaWatch:
         from kvmesh.transfer.rdma.queue_pair import QueuePair
 
         calls, clock = nic.calls, time.perf_counter
-        post_send, poll_cq, post = calls.post_send, calls.poll_cq, QueuePair.post
+        poll_cq, post = calls.poll_cq, QueuePair.post
 
-        def timed_send(*words: Any) -> int:
-            start = clock()
-            code: int = post_send(*words)
-            self._posted = clock() - start
-            return code
+        def timing(post_all: Callable[[], int]) -> Callable[[], int]:
+            def timed_send() -> int:
+                start = clock()
+                code = post_all()
+                self._posted = clock() - start
+                return code
+
+            return timed_send
 
         def timed_poll(*words: Any) -> int:
             start = clock()
@@ -57,12 +61,15 @@ class RdmaWatch:
             return got
 
         def timed_post(pair: Any, opcode: int, parts: Sequence[Any], *words: Any, **more: Any) -> None:
+            if id(pair) not in self._timed:
+                self._timed.add(id(pair))
+                pair._post_all = timing(pair._post_all)
             start = clock()
             post(pair, opcode, parts, *words, **more)
             spent = clock() - start
             self.chains.setdefault(len(parts), []).append((spent - self._posted, self._posted))
 
-        calls.post_send, calls.poll_cq = timed_send, timed_poll
+        calls.poll_cq = timed_poll
         QueuePair.post = timed_post  # type: ignore[method-assign, assignment]
 
     def costs(self) -> dict[str, Any]:

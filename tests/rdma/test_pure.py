@@ -44,6 +44,10 @@ def test_rows_are_the_structs_of_the_header() -> None:
         getattr(SendWr, field).offset for field, _ in SendWr._fields_
     ]
     assert verbs.SEND_ROW.itemsize == 128  # wr, qp_type and tso/bind_mw follow
+    assert verbs.WORK_ROW.fields is not None and verbs.SGE_ROW.fields is not None
+    for name, (kind, at, *_) in [*verbs.SEND_ROW.fields.items(), *verbs.SGE_ROW.fields.items()]:
+        behind = 128 if name in verbs.SGE_ROW.fields else 0
+        assert verbs.WORK_ROW.fields[name][:2] == (kind, at + behind)
     assert (verbs.SGE_ROW.itemsize, verbs.RECEIVE_ROW.itemsize, verbs.COMPLETION_ROW.itemsize) == (16, 32, 48)
 
 
@@ -93,12 +97,12 @@ class Deaf:
 @settings(deadline=None)
 @given(
     st.lists(
-        st.tuples(st.integers(1, 1 << 46), st.integers(0, 1 << 46), st.integers(1, 1 << 22)), min_size=1, max_size=40
+        st.tuples(st.integers(1, 1 << 46), st.integers(0, 1 << 46), st.integers(1, 1 << 22)), min_size=1, max_size=80
     )
 )
 def test_a_chain_holds_every_part_and_signals_the_last(parts: list[tuple[int, int, int]]) -> None:
     nic, sink = FakeNic(), Deaf()
-    pair = queue_pair.QueuePair(nic, 40, 0, sink)  # type: ignore[arg-type]
+    pair = queue_pair.QueuePair(nic, 80, 0, sink)  # type: ignore[arg-type]
     for count in (len(parts), 1, len(parts)):  # a longer chain after a shorter one: no link is lost
         rows = [(0, *part) for part in parts[:count]]
         pair.post(verbs.WRITE, rows, 1 << 20, 77, 88, "token")
@@ -110,9 +114,9 @@ def test_a_chain_holds_every_part_and_signals_the_last(parts: list[tuple[int, in
         flags[-1] |= verbs.SIGNALED
         assert [row[2] for row in nic.chain] == flags
         assert {row[0] >> 40 for row in nic.chain} == {3}
-        assert pair.free == 40 - count
+        assert pair.free == 80 - count
         pair.completed(nic.chain[-1][0] & ((1 << 40) - 1), verbs.SUCCESS, 1, 0)
-        assert pair.free == 40
+        assert pair.free == 80
     assert sink.heard == ["token"] * 3
 
 

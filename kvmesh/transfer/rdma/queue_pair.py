@@ -7,6 +7,7 @@ import os
 import struct
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -17,9 +18,12 @@ from kvmesh.transfer.rdma.verbs import Route
 
 INLINE_BYTES = 128
 _RECEIVE = 1 << (TAG_SHIFT - 1)  # marks the id of a receive
-_FEW = 14  # rows up to here are packed one by one: numpy's start-up costs more
-_SEND = struct.Struct("<QQQiIIIQI")
-_SGE = struct.Struct("<QII")
+_FEW = 56  # rows up to here are packed one by one: numpy's start-up costs more
+_ROW = verbs.WORK_ROW.itemsize
+# A work request and, right behind it, its one SGE: a row of WORK_ROW.
+_pack = struct.Struct("<QQQiIIIQI76xQII").pack_into
+_SIGNALED_INLINE = verbs.SIGNALED | verbs.INLINE
+assert struct.calcsize("<QQQiIIIQI76xQII") == _ROW
 
 
 class Sink(Protocol):
@@ -39,7 +43,7 @@ class QueuePair:
 
     def __init__(self, nic: Nic, depth: int, receives: int, sink: Sink) -> None:
         self.nic = nic
-        self.depth = self.free = depth
+        self.depth = depth
         self.generation = 0
         self._sink = sink
         self._promised = depth + receives
@@ -51,24 +55,29 @@ class QueuePair:
             self._made, self.pointer, self._tag, self._queue = nic.make_queue_pair(depth, receives, 0, self)
         self.number: int = self._made.qp_num
         self.closed = False
-        self._count_lock = threading.Lock()
+        self._close_lock = threading.Lock()
         self._chains: dict[int, tuple[int, object]] = {}
+        self._base = self._tag << TAG_SHIFT
         self._seq = 0
-        self._rows = np.zeros(depth, verbs.SEND_ROW)
-        self._sges = np.zeros(depth, verbs.SGE_ROW)
-        self._rows_at = self._rows.ctypes.data
-        self._raw_rows = self._rows.view(np.uint8).data
-        self._raw_sges = self._sges.view(np.uint8).data
-        sges_at = self._sges.ctypes.data
+        self._posted = 0  # by whoever posts
+        self._ended = 0  # by the NIC's thread
+        self._rows = np.zeros(depth, verbs.WORK_ROW)
+        at = self._at = self._rows.ctypes.data
+        self._sge_at = at + verbs.SEND_ROW.itemsize
+        self._raw = self._rows.view(np.uint8).data
         self._rows["n_sges"] = 1
-        self._rows["sges"] = sges_at + verbs.SGE_ROW.itemsize * np.arange(depth, dtype=np.uint64)
-        self._links = self._rows_at + verbs.SEND_ROW.itemsize * np.arange(1, depth + 1, dtype=np.uint64)
-        self._sges_at = sges_at
+        self._links = at + _ROW * np.arange(1, depth + 1, dtype=np.uint64)
+        self._sges = self._links - np.uint64(verbs.SGE_ROW.itemsize)
         self._bad = ctypes.c_void_p()
         self._bad_at = ctypes.addressof(self._bad)
+        self._post_all = partial(nic.calls.post_send, self.pointer, at, self._bad_at)
         self._receive = np.zeros(1, verbs.RECEIVE_ROW)
         self._receive["id"] = (self._tag << TAG_SHIFT) | _RECEIVE
         self._receive_at = self._receive.ctypes.data
+
+    @property
+    def free(self) -> int:
+        return self.depth - self._posted + self._ended
 
     def connect(self, remote_number: int, remote_psn: int, psn: int, route: Route, mtu: int, reads: int) -> None:
         """To the peer's queue pair; OSError. `mtu` and `reads` are what both sides can."""
@@ -88,57 +97,62 @@ class QueuePair:
         imm: int = 0,
     ) -> None:
         """One chain: parts are (_, local address, remote offset, length), `delta` makes an offset the peer's address.
-        Fresh addresses each time. At most `free` parts. `chain_done` follows with the token, or `failed`. OSError when
-        the NIC does not take all of it: some of it may be on its way then."""
+        Fresh addresses each time. At most `free` parts. `imm` goes with a chain of one. `chain_done` follows with the
+        token, or `failed`. OSError when the NIC does not take all of it: some of it may be on its way then."""
         n = len(parts)
-        self._seq += 1
-        seq = self._seq
-        last = n - 1
-        wr_id = (self._tag << TAG_SHIFT) | seq
-        if n <= _FEW:
-            self._pack(opcode, parts, delta, lkey, rkey, wr_id, imm)
+        seq = self._seq = self._seq + 1
+        wr_id = self._base + seq
+        if n == 1:
+            _, address, offset, length = parts[0]
+            flags = _SIGNALED_INLINE if length <= self._inline and opcode != verbs.READ else verbs.SIGNALED
+            _pack(
+                self._raw, 0, wr_id, 0, self._sge_at, 1, opcode, flags, imm, offset + delta, rkey, address, length, lkey
+            )  # fmt: skip
+        elif n <= _FEW:
+            self._pack_each(opcode, parts, delta, lkey, rkey, wr_id)
         else:
-            table = np.array(parts, dtype=np.int64)
-            sges, rows = self._sges[:n], self._rows[:n]
-            lengths = table[:, 3]
-            sges["address"], sges["length"], sges["lkey"] = table[:, 1], lengths, lkey
-            rows["id"], rows["opcode"], rows["rkey"] = wr_id, opcode, rkey
-            rows["next"] = self._links[:n]
-            rows["next"][last] = 0
-            rows["remote"] = table[:, 2] + delta
-            small = opcode != verbs.READ and int(lengths.max()) <= self._inline
-            rows["flags"] = verbs.INLINE if small else 0
-            rows["flags"][last] |= verbs.SIGNALED
-        with self._count_lock:
-            self.free -= n
-            self._chains[seq] = (n, token)
-        code = self.nic.calls.post_send(self.pointer, self._rows_at, self._bad_at)
+            self._pack_all(opcode, parts, delta, lkey, rkey, wr_id)
+        self._posted += n
+        self._chains[seq] = (n, token)  # before it can complete
+        code = self._post_all()
         if code:
             code = abs(code)
             raise OSError(code, f"{self.nic.name}: post_send: {os.strerror(code)}")
 
-    def _pack(
-        self,
-        opcode: int,
-        parts: Sequence[tuple[int, int, int, int]],
-        delta: int,
-        lkey: int,
-        rkey: int,
-        wr_id: int,
-        imm: int,
+    def _pack_each(
+        self, opcode: int, parts: Sequence[tuple[int, int, int, int]], delta: int, lkey: int, rkey: int, wr_id: int
     ) -> None:
-        last = len(parts) - 1
-        row, sge = self._rows_at, self._sges_at
-        for i, (_, address, offset, length) in enumerate(parts):
-            _SGE.pack_into(self._raw_sges, 16 * i, address, length, lkey)
-            flags = verbs.INLINE if length <= self._inline and opcode != verbs.READ else 0
-            following = row + 128 * (i + 1)
-            if i == last:
-                flags |= verbs.SIGNALED
-                following = 0
-            _SEND.pack_into(
-                self._raw_rows, 128 * i, wr_id, following, sge + 16 * i, 1, opcode, flags, imm, offset + delta, rkey
-            )
+        raw, sge = self._raw, self._sge_at
+        inline = 0 if opcode == verbs.READ else self._inline
+        at = 0
+        following = self._at + _ROW
+        for _, address, offset, length in parts:
+            flags = verbs.INLINE if length <= inline else 0
+            _pack(raw, at, wr_id, following, sge + at, 1, opcode, flags, 0, offset + delta, rkey, address, length, lkey)
+            at += _ROW
+            following += _ROW
+        at -= _ROW  # the last one once more: the chain ends there, and tells when it is done
+        flags |= verbs.SIGNALED
+        _pack(raw, at, wr_id, 0, sge + at, 1, opcode, flags, 0, offset + delta, rkey, address, length, lkey)
+
+    def _pack_all(
+        self, opcode: int, parts: Sequence[tuple[int, int, int, int]], delta: int, lkey: int, rkey: int, wr_id: int
+    ) -> None:
+        n = len(parts)
+        table = np.array(parts, dtype=np.int64)
+        rows = self._rows[:n]
+        lengths = table[:, 3]
+        rows["id"], rows["opcode"], rows["rkey"], rows["lkey"] = wr_id, opcode, rkey, lkey
+        rows["address"], rows["length"] = table[:, 1], lengths
+        rows["sges"] = self._sges[:n]
+        rows["next"] = self._links[:n]
+        rows["remote"] = table[:, 2] + delta
+        small = opcode != verbs.READ and int(lengths.max()) <= self._inline
+        rows["flags"] = verbs.INLINE if small else 0
+        rows["imm"] = 0
+        last = rows[n - 1]
+        last["next"] = 0
+        last["flags"] |= verbs.SIGNALED
 
     def expect(self, n: int) -> None:
         """Posts receives for `n` writes with immediate; OSError."""
@@ -158,10 +172,9 @@ class QueuePair:
         if low & _RECEIVE:
             self._sink.received(self, imm)
             return
-        with self._count_lock:
-            n, token = self._chains.pop(low, (0, None))
-            self.free += n
+        n, token = self._chains.pop(low, (0, None))
         if n:
+            self._ended += n
             self._sink.chain_done(self, token)
 
     def port_lost(self, cause: str) -> None:
@@ -169,7 +182,7 @@ class QueuePair:
 
     def close(self) -> None:
         """When it returns, nothing can be read or written by it any more. Idempotent."""
-        with self._count_lock:
+        with self._close_lock:
             if self.closed:
                 return
             self.closed = True

@@ -28,16 +28,23 @@ RECEIVED_IMM = 129  # ibv_wc_opcode: IBV_WC_RECV_RDMA_WITH_IMM
 LOCAL_WRITE, REMOTE_WRITE, REMOTE_READ = 1, 2, 4  # ibv_access_flags
 POLL_ROWS = 256
 
+_SEND = {"id": ("u8", 0), "next": ("u8", 8), "sges": ("u8", 16), "n_sges": ("i4", 24), "opcode": ("u4", 28)}
+_SEND |= {"flags": ("u4", 32), "imm": ("u4", 36), "remote": ("u8", 40), "rkey": ("u4", 48)}
+_SGE = {"address": ("u8", 0), "length": ("u4", 8), "lkey": ("u4", 12)}
+_SEND_BYTES = 128
+
+
+def _row(fields: dict[str, tuple[str, int]], itemsize: int) -> np.dtype[np.void]:
+    formats, offsets = ([field[i] for field in fields.values()] for i in (0, 1))
+    layout: Any = {"names": list(fields), "formats": formats, "offsets": offsets, "itemsize": itemsize}
+    return np.dtype(layout)
+
+
 # ibv_send_wr, with the members of an RDMA operation; 128 bytes with what follows.
-SEND_ROW = np.dtype(
-    {
-        "names": ["id", "next", "sges", "n_sges", "opcode", "flags", "imm", "remote", "rkey"],
-        "formats": ["u8", "u8", "u8", "i4", "u4", "u4", "u4", "u8", "u4"],
-        "offsets": [0, 8, 16, 24, 28, 32, 36, 40, 48],
-        "itemsize": 128,
-    }
-)
-SGE_ROW = np.dtype([("address", "u8"), ("length", "u4"), ("lkey", "u4")])
+SEND_ROW = _row(_SEND, _SEND_BYTES)
+SGE_ROW = _row(_SGE, 16)
+# A work request with its one SGE right behind it.
+WORK_ROW = _row(_SEND | {name: (kind, _SEND_BYTES + at) for name, (kind, at) in _SGE.items()}, _SEND_BYTES + 16)
 RECEIVE_ROW = np.dtype([("id", "u8"), ("next", "u8"), ("sges", "u8"), ("n_sges", "i4"), ("pad", "u4")])
 COMPLETION_ROW = np.dtype(
     {
