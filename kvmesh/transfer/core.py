@@ -133,9 +133,10 @@ class Core:
                     log.exception("callback of a transfer raised")
 
     def in_use(self, region: LocalRegion) -> bool:
-        """Whether an unfinished request uses it. Lock held."""
+        """Whether an unfinished request uses it, or a frame of an overdue one that is still on its way. Lock held."""
         unfinished = any(group.local is region for group in self._live.values())
-        return unfinished or region in self._comparing.values()
+        flying = any(f.group is not None and f.group.local is region for f in self.posting.inflight.values())
+        return unfinished or flying or region in self._comparing.values()
 
     def count(self, what: str, n: int = 1) -> None:
         """Not exact under races: for people, not for decisions."""

@@ -64,6 +64,7 @@ class TransferEngine:
         self._core = Core(config)
         self._closed = threading.Event()
         self._close_lock = threading.Lock()
+        self._inviting = threading.Lock()  # from looking up a window's memory until the window is open
         self._transports: list[Transport] = []
         try:
             for transport in started(self, config, self.fault):
@@ -128,18 +129,19 @@ class TransferEngine:
         return region.public
 
     def unregister_memory(self, region: Region) -> None:
-        """TransferError when a window or an unfinished request still needs it."""
+        """TransferError when a window or an unfinished request needs it, or a frame of an overdue one, for a while."""
         mine = self.segment.by_offset(region.base_offset, region.length)
         if mine is None:
             raise TransferError(f"region at offset {region.base_offset} is not registered", field="region")
         if self.segment.let_go(mine):
             return
-        window = self.windows.overlapping(mine.base, mine.length)
-        if window is not None:
-            raise TransferError(f"region at offset {mine.base} has an open window {window}: fence it", field="region")
-        with self._core.lock:
+        with self._inviting, self._core.lock:  # whoever looks it up, and uses it then, holds one of them
+            window, it = self.windows.overlapping(mine.base, mine.length), f"region at offset {mine.base}"
+            if window is not None:
+                raise TransferError(f"{it} has an open window {window}: fence it", field="region")
             if self._core.in_use(mine):
-                raise TransferError(f"region at offset {mine.base} is used by a transfer", field="region")
+                raise TransferError(f"{it} is used by a transfer", field="region")
+            self.segment.hide(mine)
         self.segment.remove(mine, self.config.close_timeout_s)
         for transport in self._transports:
             transport.unregistered(mine)
@@ -325,12 +327,13 @@ class TransferEngine:
         Each window must end in a fence."""
         self._check_open()
         homes = []
-        for r in ranges:
-            region = self.segment.by_offset(r.offset, r.length)
-            if region is None or r.length <= 0:
-                raise TransferError(f"range=({r.offset}, {r.length}): not in one registered region", field="ranges")
-            homes.append((r.offset, r.length, region))
-        self.windows.open(peer, handoff_epoch, homes)
+        with self._inviting:
+            for r in ranges:
+                region = self.segment.by_offset(r.offset, r.length)
+                if region is None or r.length <= 0:
+                    raise TransferError(f"range=({r.offset}, {r.length}): not in one registered region", field="ranges")
+                homes.append((r.offset, r.length, region))
+            self.windows.open(peer, handoff_epoch, homes)
 
     def fence(self, peer: str, handoff_epoch: int, timeout_s: float = 5.0) -> None:
         """Closes the window and returns when no byte of that epoch can land any more. Blocks: as a rule

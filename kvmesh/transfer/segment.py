@@ -182,7 +182,7 @@ class LocalSegment:
             if region.public.location != location or isinstance(region.keep, Mapping):
                 return None
             region.registrations += 1
-            region.keep = (region.keep, keep)
+            region.keep = (region.keep[0] if isinstance(region.keep, tuple) else region.keep, keep)
             return region
 
     def let_go(self, region: LocalRegion) -> bool:
@@ -193,14 +193,21 @@ class LocalSegment:
             region.registrations -= 1
             return True
 
-    def remove(self, region: LocalRegion, timeout_s: float) -> None:
-        """Waits until no peer's READ is being served from it; TransferError after `timeout_s`: it stays registered."""
+    def hide(self, region: LocalRegion) -> None:
+        """Nobody finds it any more; `remove` must follow. TransferError when it is not (the caller's alone) to hide."""
         with self.changed:
             if region not in self._by_base:
                 raise TransferError(f"region at offset {region.base} is not registered")
             if region.registrations > 1:
                 raise TransferError(f"region at offset {region.base} was registered again meanwhile")
             self._publish(tuple(r for r in self._by_base if r is not region))
+
+    def remove(self, region: LocalRegion, timeout_s: float) -> None:
+        """Hides it, unless that is done, and waits until no peer's READ is being served from it. TransferError after
+        `timeout_s`: it stays registered."""
+        with self.changed:
+            if region in self._by_base:
+                self.hide(region)
             if not self.changed.wait_for(lambda: region.uses == 0, timeout_s):
                 self._publish(tuple(sorted((*self._by_base, region), key=lambda r: r.base)))
                 raise TransferError(f"region at offset {region.base} is still being read after {timeout_s} s")

@@ -128,14 +128,23 @@ class ShmAccepted(Accepted):
             elif asked.kind == wire.CHECKSUM:
                 self._checksum(asked, got)
             elif asked.kind == wire.WANT:
-                region = self.host.segment.by_offset(asked.seq, 1)
-                if region is None or region.base != asked.seq or region.fd < 0:
-                    send_region(self.sock, asked.seq, 0, -1)
-                else:
-                    self._given.add(region.base)
-                    send_region(self.sock, region.base, region.length, region.fd)
+                self._hand_over(asked.seq)
             else:
                 raise ProtocolBroken(f"packet of kind {asked.kind}")
+
+    def _hand_over(self, base: int) -> None:
+        """The region's descriptor; in use meanwhile, so that its number names no other file."""
+        segment = self.host.segment
+        region = segment.use(base, 1)
+        try:
+            if region is None or region.base != base or region.fd < 0:
+                send_region(self.sock, base, 0, -1)
+            else:
+                self._given.add(base)
+                send_region(self.sock, base, region.length, region.fd)
+        finally:
+            if region is not None:
+                segment.unuse(region)
 
     def _write(self, asked: Asked, got: int) -> None:
         if got != wire.HEAD_BYTES + 24 * asked.count:
