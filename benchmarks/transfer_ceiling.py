@@ -106,6 +106,7 @@ def queue_pair() -> tuple[QueuePair, list[object]]:
     done: list[object] = []
     nic: Any = SimpleNamespace(
         name="none",
+        busy=set(),
         calls=SimpleNamespace(post_send=nothing),
         make_queue_pair=lambda *_: (SimpleNamespace(qp_num=1), 1, 1, None),
     )

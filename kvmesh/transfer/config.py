@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from kvmesh.rpc.errors import TransferError
+from kvmesh.transfer import checks
 
 KNOWN_TRANSPORTS = ("rdma", "shm", "tcp")
 
@@ -69,9 +70,13 @@ class EngineConfig:
     rdma_pairs: tuple[str, ...] = ()  # "mlx5_0=mlx5_1": local and remote NIC that reach each other; (): by addresses
     rdma_ack_exponent: int = 14  # a packet is sent again after 4.096 us * 2**this ...
     rdma_retry_cnt: int = 6  # ... so often; 7 is "for ever" on some NICs
-    rdma_spin_s: float = 0.0  # poll so long after the last completion, then sleep until the next
+    # While work is under way and completions follow each other so closely, they are polled for; else an event is waited
+    # for. 0: always. Never polled on one CPU.
+    rdma_spin_s: float = 50e-6
 
     def __post_init__(self) -> None:
+        for each in fields(self):
+            object.__setattr__(self, each.name, checks.setting(each.name, str(each.type), getattr(self, each.name)))
         if not self.transports:
             raise TransferError("transports=(): name at least one", field="transports")
         for name in self.transports:
@@ -79,6 +84,13 @@ class EngineConfig:
                 raise TransferError(
                     f"transports={name!r}: not one of {', '.join(KNOWN_TRANSPORTS)}", field="transports"
                 )
+            if self.transports.count(name) > 1:
+                raise TransferError(f"transports={','.join(self.transports)!r}: names must differ", field="transports")
+        for key in ("port", "rdma_port"):
+            checks.whole(key, getattr(self, key), 0, 65535)
+        checks.whole("tcp_socket_bytes", self.tcp_socket_bytes, 0, 1 << 30)
+        if not self.fence_grace_s >= 0:
+            raise TransferError(f"fence_grace_s={self.fence_grace_s!r}: must not be negative", field="fence_grace_s")
         for name in self.nics:
             if not name or self.nics.count(name) > 1:
                 raise TransferError(f"nics={','.join(self.nics)!r}: names must differ and not be empty", field="nics")

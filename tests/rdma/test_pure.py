@@ -15,6 +15,7 @@ from kvmesh.rpc.errors import TransferError
 from kvmesh.transfer import EngineConfig
 from kvmesh.transfer.rdma import gids, library, protocol, queue_pair, verbs
 from kvmesh.transfer.rdma.admissions import Admissions
+from kvmesh.transfer.rdma.device import Patience
 from kvmesh.transfer.rdma.gids import Gid, Network
 from kvmesh.transfer.wire import ProtocolBroken
 
@@ -58,6 +59,7 @@ class FakeNic:
         self.name = "fake0"
         self.chain: list[tuple[Any, ...]] = []
         self.calls = self
+        self.busy: set[int] = set()
         self.code = 0
 
     def make_queue_pair(self, depth: int, receives: int, inline: int, owner: object) -> tuple[Any, int, int, Any]:
@@ -114,9 +116,9 @@ def test_a_chain_holds_every_part_and_signals_the_last(parts: list[tuple[int, in
         flags[-1] |= verbs.SIGNALED
         assert [row[2] for row in nic.chain] == flags
         assert {row[0] >> 40 for row in nic.chain} == {3}
-        assert pair.free == 80 - count
+        assert pair.free == 80 - count and nic.busy == {3}
         pair.completed(nic.chain[-1][0] & ((1 << 40) - 1), verbs.SUCCESS, 1, 0)
-        assert pair.free == 80
+        assert pair.free == 80 and nic.busy == set()
     assert sink.heard == ["token"] * 3
 
 
@@ -127,6 +129,22 @@ def test_a_refused_post_is_an_error_and_stays_counted() -> None:
     with pytest.raises(OSError, match="fake0: post_send"):
         pair.post(verbs.READ, [(0, 1, 2, 3)], 0, 0, 0, None)
     assert pair.free == 15
+
+
+def test_polling_is_learnt_from_what_came_during_sleep() -> None:
+    patience = Patience(50e-6)
+    assert patience.window_s == 0  # nothing is known: it sleeps
+    patience.completed(20e-6, slept=True)
+    assert patience.window_s == pytest.approx(40e-6)
+    patience.completed(45e-6, slept=True)
+    assert patience.window_s == pytest.approx(50e-6)
+    patience.completed(1.0, slept=False)
+    assert patience.window_s == pytest.approx(50e-6)
+    patience.completed(60e-6, slept=True)  # polling would not have found it
+    assert patience.window_s == 0
+    never = Patience(0.0)
+    never.completed(1e-9, slept=True)
+    assert never.window_s == 0
 
 
 def test_a_pointer_is_found_by_what_it_points_to() -> None:

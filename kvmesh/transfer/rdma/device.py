@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import select
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 TAG_SHIFT = 40  # of a work request's id: above it the queue pair, below what the queue pair wants to know
 _CQ_ENTRIES = 8192
+_COMPLETION = struct.Struct("<QII8xI20x")  # a row of verbs.COMPLETION_ROW
 _DEVICE_FATAL, _PORT_ACTIVE, _PORT_ERR, _GID_CHANGE = 8, 9, 10, 18  # ibv_event_type
 
 
@@ -41,6 +43,24 @@ class Completions(Protocol):
     def port_lost(self, cause: str) -> None:
         """The port or device is gone: nothing more will complete. On the NIC's thread."""
         ...
+
+
+@dataclass(eq=False, slots=True)
+class Patience:
+    """How long polling goes on for the next completion before the thread sleeps: pays when that comes within `most_s`,
+    and is learnt from those that came while it slept. Pure."""
+
+    most_s: float
+    window_s: float = 0.0
+
+    def completed(self, waited_s: float, *, slept: bool) -> None:
+        """Something completed so long after the one before. Polling that found it changes nothing."""
+        if not slept:
+            return
+        if waited_s > self.most_s:
+            self.window_s = 0.0
+        else:
+            self.window_s = min(self.most_s, max(2 * self.window_s, 2 * waited_s))
 
 
 class _Nobody:
@@ -91,9 +111,11 @@ class Nic:
         self._registered: dict[int, Registration] = {}
         self._queues: list[CompletionQueue] = []
         self._closing = False
-        self._spin_s = config.rdma_spin_s
+        self.busy: set[int] = set()  # tags of queue pairs with work under way: a hint, nearly always right
+        self._patience = Patience(config.rdma_spin_s if len(os.sched_getaffinity(0)) > 1 else 0.0)
         self._rows = np.zeros(verbs.POLL_ROWS, verbs.COMPLETION_ROW)
         self._rows_at = self._rows.ctypes.data
+        self._raw = self._rows.view(np.uint8).data
         try:
             self._context = library.device.Context(name=name)
             self._pd = library.pd.PD(self._context)
@@ -274,22 +296,27 @@ class Nic:
         poll.register(self._wake, select.POLLIN)
         poll.register(self.calls.async_fd, select.POLLIN)
         watched: dict[int, CompletionQueue] = {}
-        busy_at = 0.0
+        patience = self._patience
+        last = time.perf_counter()  # when something completed
+        slept = False
         while not self._closing:
             queues = self._queues
-            if sum(self._drain(queue) for queue in queues):
-                busy_at = time.perf_counter()
+            if sum([self._drain(queue) for queue in queues]):
+                now = time.perf_counter()
+                patience.completed(now - last, slept=slept)
+                last, slept = now, False
                 continue
-            if self._spin_s and time.perf_counter() - busy_at < self._spin_s:
-                time.sleep(0)
-                continue
+            if patience.window_s and not slept and self.busy and time.perf_counter() - last < patience.window_s:
+                continue  # each poll has let go of the GIL
             for queue in list(queues):
                 if queue.fd not in watched:
                     watched[queue.fd] = queue
                     poll.register(queue.fd, select.POLLIN)
                 self.calls.request_event(queue.pointer, 0)
-            if sum(self._drain(queue) for queue in queues):  # completed before we asked
+            if sum([self._drain(queue) for queue in queues]):  # completed before we asked
+                last = time.perf_counter()
                 continue
+            slept = True
             for fd, _ in poll.poll():
                 if fd == self._wake:
                     os.eventfd_read(self._wake)
@@ -303,9 +330,7 @@ class Nic:
         got = self.calls.poll_cq(queue.pointer, verbs.POLL_ROWS, self._rows_at)
         if got <= 0:
             return False
-        rows = self._rows[:got]
-        columns = (rows["id"].tolist(), rows["status"].tolist(), rows["opcode"].tolist(), rows["imm"].tolist())
-        for wr_id, status, opcode, imm in zip(*columns, strict=True):
+        for wr_id, status, opcode, imm in _COMPLETION.iter_unpack(self._raw[: got * _COMPLETION.size]):
             owner = self._owners.get(wr_id >> TAG_SHIFT)
             if owner is not None:
                 try:

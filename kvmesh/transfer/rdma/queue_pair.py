@@ -113,6 +113,8 @@ class QueuePair:
         else:
             self._pack_all(opcode, parts, delta, lkey, rkey, wr_id)
         self._posted += n
+        if not self._chains:
+            self.nic.busy.add(self._tag)
         self._chains[seq] = (n, token)  # before it can complete
         code = self._post_all()
         if code:
@@ -175,6 +177,8 @@ class QueuePair:
         n, token = self._chains.pop(low, (0, None))
         if n:
             self._ended += n
+            if not self._chains:
+                self.nic.busy.discard(self._tag)
             self._sink.chain_done(self, token)
 
     def port_lost(self, cause: str) -> None:
@@ -187,5 +191,6 @@ class QueuePair:
                 return
             self.closed = True
             self._chains.clear()
+        self.nic.busy.discard(self._tag)
         made, self._made = self._made, None
         self.nic.destroy_queue_pair(made, self._tag, self._queue, self._promised)

@@ -37,7 +37,8 @@ _SEND_BYTES = 128
 def _row(fields: dict[str, tuple[str, int]], itemsize: int) -> np.dtype[np.void]:
     formats, offsets = ([field[i] for field in fields.values()] for i in (0, 1))
     layout: Any = {"names": list(fields), "formats": formats, "offsets": offsets, "itemsize": itemsize}
-    return np.dtype(layout)
+    made: np.dtype[np.void] = np.dtype(layout)
+    return made
 
 
 # ibv_send_wr, with the members of an RDMA operation; 128 bytes with what follows.
