@@ -58,6 +58,13 @@ class Batch:
         self.open += count
         return first
 
+    def frame(self) -> Frame | None:
+        """One that is on its way."""
+        for group in self.groups.values():
+            for frame in group.frames.values():
+                return frame
+        return None
+
     def status(self, slot: int) -> TransferStatus:
         done = self.lengths[slot] - self.left[slot]
         return TransferStatus(self.states[slot], done, self.causes.get(slot, ""), slot not in self.undrained)

@@ -20,7 +20,7 @@ from kvmesh.transfer.tcp_dial import Route, nic_routes, numeric, plain_routes
 from kvmesh.transfer.tcp_nics import Address, Far, LinkWatch, Nic, family
 from kvmesh.transfer.tcp_path import TcpPath
 from kvmesh.transfer.tcp_server import TcpAccepted
-from kvmesh.transfer.transport import FrameLimits, Kind, Rail, TransportHost
+from kvmesh.transfer.transport import Frame, FrameLimits, Kind, Rail, TransportHost
 from kvmesh.transfer.wire import Refused
 
 _FRAME_BYTES = 4 << 20  # of 1, 2, 4 and 8 MiB the smallest beyond which a GB costs hardly less CPU
@@ -202,6 +202,11 @@ class TcpTransport(DialingTransport):
 
     def new_path(self, descriptor: SegmentDescriptor, rail: Rail) -> TcpPath:
         return TcpPath(self, descriptor, rail)
+
+    def assist(self, frame: Frame, seconds: float) -> None:
+        path = self._paths.get((frame.lane.name, frame.rail))
+        if isinstance(path, TcpPath):
+            path.assist(frame, seconds)
 
     def forget(self, segment: str, cause: str, rail: Rail | None = None) -> None:
         super().forget(segment, cause, rail)

@@ -16,7 +16,6 @@ greets there, reports its frames lost, settled and its rail down, and ends.
 from __future__ import annotations
 
 import socket
-import struct
 import threading
 import time
 from collections import deque
@@ -26,11 +25,12 @@ from typing import TYPE_CHECKING
 from kvmesh.transfer import wire
 from kvmesh.transfer.dialing import connect_patiently
 from kvmesh.transfer.segment import SegmentDescriptor
+from kvmesh.transfer.tcp_answers import Answers
 from kvmesh.transfer.tcp_dial import SILENCE, Route, greet, prepared, size_buffers
-from kvmesh.transfer.tcp_frames import encoded, local_views
+from kvmesh.transfer.tcp_frames import encoded
 from kvmesh.transfer.tcp_zerocopy import ZeroCopy
 from kvmesh.transfer.transport import Frame, Kind, Rail
-from kvmesh.transfer.wire import Asked, Gone, Hello, ProtocolBroken, Refused
+from kvmesh.transfer.wire import Gone, Hello, ProtocolBroken, Refused
 
 if TYPE_CHECKING:
     from kvmesh.transfer.tcp import TcpTransport
@@ -51,10 +51,10 @@ class TcpPath:
         self.queue: deque[Frame] = deque()
         self.waiting = 0  # streams that wait for a frame
         self.closed = ""
-        self.streams: list[_Stream] = []
+        self.streams: list[Stream] = []
 
     def take(self, frame: Frame) -> bool:
-        fresh: _Stream | None = None
+        fresh: Stream | None = None
         seq = 0
         with self.changed:
             if self.closed:
@@ -66,7 +66,7 @@ class TcpPath:
             else:
                 self.queue.append(frame)
                 if self.waiting < len(self.queue) and len(self.streams) < self.transport.config.tcp_streams:
-                    fresh = _Stream(self)
+                    fresh = Stream(self)
                     self.streams.append(fresh)
                 self.changed.notify()
         if stream is not None:
@@ -75,7 +75,7 @@ class TcpPath:
             self.transport.spawn(fresh.thread)
         return True
 
-    def _free_stream(self, frame: Frame) -> _Stream | None:
+    def _free_stream(self, frame: Frame) -> Stream | None:
         """Where the poster itself may send this small frame, which spares waking a thread: on the stream with the
         least to wait for, once all streams that this load wants are there. `changed` held."""
         if self.queue or (frame.kind is Kind.WRITE and frame.nbytes > _SENT_BY_POSTER):
@@ -99,6 +99,12 @@ class TcpPath:
                 if frame in stream.inflight.values() and time.monotonic() - stream.progress_at >= idle_s:
                     stream.shut(f"no answer from {self.descriptor.name} over {self.rail}", silent=True)
 
+    def assist(self, frame: Frame, seconds: float) -> None:
+        with self.changed:
+            answers = next((s.answers for s in self.streams if frame in s.inflight.values()), None)
+        if answers is not None:
+            answers.help(frame, seconds)
+
     def cut(self, cause: str) -> None:
         """The local NIC is gone: what goes over it breaks."""
         with self.changed:
@@ -118,7 +124,7 @@ class TcpPath:
             self.changed.notify_all()
 
 
-class _Stream:
+class Stream:
     """One place of a path: a thread that connects, sends, and recovers; at most one connection at a time."""
 
     def __init__(self, path: TcpPath) -> None:
@@ -127,6 +133,7 @@ class _Stream:
         self.host = path.transport.host
         self.thread = threading.Thread(target=self._run, name="kvmesh-tcp-send", daemon=True)
         self.sock: socket.socket | None = None
+        self.answers: Answers | None = None  # of the connection that serves
         self.broken = ""  # why, once it is
         self.silent = False  # broken because the way, not the process at its end, fell silent
         self.elsewhere = False  # `sock` goes over another rail, to supersede what was here
@@ -154,15 +161,24 @@ class _Stream:
     # ── the thread ────────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
+        many_nics = bool(self.path.rail.local)
         while True:
             sock, cause = self._connect()
             if sock is None:
                 break
             self._settled("the connection broke", down=False)
-            reader = threading.Thread(target=self._read, args=(sock,), name="kvmesh-tcp-read", daemon=True)
+            try:
+                self.answers = answers = Answers(self, sock, self.config.tcp_user_timeout_s / 2 if many_nics else 0.0)
+            except OSError as err:  # out of descriptors
+                cause = str(err)
+                sock.close()
+                break
+            reader = threading.Thread(target=answers.run, name="kvmesh-tcp-read", daemon=True)
             reader.start()
             self._send(sock)
             reader.join()
+            answers.close()  # no caller reads any more
+            self.answers = None
             sock.close()
             if not self._gather():
                 return
@@ -315,7 +331,7 @@ class _Stream:
                 with path.changed:
                     self.shut(f"send to {path.descriptor.name}: {err}", silent=err.errno in SILENCE)
 
-    def _ping(self) -> None:
+    def ping(self) -> None:
         """Nothing has come for a while: sends something that the peer's kernel must acknowledge."""
         with self.path.changed:
             if self.broken or self.lent or self.busy or self.rest or not self.inflight:
@@ -323,39 +339,11 @@ class _Stream:
             self.lent = True
         self.send_now([memoryview(wire.HEAD.pack(wire.PING, 0, 0, 0, 0, 0, 0))])
 
-    def _read(self, sock: socket.socket) -> None:
-        """The answering thread; ends when the connection does."""
-        try:
-            head = bytearray(wire.HEAD_BYTES)
-            views = [memoryview(head)]
-            while True:
-                wire.recv_views(sock, views, wire.HEAD_BYTES, self._ping)
-                self._answer(sock, Asked.parse(head))
-        except (Gone, OSError, ProtocolBroken) as err:
-            cause = f"connection to {self.path.descriptor.name}: {err}"
-            with self.path.changed:
-                self.shut(cause, silent=isinstance(err, OSError) and err.errno in SILENCE)
-
-    def _answer(self, sock: socket.socket, answer: Asked) -> None:
+    def broke(self, err: Exception) -> None:
+        """While reading answers."""
         with self.path.changed:
-            frame = self.inflight.get(answer.seq)
-        if answer.kind != wire.ANSWER or frame is None or answer.flags >= len(wire.CAUSES):
-            raise ProtocolBroken("answer to nothing asked")
-        refused: tuple[int, ...] = ()
-        if answer.count:
-            refused = struct.unpack(f"<{answer.count}I", wire.recv_exact(sock, 4 * answer.count, self._ping))
-        elif frame.kind is Kind.READ:
-            if answer.nbytes != frame.nbytes:
-                raise ProtocolBroken(f"read of {frame.nbytes} bytes answered with {answer.nbytes}")
-            wire.recv_views(sock, local_views(frame), frame.nbytes, self._ping)
-        elif frame.kind is Kind.CHECKSUM:
-            if answer.nbytes != 4 * len(frame.parts):
-                raise ProtocolBroken(f"checksums of {len(frame.parts)} parts in {answer.nbytes} bytes")
-            frame.sums = wire.unpack_sums(wire.recv_exact(sock, answer.nbytes, self._ping))
-        with self.path.changed:
-            del self.inflight[answer.seq]
-            self.progress_at = time.monotonic()
-        frame.done(refused, wire.CAUSES[answer.flags])
+            silent = isinstance(err, OSError) and err.errno in SILENCE
+            self.shut(f"connection to {self.path.descriptor.name}: {err}", silent=silent)
 
     # ── endings ───────────────────────────────────────────────────────────────────────────────────
 

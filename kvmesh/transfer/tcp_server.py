@@ -12,6 +12,7 @@ from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.segment import LocalRegion
 from kvmesh.transfer.serving import Accepted, Server
 from kvmesh.transfer.tcp_dial import size_buffers, tune
+from kvmesh.transfer.tcp_spin import Patience
 from kvmesh.transfer.wire import Asked, Hello, ProtocolBroken, Welcome
 
 _SCRATCH_BYTES = 256 << 10
@@ -37,11 +38,14 @@ class TcpAccepted(Accepted):
         self.sock.sendall(wire.LENGTH.pack(len(data)) + data)
 
     def serve(self) -> None:
-        head = bytearray(wire.HEAD_BYTES)
-        views = [memoryview(head)]
+        head = memoryview(bytearray(wire.HEAD_BYTES))
+        patience = Patience()
         while True:
-            wire.recv_views(self.sock, views, wire.HEAD_BYTES)
+            got = patience.await_first(self.sock, head)
+            if got < wire.HEAD_BYTES:
+                wire.recv_views(self.sock, [head[got:]], wire.HEAD_BYTES - got)
             asked = Asked.parse(head)
+            patience.met(asked.nbytes)
             if asked.kind == wire.WRITE:
                 self._write(asked)
             elif asked.kind in (wire.READ, wire.CHECKSUM):

@@ -169,6 +169,11 @@ class Transport(ABC):
     def recall(self, frame: Frame) -> bool:
         """Takes a frame back of which nothing has been sent; true: neither done nor lost will be called."""
 
+    def assist(self, frame: Frame, seconds: float) -> None:
+        """The caller has nothing to do but wait for this frame, at most so long: the transport may use its thread to
+        have it answered sooner. Called without the core lock."""
+        return
+
     @abstractmethod
     def expire(self, frame: Frame, idle_s: float) -> None:
         """The frame is overdue: give up its path if nothing was acknowledged on it for `idle_s` (0: at once), which
