@@ -124,7 +124,11 @@ class Core:
         while after.frames or after.callbacks:
             frames, after.frames = after.frames, []
             for frame in frames:
-                frame.transport.post(frame)
+                try:
+                    frame.transport.post(frame)
+                except Exception as err:
+                    log.exception("%s: a frame to %s could not be posted", frame.rail, frame.lane.name)
+                    frame.lost(f"{frame.rail}: {err}", settled=False, down=True)
             callbacks, after.callbacks = after.callbacks, []
             for callback in callbacks:
                 try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from abc import abstractmethod
@@ -85,10 +86,10 @@ class DialingTransport(Transport):
         return path is None or path.idle()
 
     def spawn(self, thread: threading.Thread) -> None:
-        """Starts a thread that `close` will wait for."""
+        """Starts a thread that `close` will wait for. OSError when there can be no more of them."""
         with self._lock:
+            begin(thread)
             self._threads = {t for t in self._threads if t.is_alive()} | {thread}
-            thread.start()
 
     def close(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -104,6 +105,14 @@ class DialingTransport(Transport):
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def begin(thread: threading.Thread) -> None:
+    """Starts it. OSError when there can be no more threads: whoever counted on it must say so, or others wait for ever."""
+    try:
+        thread.start()
+    except RuntimeError as err:
+        raise OSError(errno.ENOMEM, str(err)) from err
 
 
 def connect_patiently(

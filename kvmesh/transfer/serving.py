@@ -166,17 +166,25 @@ class Server:
                 self._ended.wait(0.05)  # out of descriptors: let some go
                 continue
             try:
-                connection = self._accept(self, sock)
+                self._begin(self._accept(self, sock))
             except OSError:
                 sock.close()  # it has ended already
-                continue
-            with self._lock:
-                if self._closing:
-                    sock.close()
-                else:
-                    self._connections.add(connection)
-                    self._threads = {t for t in self._threads if t.is_alive()} | {connection.thread}
-                    connection.thread.start()
+            except Exception as err:  # out of threads or memory: this one is lost, the next is not
+                log.warning("%s connection not taken: %s", self.label, err)
+                sock.close()
+
+    def _begin(self, connection: Accepted) -> None:
+        with self._lock:
+            if self._closing:
+                connection.sock.close()
+                return
+            self._connections.add(connection)
+            try:
+                connection.thread.start()
+            except BaseException:
+                self._connections.discard(connection)
+                raise
+            self._threads = {t for t in self._threads if t.is_alive()} | {connection.thread}
 
     def close(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

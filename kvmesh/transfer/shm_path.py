@@ -82,7 +82,10 @@ class ShmPath:
             elif self._owner is None:
                 start = self._owner = threading.Thread(target=self._run, name="kvmesh-shm", daemon=True)
         if start is not None:
-            self.transport.spawn(start)
+            try:
+                self.transport.spawn(start)
+            except OSError as err:
+                self._end(str(err))
         return True
 
     def _read_here(self, frame: Frame) -> bool:
@@ -210,10 +213,12 @@ class ShmPath:
             self.wanted.setdefault(base, []).append(frame)
 
     def _copy_later(self, frame: Frame, mapping: Mapping, base: int) -> None:
-        self.copies.append((frame, mapping, base))
+        """OSError when there can be no thread for it: it is nowhere then."""
         if self._copier is None:
-            self._copier = threading.Thread(target=self._copy, name="kvmesh-shm-read", daemon=True)
-            self.transport.spawn(self._copier)
+            copier = threading.Thread(target=self._copy, name="kvmesh-shm-read", daemon=True)
+            self.transport.spawn(copier)
+            self._copier = copier
+        self.copies.append((frame, mapping, base))
         self.changed.notify_all()
 
     # ── the owner thread ──────────────────────────────────────────────────────────────────────────
@@ -312,11 +317,13 @@ class ShmPath:
     def _mapped(self, region: Asked, fd: int) -> None:
         with self.changed:
             known = self._maps.add(region, fd)
-            frames = self.wanted.pop(region.seq, [])
+            frames = self.wanted.get(region.seq, [])
             found = self._maps.find(region.seq, 1) if known else None
             if found is not None:
                 for frame in frames:
                     self._copy_later(frame, found[0], region.seq)
+            self.wanted.pop(region.seq, None)
+            if found is not None:
                 return
         for frame in frames:
             frame.done(range(len(frame.parts)), wire.CAUSES[wire.NO_MEMORY])

@@ -23,7 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvmesh.transfer import wire
-from kvmesh.transfer.dialing import connect_patiently
+from kvmesh.transfer.dialing import begin, connect_patiently
 from kvmesh.transfer.segment import SegmentDescriptor
 from kvmesh.transfer.tcp_answers import Answers
 from kvmesh.transfer.tcp_dial import SILENCE, Route, greet, prepared, size_buffers
@@ -72,7 +72,10 @@ class TcpPath:
         if stream is not None:
             stream.send_now(encoded(seq, frame))
         elif fresh is not None:
-            self.transport.spawn(fresh.thread)
+            try:
+                self.transport.spawn(fresh.thread)
+            except OSError as err:
+                fresh.stillborn(str(err))
         return True
 
     def _free_stream(self, frame: Frame) -> Stream | None:
@@ -174,7 +177,12 @@ class Stream:
                 sock.close()
                 break
             reader = threading.Thread(target=answers.run, name="kvmesh-tcp-read", daemon=True)
-            reader.start()
+            try:
+                begin(reader)
+            except OSError as err:
+                cause = str(err)
+                sock.close()
+                break
             self._send(sock)
             reader.join()
             answers.close()  # no caller reads any more
@@ -182,6 +190,10 @@ class Stream:
             sock.close()
             if not self._gather():
                 return
+        self.stillborn(cause)
+
+    def stillborn(self, cause: str) -> None:
+        """There is no thread, or it is about to end."""
         with self.path.changed:
             self.path.streams.remove(self)
         self._lose(cause)

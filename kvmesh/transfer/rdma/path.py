@@ -69,7 +69,10 @@ class RdmaPath(Wiring):
                 if self._channel is not None:
                     self._pump(track, later)
         if start:
-            self.transport.spawn(threading.Thread(target=self._thread, name="kvmesh-rdma-peer", daemon=True))
+            try:
+                self.transport.spawn(threading.Thread(target=self._thread, name="kvmesh-rdma-peer", daemon=True))
+            except OSError as err:
+                self._unreachable(str(err))
         run_all(later)
         return True
 

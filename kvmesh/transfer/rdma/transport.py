@@ -11,6 +11,7 @@ from itertools import count
 
 from kvmesh.rpc.errors import TransferError
 from kvmesh.transfer.config import EngineConfig
+from kvmesh.transfer.dialing import begin
 from kvmesh.transfer.rdma import gids, library
 from kvmesh.transfer.rdma.device import Nic
 from kvmesh.transfer.rdma.gids import Gid, Pair
@@ -137,10 +138,10 @@ class RdmaTransport(Transport):
             nic.close(max(0.1, deadline - time.monotonic()))
 
     def spawn(self, thread: threading.Thread) -> None:
-        """Starts a thread that `close` will wait for."""
+        """Starts a thread that `close` will wait for. OSError when there can be no more of them."""
         with self._lock:
+            begin(thread)
             self._threads = {t for t in self._threads if t.is_alive()} | {thread}
-            thread.start()
 
     # ── who and where ─────────────────────────────────────────────────────────────────────────────
 
