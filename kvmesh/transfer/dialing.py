@@ -108,7 +108,7 @@ class DialingTransport(Transport):
 
 
 def begin(thread: threading.Thread) -> None:
-    """Starts it. OSError when there can be no more threads: whoever counted on it must say so, or others wait for ever."""
+    """Starts it. OSError when there can be no more threads: whoever counts on it must say so, or others wait for ever."""
     try:
         thread.start()
     except RuntimeError as err:
