@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from kvmesh.rpc.errors import TransferError
+from kvmesh.transfer import checks
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.mmap.restype = ctypes.c_void_p
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MS_ASYNC = 1  # does nothing but look whether all of it is mapped
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -173,29 +176,57 @@ def writable(buffer: object) -> tuple[int, int, memoryview]:
     """Address, length and view of a writable contiguous buffer, of an (address, length) pair, or of anything with
     `data_ptr()` and `nbytes` (a contiguous torch tensor). TransferError for anything else."""
     if isinstance(buffer, tuple):
-        address, length = buffer
+        if len(buffer) != 2:
+            raise TransferError(f"buffer={checks.shown(buffer)}: a pair must be (address, length)", field="buffer")
+        address, length = checks.whole("buffer[0]", buffer[0], 1), checks.whole("buffer[1]", buffer[1], 1, 1 << 62)
         view = None
     elif hasattr(buffer, "data_ptr") and hasattr(buffer, "nbytes"):
         contiguous = getattr(buffer, "is_contiguous", None)
         if contiguous is not None and not contiguous():
-            raise TransferError("buffer is not contiguous", field="buffer")
+            raise TransferError(f"{_kind(buffer)} is not contiguous: register buffer.contiguous()", field="buffer")
         device = getattr(getattr(buffer, "device", None), "type", "cpu")
         if device != "cpu":
-            raise TransferError(f"buffer is memory of a {device} device", field="buffer")
+            raise TransferError(f"{_kind(buffer)} is memory of a {device} device", field="buffer")
         address, length = int(buffer.data_ptr()), int(buffer.nbytes)
         view = None
     else:
         try:
-            view = memoryview(buffer).cast("B")  # type: ignore[arg-type]
-        except TypeError as err:
-            raise TransferError(f"buffer of type {type(buffer).__name__}: {err}", field="buffer") from err
-        if view.readonly:
-            raise TransferError("buffer is read-only", field="buffer")
+            raw = memoryview(buffer)  # type: ignore[arg-type]
+        except TypeError:
+            raise TransferError(
+                f"{_kind(buffer)}: not memory; a numpy array, a bytearray, a torch tensor or (address, length) is",
+                field="buffer",
+            ) from None
+        if raw.readonly:
+            raise TransferError(f"{_kind(buffer)} is read-only, and peers may write: register a copy", field="buffer")
+        if not raw.c_contiguous:
+            why = "is not contiguous (C order): register numpy.ascontiguousarray(buffer)"
+            raise TransferError(f"{_kind(buffer)} {why}", field="buffer")
+        if "O" in raw.format:
+            raise TransferError(f"{_kind(buffer)} holds Python objects, not their bytes", field="buffer")
+        if raw.nbytes == 0:
+            raise TransferError(f"{_kind(buffer)} has 0 bytes", field="buffer")
+        view = raw.cast("B")
         length = view.nbytes
         address = np.frombuffer(view, dtype=np.uint8).ctypes.data if length else 0
     if length <= 0 or address <= 0:
-        raise TransferError(f"buffer of {length} bytes at {address:#x}", field="buffer")
+        raise TransferError(f"{_kind(buffer)} has {length} bytes at {address:#x}", field="buffer")
     return address, length, foreign_view(address, length) if view is None else view
+
+
+def _kind(buffer: object) -> str:
+    """What a user calls it: "buffer: ndarray (4, 5)"."""
+    shape = getattr(buffer, "shape", None)
+    return f"buffer: {type(buffer).__name__}{f' {tuple(shape)}' if shape is not None else ''}"
+
+
+def check_mapped(address: int, length: int) -> None:
+    """TransferError when this process has no memory at some of these addresses: a copy there would end it."""
+    start = address // PAGE * PAGE
+    if _libc.msync(start, address + length - start, _MS_ASYNC) != 0 and ctypes.get_errno() == errno.ENOMEM:
+        raise TransferError(
+            f"buffer=({address:#x}, {length}): this process has no memory at some of these addresses", field="buffer"
+        )
 
 
 # ── copies ────────────────────────────────────────────────────────────────────────────────────────
