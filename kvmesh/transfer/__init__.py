@@ -3,6 +3,7 @@
 `api` is the contract, `engine.TransferEngine` the door. It knows nothing of KV, models or requests.
 """
 
+from kvmesh.rpc.errors import TransferError
 from kvmesh.transfer.api import (
     BatchId,
     Carried,
@@ -31,6 +32,7 @@ __all__ = [
     "SegmentDescriptor",
     "TrafficClass",
     "TransferEngine",
+    "TransferError",
     "TransferRequest",
     "TransferState",
     "TransferStatus",

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvmesh.rpc.errors import TransferError
-from kvmesh.transfer import memory, waits, wire
+from kvmesh.transfer import checks, memory, waits, wire
 from kvmesh.transfer.api import (
     BatchId,
     Carried,
@@ -34,7 +34,7 @@ from kvmesh.transfer.fault import FaultControl
 from kvmesh.transfer.lane import Lane
 from kvmesh.transfer.requests import grouped
 from kvmesh.transfer.segment import LocalRegion, LocalSegment, SegmentDescriptor, describe
-from kvmesh.transfer.starting import placed, started, ways
+from kvmesh.transfer.starting import placed, started, ways, why_unreachable
 from kvmesh.transfer.stats import EngineStats
 from kvmesh.transfer.transport import Rail, Transport
 from kvmesh.transfer.windows import Windows
@@ -52,8 +52,8 @@ class TransferEngine:
         config: EngineConfig | None = None,
         on_notify: Callable[[Notification], None] | None = None,
     ) -> None:
-        if not name:
-            raise TransferError("name='': an engine needs a name", field="name")
+        checks.name("name", name)
+        checks.instance("config", config, EngineConfig, type(None))
         self.name = name
         self.config = config = config or EngineConfig()
         self.token = secrets.token_hex(16)
@@ -79,12 +79,12 @@ class TransferEngine:
 
     # ── memory ────────────────────────────────────────────────────────────────────────────────────
 
-    def allocate(self, nbytes: int, location: str) -> Region:
+    def allocate(self, nbytes: int, location: str = "cpu:0") -> Region:
         """Zeroed, page-aligned memory of at least `nbytes`, registered; shared memory when shm is on.
         It lives until `unregister_memory` or `close`, and then as long as somebody holds a view of it."""
         self._check_open()
-        if nbytes <= 0:
-            raise TransferError(f"nbytes={nbytes}: must be positive", field="nbytes")
+        nbytes = checks.whole("nbytes", nbytes, 1)
+        checks.location(location)
         shared = "shm" in self.config.transports
         mapping, fd = memory.allocate(
             nbytes,
@@ -95,7 +95,7 @@ class TransferEngine:
         )
         return self._register(mapping.address, mapping.length, location, mapping.view, mapping, fd)
 
-    def register_memory(self, buffer: object, location: str) -> Region:
+    def register_memory(self, buffer: object, location: str = "cpu:0") -> Region:
         """Registers memory of the caller: a writable contiguous buffer (bytearray, numpy), an (address, length) pair
         or anything with `data_ptr()` and `nbytes` (a contiguous torch tensor). The caller keeps it alive. Peers reach
         it over tcp; it can be the target of shm writes, not the source of them nor of shm reads. Memory of a GPU
@@ -103,6 +103,7 @@ class TransferEngine:
         registered again is the same region, which lives until it was unregistered as often; memory that overlaps
         otherwise is refused."""
         self._check_open()
+        checks.location(location)
         address, length, view = memory.writable(buffer)
         if not location.startswith("cpu"):
             if self.config.transports != ("rdma",):
@@ -111,6 +112,8 @@ class TransferEngine:
                     f"location={location!r}: only host memory can be registered with {names}", field="location"
                 )
             view = memoryview(b"")  # never touched from here
+        elif isinstance(buffer, tuple):
+            memory.check_mapped(address, length)
         known = self.segment.again(address, length, location, buffer)
         return known.public if known else self._register(address, length, location, view, buffer, -1)
 
@@ -130,6 +133,7 @@ class TransferEngine:
 
     def unregister_memory(self, region: Region) -> None:
         """TransferError when a window or an unfinished request needs it, or a frame of an overdue one, for a while."""
+        checks.instance("region", region, Region)
         mine = self.segment.by_offset(region.base_offset, region.length)
         if mine is None:
             raise TransferError(f"region at offset {region.base_offset} is not registered", field="region")
@@ -161,10 +165,10 @@ class TransferEngine:
         self._check_open()
         if isinstance(descriptor, bytes | bytearray | memoryview):
             descriptor = SegmentDescriptor.decode(bytes(descriptor))
+        checks.instance("descriptor", descriptor, SegmentDescriptor)
         transports = tuple(t for t in self._transports if t.reaches(descriptor))
         if not transports:
-            names = ", ".join(descriptor.endpoints) or "none"
-            raise TransferError(f"segment {descriptor.name!r} cannot be reached: it has {names}", field="segment")
+            raise TransferError(why_unreachable(descriptor, self._transports), field="segment")
         with self._core.lock:
             known = self._core.lanes.get(descriptor.name)
             if known is not None and known.descriptor.token == descriptor.token:
@@ -182,10 +186,7 @@ class TransferEngine:
     def rails(self, segment: str) -> tuple[Rail, ...]:
         """Every way to an open segment. TransferError when it is not open."""
         with self._core.lock:
-            lane = self._core.lanes.get(segment)
-            if lane is None:
-                raise TransferError(f"segment={segment!r}: not open", field="segment")
-            return lane.rails
+            return checks.opened(self._core.lanes, segment).rails
 
     def close_segment(self, name: str) -> None:
         """Its unfinished requests fail; its connections and maps go. Unknown names are ignored."""
@@ -203,14 +204,13 @@ class TransferEngine:
 
     def allocate_batch(self, n: int) -> BatchId:
         """A batch that takes up to `n` requests, in one or more submits."""
-        if n <= 0:
-            raise TransferError(f"n={n}: must be positive", field="n")
         self._check_open()
-        return self._core.new_batch(n)
+        return self._core.new_batch(checks.whole("n", n, 1))
 
     def submit(self, batch: BatchId, requests: Sequence[TransferRequest], timeout_s: float | None = None) -> None:
         """Queues requests and returns. TransferError, and nothing queued, when one of them is malformed; what goes
         wrong later is in its status. `timeout_s` defaults to the config's request_timeout_s."""
+        requests = checks.plain(requests)
         if not requests:
             return
         self._check_open()
@@ -289,15 +289,13 @@ class TransferEngine:
         that segment and epoch is acknowledged. When one of those failed or was cancelled, or the target's window is
         closed, it is not delivered. `on_done` gets COMPLETED or the reason, on an engine thread. Epoch 0 needs no
         window."""
-        if len(payload) > wire.MAX_NOTIFY_BYTES:
-            raise TransferError(f"payload of {len(payload)} bytes is over {wire.MAX_NOTIFY_BYTES}", field="payload")
+        checks.payload(payload, wire.MAX_NOTIFY_BYTES)
+        handoff_epoch = checks.whole("handoff_epoch", handoff_epoch)
         self._check_open()
         after = Aftermath()
         core = self._core
         with core.lock:
-            lane = core.lanes.get(segment)
-            if lane is None:
-                raise TransferError(f"segment={segment!r}: not open", field="segment")
+            lane = checks.opened(core.lanes, segment)
             deadline = time.monotonic() + self.config.request_timeout_s
             notice = Notice(next(core.serials), handoff_epoch, bytes(payload), on_done, deadline)
             core.notify(lane, notice, after)
@@ -326,6 +324,7 @@ class TransferEngine:
         """Invites `peer` to write into these ranges of this segment in this epoch; a second call adds ranges.
         Each window must end in a fence."""
         self._check_open()
+        checks.window(peer, handoff_epoch, ranges)
         homes = []
         with self._inviting:
             for r in ranges:

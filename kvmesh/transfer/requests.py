@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvmesh.rpc.errors import TransferError
+from kvmesh.transfer import checks
 from kvmesh.transfer.api import Opcode, TransferRequest
 from kvmesh.transfer.batch import Batch, Group
 from kvmesh.transfer.core import Core
@@ -56,9 +57,8 @@ def _new_group(
     groups: dict[tuple[object, ...], Group],
     deadline: float,
 ) -> Group:
-    lane = core.lanes.get(request.segment)
-    if lane is None:
-        raise TransferError(f"segment={request.segment!r}: not open", field="segment")
+    lane = checks.opened(core.lanes, request.segment)
+    epoch = checks.epoch_of(request)
     if request.length <= 0:
         raise TransferError(f"length={request.length}: must be positive", field="length")
     local = segment.by_address(request.local_address, request.length)
@@ -77,7 +77,7 @@ def _new_group(
     if request.verify and not (local.public.location.startswith("cpu") and remote.location.startswith("cpu")):
         raise TransferError("verify=True: only host memory can be verified", field="verify")
     rank = rank_of(request.traffic_class)
-    key = (lane.name, request.opcode, request.handoff_epoch, rank, request.verify, local.base, remote.base_offset)
+    key = (lane.name, request.opcode, epoch, rank, request.verify, local.base, remote.base_offset)
     group = groups.get(key)
     if group is None:
         group = groups[key] = Group(
@@ -85,7 +85,7 @@ def _new_group(
             lane,
             batch,
             request.opcode,
-            request.handoff_epoch,
+            epoch,
             local,
             remote,
             lane.routes(Kind.WRITE if request.opcode is Opcode.WRITE else Kind.READ, local, remote, core.topology),

@@ -68,7 +68,8 @@ class SegmentDescriptor:
     def decode(cls, data: bytes) -> SegmentDescriptor:
         """TransferError when it is malformed or of an unknown version."""
         if len(data) > MAX_DESCRIPTOR_BYTES:
-            raise TransferError(f"segment descriptor of {len(data)} bytes is over {MAX_DESCRIPTOR_BYTES}")
+            why = f"segment descriptor of {len(data)} bytes is over {MAX_DESCRIPTOR_BYTES}"
+            raise TransferError(why, field="descriptor")
         try:
             version = msgspec.msgpack.decode(data, type=_Versioned).version
             if version != DESCRIPTOR_VERSION:
@@ -77,7 +78,8 @@ class SegmentDescriptor:
                 )
             return msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError as err:
-            raise TransferError(f"segment descriptor is malformed: {err}") from err
+            why = f"segment descriptor of {len(data)} bytes is malformed: {err}"
+            raise TransferError(why, field="descriptor") from err
 
     def region_at(self, offset: int, length: int) -> RegionInfo | None:
         """The region that holds all of [offset, offset + length)."""
@@ -165,7 +167,7 @@ class LocalSegment:
         with self.changed:
             for other in self._by_base:
                 if address < other.address + other.length and other.address < address + length:
-                    raise TransferError(f"buffer at {address:#x} overlaps the region at {other.address:#x}")
+                    raise TransferError(_overlap(address, length, location, other.public), field="buffer")
             base = self._next_base
             self._next_base += -(-length // PAGE) * PAGE + PAGE
             region = LocalRegion(Region(address, length, base, location, view), view, keep, fd)
@@ -266,6 +268,13 @@ class LocalSegment:
             region.fd = -1
         if isinstance(region.keep, Mapping):
             region.keep = None
+
+
+def _overlap(address: int, length: int, location: str, other: Region) -> str:
+    if (address, length) == (other.address, other.length) and location != other.location:
+        return f"location={location!r}: this memory is registered already, with {other.location!r}"
+    mine, its = (f"[{at:#x}, {at + n:#x})" for at, n in ((address, length), (other.address, other.length)))
+    return f"buffer at {mine} overlaps the registered region at {its}: register the larger one of them alone"
 
 
 def describe(

@@ -10,7 +10,7 @@ from kvmesh.transfer import host as this_host
 from kvmesh.transfer import topology
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.fault import FaultControl, FaultTransport
-from kvmesh.transfer.segment import SegmentDescriptor
+from kvmesh.transfer.segment import SegmentDescriptor, machine_id
 from kvmesh.transfer.shm import ShmTransport
 from kvmesh.transfer.tcp import TcpTransport
 from kvmesh.transfer.transport import Rail, Transport, TransportHost
@@ -44,12 +44,39 @@ def placed(transports: Sequence[Transport], config: EngineConfig) -> topology.To
     names = [nic.name for nic in nics]
     for name in config.nics:
         if name not in names:
-            have = f"have {', '.join(names)}" if names else "have no choice of NICs"
-            kinds = ", ".join(config.transports)
-            raise TransferError(f"nics={name!r}: the transports here ({kinds}) {have}", field="nics")
+            raise TransferError(_no_nic(name, names, config), field="nics")
     if not names and not config.topology:
         return {}
     return topology.resolve(config.topology, this_host.look(env=os.environ), nics)
+
+
+def _no_nic(name: str, used: Sequence[str], config: EngineConfig) -> str:
+    """As a user is told: what it could have named instead."""
+    here = this_host.look()
+    devices, nets = [d.name for d in here.rdma], [n.name for n in here.nets]
+    kinds = ", ".join(config.transports)
+    if name in devices or name in nets:
+        why = "no transport here uses it: rdma takes RDMA devices that are up, tcp interfaces that have an address"
+    else:
+        why = f"not here: RDMA devices {', '.join(devices) or 'none'}; interfaces {', '.join(nets) or 'none'}"
+    return f"nics={name!r}: {why} (transports: {kinds}; in use: {', '.join(used) or 'none'})"
+
+
+def why_unreachable(descriptor: SegmentDescriptor, transports: Sequence[Transport]) -> str:
+    """Why no transport reaches it, by transport."""
+    causes = []
+    for transport in transports:
+        name = transport.name
+        if name not in descriptor.endpoints:
+            causes.append(f"{name}: it has none")
+        elif name != "shm":
+            causes.append(f"{name}: no NIC here and there that can reach each other")
+        elif descriptor.machine != machine_id():
+            causes.append("shm: it is on another host, or in another user namespace")
+        else:
+            causes.append("shm: it is in another network namespace, and no shm_dir is set")
+    has = ", ".join(descriptor.endpoints) or "none"
+    return f"segment {descriptor.name!r} cannot be reached ({'; '.join(causes)}); its transports: {has}"
 
 
 def ways(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvmesh.rpc.errors import TransferError
+from kvmesh.transfer import checks
 from kvmesh.transfer.host import Host, Place
 from kvmesh.transfer.segment import NicInfo
 
@@ -125,7 +126,7 @@ def _load(override: str) -> tuple[str, str]:
     if override.lstrip().startswith(("{", "[")):
         if len(override) > MAX_BYTES:
             raise _bad("topology", f"is over {MAX_BYTES} bytes")
-        return override, "topology"
+        return override, f"topology={checks.shown(override)}"
     where = f"topology={override!r}"
     try:
         with open(Path(override).expanduser(), encoding="utf-8") as file:

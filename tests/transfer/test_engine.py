@@ -90,7 +90,7 @@ def test_random_copies_between_two_processes_both_ways(nest: Nest, transport: st
 
 def test_a_closed_window_refuses_and_says_why(nest: Nest, transport: str) -> None:
     writer, target, segment, base = pair(nest, transport)
-    for epoch in (2, 0):
+    for epoch in (2, 3):
         (status,) = writer.transfer("write", segment, [(0, base, 100_000)], epoch)
         assert (status.state, status.cause) == (TransferState.FAILED, "window closed")
         assert status.drained
