@@ -59,7 +59,8 @@ class DialingTransport(Transport):
     def post(self, frame: Frame) -> None:
         key = (frame.lane.name, frame.rail)
         with self._lock:
-            path = self._paths.get(key)
+            # A closed lane's name may be open again, as that of another process: its frames must not get there.
+            path = None if frame.lane.closed else self._paths.get(key)
             if path is None and not self._closed and not frame.lane.closed:
                 path = self._paths[key] = self.new_path(frame.lane.descriptor, frame.rail)
         if path is None or not path.take(frame):

@@ -306,12 +306,11 @@ class TransferEngine:
         callback = self.on_notify
         if callback is None:
             return wire.NO_LISTENER
-        if epoch != 0:
-            fresh = self.windows.take_notification(peer, epoch, serial)
-            if fresh is None:
-                return wire.WINDOW_CLOSED
-            if not fresh:
-                return 0
+        fresh = self.windows.take_notification(peer, epoch, serial)
+        if fresh is None:
+            return wire.WINDOW_CLOSED
+        if not fresh:
+            return 0
         try:
             callback(Notification(peer, epoch, payload))
         except Exception:

@@ -102,6 +102,7 @@ class Server:
         self._threads: set[threading.Thread] = set()  # also those whose connection is gone from the table
         self._by_id: dict[tuple[str, int], Accepted] = {}
         self._closing = False
+        self._late = False  # closed before its last connection's thread had ended
         self._ended = threading.Event()
         self._acceptors: list[threading.Thread] = []
 
@@ -150,6 +151,9 @@ class Server:
             key = (connection.peer, connection.conn_id)
             if self._by_id.get(key) is connection:
                 del self._by_id[key]
+            last = self._late and not self._connections
+        if last:
+            self._end(0.1)
 
     def connections(self) -> list[Accepted]:
         with self._lock:
@@ -196,6 +200,15 @@ class Server:
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            self._late = bool(self._connections)
+        if self._late:
+            log.warning("%s: a connection's thread does not end; it will close the listener when it does", self.label)
+        else:
+            self._end(max(0.1, deadline - time.monotonic()))
+
+    def _end(self, timeout_s: float) -> None:
+        """After the last connection's thread has left memory alone: "nobody listens" says so to openers."""
         self._ended.set()
         for listener in self._socks:
             try:
@@ -204,6 +217,6 @@ class Server:
                 pass
         for thread in self._acceptors:
             if thread is not threading.current_thread():
-                thread.join(max(0.1, deadline - time.monotonic()))
+                thread.join(timeout_s)
         for listener in self._socks:
             listener.close()

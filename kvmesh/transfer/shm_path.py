@@ -259,7 +259,8 @@ class ShmPath:
             try:
                 sock.connect(raw_address(descriptor.endpoints["shm"].get("path", "")))
             except (ConnectionRefusedError, FileNotFoundError) as err:
-                self._gone = True
+                # A file can be deleted under a living process; "refused" is the kernel's word that nobody listens.
+                self._gone = isinstance(err, ConnectionRefusedError)
                 raise Refused(f"{descriptor.name} is gone: {err.strerror}", retry=False) from err
             conn_id = next(self.transport.conn_ids)
             sock.send(

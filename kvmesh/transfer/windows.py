@@ -20,11 +20,14 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from kvmesh.rpc.errors import TransferError
+
+MAX_UNINVITED = 4096
 
 HomeT = TypeVar("HomeT")
 
@@ -63,6 +66,7 @@ class Windows(Generic[HomeT]):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._changed = threading.Condition(threading.Lock())
         self._windows: dict[tuple[str, int], _Window[HomeT]] = {}
+        self._uninvited: OrderedDict[tuple[str, int], None] = OrderedDict()  # notifications of epoch 0
         self._clock = clock
 
     def open(self, peer: str, epoch: int, ranges: Iterable[tuple[int, int, HomeT]]) -> None:
@@ -132,8 +136,16 @@ class Windows(Generic[HomeT]):
                 window.landed_bytes += nbytes
 
     def take_notification(self, peer: str, epoch: int, serial: int) -> bool | None:
-        """True: deliver it; False: it was delivered before (a re-sent one); None: the window is not open."""
+        """True: deliver it; False: it was delivered before (a re-sent one); None: the window is not open. Epoch 0 needs
+        none: of those the last ones of all peers are remembered."""
         with self._changed:
+            if epoch == 0:
+                if (peer, serial) in self._uninvited:
+                    return False
+                self._uninvited[(peer, serial)] = None
+                if len(self._uninvited) > MAX_UNINVITED:
+                    self._uninvited.popitem(last=False)
+                return True
             window = self._windows.get((peer, epoch))
             if window is None or window.closing:
                 return None

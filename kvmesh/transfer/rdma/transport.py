@@ -205,7 +205,8 @@ class RdmaTransport(Transport):
     def post(self, frame: Frame) -> None:
         segment = frame.lane.name
         with self._lock:
-            path = self._paths.get(segment)
+            # A closed lane's name may be open again, as that of another process: its frames must not get there.
+            path = None if frame.lane.closed else self._paths.get(segment)
             if path is None and not self._closed and not frame.lane.closed:
                 descriptor = frame.lane.descriptor
                 pairs = {Rail(frame.rail.transport, p.local, p.remote): p for p in self._pairs(descriptor)}
