@@ -1,112 +1,154 @@
 """Large copies by several threads.
 
-One core moves a part of what a machine's memory can: a quarter of it on a desktop, a tenth on a server. So a large copy
-is cut into pieces; the thread that has it takes pieces, and so do the helpers. `copy` returns after the last byte,
-whoever moved it, so that for fences and superseding only the caller counts.
+One core moves a part of what a machine's memory can: two thirds of it on a desktop, a tenth on a server. So a large
+copy is cut into pieces, which its owner's thread takes, and so do the helpers. Nobody waits for the others at the end:
+whoever moves the last byte calls `done`, while the rest are at the pieces of the next copy.
+
+    owner ── start(job) ──▶ jobs ◀── helpers        job.work() moves one piece; the last one calls done
+      └───── job.work() ─────┘
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvmesh.transfer.memory import copy_runs, merged
 
-LARGE_BYTES = 4 << 20  # below, waking a helper (50 µs in a VM) is not worth its share
-PIECE_BYTES = 2 << 20
+log = logging.getLogger(__name__)
+
+LARGE_BYTES = 2 << 20  # below, waking a helper (50 µs in a VM) is not worth its share
+PIECE_BYTES = 1 << 20
+
+Piece = tuple[Sequence[int], Sequence[int], Sequence[int]]  # targets, sources, lengths
 
 
 def by_cores() -> int:
-    """Threads for a copy, the caller's among them: others have work on these cores, too."""
-    return 1 + min(3, len(os.sched_getaffinity(0)) // 4)
+    """Threads for a copy, the owner's among them: others have work on these cores, too."""
+    cores = len(os.sched_getaffinity(0))
+    return min(cores, 2) if cores < 8 else 1 + min(3, cores // 4)
 
 
-class _Job:
-    def __init__(self, targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int]) -> None:
-        self.pieces: deque[tuple[list[int], list[int], list[int]]] = deque()
-        self.undone = 0
-        room = 0
-        for target, source, length in zip(targets, sources, lengths, strict=True):
-            while length > 0:
-                if room == 0:
-                    self.pieces.append(([], [], []))
-                    room = PIECE_BYTES
-                take = min(length, room)
-                piece = self.pieces[-1]
-                piece[0].append(target)
-                piece[1].append(source)
-                piece[2].append(take)
-                target, source, length, room = target + take, source + take, length - take, room - take
-        self.undone = len(self.pieces)
+def cut(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int], piece_bytes: int) -> list[Piece]:
+    """Runs in order, in pieces of `piece_bytes` each but the last; equal short runs are not cut apart."""
+    targets, sources, lengths = merged(targets, sources, lengths)
+    count, first = len(lengths), lengths[0]
+    if first <= piece_bytes // 4 and lengths.count(first) == count:
+        step = piece_bytes // first
+        return [(targets[i : i + step], sources[i : i + step], lengths[i : i + step]) for i in range(0, count, step)]
+    pieces: list[tuple[list[int], list[int], list[int]]] = []
+    room = 0
+    for target, source, length in zip(targets, sources, lengths, strict=True):
+        while length > 0:
+            if room == 0:
+                pieces.append(([], [], []))
+                room = piece_bytes
+            take = min(length, room)
+            piece = pieces[-1]
+            piece[0].append(target)
+            piece[1].append(source)
+            piece[2].append(take)
+            target, source, length, room = target + take, source + take, length - take, room - take
+    return list(pieces)
+
+
+class Job:
+    """One copy. `done(error)` is called once, when no thread will touch the memory any more, with no lock held, by the
+    thread that moved the last piece; `error` is None when every byte is there."""
+
+    def __init__(
+        self,
+        targets: Sequence[int],
+        sources: Sequence[int],
+        lengths: Sequence[int],
+        done: Callable[[BaseException | None], None],
+    ) -> None:
+        self.pieces = deque(cut(targets, sources, lengths, PIECE_BYTES))
+        self._undone = len(self.pieces)
+        self._error: BaseException | None = None
+        self._done = done
+        self._lock = threading.Lock()
+
+    def work(self) -> bool:
+        """Moves one piece; false when there is none left to take."""
+        try:
+            piece = self.pieces.popleft()
+        except IndexError:
+            return False
+        try:
+            copy_runs(*piece)
+        except Exception as err:
+            self._error = err
+        with self._lock:
+            self._undone -= 1
+            last = self._undone == 0
+        if last:
+            self._done(self._error)
+        return True
 
 
 class Copiers:
-    """`threads` - 1 helpers, started with the first large copy. Owned by the transport."""
+    """`threads` - 1 helpers, started with the first job. Owned by the transport."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self._changed = threading.Condition()
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[Job] = deque()
         self._helpers: list[threading.Thread] = []
+        self._idle = 0
         self._closed = False
 
     def wants(self, nbytes: int) -> bool:
         return self.threads > 1 and nbytes >= LARGE_BYTES
 
-    def copy(self, targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int]) -> None:
-        """As `memory.copy_runs`. Returns when every byte is there."""
-        job = _Job(*merged(targets, sources, lengths))
+    def start(self, job: Job) -> None:
+        """Has the helpers take pieces of it. Its owner must `work` until none is left: helpers may be busy, or none."""
         with self._changed:
-            if not self._closed:
-                self._jobs.append(job)
-                self._start()
+            if self._closed:
+                return
+            self._jobs.append(job)
+            self._ready()
+            if self._idle:
                 self._changed.notify(self.threads - 1)
-        while self._work(job):
-            pass
-        with self._changed:
-            if job in self._jobs:
-                self._jobs.remove(job)
-            while job.undone:
-                self._changed.wait()
 
     def close(self, timeout_s: float) -> None:
-        """Helpers end after the piece in their hands; copies under way are finished by their callers."""
+        """Helpers end after the piece in their hands; copies under way are finished by their owners."""
         with self._changed:
             self._closed = True
+            self._jobs.clear()
             self._changed.notify_all()
         for thread in self._helpers:
             thread.join(timeout_s)
 
-    def _start(self) -> None:
+    def _ready(self) -> None:
         while len(self._helpers) < self.threads - 1:
             thread = threading.Thread(target=self._help, name="kvmesh-shm-copy", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as err:  # no more threads: the owners do it all
+                log.warning("shm: no helper for copies: %s", err)
+                return
             self._helpers.append(thread)
-            thread.start()
 
     def _help(self) -> None:
-        while True:
+        while (job := self._next()) is not None:
+            try:
+                while job.work():
+                    pass
+            except Exception:
+                log.exception("the end of a copy raised")
             with self._changed:
-                while not self._jobs and not self._closed:
-                    self._changed.wait()
-                if self._closed:
-                    return
-                job = self._jobs[0]
-                if not job.pieces:
+                if self._jobs and self._jobs[0] is job:
                     self._jobs.popleft()
-                    continue
-            self._work(job)
+            del job  # it keeps memory mapped
 
-    def _work(self, job: _Job) -> bool:
-        """Moves one piece; false when there is none left to take."""
-        try:
-            piece = job.pieces.popleft()
-        except IndexError:
-            return False
-        copy_runs(*piece)
+    def _next(self) -> Job | None:
         with self._changed:
-            job.undone -= 1
-            if job.undone == 0:
-                self._changed.notify_all()
-        return True
+            while not self._jobs and not self._closed:
+                self._idle += 1
+                self._changed.wait()
+                self._idle -= 1
+            return None if self._closed else self._jobs[0]

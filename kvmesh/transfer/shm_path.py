@@ -2,7 +2,7 @@
 
 A caller's thread sends a frame itself, without blocking: a small write costs the caller one system call and wakes
 nobody but the target's copier. The owner thread connects, takes answers and recovers; it lives while there is a
-connection, or work that needs one. A READ is copied by the caller's thread when it is short, else by a second thread.
+connection, or work that needs one. READs are copied here: `shm_read`.
 
 When a connection ends, the next greeting supersedes it (see `wire`): only then are its unanswered frames lost and
 settled. When nobody listens on the target's socket any more, they are settled too: a process closes its listener after
@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 from kvmesh.transfer import wire
 from kvmesh.transfer.dialing import connect_patiently
-from kvmesh.transfer.memory import Mapping, copy_runs
 from kvmesh.transfer.segment import SegmentDescriptor
+from kvmesh.transfer.shm_read import OWN_READ_BYTES, Reader
 from kvmesh.transfer.shm_server import PACKET_BYTES, PeerMaps, receive, send_region
 from kvmesh.transfer.transport import Frame, Kind
 from kvmesh.transfer.wire import Asked, Gone, Hello, ProtocolBroken, Refused
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from kvmesh.transfer.shm import ShmTransport
 
 _SEND_BUFFER_BYTES = 1 << 20
-_OWN_READ_BYTES = 256 << 10  # takes the caller no longer than waking another thread
 
 
 def raw_address(address: str) -> str:
@@ -54,24 +53,22 @@ class ShmPath:
         self.closed = ""
         self.backlog: deque[Frame] = deque()
         self.inflight: dict[int, Frame] = {}
-        self.copies: deque[tuple[Frame, Mapping, int]] = deque()
         self.wanted: dict[int, list[Frame]] = {}  # READs by the region they wait for
         self.progress_at = 0.0
         self._seq = 0
         self._told: set[int] = set()  # own regions that the peer's copier has mapped
         self._maps = PeerMaps()
+        self._reader = Reader(transport, descriptor.name)
         self._stranded: list[Frame] = []
         self._supersedes: tuple[int, ...] = ()
         self._gone = False  # nobody listens at the target any more
-        self._reading = threading.local()
         self._owner: threading.Thread | None = None
-        self._copier: threading.Thread | None = None
 
     # ── called by any thread ──────────────────────────────────────────────────────────────────────
 
     def take(self, frame: Frame) -> bool:
         start: threading.Thread | None = None
-        if frame.kind is Kind.READ and frame.nbytes <= _OWN_READ_BYTES and self._read_here(frame):
+        if frame.kind is Kind.READ and frame.nbytes <= OWN_READ_BYTES and self._read_here(frame):
             return True
         with self.changed:
             if self.closed:
@@ -89,22 +86,12 @@ class ShmPath:
         return True
 
     def _read_here(self, frame: Frame) -> bool:
-        """Copies it in the caller's thread, when the memory is mapped. The frames that its end makes room for go to
-        the reading thread: they are posted from inside."""
-        if getattr(self._reading, "inside", False):
-            return False
+        """Copies it in the caller's thread, when the memory is mapped."""
         assert frame.group is not None, "a READ has memory"
         base = frame.group.remote.base_offset
         with self.changed:
             found = self._maps.find(base, 1) if self.ready else None
-        if found is None:
-            return False
-        self._reading.inside = True
-        try:
-            self._fetch(frame, found[0], base)
-        finally:
-            self._reading.inside = False
-        return True
+        return found is not None and self._reader.read_here(frame, found[0], base)
 
     def recall(self, frame: Frame) -> bool:
         with self.changed:
@@ -115,11 +102,7 @@ class ShmPath:
                 if frame in waiting:
                     waiting.remove(frame)
                     return True
-            for entry in self.copies:
-                if entry[0] is frame:
-                    self.copies.remove(entry)
-                    return True
-        return False
+        return self._reader.recall(frame)
 
     def expire(self, frame: Frame, idle_s: float) -> None:
         with self.changed:
@@ -129,12 +112,13 @@ class ShmPath:
 
     def idle(self) -> bool:
         with self.changed:
-            return not (self.backlog or self.inflight or self._stranded or self.copies or self.wanted)
+            return not (self.backlog or self.inflight or self._stranded or self.wanted or self._reader.waiting)
 
     def close(self, cause: str) -> None:
         with self.changed:
             self.closed = cause
             self._shut(cause)
+        self._reader.close()
 
     def withdraw(self, base: int) -> None:
         """Tells the peer's copier that an own region is gone."""
@@ -204,22 +188,13 @@ class ShmPath:
         base = frame.group.remote.base_offset
         found = self._maps.find(base, 1)
         if found is not None:
-            self._copy_later(frame, found[0], base)
+            self._reader.put(frame, found[0], base)
         else:
             if base not in self.wanted:
                 sock.send(wire.HEAD.pack(wire.WANT, 0, 0, 0, base, 0, 0), socket.MSG_DONTWAIT)
                 if not self.inflight:
                     self.progress_at = time.monotonic()
             self.wanted.setdefault(base, []).append(frame)
-
-    def _copy_later(self, frame: Frame, mapping: Mapping, base: int) -> None:
-        """OSError when there can be no thread for it: it is nowhere then."""
-        if self._copier is None:
-            copier = threading.Thread(target=self._copy, name="kvmesh-shm-read", daemon=True)
-            self.transport.spawn(copier)
-            self._copier = copier
-        self.copies.append((frame, mapping, base))
-        self.changed.notify_all()
 
     # ── the owner thread ──────────────────────────────────────────────────────────────────────────
 
@@ -322,7 +297,7 @@ class ShmPath:
             found = self._maps.find(region.seq, 1) if known else None
             if found is not None:
                 for frame in frames:
-                    self._copy_later(frame, found[0], region.seq)
+                    self._reader.put(frame, found[0], region.seq)
             self.wanted.pop(region.seq, None)
             if found is not None:
                 return
@@ -337,9 +312,8 @@ class ShmPath:
             self._stranded = [f for f in asked if f.kind is not Kind.CHECKSUM]
             self.inflight.clear()
             traceless = [f for f in asked if f.kind is Kind.CHECKSUM]
-            traceless += [f for waiting in self.wanted.values() for f in waiting] + [c[0] for c in self.copies]
+            traceless += [f for waiting in self.wanted.values() for f in waiting] + self._reader.take_back()
             self.wanted.clear()
-            self.copies.clear()
             self.sock = None
             self._told.clear()
             self._maps.clear()
@@ -366,24 +340,3 @@ class ShmPath:
             frame.lost(cause, settled=self._gone, down=down)
         for frame in waiting:
             frame.lost(cause, settled=True, down=down)
-
-    # ── the reading thread ────────────────────────────────────────────────────────────────────────
-
-    def _copy(self) -> None:
-        while True:
-            with self.changed:
-                while not self.copies and not self.closed:
-                    self.changed.wait()
-                if not self.copies:
-                    return
-                frame, mapping, base = self.copies.popleft()
-            self._fetch(frame, mapping, base)
-            del frame, mapping
-
-    def _fetch(self, frame: Frame, mapping: Mapping, base: int) -> None:
-        shift = mapping.address - base
-        parts = frame.parts
-        copiers = self.transport.copiers
-        copy = copiers.copy if copiers.wants(frame.nbytes) else copy_runs
-        copy([p[1] for p in parts], [p[2] + shift for p in parts], [p[3] for p in parts])
-        frame.done()

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import array
+import logging
 import os
 import socket
 import struct
+import threading
 import zlib
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
+from functools import partial
+from operator import add
 
 from kvmesh.rpc.errors import TransferError
 from kvmesh.transfer import wire
 from kvmesh.transfer.memory import Mapping, copy_runs, map_peer
+from kvmesh.transfer.segment import LocalRegion
 from kvmesh.transfer.serving import Accepted, Server
-from kvmesh.transfer.shm_copy import Copiers
+from kvmesh.transfer.shm_copy import Copiers, Job
+from kvmesh.transfer.windows import Admission
 from kvmesh.transfer.wire import Asked, Gone, Hello, ProtocolBroken, Welcome
+
+log = logging.getLogger(__name__)
 
 PACKET_BYTES = 64 << 10
 _FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
 
 
-def receive(sock: socket.socket, buffer: bytearray) -> tuple[int, int]:
+def receive(sock: socket.socket, buffer: bytearray, flags: int = 0) -> tuple[int, int]:
     """One packet: its length and the descriptor that came with it, or -1. Gone at the end."""
-    got, ancillary, flags, _ = sock.recvmsg_into([buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
+    got, ancillary, flags, _ = sock.recvmsg_into([buffer], _FD_SPACE, socket.MSG_CMSG_CLOEXEC | flags)
     fds = array.array("i")
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -87,7 +96,8 @@ class PeerMaps:
 
 
 class ShmAccepted(Accepted):
-    """The copier thread of one writer."""
+    """The copier thread of one writer. Large frames are jobs, of which helpers take pieces: the thread receives the
+    next frame while they are at the last pieces of this one."""
 
     def __init__(self, server: Server, sock: socket.socket, copiers: Copiers) -> None:
         super().__init__(server, sock)
@@ -95,6 +105,9 @@ class ShmAccepted(Accepted):
         self._maps = PeerMaps()
         self._buffer = bytearray(PACKET_BYTES)
         self._given: set[int] = set()  # own regions that the peer has mapped
+        self._jobs: deque[Job] = deque()  # of which pieces may be left to take
+        self._ended = threading.Condition()
+        self._open = 0  # jobs whose last byte is not there yet
 
     def withdraw(self, base: int) -> None:
         """Tells the peer that an own region is gone; any thread."""
@@ -115,22 +128,49 @@ class ShmAccepted(Accepted):
         self.sock.send(wire.encode_hello(welcome))
 
     def serve(self) -> None:
-        buffer = self._buffer
-        while True:
-            got, fd = receive(self.sock, buffer)
-            asked = Asked.parse_packet(buffer, got, fd)
-            if asked.kind == wire.REGION:
-                self._maps.add(asked, fd)
-            elif asked.kind == wire.WRITE:
-                self._write(asked, got)
-            elif asked.kind == wire.NOTIFY:
-                self._notify(asked, got)
-            elif asked.kind == wire.CHECKSUM:
-                self._checksum(asked, got)
-            elif asked.kind == wire.WANT:
-                self._hand_over(asked.seq)
-            else:
-                raise ProtocolBroken(f"packet of kind {asked.kind}")
+        try:
+            while True:
+                self._serve_packet(*self._next_packet())
+        finally:
+            self._finish_jobs()
+
+    def _next_packet(self) -> tuple[int, int]:
+        """Works at the jobs until there is one; looks for one just before the helpers run out of pieces."""
+        jobs = self._jobs
+        while jobs:
+            if len(jobs) == 1 and len(jobs[0].pieces) < self._copiers.threads:
+                try:
+                    return receive(self.sock, self._buffer, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    pass
+            if not jobs[0].work():
+                jobs.popleft()
+        return receive(self.sock, self._buffer)
+
+    def _finish_jobs(self) -> None:
+        """Until no thread is at a byte of this connection."""
+        while self._jobs:
+            if not self._jobs[0].work():
+                self._jobs.popleft()
+        with self._ended:
+            self._ended.wait_for(lambda: not self._open)
+
+    def _serve_packet(self, got: int, fd: int) -> None:
+        asked = Asked.parse_packet(self._buffer, got, fd)
+        if asked.kind == wire.REGION:
+            self._maps.add(asked, fd)
+        elif asked.kind == wire.WRITE:
+            self._write(asked, got)
+        elif asked.kind == wire.NOTIFY:
+            self._finish_jobs()
+            self._notify(asked, got)
+        elif asked.kind == wire.CHECKSUM:
+            self._finish_jobs()
+            self._checksum(asked, got)
+        elif asked.kind == wire.WANT:
+            self._hand_over(asked.seq)
+        else:
+            raise ProtocolBroken(f"packet of kind {asked.kind}")
 
     def _hand_over(self, base: int) -> None:
         """The region's descriptor; in use meanwhile, so that its number names no other file."""
@@ -158,32 +198,79 @@ class ShmAccepted(Accepted):
         if admission is None:
             self._answer(asked.seq, range(asked.count), wire.WINDOW_CLOSED)
             return
+        job: Job | None = None
         landed = 0
         try:
             if self.dead:
                 raise Gone("cut by a fence")
-            refused = set(admission.refused)
-            keep: list[Mapping] = []
-            to, of, runs = [], [], []
-            for i, home in enumerate(admission.homes):
-                if home is None:
-                    continue
-                source = self._maps.find(sources[i], lengths[i])
-                if source is None:
-                    raise ProtocolBroken("write from memory that was not handed over")
-                if not keep or keep[-1] is not source[0]:
-                    keep.append(source[0])
-                to.append(home.address + targets[i] - home.base)
-                of.append(source[1])
-                runs.append(lengths[i])
+            to, of, runs, keep = self._runs(admission, sources, targets, lengths)
             if self._copiers.wants(asked.nbytes):
-                self._copiers.copy(to, of, runs)
+                job = Job(to, of, runs, partial(self._landed, asked.seq, admission, sum(runs), keep))
             else:
                 copy_runs(to, of, runs)
-            landed = sum(runs)
+                landed = sum(runs)
         finally:
-            windows.leave(admission, landed)
-        self._answer(asked.seq, sorted(refused), wire.OUTSIDE_WINDOW if refused else 0)
+            if job is None:
+                windows.leave(admission, landed)
+        if job is not None:
+            with self._ended:
+                self._open += 1
+            self._jobs.append(job)
+            self._copiers.start(job)
+        else:
+            self._answer(asked.seq, admission.refused, wire.OUTSIDE_WINDOW if admission.refused else 0)
+
+    def _runs(
+        self, admission: Admission[LocalRegion], sources: Sequence[int], targets: Sequence[int], lengths: Sequence[int]
+    ) -> tuple[Sequence[int], Sequence[int], Sequence[int], list[Mapping]]:
+        """Addresses to copy to and from, of the slices that were admitted; and the maps that must stay."""
+        home = admission.homes[0]
+        if home is not None and admission.homes.count(home) == len(lengths):
+            start = min(sources)
+            source = self._maps.find(start, max(map(add, sources, lengths)) - start)
+            if source is not None:
+                near, far = home.address - home.base, source[1] - start
+                return [at + near for at in targets], [at + far for at in sources], lengths, [source[0]]
+        keep: list[Mapping] = []
+        to, of, runs = [], [], []
+        for i, home in enumerate(admission.homes):
+            if home is None:
+                continue
+            source = self._maps.find(sources[i], lengths[i])
+            if source is None:
+                raise ProtocolBroken("write from memory that was not handed over")
+            if not keep or keep[-1] is not source[0]:
+                keep.append(source[0])
+            to.append(home.address + targets[i] - home.base)
+            of.append(source[1])
+            runs.append(lengths[i])
+        return to, of, runs, keep
+
+    def _landed(
+        self,
+        seq: int,
+        admission: Admission[LocalRegion],
+        nbytes: int,
+        keep: Sequence[Mapping],
+        error: BaseException | None,
+    ) -> None:
+        """The end of a job, on any thread. Helpers serve all peers, so it waits for none: one that takes no answers is
+        cut off."""
+        self.host.windows.leave(admission, 0 if error else nbytes)
+        try:
+            if error is not None:
+                raise error
+            code = wire.OUTSIDE_WINDOW if admission.refused else 0
+            self._answer(seq, admission.refused, code, socket.MSG_DONTWAIT)
+        except OSError:
+            self.interrupt()
+        except Exception:
+            log.exception("shm copy for %r failed", self.peer)
+            self.interrupt()
+        finally:
+            with self._ended:
+                self._open -= 1
+                self._ended.notify_all()
 
     def _checksum(self, asked: Asked, got: int) -> None:
         if got != wire.HEAD_BYTES + 16 * asked.count:
@@ -211,10 +298,10 @@ class ShmAccepted(Accepted):
         code = self.host.deliver(self.peer, asked.epoch, serial, bytes(self._buffer[start:got]))
         self._answer(asked.seq, (), code)
 
-    def _answer(self, seq: int, refused: Sequence[int], code: int) -> None:
+    def _answer(self, seq: int, refused: Sequence[int], code: int, flags: int = 0) -> None:
         count = len(refused)
         head = wire.HEAD.pack(wire.ANSWER, code, 0, count, seq, 0, 0)
-        self.sock.send(head + struct.pack(f"<{count}I", *refused) if count else head)
+        self.sock.send(head + struct.pack(f"<{count}I", *refused) if count else head, flags)
 
     def release(self) -> None:
         self._maps.clear()

@@ -23,6 +23,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import add
 from typing import Generic, Protocol, TypeVar
 
 from kvmesh.rpc.errors import TransferError
@@ -98,6 +99,11 @@ class Windows(Generic[HomeT]):
             if window is None or window.closing:
                 return None
             starts, ends, owners = window.starts, window.ends, window.homes
+            first = min(offsets, default=-1)
+            at = bisect_right(starts, first) - 1
+            if at >= 0 and max(map(add, offsets, lengths)) <= ends[at]:  # all in one range
+                window.inside.append(holder)
+                return Admission([owners[at]] * len(offsets), refused, window, holder)
             for offset, length in zip(offsets, lengths, strict=True):
                 at = bisect_right(starts, offset) - 1
                 if at >= 0 and offset + length <= ends[at]:

@@ -7,7 +7,10 @@ import socket
 import struct
 
 from kvmesh.transfer import SegmentDescriptor, wire
+from kvmesh.transfer.segment import RegionInfo
 from kvmesh.transfer.shm_path import raw_address
+
+BASE = 1 << 20  # offset of a RawTarget's only region
 
 
 def greeting(descriptor: SegmentDescriptor, peer: str, conn_id: int, supersedes: tuple[int, ...] = ()) -> bytes:
@@ -54,6 +57,12 @@ class RawTcp:
         self.sock.close()
 
 
+def write_rows(seq: int, epoch: int, rows: list[tuple[int, int, int]]) -> bytes:
+    """A WRITE of shm: (source offset, target offset, length) each."""
+    head = wire.HEAD.pack(wire.WRITE, 0, 0, len(rows), seq, epoch, sum(row[2] for row in rows))
+    return head + b"".join(struct.pack("<3Q", *row) for row in rows)
+
+
 class RawShm:
     """A greeted shm connection."""
 
@@ -75,3 +84,41 @@ class RawShm:
 
     def close(self) -> None:
         self.sock.close()
+
+
+class RawTarget:
+    """A tcp peer that is asked, and answers what and when the test says. One connection at a time."""
+
+    def __init__(self, name: str, nbytes: int) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(10)
+        self.sock = socket.socket()
+        endpoint = {"host": "127.0.0.1", "port": str(self._listener.getsockname()[1])}
+        region = RegionInfo(BASE, nbytes, "cpu:0", False)
+        self.descriptor = SegmentDescriptor(name, "elsewhere", "token", (region,), {"tcp": endpoint})
+        self.hello: wire.Hello | None = None
+
+    def accept(self) -> None:
+        """Takes the next connection."""
+        self.sock.close()
+        self.sock, _ = self._listener.accept()
+        self.sock.settimeout(10)
+        (length,) = wire.LENGTH.unpack(wire.recv_exact(self.sock, wire.LENGTH.size))
+        self.hello = wire.decode_hello(bytes(wire.recv_exact(self.sock, length)))
+        welcome = wire.encode_hello(wire.Welcome(wire.WIRE_VERSION))
+        self.sock.sendall(wire.LENGTH.pack(len(welcome)) + welcome)
+
+    def asked(self) -> wire.Asked:
+        """The next frame; a WRITE's bytes are dropped."""
+        asked = wire.Asked.parse(wire.recv_exact(self.sock, wire.HEAD_BYTES))
+        wire.recv_exact(self.sock, 16 * asked.count + (asked.nbytes if asked.kind == wire.WRITE else 0))
+        return asked
+
+    def answer(self, seq: int, payload: bytes = b"", refused: tuple[int, ...] = (), code: int = 0) -> bytes:
+        """For the test to send."""
+        head = wire.HEAD.pack(wire.ANSWER, code, 0, len(refused), seq, 0, len(payload))
+        return head + struct.pack(f"<{len(refused)}I", *refused) + payload
+
+    def close(self) -> None:
+        self.sock.close()
+        self._listener.close()

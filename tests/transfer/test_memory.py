@@ -48,6 +48,42 @@ def test_copies_equal_slice_assignment(runs: int, gather: object, monkeypatch: p
     assert (target == expected).all()
 
 
+@pytest.mark.parametrize(
+    ("to", "of", "length"), [(300, 100, 100), (100, 0, 100), (-128, 512, 7), (300, -300, 300), (1, 1, 1)]
+)
+def test_rows_at_even_distances_are_copied_in_one_call(
+    to: int, of: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = np.random.default_rng(1).integers(0, 256, 1 << 17, dtype=np.uint8)
+    target = np.zeros(1 << 17, dtype=np.uint8)
+    expected = target.copy()
+    targets, sources = [[60_000 + distance * i for i in range(100)] for distance in (to, of)]
+    for t, s in zip(targets, sources, strict=True):
+        expected[t : t + length] = source[s : s + length]
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "_one_by_one", failing)
+        patch.setattr(memory, "_gather", failing)
+        patch.setattr(memory, "merged", lambda *runs: runs)
+        memory.copy_runs(
+            [target.ctypes.data + t for t in targets], [source.ctypes.data + s for s in sources], [length] * 100
+        )
+    assert (target == expected).all()
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+@pytest.mark.parametrize("at", [0, 1, 50, 99])
+def test_rows_of_which_one_is_elsewhere_are_not_taken_for_even(odd: int, at: int) -> None:
+    source = np.random.default_rng(1).integers(0, 256, 1 << 17, dtype=np.uint8)
+    target = np.zeros(1 << 17, dtype=np.uint8)
+    runs = [[200 * i for i in range(100)], [300 * i for i in range(100)], [100] * 100]
+    runs[odd][at] += 9
+    expected = target.copy()
+    for t, s, n in zip(*runs, strict=True):
+        expected[t : t + n] = source[s : s + n]
+    memory.copy_runs([target.ctypes.data + t for t in runs[0]], [source.ctypes.data + s for s in runs[1]], runs[2])
+    assert (target == expected).all()
+
+
 def test_a_map_lives_as_long_as_its_views() -> None:
     mapping, fd = memory.allocate(10_000, "test", shared=False)
     assert fd == -1
@@ -218,7 +254,7 @@ def test_a_busy_gil_is_noticed_and_the_rest_goes_in_one_call(monkeypatch: pytest
 
     def copy() -> None:
         target = np.zeros(2 * run * count, dtype=np.uint8)
-        at = [2 * run * i for i in range(count)]
+        at = [2 * run * i + i % 3 for i in range(count)]  # at uneven distances
         memory.copy_runs([target.ctypes.data + a for a in at], [source.ctypes.data + a for a in at], [run] * count)
         for a in at:
             assert (target[a : a + run] == source[a : a + run]).all()

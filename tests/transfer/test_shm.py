@@ -1,9 +1,8 @@
-"""What only shm has: copies by several threads, reads by the caller, checksums in packets, namespaces."""
+"""What only shm has: reads by the caller, checksums in packets, namespaces. Its copies: test_shm_copy."""
 
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import socket
 import struct
@@ -14,13 +13,11 @@ import zlib
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
-import numpy as np
 import pytest
 
 from kvmesh.rpc.errors import TransferError
-from kvmesh.transfer import EngineConfig, SegmentDescriptor, TransferState, shm_copy, wire
+from kvmesh.transfer import EngineConfig, SegmentDescriptor, TransferState, wire
 from kvmesh.transfer.segment import machine_id, network_id
-from kvmesh.transfer.shm_copy import Copiers
 from tests.transfer.conftest import Nest, over
 from tests.transfer.networks import HostPeer, Networks, networks
 from tests.transfer.peer import Actor, Peer, pattern
@@ -40,90 +37,17 @@ def pair(nest: Nest, nbytes: int, **options: object) -> tuple[Actor, Actor, str,
     return writer, target, segment, base
 
 
-# ── copies by several threads ─────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("threads", [2, 4])
-def test_several_threads_copy_what_one_would(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm_copy, "PIECE_BYTES", 5000)
-    rng = random.Random(threads)
-    source = np.frombuffer(pattern(1, 1 << 20), dtype=np.uint8)
-    copiers = Copiers(threads)
-    try:
-        for _ in range(20):
-            target = np.zeros(1 << 20, dtype=np.uint8)
-            expected = target.copy()
-            to, of, lengths, at = [], [], [], 0
-            while at < 900_000:
-                at += rng.choice([0, 3, 4096])
-                length, start = rng.choice([1, 4999, 5000, 5001, 70_000]), rng.randrange(900_000)
-                to.append(target.ctypes.data + at)
-                of.append(source.ctypes.data + start)
-                lengths.append(length)
-                expected[at : at + length] = source[start : start + length]
-                at += length
-            copiers.copy(to, of, lengths)
-            assert (target == expected).all()
-    finally:
-        copiers.close(10)
-    assert not [t for t in threading.enumerate() if t.name == "kvmesh-shm-copy"]
-
-
-def test_a_copy_returns_after_its_last_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The helper is held inside its piece: the caller, which has done all the others, must wait for it."""
-    entered, go_on, returned = threading.Event(), threading.Event(), threading.Event()
-    copy_runs = shm_copy.copy_runs
-
-    def slow(*args: object) -> None:
-        if threading.current_thread().name == "kvmesh-shm-copy":
-            entered.set()
-            assert go_on.wait(20)
-        else:
-            assert entered.wait(20)
-        copy_runs(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(shm_copy, "copy_runs", slow)
-    monkeypatch.setattr(shm_copy, "PIECE_BYTES", 1000)
-    source, target = np.ones(4000, dtype=np.uint8), np.zeros(4000, dtype=np.uint8)
-    copiers = Copiers(2)
-
-    def copy() -> None:
-        copiers.copy([target.ctypes.data], [source.ctypes.data], [4000])
-        returned.set()
-
-    caller = threading.Thread(target=copy)
-    caller.start()
-    assert entered.wait(20)
-    assert not returned.wait(0.05)
-    assert target.sum() < 4000
-    go_on.set()
-    caller.join(20)
-    assert target.sum() == 4000
-    copiers.close(10)
-
-
-@pytest.mark.parametrize("opcode", ["write", "read"])
-def test_large_transfers_with_helpers(nest: Nest, opcode: str) -> None:
-    writer, target, segment, base = pair(nest, 40 * MIB, transports=("shm",), shm_copy_threads=3)
-    epoch = 1 if opcode == "write" else 0
-    (status,) = writer.transfer(opcode, segment, [(12345, base + 777, 39 * MIB)], epoch)
-    assert status.state is TransferState.COMPLETED
-    assert writer.read(12345, 39 * MIB) == target.read(777, 39 * MIB)
-    busy = [a for a in (writer, target) if any(t.is_alive() for t in a.engine._transports[0].copiers._helpers)]  # type: ignore[attr-defined]
-    assert busy == [target if opcode == "write" else writer]
-
-
 # ── short reads ───────────────────────────────────────────────────────────────────────────────────
 
 
 def test_short_reads_are_copied_by_the_caller_and_do_not_nest(nest: Nest, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many are queued, what one's end lets go is not read from inside it."""
-    from kvmesh.transfer import shm_path
+    from kvmesh.transfer import shm_read
 
     writer, target, segment, base = pair(nest, 4 * MIB, transports=("shm",))
     assert writer.transfer("read", segment, [(0, base, 100)])[0].state is TransferState.COMPLETED  # maps it
     depth, deepest, here = 0, 0, 0
-    copy_runs = shm_path.copy_runs
+    copy_runs = shm_read.copy_runs
     caller = threading.current_thread()
 
     def counted(*args: object) -> None:
@@ -131,7 +55,7 @@ def test_short_reads_are_copied_by_the_caller_and_do_not_nest(nest: Nest, monkey
         here += threading.current_thread() is caller
         copy_runs(*args)  # type: ignore[arg-type]
 
-    fetch = shm_path.ShmPath._fetch
+    fetch = shm_read.Reader._fetch
 
     def nested(*args: object) -> None:
         nonlocal depth, deepest
@@ -142,8 +66,8 @@ def test_short_reads_are_copied_by_the_caller_and_do_not_nest(nest: Nest, monkey
         if threading.current_thread() is caller:
             depth -= 1
 
-    monkeypatch.setattr(shm_path, "copy_runs", counted)
-    monkeypatch.setattr(shm_path.ShmPath, "_fetch", nested)
+    monkeypatch.setattr(shm_read, "copy_runs", counted)
+    monkeypatch.setattr(shm_read.Reader, "_fetch", nested)
     copies = [(i * 200, base + i * 200, 200) for i in range(20 * wire.MAX_PARTS)]
     assert {status.state for status in writer.transfer("read", segment, copies)} == {TransferState.COMPLETED}
     assert writer.read(0, len(copies) * 200) == target.read(0, len(copies) * 200)

@@ -1,0 +1,128 @@
+"""READs over shm: the reader copies from its own read-only map of the peer's memory.
+
+A short one is copied by the caller's thread, the others by a thread of the path; large ones are jobs, of which helpers
+take pieces too.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvmesh.transfer.memory import Mapping, copy_runs
+from kvmesh.transfer.shm_copy import Job
+from kvmesh.transfer.transport import Frame
+
+if TYPE_CHECKING:
+    from kvmesh.transfer.shm import ShmTransport
+
+log = logging.getLogger(__name__)
+
+OWN_READ_BYTES = 256 << 10  # takes the caller no longer than waking another thread
+
+
+class Reader:
+    """Of one path. Thread-safe; a frame is done as soon as its bytes are there."""
+
+    def __init__(self, transport: ShmTransport, peer: str) -> None:
+        self._transport = transport
+        self._peer = peer
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[Frame, Mapping, int]] = deque()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._here = threading.local()
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._waiting)
+
+    def read_here(self, frame: Frame, mapping: Mapping, base: int) -> bool:
+        """In the caller's thread. False in the middle of another one: the frames that its end makes room for are posted
+        from inside, and go to the reading thread."""
+        if getattr(self._here, "inside", False):
+            return False
+        self._here.inside = True
+        try:
+            self._fetch(frame, mapping, base)
+        finally:
+            self._here.inside = False
+        return True
+
+    def put(self, frame: Frame, mapping: Mapping, base: int) -> None:
+        """Will be read. `mapping` begins at the peer's offset `base`."""
+        with self._changed:
+            self._waiting.append((frame, mapping, base))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kvmesh-shm-read", daemon=True)
+                self._transport.spawn(self._thread)
+            self._changed.notify()
+
+    def recall(self, frame: Frame) -> bool:
+        """True: it has not begun, and never will."""
+        with self._changed:
+            for entry in self._waiting:
+                if entry[0] is frame:
+                    self._waiting.remove(entry)
+                    return True
+        return False
+
+    def take_back(self) -> list[Frame]:
+        """All that have not begun."""
+        with self._changed:
+            frames = [entry[0] for entry in self._waiting]
+            self._waiting.clear()
+        return frames
+
+    def close(self) -> None:
+        """Its thread ends when nothing waits any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        """As the copier of the target: the next frame before the helpers run out of pieces of this one."""
+        copiers = self._transport.copiers
+        jobs: deque[Job] = deque()
+        while True:
+            with self._changed:
+                while not (jobs or self._waiting or self._closed):
+                    self._changed.wait()
+                if not (jobs or self._waiting):
+                    return
+                short = not jobs or (len(jobs) == 1 and len(jobs[0].pieces) < copiers.threads)
+                entry = self._waiting.popleft() if short and self._waiting else None
+            if entry is None:
+                if not jobs[0].work():
+                    jobs.popleft()
+                continue
+            frame, mapping, base = entry
+            if copiers.wants(frame.nbytes):
+                job = Job(*_runs(frame, mapping, base), partial(self._fetched, frame, mapping))
+                jobs.append(job)
+                copiers.start(job)
+                del job
+            else:
+                self._fetch(frame, mapping, base)
+            del frame, mapping, entry
+
+    def _fetch(self, frame: Frame, mapping: Mapping, base: int) -> None:
+        copy_runs(*_runs(frame, mapping, base))
+        frame.done()
+
+    def _fetched(self, frame: Frame, mapping: Mapping, error: BaseException | None) -> None:
+        """The end of a job, on any thread; `mapping` stayed mapped until now."""
+        if error is None:
+            frame.done()
+        else:
+            log.error("shm read from %s failed", self._peer, exc_info=error)
+            frame.lost(str(error), settled=True)
+
+
+def _runs(frame: Frame, mapping: Mapping, base: int) -> tuple[list[int], list[int], list[int]]:
+    shift = mapping.address - base
+    parts = frame.parts
+    return [p[1] for p in parts], [p[2] + shift for p in parts], [p[3] for p in parts]
