@@ -6,55 +6,39 @@
                     └── abandon ──▶ free            └── evicted: allocate, begin, trim ──▶ free
 
 Extents are numbers 0..total-1 of a `PagePool`. A sealed block holds one reference of its extent, a block being written
-too; every hold and every lease adds one. So a block is *idle* when the store's is the only reference, and only idle
-blocks are evicted, least recently used first. A use ends when the last holder lets go: that moment is a block's place
-in the order. Whoever lets go of several at once, does so from the last to the first: a chain's head outlives its tail.
+too; every hold, every lease and a hard pin adds one. So a block is *idle* when the store's is the only reference, and
+only idle blocks are evicted, in the order of a policy (`eviction`). A use ends when the last holder lets go: that
+moment is a block's place in the order. Whoever lets go of several at once, does so from the last to the first: a
+chain's head outlives its tail.
+
+A removed block is found no more at once; readers who hold or lease its extent go on, and the last one gives it back.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
+from kvmesh.kvcache.eviction import BLOCK_TOKENS, make_order
 from kvmesh.kvcache.leases import Lease, LeaseBook
-from kvmesh.kvcache.page_pool import PageInvariantError, PagePool, PoolExhausted
+from kvmesh.kvcache.page_pool import PageInvariantError
+from kvmesh.kvcache.pins import PINNED_PERCENT, PinBook
+from kvmesh.kvcache.sealed_blocks import SealedBlocks
+from kvmesh.kvcache.store_stats import Changes, StoreExhausted, StoreStats, StoreUsage
 
-__all__ = ["Changes", "Lease", "NodeStore", "StoreStats"]
+__all__ = ["Changes", "Lease", "NodeStore", "StoreExhausted", "StoreStats", "StoreUsage"]
 
 MAX_LEASES = 65_536
 
 
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """How the sealed keys differ from what they were: removing `removed`, then adding `sealed` gives what is now."""
-
-    sealed: tuple[bytes, ...] = ()
-    removed: tuple[bytes, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStats:
-    """Counts of now: `sealed`, `idle` (of those), `writing`, `leases`. Counts since the start: the others."""
-
-    sealed: int
-    idle: int
-    writing: int
-    leases: int
-    hits: int  # blocks asked for by `hold` and `lease` and found
-    misses: int
-    evicted: int
-    leases_given: int
-    leased_blocks: int  # in all leases given
-
-
-class NodeStore:
+class NodeStore(SealedBlocks):
     """Metadata of one host segment of `total` extents. One owner on one thread; times: monotonic ns, never decreasing.
 
-    Every operation costs O(1) a block, amortised. Above `high_percent` of extents in use (raw, written, sealed) idle
-    blocks go until `low_percent` are (`trim`). `lease_seed` should be new at every process start (the incarnation):
-    see `leases`. Misuse (sealing what was never begun, releasing what nobody holds) is PageInvariantError: a bug.
+    Every operation costs O(1) a block, or O(log n), amortised. Above `high_percent` of extents in use (raw, written,
+    sealed) idle blocks go until `low_percent` are (`trim`). `eviction`: lru, lfu or length (ConfigError: another).
+    `pinned_percent` of all extents may be pinned hard. `block_bytes`: of one extent. `lease_seed` should be new at
+    every process start (the incarnation): see `leases`. Misuse (sealing what was never begun, releasing what nobody
+    holds) is PageInvariantError: a bug.
     """
 
     def __init__(
@@ -63,41 +47,28 @@ class NodeStore:
         *,
         high_percent: int = 95,
         low_percent: int = 90,
+        eviction: str = "lru",
+        block_tokens: int = BLOCK_TOKENS,
+        block_bytes: int = 0,
+        pinned_percent: int = PINNED_PERCENT,
         lease_seed: int = 0,
         max_leases: int = MAX_LEASES,
     ) -> None:
-        if not 0 <= low_percent <= high_percent <= 100:
-            raise ValueError(f"low_percent={low_percent}, high_percent={high_percent}: must be 0 <= low <= high <= 100")
-        self._pool = PagePool(total)
-        self._high, self._low, self._max_leases = high_percent, low_percent, max_leases
-        self._sealed: dict[bytes, int] = {}
+        marks = (high_percent, low_percent)
+        super().__init__(total, make_order(eviction, block_tokens), PinBook(pinned_percent), marks, block_bytes)
+        self._max_leases = max_leases
         self._writing: dict[bytes, int] = {}
-        self._orphans: set[bytes] = set()  # being written, begun before `drop_all`: to be abandoned, never sealed
-        self._key_of: dict[int, bytes] = {}  # sealed extents
-        self._idle: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
-        self._watcher = self._on_held
-        self._leases = LeaseBook(lease_seed)
-        # Difference to the last `take_changes`, in order; no key is in both.
-        self._new: dict[bytes, None] = {}
-        self._gone: dict[bytes, None] = {}
-        self._hits = self._misses = self._evicted = self._leases_given = self._leased_blocks = 0
-
-    @property
-    def total(self) -> int:
-        """Extents there are."""
-        return self._pool.total
-
-    @property
-    def free(self) -> int:
-        """Extents that `allocate` can give now: unheld ones and those of idle blocks."""
-        return self._pool.free + len(self._idle)
+        self._lengths: dict[bytes, int] = {}  # of what is being written: blocks of its prompt
+        self._orphans: set[bytes] = set()  # being written, removed since: to be abandoned, never sealed
+        self._leases = LeaseBook(lease_seed, self._coverage)
+        self._hits = self._misses = self._leases_given = self._leased_blocks = 0
 
     @property
     def stats(self) -> StoreStats:
         """Counts, see `StoreStats`."""
         return StoreStats(
             sealed=len(self._sealed),
-            idle=len(self._idle),
+            idle=len(self._order),
             writing=len(self._writing),
             leases=len(self._leases),
             hits=self._hits,
@@ -105,57 +76,37 @@ class NodeStore:
             evicted=self._evicted,
             leases_given=self._leases_given,
             leased_blocks=self._leased_blocks,
+            soft_pinned=len(self._pins.soft),
+            hard_pinned=len(self._pins.hard),
+            tombstones=len(self._tombs),
+            sealed_bytes=self._sealed_bytes,
         )
 
-    def grow(self, n: int) -> None:
-        """`n` more extents, numbered on from `total` (the rank has told how much memory there is)."""
-        self._pool.grow(n)
-
-    # ── raw extents ──────────────────────────────────────────────────────────────────────────────────
+    @property
+    def usage(self) -> StoreUsage:
+        """Whose the extents are. O(1)."""
+        unheld, idle, writing = self._pool.free, len(self._order), len(self._writing)
+        pinned, covered = len(self._pins.hard), len(self._coverage)
+        held = self.total - unheld - idle - writing - covered
+        return StoreUsage(self.total, unheld, idle, self._order.spared, writing, pinned, covered - pinned, held)
 
     def allocate(self, n: int) -> list[int]:
-        """`n` extents, one reference each, evicting idle blocks as needed. All or nothing: PoolExhausted."""
+        """`n` extents, one reference each, evicting idle blocks as needed. All or nothing: StoreExhausted."""
         if n > self.free:
-            raise PoolExhausted(n, self.free, self.total)
+            raise StoreExhausted(n, self.usage, self.next_expiry)
         self._evict(n - self._pool.free)
         return self._pool.allocate(n)
 
-    def share(self, extents: Iterable[int]) -> None:
-        """One more reference to each."""
-        self._pool.share(extents)
-
-    def release(self, extents: Iterable[int]) -> None:
-        """Drop one reference of each, from the last to the first."""
-        self._pool.release(reversed(list(extents)))
-
-    # ── blocks ───────────────────────────────────────────────────────────────────────────────────────
-
-    def peek(self, keys: Sequence[bytes]) -> int:
-        """How many of `keys`, from the first on, are sealed without a hole. Changes nothing."""
-        sealed = self._sealed
-        for count, key in enumerate(keys):
-            if key not in sealed:
-                return count
-        return len(keys)
+    # ── blocks ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def hold(self, keys: Sequence[bytes]) -> list[int]:
-        """Extents of the leading sealed ones of `keys`, with one reference each for the caller to `release`."""
+        """Extents of the leading sealed ones of `keys`, with one reference each for the caller to `release`. It
+        is no use by itself: `touch` says it, at the end of the request."""
         extents = [self._sealed[key] for key in keys[: self.peek(keys)]]
         self._pool.share(extents)
         self._hits += len(extents)
         self._misses += len(keys) - len(extents)
         return extents
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """These were used now; those not sealed are passed over. To be said of a whole chain at the end of its request:
-        its head is then the most recent. Held blocks need no touch: they are touched when they are let go."""
-        for key in reversed(keys):
-            if key in self._idle:
-                self._idle.move_to_end(key)
-
-    def holds(self, key: bytes) -> bool:
-        """Whether `key` is sealed here."""
-        return key in self._sealed
 
     def writing(self, key: bytes) -> bool:
         """Whether somebody has begun `key` and neither sealed nor abandoned it."""
@@ -165,59 +116,77 @@ class NodeStore:
         """An extent for each block to be written, the caller's until `seal` or `abandon`. None: sealed or being written
         already, or no room. Blocks of `keys` that are sealed are touched, and none of them makes room for the others;
         when room is short, the first ones of `keys` get it."""
-        self.touch(keys)
         missing = dict.fromkeys(key for key in keys if key not in self._sealed and key not in self._writing)
-        spared = sum(key in self._idle for key in set(keys)) if len(missing) > self._pool.free else 0
-        room = min(len(missing), self.free - spared)
-        begun: dict[bytes, int] = dict(zip(itertools.islice(missing, room), self.allocate(room), strict=True))
+        if len(missing) > self._pool.free:  # others have to go: not these
+            own = [key for key in reversed(keys) if key in self._order]
+            for key in own:
+                self._order.take(key)
+            extents = self.allocate(min(len(missing), self.free))
+            for key in own:
+                self._order.put(key)
+        else:
+            self.touch(keys, use=False)
+            extents = self.allocate(len(missing))
+        begun = dict(zip(missing, extents, strict=False))
         for extent in begun.values():
             self._pool.watch(extent, self._watcher)
         self._writing.update(begun)
+        self._lengths.update(dict.fromkeys(begun, len(keys)))
         # A key that stands twice in `keys` is begun once.
         return [begun.pop(key, None) for key in keys]
 
-    def seal(self, key: bytes) -> bool:
-        """All bytes of a begun block are in its extent: from now on it can be found, and never changes. False: given
-        back instead, since it was sealed otherwise meanwhile or begun before `drop_all`."""
-        extent = self._end_writing(key)
+    def seal(self, key: bytes, nbytes: int | None = None) -> bool:
+        """All bytes of a begun block are in its extent: from now on it can be found, and never changes. `nbytes`: so
+        many there are, if it does not fill the extent. False: given back instead, since it was sealed otherwise or
+        removed meanwhile."""
+        extent, length = self._end_writing(key)
         if key in self._orphans or key in self._sealed:
             self._orphans.discard(key)
-            self._pool.unwatch(extent)
-            self._pool.release((extent,))
+            self._give_back(extent)
             return False
-        self._add(key, extent)
+        self._add(key, extent, length, nbytes)
         self.trim()
         return True
 
     def abandon(self, key: bytes) -> None:
         """A begun block will not be written: its extent goes back. Nobody may write to it any more."""
-        extent = self._end_writing(key)
+        extent, _ = self._end_writing(key)
         self._orphans.discard(key)
-        self._pool.unwatch(extent)
-        self._pool.release((extent,))
+        self._give_back(extent)
 
-    def adopt(self, key: bytes, extent: int) -> bool:
+    def adopt(self, key: bytes, extent: int, nbytes: int | None = None) -> bool:
         """A raw extent whose bytes are complete becomes this block; the caller's reference passes over (False: the
         block exists, the reference was released)."""
         if key in self._sealed:
-            self._pool.release((extent,))
+            self.release((extent,))
             return False
         self._pool.watch(extent, self._watcher)  # PageInvariantError: it is free, or a block already
-        self._add(key, extent)
+        self._add(key, extent, 1, nbytes)
         self.trim()
         return True
+
+    def remove(self, keys: Iterable[bytes]) -> list[bool]:
+        """Whether each was here. None is found any more, pinned or not, and what is being written will not be sealed.
+        Extents that others hold, lease or write stay theirs until they let go."""
+        here = []
+        for key in keys:
+            here.append(key in self._sealed or (key in self._writing and key not in self._orphans))
+            if key in self._sealed:
+                self._remove(key)
+            if key in self._writing:
+                self._orphans.add(key)
+        return here
 
     def drop_all(self) -> int:
         """The memory is gone with its rank: no block is found any more. Returns how many were. Extents that others hold
         or write stay theirs until they let go; leases run to their end and cannot be renewed."""
         dropped = list(self._sealed)
-        for key in dropped:
-            self._remove(key)
+        self.remove(dropped)
         self._orphans.update(self._writing)
         self._leases.finalize()
         return len(dropped)
 
-    # ── leases ───────────────────────────────────────────────────────────────────────────────────────
+    # ── leases ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def lease(self, keys: Sequence[bytes], duration_ns: int, now: int) -> Lease:
         """Sealed ones of `keys` stay until `now + duration_ns`. Nothing sealed, no time, or as many leases open as
@@ -230,6 +199,8 @@ class NodeStore:
         self._hits += len(extents)
         self._leases_given += 1
         self._leased_blocks += len(extents)
+        for key in keys:
+            self._order.use(key, len(keys))
         self._pool.share(extents)
         until_ns = now + duration_ns
         return Lease(self._leases.open(extents, until_ns), found, until_ns)
@@ -244,108 +215,45 @@ class NodeStore:
         self.release(extents)
         return bool(extents)
 
-    def expire(self, now: int) -> int:
-        """End the leases whose time is over; returns how many. Until it is called, their blocks stay."""
-        over = self._leases.expire(now)
+    def expire(self, now: int, most: int | None = None) -> int:
+        """End leases and soft pins whose time is over, at most so many of each; returns how many leases. Until it is
+        called, their blocks stay. While there is more, `next_expiry` lies in the past."""
+        over = self._leases.expire(now, most)
         for extents in over:
             self.release(extents)
+        for key in self._pins.soft.due(now, most):
+            self._order.spare(key, False)
         return len(over)
 
     @property
     def next_expiry(self) -> int | None:
-        """When `expire` has something to do, monotonic ns; None: no lease is open."""
-        return self._leases.next_expiry
-
-    # ── eviction ─────────────────────────────────────────────────────────────────────────────────────
-
-    def trim(self) -> int:
-        """Evict idle blocks down to the low watermark if the high one is passed; returns how many went."""
-        used = self.total - self._pool.free
-        if used * 100 <= self._high * self.total:
-            return 0
-        return self._evict(used - self._low * self.total // 100)
-
-    def coldest(self, n: int) -> list[bytes]:
-        """Keys of the up to `n` blocks that will be evicted first, in that order."""
-        return list(itertools.islice(self._idle, max(n, 0)))
-
-    def cool(self, keys: Sequence[bytes]) -> None:
-        """Idle ones of these go first from now on, in this order: a copy of them lies elsewhere. (To copy them was a
-        use, which had made them the last to go.)"""
-        for key in reversed(keys):
-            if key in self._idle:
-                self._idle.move_to_end(key, last=False)
-
-    # ── what others are told ─────────────────────────────────────────────────────────────────────────
-
-    def take_changes(self) -> Changes:
-        """How the sealed keys differ from what they were at the last call; the first call: from none."""
-        changes = Changes(tuple(self._new), tuple(self._gone))
-        self._new, self._gone = {}, {}
-        return changes
-
-    def keys(self) -> list[bytes]:
-        """Every sealed key, in the order of sealing. O(blocks)."""
-        return list(self._sealed)
+        """When `expire` has something to do, monotonic ns; None: no lease and no soft pin is open."""
+        ends = [end for end in (self._leases.next_expiry, self._pins.soft.next) if end is not None]
+        return min(ends, default=None)
 
     def check_integrity(self) -> None:
         """AssertionError (PageInvariantError) unless owners, references and order agree. O(total)."""
-        self._pool.check_integrity()
+        super().check_integrity()
         self._leases.check_integrity()
+        held = self._leases.held()
+        self._coverage.check(Counter([*held, *self._pins.hard.values()]))
         owned = [*self._sealed.values(), *self._writing.values()]
         if len(set(owned)) != len(owned):
             raise PageInvariantError("an extent has two owners")
-        if {extent: key for key, extent in self._sealed.items()} != self._key_of:
-            raise PageInvariantError("sealed keys and extents disagree")
-        if idle := {key for key, extent in self._sealed.items() if self._pool.refcount(extent) == 1} ^ set(self._idle):
-            raise PageInvariantError(f"{len(idle)} blocks are idle and not in the order of eviction, or the reverse")
-        if any(self._pool.refcount(extent) == 0 for extent in (*owned, *self._leases.held())):
+        if any(self._pool.refcount(extent) == 0 for extent in (*owned, *held)):
             raise PageInvariantError("an extent that is sealed, being written or leased is free")
-        if not self._orphans <= self._writing.keys() or self._new.keys() & self._gone.keys():
-            raise PageInvariantError("orphans that nobody writes, or a key both new and gone")
+        if not self._orphans <= self._writing.keys() or self._lengths.keys() != self._writing.keys():
+            raise PageInvariantError("orphans that nobody writes, or a length of a block that nobody writes")
 
-    # ── inner ────────────────────────────────────────────────────────────────────────────────────────
+    # ── inner ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _end_writing(self, key: bytes) -> int:
+    def _end_writing(self, key: bytes) -> tuple[int, int]:
+        """Its extent, and blocks of its prompt."""
         extent = self._writing.pop(key, None)
         if extent is None:
             raise PageInvariantError(f"block {key.hex()} was never begun, or has been sealed or abandoned already")
-        return extent
+        return extent, self._lengths.pop(key)
 
-    def _add(self, key: bytes, extent: int) -> None:
-        self._sealed[key] = extent
-        self._key_of[extent] = key
-        if self._pool.refcount(extent) == 1:
-            self._idle[key] = None
-        if key in self._gone:
-            del self._gone[key]
-        else:
-            self._new[key] = None
-
-    def _remove(self, key: bytes) -> None:
-        extent = self._sealed.pop(key)
-        del self._key_of[extent]
-        self._idle.pop(key, None)
+    def _give_back(self, extent: int) -> None:
         self._pool.unwatch(extent)
-        self._pool.release((extent,))
-        if key in self._new:
-            del self._new[key]
-        else:
-            self._gone[key] = None
-
-    def _evict(self, n: int) -> int:
-        """Up to `n` idle blocks go, least recently used first."""
-        went = min(max(n, 0), len(self._idle))
-        for _ in range(went):
-            self._remove(next(iter(self._idle)))
-        self._evicted += went
-        return went
-
-    def _on_held(self, extent: int, held: bool) -> None:
-        key = self._key_of.get(extent)
-        if key is None:  # being written: its writer shares it with somebody
-            return
-        if held:
-            del self._idle[key]
-        else:
-            self._idle[key] = None
+        self.release((extent,))

@@ -375,8 +375,8 @@ class FreesWrittenWithRank(NodeStore):
 class HeadFirst(NodeStore):
     """The head of a chain is older than its tail."""
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        super().touch(list(reversed(keys)))
+    def touch(self, keys: Sequence[bytes], *, use: bool = True) -> None:
+        super().touch(list(reversed(keys)), use=use)
 
 
 class EatsItsOwnChain(NodeStore):

@@ -1,0 +1,66 @@
+"""What a node store tells about itself: counts, whose its extents are, and why it has no room."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvmesh.kvcache.page_pool import PoolExhausted
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """How the sealed keys differ from what they were: removing `removed`, then adding `sealed` gives what is now."""
+
+    sealed: tuple[bytes, ...] = ()
+    removed: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """Counts of now: `sealed`, `idle` (of those), `writing`, `leases`, and the last four. Counts since the start: the
+    others."""
+
+    sealed: int
+    idle: int
+    writing: int
+    leases: int
+    hits: int  # blocks asked for by `hold` and `lease` and found
+    misses: int
+    evicted: int
+    leases_given: int
+    leased_blocks: int  # in all leases given
+    soft_pinned: int = 0
+    hard_pinned: int = 0
+    tombstones: int = 0  # blocks found no more whose extents somebody still reads
+    sealed_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUsage:
+    """Whose the extents are: every one is counted once, so that the six add up to `total`."""
+
+    total: int
+    unheld: int
+    idle: int  # sealed, can be evicted; `spared` of them by soft pins, only when nothing else is left
+    spared: int
+    writing: int
+    pinned: int  # hard
+    leased: int  # and not pinned; those of removed blocks too
+    held: int  # by `allocate`, `share` or `hold`, and none of the above
+
+    def __str__(self) -> str:
+        return (
+            f"{self.held} held, {self.leased} leased, {self.pinned} pinned, {self.writing} being written, "
+            f"{self.idle} idle"
+        )
+
+
+class StoreExhausted(PoolExhausted):
+    """More extents were asked for than are unheld or idle; nothing was taken, nothing evicted. `next_expiry`: when a
+    lease or soft pin ends, monotonic ns, None: none is open. Waiting is the caller's."""
+
+    def __init__(self, wanted: int, usage: StoreUsage, next_expiry: int | None) -> None:
+        super().__init__(wanted, usage.unheld + usage.idle, usage.total)
+        self.args = (f"{self.args[0]}: {usage}",)
+        self.usage = usage
+        self.next_expiry = next_expiry
