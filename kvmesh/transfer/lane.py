@@ -91,7 +91,12 @@ class Lane:
         return found
 
     def why_none(self, routes: Tiers) -> str:
-        return self.board.why_none(routes) or f"no transport reaches {self.name}"
+        """For the user: why nothing goes that way."""
+        if routes or not self.rails:
+            return self.board.why_none(routes) or f"no transport reaches {self.name}"
+        names = ", ".join(transport.name for transport in self.transports)
+        needs = "; shm needs memory that its owner allocated as the source" if "shm" in names else ""
+        return f"{names}: cannot carry this memory, and no other transport reaches {self.name}{needs}"
 
     # ── groups ────────────────────────────────────────────────────────────────────────────────────
 

@@ -36,7 +36,16 @@ def plain_routes(endpoint: dict[str, str]) -> list[Route]:
         found = socket.getaddrinfo(endpoint["host"], int(endpoint["port"]), type=socket.SOCK_STREAM)
     except (KeyError, ValueError) as err:
         raise Refused(f"bad tcp endpoint {endpoint!r}", retry=False) from err
+    except OSError as err:
+        raise OSError(f"host {endpoint['host']!r}: {err.strerror}") from err
     return [Route(found[0][0], found[0][4])]  # type: ignore[arg-type]
+
+
+def at(route: Route, err: OSError) -> OSError:
+    """With the address that was tried."""
+    host, port = route.target[:2]
+    why = f"{err.strerror or err}: {f'[{host}]' if ':' in host else host}:{port}"
+    return OSError(err.errno, why) if err.errno else OSError(why)
 
 
 def numeric(endpoint: dict[str, str]) -> Far | None:

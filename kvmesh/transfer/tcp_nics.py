@@ -27,7 +27,7 @@ _NLMSG_ERROR, _NLMSG_DONE = 2, 3
 _NEWLINK, _DELLINK, _NEWADDR, _GETADDR = 16, 17, 20, 22
 _REQUEST_DUMP = 0x301
 _IFA_ADDRESS, _IFA_LOCAL = 1, 2
-_IFA_UNUSABLE = 0x01 | 0x08 | 0x20  # temporary, failed duplicate detection, deprecated
+_IFA_UNUSABLE = 0x01 | 0x08 | 0x20 | 0x40  # temporary, duplicate detection failed, deprecated, not over yet
 _GROUP_LINK = 1
 _IFF_UP, _IFF_RUNNING = 0x1, 0x40
 

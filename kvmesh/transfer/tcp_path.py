@@ -26,7 +26,7 @@ from kvmesh.transfer import wire
 from kvmesh.transfer.dialing import begin, connect_patiently
 from kvmesh.transfer.segment import SegmentDescriptor
 from kvmesh.transfer.tcp_answers import Answers
-from kvmesh.transfer.tcp_dial import SILENCE, Route, greet, prepared, size_buffers
+from kvmesh.transfer.tcp_dial import SILENCE, Route, at, greet, prepared, size_buffers
 from kvmesh.transfer.tcp_frames import encoded
 from kvmesh.transfer.tcp_zerocopy import ZeroCopy
 from kvmesh.transfer.transport import Frame, Kind, Rail
@@ -253,7 +253,7 @@ class Stream:
             try:
                 sock = self._dial_route(route, rail)
             except OSError as err:
-                error = err
+                error = at(route, err)
                 continue
             path.transport.tried(path.descriptor.name, rail, connected=True)
             self.progress_at = time.monotonic()

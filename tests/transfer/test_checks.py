@@ -3,6 +3,9 @@ the engine works on."""
 
 from __future__ import annotations
 
+import ipaddress
+import socket
+import struct
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,11 +19,13 @@ from kvmesh.transfer import (
     Opcode,
     Range,
     Region,
+    SegmentDescriptor,
     TransferEngine,
     TransferError,
     TransferRequest,
     TransferState,
     checks,
+    tcp_nics,
 )
 from tests.transfer.conftest import TRANSPORTS, Nest, over
 from tests.transfer.test_engine import pair
@@ -219,3 +224,52 @@ def test_why_a_segment_cannot_be_reached() -> None:
 def test_a_region_is_what_registering_returned(engine: TransferEngine) -> None:
     with pytest.raises(TransferError, match="region at offset 999999 is not registered"):
         engine.unregister_memory(Region(0, 5, 999_999, "cpu:0", None))
+
+
+# ── what requests are told ────────────────────────────────────────────────────────────────────────
+
+
+def cause_of_read(engine: TransferEngine, descriptor: SegmentDescriptor) -> str:
+    """Of the first region there, which cannot be had."""
+    region = engine.allocate(4096)
+    segment = engine.open_segment(descriptor)
+    batch = engine.allocate_batch(1)
+    offset = descriptor.regions[0].base_offset
+    engine.submit(batch, [TransferRequest(Opcode.READ, region.address, segment, offset, 8)])
+    assert engine.wait_sync(batch, 30)
+    status = engine.status(batch, 0)
+    assert status.state is TransferState.FAILED
+    return status.cause
+
+
+def test_memory_that_shm_cannot_read() -> None:
+    with (
+        TransferEngine("s#1", EngineConfig(transports=("shm",))) as owner,
+        TransferEngine("s#2", EngineConfig(transports=("shm",))) as reader,
+    ):
+        owner.register_memory(bytearray(8))
+        cause = cause_of_read(reader, owner.local_descriptor())
+        assert cause.startswith("shm: cannot carry this memory, and no other transport reaches s#1")
+
+
+def test_a_peer_that_is_not_there_is_named_by_its_address(engine: TransferEngine) -> None:
+    with TransferEngine("gone#1", EngineConfig(transports=("tcp",))) as gone:
+        gone.register_memory(bytearray(8))
+        descriptor = gone.local_descriptor()
+    port = descriptor.endpoints["tcp"]["port"]
+    assert cause_of_read(engine, descriptor) == f"tcp: [Errno 111] Connection refused: 127.0.0.1:{port}"
+    nowhere = replace(descriptor, name="gone#2", endpoints={"tcp": {"host": "no.such.host.invalid", "port": port}})
+    assert cause_of_read(engine, nowhere).startswith("tcp: host 'no.such.host.invalid': ")
+
+
+def test_an_address_that_is_being_checked_for_duplicates_is_not_used() -> None:
+    """For the second after a link came up nobody can listen on its link-local address."""
+
+    def told(flags: int) -> tcp_nics.Address | None:
+        attribute = struct.pack("=HH", 20, 1) + ipaddress.ip_address("fe80::7").packed
+        return tcp_nics._address(struct.pack("=BBBBI", socket.AF_INET6, 64, flags, 253, 1) + attribute)
+
+    assert told(0x40) is None
+    found = told(0x80)  # permanent
+    assert found is not None
+    assert (str(found.ip), found.index) == ("fe80::7", 1)
