@@ -1,0 +1,150 @@
+"""The folder of one SSD tier: one owner at a time, and nobody else's bytes.
+
+lock                        held by the process that uses the folder (flock: it ends with the process)
+tier.json                   format version, and the identity that the blocks belong to
+bucket-000000000001.kv ...  see `format`
+aside-1/ ...                what was found and belongs to another identity, when so configured
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Literal
+
+from kvmesh.kvcache.ssd.format import FORMAT, checksum
+from kvmesh.rpc.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_BUCKET = re.compile(r"bucket-(\d{12})\.kv")
+_OURS = re.compile(r"lock|tier\.json(\.new)?|probe|bucket-\d{12}\.kv|aside-\d+|lost\+found")
+OnMismatch = Literal["refuse", "set_aside"]
+
+
+class Folder:
+    """Opened and locked, until `close`. ConfigError: in use, not ours, or of another format or identity (unless it is
+    set aside); OSError: the file system's word."""
+
+    def __init__(self, path: Path, identity: str, on_mismatch: OnMismatch = "refuse") -> None:
+        self.path = path
+        self.set_aside: Path | None = None
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._check_names()
+            self._lock = _lock(path)
+        except OSError as error:
+            raise ConfigError(f"path={str(path)!r}: {error.strerror}", field="path") from error
+        try:
+            self._claim(identity, on_mismatch)
+        except BaseException:
+            self.close()
+            raise
+        self.identity = checksum(f"{FORMAT} {identity}".encode())
+
+    def bucket(self, number: int) -> Path:
+        """Where that bucket's file is."""
+        return self.path / f"bucket-{number:012}.kv"
+
+    def buckets(self) -> list[int]:
+        """Numbers of the files there are, ascending."""
+        return sorted(int(found[1]) for name in os.listdir(self.path) if (found := _BUCKET.fullmatch(name)))
+
+    def close(self) -> None:
+        """Another process may have it."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _check_names(self) -> None:
+        strangers = sorted(name for name in os.listdir(self.path) if not _OURS.fullmatch(name))
+        if strangers and not (self.path / "tier.json").exists():
+            raise ConfigError(
+                f"path={str(self.path)!r}: holds {strangers[0]!r}, not a file of the SSD tier; it needs its own folder",
+                field="path",
+            )
+
+    def _claim(self, identity: str, on_mismatch: OnMismatch) -> None:
+        said = self.path / "tier.json"
+        wanted = {"format": FORMAT, "identity": identity}
+        found = _read(said)
+        if found is None and not self.buckets():
+            _write(said, wanted)
+            return
+        if found is not None and all(found.get(name) == value for name, value in wanted.items()):
+            return
+        why = _difference(found, wanted)
+        if on_mismatch == "refuse":
+            raise ConfigError(
+                f"path={str(self.path)!r}: {why}; use another folder, remove this one's files, or have them set aside",
+                field="path",
+            )
+        self.set_aside = self._move_aside()
+        log.warning("%s: %s; its files were moved to %s", self.path, why, self.set_aside)
+        _write(said, wanted)
+
+    def _move_aside(self) -> Path:
+        number = 1
+        while (aside := self.path / f"aside-{number}").exists():
+            number += 1
+        aside.mkdir()
+        # What says whose they are goes last: an interrupted move is found, and ended, by the next to open the folder.
+        for path in (*map(self.bucket, self.buckets()), self.path / "tier.json"):
+            if path.exists():
+                path.rename(aside / path.name)
+        return aside
+
+
+def _lock(path: Path) -> int:
+    fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, str(os.getpid()).encode(), 0)
+    except BlockingIOError:
+        owner = os.pread(fd, 32, 0).decode(errors="replace")
+        os.close(fd)
+        raise ConfigError(f"path={str(path)!r}: in use by process {owner or '?'}", field="path") from None
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _read(said: Path) -> dict[str, object] | None:
+    """None: there is none. {}: nothing that we wrote."""
+    try:
+        found = json.loads(said.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _difference(found: dict[str, object] | None, wanted: dict[str, object]) -> str:
+    if found is None:
+        return "holds buckets, and no tier.json that says whose"
+    for name, value in wanted.items():
+        if found.get(name) != value:
+            return f"its blocks are of {name} {found.get(name)!r}, not {value!r}"
+    raise AssertionError("no difference")
+
+
+def _write(said: Path, wanted: dict[str, object]) -> None:
+    """Whole or not at all, also after a power loss."""
+    new = said.with_name("tier.json.new")
+    with new.open("w") as file:
+        json.dump(wanted, file)
+        file.flush()
+        os.fsync(file.fileno())
+    new.rename(said)
+    fd = os.open(said.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
