@@ -359,6 +359,10 @@ class Core:
                     if not group.batch.states[slot].final:
                         finish(group, slot, TransferState.FAILED, "engine closed", after, drained=False)
                 self._settle(group, after, self.clock())
+            for frame in self.posting.inflight.values():
+                if frame.notice is not None:
+                    frame.notice.end(TransferState.FAILED, "engine closed", after)
+                    frame.notice = None  # its answer may still come
         self.conclude(after)
 
     def _next_due(self, now: float) -> float:

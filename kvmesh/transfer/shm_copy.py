@@ -109,8 +109,9 @@ class Copiers:
         with self._changed:
             if self._closed:
                 return
-            self._jobs.append(job)
             self._ready()
+            if self._helpers:  # nobody else would take it off the list
+                self._jobs.append(job)
             if self._idle:
                 self._changed.notify(self.threads - 1)
 

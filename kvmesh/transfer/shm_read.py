@@ -55,10 +55,11 @@ class Reader:
     def put(self, frame: Frame, mapping: Mapping, base: int) -> None:
         """Will be read. `mapping` begins at the peer's offset `base`."""
         with self._changed:
-            self._waiting.append((frame, mapping, base))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvmesh-shm-read", daemon=True)
-                self._transport.spawn(self._thread)
+                thread = threading.Thread(target=self._run, name="kvmesh-shm-read", daemon=True)
+                self._transport.spawn(thread)  # OSError when there can be no more threads: it is nowhere then
+                self._thread = thread
+            self._waiting.append((frame, mapping, base))
             self._changed.notify()
 
     def recall(self, frame: Frame) -> bool:

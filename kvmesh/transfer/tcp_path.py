@@ -369,9 +369,9 @@ class Stream:
             self.sock = None
             self.stranded = [f for f in frames if f.kind in _LANDING]
             more = bool(self.stranded) or (bool(path.queue) and len(path.streams) == 1)
-            if not more or path.closed:
+            closed = path.closed
+            if not more or closed:
                 path.streams.remove(self)
-        closed = path.closed
         has_others = bool(frames) and bool(path.transport.others(path.descriptor, path.rail))
         for frame in frames:
             if frame.kind not in _LANDING:
