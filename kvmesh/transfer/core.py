@@ -362,7 +362,6 @@ class Core:
             for frame in self.posting.inflight.values():
                 if frame.notice is not None:
                     frame.notice.end(TransferState.FAILED, "engine closed", after)
-                    frame.notice = None  # its answer may still come
         self.conclude(after)
 
     def _next_due(self, now: float) -> float:

@@ -24,7 +24,8 @@ class Notice:
     deadline: float
 
     def end(self, state: TransferState, cause: str, after: Aftermath) -> None:
-        on_done = self.on_done
+        """Once: what comes later is not heard."""
+        on_done, self.on_done = self.on_done, None
         if on_done is not None:
             status = TransferStatus(state, len(self.payload) if state is TransferState.COMPLETED else 0, cause)
             after.callbacks.append(lambda: on_done(status))

@@ -45,7 +45,7 @@ class Unlucky(threading.Condition):
         self.path = path
         self.armed = False
 
-    def __exit__(self, *exc: object) -> None:  # type: ignore[override]
+    def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)  # type: ignore[arg-type]
         stream = next((s for s in self.path.streams if s.thread is threading.current_thread()), None)
         if self.armed and stream is not None and stream.stranded and stream.sock is None:
