@@ -123,7 +123,7 @@ def test_reads_survive_broken_connections(nest: Nest) -> None:
 
 
 def test_cancel_is_final_only_when_nothing_is_on_the_way(nest: Nest, transport: str) -> None:
-    config = EngineConfig(transports=(transport,), fault="{}")
+    config = EngineConfig(transports=(transport,), fault="{}", rdma_slice_bytes=256 << 10)  # and frames of 4 MiB
     target, writer = nest.actor("target#1", config), nest.actor("writer#1", config)
     nbytes = 64 * MIB  # more than may be on its way at once
     base = target.allocate(nbytes)

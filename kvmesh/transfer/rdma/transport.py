@@ -23,7 +23,8 @@ from kvmesh.transfer.transport import Frame, FrameLimits, Kind, Rail, Transport,
 
 log = logging.getLogger(__name__)
 
-_FRAME_SLICES = 4
+_FRAME_SLICES = 16  # a frame is one chain: its Python is shared by so many work requests ...
+_FRAME_BYTES = 16 << 20  # ... but what is sent again when a rail fails, and what others wait for, stays bounded
 _FRAMES = 8  # on one rail
 _PARTS = 128
 
@@ -39,7 +40,8 @@ class RdmaTransport(Transport):
         self.conn_ids = count(1)
         parts = min(_PARTS, config.rdma_queue_depth)
         slice_bytes = config.rdma_slice_bytes
-        self.limits = FrameLimits(slice_bytes, max(_FRAME_SLICES * slice_bytes, 1 << 20), parts, _FRAMES)
+        frame_bytes = min(max(_FRAME_SLICES * slice_bytes, 1 << 20), max(_FRAME_BYTES, slice_bytes))
+        self.limits = FrameLimits(slice_bytes, frame_bytes, parts, _FRAMES)
         self.own_nics: tuple[Nic, ...] = ()
         self._by_name: dict[str, Nic] = {}
         self._nics_lock = threading.Lock()  # which NICs there are, and that each has every region
