@@ -1,7 +1,7 @@
 """What comes back on a tcp connection, and who reads it: one thread at a time, whoever has the `turn`.
 
     nothing in flight   the reading thread sleeps in epoll, without the turn
-    an answer comes     it wakes, takes the turn and reads, blocking, until nothing is in flight
+    an answer comes     it wakes, takes the turn and reads, blocking from then on, until nothing is in flight
     a caller waits      for a frame of its own: it takes the turn before the answer comes and reads it itself, so that
                         one thread less is woken. The reading thread sleeps on: epoll is armed only while nobody reads
 
@@ -30,8 +30,8 @@ _ARMED = select.EPOLLIN | select.EPOLLONESHOT
 
 
 class Answers:
-    """Of one connection; `run` is the body of its reading thread. `quiet_s`: how long nothing may come before the peer is
-    pinged; 0: for ever."""
+    """Of one connection; `run` is the body of its reading thread. `quiet_s`: how long nothing may come before the peer
+    is pinged; 0: for ever."""
 
     def __init__(self, stream: Stream, sock: socket.socket, quiet_s: float) -> None:
         self._stream = stream
@@ -62,14 +62,10 @@ class Answers:
                     stream.ping()
                     continue
                 with self._turn:
-                    busy = bool(stream.inflight)
-                    while True:
-                        came = self._advance(socket.MSG_WAITALL if busy else socket.MSG_DONTWAIT)
-                        busy = bool(stream.inflight)
-                        if not busy:
-                            break
-                        if not came:
-                            stream.ping()
+                    if self._advance(socket.MSG_DONTWAIT) or self._answer is not None:
+                        while stream.inflight:
+                            if not self._advance(socket.MSG_WAITALL):
+                                stream.ping()
                     self._epoll.modify(self._fd, _ARMED)
         except (Gone, OSError, ProtocolBroken) as err:
             stream.broke(err)
@@ -123,9 +119,10 @@ class Answers:
                     self._views = wire.advanced(self._views, got)
             if self._answer is not None:
                 break
-            self._answer = answer = Asked.parse(self._head)
-            self._frame = self._of(answer)
-            self._expect(answer, self._frame)
+            answer = Asked.parse(self._head)
+            frame = self._of(answer)
+            self._expect(answer, frame)
+            self._answer, self._frame = answer, frame  # last: who reads after an error meets it again
         self._report(self._answer)
         return True
 

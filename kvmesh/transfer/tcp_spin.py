@@ -1,7 +1,7 @@
 """When a thread that waits for the other end looks again and again instead of going to sleep.
 
-Waking a thread takes longer than moving some KiB: 20 to 100 us in a VM. So whoever is about to get something small, soon,
-looks for it for `SPIN_S` before it sleeps; "soon" is what the last one was. Looking in vain is paid for from an
+Waking a thread takes longer than moving some KiB: 20 to 100 us in a VM. So whoever is about to get something small,
+soon, looks for it for `SPIN_S` before it sleeps; "soon" is what the last one was. Looking in vain is paid for from an
 `Allowance`, a share of one core for the whole process, so that it never costs more than that.
 """
 
@@ -20,7 +20,7 @@ _CORES = len(os.sched_getaffinity(0))  # on one core the other end runs only whi
 
 @dataclass
 class Allowance:
-    """Seconds that may be spent in vain: grows by `share` of the time that passes, up to `most`. Not exact under races."""
+    """Seconds that may be spent in vain: grows by `share` of the time, up to `most`. Races may lose some."""
 
     share: float = 0.05
     most: float = 5e-3
