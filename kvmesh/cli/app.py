@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvmesh.cli import apikey, bench, chat, doctor, explain, replay, serve, status, trace, up
+from kvmesh.cli import apikey, bench, chat, doctor, explain, replay, serve, sim, status, trace, up
 from kvmesh.cli.console import console
 
 app = typer.Typer(
@@ -33,6 +33,7 @@ app.command("trace")(trace.trace)
 app.command("explain")(explain.explain)
 app.command("bench", help=bench.HELP)(bench.bench)
 app.command("replay", help=replay.HELP)(replay.replay)
+app.add_typer(sim.app, name="sim")
 app.command("apikey")(apikey.apikey)
 app.command("doctor")(doctor.doctor)
 

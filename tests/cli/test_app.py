@@ -46,6 +46,8 @@ def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Invoke:
         ["explain"],
         ["bench"],
         ["replay"],
+        ["sim"],
+        ["sim", "cache"],
         ["apikey"],
         ["doctor"],
         ["version"],

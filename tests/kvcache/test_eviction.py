@@ -1,0 +1,328 @@
+"""Orders of eviction: each policy against lists sorted afresh; broken ones are found; what an operation costs."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from kvmesh.kvcache.eviction import MOST_USES, POLICIES, EvictionOrder, LengthOrder, LfuOrder, LruOrder, make_order
+from kvmesh.rpc.errors import ConfigError
+from tests.kvcache.naive_order import NaiveOrder
+
+SETTINGS = settings(max_examples=150, stateful_step_count=60, deadline=None)
+KEYS = st.integers(0, 9)
+LENGTHS = st.sampled_from([1, 2, 40, 900])
+Order = EvictionOrder[int]
+
+
+class Machine(RuleBasedStateMachine):
+    """Ten keys. `made` makes the real order of a policy."""
+
+    made: Callable[[str], Order] = staticmethod(make_order)
+    policies: tuple[str, ...] = POLICIES
+
+    @initialize(data=st.data())
+    def begin(self, data: st.DataObject) -> None:
+        self.policy = data.draw(st.sampled_from(self.policies))
+        self.real, self.naive = self.made(self.policy), NaiveOrder(self.policy)
+
+    @rule(key=KEYS, length=LENGTHS, uses=st.integers(0, 2))
+    def used(self, key: int, length: int, uses: int) -> None:
+        """As a store does it: admitted at first, then used and idle."""
+        for order in (self.real, self.naive):
+            if key not in self.naive.entries:
+                self.real.admit(key, length)
+                self.naive.admit(key, length)
+            for _ in range(uses):
+                order.use(key, length)
+            order.put(key)
+
+    @rule(key=KEYS)
+    def taken(self, key: int) -> None:
+        for order in (self.real, self.naive):
+            order.take(key)
+
+    @rule(keys=st.lists(KEYS, max_size=6), use=st.booleans())
+    def touched(self, keys: list[int], use: bool) -> None:
+        for order in (self.real, self.naive):
+            order.touch(keys, use=use)
+
+    @rule(key=KEYS)
+    def forgotten(self, key: int) -> None:
+        for order in (self.real, self.naive):
+            order.forget(key)
+
+    @rule(keys=st.lists(KEYS, max_size=3))
+    def cooled(self, keys: list[int]) -> None:
+        for key in keys:
+            for order in (self.real, self.naive):
+                order.cool(key)
+
+    @rule(key=KEYS, what=st.sampled_from(["copied", "spare"]), yes=st.booleans())
+    def told(self, key: int, what: str, yes: bool) -> None:
+        if key in self.naive.entries:
+            for order in (self.real, self.naive):
+                getattr(order, what)(key, yes)
+
+    @rule(n=st.sampled_from([0, 1, 1, 2, 9]), spared=st.booleans())
+    def evicted(self, n: int, spared: bool) -> None:
+        assert self.real.evict(n, spared=spared) == self.naive.evict(n, spared)
+
+    @invariant()
+    def agrees(self) -> None:
+        self.real.check_integrity()
+        order = self.naive.order()
+        assert list(self.real) == order
+        assert len(self.real) == len(order)
+        assert self.real.spared == len(order) - len(self.naive.order(spared=False))
+        assert [key in self.real for key in range(10)] == [key in order for key in range(10)]
+
+    def teardown(self) -> None:
+        if hasattr(self, "real"):
+            assert self.real.evict(99) == self.naive.evict(99)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_it_does_what_the_words_say(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Machine, "policies", (policy,))
+    run_state_machine_as_test(Machine, settings=SETTINGS)
+
+
+# ── broken ones ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class FirstIn(LruOrder[int]):
+    """A use leaves a block where it is."""
+
+    def _move(self, key: int, number: int, place: int) -> None:
+        if key not in self or self._lane_of[key] != number:
+            super()._move(key, number, place)
+
+
+class Undying(LengthOrder[int]):
+    """What was dear once stays: no life."""
+
+    ages = False
+
+
+class Remembers(LfuOrder[int]):
+    """Counts outlive eviction."""
+
+    def admit(self, key: int, length: int = 1) -> None:
+        self._uses.setdefault(key, 0)
+
+    def forget(self, key: int) -> None:
+        EvictionOrder.forget(self, key)
+
+
+class TrustsItsHeap(LengthOrder[int]):
+    """The lane whose head was lowest once is taken to be lowest still."""
+
+    def _first(self, spared: bool) -> int | None:
+        for heads in self._heads:
+            for _, number in heads:
+                if self._lanes[number] and not self._cooled:
+                    return next(iter(self._lanes[number]))
+        return super()._first(spared)
+
+
+class ForgetsLengths(LengthOrder[int]):
+    """The last prompt's length counts, not the longest one's."""
+
+    def use(self, key: int, length: int = 1) -> None:
+        if key in self._known:
+            uses = self._known[key] % (MOST_USES + 1)
+            self._known[key] = length * (MOST_USES + 1) + min(uses + 1, MOST_USES)
+
+
+class DeafToCopies(LruOrder[int]):
+    """A copy elsewhere changes nothing until the next use."""
+
+    def copied(self, key: int, elsewhere: bool) -> None:
+        (self._copied.add if elsewhere else self._copied.discard)(key)
+
+
+class LiftsCopies(LfuOrder[int]):
+    """What has a copy is placed as if used now, even where that is higher."""
+
+    def copied(self, key: int, elsewhere: bool) -> None:
+        super().copied(key, elsewhere)
+        if key in self and key not in self._cooled:
+            self.put(key)
+
+
+class SparesNobody(LruOrder[int]):
+    """Without others at hand it takes spared ones, asked or not."""
+
+    def evict(self, n: int, *, spared: bool = True) -> list[int]:
+        return super().evict(n, spared=True)
+
+
+class AgesByTheCooled(LruOrder[int]):
+    """A cooled block's going counts as if its place had come."""
+
+    def evict(self, n: int, *, spared: bool = True) -> list[int]:
+        self._life += 5
+        return super().evict(n, spared=spared)
+
+
+BROKEN = [
+    FirstIn,
+    Undying,
+    Remembers,
+    TrustsItsHeap,
+    ForgetsLengths,
+    DeafToCopies,
+    LiftsCopies,
+    SparesNobody,
+    AgesByTheCooled,
+]
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_order_is_found(broken: type[Order], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Machine, "made", staticmethod(lambda policy: broken()))
+    monkeypatch.setattr(Machine, "policies", (broken.name,))
+    found = settings(
+        SETTINGS,
+        max_examples=3_000,
+        derandomize=True,
+        database=None,
+        report_multiple_bugs=False,
+        phases=[Phase.generate],
+    )
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(Machine, settings=found)
+
+
+# ── one rule each ────────────────────────────────────────────────────────────────────────────────────
+
+
+def filled(policy: str, keys: str, uses: str = "") -> EvictionOrder[str]:
+    order: EvictionOrder[str] = make_order(policy)
+    for key in keys:
+        order.admit(key)
+        order.use(key)
+        order.put(key)
+    for key in uses:
+        order.use(key)
+        order.put(key)
+    return order
+
+
+def test_lru_and_lfu_differ_where_they_should() -> None:
+    assert list(filled("lru", "abc", "aab")) == ["c", "a", "b"]
+    assert list(filled("lfu", "abcd", "aabd")) == ["c", "b", "d", "a"]
+
+
+def test_a_long_prompt_outlives_a_short_one_but_not_for_ever() -> None:
+    order: EvictionOrder[str] = make_order("length")
+    for key, length in (("long", 1024), ("short", 1), ("short too", 1)):
+        order.admit(key, length)
+        order.put(key)
+    assert list(order) == ["short", "short too", "long"]
+    for turn in range(9):  # each goes as soon as it has come, until the long one's turn comes
+        order.admit(str(turn), 1)
+        order.put(str(turn))
+        if order.evict(1) == ["long"]:
+            break
+    else:
+        pytest.fail("the long prompt's block is still there")
+
+
+def test_a_copy_elsewhere_lets_a_block_go_earlier_and_not_at_any_price() -> None:
+    order = filled("lru", "abcd")
+    order.copied("d", True)
+    assert list(order) == ["d", "a", "b", "c"]
+    assert order.evict(1) == ["d"]
+    for turn in "efghij":  # a turnover later, a copied block that is used again and again still stays
+        order.copied("c", True)
+        order.use("c")
+        order.put("c")
+        order.admit(turn)
+        order.put(turn)
+        assert order.evict(1) != ["c"]
+
+
+def test_unknown_policies_are_named() -> None:
+    with pytest.raises(ConfigError, match="eviction='fifo': choose one of lru, lfu, length"):
+        make_order("fifo")
+    with pytest.raises(ConfigError, match="block_tokens=0"):
+        make_order("length", 0)
+
+
+# ── cost ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def lines(work: Callable[[], None]) -> int:
+    """Lines of Python that `work` executes in this package: a figure that no other process changes."""
+    count = 0
+
+    def local(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return local
+
+    def enter(frame: FrameType, event: str, arg: object) -> Any:
+        return local if "kvcache" in frame.f_code.co_filename else None
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def churn(order: Order, blocks: int, rounds: int) -> None:
+    """Uses, news of copies, evictions and new blocks, in a full cache of `blocks`."""
+    rng = random.Random(1)
+    for new in range(blocks, blocks + rounds):
+        used = rng.randrange(blocks)
+        order.touch((used,))
+        if used in order:
+            order.copied(used, new % 3 == 0)
+        order.evict(1)
+        order.admit(new, 1 + new % 200)
+        order.put(new)
+
+
+def cost(make: Callable[[], Order], blocks: int) -> float:
+    """Lines of one round."""
+    order = make()
+    for key in range(blocks):
+        order.admit(key, 1 + key % 200)
+        order.put(key)
+    return lines(lambda: churn(order, blocks, 2_000)) / 2_000
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_operation_costs_the_same_at_any_size(policy: str) -> None:
+    costs = [cost(lambda: make_order(policy), blocks) for blocks in (10_000, 100_000, 1_000_000)]
+    assert max(costs) < 1.2 * min(costs), f"lines for one round at 10^4, 10^5, 10^6 blocks: {costs}"
+
+
+class Sorts(LruOrder[int]):
+    """Looks at every block to find the first one."""
+
+    def _first(self, spared: bool) -> int | None:
+        first = None
+        for lane in self._lanes.values():
+            for key, place in lane.items():
+                if first is None or place < first[0]:
+                    first = (place, key)
+        return first and first[1]
+
+
+def test_an_order_that_grows_dearer_is_found() -> None:
+    small, big = (cost(Sorts, blocks) for blocks in (20, 200))
+    assert big > 1.2 * small
