@@ -109,7 +109,7 @@ class DialingTransport(Transport):
 
 
 def begin(thread: threading.Thread) -> None:
-    """Starts it. OSError when there can be no more threads: whoever counts on it must say so, or others wait for ever."""
+    """Starts it. OSError when there can be no more threads: whoever counts on it must say so, or others wait on."""
     try:
         thread.start()
     except RuntimeError as err:

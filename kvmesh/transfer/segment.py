@@ -22,6 +22,7 @@ from kvmesh.transfer.memory import PAGE, Mapping
 
 DESCRIPTOR_VERSION = 2
 MAX_DESCRIPTOR_BYTES = 1 << 20
+MAX_OFFSET = 1 << 62  # so that sums of offsets and addresses fit 64 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +77,15 @@ class SegmentDescriptor:
                 raise TransferError(
                     f"segment descriptor has version {version}, this build knows {DESCRIPTOR_VERSION}", field="version"
                 )
-            return msgspec.msgpack.decode(data, type=cls)
+            found = msgspec.msgpack.decode(data, type=cls)
         except msgspec.MsgspecError as err:
             why = f"segment descriptor of {len(data)} bytes is malformed: {err}"
             raise TransferError(why, field="descriptor") from err
+        for region in found.regions:
+            if not 0 <= region.base_offset < region.base_offset + region.length <= MAX_OFFSET:
+                why = f"region ({region.base_offset}, {region.length}) of segment {found.name!r} cannot be"
+                raise TransferError(f"segment descriptor is malformed: {why}", field="descriptor")
+        return found
 
     def region_at(self, offset: int, length: int) -> RegionInfo | None:
         """The region that holds all of [offset, offset + length)."""

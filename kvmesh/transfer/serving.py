@@ -20,6 +20,8 @@ from kvmesh.transfer.wire import WIRE_VERSION, Gone, Hello, ProtocolBroken, Welc
 
 log = logging.getLogger(__name__)
 
+MAX_STRANGERS = 512  # a greeting takes a millisecond; whoever takes longer than 512 others makes room
+
 
 class Accepted(ABC):
     """One accepted connection, a `windows.Holder`. Subclasses speak the transport's bytes."""
@@ -99,6 +101,7 @@ class Server:
         self._accept = accept
         self._lock = threading.Lock()
         self._connections: set[Accepted] = set()
+        self._strangers: dict[Accepted, None] = {}  # those that have not greeted yet, oldest first
         self._threads: set[threading.Thread] = set()  # also those whose connection is gone from the table
         self._by_id: dict[tuple[str, int], Accepted] = {}
         self._closing = False
@@ -124,7 +127,8 @@ class Server:
         """When it may speak, every superseded connection of the peer can land nothing more."""
         if hello.version != WIRE_VERSION:
             return Welcome(WIRE_VERSION, f"wire version {hello.version} is not {WIRE_VERSION}")
-        if hello.segment != self.host.name or not hmac.compare_digest(hello.token, self.host.token):
+        known = hmac.compare_digest(hello.token.encode(), self.host.token.encode())
+        if hello.segment != self.host.name or not known:
             return Welcome(WIRE_VERSION, f"segment {hello.segment!r} is not here")
         if not hello.peer:
             return Welcome(WIRE_VERSION, "no name")
@@ -142,12 +146,14 @@ class Server:
             if (hello.peer, hello.conn_id) in self._by_id:
                 return Welcome(WIRE_VERSION, f"connection {hello.conn_id} exists")
             connection.peer, connection.conn_id = hello.peer, hello.conn_id
+            self._strangers.pop(connection, None)
             self._by_id[(hello.peer, hello.conn_id)] = connection
         return Welcome(WIRE_VERSION)
 
     def remove(self, connection: Accepted) -> None:
         with self._lock:
             self._connections.discard(connection)
+            self._strangers.pop(connection, None)
             key = (connection.peer, connection.conn_id)
             if self._by_id.get(key) is connection:
                 del self._by_id[key]
@@ -182,12 +188,17 @@ class Server:
             if self._closing:
                 connection.sock.close()
                 return
-            self._connections.add(connection)
             try:
-                connection.thread.start()
+                connection.thread.start()  # it waits for the lock before it says anything
             except BaseException:
-                self._connections.discard(connection)
+                connection.dead = True
                 raise
+            self._connections.add(connection)
+            self._strangers[connection] = None
+            if len(self._strangers) > MAX_STRANGERS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                oldest.interrupt()
             self._threads = {t for t in self._threads if t.is_alive()} | {connection.thread}
 
     def close(self, timeout_s: float) -> None:

@@ -276,6 +276,8 @@ class ShmAccepted(Accepted):
         if got != wire.HEAD_BYTES + 16 * asked.count:
             raise ProtocolBroken(f"packet of {got} bytes with {asked.count} rows")
         rows = struct.unpack_from(f"<{2 * asked.count}Q", self._buffer, wire.HEAD_BYTES)
+        if sum(rows[1::2]) != asked.nbytes:
+            raise ProtocolBroken("rows do not add up")
         segment = self.host.segment
         sums: list[int] = []
         for offset, length in zip(rows[0::2], rows[1::2], strict=True):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvmesh.transfer import wire
 from kvmesh.transfer.config import EngineConfig
-from kvmesh.transfer.tcp_nics import Address, Far, IpAddress, Nic, family, routes, sockaddr
+from kvmesh.transfer.tcp_nics import Address, Far, IpAddress, Nic, family, port_of, routes, sockaddr
 from kvmesh.transfer.wire import Hello, ProtocolBroken, Refused
 
 OWN_HOST_BYTES = 512 << 10
@@ -33,7 +33,7 @@ class Route:
 def plain_routes(endpoint: dict[str, str]) -> list[Route]:
     """To the peer's one address, as the kernel routes. OSError when the name is not found."""
     try:
-        found = socket.getaddrinfo(endpoint["host"], int(endpoint["port"]), type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(endpoint["host"], port_of(endpoint["port"]), type=socket.SOCK_STREAM)
     except (KeyError, ValueError) as err:
         raise Refused(f"bad tcp endpoint {endpoint!r}", retry=False) from err
     except OSError as err:
@@ -51,7 +51,7 @@ def at(route: Route, err: OSError) -> OSError:
 def numeric(endpoint: dict[str, str]) -> Far | None:
     """The peer's one address as a NIC without a name; None when it is a name or no address at all."""
     try:
-        return Far("", ((ipaddress.ip_address(endpoint["host"]), int(endpoint["port"])),))
+        return Far("", ((ipaddress.ip_address(endpoint["host"]), port_of(endpoint["port"])),))
     except (KeyError, ValueError):
         return None
 

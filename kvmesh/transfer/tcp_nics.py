@@ -181,6 +181,14 @@ def encode_nic(listening: Sequence[tuple[Address, int]]) -> str:
     return " ".join(f"{address.ip}@{port}" for address, port in listening)
 
 
+def port_of(text: str) -> int:
+    """ValueError when there is no such port."""
+    port = int(text)
+    if not 0 < port < 1 << 16:
+        raise ValueError(f"port {port}")
+    return port
+
+
 def decode_nics(endpoint: dict[str, str]) -> tuple[Far, ...]:
     """TransferError when a field is malformed."""
     nics = []
@@ -188,7 +196,7 @@ def decode_nics(endpoint: dict[str, str]) -> tuple[Far, ...]:
         if key.startswith("nic:"):
             try:
                 pairs = [entry.rsplit("@", 1) for entry in value.split()]
-                addresses = tuple((ipaddress.ip_address(ip), int(port)) for ip, port in pairs)
+                addresses = tuple((ipaddress.ip_address(ip), port_of(port)) for ip, port in pairs)
             except ValueError as err:
                 raise TransferError(f"tcp endpoint {key}={value!r}: {err}", field="endpoints") from err
             nics.append(Far(key[4:], addresses))

@@ -9,6 +9,7 @@ posts, or completes something, pumps: nothing there waits.
 
 from __future__ import annotations
 
+import logging
 import random
 import socket
 import threading
@@ -25,10 +26,13 @@ from kvmesh.transfer.rdma.rail import Later, Letter, State, Track
 from kvmesh.transfer.rdma.wiring import PROGRESS_S, Wiring, run_all
 from kvmesh.transfer.segment import SegmentDescriptor
 from kvmesh.transfer.transport import Frame, Kind, Rail
-from kvmesh.transfer.wire import Gone, ProtocolBroken
+from kvmesh.transfer.wire import Gone
 
 if TYPE_CHECKING:
     from kvmesh.transfer.rdma.transport import RdmaTransport
+
+
+log = logging.getLogger(__name__)
 
 
 class RdmaPath(Wiring):
@@ -228,8 +232,13 @@ class RdmaPath(Wiring):
             self._connected(channel)
             try:
                 channel.run(partial(self._told, channel), self._due)
-            except (Gone, ProtocolBroken) as err:
+            except Gone as err:
                 cause = f"rdma control connection to {self.descriptor.name}: {err}"
+            except Exception as err:  # whatever the peer has sent: this thread alone reports what was on the path
+                log.warning("rdma control connection to %s: %r", self.descriptor.name, err)
+                cause = f"rdma control connection to {self.descriptor.name}: {err}"
+                channel.shut(cause)
+                self._pause(self.config.backoff_s)
             again = self._disconnected(channel, cause)
             channel.close()
             if not again:

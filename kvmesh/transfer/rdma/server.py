@@ -199,10 +199,12 @@ class RdmaAccepted(Accepted):
             route = verbs.Route(_packed(asked.gid), index, asked.lid, nic.gids[0].kind != "ib")
             landing.queue_pair.connect(asked.qp_num, asked.psn, psn, route, mtu, reads)
             landing.queue_pair.expect(protocol.SLOTS)
-        except (OSError, TransferError) as err:
+        except BaseException as err:  # what the opener sent may make no sense at all
             if landing is not None:
                 landing.close()
-            return protocol.Connected(asked.seq, f"at the peer: {err}")
+            if isinstance(err, OSError | TransferError):
+                return protocol.Connected(asked.seq, f"at the peer: {err}")
+            raise
         with self._changed:
             stale = self._generation != generation or self._released
             old = None if stale else self._landings.pop((asked.name, asked.qp_num), None)
@@ -251,6 +253,8 @@ class RdmaAccepted(Accepted):
         return protocol.KeysAre(asked.seq, region.address, region.length, rkeys)
 
     def _checksum(self, asked: protocol.Checksum) -> protocol.Answer:
+        if len(asked.offsets) > wire.MAX_PARTS or sum(asked.lengths) > wire.MAX_FRAME_BYTES:
+            raise ProtocolBroken(f"checksums of {len(asked.offsets)} parts, {sum(asked.lengths)} bytes")
         segment = self.host.segment
         regions: list[LocalRegion] = []
         try:
