@@ -107,6 +107,7 @@ class Front:
             transports=c.transport_list,
             nics=c.nic_list,
             topology=c.topology,
+            rdma=c.rdma_settings,
             fault=c.fault,
             host=c.host,
             advertise_host=c.advertise_host,

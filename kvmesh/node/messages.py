@@ -56,6 +56,8 @@ class Configure(Message, frozen=True):
     advertise_host: str = ""  # what peers dial; "" = host
     nics: tuple[str, ...] = ()  # that transports may use; () = as they choose
     topology: str = ""  # JSON or file of it; "" = found in /sys
+    # Further fields of EngineConfig.
+    rdma: dict[str, int | tuple[str, ...]] = msgspec.field(default_factory=dict)
 
 
 class OpenSegment(Message, frozen=True):

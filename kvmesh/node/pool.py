@@ -145,6 +145,7 @@ class PoolNode:
             transports=c.transport_list,
             nics=c.nic_list,
             topology=c.topology,
+            rdma=c.rdma_settings,
             fault=c.fault,
             host=c.host,
             advertise_host=c.advertise_host,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from kvmesh.config import ServiceConfig
@@ -55,6 +55,26 @@ class TransferConfig(ServiceConfig):
             "metavar": "JSON|FILE",
         },
     )
+    rdma_gid_index: int = field(default=-1, metadata={"help": "GID of each RDMA port; -1: found by looking."})
+    rdma_mtu: int = field(
+        default=0, metadata={"help": "Largest RDMA packet: 256, 512, 1024, 2048, 4096; 0: the ports' smaller one."}
+    )
+    rdma_pairs: str = field(
+        default="",
+        metadata={"help": "RDMA devices here and there that reach each other, mlx5_0=mlx5_1,...; empty: by address."},
+    )
+    rdma_slice_bytes: int = field(default=1 << 20, metadata={"help": "Bytes of one RDMA work request."})
+    rdma_queue_depth: int = field(default=256, metadata={"help": "Work requests outstanding on a queue pair."})
+    rdma_qps_per_rail: int = field(
+        default=1, metadata={"help": "Queue pairs between two RDMA devices, for each pair of engines."}
+    )
+    rdma_traffic_class: int = field(default=0, metadata={"help": "RoCE v2's IP traffic class: DSCP × 4."})
+    rdma_service_level: int = field(default=0, metadata={"help": "InfiniBand's service level, or RoCE's priority."})
+    rdma_pkey_index: int = field(default=0, metadata={"help": "Index of the InfiniBand partition's key."})
+    rdma_ack_exponent: int = field(
+        default=14, metadata={"help": "An RDMA packet is sent again after 4.096 µs × 2^this (1..31)."}
+    )
+    rdma_retry_cnt: int = field(default=6, metadata={"help": "... so often (0..6), before its rail is down."})
     fault: str = field(default="", metadata={"help": "JSON for the fault transport (tests)."})
     advertise_host: str = field(default="", metadata={"help": "Host that peers dial; empty: host."})
 
@@ -66,9 +86,25 @@ class TransferConfig(ServiceConfig):
     def nic_list(self) -> tuple[str, ...]:
         return listed(self.nics)
 
+    @property
+    def rdma_settings(self) -> dict[str, int | tuple[str, ...]]:
+        """Those that differ from the engine's defaults, under the names that they have there."""
+        found: dict[str, int | tuple[str, ...]] = {}
+        for one in fields(TransferConfig):
+            value = getattr(self, one.name)
+            if one.name.startswith("rdma_") and value != one.default:
+                found[one.name] = listed(value) if isinstance(value, str) else value
+        return found
+
     def check_transfer(self) -> None:
         """ConfigError naming key and value. What only the rank can see, it refuses itself."""
+        from kvmesh.transfer import EngineConfig
+
         check(self.transports, self.nics)
+        try:
+            EngineConfig(**self.rdma_settings)  # type: ignore[arg-type]
+        except TransferError as err:
+            raise ConfigError(err.message, field=err.field) from None
 
 
 def start_engine(name: str, configure: Configure, on_notify: Callable[[Notification], None] | None) -> TransferEngine:
@@ -101,4 +137,5 @@ def engine_config(configure: Configure) -> EngineConfig:
         fault=configure.fault,
         host=configure.host,
         advertise_host=configure.advertise_host,
+        **configure.rdma,  # type: ignore[arg-type]
     )

@@ -65,9 +65,13 @@ class EngineConfig:
     rdma_port: int = 0  # of rdma's control connections, on `host`; 0 picks a free one
     rdma_slice_bytes: int = 1 << 20  # one work request
     rdma_queue_depth: int = 256  # work requests outstanding on a queue pair
+    rdma_qps_per_rail: int = 1  # queue pairs between two NICs, for each pair of engines; more where paths are hashed
     rdma_gid_index: int = -1  # -1: found by looking
     rdma_mtu: int = 0  # 256, 512, ... 4096; 0: the smaller one of the two ports'
     rdma_pairs: tuple[str, ...] = ()  # "mlx5_0=mlx5_1": local and remote NIC that reach each other; (): by addresses
+    rdma_traffic_class: int = 0  # of RoCE v2's IP header: DSCP × 4
+    rdma_service_level: int = 0  # InfiniBand's, or RoCE's priority
+    rdma_pkey_index: int = 0
     rdma_ack_exponent: int = 14  # a packet is sent again after 4.096 us * 2**this ...
     rdma_retry_cnt: int = 6  # ... so often; 7 is "for ever" on some NICs
     # While work is under way and completions follow each other so closely, they are polled for; else an event is waited
@@ -144,7 +148,11 @@ class EngineConfig:
         for key, least, most in (
             ("rdma_slice_bytes", 4096, 4 << 20),  # below the smallest "largest message" of known NICs, tail included
             ("rdma_queue_depth", 16, 8192),
+            ("rdma_qps_per_rail", 1, 16),
             ("rdma_gid_index", -1, 65535),
+            ("rdma_traffic_class", 0, 255),
+            ("rdma_service_level", 0, 15),
+            ("rdma_pkey_index", 0, 65535),
             ("rdma_ack_exponent", 1, 31),
             ("rdma_retry_cnt", 0, 6),
             ("rdma_spin_s", 0.0, 0.01),

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import fields, replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvmesh.cli import plan
 from kvmesh.cli.settings import MeshSettings
+from kvmesh.config import load
 from kvmesh.node import pool
+from kvmesh.node.messages import Configure
 from kvmesh.node.pool_config import PoolConfig
 from kvmesh.node.transfer_config import engine_config
 from kvmesh.rpc.errors import ConfigError
+from kvmesh.transfer import EngineConfig
 
 TOPOLOGY = '{"cpu:0": [["eth0"], ["eth1"]]}'
 
@@ -22,6 +27,39 @@ def test_a_pool_nodes_settings_reach_the_engine() -> None:
     made = engine_config(pool.PoolNode(config)._configure())
     assert (made.transports, made.nics, made.topology) == (("tcp", "shm"), ("eth0", "eth1"), TOPOLOGY)
     assert (made.host, made.advertise_host) == ("127.0.0.1", "here")
+
+
+def test_rdma_settings_reach_the_engine() -> None:
+    """Through the message to the rank; what is not said is as the engine has it."""
+    given = {"KVMESH_RDMA_TRAFFIC_CLASS": "104", "KVMESH_RDMA_PAIRS": "mlx5_0=mlx5_2, mlx5_1=mlx5_3"}
+    config = load(PoolConfig, {"rdma_mtu": 2048, "rdma_gid_index": 3}, toml=None, env=given)
+    sent = msgspec.msgpack.encode(pool.PoolNode(config)._configure())
+    made = engine_config(msgspec.msgpack.decode(sent, type=Configure))
+    assert made == replace(
+        engine_config(pool.PoolNode(PoolConfig())._configure()),
+        rdma_mtu=2048,
+        rdma_gid_index=3,
+        rdma_traffic_class=104,
+        rdma_pairs=("mlx5_0=mlx5_2", "mlx5_1=mlx5_3"),
+    )
+    defaults = {one.name: one.default for one in fields(PoolConfig) if one.name.startswith("rdma_")}
+    engine = EngineConfig()
+    assert {name: getattr(engine, name) or "" for name in defaults} == {k: v or "" for k, v in defaults.items()}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("rdma_mtu", 1500, "rdma_mtu=1500: not 0, 256, 512"),
+        ("rdma_retry_cnt", 7, "rdma_retry_cnt=7: not in 0..6"),
+        ("rdma_pairs", "mlx5_0", "rdma_pairs='mlx5_0': must be LOCAL=REMOTE"),
+    ],
+)
+def test_bad_rdma_settings_are_refused_by_name_and_origin(key: str, value: int | str, words: str) -> None:
+    env = {f"KVMESH_{key.upper()}": str(value)}
+    with pytest.raises(ConfigError, match=words) as caught:
+        load(PoolConfig, {}, toml=None, env=env)
+    assert (caught.value.field, f"from KVMESH_{key.upper()}" in caught.value.message) == (key, True)
 
 
 @pytest.mark.parametrize(

@@ -386,6 +386,10 @@ def test_what_an_import_error_means(text: str, said: str) -> None:
         ("rdma_pairs", ("mlx5_0",)),
         ("rdma_pairs", ("a=b=c",)),
         ("rdma_queue_depth", 1),
+        ("rdma_qps_per_rail", 0),
+        ("rdma_traffic_class", 256),
+        ("rdma_service_level", 16),
+        ("rdma_pkey_index", -1),
     ],
 )
 def test_bad_settings(field: str, value: object) -> None:

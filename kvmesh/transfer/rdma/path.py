@@ -63,10 +63,7 @@ class RdmaPath(Wiring):
             if pair is None:
                 later.append(partial(frame.lost, f"{frame.rail}: no such rail", settled=True, down=True))
             else:
-                track = self._tracks.get(frame.rail)
-                if track is None:
-                    track = Track(self, frame.rail, pair, self.transport.nic(pair.local))
-                    self._tracks[frame.rail] = track
+                track = self._choose(frame.rail, pair)
                 track.forgotten = False
                 track.queue.append(frame)
                 start, self._running = not self._running, True
@@ -80,42 +77,51 @@ class RdmaPath(Wiring):
         run_all(later)
         return True
 
+    def _choose(self, rail: Rail, pair: Pair) -> Track:
+        """Of the rail's queue pairs the one with the least to do; a new one while all have something."""
+        tracks, most = self._tracks.setdefault(rail, []), self.config.rdma_qps_per_rail
+        if tracks and most == 1:
+            return tracks[0]
+        track = min(tracks, key=Track.load, default=None)
+        if track is None or (track.busy() and len(tracks) < most):
+            track = Track(self, rail, pair, self.transport.nic(pair.local))
+            tracks.append(track)
+        return track
+
     def recall(self, frame: Frame) -> bool:
         with self._lock:
-            track = self._tracks.get(frame.rail)
-            if track is not None and frame in track.queue:
-                track.queue.remove(frame)
-                return True
+            for track in self._tracks.get(frame.rail, ()):
+                if frame in track.queue:
+                    track.queue.remove(frame)
+                    return True
         return False
 
     def expire(self, frame: Frame, idle_s: float) -> None:
         with self._lock:
-            track = self._tracks.get(frame.rail)
-            if track is None or self._channel is None:
-                return
-            if track.holds(frame):
-                if time.monotonic() - track.progress_at >= idle_s:
-                    self._break(track, f"nothing completes on {track.rail}", down=idle_s > 0)
-            elif track.asks(frame):
-                self._channel.shut(f"no answer from {self.descriptor.name} over rdma")
+            for track in self._tracks.get(frame.rail, ()):
+                if self._channel is None:
+                    return
+                if track.holds(frame):
+                    if time.monotonic() - track.progress_at >= idle_s:
+                        self._break(track, f"nothing completes on {track.rail}", down=idle_s > 0)
+                elif track.asks(frame):
+                    self._channel.shut(f"no answer from {self.descriptor.name} over rdma")
 
     def idle(self, rail: Rail) -> bool:
         with self._lock:
-            track = self._tracks.get(rail)
-            return track is None or not (track.busy() or track.state in (State.CONNECTING, State.RESETTING))
+            unsettled = (State.CONNECTING, State.RESETTING)
+            return not any(track.busy() or track.state in unsettled for track in self._tracks.get(rail, ()))
 
     def forget(self, rail: Rail, cause: str) -> None:
         """Gives up one rail. Its frames are reported by the path's thread."""
         with self._lock:
-            track = self._tracks.get(rail)
-            if track is None:
-                return
-            track.forgotten = True
-            if self._channel is not None:
-                if track.state is State.READY:
-                    self._break(track, cause, down=False)
-                else:
-                    self._channel.defer(partial(self._drop, track))
+            for track in self._tracks.get(rail, ()):
+                track.forgotten = True
+                if self._channel is not None:
+                    if track.state is State.READY:
+                        self._break(track, cause, down=False)
+                    else:
+                        self._channel.defer(partial(self._drop, track))
 
     def close(self, cause: str) -> None:
         with self._lock:
@@ -216,7 +222,7 @@ class RdmaPath(Wiring):
         return track.post_letter(seq, frame, admission)
 
     def _ask_admission(self, epoch: int) -> None:
-        waiting = (f.serial for t in self._tracks.values() for f in t.queue if f.epoch == epoch)
+        waiting = (f.serial for t in self._all_tracks() for f in t.queue if f.epoch == epoch)
         if self._admissions.ask(epoch, waiting):
             self._ask(lambda seq: protocol.Admit(seq, epoch), partial(self._admitted, epoch))
 
@@ -274,7 +280,7 @@ class RdmaPath(Wiring):
                 channel.shut(self.closed)
             stranded, self._stranded = self._stranded, []
             self._settle(stranded, "the control connection broke", later, settled=True, down=False)
-            for track in self._tracks.values():
+            for track in self._all_tracks():
                 self._pump(track, later)
         run_all(later)
 
@@ -282,7 +288,7 @@ class RdmaPath(Wiring):
         """Whether to connect again: something must be settled, or waits."""
         with self._lock:
             self._channel = None
-            tracks = list(self._tracks.values())
+            tracks = self._all_tracks()
             for track in tracks:
                 track.break_off(cause, down=False)
             self._asked.clear()
@@ -306,8 +312,8 @@ class RdmaPath(Wiring):
                 track.state = State.NEW
                 self._settle(others + asked, cause, later, settled=True, down=False)
                 if track.forgotten and not track.queue:
-                    del self._tracks[track.rail]
-            again = not self.closed and bool(self._stranded or any(t.queue for t in self._tracks.values()))
+                    self._drop_locked(track)
+            again = not self.closed and bool(self._stranded or any(t.queue for t in self._all_tracks()))
             if not again:
                 self._running = False
                 if self.closed:
@@ -326,7 +332,7 @@ class RdmaPath(Wiring):
         down = not self.closed
         stranded, self._stranded = self._stranded, []
         self._settle(stranded, cause, later, settled=False, down=down)
-        for track in self._tracks.values():
+        for track in self._all_tracks():
             waiting = list(track.queue)
             track.queue.clear()
             later += [partial(frame.lost, cause, settled=True, down=down) for frame in waiting]
@@ -355,7 +361,7 @@ class RdmaPath(Wiring):
                     self._tell_landed(time.monotonic())
                     channel.send(protocol.encode(protocol.Released(message.epoch, message.admission)))
             elif isinstance(message, protocol.Answer):
-                for track in self._tracks.values():
+                for track in self._all_tracks():
                     if track.answered(message.seq, message, later):
                         track.progress_at = time.monotonic()
                         self._pump(track, later)
@@ -379,17 +385,17 @@ class RdmaPath(Wiring):
             return
         asked_by = self._admissions.admitted(epoch, message.admission, message.generation, message.starts, message.ends)
         if not message.admission:
-            for track in self._tracks.values():
+            for track in self._all_tracks():
                 for frame in [f for f in track.queue if f.serial in asked_by and f.kind is Kind.WRITE]:
                     track.queue.remove(frame)
                     cause = wire.CAUSES[wire.WINDOW_CLOSED]
                     later.append(partial(frame.done, tuple(range(len(frame.parts))), cause))
         else:  # a queue pair of an older generation was destroyed by a fence, even if we have not heard of it yet
-            for track in self._tracks.values():
+            for track in self._all_tracks():
                 if track.queue_pair is not None and track.queue_pair.generation < message.generation:
                     self._break(track, "fenced by the peer", down=False)
         self._pump_all(later)
 
     def _pump_all(self, later: Later) -> None:
-        for track in self._tracks.values():
+        for track in self._all_tracks():
             self._pump(track, later)

@@ -82,8 +82,9 @@ class QueuePair:
     def connect(self, remote_number: int, remote_psn: int, psn: int, route: Route, mtu: int, reads: int) -> None:
         """To the peer's queue pair; OSError. `mtu` and `reads` are what both sides can."""
         calls, nic, config = self.nic.calls, self.nic, self.nic.config
-        calls.initialize(self.pointer, nic.port)
-        calls.ready_to_receive(self.pointer, nic.port, remote_number, remote_psn, route, mtu, reads)
+        calls.initialize(self.pointer, nic.port, config.rdma_pkey_index)
+        class_, level = config.rdma_traffic_class, config.rdma_service_level
+        calls.ready_to_receive(self.pointer, nic.port, remote_number, remote_psn, route, mtu, reads, class_, level)
         calls.ready_to_send(self.pointer, psn, config.rdma_ack_exponent, config.rdma_retry_cnt, reads)
 
     def post(

@@ -1,4 +1,4 @@
-"""One rail of an opened segment, at the opener: its queue pair, what is on it, and what waits for it.
+"""One queue pair of a rail of an opened segment, at the opener: what is on it, and what waits for it.
 
     NEW ─ begin ─▶ CONNECTING ─ Connected ─▶ READY ─ failed ─▶ RESETTING ─ ResetDone ─▶ NEW
                                                ▲ chains: WRITE, READ; letters: NOTIFY
@@ -100,6 +100,10 @@ class Track:
 
     def busy(self) -> bool:
         return bool(self.queue or self.posted or self.letters or self.checks or self.stranded)
+
+    def load(self) -> int:
+        """Frames that a further one would queue behind."""
+        return len(self.queue) + len(self.posted) + len(self.letters)
 
     def holds(self, frame: Frame) -> bool:
         """Whether it is on the queue pair."""

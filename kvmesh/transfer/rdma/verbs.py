@@ -305,17 +305,21 @@ class Calls:
         if code:
             raise OSError(code, os.strerror(code))
 
-    def initialize(self, qp: int, port: int) -> None:
+    def initialize(self, qp: int, port: int, pkey_index: int) -> None:
         access = LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ
-        self._modify(qp, _STATE | _PKEY | _PORT | _ACCESS, state=_INIT, port=port, access=access)
+        self._modify(qp, _STATE | _PKEY | _PORT | _ACCESS, state=_INIT, port=port, access=access, pkey_index=pkey_index)
 
-    def ready_to_receive(self, qp: int, port: int, qp_num: int, psn: int, route: Route, mtu: int, reads: int) -> None:
+    def ready_to_receive(
+        self, qp: int, port: int, qp_num: int, psn: int, route: Route, mtu: int, reads: int, traffic_class: int, sl: int
+    ) -> None:
         """`mtu` as the enumeration says it (5 = 4096). May take long: the kernel resolves the peer's address."""
         attributes = _Attributes(state=_RTR, path_mtu=mtu, remote_qp_num=qp_num, rq_psn=psn, remote_reads=reads)
         attributes.rnr_timer = 12
         attributes.address.gid[:] = struct.unpack("<QQ", route.gid)
         attributes.address.sgid_index = route.sgid_index
         attributes.address.hop_limit = 64
+        attributes.address.traffic_class = traffic_class
+        attributes.address.service_level = sl
         attributes.address.lid = route.lid
         attributes.address.is_global = int(route.is_global)
         attributes.address.port = port

@@ -44,7 +44,7 @@ class Wiring(ABC):
         self.host = transport.host
         self.config = transport.config
         self._lock = threading.Lock()
-        self._tracks: dict[Rail, Track] = {}
+        self._tracks: dict[Rail, list[Track]] = {}  # each has a queue pair
         self._channel: Channel | None = None
         self._asked: dict[int, tuple[float, Handler]] = {}
         self._keys: dict[int, protocol.KeysAre] = {}
@@ -60,6 +60,9 @@ class Wiring(ABC):
         """Sends what waits and may go now. Lock held."""
 
     # ── lock held ─────────────────────────────────────────────────────────────────────────────────
+
+    def _all_tracks(self) -> list[Track]:
+        return [track for tracks in self._tracks.values() for track in tracks]
 
     def _ask(self, make: Callable[[int], protocol.Asked], handler: Handler) -> None:
         if self._channel is not None:
@@ -241,7 +244,11 @@ class Wiring(ABC):
 
     def _drop_locked(self, track: Track) -> None:
         if track.forgotten and not track.busy() and track.state is State.NEW:
-            self._tracks.pop(track.rail, None)
+            tracks = self._tracks.get(track.rail, [])
+            if track in tracks:
+                tracks.remove(track)
+            if not tracks:
+                self._tracks.pop(track.rail, None)
             if not self._tracks and self._channel is not None:
                 self._channel.shut("idle")
 
@@ -251,7 +258,7 @@ class Wiring(ABC):
             self._admissions.fenced(generation)
             self._generation = generation
             tracks = []
-            for track in self._tracks.values():
+            for track in self._all_tracks():
                 if track.queue_pair is not None and track.queue_pair.generation < generation:
                     track.break_off("fenced by the peer", down=False)
                     tracks.append(track)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import threading
 import time
@@ -319,6 +320,49 @@ def test_frozen_writer(nest: Nest) -> None:
     target.window("writer#1", 4, [(far, 8 * MIB)])
     assert [s.state for s in writer.transfer("write", segment, [(0, far, MIB)], 4)] == [COMPLETED]
     assert target.read(0, MIB) == pattern(1, 8 * MIB)[:MIB]
+
+
+# ── settings ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_several_queue_pairs_a_rail(links: None, nest: Nest) -> None:
+    """They share the work, are lost with their rail, and a fence destroys them all."""
+    two = Two(nest, 16 * MIB, rdma_qps_per_rail=3, rdma_slice_bytes=64 << 10, fence_grace_s=1e-9)
+    half = two.nbytes // 2
+    two.target.window("writer#1", 1, [(two.far, half)])
+    piece = half // 32
+    batches = [two.writer.start("write", two.segment, [(i * piece, two.far + i * piece, piece)], 1) for i in range(32)]
+    for batch in batches:
+        assert [status.state for status in two.writer.finish(batch)] == [COMPLETED]
+    assert two.same(0, half)
+    assert two.writer.engine.counters()["rdma.queue_pairs"] == 6
+    two.target.window("writer#1", 2, [(two.far + half, half)])
+    kept = two.writer.start("write", two.segment, [(0, two.far, half)] * 3, 1)
+    cut = two.writer.start("write", two.segment, [(half, two.far + half, half)] * 3, 2)
+    until(lambda: two.target.engine.landed_bytes("writer#1", 2) > 0, "it writes")
+    two.target.fence("writer#1", 2)
+    two.target.region.memory[half:] = b"\x5a" * half  # type: ignore[index,union-attr]
+    ip("ip link set nica0 down")
+    assert {s.state for s in two.writer.finish(kept, 30)} == {COMPLETED}
+    assert {s.state for s in two.writer.finish(cut)} <= {FAILED, COMPLETED}
+    assert two.same(0, half)
+    assert two.target.read(half, half) == b"\x5a" * half
+    assert two.target.engine.counters()["rdma.fences_that_destroyed"] >= 1
+
+
+def test_the_traffic_class_is_in_the_packets(nest: Nest) -> None:
+    two = Two(nest, MIB, rdma_traffic_class=104)
+    two.window()
+    seen: set[int] = set()
+    with socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(0x0800)) as tap:
+        tap.bind(("nicb0", 0x0800))
+        tap.settimeout(5)
+        two.write(0, MIB)
+        while not seen:
+            packet = tap.recv(65536)
+            if packet[9] == 17 and packet[22:24] == (4791).to_bytes(2, "big"):  # UDP to RoCE v2's port
+                seen.add(packet[1])
+    assert seen == {104}
 
 
 # ── faults ────────────────────────────────────────────────────────────────────────────────────────
