@@ -54,7 +54,8 @@ def machine() -> Finding:
     has = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "bf16") if name in flags]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return Finding("cpu", "ok", f"{model}, {cores} cores ({', '.join(has) or 'no vector features'}), {memory:.0f} GiB")
+    told = f"{cores} core{'s' if cores != 1 else ''} ({', '.join(has) or 'no vector features'})"
+    return Finding("cpu", "ok", f"{model}, {told}, {memory:.0f} GiB")
 
 
 def torch() -> Finding:

@@ -44,6 +44,7 @@ class Outcome:
     wanted: bool = False
     locals: tuple[str, ...] = field(default=())
     remotes: tuple[str, ...] = field(default=())
+    left_out: tuple[str, ...] = field(default=())  # NICs that were not tried, and why: "eth2 here (no link)"
 
     @property
     def failed(self) -> bool:
@@ -69,6 +70,10 @@ def screen(outcome: Outcome, width: int) -> RenderableType:
         for what in ("write", "read"):
             shown.append(f"[bold]{outcome.transport}[/] {what}, GB/s (rows: NICs here, columns: there)")
             shown += _matrix(outcome, what, width, notes)
+    if any(cell.detour and not cell.write.error for cell in outcome.cells):
+        shown.append("[dim]*: a detour, the two are not on one network: used when nothing better is left[/]")
+    if outcome.left_out:
+        shown.append(f"[yellow]not tried:[/] {escape(', '.join(outcome.left_out))}")
     return Group(*shown, *notes.lines(), "")
 
 
@@ -100,7 +105,8 @@ def _figure(figure: Figure, cell: Cell, notes: _Notes) -> str:
         return f"[dim]–{notes.number('not on one network, and nothing passes', cell)}[/]"
     if figure.error:
         return f"[red]✗ {notes.number(figure.error, cell)}[/]"
-    return f"{figure.gb_per_s:.2f}" if figure.gb_per_s < 100 else f"{figure.gb_per_s:.0f}"
+    shown = f"{figure.gb_per_s:.2f}" if figure.gb_per_s < 100 else f"{figure.gb_per_s:.0f}"
+    return f"{shown}*" if cell.detour else shown
 
 
 class _Notes:
@@ -134,4 +140,8 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     names = ", ".join(outcome.transport for outcome in tried)
     if bad:
         return f"{bad} of {len(cells)} pairs failed ({names})"
-    return f"every byte was right on {len(cells)} pair{'s' if len(cells) != 1 else ''} ({names})"
+    detours = sum(cell.detour and not cell.write.error and not cell.read.error for o in tried for cell in o.cells)
+    told = f"{len(cells)} pair{'s' if len(cells) != 1 else ''}"
+    told += f" and {detours} detour{'s' if detours != 1 else ''}" if detours else ""
+    left_out = ", ".join(name for outcome in tried for name in outcome.left_out)
+    return f"every byte was right on {told} ({names}){f'; not tried: {left_out}' if left_out else ''}"

@@ -6,11 +6,12 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.rpc.errors import ConfigError, TransferError
 from kvmesh.transfer import EngineConfig, Opcode, Range, TransferEngine, TransferRequest, TransferState
 from kvmesh.transfer.host import look
 
@@ -70,6 +71,39 @@ def nics_of(transport: str, host: str, wanted: Sequence[str], root: Path = Path(
     return tuple(name for name in nets if usable(name))
 
 
+def check_nics(wanted: Sequence[str], root: Path = Path("/")) -> None:
+    """ConfigError: one that is not here, or there twice."""
+    found = look(root)
+    devices, nets = [device.name for device in found.rdma], [net.name for net in found.nets]
+    for name in wanted:
+        if name not in devices and name not in nets:
+            has = f"RDMA devices {', '.join(devices) or 'none'}; interfaces {', '.join(nets) or 'none'}"
+            raise ConfigError(f"nics={name!r}: not on this host, it has {has}", field="nics")
+        if wanted.count(name) > 1:
+            raise ConfigError(f"nics={','.join(wanted)!r}: {name!r} is there twice", field="nics")
+
+
+def left_out(transport: str, wanted: Sequence[str], root: Path = Path("/")) -> list[str]:
+    """NICs that a user would expect to be tried, and why they are not: "eth2 (no link)". None when some were asked
+    for by name."""
+    if wanted or transport not in ("rdma", "tcp"):
+        return []
+    found = look(root)
+    if transport == "rdma":
+        return [f"{one.name} (no link)" for one in found.rdma if not one.active]
+    from kvmesh.cli.doctor_network import interface_addresses
+
+    reasons = []
+    for net in found.nets:
+        addresses = interface_addresses(net.name)
+        if not net.up and not net.loopback and (addresses or net.physical):
+            reasons.append(f"{net.name} (no link)")
+        elif net.up and net.physical and not addresses:
+            reasons.append(f"{net.name} (no address)")
+    return reasons
+
+
+@lru_cache(maxsize=1)
 def pattern(seed: int, nbytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     """What both ends make of a seed."""
     return np.frombuffer(np.random.default_rng(seed).bytes(nbytes), dtype=np.uint8)

@@ -11,6 +11,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -26,6 +27,7 @@ RDMA_WOULD = "KV over RDMA; without it KV moves over shm and tcp"
 ROCE_UDP_PORT = 4791
 _GOOD_BUFFER = 4 << 20  # what 100 Gb/s needs at 300 µs
 _TOOL_S = 5.0
+_GIDS_SHOWN = 2  # of each kind; a card has two for every address
 
 # ── RDMA ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -39,6 +41,10 @@ def verbs(root: Path, installed: tuple[str, str] | None = None) -> Finding:
     if not ours and not abi:
         need = f"apt install python3-pyverbs, or the PyPI pyverbs of rdma-core {theirs or 'as installed'}"
         lib = f"libibverbs {theirs}" if library else "no libibverbs"
+        if elsewhere := _unseen(root):
+            return Finding(
+                "pyverbs", "missing", f"not in this environment ({lib}); {elsewhere[0]}", RDMA_WOULD, elsewhere[1]
+            )
         return Finding("pyverbs", "missing", f"not installed ({lib})", RDMA_WOULD, need)
     shown = f"pyverbs {ours}" if ours else f"pyverbs (private ABI {abi})"
     if library is None:
@@ -48,6 +54,22 @@ def verbs(root: Path, installed: tuple[str, str] | None = None) -> Finding:
         todo = f"the distribution's python3-pyverbs, or the PyPI pyverbs of rdma-core {theirs}"
         return Finding("pyverbs", "missing", f"{shown} does not match libibverbs {theirs}", RDMA_WOULD, todo)
     return Finding("pyverbs", "ok", f"{shown} and libibverbs {theirs} match")
+
+
+def _unseen(root: Path) -> tuple[str, str] | None:
+    """Of the distribution's pyverbs, which a virtual environment does not see: that it is there, and what to do."""
+    folder = root / "usr/lib/python3/dist-packages/pyverbs"
+    built = next((path for path in sorted(folder.glob("device.cpython-*.so"))), None)
+    if built is None:
+        return None
+    tag = built.name.split("-")[1]
+    python = f"{tag[0]}.{tag[1:]}"
+    if tag != sys.implementation.cache_tag.split("-")[1]:
+        return (
+            f"the system has it for Python {python}",
+            f"python{python} -m venv --system-site-packages, to have it here",
+        )
+    return "the system has it", "a virtual environment made with --system-site-packages sees it"
 
 
 def pyverbs() -> tuple[str, str]:
@@ -82,13 +104,16 @@ def rdma_devices(root: Path, host: Host) -> list[Finding]:
 
 def _device(root: Path, host: Host, device: RdmaDevice) -> Finding:
     level, todo = "ok", ""
-    words, kinds = [], set()
+    words = []
+    kinds: dict[tuple[str, str], list[str]] = {}
     for port in device.ports:
         words.append(f"port {port.number} {port.state} {port.physical}, {_layer(port.layer)}, {port.rate}")
         for gid in gids(root, device.name, port.number):
-            kinds.add((gid.kind.replace("IB/RoCE", "RoCE"), gid.family))
+            kind = (gid.kind.replace("IB/RoCE", "RoCE"), gid.family)
+            kinds.setdefault(kind, []).append(f"{gid.index}: {gid.value.removeprefix('::ffff:')}")
     roce = any(port.layer == "Ethernet" for port in device.ports)
-    words.append(f"GIDs: {', '.join(sorted(' '.join(kind) for kind in kinds)) or 'none'}")
+    told = [f"{' '.join(kind)} ({', '.join(kinds[kind][:_GIDS_SHOWN])}{_more(kinds[kind])})" for kind in sorted(kinds)]
+    words.append(f"GIDs: {', '.join(told) or 'none'}")
     net = host.net(device.netdev)
     if roce and net is not None:
         words.append(f"{net.name} MTU {net.mtu}: RDMA MTU {roce_mtu(net.mtu)}")
@@ -109,6 +134,10 @@ def _device(root: Path, host: Host, device: RdmaDevice) -> Finding:
     elif roce and net is not None and roce_mtu(net.mtu) < 4096:
         level, todo = "warn", f"ip link set {net.name} mtu 9000, if the switch takes it: RDMA MTU 4096 costs less"
     return Finding(device.name, level, "; ".join(words), todo=todo)
+
+
+def _more(of: Sequence[str]) -> str:
+    return f" and {len(of) - _GIDS_SHOWN} more" if len(of) > _GIDS_SHOWN else ""
 
 
 def _layer(layer: str) -> str:
@@ -134,9 +163,9 @@ def _bottleneck(place: Place, gbps: float) -> str:
 
 
 def device_memory(root: Path, host: Host) -> list[Finding]:
-    """Whether NICs may reach GPUs' memory themselves. Nothing where there is no GPU."""
+    """Whether NICs may reach GPUs' memory themselves."""
     if not host.gpus:
-        return []
+        return [Finding("GPU memory", "ok", "no GPU here: neither nvidia_peermem nor dma-buf is needed")]
     if any((root / "sys/module" / name).exists() for name in ("nvidia_peermem", "nv_peer_mem")):
         return [Finding("GPU memory", "ok", "nvidia_peermem is loaded")]
     if "Open Kernel Module" in text_of(root / "proc/driver/nvidia/version"):
@@ -149,12 +178,13 @@ def device_memory(root: Path, host: Host) -> list[Finding]:
 
 
 def interfaces(host: Host, addresses: Callable[[str], Sequence[str]]) -> list[Finding]:
-    """One line a physical interface that is up or has a link to lose."""
+    """One line a physical interface; where there is none, as in a container, a line for each virtual one that has an
+    address."""
     found = [_interface(net, addresses(net.name)) for net in host.nets if net.physical]
+    virtual = [net for net in host.nets if not net.loopback and not net.physical and addresses(net.name)]
     if not found:
-        virtual = ", ".join(net.name for net in host.nets if not net.loopback and net.up) or "loopback"
-        found = [Finding("interfaces", "ok", f"no physical one, only {virtual}")]
-    return found
+        found = [_interface(net, addresses(net.name)) for net in virtual]
+    return found or [Finding("interfaces", "ok", "no physical one, only loopback")]
 
 
 def _interface(net: NetDevice, addresses: Sequence[str]) -> Finding:
@@ -162,12 +192,13 @@ def _interface(net: NetDevice, addresses: Sequence[str]) -> Finding:
     if not net.up:
         return Finding(net.name, "warn", "no link", todo=f"ip link set {net.name} up, cable; or leave it out of --nics")
     has = ", ".join(addresses) or "no address"
-    found = f"up, {speed}, MTU {net.mtu}, {has}; {_placed(net.place)}"
+    where = _placed(net.place) if net.physical else "virtual"
+    found = f"up, {speed}, MTU {net.mtu}, {has}; {where}"
     if not addresses:
         return Finding(net.name, "warn", found, todo=f"ip addr add ADDRESS/BITS dev {net.name}, to use it for tcp")
     if slow := _bottleneck(net.place, net.gbps):
         return Finding(net.name, "warn", found, todo=slow)
-    if net.gbps >= 10 and net.mtu < 9000:
+    if net.physical and net.gbps >= 10 and net.mtu < 9000:
         todo = f"ip link set {net.name} mtu 9000, if the switch takes it: fewer packets, less CPU"
         return Finding(net.name, "warn", found, todo=todo)
     return Finding(net.name, "ok", found)
@@ -276,7 +307,8 @@ def topology(host: Host) -> list[Finding]:
     """Which NICs each memory location would prefer; of RDMA devices where there are any, else of interfaces."""
     rdma = [NicInfo("rdma", d.name, "", d.place.numa, d.gbps) for d in host.rdma if d.active]
     nets = [NicInfo("tcp", n.name, "", n.place.numa, n.gbps) for n in host.nets if n.physical and n.up]
-    found = discover(host, rdma or nets)
+    virtual = [NicInfo("tcp", n.name, "", -1, n.gbps) for n in host.nets if n.up and not n.physical and not n.loopback]
+    found = discover(host, rdma or nets or virtual)
     if not found:
         return [Finding("topology", "ok", "no NIC to choose from")]
     return [
@@ -299,5 +331,6 @@ def _transport(name: str) -> Finding:
             nics = [nic.name for nic in engine.local_descriptor().nics]
     except Exception as err:  # whatever keeps it from starting is what this command is for
         text = err.message if isinstance(err, TransferError) else f"{type(err).__name__}: {err}"
-        return Finding(name, "broken" if name == "tcp" else "missing", text, enables, "see the lines above")
+        level, why = "broken" if name == "tcp" else "missing", text.removeprefix(f"{name}: ")
+        return Finding(name, level, why, enables, "see the lines above")
     return Finding(name, "ok", f"starts{', over ' + ', '.join(nics) if nics else ''}")

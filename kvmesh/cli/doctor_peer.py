@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
+import os
 import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 
 from rich.console import Console
@@ -17,10 +20,14 @@ from rich.markup import escape
 from kvmesh.cli import doctor_wire as wire
 from kvmesh.cli.console import console, wide_enough
 from kvmesh.cli.doctor_matrix import Cell, Figure, Outcome, screen, summary
-from kvmesh.cli.doctor_measure import Plan, Side
+from kvmesh.cli.doctor_measure import Plan, Side, check_nics, left_out
+from kvmesh.cli.doctor_network import interface_addresses
+from kvmesh.cli.doctor_progress import Progress
 from kvmesh.rpc.errors import ConfigError, KvmeshError, TransferError, Unavailable
 from kvmesh.transfer import Opcode, SegmentDescriptor
 from kvmesh.transfer.config import KNOWN_TRANSPORTS
+from kvmesh.transfer.host import look
+from kvmesh.transfer.segment import machine_id, network_id
 from kvmesh.transfer.transport import Rail
 
 __all__ = ["Plan", "call", "listen"]
@@ -32,7 +39,8 @@ _NOTICE_S = 0.5
 
 
 def check(plan: Plan) -> None:
-    """ConfigError: a transport that nobody knows."""
+    """ConfigError: a transport that nobody knows, a NIC that is not here."""
+    check_nics(plan.nics)
     for name in plan.transports:
         if name not in KNOWN_TRANSPORTS:
             known = ", ".join(KNOWN_TRANSPORTS)
@@ -55,8 +63,8 @@ def call(peer: str, token: str, plan: Plan, *, as_json: bool) -> int:
         wire.greet(channel, token, quiet_s, min(_GREET_S, plan.timeout_s))
         epochs = count(1)
         for name in plan.transports or KNOWN_TRANSPORTS:
-            with out.status(f"{name} ...") if out.is_terminal and not as_json else contextlib.nullcontext():
-                outcomes.append(try_transport(channel, name, plan, epochs))
+            with Progress(out, console(stderr=True), quiet=as_json) as progress:
+                outcomes.append(try_transport(channel, name, plan, epochs, progress))
             if not as_json:
                 out.print(screen(outcomes[-1], width))
         channel.send(wire.Bye(), plan.timeout_s)
@@ -101,39 +109,67 @@ def connect(host: str, port: int, timeout_s: float) -> wire.Channel:
         raise Unavailable(f"{where} cannot be reached: {getattr(err, 'strerror', None) or err}") from None
 
 
-def try_transport(channel: wire.Channel, name: str, plan: Plan, epochs: Iterator[int]) -> Outcome:
+def try_transport(channel: wire.Channel, name: str, plan: Plan, epochs: Iterator[int], progress: Progress) -> Outcome:
     """Every pair of NICs of one transport. Hung when the other doctor goes away."""
     wanted = name in plan.transports
     try:
         side = Side(name, channel.local_host, plan.size, plan)
     except (KvmeshError, OSError) as err:
-        return Outcome(name, why_not=f"here: {plain(err)}", wanted=wanted)
+        return Outcome(name, why_not=f"here: {plain(err).removeprefix(f'{name}: ')}", wanted=wanted)
     with side:
         try:
             opened = channel.ask(wire.Open(name, plan.size), plan.timeout_s)
             assert isinstance(opened, wire.Opened), "any other answer is Sorry"
             descriptor = SegmentDescriptor.decode(opened.descriptor)
+            if why := apart(name, descriptor):
+                return Outcome(name, why_not=why, wanted=wanted)
             rails = side.engine.rails(side.engine.open_segment(descriptor))
             side.engine.close_segment(descriptor.name)
         except (Unavailable, TransferError) as err:
-            why = f"there: {err.message}" if isinstance(err, Unavailable) else err.message
+            why = f"there: {err.message.removeprefix(f'{name}: ')}" if isinstance(err, Unavailable) else err.message
             return Outcome(name, why_not=why, wanted=wanted)
         try:
-            cells = [try_pair(channel, side, descriptor, opened.offset, rail, epochs) for rail in rails]
+            progress.begin(name, len(rails), 2 * len(rails) * plan.seconds)
+            cells = []
+            for i, rail in enumerate(rails):
+                step = partial(progress.step, name, i, len(rails), rail.local, rail.remote)
+                cells.append(try_pair(channel, side, descriptor, opened.offset, rail, epochs, step))
         finally:
             with contextlib.suppress(KvmeshError):
                 channel.ask(wire.Shut(), plan.timeout_s)
         local = tuple(nic.name for nic in side.engine.local_descriptor().nics)
-        return Outcome(name, tuple(cells), "", wanted, local, tuple(nic.name for nic in descriptor.nics))
+        remote = tuple(nic.name for nic in descriptor.nics)
+        missed = (*(f"{one} here" for one in left_out(name, plan.nics)), *(f"{one} there" for one in opened.left_out))
+        return Outcome(name, tuple(cells), "", wanted, local, remote, missed if local or remote else ())
+
+
+def apart(transport: str, descriptor: SegmentDescriptor) -> str:
+    """Why the two cannot share memory; "" when they can, or need not."""
+    if transport != "shm":
+        return ""
+    if descriptor.machine != machine_id():
+        return "the two are on different hosts, or in different user namespaces: they cannot share memory"
+    if descriptor.endpoints["shm"].get("network") != network_id():
+        return "the two are on one host, in different network namespaces (containers?): they do not find each other"
+    return ""
 
 
 def try_pair(
-    channel: wire.Channel, side: Side, descriptor: SegmentDescriptor, offset: int, rail: Rail, epochs: Iterator[int]
+    channel: wire.Channel,
+    side: Side,
+    descriptor: SegmentDescriptor,
+    offset: int,
+    rail: Rail,
+    epochs: Iterator[int],
+    step: Callable[[str], None] = lambda what: None,
 ) -> Cell:
-    """Writes and reads over one rail alone: once with every byte checked, then for the figure, then checked again."""
+    """Writes and reads over one rail alone: once with every byte checked, then for the figure, then checked again.
+    `step` hears what begins."""
     segment = side.engine.open_segment(descriptor, only=lambda one: one == rail)
     try:
+        step("write")
         write = _figure(lambda: _write(channel, side, segment, offset, next(epochs)))
+        step("read")
         gone = rail.detour and bool(write.error)  # the way back is no better
         read = write if gone else _figure(lambda: _read(channel, side, segment, offset, next(epochs)))
     finally:
@@ -200,7 +236,7 @@ def listen(host: str, port: int | None, token: str, plan: Plan) -> int:
         out.print(
             f"listening on {host or 'all addresses'}, port {port}; on the other host run\n\n"
             f"    kvmesh doctor --peer {host or socket.gethostname()}:{port} --token {escape(token)}\n\n"
-            "Ctrl-C ends it.",
+            f"{_others(host)}Ctrl-C ends it.",
             soft_wrap=True,
         )
         listener = _Listener(out, token, plan)
@@ -218,6 +254,20 @@ def listen(host: str, port: int | None, token: str, plan: Plan) -> int:
         return 0
 
 
+def _others(host: str) -> str:
+    """By which addresses this host may be reached, where its name says nothing to the other one."""
+    if host:
+        return ""
+    addresses = [
+        address
+        for net in look().nets
+        if net.up and not net.loopback
+        for address in interface_addresses(net.name)
+        if not address.startswith("fe80:")
+    ]
+    return f"(or by address: {', '.join(addresses[:8])})\n\n" if addresses else ""
+
+
 def _bound(host: str, port: int) -> socket.socket:
     try:
         if not host and socket.has_dualstack_ipv6():
@@ -225,7 +275,10 @@ def _bound(host: str, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)
     except (OSError, UnicodeError) as err:
-        why = getattr(err, "strerror", None) or str(err)
+        number = getattr(err, "errno", None) or 0
+        why = os.strerror(number) if number > 0 else getattr(err, "strerror", None) or str(err)
+        if number == errno.EADDRINUSE:
+            why += "; kvmesh doctor --listen PORT takes another"
         raise ConfigError(f"port={port}: cannot listen on {host or 'any address'}: {why}", field="port") from None
 
 
@@ -238,20 +291,23 @@ class _Listener:
         self._plan = plan
         self._thread: threading.Thread | None = None
         self._channel: wire.Channel | None = None
+        self._busy = False
+        self._closing = False
 
     def take(self, sock: socket.socket, address: tuple[str, int]) -> None:
         """On the accepting thread."""
         channel = wire.Channel(sock, wire.plain(address[0]))
-        if self._thread is not None and self._thread.is_alive():
+        if self._busy:
             with contextlib.suppress(KvmeshError):
                 channel.send(wire.Sorry("busy with another caller: try again in a moment"), 1.0)
             channel.close()
             return
-        self._channel = channel
+        self._channel, self._busy = channel, True
         self._thread = threading.Thread(target=self._serve, args=(channel,), name="kvmesh-doctor", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
+        self._closing = True
         if self._channel is not None:
             self._channel.close()
         if self._thread is not None:
@@ -259,22 +315,22 @@ class _Listener:
 
     def _serve(self, channel: wire.Channel) -> None:
         session = _Session(channel, self._plan)
+        said = f"{channel.name} is done"
         try:
             quiet_s = wire.receive(channel, self._token, _GREET_S)
             self._out.print(f"{escape(channel.name)} is connected")
-            while True:
-                message = channel.take(quiet_s)
-                if isinstance(message, wire.Bye):
-                    self._out.print(f"{escape(channel.name)} is done")
-                    return
+            while not isinstance(message := channel.take(quiet_s), wire.Bye):
                 if isinstance(message, wire.Open):
                     self._out.print(f"{escape(channel.name)}: {escape(message.transport)}")
                 channel.send(session.answer(message), self._plan.timeout_s)
         except wire.Hung as err:
-            self._out.print(escape(err.message))
+            said = err.message
         finally:
             session.close()
             channel.close()
+            self._busy = False  # before it is said: who reads it may call at once
+        if not self._closing:
+            self._out.print(escape(said))
 
 
 class _Session:
@@ -326,4 +382,5 @@ class _Session:
         if not 0 < message.size <= MAX_SIZE:
             return wire.Sorry(f"size={message.size}: not in 1..{MAX_SIZE}")
         side = self._side = Side(message.transport, self._channel.local_host, message.size, self._plan)
-        return wire.Opened(side.engine.local_descriptor().encode(), side.region.base_offset)
+        missed = tuple(left_out(message.transport, self._plan.nics))
+        return wire.Opened(side.engine.local_descriptor().encode(), side.region.base_offset, missed)

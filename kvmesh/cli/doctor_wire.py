@@ -53,8 +53,11 @@ class Open(Message, frozen=True):
 
 
 class Opened(Message, frozen=True):
+    """`left_out`: NICs of the listener that are not tried, and why."""
+
     descriptor: bytes
     offset: int
+    left_out: tuple[str, ...] = ()
 
 
 class Begin(Message, frozen=True):

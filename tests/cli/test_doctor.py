@@ -6,6 +6,7 @@ import io
 import json
 import re
 import resource
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from kvmesh.cli import doctor_network as network
 from kvmesh.cli.app import app
 from kvmesh.cli.console import console
 from kvmesh.cli.doctor_checks import Finding
-from kvmesh.transfer.host import Host, look
+from kvmesh.transfer.host import Host, NetDevice, Place, look
 from tests.transfer.sysfs import NVIDIA_3D, Tree, bare_vm, two_sockets
 
 
@@ -45,6 +46,8 @@ def test_doctor_looks_at_everything(monkeypatch: pytest.MonkeyPatch) -> None:
         assert one["level"] in ("ok", "warn", "missing")
         assert (one["todo"] != "") == (one["level"] != "ok"), one
         assert (one["enables"] != "") == (one["level"] == "missing"), one
+    counts = [f"{n} {level}" for level in ("ok", "warn", "missing") if (n := sum(o["level"] == level for o in told))]
+    assert result.output.splitlines()[-1] == f"✓ kvmesh runs here ({', '.join(counts)})"
 
 
 def test_doctor_leaves_with_1_when_kvmesh_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,6 +55,15 @@ def test_doctor_leaves_with_1_when_kvmesh_cannot_run(monkeypatch: pytest.MonkeyP
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1
     assert re.search(r"torch +broken +gone\s+next: pip install torch", result.output)
+    assert "✗ kvmesh does not run here, because of torch (1 broken)" in result.output
+
+
+def test_the_help_says_what_the_words_and_the_exit_status_mean() -> None:
+    told = " ".join(
+        CliRunner().invoke(app, ["doctor", "--help"], env={"COLUMNS": "100", "TERM": "dumb"}).output.split()
+    )
+    for words in ("warn (it works", "Exit status: 0", "130 Ctrl-C", "GB/s (10^9 bytes)", "kvmesh doctor --listen"):
+        assert words in told, words
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -89,7 +101,8 @@ def test_devices_say_what_is_wrong_with_them(tmp_path: Path) -> None:
     good = found["mlx5_0"]
     assert good.level == "ok"
     assert "port 1 ACTIVE LinkUp, Ethernet (RoCE), 400 Gb/sec" in good.found
-    assert "GIDs: RoCE v2 IPv4; eth0 MTU 9000: RDMA MTU 4096; PCI 0000:15:00.0, 32 GT/s x16, NUMA node 0" in good.found
+    assert "GIDs: RoCE v2 IPv4 (3: 10.0.1.2); eth0 MTU 9000: RDMA MTU 4096; PCI 0000:15:00.0, 32 GT/s x16" in good.found
+    assert "NUMA node 0" in good.found
     assert (found["mlx5_1"].level, found["mlx5_1"].todo) == ("warn", "no link: cable, switch port, ip link set eth1 up")
     assert (found["mlx5_2"].level, found["mlx5_2"].todo[:20]) == ("warn", "only link-local GIDs")
     assert found["mlx5_3"].todo == "no GID: give its interface an IP address"
@@ -130,10 +143,32 @@ def test_pyverbs_must_match(tmp_path: Path, installed: tuple[str, str], library:
     assert bool(found.todo) == (level != "ok")
 
 
+@pytest.mark.parametrize(
+    ("built", "words"), [(sys.implementation.cache_tag, "the system has it"), ("cpython-399", "for Python 3.99")]
+)
+def test_the_pyverbs_of_the_system_that_a_virtual_environment_does_not_see(
+    tmp_path: Path, built: str, words: str
+) -> None:
+    folder = tmp_path / "usr/lib/python3/dist-packages/pyverbs"
+    folder.mkdir(parents=True)
+    (folder / f"device.{built}-x86_64-linux-gnu.so").touch()
+    found = network.verbs(tmp_path, ("", ""))
+    assert (found.level, words in found.found, "--system-site-packages" in found.todo) == ("missing", True, True)
+
+
+def test_many_gids_are_counted(tmp_path: Path) -> None:
+    tree = Tree(tmp_path)
+    tree.rdma("mlx5_0", tree.pci("pci0000:00/0000:01:00.0", "0x15b3", "0x020700", 0))
+    for n in range(5):
+        tree.gid("mlx5_0", n, f"fd00:0000:0000:0000:0000:0000:0000:000{n + 1}", "RoCE v2", "eth0")
+    (found,) = network.rdma_devices(tree.root, look(tree.root))
+    assert "GIDs: RoCE v2 IPv6 (0: fd00::1, 1: fd00::2 and 3 more)" in found.found
+
+
 def test_no_device_and_gpu_memory(tmp_path: Path) -> None:
     (found,) = network.rdma_devices(tmp_path, Host())
     assert (found.level, found.found) == ("missing", "the kernel shows none")
-    assert network.device_memory(tmp_path, Host()) == []
+    assert [(one.level, one.found[:11]) for one in network.device_memory(tmp_path, Host())] == [("ok", "no GPU here")]
     tree = Tree(tmp_path)
     tree.pci("pci0000:00/0000:01:00.0", *NVIDIA_3D)
     host = look(tmp_path)
@@ -159,6 +194,17 @@ def test_interfaces(tmp_path: Path) -> None:
     vm = look(bare_vm(tmp_path / "vm").root)
     assert network.interfaces(vm, lambda _: ["10.0.0.9"])[0].level == "ok"
     assert network.interfaces(Host(), lambda _: [])[0].found == "no physical one, only loopback"
+
+
+def test_in_a_container_the_virtual_interfaces_are_shown() -> None:
+    veth = NetDevice("eth0", Place(), True, 1500, 10.0, physical=False, loopback=False)
+    cut = NetDevice("eth1", Place(), False, 1500, 10.0, physical=False, loopback=False)
+    bare = NetDevice("docker0", Place(), True, 1500, 10.0, physical=False, loopback=False)
+    host = Host(nets=(veth, cut, bare))
+    found = by_name(network.interfaces(host, lambda name: [] if name == "docker0" else ["10.0.0.9"]))
+    assert {name: one.level for name, one in found.items()} == {"eth0": "ok", "eth1": "warn"}
+    assert found["eth0"].found == "up, 10 Gb/s, MTU 1500, 10.0.0.9; virtual"
+    assert network.topology(host)[0].found == "eth0, docker0"
 
 
 def test_buffers_huge_pages_and_locks(tmp_path: Path) -> None:

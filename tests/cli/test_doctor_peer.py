@@ -13,14 +13,19 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from kvmesh.cli import doctor_matrix, doctor_peer
 from kvmesh.cli.console import console
 from kvmesh.cli.doctor_matrix import Cell, Figure, Outcome
+from kvmesh.cli.doctor_measure import check_nics, left_out
+from kvmesh.cli.doctor_progress import Progress
 from kvmesh.rpc.errors import ConfigError
 from tests.transfer.networks import networks
+from tests.transfer.sysfs import two_sockets
 
 QUICK = ("--size-mb", "2", "--seconds", "0.01", "--timeout-s", "10")
 CORRUPT = '{"seed": 1, "rules": [{"kind": "corrupt", "op": "%s"}]}'
@@ -126,8 +131,8 @@ def test_a_transport_that_only_one_has() -> None:
         assert "shm  failed: there: 'shm' is not among its transports: tcp" in shown
         assert re.search(r"^tcp +write \d", shown, re.M)
         code, shown = other.call("--nics", "nope0", "--transports", "tcp")
-        assert code == 1
-        assert "tcp  failed: here: nics='nope0'" in shown
+        assert code == 2
+        assert "error: nics='nope0': not on this host, it has RDMA devices" in shown
 
 
 def test_errors_in_plain_words() -> None:
@@ -154,6 +159,12 @@ def test_errors_in_plain_words() -> None:
         (("--peer", "host:0"), "peer='host:0': must be HOST or HOST:PORT"),
         (("--peer", "host", "--transports", "smoke"), "transports='smoke': not one of"),
         (("--listen", "--host", "256.1.1.1"), "port=7040: cannot listen on 256.1.1.1"),
+        (("--peer", ""), "peer='': must be HOST or HOST:PORT"),
+        (("--nics", "lo"), "nics='lo': only --listen and --peer take any"),
+        (("--transports", "tcp"), "transports='tcp': only --listen and --peer take any"),
+        (("--peer", "h", "--host", "::1"), "host='::1': only --listen takes one"),
+        (("--listen", "--nics", "nope0"), "nics='nope0': not on this host"),
+        (("--peer", "h", "--nics", "lo,lo"), "nics='lo,lo': 'lo' is there twice"),
     ],
 )
 def test_bad_options(words: tuple[str, ...], expected: str) -> None:
@@ -225,6 +236,84 @@ def test_every_pair_of_nics() -> None:
             assert code in (0, 1)
             assert re.search(r"^eth1 +\d+\.\d\d", shown, re.M), shown
             assert not re.search(r"^eth2 +\S+ +\d+\.\d\d", shown, re.M), shown
+            assert code == 0, shown
+            assert "not tried: eth2 (no link) here, eth2 (no link) there" in shown
+            assert re.search(r"✓ every byte was right on 1 pair \(tcp\); not tried: eth2", shown)
+            other.until("is done")
+
+            code, shown = other.call("--transports", "shm", within=here)
+            assert (code, "the two are on one host, in different network namespaces" in shown) == (1, True), shown
+
+
+def test_a_port_that_is_taken_says_what_to_do() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        shown, _ = doctor("--listen", str(port), "--host", "127.0.0.1").communicate(timeout=20)
+    assert shown.strip() == (
+        f"error: port={port}: cannot listen on 127.0.0.1: Address already in use; "
+        "kvmesh doctor --listen PORT takes another"
+    )
+
+
+def test_a_listener_that_is_stopped_amid_a_call_says_nothing_odd() -> None:
+    with listening() as other:
+        caller = doctor("--peer", other.peer, "--token", "secret", *QUICK, "--transports", "tcp", "--seconds", "30")
+        other.until(": tcp")
+        other.process.send_signal(signal.SIGINT)
+        told, _ = other.process.communicate(timeout=20)
+        shown, _ = caller.communicate(timeout=20)
+        assert (other.process.returncode, told.split()) == (0, ["stopped"])
+        assert (caller.returncode, "hung up" in shown, "Traceback" in shown) == (1, True, False), shown
+
+
+# ── what is left out, and progress ────────────────────────────────────────────────────────────────
+
+
+def test_nics_that_are_left_out(tmp_path: Path) -> None:
+    tree = two_sockets(tmp_path)
+    tree.rdma("mlx5_1", None, state="1: DOWN")
+    tree.net("eth9", tree.root / "sys/devices/pci0000:00", state="down")
+    assert left_out("rdma", (), tree.root) == ["mlx5_1 (no link)"]
+    missed = left_out("tcp", (), tree.root)
+    assert "eth9 (no link)" in missed
+    assert "eth8 (no address)" in missed  # not of this process's network
+    assert left_out("tcp", ("eth9",), tree.root) == left_out("shm", (), tree.root) == []
+    check_nics(("mlx5_0", "eth9"), tree.root)
+    with pytest.raises(ConfigError, match="nics='eth77': not on this host, it has RDMA devices mlx5_0, "):
+        check_nics(("eth77",), tree.root)
+
+
+def test_progress_where_there_is_no_terminal() -> None:
+    out, err, now = Console(file=io.StringIO()), Console(file=io.StringIO()), [100.0]
+    with Progress(out, err, quiet=False, clock=lambda: now[0]) as progress:
+        progress.begin("shm", 1, 1.0)
+        progress.begin("tcp", 9, 9.0)
+        for i in range(9):
+            now[0] += 2.0
+            progress.step("tcp", i, 9, "eth1", "eth2", "write")
+    assert isinstance(err.file, io.StringIO)
+    assert err.file.getvalue().splitlines() == [
+        "tcp: 9 pairs of NICs, 9 s and more",
+        "tcp eth1 → eth2: write, pair 3 of 9",
+        "tcp eth1 → eth2: write, pair 6 of 9",
+        "tcp eth1 → eth2: write, pair 9 of 9",
+    ]
+    assert isinstance(out.file, io.StringIO)
+    assert out.file.getvalue() == ""
+
+
+def test_progress_on_a_terminal_is_one_line_and_none_in_json() -> None:
+    out, err = Console(file=io.StringIO(), force_terminal=True), Console(file=io.StringIO())
+    with Progress(out, err, quiet=False) as progress:
+        progress.step("tcp", 3, 9, "eth1", "eth2", "read")
+        assert progress._status is not None
+        assert "tcp eth1 → eth2: read, pair 4 of 9" in str(progress._status.status)
+    quiet = Console(file=io.StringIO(), force_terminal=True)
+    with Progress(quiet, err, quiet=True) as progress:
+        progress.begin("tcp", 9, 9.0)
+    assert isinstance(err.file, io.StringIO)
+    assert isinstance(quiet.file, io.StringIO)
+    assert err.file.getvalue() == quiet.file.getvalue() == ""
 
 
 # ── the screen ────────────────────────────────────────────────────────────────────────────────────
@@ -275,4 +364,9 @@ def test_what_counts_as_a_failure() -> None:
     assert not Outcome("rdma", why_not="no device").failed
     assert Outcome("rdma", why_not="no device", wanted=True).failed
     assert doctor_matrix.summary([Outcome("rdma", why_not="x")]).startswith("nothing could be tried")
+    detours = (Cell("a", "b", True, Figure(2.0), Figure(2.0)), straight)
+    assert doctor_matrix.summary([Outcome("tcp", detours)]) == "every byte was right on 1 pair and 1 detour (tcp)"
+    screen = shown(Outcome("tcp", detours, locals=("a",), remotes=("a", "b")), 80)
+    assert re.search(r"^a +1\.00 +2\.00\*$", screen, re.M)
+    assert "*: a detour" in screen
     assert "– (1)" in re.sub(r"–\(", "– (", shown(Outcome("tcp", (detour, straight)), 80))
