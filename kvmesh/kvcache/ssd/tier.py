@@ -181,7 +181,9 @@ class SsdTier:
         with self._core.lock:
             self._core.brain.remove(checked)
             self._core.counts.removed += len(checked)
-        self._writer.enqueue(Remove(checked, future))
+            # With the lock: the record must stand behind what is removed, and before what is put from now on.
+            self._writer.enqueue(Remove(checked, future))
+        self._core.tell()
         return future
 
     def take_changes(self) -> Changes:

@@ -133,7 +133,10 @@ class Writer:
     def _write(self, ops: Sequence[Op]) -> None:
         now = self._core.clock()
         own = [key for op in ops if isinstance(op, Remove) and op.future is None for key in op.keys]
-        own, self._unsaid = self._unsaid + own if ops else [], [] if ops else self._unsaid
+        if ops:
+            with self._core.lock:  # what was put again since stands for itself
+                own = [key for key in self._unsaid + own if key not in self._core.brain]
+            self._unsaid = []
         records = self._removing(own)
         for op in ops:
             if isinstance(op, Put):
