@@ -88,9 +88,9 @@ class ShmPath:
     def _read_here(self, frame: Frame) -> bool:
         """Copies it in the caller's thread, when the memory is mapped."""
         assert frame.group is not None, "a READ has memory"
-        base = frame.group.remote.base_offset
+        base, length = frame.group.remote.base_offset, frame.group.remote.length
         with self.changed:
-            found = self._maps.find(base, 1) if self.ready else None
+            found = self._maps.find(base, length) if self.ready else None
         return found is not None and self._reader.read_here(frame, found[0], base)
 
     def recall(self, frame: Frame) -> bool:
@@ -186,7 +186,7 @@ class ShmPath:
     def _start_read(self, sock: socket.socket, frame: Frame) -> None:
         assert frame.group is not None, "a READ has memory"
         base = frame.group.remote.base_offset
-        found = self._maps.find(base, 1)
+        found = self._maps.find(base, frame.group.remote.length)
         if found is not None:
             self._reader.put(frame, found[0], base)
         else:
@@ -293,15 +293,16 @@ class ShmPath:
     def _mapped(self, region: Asked, fd: int) -> None:
         with self.changed:
             known = self._maps.add(region, fd)
-            frames = self.wanted.get(region.seq, [])
-            found = self._maps.find(region.seq, 1) if known else None
-            if found is not None:
-                for frame in frames:
+            short = []
+            for frame in self.wanted.get(region.seq, []):
+                assert frame.group is not None, "a READ has memory"
+                found = self._maps.find(region.seq, frame.group.remote.length) if known else None
+                if found is None:
+                    short.append(frame)  # gone, or less than its descriptor says
+                else:
                     self._reader.put(frame, found[0], region.seq)
             self.wanted.pop(region.seq, None)
-            if found is not None:
-                return
-        for frame in frames:
+        for frame in short:
             frame.done(range(len(frame.parts)), wire.CAUSES[wire.NO_MEMORY])
 
     def _gather(self) -> bool:

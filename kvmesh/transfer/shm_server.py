@@ -27,6 +27,7 @@ from kvmesh.transfer.wire import Asked, Gone, Hello, ProtocolBroken, Welcome
 log = logging.getLogger(__name__)
 
 PACKET_BYTES = 64 << 10
+MAX_MAPS = 4096  # of one peer's regions; a process has 65530 maps
 _FD_SPACE = socket.CMSG_SPACE(array.array("i").itemsize)
 
 
@@ -75,6 +76,8 @@ class PeerMaps:
         if at >= 0 and self._bases[at] == base:
             del self._bases[at], self._maps[at]
         if mapping is not None:
+            if len(self._bases) >= MAX_MAPS:
+                raise ProtocolBroken(f"more than {MAX_MAPS} regions")
             at = bisect_right(self._bases, base)
             self._bases.insert(at, base)
             self._maps.insert(at, mapping)

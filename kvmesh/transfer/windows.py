@@ -29,6 +29,7 @@ from typing import Generic, Protocol, TypeVar
 from kvmesh.rpc.errors import TransferError
 
 MAX_UNINVITED = 4096
+MAX_NOTIFICATIONS = 65536  # of one window
 
 HomeT = TypeVar("HomeT")
 
@@ -157,6 +158,8 @@ class Windows(Generic[HomeT]):
                 return None
             if serial in window.notified:
                 return False
+            if len(window.notified) >= MAX_NOTIFICATIONS:
+                return None
             window.notified.add(serial)
             return True
 

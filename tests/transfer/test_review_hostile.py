@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import struct
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvmesh.rpc.errors import TransferError
-from kvmesh.transfer import EngineConfig, SegmentDescriptor, TransferState, serving, wire
+from kvmesh.transfer import EngineConfig, SegmentDescriptor, TransferState, serving, shm_server, windows, wire
 from kvmesh.transfer.rdma import protocol
 from kvmesh.transfer.rdma.device import Registration
 from kvmesh.transfer.rdma.gids import Gid
@@ -223,3 +224,51 @@ def test_rdma_checksums_of_more_than_a_frame_are_refused(rdma: tuple[RdmaAccepte
     for offsets, lengths in [((0,) * 600, (1,) * 600), ((0, 0), (1 << 40, 1 << 40))]:
         with pytest.raises(ProtocolBroken):
             connection._checksum(protocol.Checksum(1, offsets, lengths))
+
+
+@over("shm")
+def test_a_region_shorter_than_described_is_not_read_beyond_its_end(
+    nest: Nest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies behind the map is other memory of ours, or none."""
+    config = EngineConfig(transports=("shm",))
+    holder, reader = nest.actor("holder#1", config), nest.actor("reader#1", config)
+    base = holder.allocate(64 * KIB, seed=1)
+    reader.allocate(64 * KIB)
+    send_region = shm_server.send_region
+
+    def lie(sock: socket.socket, at: int, length: int, fd: int) -> None:
+        send_region(sock, at, min(length, 4 * KIB), fd)
+
+    monkeypatch.setattr(shm_server, "send_region", lie)
+    segment = reader.open(holder.descriptor())
+    for _ in range(2):  # the first has to ask for it
+        (status,) = reader.transfer("read", segment, [(0, base, 64 * KIB)])
+        assert (status.state, status.cause) == (TransferState.FAILED, "no such memory at the peer")
+
+
+@over("shm")
+def test_a_peer_cannot_use_up_our_maps(nest: Nest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process has 65530 of them."""
+    monkeypatch.setattr(shm_server, "MAX_MAPS", 4)
+    actor = nest.actor("target#1", transports=("shm",))
+    base = actor.allocate(4 * KIB)
+    raw = RawShm(actor.engine.local_descriptor(), "writer#1")
+    length, fd = raw.want(base)
+    for at in range(4):
+        raw.send_with_fd(wire.HEAD.pack(wire.REGION, 0, 0, 1, at * 4 * KIB, 0, length), fd)
+    _, more = raw.want(base)  # taken, so far
+    os.close(more)
+    raw.send_with_fd(wire.HEAD.pack(wire.REGION, 0, 0, 1, 1 << 30, 0, length), fd)
+    os.close(fd)
+    until(lambda: not server(actor).connections(), "it is cut off")
+    raw.close()
+
+
+def test_a_peer_cannot_fill_a_window_with_notifications(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows, "MAX_NOTIFICATIONS", 3)
+    table: windows.Windows[None] = windows.Windows()
+    table.open("writer#1", 1, [(0, 10, None)])
+    assert [table.take_notification("writer#1", 1, serial) for serial in (1, 2, 2, 3, 4, 1)] == [
+        True, True, False, True, None, False,
+    ]  # fmt: skip
