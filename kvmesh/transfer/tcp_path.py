@@ -170,17 +170,16 @@ class Stream:
             if sock is None:
                 break
             self._settled("the connection broke", down=False)
+            answers: Answers | None = None
             try:
                 self.answers = answers = Answers(self, sock, self.config.tcp_user_timeout_s / 2 if many_nics else 0.0)
-            except OSError as err:  # out of descriptors
-                cause = str(err)
-                sock.close()
-                break
-            reader = threading.Thread(target=answers.run, name="kvmesh-tcp-read", daemon=True)
-            try:
+                reader = threading.Thread(target=answers.run, name="kvmesh-tcp-read", daemon=True)
                 begin(reader)
-            except OSError as err:
+            except OSError as err:  # out of descriptors or threads
                 cause = str(err)
+                self.answers = None
+                if answers is not None:
+                    answers.close()
                 sock.close()
                 break
             self._send(sock)

@@ -92,6 +92,8 @@ def test_an_engine_that_could_not_end_its_copier_does_not_look_dead(
         (status,) = writer.finish(batch)
         assert (status.state, status.drained) == (TransferState.FAILED, False)
         go_on.set()
+        listener = target.engine._transports[0]._server._socks[0]  # type: ignore[attr-defined]
+        until(lambda: listener.fileno() < 0, "the copier closes the listener")
         (status,) = writer.transfer("write", segment, [(0, base, 4 * KIB)], 1)
         assert status.state is TransferState.FAILED
 
