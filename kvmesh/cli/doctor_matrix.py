@@ -143,5 +143,6 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     detours = sum(cell.detour and not cell.write.error and not cell.read.error for o in tried for cell in o.cells)
     told = f"{len(cells)} pair{'s' if len(cells) != 1 else ''}"
     told += f" and {detours} detour{'s' if detours != 1 else ''}" if detours else ""
-    left_out = ", ".join(name for outcome in tried for name in outcome.left_out)
-    return f"every byte was right on {told} ({names}){f'; not tried: {left_out}' if left_out else ''}"
+    missed = sum(len(outcome.left_out) for outcome in tried)
+    told_missed = f"; {missed} NIC{'s' if missed != 1 else ''} not tried" if missed else ""
+    return f"every byte was right on {told} ({names}){told_missed}"

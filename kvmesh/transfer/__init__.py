@@ -18,12 +18,15 @@ from kvmesh.transfer.api import (
 )
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.engine import TransferEngine
+from kvmesh.transfer.groups import GroupLanding, GroupWrite
 from kvmesh.transfer.segment import RegionInfo, SegmentDescriptor
 
 __all__ = [
     "BatchId",
     "Carried",
     "EngineConfig",
+    "GroupLanding",
+    "GroupWrite",
     "Notification",
     "Opcode",
     "Range",
