@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType
 
+import msgspec
+
 BatchId = NewType("BatchId", int)
 
 
@@ -52,8 +54,7 @@ class TransferState(enum.Enum):
         return self not in (TransferState.WAITING, TransferState.PENDING)
 
 
-@dataclass(frozen=True, slots=True)
-class TransferRequest:
+class TransferRequest(msgspec.Struct, frozen=True, gc=False):
     """One contiguous copy. `local_address` is a virtual address inside a registered region; `remote_offset`
     an offset in the remote segment. `handoff_epoch` names the target's window (writes only; 0 for reads).
     `verify`: once landed, the checksum of the receiver's memory is compared with the sender's; a slice that differs
@@ -69,8 +70,7 @@ class TransferRequest:
     verify: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TransferStatus:
+class TransferStatus(msgspec.Struct, frozen=True, gc=False):
     """`drained`: nothing of this request can still be on its way. Always true for COMPLETED and CANCELLED;
     false for a FAILED or TIMEOUT whose last path the target has not confirmed to be dead: it must fence."""
 

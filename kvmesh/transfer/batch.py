@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvmesh.transfer.api import BatchId, Opcode, TransferRequest, TransferState, TransferStatus
 
 if TYPE_CHECKING:
@@ -70,8 +72,7 @@ class Batch:
         return TransferStatus(self.states[slot], done, self.causes.get(slot, ""), slot not in self.undrained)
 
 
-@dataclass(eq=False, slots=True)
-class Group:
+class Group(msgspec.Struct, eq=False):
     """`at` slots are wholly cut, `skip` bytes of the slot at `at`; `todo` bytes are not cut; `open` slots are not
     final; `spoilt`: why the first that did not complete did not; `frames` are those on their way."""
 
@@ -94,7 +95,7 @@ class Group:
     skip: int = 0
     todo: int = 0
     spoilt: str | None = None
-    frames: dict[int, Frame] = field(default_factory=dict)
+    frames: dict[int, Frame] = {}
 
 
 Part = tuple[int, int, int, int]
@@ -114,12 +115,11 @@ class Again:
     at: int = 0
 
 
-@dataclass(eq=False, slots=True)
-class Aftermath:
+class Aftermath(msgspec.Struct, eq=False):
     """What must be done once the core lock is released: user's callbacks, and frames to post."""
 
-    callbacks: list[Callable[[], None]] = field(default_factory=list)
-    frames: list[Frame] = field(default_factory=list)
+    callbacks: list[Callable[[], None]] = []
+    frames: list[Frame] = []
 
 
 def finish(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from kvmesh.rpc.errors import TransferError
 from kvmesh.transfer.api import Opcode, Range, TransferRequest

@@ -27,6 +27,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
+import msgspec
+
 from kvmesh.rpc.errors import TransferError
 from kvmesh.transfer import memory
 from kvmesh.transfer.fault_clock import Clockwork
@@ -158,7 +160,7 @@ class _Flight:
                 parts.append((slot, at, offset, length))
                 at += length
         children = [
-            replace(frame, owner=self, rail=transport.inside(frame.rail), parts=parts, source=source)
+            msgspec.structs.replace(frame, owner=self, rail=transport.inside(frame.rail), parts=parts, source=source)
             for _ in range(self.copies)
         ]
         with transport.lock:

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 if TYPE_CHECKING:
     from kvmesh.transfer.batch import Group, Part
     from kvmesh.transfer.epochs import Notice
@@ -71,8 +73,7 @@ class Rail:
         return f"{self.transport.name} {self.local}→{self.remote}" if self.local else self.transport.name
 
 
-@dataclass(eq=False, slots=True)
-class Frame:
+class Frame(msgspec.Struct, eq=False):
     """`parts[i]` is (slot, local address, remote offset, length), all in one local region. `serial` is unique in the
     engine. `sendings` counts this one."""
 

@@ -21,7 +21,6 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -75,8 +74,7 @@ class Refused(Exception):
         self.retry = retry
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True, gc=False):
     """The head of a frame."""
 
     kind: int

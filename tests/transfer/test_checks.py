@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace as changed
 
 from kvmesh.transfer import (
     EngineConfig,
@@ -65,7 +66,7 @@ def test_a_request_of_the_wrong_types_is_refused_and_the_next_one_goes(nest: Nes
     ]
     batch = writer.engine.allocate_batch(3)
     for field, value in bad:
-        for requests in ([replace(good, **{field: value})], [good, replace(good, **{field: value})]):
+        for requests in ([changed(good, **{field: value})], [good, changed(good, **{field: value})]):
             with pytest.raises(TransferError, match=rf"^{field}=") as caught:
                 writer.engine.submit(batch, requests)
             assert caught.value.field == field
@@ -73,7 +74,7 @@ def test_a_request_of_the_wrong_types_is_refused_and_the_next_one_goes(nest: Nes
         with pytest.raises(TransferError, match=r"^requests"):
             writer.engine.submit(batch, requests)  # type: ignore[arg-type]
     assert writer.engine.statuses(batch) == []
-    numpys = replace(good, length=np.int64(4096), local_address=np.uint64(region.address), remote_offset=np.int32(base))
+    numpys = changed(good, length=np.int64(4096), local_address=np.uint64(region.address), remote_offset=np.int32(base))
     writer.engine.submit(batch, [good, numpys])
     assert writer.engine.wait_sync(batch, 30)
     for status in writer.engine.statuses(batch):

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace as changed
 
 from kvmesh.rpc.errors import TransferError
 from kvmesh.transfer import (
@@ -137,7 +138,7 @@ def test_on_done_fires_once_for_all_requests_so_far(nest: Nest, transport: str) 
     assert writer.region is not None
     for layer in range(10):
         request = TransferRequest(Opcode.WRITE, writer.region.address, segment, base + layer * 4096, 4096, 1)
-        writer.engine.submit(batch, [request, replace(request, remote_offset=base + MIB + layer * 4096)])
+        writer.engine.submit(batch, [request, changed(request, remote_offset=base + MIB + layer * 4096)])
     fired: list[int] = []
     done = threading.Event()
 
@@ -274,13 +275,13 @@ def test_malformed_requests_are_refused_whole(nest: Nest, transport: str) -> Non
     good = TransferRequest(Opcode.WRITE, region.address, segment, base, 100, 1)
     batch = writer.engine.allocate_batch(2)
     for bad, field in (
-        (replace(good, segment="nobody"), "segment"),
-        (replace(good, length=0), "length"),
-        (replace(good, length=-5), "length"),
-        (replace(good, local_address=region.address - 1), "local_address"),
-        (replace(good, length=region.length + 1), "local_address"),
-        (replace(good, remote_offset=base + region.length - 99), "remote_offset"),
-        (replace(good, remote_offset=0), "remote_offset"),
+        (changed(good, segment="nobody"), "segment"),
+        (changed(good, length=0), "length"),
+        (changed(good, length=-5), "length"),
+        (changed(good, local_address=region.address - 1), "local_address"),
+        (changed(good, length=region.length + 1), "local_address"),
+        (changed(good, remote_offset=base + region.length - 99), "remote_offset"),
+        (changed(good, remote_offset=0), "remote_offset"),
     ):
         with pytest.raises(TransferError, match=f"^{field}=") as caught:
             writer.engine.submit(batch, [good, bad])
@@ -355,7 +356,7 @@ def test_traffic_class_goes_first(nest: Nest, transport: str) -> None:
     request = TransferRequest(Opcode.WRITE, region.address, segment, base, 4 * MIB, 1, traffic_class=5)
     writer.engine.submit(bulk, [request] * 40)
     urgent = writer.engine.allocate_batch(1)
-    writer.engine.submit(urgent, [replace(request, length=100, traffic_class=0)])
+    writer.engine.submit(urgent, [changed(request, length=100, traffic_class=0)])
     writer.engine.on_done(urgent, lambda: order.append("urgent"))
     writer.engine.on_done(bulk, lambda: order.append("bulk"))
     writer.engine.fault.thaw()
