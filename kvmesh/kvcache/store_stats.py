@@ -61,6 +61,6 @@ class StoreExhausted(PoolExhausted):
 
     def __init__(self, wanted: int, usage: StoreUsage, next_expiry: int | None) -> None:
         super().__init__(wanted, usage.unheld + usage.idle, usage.total)
-        self.args = (f"{self.args[0]}: {usage}",)
+        self.args = (f"{wanted} extents wanted, {self.free} of {self.total} free: {usage}",)
         self.usage = usage
         self.next_expiry = next_expiry

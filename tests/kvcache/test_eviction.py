@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
@@ -16,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvmesh.kvcache.eviction import MOST_USES, POLICIES, EvictionOrder, LengthOrder, LfuOrder, LruOrder, make_order
 from kvmesh.rpc.errors import ConfigError
 from tests.kvcache.naive_order import NaiveOrder
+from tests.kvcache.tracing import lines
 
 SETTINGS = settings(max_examples=150, stateful_step_count=60, deadline=None)
 KEYS = st.integers(0, 9)
@@ -66,11 +64,17 @@ class Machine(RuleBasedStateMachine):
             for order in (self.real, self.naive):
                 order.cool(key)
 
-    @rule(key=KEYS, what=st.sampled_from(["copied", "spare"]), yes=st.booleans())
-    def told(self, key: int, what: str, yes: bool) -> None:
-        if key in self.naive.entries:
+    @rule(keys=st.lists(KEYS, max_size=4), elsewhere=st.booleans())
+    def copied(self, keys: list[int], elsewhere: bool) -> None:
+        for key in [key for key in keys if key in self.naive.entries]:
             for order in (self.real, self.naive):
-                getattr(order, what)(key, yes)
+                order.copied(key, elsewhere)
+
+    @rule(keys=st.lists(KEYS, max_size=4), spared=st.sampled_from([True, True, False]))
+    def spared(self, keys: list[int], spared: bool) -> None:
+        for key in [key for key in keys if key in self.naive.entries]:
+            for order in (self.real, self.naive):
+                order.spare(key, spared)
 
     @rule(n=st.sampled_from([0, 1, 1, 2, 9]), spared=st.booleans())
     def evicted(self, n: int, spared: bool) -> None:
@@ -260,27 +264,6 @@ def test_unknown_policies_are_named() -> None:
 
 
 # ── cost ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def lines(work: Callable[[], None]) -> int:
-    """Lines of Python that `work` executes in this package: a figure that no other process changes."""
-    count = 0
-
-    def local(frame: FrameType, event: str, arg: object) -> Any:
-        nonlocal count
-        count += event == "line"
-        return local
-
-    def enter(frame: FrameType, event: str, arg: object) -> Any:
-        return local if "kvcache" in frame.f_code.co_filename else None
-
-    before = sys.gettrace()
-    sys.settrace(enter)
-    try:
-        work()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 def churn(order: Order, blocks: int, rounds: int) -> None:

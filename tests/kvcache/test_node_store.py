@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvmesh.kvcache.leases import LeaseBook
 from kvmesh.kvcache.node_store import Changes, NodeStore
 from kvmesh.kvcache.page_pool import PageInvariantError, PoolExhausted
+from kvmesh.rpc.errors import ConfigError
 
 
 def chain(path: str) -> list[bytes]:
@@ -25,8 +28,8 @@ def fill(store: NodeStore, path: str) -> list[int]:
     return [extent for extent in begun if extent is not None]
 
 
-def full(total: int, **kw: int) -> NodeStore:
-    return NodeStore(total, high_percent=100, **kw)
+def full(total: int, **kw: Any) -> NodeStore:
+    return NodeStore(total, **{"high_percent": 100, **kw})
 
 
 def test_a_block_is_found_only_once_sealed() -> None:
@@ -59,7 +62,7 @@ def test_room_for_new_blocks_never_comes_from_their_own_chain() -> None:
     assert store.begin(chain("abcdef")) == [None, None, 2, 3, None, None]
     assert store.peek(chain("ab")) == 2
     assert not store.holds(chain("x")[0])
-    with pytest.raises(PoolExhausted, match="2 pages wanted, 1 of 4 free"):
+    with pytest.raises(PoolExhausted, match="2 extents wanted, 1 of 4 free"):
         store.allocate(2)
     store.release(held)
 
@@ -214,3 +217,52 @@ def test_it_grows() -> None:
     store.grow(2)
     assert (store.allocate(3), store.total, store.free) == ([1, 2, 3], 4, 0)
     store.check_integrity()
+
+
+# ── policies ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_policy_is_chosen_by_name() -> None:
+    stores = {policy: full(3, eviction=policy) for policy in ("lru", "lfu")}
+    a, b, c = (chain(path)[0] for path in "abc")
+    for store in stores.values():
+        for path in "aabc":
+            fill(store, path)
+        store.unlease(store.lease([b], 10, now=0).lease_id)
+        store.touch([c], use=False)  # its place, not its count
+    # Uses: a twice, b once and leased once, c once; in the order of time a, b, c.
+    assert stores["lru"].coldest(3) == [a, b, c]
+    assert stores["lfu"].coldest(3) == [c, a, b]
+    with pytest.raises(ConfigError, match="eviction='mru': choose one of lru, lfu, length"):
+        NodeStore(1, eviction="mru")
+
+
+def test_length_keeps_blocks_of_long_prompts() -> None:
+    store = full(12, eviction="length", block_tokens=8192)  # 8 blocks are dear
+    fill(store, "abcdefgh")
+    fill(store, "xy")
+    fill(store, "z")
+    assert store.coldest(3) == [*chain("z"), *reversed(chain("xy"))]
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "length"])
+def test_room_for_a_chain_never_comes_from_itself_under_any_policy(policy: str) -> None:
+    store = full(4, eviction=policy)
+    fill(store, "ab")
+    for _ in range(5):
+        fill(store, "x")
+    store.cool(chain("ab"))
+    store.replicated(chain("ab"))
+    assert store.begin(chain("abcd")) == [None, None, 2, 3]
+    assert store.peek(chain("ab")) == 2 and not store.holds(chain("x")[0])
+
+
+def test_blocks_with_copies_elsewhere_go_before_others() -> None:
+    store = full(4)
+    for path in "abcd":
+        fill(store, path)
+    a, b, c, d = (chain(path)[0] for path in "abcd")
+    store.replicated([d, b, chain("z")[0]])
+    assert store.coldest(4) == [d, b, a, c]  # in the order in which it was told
+    store.replicated([d], elsewhere=False)
+    assert store.coldest(4) == [b, a, c, d]
