@@ -73,6 +73,7 @@ class Recovery:
 
     def __init__(self, folder: Folder, files: BucketFiles, brain: Brain, verify: Verify = "open") -> None:
         self.report = RecoveryReport()
+        self.bad: list[bytes] = []  # keys of blocks in closed buckets that were read and are damaged: to be removed
         self._folder = folder
         self._files = files
         self._brain = brain
@@ -131,7 +132,9 @@ class Recovery:
         self.report.footers += 1
         self.report.records += len(entries)
         if self._verify_all:
-            entries = [entry for entry in entries if self._payload_right(file, entry)]
+            right = [self._payload_right(file, entry) for entry in entries]
+            self.bad += [entry.key for entry, good in zip(entries, right, strict=True) if not good]
+            entries = [entry for entry, good in zip(entries, right, strict=True) if good]
         return _Found(entries, removed, trailer.seq, size)
 
     # ── one that was being written ───────────────────────────────────────────────────────────────────
@@ -155,18 +158,21 @@ class Recovery:
         return _Found(list(alive.values()), list(removed), seq, end)
 
     def _headers(self, file: BucketFile, nonce: bytes, size: int) -> Iterator[tuple[int, RecordHeader]]:
-        """Every header there is, in order. Records are acknowledged in order: behind a page of zeros, where nothing was
-        written yet, there is none that counts. Any other page that is no header is damage: the next is looked for."""
-        offset = PAGE
+        """Every header there is, in order. Zeros where the next one should be: nothing was written there yet, and as
+        records are acknowledged in order, none behind counts. Anything else is damage, and the next is looked for."""
+        offset, damaged = PAGE, False
         while offset < size:
             page = self._read(file, offset, PAGE)
             header = parse_record(page, file.number, nonce, offset)
             if header is None or offset + record_bytes(header.length) > size:
-                if not any(page):
+                written = any(page)
+                if not written and not damaged:
                     return
-                self.report.damaged_pages += 1
+                self.report.damaged_pages += written
+                damaged = True
                 offset += PAGE
                 continue
+            damaged = False
             self.report.records += 1
             yield offset, header
             offset += record_bytes(header.length)

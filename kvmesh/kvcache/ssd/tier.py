@@ -81,7 +81,7 @@ class SsdTier:
             core.files = BucketFiles(
                 self._folder, disk, core.gone, direct=not self.why_not_direct, max_open=config.max_open_files
             )
-            self.report = self._recover()
+            self.report, damaged = self._recover()
         except BaseException:
             self._folder.close()
             raise
@@ -89,7 +89,8 @@ class SsdTier:
         self._closed = False
         self._readers = Readers(core, config.threads, config.queue_ops, config.queue_bytes)
         self._writer = Writer(core, config.queue_ops, config.queue_bytes)
-        core.bury = self._writer.enqueue
+        if damaged:
+            core.bury(Remove(damaged))
 
     def __enter__(self) -> SsdTier:
         return self
@@ -260,15 +261,17 @@ class SsdTier:
 
     # ── inner ────────────────────────────────────────────────────────────────────────────────────────
 
-    def _recover(self) -> RecoveryReport:
+    def _recover(self) -> tuple[RecoveryReport, list[bytes]]:
+        """Also the keys of blocks that were found damaged: the next start must not find them."""
         brain, files = self._core.brain, self._core.files
-        report = Recovery(self._folder, files, brain, self.config.verify).run()
+        recovery = Recovery(self._folder, files, brain, self.config.verify)
+        report = recovery.run()
         while brain.used_bytes > self.config.capacity_bytes and (step := brain.force()) is not None:
             files.drop(step.bucket)  # it was made smaller
         report.blocks = len(brain)
         if report.blocks or report.unusable:
             log.info("%s: %s", self.config.path, report)
-        return report
+        return report, recovery.bad
 
     def _claim(self, key: bytes, future: Future[bool]) -> int | None:
         """With the lock. None: the future is, or will be, resolved otherwise."""

@@ -33,6 +33,7 @@ class Writer:
         self._stopping = False
         self._unsaid: list[bytes] = []  # removed by the tier itself; the record that says so could not be written
         self._log = Appender(core, self._ended)
+        core.bury = self.enqueue
         self._thread = threading.Thread(target=self._run, name="ssd-write", daemon=True)
         self._thread.start()
 
