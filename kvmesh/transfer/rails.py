@@ -229,8 +229,12 @@ class RailBoard:
 
     @staticmethod
     def why_none(tiers: Tiers) -> str:
-        """The causes of the rests."""
-        return "; ".join(f"{way.rail}: {way.cause}" for tier in tiers for way in tier if way.rest_until)
+        """The causes of the rests; rails of one cause share it."""
+        rails: dict[str, list[str]] = {}
+        for way in (way for tier in tiers for way in tier if way.rest_until):
+            rails.setdefault(way.cause, []).append(str(way.rail))
+        more = {cause: f" and {len(names) - 2} more" if len(names) > 2 else "" for cause, names in rails.items()}
+        return "; ".join(f"{', '.join(names[:2])}{more[cause]}: {cause}" for cause, names in rails.items())
 
     # ── what happens to frames ────────────────────────────────────────────────────────────────────
 

@@ -247,7 +247,10 @@ def test_when_all_rest_a_tripped_rail_is_used_and_one_that_is_down_is_not() -> N
     fail(made, b, 0.04, down=True)
     assert b.down
     assert made.choose(((a,), (b,)), MIB, 0.05) is None
-    assert made.why_none(((a,), (b,))) == "rdma a→x: broken; rdma b→y: broken"
+    assert made.why_none(((a,), (b,))) == "rdma a→x, rdma b→y: broken"
+    assert made.why_none(((a, a, a), (b,))) == "rdma a→x, rdma a→x and 2 more: broken"
+    a.cause = "cut"
+    assert made.why_none(((a,), (b,))) == "rdma a→x: cut; rdma b→y: broken"
 
 
 # ── measuring ─────────────────────────────────────────────────────────────────────────────────────

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from kvmesh.transfer import wire
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.segment import SegmentDescriptor
+from kvmesh.transfer.tcp_dial import Route, at
 from kvmesh.transfer.wire import Hello, ProtocolBroken, Refused
 
 # Greetings that may be under way at once in one process: after a restart, everybody dials everybody.
@@ -37,7 +38,10 @@ def dial(
     try:
         opened(sock)
         sock.settimeout(config.connect_timeout_s)
-        sock.connect(address)
+        try:
+            sock.connect(address)
+        except OSError as err:
+            raise at(Route(family, address), err) from err  # type: ignore[arg-type]
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         data = wire.encode_hello(Hello(wire.WIRE_VERSION, name, descriptor.name, descriptor.token, conn_id, supersedes))
