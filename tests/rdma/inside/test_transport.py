@@ -205,6 +205,7 @@ def test_nobody_polls_while_nothing_is_under_way(nest: Nest, monkeypatch: pytest
             return poll(*words)
 
         nic.calls.poll_cq = counted
+        nic._patience.most_s = 60.0  # however slow this machine is
     two.window()
     batches = [two.writer.start("write", two.segment, [(0, two.far, two.nbytes)], 1) for _ in range(6)]
     assert {status.state for batch in batches for status in two.writer.finish(batch)} == {COMPLETED}
@@ -335,7 +336,7 @@ def test_several_queue_pairs_a_rail(links: None, nest: Nest) -> None:
     for batch in batches:
         assert [status.state for status in two.writer.finish(batch)] == [COMPLETED]
     assert two.same(0, half)
-    assert two.writer.engine.counters()["rdma.queue_pairs"] == 6
+    assert 2 < two.writer.engine.counters()["rdma.queue_pairs"] <= 6  # made as there is work for them
     two.target.window("writer#1", 2, [(two.far + half, half)])
     kept = two.writer.start("write", two.segment, [(0, two.far, half)] * 3, 1)
     cut = two.writer.start("write", two.segment, [(half, two.far + half, half)] * 3, 2)
