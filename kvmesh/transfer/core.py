@@ -332,7 +332,12 @@ class Core:
                     now = self.clock()
                 if self._stopped:
                     return
-            self.tick()
+            try:
+                self.tick()
+            except Exception:  # without a timer nothing would ever be overdue again
+                log.exception("time-outs")
+                with self.lock:
+                    self._wake_at = self.clock() + TICK_S
 
     def tick(self) -> None:
         """Does what is due."""

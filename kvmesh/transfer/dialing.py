@@ -22,6 +22,8 @@ SockT = TypeVar("SockT")
 class Path(Protocol):
     """The connections to one segment. Methods are thread-safe and do not block; only `_run` threads report frames."""
 
+    descriptor: SegmentDescriptor
+
     def take(self, frame: Frame) -> bool:
         """False: the path is closed."""
         ...
@@ -63,6 +65,8 @@ class DialingTransport(Transport):
             path = None if frame.lane.closed else self._paths.get(key)
             if path is None and not self._closed and not frame.lane.closed:
                 path = self._paths[key] = self.new_path(frame.lane.descriptor, frame.rail)
+            elif path is not None:
+                path.descriptor = frame.lane.descriptor  # a newer one of the same process: to dial by
         if path is None or not path.take(frame):
             frame.lost(frame.lane.closed or "closed", settled=True)
 

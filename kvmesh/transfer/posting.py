@@ -20,6 +20,7 @@ from kvmesh.transfer.rails import STALL_S, Choice, Nic, RailBoard, Way
 from kvmesh.transfer.transport import Frame, Kind
 
 TICK_S = 0.001  # time-outs are looked after no more often
+FAR_S = 60.0  # beyond it a flow does not wait for the clock, but for the way that it is parked at
 
 
 class Posting:
@@ -64,7 +65,7 @@ class Posting:
                     woken_by = None
             elif isinstance(found, Choice):
                 dealer.park_at(flow, found.way.parked)
-                if found.again_at != float("inf"):
+                if found.again_at - now < FAR_S:
                     when = max(found.again_at, now + TICK_S)
                     heapq.heappush(self._alarms, (when, next(self._serials), flow, found.way))
                     self._arm(when)

@@ -61,7 +61,8 @@ class ShmPath:
         self._reader = Reader(transport, descriptor.name)
         self._stranded: list[Frame] = []
         self._supersedes: tuple[int, ...] = ()
-        self._gone = False  # nobody listens at the target any more
+        self._met_at = ""  # where the target listened
+        self._gone = False  # nobody listens there any more
         self._owner: threading.Thread | None = None
 
     # ── called by any thread ──────────────────────────────────────────────────────────────────────
@@ -231,11 +232,12 @@ class ShmPath:
                 raise Gone(self.broken)
             sock.settimeout(self.config.connect_timeout_s)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+            path = descriptor.endpoints["shm"].get("path", "")
             try:
-                sock.connect(raw_address(descriptor.endpoints["shm"].get("path", "")))
+                sock.connect(raw_address(path))
             except (ConnectionRefusedError, FileNotFoundError) as err:
                 # A file can be deleted under a living process; "refused" is the kernel's word that nobody listens.
-                self._gone = isinstance(err, ConnectionRefusedError)
+                self._gone = isinstance(err, ConnectionRefusedError) and path == self._met_at
                 raise Refused(f"{descriptor.name} is gone: {err.strerror}", retry=False) from err
             conn_id = next(self.transport.conn_ids)
             sock.send(
@@ -254,7 +256,7 @@ class ShmPath:
                 self.sock = None
             sock.close()
             raise
-        self._supersedes = (conn_id,)
+        self._supersedes, self._met_at = (conn_id,), path
         self.host.count("shm.connected")
         return sock
 

@@ -7,6 +7,7 @@ import ipaddress
 import math
 import socket
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvmesh.transfer import wire
@@ -88,6 +89,13 @@ def size_buffers(sock: socket.socket, config: EngineConfig) -> None:
     if nbytes:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, nbytes)
+
+
+def forget_unsent(sock: socket.socket) -> None:
+    """What the kernel holds of it goes with `close`. It would be sent for minutes, and with MSG_ZEROCOPY from memory
+    that may have another use by then."""
+    with suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
 
 
 def prepared(route: Route, config: EngineConfig) -> socket.socket:

@@ -26,7 +26,7 @@ from kvmesh.transfer import wire
 from kvmesh.transfer.dialing import begin, connect_patiently
 from kvmesh.transfer.segment import SegmentDescriptor
 from kvmesh.transfer.tcp_answers import Answers
-from kvmesh.transfer.tcp_dial import SILENCE, Route, at, greet, prepared, size_buffers
+from kvmesh.transfer.tcp_dial import SILENCE, Route, at, forget_unsent, greet, prepared, size_buffers
 from kvmesh.transfer.tcp_frames import encoded
 from kvmesh.transfer.tcp_zerocopy import ZeroCopy
 from kvmesh.transfer.transport import Frame, Kind, Rail
@@ -186,6 +186,8 @@ class Stream:
             reader.join()
             answers.close()  # no caller reads any more
             self.answers = None
+            if self.inflight:
+                forget_unsent(sock)
             sock.close()
             if not self._gather():
                 return
@@ -233,7 +235,8 @@ class Stream:
         except Refused as err:
             return None, str(err), not err.retry
         except (OSError, Gone, ProtocolBroken) as err:
-            path.transport.tried(path.descriptor.name, rail, connected=False)
+            if not path.closed:
+                path.transport.tried(path.descriptor.name, rail, connected=False)
             return None, f"{rail}: {str(err) or type(err).__name__}", False
 
     def _settled(self, cause: str, *, down: bool) -> None:

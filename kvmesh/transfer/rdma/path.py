@@ -23,7 +23,7 @@ from kvmesh.transfer.rdma import dial, protocol
 from kvmesh.transfer.rdma.channel import Channel
 from kvmesh.transfer.rdma.gids import Pair
 from kvmesh.transfer.rdma.rail import Later, Letter, State, Track
-from kvmesh.transfer.rdma.wiring import PROGRESS_S, Wiring, run_all
+from kvmesh.transfer.rdma.wiring import Wiring, run_all
 from kvmesh.transfer.segment import SegmentDescriptor
 from kvmesh.transfer.transport import Frame, Kind, Rail
 from kvmesh.transfer.wire import Gone
@@ -51,6 +51,13 @@ class RdmaPath(Wiring):
         self._asking_keys: set[int] = set()
 
     # ── from the engine ───────────────────────────────────────────────────────────────────────────
+
+    def renew(self, descriptor: SegmentDescriptor, pairs: dict[Rail, Pair]) -> None:
+        """A newer descriptor of the same process: what is made from now on is made by it."""
+        with self._lock:
+            self.descriptor, self.pairs = descriptor, pairs
+            for track in self._all_tracks():
+                track.pair = pairs.get(track.rail, track.pair)
 
     def take(self, frame: Frame) -> bool:
         """False: the path is closed."""
@@ -336,18 +343,6 @@ class RdmaPath(Wiring):
             waiting = list(track.queue)
             track.queue.clear()
             later += [partial(frame.lost, cause, settled=True, down=down) for frame in waiting]
-
-    def _due(self, now: float) -> float:
-        with self._lock:
-            until = min((deadline for deadline, _ in self._asked.values()), default=float("inf"))
-            if until <= now and self._channel is not None:
-                self._channel.shut("the peer does not answer")
-            if self._telling:
-                if now - self._told_at >= PROGRESS_S:
-                    self._tell_landed(now)
-                else:
-                    until = min(until, self._told_at + PROGRESS_S)
-            return until
 
     def _told(self, channel: Channel, data: memoryview) -> None:
         later: Later = []

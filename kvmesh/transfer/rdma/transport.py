@@ -209,10 +209,13 @@ class RdmaTransport(Transport):
         with self._lock:
             # A closed lane's name may be open again, as that of another process: its frames must not get there.
             path = None if frame.lane.closed else self._paths.get(segment)
-            if path is None and not self._closed and not frame.lane.closed:
-                descriptor = frame.lane.descriptor
+            descriptor = frame.lane.descriptor
+            if not (self._closed or frame.lane.closed) and (path is None or path.descriptor is not descriptor):
                 pairs = {Rail(frame.rail.transport, p.local, p.remote): p for p in self._pairs(descriptor)}
-                path = self._paths[segment] = RdmaPath(self, descriptor, pairs)
+                if path is None:
+                    path = self._paths[segment] = RdmaPath(self, descriptor, pairs)
+                else:
+                    path.renew(descriptor, pairs)
         if path is None or not path.take(frame):
             frame.lost(frame.lane.closed or "closed", settled=True)
 

@@ -136,6 +136,19 @@ class Wiring(ABC):
 
     # ── the path's thread, lock free ───────────────────────────────────────────────────────────────
 
+    def _due(self, now: float) -> float:
+        """Before it sleeps: when it has to look again."""
+        with self._lock:
+            until = min((deadline for deadline, _ in self._asked.values()), default=float("inf"))
+            if until <= now and self._channel is not None:
+                self._channel.shut("the peer does not answer")
+            if self._telling:
+                if now - self._told_at >= PROGRESS_S:
+                    self._tell_landed(now)
+                else:
+                    until = min(until, self._told_at + PROGRESS_S)
+            return until
+
     def _begin(self, track: Track) -> None:
         pair = track.pair
         track.nic = self.transport.living_nic(pair.local) or track.nic
