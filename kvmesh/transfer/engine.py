@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvmesh.rpc.errors import TransferError
-from kvmesh.transfer import checks, memory, waits, wire
+from kvmesh.transfer import checks, forks, memory, waits, wire
 from kvmesh.transfer.api import (
     BatchId,
     Carried,
@@ -76,6 +76,7 @@ class TransferEngine:
             raise
         self._timer = threading.Thread(target=self._core.run, name="kvmesh-transfer-timer", daemon=True)
         self._timer.start()
+        forks.watch(self)
 
     # ── memory ────────────────────────────────────────────────────────────────────────────────────
 
@@ -394,4 +395,4 @@ class TransferEngine:
 
     def _check_open(self) -> None:
         if self._closed.is_set():
-            raise TransferError("the transfer engine is closed")
+            raise forks.closed(self)

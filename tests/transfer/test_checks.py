@@ -4,6 +4,7 @@ the engine works on."""
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 import struct
 from collections.abc import Callable, Iterator
@@ -220,6 +221,34 @@ def test_why_a_segment_cannot_be_reached() -> None:
         contained.endpoints["shm"]["network"] = "net:[1]"
         with pytest.raises(TransferError, match=r"\(shm: it is in another network namespace"):
             shm.open_segment(contained)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_is_told_and_leaves_the_parent_alone(engine: TransferEngine) -> None:
+    """A child that closed the engine it had inherited used to shut the parent's listener."""
+    region = engine.allocate(4096)
+    mine, its = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = ""
+        try:
+            engine.allocate(4096)
+        except TransferError as err:
+            said = err.message
+        engine.close()
+        os.write(its, said.encode())
+        os._exit(0)
+    os.close(its)
+    with open(mine, "rb") as pipe:
+        assert pipe.read() == b"the transfer engine was made before this process was forked: make one here"
+    assert os.waitpid(child, 0)[1] == 0
+    with TransferEngine("later#1", EngineConfig(transports=("tcp",))) as later:
+        here = later.allocate(4096)
+        segment = later.open_segment(engine.local_descriptor())
+        batch = later.allocate_batch(1)
+        later.submit(batch, [TransferRequest(Opcode.READ, here.address, segment, region.base_offset, 4096)])
+        assert later.wait_sync(batch, 30)
+        assert later.status(batch, 0).state is TransferState.COMPLETED
 
 
 def test_a_region_is_what_registering_returned(engine: TransferEngine) -> None:
