@@ -27,7 +27,7 @@ from kvmesh.transfer import outcomes
 from kvmesh.transfer.api import BatchId, Opcode, TrafficClass, TransferState
 from kvmesh.transfer.batch import Aftermath, Again, Batch, Group, Part, doom, finish
 from kvmesh.transfer.config import EngineConfig
-from kvmesh.transfer.epochs import Notice
+from kvmesh.transfer.epochs import Closed, Notice
 from kvmesh.transfer.lane import Lane
 from kvmesh.transfer.posting import TICK_S, Posting, burden
 from kvmesh.transfer.rails import Topology, Way
@@ -53,6 +53,7 @@ class Core:
         self.topology: Topology = {}  # of this host; set before the first request
         self.posting = Posting(config, self._arm, self._dropped, self.count)
         self.board = self.posting.board
+        self._closed = Closed()
         self._next_batch = 1
         self._live: dict[int, Group] = {}
         self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, group); of final groups, too
@@ -104,10 +105,17 @@ class Core:
             self._settle(group, after, now)
         self.posting.pump(after, now)
 
+    def open_lane(self, lane: Lane) -> None:
+        """Unless it is open. Lock held."""
+        if self.lanes.setdefault(lane.name, lane) is lane:
+            lane.epochs.spoiled = self._closed.take(lane.descriptor.token)
+
     def close_lane(self, lane: Lane, cause: str, after: Aftermath) -> None:
         """Fails what is queued; the caller then has the transports forget the segment. Lock held."""
         now = self.clock()
         lane.closed = cause
+        lane.epochs.close(cause)
+        self._closed.keep(lane.descriptor.token, lane.epochs.spoiled)
         self.lanes.pop(lane.name, None)
         for way in lane.ways.values():
             self.posting.endpoints.remove(way)
@@ -138,9 +146,8 @@ class Core:
 
     def in_use(self, region: LocalRegion) -> bool:
         """Whether an unfinished request uses it, or a frame of an overdue one that is still on its way. Lock held."""
-        unfinished = any(group.local is region for group in self._live.values())
-        flying = any(f.group is not None and f.group.local is region for f in self.posting.inflight.values())
-        return unfinished or flying or region in self._comparing.values()
+        flying = (frame.group for frame in self.posting.inflight.values() if frame.group is not None)
+        return region in {group.local for group in (*self._live.values(), *flying)} | set(self._comparing.values())
 
     def count(self, what: str, n: int = 1) -> None:
         """Not exact under races: for people, not for decisions."""
@@ -327,17 +334,14 @@ class Core:
             with self.lock:
                 now = self.clock()
                 while not self._stopped and now < self._wake_at:
-                    idle = self._wake_at == float("inf")
-                    self._timer_changed.wait(None if idle else self._wake_at - now)
+                    self._timer_changed.wait(min(self._wake_at - now, threading.TIMEOUT_MAX))
                     now = self.clock()
                 if self._stopped:
                     return
             try:
                 self.tick()
-            except Exception:  # without a timer nothing would ever be overdue again
-                log.exception("time-outs")
-                with self.lock:
-                    self._wake_at = self.clock() + TICK_S
+            except Exception:
+                log.exception("time-outs")  # and on: without a timer nothing would ever be overdue again
 
     def tick(self) -> None:
         """Does what is due."""
@@ -345,6 +349,7 @@ class Core:
         overdue: list[tuple[Frame, float]] = []
         with self.lock:
             now = self.clock()
+            self._wake_at = now + TICK_S
             self._time_out(now, after, overdue)
             self.posting.reconsider(now)
             self.posting.pump(after, now)
@@ -364,9 +369,8 @@ class Core:
                     if not group.batch.states[slot].final:
                         finish(group, slot, TransferState.FAILED, "engine closed", after, drained=False)
                 self._settle(group, after, self.clock())
-            for frame in self.posting.inflight.values():
-                if frame.notice is not None:
-                    frame.notice.end(TransferState.FAILED, "engine closed", after)
+            for notice in [frame.notice for frame in self.posting.inflight.values() if frame.notice is not None]:
+                notice.end(TransferState.FAILED, "engine closed", after)
         self.conclude(after)
 
     def _next_due(self, now: float) -> float:

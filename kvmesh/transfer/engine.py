@@ -181,7 +181,7 @@ class TransferEngine:
         rails = ways(descriptor, transports, only)
         lane = Lane(descriptor, rails, core, core.serials, core.board, core.posting.dealer, core.finals)
         with core.lock:
-            core.lanes.setdefault(descriptor.name, lane)
+            core.open_lane(lane)
         return descriptor.name
 
     def rails(self, segment: str) -> tuple[Rail, ...]:

@@ -11,6 +11,7 @@ from kvmesh.transfer.api import TransferState, TransferStatus
 from kvmesh.transfer.batch import Aftermath, Group
 
 MAX_SPOILED_EPOCHS = 4096
+MAX_CLOSED = 64
 
 
 @dataclass(eq=False, slots=True)
@@ -73,7 +74,28 @@ class Epochs:
                 self.spoiled.pop(next(iter(self.spoiled)))
             self.spoiled[epoch] = cause
 
+    def close(self, cause: str) -> None:
+        """The segment is closed: what is not final by now gets no end mark either, should it be opened again."""
+        for epoch in self._open:
+            self.spoil(epoch, cause)
+
     def why_spoiled(self, epoch: int) -> str:
         """ "": it is not."""
         cause = self.spoiled.get(epoch)
         return "" if cause is None else f"an earlier write of this epoch failed: {cause}"
+
+
+class Closed:
+    """Spoiled epochs of the last closed segments, by token."""
+
+    def __init__(self) -> None:
+        self._spoiled: OrderedDict[str, dict[int, str]] = OrderedDict()
+
+    def keep(self, token: str, spoiled: dict[int, str]) -> None:
+        if spoiled:
+            self._spoiled[token] = spoiled
+            if len(self._spoiled) > MAX_CLOSED:
+                self._spoiled.popitem(last=False)
+
+    def take(self, token: str) -> dict[int, str]:
+        return self._spoiled.pop(token, {})
