@@ -20,6 +20,12 @@ for scope in all default; do
   set_net "ipv6/conf/$scope/accept_dad" 0
 done
 
+wire() { # ADDRESS ITS_DEVICE OTHER_DEVICE
+  ip -6 route del local "$1" dev "$2" table local
+  ip -6 route add local "$1" dev "$2" metric 100
+  ip -6 route append "$1/128" dev "$3" metric 100
+}
+
 for ((i = 0; i < rails; i++)); do
   mac_a=$(printf '02:90:00:00:a0:%02x' "$i") mac_b=$(printf '02:90:00:00:b0:%02x' "$i")
   ip link add "nica$i" address "$mac_a" mtu "$mtu" type veth peer name "nicb$i" address "$mac_b" mtu "$mtu"
@@ -38,6 +44,12 @@ for ((i = 0; i < rails; i++)); do
   else
     ip neigh replace "fd90:$i::2" lladdr "$mac_b" dev "nica$i"
     ip neigh replace "fd90:$i::1" lladdr "$mac_a" dev "nicb$i"
+  fi
+  if [ "$family" = 6 ]; then
+    # accept_local is IPv4's. Here a route by interface stands before the local one: who sends to the other side's address from its own
+    # device finds the cable, who receives finds the address.
+    wire "fd90:$i::1" "nica$i" "nicb$i"
+    wire "fd90:$i::2" "nicb$i" "nica$i"
   fi
   rdma link add "rxa$i" type rxe netdev "nica$i"
   rdma link add "rxb$i" type rxe netdev "nicb$i"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from typing import Any
 
 import pytest
@@ -20,21 +19,6 @@ MIB = 1 << 20
 
 def config(side: str, **options: Any) -> EngineConfig:
     return EngineConfig(transports=("rdma",), nics=(f"rx{side}0", f"rx{side}1"), **options)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def wire() -> None:
-    """Makes packets between two addresses of this one host leave over the cable: a route for those who send beside the
-    local one for those who receive, told apart by the interface."""
-    for rail in (0, 1):
-        for number, side, other in ((1, "a", "b"), (2, "b", "a")):
-            address = f"fd90:{rail}::{number}"
-            for command in (
-                f"del local {address} dev nic{side}{rail} table local",
-                f"add local {address} dev nic{side}{rail} metric 100",
-                f"append {address}/128 dev nic{other}{rail} metric 100",
-            ):
-                subprocess.run(["ip", "-6", "route", *command.split()], check=True)
 
 
 def carried(nest: Nest, here: dict[str, Any], there: dict[str, Any]) -> set[str]:
