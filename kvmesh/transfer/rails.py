@@ -232,7 +232,7 @@ class RailBoard:
         """The causes of the rests; rails of one cause share it."""
         rails: dict[str, list[str]] = {}
         for way in (way for tier in tiers for way in tier if way.rest_until):
-            rails.setdefault(way.cause, []).append(str(way.rail))
+            rails.setdefault(way.cause.removeprefix(f"{way.rail}: "), []).append(str(way.rail))
         more = {cause: f" and {len(names) - 2} more" if len(names) > 2 else "" for cause, names in rails.items()}
         return "; ".join(f"{', '.join(names[:2])}{more[cause]}: {cause}" for cause, names in rails.items())
 

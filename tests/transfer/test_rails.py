@@ -249,7 +249,7 @@ def test_when_all_rest_a_tripped_rail_is_used_and_one_that_is_down_is_not() -> N
     assert made.choose(((a,), (b,)), MIB, 0.05) is None
     assert made.why_none(((a,), (b,))) == "rdma a→x, rdma b→y: broken"
     assert made.why_none(((a, a, a), (b,))) == "rdma a→x, rdma a→x and 2 more: broken"
-    a.cause = "cut"
+    a.cause = "rdma a→x: cut"
     assert made.why_none(((a,), (b,))) == "rdma a→x: cut; rdma b→y: broken"
 
 
