@@ -115,6 +115,7 @@ class Side:
     def __init__(self, transport: str, host: str, size: int, plan: Plan) -> None:
         self.plan = plan
         self.size = size
+        missed = left_out(transport, plan.nics)
         self.engine = TransferEngine(f"doctor-{os.getpid()}@{time.time_ns():x}", engine_config(transport, host, plan))
         try:
             self.region = self.engine.allocate(size, _LOCATION)
@@ -122,6 +123,8 @@ class Side:
             self.engine.close()
             raise
         assert self.region.memory is not None
+        used = {nic.name for nic in self.engine.local_descriptor().nics}
+        self.left_out = tuple(one for one in missed if one.partition(" ")[0] not in used)  # a link may change meanwhile
         self._bytes = np.frombuffer(self.region.memory, dtype=np.uint8)[:size]
 
     def close(self) -> None:

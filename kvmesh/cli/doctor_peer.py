@@ -20,7 +20,7 @@ from rich.markup import escape
 from kvmesh.cli import doctor_wire as wire
 from kvmesh.cli.console import console, wide_enough
 from kvmesh.cli.doctor_matrix import Cell, Figure, Outcome, screen, summary
-from kvmesh.cli.doctor_measure import Plan, Side, check_nics, left_out
+from kvmesh.cli.doctor_measure import Plan, Side, check_nics
 from kvmesh.cli.doctor_network import interface_addresses
 from kvmesh.cli.doctor_progress import Progress
 from kvmesh.rpc.errors import ConfigError, KvmeshError, TransferError, Unavailable
@@ -139,7 +139,7 @@ def try_transport(channel: wire.Channel, name: str, plan: Plan, epochs: Iterator
                 channel.ask(wire.Shut(), plan.timeout_s)
         local = tuple(nic.name for nic in side.engine.local_descriptor().nics)
         remote = tuple(nic.name for nic in descriptor.nics)
-        missed = (*(f"{one} here" for one in left_out(name, plan.nics)), *(f"{one} there" for one in opened.left_out))
+        missed = (*(f"{one} here" for one in side.left_out), *(f"{one} there" for one in opened.left_out))
         return Outcome(name, tuple(cells), "", wanted, local, remote, missed if local or remote else ())
 
 
@@ -382,5 +382,4 @@ class _Session:
         if not 0 < message.size <= MAX_SIZE:
             return wire.Sorry(f"size={message.size}: not in 1..{MAX_SIZE}")
         side = self._side = Side(message.transport, self._channel.local_host, message.size, self._plan)
-        missed = tuple(left_out(message.transport, self._plan.nics))
-        return wire.Opened(side.engine.local_descriptor().encode(), side.region.base_offset, missed)
+        return wire.Opened(side.engine.local_descriptor().encode(), side.region.base_offset, side.left_out)

@@ -24,6 +24,7 @@ from kvmesh.cli.doctor_matrix import Cell, Figure, Outcome
 from kvmesh.cli.doctor_measure import check_nics, left_out
 from kvmesh.cli.doctor_progress import Progress
 from kvmesh.rpc.errors import ConfigError
+from tests.transfer.conftest import until
 from tests.transfer.networks import networks
 from tests.transfer.sysfs import two_sockets
 
@@ -232,6 +233,8 @@ def test_every_pair_of_nics() -> None:
             assert (tcp["locals"], tcp["remotes"]) == (["eth1", "eth2"], ["eth1", "eth2"])
 
             made.ip("b", "link", "set", "eth2", "down")
+            # The kernel tells of a lost carrier once a second, and until then the NIC is tried, and fails.
+            until(lambda: "state DOWN" in made.ip("a", "link", "show", "eth2"), "carrier of eth2 lost")
             code, shown = other.call("--transports", "tcp", "--timeout-s", "2", within=here)
             assert code in (0, 1)
             assert re.search(r"^eth1 +\d+\.\d\d", shown, re.M), shown
