@@ -65,7 +65,7 @@ class DialingTransport(Transport):
             path = None if frame.lane.closed else self._paths.get(key)
             if path is None and not self._closed and not frame.lane.closed:
                 path = self._paths[key] = self.new_path(frame.lane.descriptor, frame.rail)
-            elif path is not None:
+            elif path is not None and self.name in frame.lane.descriptor.endpoints:
                 path.descriptor = frame.lane.descriptor  # a newer one of the same process: to dial by
         if path is None or not path.take(frame):
             frame.lost(frame.lane.closed or "closed", settled=True)
@@ -139,4 +139,7 @@ def connect_patiently(
                 break
         except (OSError, Gone, ProtocolBroken) as err:
             cause = str(err) or type(err).__name__
+        except Exception as err:  # whatever the descriptor holds: who dials has to report what waits
+            cause = f"cannot connect: {err!r}"
+            break
     return None, cause

@@ -228,7 +228,7 @@ def _among(names: tuple[str, ...], known: list[Address]) -> tuple[str, ...]:
 
 
 def _far_nics(descriptor: SegmentDescriptor) -> tuple[Far, ...]:
-    endpoint = descriptor.endpoints["tcp"]
+    endpoint = descriptor.endpoints.get("tcp", {})
     one = numeric(endpoint)
     return tcp_nics.decode_nics(endpoint) or ((one,) if one is not None else ())
 

@@ -238,6 +238,8 @@ class Stream:
             if not path.closed:
                 path.transport.tried(path.descriptor.name, rail, connected=False)
             return None, f"{rail}: {str(err) or type(err).__name__}", False
+        except Exception as err:  # as in connect_patiently
+            return None, f"{rail}: cannot connect: {err!r}", True
 
     def _settled(self, cause: str, *, down: bool) -> None:
         frames, self.stranded = self.stranded, []

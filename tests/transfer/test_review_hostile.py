@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
 import logging
 import os
 import socket
@@ -16,7 +18,7 @@ import pytest
 
 from kvmesh.rpc.errors import TransferError
 from kvmesh.transfer import EngineConfig, SegmentDescriptor, TransferState, serving, shm_server, windows, wire
-from kvmesh.transfer.rdma import protocol
+from kvmesh.transfer.rdma import dial, protocol
 from kvmesh.transfer.rdma.device import Registration
 from kvmesh.transfer.rdma.gids import Gid
 from kvmesh.transfer.rdma.server import RdmaAccepted
@@ -159,6 +161,57 @@ def test_a_descriptor_with_an_impossible_port_fails_its_requests(nest: Nest, por
         return
     (status,) = reader.transfer("read", segment, [(0, base, 100)])
     assert status.state is TransferState.FAILED
+
+
+@over("shm")
+@pytest.mark.parametrize("path", ["/tmp/a\0b", "/" + "x" * 200, "@" + "x" * 200, ""])
+def test_a_descriptor_with_an_impossible_path_fails_its_requests(nest: Nest, path: str) -> None:
+    config = EngineConfig(transports=("shm",), max_attempts=2, backoff_s=0.01)
+    holder, reader = nest.actor("holder#1", config), nest.actor("reader#1", config)
+    base = holder.allocate(4 * KIB)
+    reader.allocate(4 * KIB)
+    descriptor = holder.engine.local_descriptor()
+    descriptor.endpoints["shm"]["path"] = path
+    (status,) = reader.transfer("read", reader.engine.open_segment(descriptor), [(0, base, 100)])
+    assert (status.state, status.drained) == (TransferState.FAILED, True)
+
+
+def test_a_newer_descriptor_without_the_transport_ends_no_thread(nest: Nest, transport: str) -> None:
+    script = '{"rules": [{"kind": "delay", "delay_ms": 100}]}'
+    config = EngineConfig(transports=(transport,), fault=script, rest_s=0.01, rest_cap_s=0.02)
+    holder, reader = nest.actor("holder#1", config), nest.actor("reader#1", config)
+    base = holder.allocate(4 * KIB)
+    reader.allocate(4 * KIB)
+    segment = reader.open(holder.descriptor())
+    batch = reader.start("read", segment, [(0, base, 100)])
+    lane = reader.engine._core.lanes[segment]
+    lane.descriptor = dataclasses.replace(lane.descriptor, endpoints={})  # what it was sent by has no endpoint now
+    (status,) = reader.finish(batch)
+    assert status.state.final
+    lane.descriptor = holder.engine.local_descriptor()
+
+    def works_again() -> bool:
+        return reader.transfer("read", segment, [(0, base, 100)])[0].state is TransferState.COMPLETED
+
+    until(works_again, "the old way is found again", 5)
+
+
+def test_rdma_a_socket_that_cannot_be_made_holds_no_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen of them, and nobody could dial any more."""
+
+    def none_left(*args: object) -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    endpoint = {"host": "127.0.0.1", "port": str(listener.getsockname()[1])}
+    descriptor = SegmentDescriptor("peer#1", "", "token", (), {"rdma": endpoint})
+    config = EngineConfig(connect_timeout_s=0.05)
+    with monkeypatch.context() as patch:
+        patch.setattr(dial.socket, "socket", none_left)
+        for _ in range(20):
+            with pytest.raises(OSError, match="too many open files"):
+                dial.dial(descriptor, "me#1", 1, (), config, lambda sock: None)
+    listener.close()
 
 
 class Card:

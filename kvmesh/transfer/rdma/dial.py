@@ -34,8 +34,9 @@ def dial(
     family, kind, proto, _, address = found[0]
     if not _HANDSHAKES.acquire(timeout=config.connect_timeout_s):
         raise OSError("too many handshakes at once")
-    sock = socket.socket(family, kind, proto)
+    sock: socket.socket | None = None
     try:
+        sock = socket.socket(family, kind, proto)
         opened(sock)
         sock.settimeout(config.connect_timeout_s)
         try:
@@ -52,7 +53,8 @@ def dial(
         wire.decode_welcome(bytes(wire.recv_exact(sock, length)))
         return sock
     except BaseException:
-        sock.close()
+        if sock is not None:
+            sock.close()
         raise
     finally:
         _HANDSHAKES.release()

@@ -192,7 +192,7 @@ class RdmaTransport(Transport):
     def _pairs(self, descriptor: SegmentDescriptor) -> list[Pair]:
         local: dict[str, list[Gid]] = {nic.name: nic.gids for nic in self.own_nics}
         try:
-            remote = gids.decode(descriptor.endpoints["rdma"].get("gids", ""))
+            remote = gids.decode(descriptor.endpoints.get("rdma", {}).get("gids", ""))
         except TransferError:
             return []
         if self.config.rdma_pairs:
@@ -214,7 +214,7 @@ class RdmaTransport(Transport):
                 pairs = {Rail(frame.rail.transport, p.local, p.remote): p for p in self._pairs(descriptor)}
                 if path is None:
                     path = self._paths[segment] = RdmaPath(self, descriptor, pairs)
-                else:
+                elif "rdma" in descriptor.endpoints:
                     path.renew(descriptor, pairs)
         if path is None or not path.take(frame):
             frame.lost(frame.lane.closed or "closed", settled=True)
