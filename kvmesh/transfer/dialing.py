@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import secrets
 import threading
 import time
 from abc import abstractmethod
@@ -48,7 +49,7 @@ class DialingTransport(Transport):
     def __init__(self, host: TransportHost, config: EngineConfig) -> None:
         self.host = host
         self.config = config
-        self.conn_ids = count(1)
+        self.conn_ids = conn_ids()
         self._server: Server | None = None
         self._lock = threading.Lock()
         self._paths: dict[tuple[str, Rail], Path] = {}
@@ -110,6 +111,11 @@ class DialingTransport(Transport):
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def conn_ids() -> count[int]:
+    """Numbers for connections that no engine of the same name, before or after, takes."""
+    return count(1 + secrets.randbits(60))
 
 
 def begin(thread: threading.Thread) -> None:

@@ -207,7 +207,7 @@ def test_rdma_a_socket_that_cannot_be_made_holds_no_handshake(monkeypatch: pytes
     descriptor = SegmentDescriptor("peer#1", "", "token", (), {"rdma": endpoint})
     config = EngineConfig(connect_timeout_s=0.05)
     with monkeypatch.context() as patch:
-        patch.setattr(dial.socket, "socket", none_left)
+        patch.setattr("kvmesh.transfer.rdma.dial.socket.socket", none_left)
         for _ in range(20):
             with pytest.raises(OSError, match="too many open files"):
                 dial.dial(descriptor, "me#1", 1, (), config, lambda sock: None)

@@ -12,6 +12,7 @@ from kvmesh.transfer.core import Core
 from kvmesh.transfer.segment import RegionInfo
 from kvmesh.transfer.tcp_path import Stream
 from tests.transfer.conftest import Nest, engine_threads, over, until
+from tests.transfer.raw import RawTcp
 
 MIB = 1 << 20
 
@@ -140,3 +141,19 @@ def test_a_rail_that_fails_after_its_segment_was_closed_is_not_remembered(
     reader.finish(batch)
     until(lambda: engine_threads().count("kvmesh-tcp-send") == 0, "its thread ends")
     assert reader.engine._transports[0]._failing == set()  # type: ignore[attr-defined]
+
+
+@over("tcp")
+def test_an_engine_made_again_under_its_name_is_not_taken_for_its_old_connection(nest: Nest) -> None:
+    """Of which the target has not heard yet that it ended."""
+    config = EngineConfig(transports=("tcp",))
+    target = nest.actor("target#1", config)
+    base = target.allocate(4096)
+    target.window("writer#1", 1, [(base, 4096)])
+    old = [RawTcp(target.engine.local_descriptor(), "writer#1", conn_id) for conn_id in range(1, 5)]
+    writer = nest.actor("writer#1", config)
+    writer.allocate(4096, seed=1)
+    (status,) = writer.transfer("write", writer.open(target.descriptor()), [(0, base, 4096)], 1)
+    assert status.state is TransferState.COMPLETED
+    for raw in old:
+        raw.close()

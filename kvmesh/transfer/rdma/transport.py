@@ -7,11 +7,10 @@ import socket
 import threading
 import time
 from functools import partial
-from itertools import count
 
 from kvmesh.rpc.errors import TransferError
 from kvmesh.transfer.config import EngineConfig
-from kvmesh.transfer.dialing import begin
+from kvmesh.transfer.dialing import begin, conn_ids
 from kvmesh.transfer.rdma import gids, library
 from kvmesh.transfer.rdma.device import Nic
 from kvmesh.transfer.rdma.gids import Gid, Pair
@@ -37,7 +36,7 @@ class RdmaTransport(Transport):
     def __init__(self, host: TransportHost, config: EngineConfig) -> None:
         self.host = host
         self.config = config
-        self.conn_ids = count(1)
+        self.conn_ids = conn_ids()
         parts = min(_PARTS, config.rdma_queue_depth)
         slice_bytes = config.rdma_slice_bytes
         frame_bytes = min(max(_FRAME_SLICES * slice_bytes, 1 << 20), max(_FRAME_BYTES, slice_bytes))
