@@ -119,19 +119,17 @@ def test_a_token_that_is_no_ascii(target: Actor, caplog: pytest.LogCaptureFixtur
 
 
 @over("tcp")
-def test_strangers_that_never_greet_keep_nobody_out(
-    nest: Nest, target: Actor, transport: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_strangers_that_never_greet_keep_nobody_out(nest: Nest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each holds a thread: one byte at a time would hold it for hours. Beyond a number of them the oldest go."""
-    if transport != "tcp":
-        pytest.skip("over a network")
+    target = nest.actor("target#1", transports=("tcp",))
+    target.allocate(64 * KIB, seed=1)
     monkeypatch.setattr(serving, "MAX_STRANGERS", 8)
     endpoint = target.engine.local_descriptor().endpoints["tcp"]
     address = endpoint["host"], int(endpoint["port"])
     strangers = [socket.create_connection(address, 10) for _ in range(50)]
     for sock in strangers:
         sock.settimeout(0.01)
-    assert works(nest, target, transport)
+    assert works(nest, target, "tcp")
     until(lambda: len(server(target).connections()) <= 8 + 4, "the oldest are gone")
     for sock in strangers:
         sock.close()

@@ -1,4 +1,4 @@
-"""End marks say that every byte is there; so they must not be sent when that is not sure, whatever else has happened."""
+"""End marks say that every byte is there, so they must not be sent when that is not sure, whatever has happened."""
 
 from __future__ import annotations
 
