@@ -40,7 +40,8 @@ def test_it_needs_neither_torch_nor_grpc_nor_what_serves_models() -> None:
         roots = {name.partition(".")[0] for name in sys.modules}
         third = {
             name for name in roots
-            if "site-packages" in (getattr(sys.modules.get(name), "__file__", None) or "") and name != "kvmesh" and not name.startswith(("_", "a1_"))
+            if "site-packages" in (getattr(sys.modules.get(name), "__file__", None) or "")
+            and name != "kvmesh" and not name.startswith(("_", "a1_"))
         }
         print(sorted(third - {"msgspec", "numpy", "typing_extensions"}))
     """
