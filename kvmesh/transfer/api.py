@@ -29,6 +29,8 @@ BatchId = NewType("BatchId", int)
 
 
 class Opcode(enum.Enum):
+    __hash__ = object.__hash__  # members are singletons; Enum's own is written in Python
+
     READ = "read"  # remote → local
     WRITE = "write"  # local → remote
 
@@ -42,6 +44,8 @@ class TrafficClass(enum.IntEnum):
 
 
 class TransferState(enum.Enum):
+    __hash__ = object.__hash__
+
     WAITING = "waiting"  # not posted yet
     PENDING = "pending"  # some slices posted
     COMPLETED = "completed"  # every slice acknowledged by the target, no other path can still carry one

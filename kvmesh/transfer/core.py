@@ -29,10 +29,10 @@ from kvmesh.transfer.batch import Aftermath, Again, Batch, Group, Part, doom, fi
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.epochs import Closed, Notice
 from kvmesh.transfer.lane import Lane
-from kvmesh.transfer.posting import TICK_S, Posting, burden
+from kvmesh.transfer.posting import TICK_S, Posting
 from kvmesh.transfer.rails import Topology, Way
 from kvmesh.transfer.segment import LocalRegion
-from kvmesh.transfer.stats import EngineStats, nic_stats, rail_stats
+from kvmesh.transfer.stats import EngineStats, bytes_counter, nic_stats, rail_stats
 from kvmesh.transfer.transport import Frame, Kind, Rail
 
 log = logging.getLogger(__name__)
@@ -210,7 +210,7 @@ class Core:
 
     def _arrived(self, frame: Frame, way: Way, now: float) -> None:
         rank = 0 if frame.group is None else frame.group.rank
-        nbytes = burden(frame)
+        nbytes = frame.burden
         way.class_bytes[rank] += nbytes
         way.nic.meter.arrived(frame.kind, rank, nbytes, len(frame.parts), now - frame.posted_at)
         self.board.landed(way, nbytes, frame.posted_at, now)
@@ -222,7 +222,7 @@ class Core:
             frame.lane.ways[frame.rail].nic.meter.erred(f"refused: {cause}", turned_away)
         if to_verify:
             frame.lane.again(group, Again(group, Kind.CHECKSUM, to_verify, 1, frame.checks, frame.rail))
-        self.count(f"{frame.transport.name}.{frame.kind.name.lower()}_bytes", carried)
+        self.count(bytes_counter(frame.rail.transport.name, frame.kind), carried)
         rails = group.batch.rails
         rails[frame.rail] = rails.get(frame.rail, 0) + carried
 

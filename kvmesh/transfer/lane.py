@@ -238,7 +238,7 @@ class Lane:
         flight = group.batch.flight
         for part in parts:
             flight[part[0]] += 1
-        epoch = 0 if kind is Kind.CHECKSUM else group.epoch
-        frame = Frame(next(self.serials), self.owner, self, way.rail, kind, epoch, parts, nbytes)
-        frame.group = group
+        epoch, burden = (0, 0) if kind is Kind.CHECKSUM else (group.epoch, nbytes)
+        frame = Frame(next(self.serials), self.owner, self, way.rail, kind, epoch, parts, nbytes, group)
+        frame.way, frame.burden = way, burden
         return frame

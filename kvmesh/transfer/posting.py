@@ -17,7 +17,7 @@ from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.dealing import Dealer, Flow
 from kvmesh.transfer.pool import Sieve
 from kvmesh.transfer.rails import STALL_S, Choice, Nic, RailBoard, Way
-from kvmesh.transfer.transport import Frame, Kind
+from kvmesh.transfer.transport import Frame
 
 TICK_S = 0.001  # time-outs are looked after no more often
 FAR_S = 60.0  # beyond it a flow does not wait for the clock, but for the way that it is parked at
@@ -58,7 +58,7 @@ class Posting:
             found = flow.lane.cut(flow, now, dropped)
             if isinstance(found, Frame):
                 way = self.launch(found, after, now)
-                dealer.spent(flow, burden(found))
+                dealer.spent(flow, found.burden)
                 if way.nic.parked.count:
                     dealer.wake_one(way.nic)
                 if woken_by is way.nic:
@@ -78,11 +78,12 @@ class Posting:
 
     def launch(self, frame: Frame, after: Aftermath, now: float) -> Way:
         """Puts it on its way; the transport gets it once the lock is released."""
-        lane = frame.lane
         frame.posted_at = now
         self.inflight[frame.serial] = frame
-        way = frame.way = lane.ways[frame.rail]
-        self.board.posted(way, burden(frame), now)
+        way = frame.way
+        if way is None:
+            way = frame.way = frame.lane.ways[frame.rail]
+        self.board.posted(way, frame.burden, now)
         if frame.group is not None:
             frame.group.frames[frame.serial] = frame
         after.frames.append(frame)
@@ -104,7 +105,7 @@ class Posting:
         del self.inflight[frame.serial]
         way = frame.way
         assert way is not None, "it was launched"
-        self.board.answered(way, burden(frame), now)
+        self.board.answered(way, frame.burden, now)
         if frame.group is not None:
             del frame.group.frames[frame.serial]
         if way.parked:
@@ -142,8 +143,3 @@ class Posting:
         due += [alarm[0] for alarm in self._alarms[:1]]
         due += [now + STALL_S] if self._crowded else []
         return min(due, default=float("inf"))
-
-
-def burden(frame: Frame) -> int:
-    """Bytes that it moves over the rail."""
-    return 0 if frame.kind is Kind.CHECKSUM else frame.nbytes

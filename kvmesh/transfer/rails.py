@@ -31,6 +31,7 @@ TRUSTED_BYTES = 64 << 10  # a first measurement over less says more of latency t
 MEMORY_BYTES = 4 << 20  # the average forgets over so many
 STALE_S = 10.0  # an unused rail is believed to be twice as fast for each so many seconds
 STALL_S = 0.05  # a rail silent for so long holds no budget of its NIC any more
+INFINITY = float("inf")
 AVOID_S = 1e6  # the rail that just lost this very slice
 
 Topology = Mapping[str, tuple[Sequence[str], Sequence[str]]]
@@ -164,8 +165,11 @@ class RailBoard:
         for tier in tiers:
             if len(tier) == 1:
                 way = tier[0]
-                if not way.rest_until or (way.rest_until <= now and not way.frames):
-                    return Choice(way, 1, float("inf"), not way.full)
+                if not way.rest_until:
+                    room = way.frames < way.rail.transport.limits.inflight_frames
+                    return Choice(way, 1, INFINITY, room)
+                if way.rest_until <= now and not way.frames:
+                    return Choice(way)
                 continue
             choice = self._best(tier, nbytes, now, avoid)
             if choice is not None:

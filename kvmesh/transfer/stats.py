@@ -6,6 +6,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -141,6 +142,12 @@ class Meter:
         if cause not in self.errors and len(self.errors) >= MAX_CAUSES:
             cause = "other"
         self.errors[cause] = self.errors.get(cause, 0) + n
+
+
+@lru_cache
+def bytes_counter(transport: str, kind: Kind) -> str:
+    """The name of an engine's counter: "tcp.write_bytes"."""
+    return f"{transport}.{kind.name.lower()}_bytes"
 
 
 def nic_stats(nic: Nic) -> NicStats:

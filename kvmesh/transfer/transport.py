@@ -94,6 +94,7 @@ class Frame(msgspec.Struct, eq=False):
     way: Way | None = None  # the engine's record of the rail
     checks: int = 0  # how often its bytes were verified, and differed
     avoid: Rail | None = None  # of a CHECKSUM: the rail that brought the bytes
+    burden: int = 0  # bytes that it moves over the rail
     sums: tuple[int, ...] = ()  # of a CHECKSUM: the target's, one per part, set by the transport before `done`
 
     @property
