@@ -24,7 +24,7 @@ from kvmesh.transfer.serving import Server
 from kvmesh.transfer.shm_copy import Copiers, by_cores
 from kvmesh.transfer.shm_path import ShmPath, raw_address
 from kvmesh.transfer.shm_server import ShmAccepted
-from kvmesh.transfer.transport import FrameLimits, Kind, Rail, TransportHost
+from kvmesh.transfer.transport import Frame, FrameLimits, Kind, Rail, TransportHost
 
 _FRAME_BYTES = 16 << 20  # an answer costs 50 µs where it wakes a core of a VM: as long as half a MiB takes
 _INFLIGHT_FRAMES = 3  # one under the copier, one waiting, one being answered
@@ -79,6 +79,11 @@ class ShmTransport(DialingTransport):
 
     def new_path(self, descriptor: SegmentDescriptor, rail: Rail) -> ShmPath:
         return ShmPath(self, descriptor)
+
+    def assist(self, frame: Frame, seconds: float) -> None:
+        path = self._paths.get((frame.lane.name, frame.rail))
+        if isinstance(path, ShmPath):
+            path.assist(frame, seconds)
 
     def unregistered(self, region: LocalRegion) -> None:
         """Peers let their maps of it go, so that its memory can be freed."""

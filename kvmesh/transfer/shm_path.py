@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING
 from kvmesh.transfer import wire
 from kvmesh.transfer.dialing import connect_patiently
 from kvmesh.transfer.segment import SegmentDescriptor
+from kvmesh.transfer.shm_answers import Answers
 from kvmesh.transfer.shm_read import OWN_READ_BYTES, Reader
-from kvmesh.transfer.shm_server import PACKET_BYTES, PeerMaps, receive, send_region
+from kvmesh.transfer.shm_server import PeerMaps, receive, send_region
 from kvmesh.transfer.transport import Frame, Kind
 from kvmesh.transfer.wire import Asked, Gone, Hello, ProtocolBroken, Refused
 
@@ -64,6 +65,7 @@ class ShmPath:
         self._met_at = ""  # where the target listened
         self._gone = False  # nobody listens there any more
         self._owner: threading.Thread | None = None
+        self._answers: Answers | None = None  # while connected
 
     # ── called by any thread ──────────────────────────────────────────────────────────────────────
 
@@ -104,6 +106,15 @@ class ShmPath:
                     waiting.remove(frame)
                     return True
         return self._reader.recall(frame)
+
+    def assist(self, frame: Frame, seconds: float) -> None:
+        if frame.kind is Kind.READ:
+            self._reader.assist(frame, seconds)
+            return
+        with self.changed:
+            answers = self._answers if frame in self.inflight.values() else None
+        if answers is not None:
+            answers.help(frame, seconds)
 
     def expire(self, frame: Frame, idle_s: float) -> None:
         with self.changed:
@@ -175,7 +186,9 @@ class ShmPath:
                 send_region(sock, local.base, local.length, local.fd)
                 self._told.add(local.base)
             shift = local.base - local.address
-            rows = [n for _, address, offset, length in frame.parts for n in (address + shift, offset, length)]
+            rows = [0] * (3 * len(frame.parts))
+            _, addresses, rows[1::3], rows[2::3] = zip(*frame.parts, strict=True)
+            rows[0::3] = [address + shift for address in addresses]
             packet = wire.HEAD.pack(wire.WRITE, 0, 0, len(frame.parts), seq, frame.epoch, frame.nbytes)
             packet += struct.pack(f"<{len(rows)}Q", *rows)
         sock.send(packet, socket.MSG_DONTWAIT)
@@ -202,19 +215,20 @@ class ShmPath:
     def _run(self) -> None:
         while True:
             self._gone = False
-            sock, cause = connect_patiently(self._dial, self.config, lambda: self.closed, self._pause)
-            if sock is None:
+            answers, cause = connect_patiently(self._dial, self.config, lambda: self.closed, self._pause)
+            if answers is None:
                 self._end(cause)
                 return
             settled, self._stranded = self._stranded, []
             for frame in settled:
                 frame.lost("the connection broke", settled=True)
             with self.changed:
+                self._answers = answers
                 if not self.broken:
                     self.ready = True
                     self._flush()
-            self._receive(sock)
-            sock.close()
+            answers.run()
+            answers.sock.close()
             if not self._gather():
                 return
 
@@ -222,7 +236,7 @@ class ShmPath:
         with self.changed:
             self.changed.wait_for(lambda: bool(self.closed), seconds)
 
-    def _dial(self) -> socket.socket:
+    def _dial(self) -> Answers:
         descriptor = self.descriptor
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with self.changed:
@@ -251,6 +265,7 @@ class ShmPath:
             got, _ = receive(sock, buffer)
             wire.decode_welcome(bytes(buffer[:got]))
             sock.settimeout(None)
+            answers = Answers(sock, self._take, self._ended)
         except BaseException:
             with self.changed:
                 self.sock = None
@@ -258,22 +273,17 @@ class ShmPath:
             raise
         self._supersedes, self._met_at = (conn_id,), path
         self.host.count("shm.connected")
-        return sock
+        return answers
 
-    def _receive(self, sock: socket.socket) -> None:
-        """Takes answers until the connection ends."""
-        buffer = bytearray(PACKET_BYTES)
-        try:
-            while True:
-                got, fd = receive(sock, buffer)
-                answer = Asked.parse_packet(buffer, got, fd)
-                if answer.kind == wire.REGION:
-                    self._mapped(answer, fd)
-                else:
-                    self._answer(answer, memoryview(buffer)[wire.HEAD_BYTES : got])
-        except (Gone, OSError, ProtocolBroken) as err:
-            with self.changed:
-                self._shut(f"connection to {self.descriptor.name}: {err}")
+    def _take(self, answer: Asked, fd: int, rest: memoryview) -> None:
+        if answer.kind == wire.REGION:
+            self._mapped(answer, fd)
+        else:
+            self._answer(answer, rest)
+
+    def _ended(self, err: Exception) -> None:
+        with self.changed:
+            self._shut(f"connection to {self.descriptor.name}: {err}")
 
     def _answer(self, answer: Asked, rest: memoryview) -> None:
         with self.changed:
@@ -317,7 +327,7 @@ class ShmPath:
             traceless = [f for f in asked if f.kind is Kind.CHECKSUM]
             traceless += [f for waiting in self.wanted.values() for f in waiting] + self._reader.take_back()
             self.wanted.clear()
-            self.sock = None
+            self.sock = self._answers = None
             self._told.clear()
             self._maps.clear()
         for frame in traceless:

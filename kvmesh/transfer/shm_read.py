@@ -1,13 +1,14 @@
 """READs over shm: the reader copies from its own read-only map of the peer's memory.
 
-A short one is copied by the caller's thread, the others by a thread of the path; large ones are jobs, of which helpers
-take pieces too.
+A short one is copied by the caller's thread, the others by a thread of the path, or by a caller that has nothing to do
+but wait for them; large ones are jobs, of which helpers take pieces too.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING
@@ -32,6 +33,8 @@ class Reader:
         self._peer = peer
         self._changed = threading.Condition()
         self._waiting: deque[tuple[Frame, Mapping, int]] = deque()
+        self._jobs: deque[Job] = deque()  # of which pieces may be left to take
+        self._busy = False  # somebody reads: the thread, or a caller that waits
         self._closed = False
         self._thread: threading.Thread | None = None
         self._here = threading.local()
@@ -60,7 +63,23 @@ class Reader:
                 self._transport.spawn(thread)  # OSError when there can be no more threads: it is nowhere then
                 self._thread = thread
             self._waiting.append((frame, mapping, base))
-            self._changed.notify()
+            if not self._busy:
+                self._changed.notify()
+
+    def assist(self, frame: Frame, seconds: float) -> None:
+        """The caller, which waits for this frame, reads in the place of the thread; returns when there is nothing to
+        take any more, the frame is done, or after `seconds`."""
+        until = time.monotonic() + seconds
+        with self._changed:
+            if self._busy or not (self._waiting or self._jobs) or getattr(self._here, "inside", False):
+                return
+            self._busy = self._here.inside = True
+        try:
+            while not frame.answered and time.monotonic() < until and self._step():
+                pass
+        finally:
+            self._here.inside = False
+            self._rest()
 
     def recall(self, frame: Frame) -> bool:
         """True: it has not begun, and never will."""
@@ -85,30 +104,50 @@ class Reader:
             self._changed.notify_all()
 
     def _run(self) -> None:
-        """As the copier of the target: the next frame before the helpers run out of pieces of this one."""
-        copiers = self._transport.copiers
-        jobs: deque[Job] = deque()
+        self._here.inside = True
         while True:
             with self._changed:
-                while not (jobs or self._waiting or self._closed):
+                while self._busy or not (self._jobs or self._waiting or self._closed):
                     self._changed.wait()
-                if not (jobs or self._waiting):
+                if not (self._jobs or self._waiting):
                     return
-                short = not jobs or (len(jobs) == 1 and len(jobs[0].pieces) < copiers.threads)
-                entry = self._waiting.popleft() if short and self._waiting else None
-            if entry is None:
-                if not jobs[0].work():
-                    jobs.popleft()
-                continue
-            frame, mapping, base = entry
-            if copiers.wants(frame.nbytes):
-                job = Job(*_runs(frame, mapping, base), partial(self._fetched, frame, mapping))
-                jobs.append(job)
-                copiers.start(job)
-                del job
-            else:
-                self._fetch(frame, mapping, base)
-            del frame, mapping, entry
+                self._busy = True
+            try:
+                while self._step():
+                    pass
+            finally:
+                self._rest()
+
+    def _rest(self) -> None:
+        with self._changed:
+            self._busy = False
+            if self._jobs or self._waiting or self._closed:
+                self._changed.notify_all()
+
+    def _step(self) -> bool:
+        """As the copier of the target: the next frame before the helpers run out of pieces of this one. False: there is
+        nothing to do. Only by the one that made it busy."""
+        copiers, jobs = self._transport.copiers, self._jobs
+        if not jobs or (len(jobs) == 1 and len(jobs[0].pieces) < copiers.threads):
+            with self._changed:
+                entry = self._waiting.popleft() if self._waiting else None
+            if entry is not None:
+                self._begin(*entry)
+                return True
+        if not jobs:
+            return False
+        if not jobs[0].work():
+            jobs.popleft()
+        return True
+
+    def _begin(self, frame: Frame, mapping: Mapping, base: int) -> None:
+        copiers = self._transport.copiers
+        if copiers.wants(frame.nbytes):
+            job = Job(*_runs(frame, mapping, base), partial(self._fetched, frame, mapping))
+            self._jobs.append(job)
+            copiers.start(job)
+        else:
+            self._fetch(frame, mapping, base)
 
     def _fetch(self, frame: Frame, mapping: Mapping, base: int) -> None:
         copy_runs(*_runs(frame, mapping, base))

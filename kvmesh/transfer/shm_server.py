@@ -8,6 +8,7 @@ import os
 import socket
 import struct
 import threading
+import time
 import zlib
 from bisect import bisect_right
 from collections import deque
@@ -21,6 +22,7 @@ from kvmesh.transfer.memory import Mapping, copy_runs, map_peer
 from kvmesh.transfer.segment import LocalRegion
 from kvmesh.transfer.serving import Accepted, Server
 from kvmesh.transfer.shm_copy import Copiers, Job
+from kvmesh.transfer.tcp_spin import Patience
 from kvmesh.transfer.windows import Admission
 from kvmesh.transfer.wire import Asked, Gone, Hello, ProtocolBroken, Welcome
 
@@ -110,6 +112,8 @@ class ShmAccepted(Accepted):
         self._given: set[int] = set()  # own regions that the peer has mapped
         self._jobs: deque[Job] = deque()  # of which pieces may be left to take
         self._ended = threading.Condition()
+        self._patience = Patience()
+        self._last_bytes = 0  # of the last frame: after a large one the other side has more to do than to ask
         self._open = 0  # jobs whose last byte is not there yet
 
     def withdraw(self, base: int) -> None:
@@ -148,7 +152,17 @@ class ShmAccepted(Accepted):
                     pass
             if not jobs[0].work():
                 jobs.popleft()
-        return receive(self.sock, self._buffer)
+        until = self._patience.begin()
+        while self._patience.eager and time.monotonic() < until:
+            try:
+                packet = receive(self.sock, self._buffer, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                continue
+            self._patience.met(self._last_bytes)
+            return packet
+        packet = receive(self.sock, self._buffer)
+        self._patience.met(self._last_bytes)
+        return packet
 
     def _finish_jobs(self) -> None:
         """Until no thread is at a byte of this connection."""
@@ -160,6 +174,7 @@ class ShmAccepted(Accepted):
 
     def _serve_packet(self, got: int, fd: int) -> None:
         asked = Asked.parse_packet(self._buffer, got, fd)
+        self._last_bytes = asked.nbytes
         if asked.kind == wire.REGION:
             self._maps.add(asked, fd)
         elif asked.kind == wire.WRITE:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvmesh.rpc.errors import TransferError
-from kvmesh.transfer import SegmentDescriptor, TransferState, shm_copy, wire
+from kvmesh.transfer import EngineConfig, SegmentDescriptor, TransferState, shm_copy, wire
 from kvmesh.transfer.shm_copy import Copiers, Job
 from kvmesh.transfer.shm_server import ShmAccepted
 from tests.transfer.conftest import Nest, over, until
@@ -27,7 +27,7 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered, self.go_on = threading.Event(), threading.Event()
-        self._copy: Callable[..., None] = shm_copy.copy_runs
+        self._copy: Callable[..., None] = vars(shm_copy)["copy_runs"]
         monkeypatch.setattr(shm_copy, "copy_runs", self)
 
     def __call__(self, *args: object) -> None:
@@ -39,8 +39,9 @@ class Gate:
         self._copy(*args)
 
 
-def pair(nest: Nest, nbytes: int, **options: object) -> tuple[Actor, Actor, str, int]:
-    target, writer = nest.actor("target#1", **options), nest.actor("writer#1", **options)
+def pair(nest: Nest, nbytes: int, threads: int) -> tuple[Actor, Actor, str, int]:
+    config = EngineConfig(transports=("shm",), shm_copy_threads=threads)
+    target, writer = nest.actor("target#1", config), nest.actor("writer#1", config)
     base = target.allocate(nbytes, seed=2)
     writer.allocate(nbytes, seed=1)
     segment = writer.open(target.descriptor())
@@ -128,7 +129,7 @@ def test_a_piece_that_fails_is_told_of_after_the_others(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("opcode", ["write", "read"])
 def test_large_transfers_with_helpers(nest: Nest, opcode: str) -> None:
-    writer, target, segment, base = pair(nest, 40 * MIB, transports=("shm",), shm_copy_threads=3)
+    writer, target, segment, base = pair(nest, 40 * MIB, 3)
     epoch = 1 if opcode == "write" else 0
     (status,) = writer.transfer(opcode, segment, [(12345, base + 777, 39 * MIB)], epoch)
     assert status.state is TransferState.COMPLETED
@@ -142,7 +143,7 @@ def test_large_transfers_with_helpers(nest: Nest, opcode: str) -> None:
 
 def test_a_fence_waits_for_pieces_in_helpers_hands(nest: Nest, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
-    writer, target, segment, base = pair(nest, 4 * MIB, transports=("shm",), shm_copy_threads=2)
+    writer, target, segment, base = pair(nest, 4 * MIB, 2)
     batch = writer.start("write", segment, [(0, base, 4 * MIB)], 1)
     assert gate.entered.wait(20)
     with pytest.raises(TransferError, match="inside"):
@@ -159,7 +160,7 @@ def test_a_superseded_connection_is_outside_before_the_new_one_is_welcome(
 ) -> None:
     """Also the pieces that helpers have of it: its frames go again on the new one."""
     gate = Gate(monkeypatch)
-    writer, target, segment, base = pair(nest, 4 * MIB, transports=("shm",), shm_copy_threads=2)
+    writer, target, segment, base = pair(nest, 4 * MIB, 2)
     batch = writer.start("write", segment, [(0, base, 4 * MIB)], 1)
     assert gate.entered.wait(20)
     server = target.engine._transports[0]._server  # type: ignore[attr-defined]
