@@ -257,8 +257,8 @@ class TransferEngine:
         return waits.wait_sync(self._core, batch, timeout_s)
 
     def on_done(self, batch: BatchId, callback: Callable[[], None]) -> None:
-        """Calls back once every request submitted so far is final, on an engine thread or, when that is so already,
-        here and now. It must return soon; it may call the engine."""
+        """Calls back once every request submitted so far is final, on an engine thread, on one that is in `wait_sync`
+        or, when that is so already, here and now. It must return soon; it may call the engine."""
         waits.on_final(self._core, batch, callback)
 
     def cancel(self, batch: BatchId) -> None:

@@ -84,10 +84,10 @@ class TcpPath:
         if self.queue or (frame.kind is Kind.WRITE and frame.nbytes > _SENT_BY_POSTER):
             return None
         free = [s for s in self.streams if s.ready and not (s.broken or s.lent or s.busy or s.rest)]
-        if not free:
-            return None
-        best = min(free, key=lambda s: len(s.inflight))
-        return best if not best.inflight or len(self.streams) == self.transport.config.tcp_streams else None
+        idle = next((s for s in free if not s.inflight), None)
+        if idle is not None or len(self.streams) < self.transport.config.tcp_streams:
+            return idle
+        return min(free, key=lambda s: len(s.inflight), default=None)
 
     def recall(self, frame: Frame) -> bool:
         with self.changed:
