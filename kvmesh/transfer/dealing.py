@@ -157,13 +157,15 @@ class Dealer:
         self.backlog[flow.rank] -= 1
         return flow
 
-    def spent(self, flow: Flow, nbytes: int) -> None:
-        """It posted a frame."""
+    def spent(self, flow: Flow, nbytes: int, parked: list[Flow] | None = None) -> None:
+        """It posted a frame; with `parked` it waits there for room to post the next."""
         flow.deficit -= nbytes
         flow.amid = flow.busy
         if flow.rank < RANKS - 1 or any(self.backlog[: flow.rank]):
             self.shares.spend(flow.rank, nbytes, self.backlog)
-        if flow.busy:
+        if parked is not None:
+            self.park_at(flow, parked)
+        elif flow.busy:
             self.place(flow)
         else:
             flow.deficit = min(flow.deficit, 0)  # an unused turn is not saved up

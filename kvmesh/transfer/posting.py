@@ -58,7 +58,7 @@ class Posting:
             found = flow.lane.cut(flow, now, dropped)
             if isinstance(found, Frame):
                 way = self.launch(found, after, now)
-                dealer.spent(flow, found.burden)
+                dealer.spent(flow, found.burden, way.parked if self._must_wait(flow, way) else None)
                 if way.nic.parked.count:
                     dealer.wake_one(way.nic)
                 if woken_by is way.nic:
@@ -75,6 +75,15 @@ class Posting:
                 self._arm(now + STALL_S)
             if woken_by is not None and woken_by is not found:
                 dealer.wake_one(woken_by)
+
+    @staticmethod
+    def _must_wait(flow: Flow, way: Way) -> bool:
+        """Whether its next frame could only find this way, without room: what `cut` would find out, for less."""
+        if way.frames < way.rail.transport.limits.inflight_frames or way.rest_until or flow.retry:
+            return False
+        group = next(iter(flow.queue.values()), None)
+        first = group.routes[0] if group is not None and group.routes else ()
+        return len(first) == 1 and first[0] is way
 
     def launch(self, frame: Frame, after: Aftermath, now: float) -> Way:
         """Puts it on its way; the transport gets it once the lock is released."""
