@@ -45,6 +45,7 @@ BLOCK_TOKENS = 64
 # is 30,000 for an 8B and 53,000 for a 70B model of the LLaMA family.
 PARITY_TOKENS = 32_768
 MOST_USES = 8
+_LRU_PRICE = 2  # so that half of it is a number
 _UNIT = 16  # of LengthOrder's price: its resolution
 _TIME_BITS = 48
 _COOLED = -1
@@ -56,6 +57,7 @@ class EvictionOrder(ABC, Generic[K]):
 
     name: ClassVar[str]
     ages: ClassVar[bool] = True
+    counts: ClassVar[bool] = True  # False: `use` and lengths say nothing to it
 
     def __init__(self, block_tokens: int = BLOCK_TOKENS) -> None:
         if block_tokens < 1:
@@ -97,9 +99,9 @@ class EvictionOrder(ABC, Generic[K]):
         lane = self._lane_of.get(key, _COOLED)
         if lane == _COOLED:
             return
-        new_lane, place = self._placed(key)
-        if not elsewhere or place < self._lanes[lane][key]:
-            self._move(key, new_lane, place)
+        # A copy may leave it where it is: the price is halved, but of a life that has grown since.
+        if not elsewhere or self._life + self.price(key) // 2 < self._lanes[lane][key] >> _TIME_BITS:
+            self.put(key)
 
     def spare(self, key: K, spared: bool) -> None:
         """It goes when nothing else is left, or (no longer) in its turn, as if used now."""
@@ -126,21 +128,45 @@ class EvictionOrder(ABC, Generic[K]):
 
     def put(self, key: K) -> None:
         """It is idle, as of now: the last of its price."""
-        self._move(key, *self._placed(key))
+        price = self.price(key)
+        if key in self._copied:
+            price //= 2
+        number = 2 * price + (key in self._spared)
+        self._time += 1
+        place = (self._life + price << _TIME_BITS) + self._time
+        lane = self._lanes.get(number)
+        if lane is None:
+            lane = self._lanes[number] = OrderedDict()
+            heapq.heappush(self._heads[number & 1], (place, number))
+        old = self._lane_of.get(key)
+        if old == number:
+            lane.move_to_end(key)
+        else:
+            if old is not None:
+                self._leave(key, old)
+            self._lane_of[key] = number
+            self._spared_idle += number & 1
+        lane[key] = place
 
     def take(self, key: K) -> None:
         """It is in use, and cannot be evicted."""
-        lane = self._lane_of.pop(key, None)
-        if lane is not None:
-            self._leave(key, lane)
+        number = self._lane_of.pop(key, None)
+        if number is None:
+            return
+        if number == _COOLED:
+            del self._cooled[key]
+        else:
+            del self._lanes[number][key]
+            self._spared_idle -= number & 1
 
     def touch(self, keys: Sequence[K], *, use: bool = True) -> None:
         """`put` those of `keys` that are idle, from the last to the first; with `use` each of `keys` is used."""
+        use = use and self.counts
         for key in reversed(keys):
             if use:
                 self.use(key, len(keys))
             if key in self._lane_of:
-                self._move(key, *self._placed(key))
+                self.put(key)
 
     def cool(self, key: K) -> None:
         """If idle and not spared, it goes first from now on."""
@@ -189,29 +215,6 @@ class EvictionOrder(ABC, Generic[K]):
 
     # ── inner ────────────────────────────────────────────────────────────────────────────────────────
 
-    def _placed(self, key: K) -> tuple[int, int]:
-        """(lane, place) if it is put now."""
-        price = self.price(key)
-        if key in self._copied:
-            price //= 2
-        self._time += 1
-        return 2 * price + (key in self._spared), (self._life + price << _TIME_BITS) + self._time
-
-    def _move(self, key: K, number: int, place: int) -> None:
-        lane = self._lanes.get(number)
-        if lane is None:
-            lane = self._lanes[number] = OrderedDict()
-            heapq.heappush(self._heads[number & 1], (place, number))
-        old = self._lane_of.get(key)
-        if old == number:
-            lane.move_to_end(key)
-        else:
-            if old is not None:
-                self._leave(key, old)
-            self._lane_of[key] = number
-            self._spared_idle += number & 1
-        lane[key] = place
-
     def _leave(self, key: K, number: int) -> None:
         """Out of its lane; an empty one stays until its entry in the heap surfaces."""
         if number == _COOLED:
@@ -242,10 +245,37 @@ class LruOrder(EvictionOrder[K]):
     """Least recently used first."""
 
     name = "lru"
+    counts = False
 
     def price(self, key: K) -> int:
         """2 for every block."""
-        return 2
+        return _LRU_PRICE
+
+    def put(self, key: K) -> None:
+        """See EvictionOrder. The most frequent case without a further call: nothing is told of it."""
+        lane = self._lanes.get(2 * _LRU_PRICE)
+        if lane is None or key in self._lane_of or ((self._copied or self._spared) and self._is_told(key)):
+            super().put(key)
+            return
+        self._time += 1
+        self._lane_of[key] = 2 * _LRU_PRICE
+        lane[key] = (self._life + _LRU_PRICE << _TIME_BITS) + self._time
+
+    def touch(self, keys: Sequence[K], *, use: bool = True) -> None:
+        """See EvictionOrder. Said of whole chains again and again: what stays in its lane costs no call."""
+        lane_of, lane = self._lane_of, self._lanes.get(2 * _LRU_PRICE)
+        told, life = self._copied or self._spared, self._life + _LRU_PRICE << _TIME_BITS
+        for key in reversed(keys):
+            number = lane_of.get(key)
+            if number == 2 * _LRU_PRICE and lane is not None and not (told and self._is_told(key)):
+                self._time += 1
+                lane.move_to_end(key)
+                lane[key] = life + self._time
+            elif number is not None:
+                self.put(key)
+
+    def _is_told(self, key: K) -> bool:
+        return key in self._copied or key in self._spared
 
 
 class LfuOrder(EvictionOrder[K]):

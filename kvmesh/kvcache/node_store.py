@@ -199,8 +199,9 @@ class NodeStore(SealedBlocks):
         self._hits += len(extents)
         self._leases_given += 1
         self._leased_blocks += len(extents)
-        for key in keys:
-            self._order.use(key, len(keys))
+        if self._order.counts:
+            for key in keys:
+                self._order.use(key, len(keys))
         self._pool.share(extents)
         until_ns = now + duration_ns
         return Lease(self._leases.open(extents, until_ns), found, until_ns)

@@ -196,10 +196,14 @@ class SealedBlocks:
 
     def _remove(self, key: bytes) -> None:
         self._unpin(key)
+        self._order.forget(key)
+        self._erase(key)
+
+    def _erase(self, key: bytes) -> None:
+        """A sealed block that is neither pinned nor in the order any more."""
         extent = self._sealed.pop(key)
         del self._key_of[extent]
-        self._order.forget(key)
-        self._sealed_bytes -= self._short.pop(key, self._block_bytes)
+        self._sealed_bytes -= self._short.pop(key, self._block_bytes) if self._short else self._block_bytes
         self._pool.unwatch(extent)
         self._pool.release((extent,))
         if self._pool.refcount(extent):
@@ -223,7 +227,8 @@ class SealedBlocks:
         """Up to `n` idle blocks go, in the order of the policy."""
         gone = self._order.evict(n, spared=spared)
         for key in gone:
-            self._remove(key)
+            self._pins.soft.drop(key)
+            self._erase(key)
         self._evicted += len(gone)
         return len(gone)
 

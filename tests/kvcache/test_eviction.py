@@ -107,9 +107,9 @@ def test_it_does_what_the_words_say(policy: str, monkeypatch: pytest.MonkeyPatch
 class FirstIn(LruOrder[int]):
     """A use leaves a block where it is."""
 
-    def _move(self, key: int, number: int, place: int) -> None:
-        if key not in self or self._lane_of[key] != number:
-            super()._move(key, number, place)
+    def put(self, key: int) -> None:
+        if key not in self:
+            super().put(key)
 
 
 class Undying(LengthOrder[int]):

@@ -90,8 +90,8 @@ class EatsItsOwnChain(NodeStore):
 class ForgetsToTellRemovals(NodeStore):
     """Evicted blocks stay on the master's map."""
 
-    def _remove(self, key: bytes) -> None:
-        super()._remove(key)
+    def _erase(self, key: bytes) -> None:
+        super()._erase(key)
         self._gone.pop(key, None)
 
 
