@@ -125,7 +125,7 @@ class Brain:
         """Room at the open bucket's tail, to be ended by `commit`, `move` or `bury`, or by closing or losing the bucket
         when the write failed. `fits` must hold."""
         bucket = self._open
-        assert bucket is not None and self.fits(length, removed=removed)
+        assert bucket is not None and bucket.tail + record_bytes(length) < bucket.size
         slot = Slot(bucket.number, bucket.tail, record_bytes(length), self._next_seq)
         bucket.tail += slot.size
         bucket.reserved += 1

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -100,7 +101,9 @@ def _after(views: list[memoryview], n: int) -> list[memoryview]:
 
 def is_aligned(view: memoryview) -> bool:
     """Whether it starts on a page in memory, as O_DIRECT wants it."""
-    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]) % PAGE == 0
+    if view.readonly:
+        return int(np.frombuffer(view, np.uint8).ctypes.data) % PAGE == 0
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) % PAGE == 0
 
 
 class Scratch:

@@ -85,6 +85,7 @@ class SsdTier:
         except BaseException:
             self._folder.close()
             raise
+        self._max_length = config.limits.max_length
         self._writing: dict[bytes, Future[bool]] = {}
         self._closed = False
         self._readers = Readers(core, config.threads, config.queue_ops, config.queue_bytes)
@@ -281,8 +282,12 @@ class SsdTier:
             core.counts.present += 1
             future.set_result(True)
             return None
-        if self._writer.resting or core.sketch.estimate(key) < self.config.admit_uses:
-            core.counts.add("no_room" if self._writer.resting else "not_admitted")
+        uses = self.config.admit_uses
+        refused = "no_room" if self._writer.resting else ""
+        if not refused and uses and core.sketch.estimate(key) < uses:
+            refused = "not_admitted"
+        if refused:
+            core.counts.add(refused)
             future.set_result(False)
             return None
         ticket = core.brain.claim(key)
@@ -323,8 +328,8 @@ class SsdTier:
         if not view.c_contiguous:
             raise InvalidRequest.of(field, view.strides, "must be contiguous")
         view = view.cast("B")
-        if not 0 < len(view) <= self.config.limits.max_length:
-            raise InvalidRequest.of(field, f"{len(view)} bytes", f"must be 1..{self.config.limits.max_length}")
+        if not 0 < len(view) <= self._max_length:
+            raise InvalidRequest.of(field, f"{len(view)} bytes", f"must be 1..{self._max_length}")
         return view
 
     def _target(self, into: memoryview) -> memoryview:

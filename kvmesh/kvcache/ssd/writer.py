@@ -161,14 +161,14 @@ class Writer:
             resolve(future, synced and said.issuperset(keys))
 
     def _ended(self, records: Sequence[Record]) -> None:
-        counts = {"no_room": "no_room", "failed": "failed"}
+        stored = [record.put for record in records if record.put is not None and record.outcome == "stored"]
+        with self._core.lock:
+            self._core.counts.stored += len(stored)
+        for put in stored:
+            resolve(put.future, True)
         for record in records:
-            if record.put is not None and record.outcome == "stored":
-                with self._core.lock:
-                    self._core.counts.stored += 1
-                resolve(record.put.future, True)
-            elif record.put is not None:
-                self.refuse(record.put, counts.get(record.outcome, ""))
+            if record.put is not None and record.outcome != "stored":
+                self.refuse(record.put, record.outcome if record.outcome in ("no_room", "failed") else "")
 
     def _removing(self, keys: Sequence[bytes]) -> list[Record]:
         most = self._core.brain.limits.max_removed
