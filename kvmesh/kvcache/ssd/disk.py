@@ -16,6 +16,8 @@ import numpy as np
 
 from kvmesh.kvcache.ssd.format import PAGE
 
+# What says that the medium or the file is at fault. Others (no descriptors, no memory) fail one operation.
+MEDIUM = (errno.EIO, errno.ENOENT, errno.ENXIO, errno.ENODEV, errno.EBADMSG, errno.EUCLEAN, errno.EROFS)
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 

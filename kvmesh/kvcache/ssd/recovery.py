@@ -15,7 +15,7 @@ from typing import Literal
 import xxhash
 
 from kvmesh.kvcache.ssd.brain import Brain
-from kvmesh.kvcache.ssd.disk import Scratch
+from kvmesh.kvcache.ssd.disk import MEDIUM, Scratch
 from kvmesh.kvcache.ssd.files import BucketFile, BucketFiles
 from kvmesh.kvcache.ssd.folder import Folder
 from kvmesh.kvcache.ssd.format import (
@@ -81,12 +81,15 @@ class Recovery:
         self._scratch = Scratch()
 
     def run(self) -> RecoveryReport:
-        """All buckets, oldest first. A bucket that cannot be read is removed and counted, never an error."""
+        """All buckets, oldest first. A bucket that the medium does not give is removed and counted. OSError: what is
+        not its fault (no descriptors): nothing is lost, another start may find it."""
         report = self.report
         for number in self._folder.buckets():
             try:
                 found = self._bucket(number)
             except OSError as error:
+                if error.errno not in MEDIUM:
+                    raise
                 log.warning("%s: %s", self._folder.bucket(number), error.strerror)
                 found = None
             if found is None:

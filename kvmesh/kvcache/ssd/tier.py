@@ -81,7 +81,11 @@ class SsdTier:
             core.files = BucketFiles(
                 self._folder, disk, core.gone, direct=not self.why_not_direct, max_open=config.max_open_files
             )
-            self.report, damaged = self._recover()
+            try:
+                self.report, damaged = self._recover()
+            except BaseException:
+                core.files.close()
+                raise
         except BaseException:
             self._folder.close()
             raise

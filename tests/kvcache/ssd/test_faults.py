@@ -141,6 +141,24 @@ def test_a_reader_of_an_evicted_bucket_ends_and_its_space_counts_until_then(tmp_
         assert tier.stats().used_bytes == sum(path.stat().st_size for path in files(tmp_path))
 
 
+def test_a_start_that_fails_for_another_reason_removes_nothing(tmp_path: Path) -> None:
+    with SsdTier(config(tmp_path)) as tier:
+        for n in range(60):
+            put(tier, n)
+    before = {path: path.read_bytes() for path in files(tmp_path)}
+    descriptors = open_descriptors()
+    disk = FaultyDisk()
+    disk.fail["open"] = lambda: errno.EMFILE if disk.calls["open"] > 2 else 0
+    with pytest.raises(OSError, match="EMFILE"):
+        SsdTier(config(tmp_path, direct="off"), disk=disk)
+    assert {path: path.read_bytes() for path in files(tmp_path)} == before
+    assert open_descriptors() == descriptors
+    disk.fail["open"] = lambda: errno.EIO if disk.calls["open"] == 2 else 0
+    disk.calls.clear()
+    with SsdTier(config(tmp_path, direct="off"), disk=disk) as tier:
+        assert tier.report.unusable == 1 and 30 <= len(held(tier, range(60))) < 60
+
+
 # ── writing ──────────────────────────────────────────────────────────────────────────────────────────
 
 
