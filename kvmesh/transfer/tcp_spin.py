@@ -23,10 +23,10 @@ class Allowance:
     """Seconds that may be spent in vain: grows by `share` of the time, and by `reward` for each look that was not in
     vain, up to `most`. So where others want the cores hardly anybody looks. Races may lose some."""
 
-    share: float = 0.02
+    share: float = 0.03
     reward: float = SPIN_S / 4
-    most: float = 4 * SPIN_S
-    left: float = 4 * SPIN_S
+    most: float = 10 * SPIN_S
+    left: float = 10 * SPIN_S
     at: float = 0.0
 
     def grows(self, now: float) -> float:

@@ -222,10 +222,10 @@ def test_one_core_is_left_to_the_other_end(clock: Clock, monkeypatch: pytest.Mon
 
 
 def test_looking_in_vain_is_bounded(clock: Clock) -> None:
-    """Something that always comes a little too late costs at most a fiftieth of the time."""
+    """Something that always comes a little too late costs at most three hundredths of the time."""
     patience, began = Patience(), clock.now
     vain = sum(looked(patience, clock, 1.9 * tcp_spin.SPIN_S) for _ in range(20_000))
-    assert 0 < vain * tcp_spin.SPIN_S < 0.02 * (clock.now - began) + 2 * Allowance().most
+    assert 0 < vain * tcp_spin.SPIN_S < 0.03 * (clock.now - began) + 2 * Allowance().most
 
 
 def test_looking_pays_for_itself(clock: Clock) -> None:
