@@ -10,6 +10,7 @@ GB/s and of CPU seconds a GB (of this process, all threads, user and system) are
     in place     pwrite of each value over the old ones in one file, one thread: what no log can do
     get          get_many_into, --batch at a time, in random order; every block's checksum is verified
     get 1        get_into, one after the other
+    get chain    as get, in the order of writing: neighbours are read in one call
     plain read   preadv of each value, in random order, as many threads as the tier has
     plain read 1 the same, one thread
 
@@ -117,6 +118,9 @@ def measure(folder: Path, size: int, total: int, rounds: int, batch: int, direct
                     futures = tier.get_many_into([(keys[at], into[at]) for at in order[first : first + batch]])
                     assert all(future.result() for future in futures)
 
+            def get_chain(keys: list[bytes] = keys) -> None:
+                get(keys, list(range(count)))
+
             def get_one(keys: list[bytes] = keys, order: list[int] = order) -> None:
                 for at in order:
                     assert tier.get_into(keys[at], into[at]).result()
@@ -137,6 +141,7 @@ def measure(folder: Path, size: int, total: int, rounds: int, batch: int, direct
                 ("put", put),
                 ("plain read", read_all),
                 ("get", get),
+                ("get chain", get_chain),
                 ("plain read 1", lambda order=order: plain.read(order, into)),  # type: ignore[misc]
                 ("get 1", get_one),
             ]
@@ -161,14 +166,20 @@ def measure(folder: Path, size: int, total: int, rounds: int, batch: int, direct
     }
 
 
-PAIRS = [("put", "plain write"), ("put", "in place"), ("get", "plain read"), ("get 1", "plain read 1")]
+PAIRS = [
+    ("put", "plain write"),
+    ("put", "in place"),
+    ("get", "plain read"),
+    ("get chain", "plain read"),
+    ("get 1", "plain read 1"),
+]
 
 
 def show(result: dict[str, Any]) -> None:
     speed, cpu = result["gb_per_s"], result["cpu_s_per_gb"]
     for what, limit in PAIRS:
         print(
-            f"{result['size'] // 1024:7} KiB  direct {result['direct']:3}  {what:6}"
+            f"{result['size'] // 1024:7} KiB  direct {result['direct']:3}  {what:9}"
             f"{speed[what]:6.2f} GB/s; {limit:12} {speed[limit]:6.2f} ({speed[what] / speed[limit]:5.2f})"
             f"{cpu[what]:9.3f} CPU s/GB beside {cpu[limit]:6.3f} (xxh3 {result['xxh3_cpu_s_per_gb']:.3f})"
         )

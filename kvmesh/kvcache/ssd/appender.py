@@ -63,7 +63,9 @@ class Appender:
             with self._core.lock:
                 wanted = [record for record in records if self._wanted(record)]
                 slots = self._slots(wanted)
-            self._end([record for record in records if not record.outcome and record not in set(wanted)], "unwanted")
+            if len(wanted) < len(records):
+                kept = set(wanted)
+                self._end([record for record in records if record not in kept], "unwanted")
             if slots:
                 self._write(wanted[: len(slots)], slots)
             elif wanted and not self._roll():
@@ -210,19 +212,21 @@ class Appender:
         footer = pack_footer(closing.entries, closing.removed, closing.seq, file.number, self._nonce, closing.offset)
         page = self._scratch.take(len(footer))
         page[:] = footer
-        size = closing.offset + len(footer)
+        size = self._core.brain.limits.bucket_bytes
         try:
             file.sync()
             file.write([page], closing.offset)
-            file.truncate(size)
+            file.truncate(closing.offset + len(footer))
+            size = closing.offset + len(footer)
         except OSError as error:
             # On a full disk it stays, and without a footer it is walked at the next start.
             if error.errno not in _FULL:
                 self._core.lose(file.number, error)
             size = self._cut(file, closing.offset)
-        with self._core.lock:
-            self._core.brain.closed(file.number, size)
-            self._core.counts.written_bytes += len(footer)
+        finally:
+            with self._core.lock:
+                self._core.brain.closed(file.number, size)
+                self._core.counts.written_bytes += len(footer)
 
     def _cut(self, file: BucketFile, size: int) -> int:
         """Its size afterwards."""

@@ -84,7 +84,7 @@ class BucketFiles:
             file.reserve(size)
             file.write([page], 0)
             self._disk.sync_folder(self._folder.path)
-        except OSError:
+        except BaseException:
             file.close()
             self._unlink(number)
             raise

@@ -111,7 +111,14 @@ class Writer:
                 log.exception("a write failed")
                 more = False
                 self._give_up(ops)
-        self._log.close()
+                self._end_bucket()  # a hole may be left in it: nothing may be acknowledged behind that
+        self._end_bucket()
+
+    def _end_bucket(self) -> None:
+        try:
+            self._log.close()
+        except Exception:
+            log.exception("a bucket could not be closed")
 
     def _take(self, *, wait: bool) -> list[Op] | None:
         """The next batch, [] when there is none and `wait` is not set; a Flush ends one. None: it is over."""

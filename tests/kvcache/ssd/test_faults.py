@@ -242,7 +242,7 @@ def test_partial_writes_and_reads_are_carried_on(tmp_path: Path) -> None:
 
 def test_a_bug_in_a_thread_is_told_and_nobody_waits_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Broken(FaultyDisk):
-        broken = False
+        broken = False  # as a bug would be: no OSError
 
         def write(self, fd: int, data: Sequence[memoryview], offset: int) -> int:
             if self.broken:
@@ -255,16 +255,19 @@ def test_a_bug_in_a_thread_is_told_and_nobody_waits_for_ever(tmp_path: Path, cap
             return super().read(fd, into, offset)
 
     disk = Broken()
-    with SsdTier(config(tmp_path), disk=disk) as tier:
+    with SsdTier(config(tmp_path / "a"), disk=disk) as tier:
         put(tier, 1)
         disk.broken = True
         assert not put(tier, 2) and not get(tier, 1) and not tier.remove([key(5)]).result(WAIT_S)
         disk.broken = False
-        assert put(tier, 2) and get(tier, 1) and get(tier, 2)
+        assert put(tier, 2) and put(tier, 3)
+        assert held(tier, range(4)) == [1, 2, 3]
         settle(tier)
+        shutil.copytree(tmp_path / "a", tmp_path / "killed")
     assert "a write failed" in caplog.text and "a read failed" in caplog.text
-    with SsdTier(config(tmp_path)) as tier:
-        assert held(tier, [1, 2]) == [1, 2]
+    for path in (tmp_path / "a", tmp_path / "killed"):
+        with SsdTier(config(path)) as tier:
+            assert held(tier, range(4)) == [1, 2, 3]
 
 
 # ── full disks ───────────────────────────────────────────────────────────────────────────────────────
