@@ -42,6 +42,9 @@ def test_the_end_of_a_soft_pin_is_a_use() -> None:
     store.pin(chain("y"), 10, now=10)
     assert store.unpin([*chain("y"), *chain("x")]) == [True, False]
     assert store.coldest(1) == chain("x") and store.next_expiry is None
+    store.pin(chain("ab"), 10, now=10)
+    store.unpin(chain("ab"))
+    assert store.coldest(9)[-2:] == [*reversed(chain("ab"))]
 
 
 def test_a_hard_pin_holds_against_everything_but_unpin_and_remove() -> None:
