@@ -40,8 +40,8 @@ def test_ends_come_in_their_order(steps: list[tuple[str, str | int, int | None]]
             assert real.due(first, second) == [key for _, key in over]
             for _, key in over:
                 del ends[key]
-        real.check_integrity()
-        assert real.next == min((end for end, _ in ends.values()), default=None)
+            # Only now: to look at `next` clears what lies on top.
+            assert real.next == min((end for end, _ in ends.values()), default=None)
         real.check_integrity()
         assert len(real) == len(ends)
         assert [real.get(key) for key in "abc"] == [ends.get(key, (None,))[0] for key in "abc"]
