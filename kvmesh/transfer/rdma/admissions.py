@@ -86,6 +86,10 @@ class Admissions:
         self.flying.pop(epoch, None)
         return self._revoked.pop(epoch, 0)
 
+    def idle(self, epoch: int) -> bool:
+        """Whether it could be given up now."""
+        return epoch in self.known and not self.flying.get(epoch)
+
     def give_up(self, epoch: int) -> int:
         """Its number when nothing of it is under way, which ends it; 0 otherwise."""
         admission = self.known.get(epoch)

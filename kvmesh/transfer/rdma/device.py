@@ -22,6 +22,7 @@ import numpy as np
 from kvmesh.rpc.errors import TransferError
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.rdma import dmabuf, gids, verbs
+from kvmesh.transfer.rdma.ending import Endings
 from kvmesh.transfer.rdma.library import Library
 from kvmesh.transfer.segment import LocalRegion
 
@@ -104,7 +105,6 @@ class Nic:
         self.library = library
         self.config = config
         self.cause = ""
-        self.events_lock = threading.Lock()  # held from the reading of an event to its acknowledgement, see `destroy`
         self._lock = threading.Lock()
         self._tags = count(1)
         self._owners: dict[int, Completions] = {}
@@ -128,6 +128,8 @@ class Nic:
         self.reads = max(1, min(16, int(limits.max_qp_rd_atom)))
         self._max_cqe = int(limits.max_cqe)
         self.calls = verbs.Calls(library.libibverbs, verbs.find_context(self._context, name))
+        inode = (gids.SYS_INFINIBAND / name).stat().st_ino
+        self._endings = Endings(name, library.error, self.calls.stop, lambda: gids.is_gone(inode))
         self.pd_pointer = verbs.find_pd(self._pd, self.calls.context)
         os.set_blocking(self.calls.async_fd, False)
         self.gids = gids.usable_gids(gids.read_gids(name, port), name, config.rdma_gid_index)
@@ -138,8 +140,8 @@ class Nic:
     def _probe(self) -> None:
         """Makes a queue pair and destroys it: what cannot work says so at the start. TransferError."""
         try:
-            made, _, tag, queue = self.make_queue_pair(16, 1, 0, _Nobody())
-            self.destroy_queue_pair(made, tag, queue, 17)
+            made, pointer, tag, queue = self.make_queue_pair(16, 1, 0, _Nobody())
+            self.destroy_queue_pair(made, pointer, tag, queue, 17)
         except (OSError, TransferError) as err:
             os.close(self._wake)
             raise TransferError(f"rdma: {self.name} cannot be used: {err}", field="nics") from err
@@ -238,6 +240,7 @@ class Nic:
         if why:
             raise OSError(why)
         qp = self.library.qp
+        self._endings.again()
         with self._lock:
             queue = self._queue_with(depth + receives)
             queue.room -= depth + receives
@@ -255,19 +258,16 @@ class Nic:
         self._owners[tag] = owner
         return made, pointer, tag, queue
 
-    def destroy_queue_pair(self, made: Any, tag: int, queue: CompletionQueue, promised: int) -> None:
-        """When it returns, the NIC neither reads nor writes memory for this queue pair."""
+    def destroy_queue_pair(self, made: Any, pointer: int, tag: int, queue: CompletionQueue, promised: int) -> None:
+        """When it returns, the NIC neither reads nor writes memory for this queue pair. TransferError when the driver
+        can neither destroy nor stop it: call it again."""
         self._owners.pop(tag, None)
-        # Destroying waits until every event of the queue pair that was read is acknowledged, and pyverbs waits with
-        # the GIL held: no event may be between the two while we are in there.
-        with self.events_lock:
-            try:
-                made.close()
-            except self.library.error as err:
-                if not self.why_down():
-                    log.warning("%s: queue pair not destroyed: %s", self.name, err)
-        with self._lock:
-            queue.room += promised
+
+        def freed() -> None:
+            with self._lock:
+                queue.room += promised
+
+        self._endings.end(made, pointer, freed)
 
     def _queue_with(self, room: int) -> CompletionQueue:
         for queue in self._queues:
@@ -341,7 +341,7 @@ class Nic:
 
     def _take_event(self) -> bool:
         """False: the device has ended, no further event will come."""
-        with self.events_lock:
+        with self._endings.events_lock:
             event = self.calls.take_async_event()
         if event is None:
             return not self.cause
@@ -382,6 +382,7 @@ class Nic:
         for made in self._registered.values():
             self.deregister(made)
         self._registered.clear()
+        self._endings.again()
         closing = [thing for queue in self._queues for thing in (queue.made, queue.channel)]
         self._queues = []
         for thing in (*closing, self._pd, self._context):

@@ -56,6 +56,18 @@ class Network:
     gateway: bool
 
 
+def is_gone(inode: int, root: Path = SYS_INFINIBAND) -> bool:
+    """Whether the kernel has removed the device whose folder had this inode, and with it all that it did for us.
+    Another one may have its name by now."""
+    for entry in root.iterdir():
+        try:
+            if entry.stat().st_ino == inode:
+                return False
+        except FileNotFoundError:
+            continue  # while it is being removed
+    return True
+
+
 def read_gids(device: str, port: int, root: Path = SYS_INFINIBAND) -> list[Gid]:
     """All GIDs of a port, by index."""
     folder = root / device / "ports" / str(port)

@@ -219,6 +219,8 @@ class RdmaPath(Wiring):
         if len(notice.payload) <= protocol.LETTER_BYTES and not track.slots:
             return False
         # The end mark tells the target that we are done with the epoch: its fence need not ask.
+        if self._admissions.idle(frame.epoch) and not self._flushed(frame.epoch):
+            return False
         self._tell_landed(time.monotonic())
         admission = self._admissions.give_up(frame.epoch)
         if len(notice.payload) > protocol.LETTER_BYTES:
@@ -302,10 +304,10 @@ class RdmaPath(Wiring):
             self._asking_keys.clear()
             self._keys.clear()
             self._admissions.disconnected()
+            self._releasing.clear()
             self._generation = 0
             self._landed.clear()
-        for track in tracks:
-            self._destroy(track)
+        dead = {track for track in tracks if self._destroy(track)}
         later: Later = []
         with self._lock:
             for track in tracks:
@@ -316,8 +318,8 @@ class RdmaPath(Wiring):
                 others = [f for f in track.stranded if f.kind is not Kind.WRITE]
                 self._stranded += writes
                 track.stranded = []
-                track.state = State.NEW
-                self._settle(others + asked, cause, later, settled=True, down=False)
+                track.ended()
+                self._settle(others + asked, cause, later, settled=True, down=False, dead=track in dead)
                 if track.forgotten and not track.queue:
                     self._drop_locked(track)
             again = not self.closed and bool(self._stranded or any(t.queue for t in self._all_tracks()))
@@ -353,8 +355,7 @@ class RdmaPath(Wiring):
         with self._lock:
             if isinstance(message, protocol.Revoke):
                 if self._admissions.revoke(message.epoch, message.admission):
-                    self._tell_landed(time.monotonic())
-                    channel.send(protocol.encode(protocol.Released(message.epoch, message.admission)))
+                    self._release(message.epoch, message.admission)
             elif isinstance(message, protocol.Answer):
                 for track in self._all_tracks():
                     if track.answered(message.seq, message, later):

@@ -186,12 +186,12 @@ class QueuePair:
         self._sink.failed(self, -1, cause, down=True)
 
     def close(self) -> None:
-        """When it returns, nothing can be read or written by it any more. Idempotent."""
+        """When it returns, nothing can be read or written by it any more. Idempotent. TransferError when the driver
+        fails: it may go on then, and `close` may be called again."""
         with self._close_lock:
-            if self.closed:
-                return
-            self.closed = True
+            self.closed = True  # what it tells from now on is of no use
             self._chains.clear()
-        self.nic.busy.discard(self._tag)
-        made, self._made = self._made, None
-        self.nic.destroy_queue_pair(made, self._tag, self._queue, self._promised)
+            self.nic.busy.discard(self._tag)
+            if self._made is not None:
+                self.nic.destroy_queue_pair(self._made, self.pointer, self._tag, self._queue, self._promised)
+                self._made = None

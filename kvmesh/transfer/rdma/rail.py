@@ -58,7 +58,9 @@ class Outgoing:
 
     def __init__(self, nic: Nic) -> None:
         self._nic = nic
-        self.mapping = Mapping(-1, protocol.SLOTS * protocol.SLOT_BYTES, writable=True)
+        nbytes = protocol.SLOTS * protocol.SLOT_BYTES
+        self.mapping = Mapping(-1, nbytes + 64, writable=True)
+        self.scratch = self.mapping.address + nbytes  # where a flush puts its byte
         self.registration: Registration = nic.register_memory(self.mapping.address, self.mapping.length)
 
     def write(self, slot: int, letter: bytes) -> int:
@@ -73,8 +75,8 @@ class Outgoing:
 
 @dataclass(eq=False, slots=True)
 class Track:
-    """A `queue_pair.Sink`. `epochs` counts posted writes by epoch. `doomed`: queue pairs that the path's thread has to
-    destroy."""
+    """A `queue_pair.Sink`. `dirty`: what was written since the last flush, (epoch, region) → (address, key). `flushing`:
+    what of it a flush under way covers → its turn. `doomed`: queue pairs that the path's thread has to destroy."""
 
     path: RdmaPath
     rail: Rail
@@ -94,6 +96,8 @@ class Track:
     checks: dict[int, Frame] = field(default_factory=dict)
     stranded: list[Frame] = field(default_factory=list)
     doomed: list[QueuePair | Outgoing] = field(default_factory=list)
+    dirty: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    flushing: dict[tuple[int, int], int] = field(default_factory=dict)
     fault: tuple[str, bool] = ("", False)
     progress_at: float = 0.0
     forgotten: bool = False
@@ -132,6 +136,12 @@ class Track:
         self.state = State.RESETTING
         self.fault = (cause, down)
 
+    def ended(self) -> None:
+        """The target has destroyed its queue pair: nothing that it took is on its way any more."""
+        self.state = State.NEW
+        self.dirty.clear()
+        self.flushing.clear()
+
     def post(self, frame: Frame, rkey: int, lkey: int, delta: int, refused: tuple[int, ...], cause: str) -> None:
         """OSError when the NIC does not take it all; it counts as posted then, too."""
         assert self.queue_pair is not None
@@ -141,8 +151,31 @@ class Track:
             parts = [part for i, part in enumerate(parts) if i not in out]
         self.turn += 1  # not the frame's serial: a test's fault may send one frame twice
         self.posted[self.turn] = Posted(frame, refused, cause)
-        opcode = verbs.WRITE if frame.kind is Kind.WRITE else verbs.READ
+        opcode = verbs.READ
+        if frame.kind is Kind.WRITE:
+            opcode = verbs.WRITE
+            assert frame.group is not None
+            base = frame.group.remote.base_offset
+            self.dirty[(frame.epoch, base)] = (base + delta, rkey)
+            self.flushing.pop((frame.epoch, base), None)
         self.queue_pair.post(opcode, parts, delta, lkey, rkey, self.turn)
+
+    def flush(self, epoch: int) -> bool:
+        """Whether nothing of the epoch is to be flushed; begins it, if it can. OSError as `post`."""
+        wanted = [key for key in self.dirty if key[0] == epoch]
+        for key in wanted:
+            pair, outgoing = self.queue_pair, self.outgoing
+            if key not in self.flushing and pair is not None and outgoing is not None and pair.free:
+                self.turn += 1
+                self.flushing[key] = self.turn
+                address, rkey = self.dirty[key]
+                part = (0, outgoing.scratch, address, 1)  # of no bytes it would not go to the memory
+                pair.post(verbs.READ, [part], 0, outgoing.registration.lkey, rkey, (key, self.turn))
+        return not wanted
+
+    def flushed(self, key: tuple[int, int], turn: int) -> None:
+        if self.flushing.get(key) == turn:  # nothing was written behind it
+            del self.flushing[key], self.dirty[key]
 
     def post_letter(self, seq: int, frame: Frame, admission: int) -> bool:
         """False: no room now. OSError as `post`."""

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 _MAX_LANDINGS = 256  # queue pairs of one connection
 _HEAD_BYTES = protocol.LETTER.size
+_AGAIN_S = 0.25  # between tries to destroy what the driver does not destroy
 
 
 class Landing:
@@ -49,10 +50,14 @@ class Landing:
         except BaseException:
             nic.deregister(self.registration)
             raise
+        self._registered = True
 
     def close(self) -> None:
+        """Nothing lands through it any more. TransferError when the driver fails: call it again. For one thread."""
         self.queue_pair.close()
-        self.nic.deregister(self.registration)
+        if self._registered:
+            self._registered = False
+            self.nic.deregister(self.registration)
 
     def chain_done(self, queue_pair: QueuePair, token: object) -> None:
         return  # we send nothing here
@@ -88,6 +93,7 @@ class RdmaAccepted(Accepted):
         self.transport = transport
         self._changed = threading.Condition(threading.Lock())
         self._landings: dict[tuple[str, int], Landing] = {}
+        self._doomed: list[Landing] = []  # to be destroyed; empty whenever the lock is free, unless the driver fails
         self._generation = 1
         self._admitted: dict[int, int] = {}  # epoch → the newest admission
         self._admissions = 0
@@ -110,12 +116,21 @@ class RdmaAccepted(Accepted):
             self._channel = channel
         if self.dead:
             raise wire.Gone("cut")
-        channel.run(self._take, lambda now: float("inf"))
+        try:
+            channel.run(self._take, lambda now: float("inf"))
+        except TransferError as err:
+            raise wire.Gone(str(err)) from err
 
     def release(self) -> None:
+        """Does not end before nothing can land any more: until then whoever would supersede this connection waits."""
         with self._changed:
             self._released = True
-            self._destroy_all()
+            while True:
+                try:
+                    self._destroy_all()
+                    break
+                except TransferError:  # logged
+                    self._changed.wait(_AGAIN_S)
             self._changed.notify_all()
         if self._channel is not None:
             self._channel.close()
@@ -123,7 +138,8 @@ class RdmaAccepted(Accepted):
     # ── the fence ─────────────────────────────────────────────────────────────────────────────────
 
     def fence(self, epoch: int, grace_s: float) -> None:
-        """The window is closed. When it returns, nothing that this opener ever posted for the epoch can land."""
+        """The window is closed. When it returns, nothing that this opener ever posted for the epoch can land.
+        TransferError when the driver does not end a queue pair: the connection is cut; call it again."""
         with self._changed:
             number = self._admitted.get(epoch)
             if number is None:
@@ -140,12 +156,31 @@ class RdmaAccepted(Accepted):
             self._changed.notify_all()
 
     def _destroy_all(self) -> None:
-        """Lock held. A new generation: no admission of before holds for a queue pair of after."""
+        """Lock held. A new generation: no admission of before holds for a queue pair of after. TransferError as
+        `_destroy`: who was admitted still is, for the next fence to find."""
         self._generation += 1
-        self._admitted.clear()
         landings, self._landings = self._landings, {}
-        for landing in landings.values():
-            landing.close()
+        self._destroy(*landings.values())
+        self._admitted.clear()
+
+    def _destroy(self, *landings: Landing) -> None:
+        """Lock held: a fence never finds one half destroyed. These, and those that failed before. TransferError when
+        one can be neither destroyed nor stopped: it is kept, and the connection cut; its thread keeps trying."""
+        self._doomed += landings
+        failed: list[Landing] = []
+        cause = ""
+        for landing in self._doomed:
+            try:
+                landing.close()
+            except TransferError as err:
+                failed.append(landing)
+                cause = str(err)
+        self._doomed = failed
+        if failed:
+            if any(landing in failed for landing in landings):
+                log.error("rdma connection of %r: its queue pairs may still land something: %s", self.peer, cause)
+            self.interrupt()
+            raise TransferError(cause, field="nics")
 
     # ── messages ──────────────────────────────────────────────────────────────────────────────────
 
@@ -165,8 +200,8 @@ class RdmaAccepted(Accepted):
             case protocol.Reset():
                 with self._changed:
                     landing = self._landings.pop((message.name, message.qp_num), None)
-                if landing is not None:
-                    landing.close()
+                    if landing is not None:
+                        self._destroy(landing)
                 self._send(protocol.ResetDone(message.seq))
             case protocol.Admit():
                 self._admit(message)
@@ -201,20 +236,20 @@ class RdmaAccepted(Accepted):
             landing.queue_pair.expect(protocol.SLOTS)
         except BaseException as err:  # what the opener sent may make no sense at all
             if landing is not None:
-                landing.close()
+                with self._changed:
+                    self._destroy(landing)
             if isinstance(err, OSError | TransferError):
                 return protocol.Connected(asked.seq, f"at the peer: {err}")
             raise
         with self._changed:
             stale = self._generation != generation or self._released
-            old = None if stale else self._landings.pop((asked.name, asked.qp_num), None)
-            if not stale:
-                self._landings[(asked.name, asked.qp_num)] = landing
-        if old is not None:
-            old.close()
-        if stale:
-            landing.close()
-            return protocol.Connected(asked.seq, "a fence came between", retry=True)
+            if stale:
+                self._destroy(landing)
+                return protocol.Connected(asked.seq, "a fence came between", retry=True)
+            old = self._landings.pop((asked.name, asked.qp_num), None)
+            self._landings[(asked.name, asked.qp_num)] = landing
+            if old is not None:
+                self._destroy(old)
         made = landing.queue_pair
         mailbox = landing.registration.rkey
         return protocol.Connected(
@@ -282,8 +317,15 @@ def _packed(gid: str) -> bytes:
 
 
 def fence_peer(server: Server, peer: str, epoch: int, grace_s: float) -> None:
-    """Of every connection of that peer; the grace is for all of them together."""
+    """Of every connection of that peer; the grace is for all of them together. TransferError when one failed; the
+    others are fenced."""
     deadline = time.monotonic() + grace_s
+    failed: TransferError | None = None
     for connection in server.connections():
         if isinstance(connection, RdmaAccepted) and connection.peer == peer:
-            connection.fence(epoch, max(0.0, deadline - time.monotonic()))
+            try:
+                connection.fence(epoch, max(0.0, deadline - time.monotonic()))
+            except TransferError as err:
+                failed = err
+    if failed is not None:
+        raise TransferError(f"fence of ({peer!r}, {epoch}): {failed}", field="nics") from failed

@@ -219,7 +219,7 @@ class _Attributes(ctypes.Structure):
 _STATE, _ACCESS, _PKEY, _PORT, _AV, _MTU, _TIMEOUT = 1 << 0, 1 << 3, 1 << 4, 1 << 5, 1 << 7, 1 << 8, 1 << 9
 _RETRY, _RNR_RETRY, _RQ_PSN, _READS, _RNR_TIMER = 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 15
 _SQ_PSN, _REMOTE_READS, _REMOTE_QP = 1 << 16, 1 << 17, 1 << 20
-_INIT, _RTR, _RTS = 1, 2, 3
+_INIT, _RTR, _RTS, _ERR = 1, 2, 3, 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +328,10 @@ class Calls:
     def ready_to_send(self, qp: int, psn: int, timeout: int, retry_cnt: int, reads: int) -> None:
         mask = _STATE | _TIMEOUT | _RETRY | _RNR_RETRY | _SQ_PSN | _READS
         self._modify(qp, mask, state=_RTS, sq_psn=psn, timeout=timeout, retry_cnt=retry_cnt, rnr_retry=6, reads=reads)
+
+    def stop(self, qp: int) -> None:
+        """To ERR: packets for it are dropped, its work requests are flushed (InfiniBand, 10.3.1)."""
+        self._modify(qp, _STATE, state=_ERR)
 
     def _modify(self, qp: int, mask: int, **values: int) -> None:
         self._apply(qp, _Attributes(**values), mask)

@@ -6,6 +6,7 @@ _begin ─ Connect ─▶ Connected ─ _ready ─▶ in use ─ _break ─▶ _
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -25,6 +26,8 @@ from kvmesh.transfer.transport import Frame, Kind, Rail
 
 if TYPE_CHECKING:
     from kvmesh.transfer.rdma.transport import RdmaTransport
+
+log = logging.getLogger(__name__)
 
 PROGRESS_S = 0.05  # how often a target hears how much has landed
 Handler = Callable[[protocol.Told, Later], None]
@@ -49,6 +52,8 @@ class Wiring(ABC):
         self._asked: dict[int, tuple[float, Handler]] = {}
         self._keys: dict[int, protocol.KeysAre] = {}
         self._admissions = Admissions()
+        self._releasing: dict[int, int] = {}  # epoch → admission: given back as soon as all of it is flushed
+        self._unclean = False  # something waits for a flush
         self._seqs = count(1)
         self._generation = 0  # the target's, as it told last
         self._landed: dict[int, int] = {}
@@ -82,14 +87,48 @@ class Wiring(ABC):
             number = self._admissions.landed(frame.epoch)
             if nbytes:
                 self._landed[frame.epoch] = self._landed.get(frame.epoch, 0) + nbytes
-            if number and self._channel is not None:
-                self._tell_landed(time.monotonic())
-                self._channel.send(protocol.encode(protocol.Released(frame.epoch, number)))
+            if number:
+                self._release(frame.epoch, number)
 
-    def _settle(self, frames: list[Frame], cause: str, later: Later, *, settled: bool, down: bool) -> None:
+    def _release(self, epoch: int, number: int) -> None:
+        """Gives the admission back, now or when all of the epoch is flushed."""
+        self._releasing[epoch] = number
+        if self._flushed(epoch) and self._channel is not None:
+            del self._releasing[epoch]
+            self._tell_landed(time.monotonic())
+            self._channel.send(protocol.encode(protocol.Released(epoch, number)))
+
+    def _flushed(self, epoch: int) -> bool:
+        """Whether what was written in the epoch is in the peer's memory. An acknowledgement only says that the peer's
+        NIC has it; the answer to a READ behind it, of the same queue pair and region, that it was written (a READ
+        follows a WRITE, and on PCIe no read overtakes a write). False: flushes are on their way, `_clean` follows."""
+        clean = True
+        for track in self._all_tracks():
+            try:
+                clean = track.flush(epoch) and clean
+            except OSError as err:
+                self._break(track, str(err), down=True)
+                clean = False
+        self._unclean = self._unclean or not clean
+        return clean
+
+    def _clean(self, later: Later) -> None:
+        """What waits for flushes looks again."""
+        if self._unclean:
+            self._unclean = False
+            for epoch, number in list(self._releasing.items()):
+                self._release(epoch, number)
+            for track in self._all_tracks():
+                self._pump(track, later)
+
+    def _settle(
+        self, frames: list[Frame], cause: str, later: Later, *, settled: bool, down: bool, dead: bool = True
+    ) -> None:
+        """`dead`: so is our queue pair; until then a READ may still land here."""
         for frame in frames:
             self._ended_write(frame, 0)
-            later.append(partial(frame.lost, cause, settled=settled, down=down))
+            sure = settled and (dead or frame.kind is not Kind.READ)
+            later.append(partial(frame.lost, cause, settled=sure, down=down))
 
     def _tell_landed(self, now: float) -> None:
         if self._channel is not None:
@@ -115,7 +154,10 @@ class Wiring(ABC):
                 if self._landed:
                     self._progress(now)
                 later.append(partial(frame.done, posted.refused, posted.cause))
+            elif isinstance(token, tuple):
+                track.flushed(*token)
             self._pump(track, later)
+            self._clean(later)
         run_all(later)
 
     def failed(self, track: Track, queue_pair: QueuePair, status: int, cause: str, *, down: bool) -> None:
@@ -217,21 +259,34 @@ class Wiring(ABC):
             track.break_off(cause, down=True)
         self._reset(track)
 
-    def _destroy(self, track: Track) -> None:
+    def _destroy(self, track: Track) -> bool:
+        """Whether nothing is left of what was broken off. What the driver fails to end is tried again next time, and
+        keeps its memory."""
         with self._lock:
             doomed, track.doomed = track.doomed, []
+        failed: list[QueuePair | Outgoing] = []
         for thing in sorted(doomed, key=lambda thing: isinstance(thing, Outgoing)):  # queue pairs before their memory
-            thing.close()
+            try:
+                if failed and isinstance(thing, Outgoing):
+                    failed.append(thing)
+                else:
+                    thing.close()
+            except TransferError as err:
+                log.error("rdma to %s: a queue pair may still read something: %s", track.rail, err)
+                failed.append(thing)
+        with self._lock:
+            track.doomed += failed
+        return not failed
 
     def _reset(self, track: Track) -> None:
         """Ours is destroyed; then the target destroys its own."""
-        self._destroy(track)
+        dead = self._destroy(track)
         later: Later = []
         with self._lock:
             if track.state is State.RESETTING:
                 reads = [f for f in track.stranded if f.kind is Kind.READ]
                 track.stranded = [f for f in track.stranded if f.kind is not Kind.READ]
-                self._settle(reads, track.fault[0], later, settled=True, down=track.fault[1])
+                self._settle(reads, track.fault[0], later, settled=True, down=track.fault[1], dead=dead)
                 number, name = track.number, track.nic.name
                 self._ask(lambda seq: protocol.Reset(seq, name, number), partial(self._reset_done, track))
         run_all(later)
@@ -241,8 +296,8 @@ class Wiring(ABC):
             return
         cause, down = track.fault
         stranded, track.stranded = track.stranded, []
+        track.ended()
         self._settle(stranded, cause, later, settled=True, down=down)
-        track.state = State.NEW
         if down or track.forgotten:
             waiting = list(track.queue)
             track.queue.clear()
@@ -250,6 +305,7 @@ class Wiring(ABC):
         if track.forgotten:
             self._drop_locked(track)
         self._pump(track, later)
+        self._clean(later)
 
     def _drop(self, track: Track) -> None:
         with self._lock:
@@ -269,20 +325,22 @@ class Wiring(ABC):
         """The target has destroyed every queue pair of an older generation: what was on them is settled."""
         with self._lock:
             self._admissions.fenced(generation)
+            self._releasing.clear()
             self._generation = generation
             tracks = []
             for track in self._all_tracks():
                 if track.queue_pair is not None and track.queue_pair.generation < generation:
                     track.break_off("fenced by the peer", down=False)
                     tracks.append(track)
-        for track in tracks:
-            self._destroy(track)
+        dead = {track for track in tracks if self._destroy(track)}
         later: Later = []
         with self._lock:
             for track in tracks:
                 if track.state is State.RESETTING:
                     stranded, track.stranded = track.stranded, []
-                    self._settle(stranded, "fenced by the peer", later, settled=True, down=False)
-                    track.state = State.NEW
+                    track.ended()
+                    sure = track in dead
+                    self._settle(stranded, "fenced by the peer", later, settled=True, down=False, dead=sure)
                     self._pump(track, later)
+            self._clean(later)
         run_all(later)
