@@ -337,7 +337,8 @@ class TransferEngine:
     def fence(self, peer: str, handoff_epoch: int, timeout_s: float = 5.0) -> None:
         """Closes the window and returns when no byte of that epoch can land any more. Blocks: as a rule
         microseconds, at most two frames, or `fence_grace_s` when the writer is frozen in the middle of one.
-        Idempotent. TransferError when it takes more than `timeout_s`; the window stays closed then."""
+        Idempotent. TransferError when it takes more than `timeout_s`, or when a driver fails to end what may still
+        land (rdma); the window stays closed then: call it again."""
         if self.windows.shut(peer, handoff_epoch):
             for transport in self._transports:
                 transport.fence(peer, handoff_epoch)

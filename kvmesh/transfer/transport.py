@@ -196,7 +196,8 @@ class Transport(ABC):
 
     def fence(self, peer: str, epoch: int) -> None:
         """The window is closed, and the engine is about to wait for its own threads: make sure that nothing posted by
-        the peer's hardware can land. Software receivers check windows themselves and need nothing."""
+        the peer's hardware can land. Software receivers check windows themselves and need nothing. TransferError when
+        that cannot be made sure; called again then."""
         return
 
     def registered(self, region: LocalRegion) -> None:

@@ -4,6 +4,7 @@
     verbs       the hot path: libibverbs called through ctypes with the objects that pyverbs made
     gids        which GID of a port to use, and which NICs of two hosts reach each other (pure)
     device      a NIC: registered memory, completion queues, the thread that polls them, its events
+    ending      a queue pair destroyed, or stopped, or neither
     queue_pair  a queue pair: chains of work requests, bounded by the depth of its queue
     protocol    messages of the control connection (TCP); `channel` carries them
     rail, path  the opener

@@ -11,7 +11,7 @@
       ◀──── Admitted(admission, generation, ranges)
       ═════════ one-sided WRITE and READ ═════════════▶  (the target's CPU sees nothing)
       ◀──────────────── Revoke(epoch, admission)         a fence asks first
-      Released(epoch, admission) ─────────────────────▶  nothing of it is on its way, nor will be
+      Released(epoch, admission) ─────────────────────▶  after READs that flushed it: nothing is on its way
       ◀──────────────────────── Fenced(generation)       no answer in time: all queue pairs of us are destroyed
       Reset(QP number) ───────────────────────────────▶  destroys its queue pair
       ◀─────────────────────────────────── ResetDone

@@ -75,8 +75,8 @@ class Outgoing:
 
 @dataclass(eq=False, slots=True)
 class Track:
-    """A `queue_pair.Sink`. `dirty`: what was written since the last flush, (epoch, region) → (address, key). `flushing`:
-    what of it a flush under way covers → its turn. `doomed`: queue pairs that the path's thread has to destroy."""
+    """A `queue_pair.Sink`. `dirty`: what was written since the last flush, (epoch, region) → (address, key); what of it
+    is `flushing`, → turn. `doomed`: queue pairs that the path's thread has to destroy."""
 
     path: RdmaPath
     rail: Rail

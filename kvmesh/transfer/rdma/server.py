@@ -144,12 +144,18 @@ class RdmaAccepted(Accepted):
             number = self._admitted.get(epoch)
             if number is None:
                 return
-            if grace_s > 0 and self._channel is not None and threading.current_thread() is not self.thread:
+            waits = threading.current_thread() is not self.thread
+            if grace_s > 0 and self._channel is not None and waits:
                 self._channel.send(protocol.encode(protocol.Revoke(epoch, number)))
                 self._changed.wait_for(lambda: epoch not in self._admitted, grace_s)
             if epoch not in self._admitted:
                 return
-            self._destroy_all()
+            try:
+                self._destroy_all()
+            except TransferError:  # the connection's thread keeps trying
+                if waits and self._changed.wait_for(lambda: epoch not in self._admitted, 2 * _AGAIN_S):
+                    return
+                raise
             self.host.count("rdma.fences_that_destroyed")
             if self._channel is not None:
                 self._channel.send(protocol.encode(protocol.Fenced(self._generation)))
