@@ -165,16 +165,15 @@ def test_a_fence_that_can_do_neither_fails_by_name(nest: Nest, monkeypatch: pyte
 
 def test_a_reset_that_fails_settles_nothing(links: None, nest: Nest) -> None:
     """The target cannot end its side of a queue pair that the writer has given up: the writes on it may still land."""
-    two = Two(nest, 8 * MIB, connect_timeout_s=1.0, max_attempts=2)
+    two = Two(nest, 8 * MIB, connect_timeout_s=1.0, max_attempts=2, rdma_ack_exponent=10, rdma_retry_cnt=2)
     two.window()
     two.write(0, two.nbytes)
     driver = Driver(two.target)
     driver.hold(driver.targets())
     driver.destroys = driver.stops = False
-    batch = two.writer.start("write", two.segment, [(0, two.far, two.nbytes)], 1)
     for k in (0, 1):
-        ip(f"ip link set nica{k} down")
-    (status,) = two.writer.finish(batch, 30)
+        ip(f"{LOSS} nica{k} root netem loss 100%")
+    (status,) = two.writer.transfer("write", two.segment, [(0, two.far, two.nbytes)], 1)
     assert (status.state, status.drained) == (FAILED, False)
     with pytest.raises(TransferError, match="not stopped"):
         two.target.fence("writer#1", 1)
