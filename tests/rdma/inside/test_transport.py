@@ -517,13 +517,13 @@ def test_a_removed_device_comes_back(links: None, nest: Nest, side: str) -> None
 
 
 def test_killed_target(nest: Nest) -> None:
-    writer = nest.actor("writer#1", config("a", connect_timeout_s=1.0, max_attempts=2))
+    writer = nest.actor("writer#1", config("a", connect_timeout_s=1.0, max_attempts=2, rdma_slice_bytes=64 << 10))
     target = nest.peer("target#1", config("b"))
-    far = target.allocate(16 * MIB)
-    target.window("writer#1", 1, [(far, 16 * MIB)])
-    writer.allocate(16 * MIB, 1)
+    far = target.allocate(64 * MIB)
+    target.window("writer#1", 1, [(far, 64 * MIB)])
+    writer.allocate(64 * MIB, 1)
     segment = writer.open(target.descriptor())
-    batch = writer.start("write", segment, [(0, far, 16 * MIB)], 1)
+    batch = writer.start("write", segment, [(0, far, 64 * MIB)], 1)
     until(lambda: writer.engine.status(batch, 0).bytes_done > 4 * MIB, "it is under way")
     target.kill()
     (status,) = writer.finish(batch, 30)
