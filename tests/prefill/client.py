@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from tests.node.driver import BLOCK, Driver
 from tests.services import until
 
 TIMEOUT_S = 30.0
+EPOCHS = itertools.count(1)  # never the same twice while a rank lives: streams of one rank share them
 
 
 class Decode:
@@ -28,7 +30,6 @@ class Decode:
         self.fingerprint = fingerprint
         self.writers: tuple[str, ...] = ()
         self.heard: list[pb.HandoffEvent] = []
-        self._epoch = 0
         self._page = 0
         self._handle = 100
 
@@ -83,13 +84,13 @@ class Decode:
         ready = self.rank.client.ready
         pages = tuple(range(self._page, self._page + num_blocks))
         self._page += num_blocks
-        self._epoch += 1
+        epoch = next(EPOCHS)
         offsets = tuple(ready.page_base_offset + page * ready.shard_bytes for page in pages)
         for writer in self.writers:
-            self.rank.client.send(m.OpenWindow(writer, self._epoch, offsets))
+            self.rank.client.send(m.OpenWindow(writer, epoch, offsets))
             await self.rank.take(m.WindowOpened)
         target = pb.RankLanding(rank=0, segment=ready.engine_name, offset=offsets)
-        landing = pb.Landing(handle=handle, handoff_epoch=self._epoch, lease_ms=lease_ms, ranks=[target])
+        landing = pb.Landing(handle=handle, handoff_epoch=epoch, lease_ms=lease_ms, ranks=[target])
         await self.call.write(pb.HandoffRequest(landing=landing))
         return pages
 
