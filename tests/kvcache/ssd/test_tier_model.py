@@ -163,12 +163,10 @@ class Model(RuleBasedStateMachine):
         else:
             self.tier.close()
         path = self.folder / str(self.life) / f"bucket-{place.bucket:012}.kv"
-        at = place.offset + PAGE + data.draw(st.integers(0, place.length - 1))
+        i = data.draw(st.integers(0, place.length - 1))
         with path.open("r+b") as file:
-            file.seek(at)
-            byte = file.read(1)[0]
-            file.seek(at)
-            file.write(bytes([byte ^ 1]))
+            file.seek(place.offset + PAGE + i)
+            file.write(bytes([payload(n, length(n))[i] ^ 1]))  # of what was put: damage done before is not undone
         self.damaged.add(n)
         self.torn = 1
         self.open()
