@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,31 +26,42 @@ def prompts(count: int, length: int = 90) -> list[list[int]]:
     return [[(i * 131 + j * j * 7 + j) % 230 + 20 for j in range(length)] for i in range(count)]
 
 
-async def load_and_strike(running: Running, strike: Callable[[], None], after_tokens: int) -> list[Answer]:
-    """12 requests at once; `strike` once some of them have made `after_tokens` tokens."""
-    struck = False
+async def load_and_strike(
+    running: Running, strike: Callable[[], None], after_tokens: int
+) -> tuple[list[Answer], set[int]]:
+    """12 requests at once; `strike` once one of them has made `after_tokens` tokens.
 
-    def seen(tokens: int) -> None:
+    Returns the answers, and the indices of the requests that had made a token when it struck: those were placed.
+    """
+    struck = False
+    running_at_strike: set[int] = set()
+    placed: set[int] = set()
+
+    def seen(index: int, tokens: int) -> None:
         nonlocal struck
+        placed.add(index)
         if tokens >= after_tokens and not struck:
             struck = True
+            running_at_strike.update(placed)
             strike()
 
     calls = [
-        running.client.generate(p, 48, on_token=seen, timeout_s=DEADLINE_S, timeout_ms=int(DEADLINE_S * 1000))
-        for p in prompts(12)
+        running.client.generate(
+            prompt, 48, on_token=partial(seen, i), timeout_s=DEADLINE_S, timeout_ms=int(DEADLINE_S * 1000)
+        )
+        for i, prompt in enumerate(prompts(12))
     ]
     async with asyncio.timeout(DEADLINE_S + 10):
         answers = await asyncio.gather(*calls)
     assert struck
-    return answers
+    return answers, running_at_strike
 
 
 @pytest.mark.parametrize("service", ["gateway", "conductor", "store", "prefill-0", "decode-0"])
 async def test_kill_of_a_service_in_the_middle_of_requests(service: str, small_mesh: Running) -> None:
     expected = [await small_mesh.client.generate(p, 48) for p in prompts(12)]
     before = small_mesh.pid(service)
-    answers = await load_and_strike(small_mesh, lambda: small_mesh.kill(service), after_tokens=3)
+    answers, placed = await load_and_strike(small_mesh, lambda: small_mesh.kill(service), after_tokens=3)
     for answer, right in zip(answers, expected, strict=True):
         if answer.error is None:
             assert answer.tokens == right.tokens
@@ -57,8 +69,10 @@ async def test_kill_of_a_service_in_the_middle_of_requests(service: str, small_m
             assert isinstance(answer.error, KvmeshError)
             assert answer.error.message
             assert answer.tokens == right.tokens[: len(answer.tokens)]
-    if service in ("conductor", "store"):
-        assert [a.error for a in answers] == [None] * 12, "requests that run need neither conductor nor master"
+    if service == "store":
+        assert [a.error for a in answers] == [None] * 12, "no request needs the master"
+    if service == "conductor":
+        assert [answers[i].error for i in placed] == [None] * len(placed), "a request that runs needs no conductor"
     await small_mesh.restarted(service, before)
     again = await small_mesh.client.generate(prompts(1)[0], 48)
     assert (again.error, again.tokens) == (None, expected[0].tokens)
