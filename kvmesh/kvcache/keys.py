@@ -1,11 +1,13 @@
 """Block keys: names of the KV of `block_tokens` consecutive tokens; equal only when all before is equal too.
 
-    root      = SHA-256(domain, kind, every field of the namespace, block_tokens)
-    digest[i] = SHA-256(digest[i-1] or root, token ids of block i as little-endian u32, extra bytes of i)
+    tag       = first 4 bytes of SHA-256(domain, tenant)
+    root      = tag, then SHA-256(domain, kind, every field of the namespace, block_tokens) from its 5th byte on
+    digest[i] = tag, then SHA-256(digest[i-1] or root, token ids of block i as little-endian u32, extra bytes of i) ...
     key[i]    = first 16 bytes of digest[i]
 
 The chain runs over full digests; only the keys are cut to 16 bytes. The block size is part of the root, so a
-block's token bytes have one length within a chain and the extra bytes cannot be taken for tokens.
+block's token bytes have one length within a chain and the extra bytes cannot be taken for tokens. The tag makes a
+tenant's blocks recognizable wherever keys are known (quotas, removal by namespace); 96 bits of hash are left.
 """
 
 from __future__ import annotations
@@ -18,12 +20,14 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-KEY_VERSION = 1
+KEY_VERSION = 2  # 1: keys without a tag
 KEY_BYTES = 16
+TAG_BYTES = 4
 DIGEST_BYTES = 32
 TOKEN_BYTES = 4
 
 _DOMAIN = b"kvmesh.block-key\x00"
+_TAG_DOMAIN = b"kvmesh.tenant-tag\x00"
 
 
 class KeyKind(enum.IntEnum):
@@ -33,12 +37,19 @@ class KeyKind(enum.IntEnum):
     POSITION_FREE = 2  # these tokens wherever they stand (CacheBlend); nobody makes such keys yet
 
 
+def tenant_tag(tenant: str) -> bytes:
+    """The first 4 bytes of every key of this tenant ("": of those who named none). Two of 65,000 tenants share one by
+    chance with probability 0.4: then they share a quota and a removal by namespace, never a block."""
+    return hashlib.sha256(_TAG_DOMAIN + tenant.encode("utf-8")).digest()[:TAG_BYTES]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Namespace:
     """Everything besides tokens that KV depends on. Blocks are shared only within one namespace.
 
     `fingerprint` names the weights (hex), `lora` the adapter ("" = none), `tenant_salt` whoever must not
-    share with others ("" = everybody), `weights_epoch` the step of weights that change while serving."""
+    share with others ("" = everybody), `weights_epoch` the step of weights that change while serving. `tenant`: whose
+    tag the keys bear; it need not be a secret."""
 
     key_version: int = KEY_VERSION
     fingerprint: str
@@ -46,6 +57,7 @@ class Namespace:
     lora: str = ""
     tenant_salt: str = ""
     weights_epoch: int = 0
+    tenant: str = ""
 
     def root(self, block_tokens: int, kind: KeyKind = KeyKind.PREFIX) -> bytes:
         """The 32-byte digest that chains of this namespace start from. Fields are length-prefixed: no two
@@ -54,7 +66,7 @@ class Namespace:
         for text in (self.fingerprint, self.kv_dtype, self.lora, self.tenant_salt):
             raw = text.encode("utf-8")
             parts += (struct.pack("<Q", len(raw)), raw)
-        return hashlib.sha256(b"".join(parts)).digest()
+        return tenant_tag(self.tenant) + hashlib.sha256(b"".join(parts)).digest()[TAG_BYTES:]
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
@@ -105,12 +117,13 @@ def chain_tip(
     view = memoryview(packed)
     step = block_tokens * TOKEN_BYTES
     sha256, digest, keys = hashlib.sha256, namespace.root(block_tokens), []
+    tag = digest[:TAG_BYTES]
     for index, end in enumerate(range(step, len(view) + 1, step)):
         hashed = sha256(digest)
         hashed.update(view[end - step : end])
         if extra and index in extra:
             hashed.update(extra[index])
-        digest = hashed.digest()
+        digest = tag + hashed.digest()[TAG_BYTES:]
         keys.append(digest[:KEY_BYTES])
     return b"".join(keys), digest
 
@@ -122,7 +135,7 @@ def extend(digest: bytes, packed_block: bytes | memoryview) -> tuple[bytes, byte
         raise ValueError(f"a chain digest has {DIGEST_BYTES} bytes, not {len(digest)}")
     hashed = hashlib.sha256(digest)
     hashed.update(packed_block)
-    digest = hashed.digest()
+    digest = digest[:TAG_BYTES] + hashed.digest()[TAG_BYTES:]
     return digest[:KEY_BYTES], digest
 
 

@@ -15,6 +15,8 @@
     ├── DeadlinePassed ............ DEADLINE_EXCEEDED    504
     ├── RequestCancelled .......... CANCELLED            499
     ├── ProtocolMismatch .......... FAILED_PRECONDITION  412
+    ├── NotLeader ................. FAILED_PRECONDITION  503   retryable: ask the master at `leader`, if it is known
+    ├── StaleTerm ................. FAILED_PRECONDITION  409   an order of a master that leads no more
     ├── ConfigError ............... FAILED_PRECONDITION  500   at start, names the key
     │   └── CheckpointError ....... FAILED_PRECONDITION  500   at start, names the file or tensor
     ├── TransferError ............. UNAVAILABLE          503   retryable
@@ -132,6 +134,23 @@ class RequestCancelled(KvmeshError):
     code = "cancelled"
     grpc_status = "CANCELLED"
     http_status = 499
+
+
+class NotLeader(KvmeshError):
+    code = "not_leader"
+    grpc_status = "FAILED_PRECONDITION"
+    http_status = 503
+    retryable = True
+
+    def __init__(self, message: str, *, leader: str = "", field: str | None = None, retry_after_ms: int = 0) -> None:
+        super().__init__(message, field=field, retry_after_ms=retry_after_ms)
+        self.leader = leader
+
+
+class StaleTerm(KvmeshError):
+    code = "stale_term"
+    grpc_status = "FAILED_PRECONDITION"
+    http_status = 409
 
 
 class ProtocolMismatch(KvmeshError):

@@ -20,6 +20,7 @@ from kvmesh.rpc.errors import (
     InternalError,
     InvalidRequest,
     KvmeshError,
+    NotLeader,
     Overloaded,
     ProtocolMismatch,
     RequestCancelled,
@@ -62,12 +63,15 @@ def to_detail(err: KvmeshError) -> common_pb2.ErrorDetail:
         field=_clean(err.field or ""),
         retryable=err.retryable,
         retry_after_ms=max(0, min(err.retry_after_ms, 0xFFFFFFFF)),
+        leader=_clean(err.leader) if isinstance(err, NotLeader) else "",
     )
 
 
 def from_detail(detail: common_pb2.ErrorDetail) -> KvmeshError:
     """The named error of `detail`; a code this build does not know becomes Unavailable or InternalError."""
     cls = BY_CODE.get(detail.code) or (Unavailable if detail.retryable else InternalError)
+    if cls is NotLeader:
+        return NotLeader(detail.message, leader=detail.leader, retry_after_ms=detail.retry_after_ms)
     return cls(detail.message, field=detail.field or None, retry_after_ms=detail.retry_after_ms)
 
 

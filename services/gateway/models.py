@@ -45,6 +45,7 @@ class Facts:
             fingerprint=self.fingerprint,
             kv_dtype=self.kv_dtype,
             tenant_salt=combined_salt(tenant.salt, cache_salt),
+            tenant=tenant.salt,
             weights_epoch=self.weights_epoch,
         )
 

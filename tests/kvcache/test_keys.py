@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvmesh.kvcache.keys import (
     KEY_BYTES,
+    TAG_BYTES,
     KeyKind,
     Namespace,
     chain,
@@ -19,6 +20,7 @@ from kvmesh.kvcache.keys import (
     extend,
     pack_tokens,
     split,
+    tenant_tag,
     unpack_tokens,
 )
 
@@ -32,7 +34,7 @@ def by_the_book(namespace: Namespace, tokens: list[int], block_tokens: int, extr
     for index in range(len(tokens) // block_tokens):
         block = tokens[index * block_tokens : (index + 1) * block_tokens]
         raw = b"".join(struct.pack("<I", token) for token in block)
-        digest = hashlib.sha256(digest + raw + extra.get(index, b"")).digest()
+        digest = digest[:4] + hashlib.sha256(digest + raw + extra.get(index, b"")).digest()[4:]
         keys += digest[:KEY_BYTES]
     return keys
 
@@ -53,8 +55,16 @@ def test_the_first_keys_never_change() -> None:
     """Keys are on the wire and on disks of other builds: a change here must raise KEY_VERSION."""
     namespace = Namespace(fingerprint="ab12", kv_dtype="bfloat16", lora="l", tenant_salt="t", weights_epoch=7)
     assert chain(namespace, range(48), 16).hex() == (
-        "9cd37fb93b770bcf15f0b118d03fcc619e7ddf67a772b6f5be1358a7f6c96a6bf3a24c2c42ae1b88f1c750d018fbbc7f"
+        "a44cbcce5c13a3c39607a75196f6e2cba44cbcce8bbd5b9f34d6497c50b9904aa44cbcced2889b834ab445ac52df61a2"
     )
+
+
+@given(tokens=TOKENS, tenant=st.text(max_size=5))
+def test_every_key_bears_its_tenants_tag(tokens: list[int], tenant: str) -> None:
+    keys, digest = chain_tip(dataclasses.replace(NAMESPACE, tenant=tenant), pack_tokens(tokens), 4)
+    key, digest = extend(digest, pack_tokens([1, 2, 3, 4]))
+    assert {k[:TAG_BYTES] for k in (*split(keys), key, digest)} == {tenant_tag(tenant)}
+    assert tenant_tag(tenant) != tenant_tag(tenant + "x")
 
 
 @given(tokens=TOKENS, at=st.integers(0, 69), block_tokens=st.sampled_from([1, 4, 16]))
@@ -74,11 +84,12 @@ def test_a_changed_token_changes_its_block_and_all_after_it(tokens: list[int], a
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("key_version", 2),
+        ("key_version", 1),
         ("fingerprint", "ab13"),
         ("kv_dtype", "bfloat16"),
         ("lora", "adapter"),
         ("tenant_salt", "tenant"),
+        ("tenant", "alice"),
         ("weights_epoch", 1),
     ],
 )

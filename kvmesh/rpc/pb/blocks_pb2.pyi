@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from kvmesh.rpc.pb import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
@@ -19,6 +20,31 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _PinKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PinKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PinKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PIN_KIND_UNSPECIFIED: _PinKind.ValueType  # 0
+    PIN_KIND_NONE: _PinKind.ValueType  # 1
+    """unpin"""
+    PIN_KIND_SOFT: _PinKind.ValueType  # 2
+    """goes after all others; for `ttl_ms`"""
+    PIN_KIND_HARD: _PinKind.ValueType  # 3
+    """never evicted. RESOURCE_EXHAUSTED: too much is pinned here"""
+
+class PinKind(_PinKind, metaclass=_PinKindEnumTypeWrapper): ...
+
+PIN_KIND_UNSPECIFIED: PinKind.ValueType  # 0
+PIN_KIND_NONE: PinKind.ValueType  # 1
+"""unpin"""
+PIN_KIND_SOFT: PinKind.ValueType  # 2
+"""goes after all others; for `ttl_ms`"""
+PIN_KIND_HARD: PinKind.ValueType  # 3
+"""never evicted. RESOURCE_EXHAUSTED: too much is pinned here"""
+Global___PinKind: _TypeAlias = PinKind  # noqa: Y015
+
 @_typing.final
 class LeaseRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -29,6 +55,7 @@ class LeaseRequest(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     WANT_DESCRIPTORS_FIELD_NUMBER: _builtins.int
+    WANT_CHECKSUMS_FIELD_NUMBER: _builtins.int
     reader: _builtins.str
     """instance_id, for logs"""
     holder_incarnation: _builtins.int
@@ -39,6 +66,7 @@ class LeaseRequest(_message.Message):
     layout: _builtins.str
     """of the reader's shards; blocks of another layout are not held"""
     want_descriptors: _builtins.bool
+    want_checksums: _builtins.bool
     def __init__(
         self,
         *,
@@ -48,10 +76,11 @@ class LeaseRequest(_message.Message):
         lease_ms: _builtins.int = ...,
         layout: _builtins.str = ...,
         want_descriptors: _builtins.bool = ...,
+        want_checksums: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder_incarnation", b"holder_incarnation", "keys", b"keys", "layout", b"layout", "lease_ms", b"lease_ms", "reader", b"reader", "want_descriptors", b"want_descriptors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder_incarnation", b"holder_incarnation", "keys", b"keys", "layout", b"layout", "lease_ms", b"lease_ms", "reader", b"reader", "want_checksums", b"want_checksums", "want_descriptors", b"want_descriptors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -65,14 +94,22 @@ class LeaseResponse(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
+    NBYTES_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """0: nothing is held, nothing is leased"""
     lease_ms: _builtins.int
     """granted, may be shorter than asked"""
     held: _builtins.bytes
     """one byte a key: 1 leased, 0 not here"""
+    tiers: _builtins.bytes
+    """one byte a key: Tier it was served from, 0 not here"""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeasedRank]: ...
+    @_builtins.property
+    def nbytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of each held key's shard; empty: all fill their extents"""
+
     def __init__(
         self,
         *,
@@ -80,10 +117,12 @@ class LeaseResponse(_message.Message):
         lease_ms: _builtins.int = ...,
         held: _builtins.bytes = ...,
         ranks: _abc.Iterable[Global___LeasedRank] | None = ...,
+        tiers: _builtins.bytes = ...,
+        nbytes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "lease_id", b"lease_id", "lease_ms", b"lease_ms", "ranks", b"ranks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "lease_id", b"lease_id", "lease_ms", b"lease_ms", "nbytes", b"nbytes", "ranks", b"ranks", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -97,6 +136,7 @@ class LeasedRank(_message.Message):
     SEGMENT_FIELD_NUMBER: _builtins.int
     SEGMENT_DESCRIPTOR_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     segment: _builtins.str
     segment_descriptor: _builtins.bytes
@@ -105,6 +145,10 @@ class LeasedRank(_message.Message):
     def offset(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of the shard's first byte in that segment, one per held key"""
 
+    @_builtins.property
+    def checksum(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """when asked for: xxh3_64 of the shard, one per held key"""
+
     def __init__(
         self,
         *,
@@ -112,10 +156,11 @@ class LeasedRank(_message.Message):
         segment: _builtins.str = ...,
         segment_descriptor: _builtins.bytes = ...,
         offset: _abc.Iterable[_builtins.int] | None = ...,
+        checksum: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["offset", b"offset", "rank", b"rank", "segment", b"segment", "segment_descriptor", b"segment_descriptor"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "offset", b"offset", "rank", b"rank", "segment", b"segment", "segment_descriptor", b"segment_descriptor"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -205,11 +250,17 @@ class PullBlocksRequest(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     SHARD_BYTES_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    BACKGROUND_FIELD_NUMBER: _builtins.int
     keys: _builtins.bytes
     layout: _builtins.str
     """of the shards"""
     shard_bytes: _builtins.int
     timeout_ms: _builtins.int
+    term: _builtins.int
+    """of the master that orders it; 0: no order of a master. FAILED_PRECONDITION: a newer one is known"""
+    background: _builtins.bool
+    """replication: after handoffs and reads that somebody waits for"""
     @_builtins.property
     def holders(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.InstanceRef]:
         """tried in this order"""
@@ -222,10 +273,12 @@ class PullBlocksRequest(_message.Message):
         layout: _builtins.str = ...,
         shard_bytes: _builtins.int = ...,
         timeout_ms: _builtins.int = ...,
+        term: _builtins.int = ...,
+        background: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["holders", b"holders", "keys", b"keys", "layout", b"layout", "shard_bytes", b"shard_bytes", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["background", b"background", "holders", b"holders", "keys", b"keys", "layout", b"layout", "shard_bytes", b"shard_bytes", "term", b"term", "timeout_ms", b"timeout_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -321,6 +374,11 @@ class GetNodeStoreResponse(_message.Message):
     OFFLOADED_BLOCKS_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     SHARD_BYTES_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
+    SOFT_PINNED_FIELD_NUMBER: _builtins.int
+    HARD_PINNED_FIELD_NUMBER: _builtins.int
+    FRAGMENTATION_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     capacity_bytes: _builtins.int
     block_hits: _builtins.int
     """blocks asked for and found, locally and by readers"""
@@ -336,10 +394,20 @@ class GetNodeStoreResponse(_message.Message):
     layout: _builtins.str
     """of its shards; empty: several (a pool node)"""
     shard_bytes: _builtins.int
+    soft_pinned: _builtins.int
+    hard_pinned: _builtins.int
+    fragmentation: _builtins.float
+    """1 - largest free run / all free memory; 0: none"""
+    term: _builtins.int
+    """the highest heard from a master"""
     @_builtins.property
     def instance(self) -> _common_pb2.InstanceRef: ...
     @_builtins.property
     def pools(self) -> _common_pb2.PoolCounters: ...
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierCounters]:
+        """below DRAM"""
+
     def __init__(
         self,
         *,
@@ -356,11 +424,304 @@ class GetNodeStoreResponse(_message.Message):
         offloaded_blocks: _builtins.int = ...,
         layout: _builtins.str = ...,
         shard_bytes: _builtins.int = ...,
+        tiers: _abc.Iterable[Global___TierCounters] | None = ...,
+        soft_pinned: _builtins.int = ...,
+        hard_pinned: _builtins.int = ...,
+        fragmentation: _builtins.float = ...,
+        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "pools", b"pools"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hits", b"block_hits", "block_misses", b"block_misses", "capacity_bytes", b"capacity_bytes", "evicted", b"evicted", "instance", b"instance", "layout", b"layout", "leased_blocks", b"leased_blocks", "leases_given", b"leases_given", "offloaded_blocks", b"offloaded_blocks", "pools", b"pools", "pulled_blocks", b"pulled_blocks", "pulled_bytes", b"pulled_bytes", "shard_bytes", b"shard_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hits", b"block_hits", "block_misses", b"block_misses", "capacity_bytes", b"capacity_bytes", "evicted", b"evicted", "fragmentation", b"fragmentation", "hard_pinned", b"hard_pinned", "instance", b"instance", "layout", b"layout", "leased_blocks", b"leased_blocks", "leases_given", b"leases_given", "offloaded_blocks", b"offloaded_blocks", "pools", b"pools", "pulled_blocks", b"pulled_blocks", "pulled_bytes", b"pulled_bytes", "shard_bytes", b"shard_bytes", "soft_pinned", b"soft_pinned", "term", b"term", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetNodeStoreResponse: _TypeAlias = GetNodeStoreResponse  # noqa: Y015
+
+@_typing.final
+class TierCounters(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    HITS_FIELD_NUMBER: _builtins.int
+    MISSES_FIELD_NUMBER: _builtins.int
+    WRITTEN_BYTES_FIELD_NUMBER: _builtins.int
+    READ_BYTES_FIELD_NUMBER: _builtins.int
+    EVICTED_FIELD_NUMBER: _builtins.int
+    PROMOTED_FIELD_NUMBER: _builtins.int
+    READ_NS_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    WHY_NOT_FIELD_NUMBER: _builtins.int
+    tier: _common_pb2.Tier.ValueType
+    capacity_bytes: _builtins.int
+    used_bytes: _builtins.int
+    blocks: _builtins.int
+    hits: _builtins.int
+    misses: _builtins.int
+    written_bytes: _builtins.int
+    read_bytes: _builtins.int
+    evicted: _builtins.int
+    promoted: _builtins.int
+    """read into DRAM to stay"""
+    read_ns: _builtins.int
+    """per read of one block, recent mean"""
+    bytes_per_s: _builtins.int
+    """of reads, recent mean"""
+    why_not: _builtins.str
+    """not in use, or slower than it could be, and why"""
+    def __init__(
+        self,
+        *,
+        tier: _common_pb2.Tier.ValueType = ...,
+        capacity_bytes: _builtins.int = ...,
+        used_bytes: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+        hits: _builtins.int = ...,
+        misses: _builtins.int = ...,
+        written_bytes: _builtins.int = ...,
+        read_bytes: _builtins.int = ...,
+        evicted: _builtins.int = ...,
+        promoted: _builtins.int = ...,
+        read_ns: _builtins.int = ...,
+        bytes_per_s: _builtins.int = ...,
+        why_not: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes_per_s", b"bytes_per_s", "capacity_bytes", b"capacity_bytes", "evicted", b"evicted", "hits", b"hits", "misses", b"misses", "promoted", b"promoted", "read_bytes", b"read_bytes", "read_ns", b"read_ns", "tier", b"tier", "used_bytes", b"used_bytes", "why_not", b"why_not", "written_bytes", b"written_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierCounters: _TypeAlias = TierCounters  # noqa: Y015
+
+@_typing.final
+class ExistsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    keys: _builtins.bytes
+    layout: _builtins.str
+    """empty: of any"""
+    def __init__(
+        self,
+        *,
+        keys: _builtins.bytes = ...,
+        layout: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "layout", b"layout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExistsRequest: _TypeAlias = ExistsRequest  # noqa: Y015
+
+@_typing.final
+class ExistsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIERS_FIELD_NUMBER: _builtins.int
+    NBYTES_FIELD_NUMBER: _builtins.int
+    tiers: _builtins.bytes
+    """one byte a key: the fastest Tier that has it, 0 not here"""
+    @_builtins.property
+    def nbytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of its shard, one a key, 0 not here"""
+
+    def __init__(
+        self,
+        *,
+        tiers: _builtins.bytes = ...,
+        nbytes: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nbytes", b"nbytes", "tiers", b"tiers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExistsResponse: _TypeAlias = ExistsResponse  # noqa: Y015
+
+@_typing.final
+class RemoveBlocksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    SEQ_FIELD_NUMBER: _builtins.int
+    keys: _builtins.bytes
+    prefix: _builtins.bytes
+    """all keys that begin with these 1..16 bytes (4: a tenant's tag); either this or `keys`"""
+    term: _builtins.int
+    """as in PullBlocksRequest"""
+    seq: _builtins.int
+    """of the tombstone, in the order of the master; 0: none"""
+    def __init__(
+        self,
+        *,
+        keys: _builtins.bytes = ...,
+        prefix: _builtins.bytes = ...,
+        term: _builtins.int = ...,
+        seq: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "prefix", b"prefix", "seq", b"seq", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveBlocksRequest: _TypeAlias = RemoveBlocksRequest  # noqa: Y015
+
+@_typing.final
+class RemoveBlocksResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REMOVED_FIELD_NUMBER: _builtins.int
+    removed: _builtins.int
+    """how many were here"""
+    def __init__(
+        self,
+        *,
+        removed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["removed", b"removed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveBlocksResponse: _TypeAlias = RemoveBlocksResponse  # noqa: Y015
+
+@_typing.final
+class PinBlocksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    TTL_MS_FIELD_NUMBER: _builtins.int
+    keys: _builtins.bytes
+    layout: _builtins.str
+    kind: Global___PinKind.ValueType
+    ttl_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        keys: _builtins.bytes = ...,
+        layout: _builtins.str = ...,
+        kind: Global___PinKind.ValueType = ...,
+        ttl_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "kind", b"kind", "layout", b"layout", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinBlocksRequest: _TypeAlias = PinBlocksRequest  # noqa: Y015
+
+@_typing.final
+class PinBlocksResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DONE_FIELD_NUMBER: _builtins.int
+    done: _builtins.bytes
+    """one byte a key: 1 done, 0 not here"""
+    def __init__(
+        self,
+        *,
+        done: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinBlocksResponse: _TypeAlias = PinBlocksResponse  # noqa: Y015
+
+@_typing.final
+class PutBlocksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    SEGMENT_DESCRIPTOR_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    NBYTES_FIELD_NUMBER: _builtins.int
+    READ_WITHIN_MS_FIELD_NUMBER: _builtins.int
+    PIN_FIELD_NUMBER: _builtins.int
+    PIN_TTL_MS_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    keys: _builtins.bytes
+    layout: _builtins.str
+    """"bytes": any length, no layout"""
+    segment: _builtins.str
+    """of the caller's transfer engine"""
+    segment_descriptor: _builtins.bytes
+    """empty: this node has answered a Put with it before. NOT_FOUND: it has not"""
+    read_within_ms: _builtins.int
+    """what is not here by then is not sealed"""
+    pin: Global___PinKind.ValueType
+    pin_ttl_ms: _builtins.int
+    @_builtins.property
+    def offset(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of each block in that segment"""
+
+    @_builtins.property
+    def nbytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def checksum(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """empty: not verified. xxh3_64, one a block"""
+
+    def __init__(
+        self,
+        *,
+        keys: _builtins.bytes = ...,
+        layout: _builtins.str = ...,
+        segment: _builtins.str = ...,
+        segment_descriptor: _builtins.bytes = ...,
+        offset: _abc.Iterable[_builtins.int] | None = ...,
+        nbytes: _abc.Iterable[_builtins.int] | None = ...,
+        read_within_ms: _builtins.int = ...,
+        pin: Global___PinKind.ValueType = ...,
+        pin_ttl_ms: _builtins.int = ...,
+        checksum: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "keys", b"keys", "layout", b"layout", "nbytes", b"nbytes", "offset", b"offset", "pin", b"pin", "pin_ttl_ms", b"pin_ttl_ms", "read_within_ms", b"read_within_ms", "segment", b"segment", "segment_descriptor", b"segment_descriptor"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutBlocksRequest: _TypeAlias = PutBlocksRequest  # noqa: Y015
+
+@_typing.final
+class PutBlocksResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELD_FIELD_NUMBER: _builtins.int
+    WHY_NOT_FIELD_NUMBER: _builtins.int
+    held: _builtins.bytes
+    """one byte a key: 1 sealed here now"""
+    why_not: _builtins.str
+    """of those that are not"""
+    def __init__(
+        self,
+        *,
+        held: _builtins.bytes = ...,
+        why_not: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "why_not", b"why_not"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PutBlocksResponse: _TypeAlias = PutBlocksResponse  # noqa: Y015

@@ -66,6 +66,26 @@ class NodeStoreStub:
                 request_serializer=kvmesh_dot_v1_dot_blocks__pb2.GetNodeStoreRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_blocks__pb2.GetNodeStoreResponse.FromString,
                 _registered_method=True)
+        self.Exists = channel.unary_unary(
+                '/kvmesh.v1.NodeStore/Exists',
+                request_serializer=kvmesh_dot_v1_dot_blocks__pb2.ExistsRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_blocks__pb2.ExistsResponse.FromString,
+                _registered_method=True)
+        self.Remove = channel.unary_unary(
+                '/kvmesh.v1.NodeStore/Remove',
+                request_serializer=kvmesh_dot_v1_dot_blocks__pb2.RemoveBlocksRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_blocks__pb2.RemoveBlocksResponse.FromString,
+                _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/kvmesh.v1.NodeStore/Pin',
+                request_serializer=kvmesh_dot_v1_dot_blocks__pb2.PinBlocksRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_blocks__pb2.PinBlocksResponse.FromString,
+                _registered_method=True)
+        self.Put = channel.unary_unary(
+                '/kvmesh.v1.NodeStore/Put',
+                request_serializer=kvmesh_dot_v1_dot_blocks__pb2.PutBlocksRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_blocks__pb2.PutBlocksResponse.FromString,
+                _registered_method=True)
 
 
 class NodeStoreServicer:
@@ -114,6 +134,35 @@ class NodeStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Exists(self, request, context):
+        """Which of these blocks are here, where, and how long. No use of them: nothing is touched.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Remove(self, request, context):
+        """From the answer on they are misses here, in every tier, pinned or not, also after a restart; readers under a lease
+        go on to their end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pin(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Put(self, request, context):
+        """Take blocks out of the caller's own registered memory (nobody writes into another's) and seal them. The memory must
+        not change until the answer; a caller that got none must leave it alone for `read_within_ms` from its request on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -146,6 +195,26 @@ def add_NodeStoreServicer_to_server(servicer, server):
                     servicer.GetStore,
                     request_deserializer=kvmesh_dot_v1_dot_blocks__pb2.GetNodeStoreRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_blocks__pb2.GetNodeStoreResponse.SerializeToString,
+            ),
+            'Exists': grpc.unary_unary_rpc_method_handler(
+                    servicer.Exists,
+                    request_deserializer=kvmesh_dot_v1_dot_blocks__pb2.ExistsRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_blocks__pb2.ExistsResponse.SerializeToString,
+            ),
+            'Remove': grpc.unary_unary_rpc_method_handler(
+                    servicer.Remove,
+                    request_deserializer=kvmesh_dot_v1_dot_blocks__pb2.RemoveBlocksRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_blocks__pb2.RemoveBlocksResponse.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=kvmesh_dot_v1_dot_blocks__pb2.PinBlocksRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_blocks__pb2.PinBlocksResponse.SerializeToString,
+            ),
+            'Put': grpc.unary_unary_rpc_method_handler(
+                    servicer.Put,
+                    request_deserializer=kvmesh_dot_v1_dot_blocks__pb2.PutBlocksRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_blocks__pb2.PutBlocksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -312,6 +381,114 @@ class NodeStore:
             '/kvmesh.v1.NodeStore/GetStore',
             kvmesh_dot_v1_dot_blocks__pb2.GetNodeStoreRequest.SerializeToString,
             kvmesh_dot_v1_dot_blocks__pb2.GetNodeStoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Exists(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.NodeStore/Exists',
+            kvmesh_dot_v1_dot_blocks__pb2.ExistsRequest.SerializeToString,
+            kvmesh_dot_v1_dot_blocks__pb2.ExistsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Remove(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.NodeStore/Remove',
+            kvmesh_dot_v1_dot_blocks__pb2.RemoveBlocksRequest.SerializeToString,
+            kvmesh_dot_v1_dot_blocks__pb2.RemoveBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.NodeStore/Pin',
+            kvmesh_dot_v1_dot_blocks__pb2.PinBlocksRequest.SerializeToString,
+            kvmesh_dot_v1_dot_blocks__pb2.PinBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Put(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.NodeStore/Put',
+            kvmesh_dot_v1_dot_blocks__pb2.PutBlocksRequest.SerializeToString,
+            kvmesh_dot_v1_dot_blocks__pb2.PutBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

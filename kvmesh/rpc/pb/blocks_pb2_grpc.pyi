@@ -47,6 +47,17 @@ class NodeStoreStub:
     ListBlocks: _grpc.UnaryStreamMultiCallable[_blocks_pb2.ListBlocksRequest, _blocks_pb2.ListBlocksResponse]
     """Every sealed key: the truth that the master's map should equal."""
     GetStore: _grpc.UnaryUnaryMultiCallable[_blocks_pb2.GetNodeStoreRequest, _blocks_pb2.GetNodeStoreResponse]
+    Exists: _grpc.UnaryUnaryMultiCallable[_blocks_pb2.ExistsRequest, _blocks_pb2.ExistsResponse]
+    """Which of these blocks are here, where, and how long. No use of them: nothing is touched."""
+    Remove: _grpc.UnaryUnaryMultiCallable[_blocks_pb2.RemoveBlocksRequest, _blocks_pb2.RemoveBlocksResponse]
+    """From the answer on they are misses here, in every tier, pinned or not, also after a restart; readers under a lease
+    go on to their end.
+    """
+    Pin: _grpc.UnaryUnaryMultiCallable[_blocks_pb2.PinBlocksRequest, _blocks_pb2.PinBlocksResponse]
+    Put: _grpc.UnaryUnaryMultiCallable[_blocks_pb2.PutBlocksRequest, _blocks_pb2.PutBlocksResponse]
+    """Take blocks out of the caller's own registered memory (nobody writes into another's) and seal them. The memory must
+    not change until the answer; a caller that got none must leave it alone for `read_within_ms` from its request on.
+    """
 
 @_typing.type_check_only
 class NodeStoreAsyncStub(NodeStoreStub):
@@ -67,6 +78,17 @@ class NodeStoreAsyncStub(NodeStoreStub):
     ListBlocks: _aio.UnaryStreamMultiCallable[_blocks_pb2.ListBlocksRequest, _blocks_pb2.ListBlocksResponse]  # type: ignore[assignment]
     """Every sealed key: the truth that the master's map should equal."""
     GetStore: _aio.UnaryUnaryMultiCallable[_blocks_pb2.GetNodeStoreRequest, _blocks_pb2.GetNodeStoreResponse]  # type: ignore[assignment]
+    Exists: _aio.UnaryUnaryMultiCallable[_blocks_pb2.ExistsRequest, _blocks_pb2.ExistsResponse]  # type: ignore[assignment]
+    """Which of these blocks are here, where, and how long. No use of them: nothing is touched."""
+    Remove: _aio.UnaryUnaryMultiCallable[_blocks_pb2.RemoveBlocksRequest, _blocks_pb2.RemoveBlocksResponse]  # type: ignore[assignment]
+    """From the answer on they are misses here, in every tier, pinned or not, also after a restart; readers under a lease
+    go on to their end.
+    """
+    Pin: _aio.UnaryUnaryMultiCallable[_blocks_pb2.PinBlocksRequest, _blocks_pb2.PinBlocksResponse]  # type: ignore[assignment]
+    Put: _aio.UnaryUnaryMultiCallable[_blocks_pb2.PutBlocksRequest, _blocks_pb2.PutBlocksResponse]  # type: ignore[assignment]
+    """Take blocks out of the caller's own registered memory (nobody writes into another's) and seal them. The memory must
+    not change until the answer; a caller that got none must leave it alone for `read_within_ms` from its request on.
+    """
 
 class NodeStoreServicer(metaclass=_abc_1.ABCMeta):
     """The node store of one instance or pool node: it alone allocates, seals, leases, evicts and frees in its segment.
@@ -120,5 +142,40 @@ class NodeStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _blocks_pb2.GetNodeStoreRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_blocks_pb2.GetNodeStoreResponse, _abc.Awaitable[_blocks_pb2.GetNodeStoreResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Exists(
+        self,
+        request: _blocks_pb2.ExistsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_blocks_pb2.ExistsResponse, _abc.Awaitable[_blocks_pb2.ExistsResponse]]:
+        """Which of these blocks are here, where, and how long. No use of them: nothing is touched."""
+
+    @_abc_1.abstractmethod
+    def Remove(
+        self,
+        request: _blocks_pb2.RemoveBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_blocks_pb2.RemoveBlocksResponse, _abc.Awaitable[_blocks_pb2.RemoveBlocksResponse]]:
+        """From the answer on they are misses here, in every tier, pinned or not, also after a restart; readers under a lease
+        go on to their end.
+        """
+
+    @_abc_1.abstractmethod
+    def Pin(
+        self,
+        request: _blocks_pb2.PinBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_blocks_pb2.PinBlocksResponse, _abc.Awaitable[_blocks_pb2.PinBlocksResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Put(
+        self,
+        request: _blocks_pb2.PutBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_blocks_pb2.PutBlocksResponse, _abc.Awaitable[_blocks_pb2.PutBlocksResponse]]:
+        """Take blocks out of the caller's own registered memory (nobody writes into another's) and seal them. The memory must
+        not change until the answer; a caller that got none must leave it alone for `read_within_ms` from its request on.
+        """
 
 def add_NodeStoreServicer_to_server(servicer: NodeStoreServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

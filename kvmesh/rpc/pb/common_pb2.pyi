@@ -60,6 +60,28 @@ ROLE_POOL: Role.ValueType  # 4
 """memory without an engine: joins the store master, never the conductor"""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
+class _Tier:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tier.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TIER_UNSPECIFIED: _Tier.ValueType  # 0
+    TIER_DRAM: _Tier.ValueType  # 1
+    TIER_SSD: _Tier.ValueType  # 2
+    TIER_OBJECT: _Tier.ValueType  # 3
+    """S3-compatible storage"""
+
+class Tier(_Tier, metaclass=_TierEnumTypeWrapper):
+    """Where a block lies at its node. Device pages are announced by nobody."""
+
+TIER_UNSPECIFIED: Tier.ValueType  # 0
+TIER_DRAM: Tier.ValueType  # 1
+TIER_SSD: Tier.ValueType  # 2
+TIER_OBJECT: Tier.ValueType  # 3
+"""S3-compatible storage"""
+Global___Tier: _TypeAlias = Tier  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -220,6 +242,7 @@ class ErrorDetail(_message.Message):
     FIELD_FIELD_NUMBER: _builtins.int
     RETRYABLE_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
+    LEADER_FIELD_NUMBER: _builtins.int
     code: _builtins.str
     """name in the tree, e.g. "overloaded", "handoff_lost" """
     message: _builtins.str
@@ -227,6 +250,8 @@ class ErrorDetail(_message.Message):
     """offending request field, when there is one"""
     retryable: _builtins.bool
     retry_after_ms: _builtins.int
+    leader: _builtins.str
+    """of `not_leader`: address of the master that leads, when known"""
     def __init__(
         self,
         *,
@@ -235,10 +260,11 @@ class ErrorDetail(_message.Message):
         field: _builtins.str = ...,
         retryable: _builtins.bool = ...,
         retry_after_ms: _builtins.int = ...,
+        leader: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "field", b"field", "message", b"message", "retry_after_ms", b"retry_after_ms", "retryable", b"retryable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "field", b"field", "leader", b"leader", "message", b"message", "retry_after_ms", b"retry_after_ms", "retryable", b"retryable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -479,8 +505,11 @@ class PullRange(_message.Message):
     HOLDER_FIELD_NUMBER: _builtins.int
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
     first_block: _builtins.int
     blocks: _builtins.int
+    tier: Global___Tier.ValueType
+    """where they lie there, as far as is known; 0: DRAM"""
     @_builtins.property
     def holder(self) -> Global___InstanceRef: ...
     def __init__(
@@ -489,10 +518,11 @@ class PullRange(_message.Message):
         holder: Global___InstanceRef | None = ...,
         first_block: _builtins.int = ...,
         blocks: _builtins.int = ...,
+        tier: Global___Tier.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "first_block", b"first_block", "holder", b"holder"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "first_block", b"first_block", "holder", b"holder", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -45,6 +45,8 @@ Global___MemberChange: _TypeAlias = MemberChange  # noqa: Y015
 
 @_typing.final
 class Member(_message.Message):
+    """All calls: FAILED_PRECONDITION `not_leader` from a master that does not lead, naming the one that does when it knows."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     INSTANCE_FIELD_NUMBER: _builtins.int
@@ -78,7 +80,13 @@ class JoinRequest(_message.Message):
 
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     MEMBER_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    REMOVED_SEQ_FIELD_NUMBER: _builtins.int
     protocol_version: _common_pb2.ProtocolVersion.ValueType
+    term: _builtins.int
+    """the highest this node has heard; a master with a lower one steps down"""
+    removed_seq: _builtins.int
+    """the last tombstone this node (whatever its life) has applied"""
     @_builtins.property
     def member(self) -> Global___Member: ...
     def __init__(
@@ -86,10 +94,12 @@ class JoinRequest(_message.Message):
         *,
         protocol_version: _common_pb2.ProtocolVersion.ValueType = ...,
         member: Global___Member | None = ...,
+        term: _builtins.int = ...,
+        removed_seq: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["member", b"member"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["member", b"member", "protocol_version", b"protocol_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["member", b"member", "protocol_version", b"protocol_version", "removed_seq", b"removed_seq", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -102,23 +112,60 @@ class JoinResponse(_message.Message):
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     MASTER_INCARNATION_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    TOMBSTONES_FIELD_NUMBER: _builtins.int
     heartbeat_interval_ms: _builtins.int
     lease_ms: _builtins.int
     master_incarnation: _builtins.int
+    term: _builtins.int
+    @_builtins.property
+    def tombstones(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tombstone]:
+        """to be applied before anything is announced"""
+
     def __init__(
         self,
         *,
         heartbeat_interval_ms: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
         master_incarnation: _builtins.int = ...,
+        term: _builtins.int = ...,
+        tombstones: _abc.Iterable[Global___Tombstone] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval_ms", b"heartbeat_interval_ms", "lease_ms", b"lease_ms", "master_incarnation", b"master_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval_ms", b"heartbeat_interval_ms", "lease_ms", b"lease_ms", "master_incarnation", b"master_incarnation", "term", b"term", "tombstones", b"tombstones"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JoinResponse: _TypeAlias = JoinResponse  # noqa: Y015
+
+@_typing.final
+class Tombstone(_message.Message):
+    """What was removed while some node could not be asked. `seq` grows over all terms."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQ_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
+    seq: _builtins.int
+    keys: _builtins.bytes
+    prefix: _builtins.bytes
+    """or all keys that begin so"""
+    def __init__(
+        self,
+        *,
+        seq: _builtins.int = ...,
+        keys: _builtins.bytes = ...,
+        prefix: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "prefix", b"prefix", "seq", b"seq"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tombstone: _TypeAlias = Tombstone  # noqa: Y015
 
 @_typing.final
 class BeatRequest(_message.Message):
@@ -127,7 +174,11 @@ class BeatRequest(_message.Message):
     INSTANCE_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    REMOVED_SEQ_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
+    term: _builtins.int
+    removed_seq: _builtins.int
     @_builtins.property
     def instance(self) -> _common_pb2.InstanceRef: ...
     @_builtins.property
@@ -138,10 +189,12 @@ class BeatRequest(_message.Message):
         instance: _common_pb2.InstanceRef | None = ...,
         seq: _builtins.int = ...,
         usage: Global___StoreUsage | None = ...,
+        term: _builtins.int = ...,
+        removed_seq: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "seq", b"seq", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "removed_seq", b"removed_seq", "seq", b"seq", "term", b"term", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -154,25 +207,75 @@ class StoreUsage(_message.Message):
     CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     FREE_BYTES_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
+    SENDING_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    LEASES_FIELD_NUMBER: _builtins.int
     capacity_bytes: _builtins.int
     free_bytes: _builtins.int
     """not sealed, not being written"""
     blocks: _builtins.int
     """sealed"""
+    sending_bytes_per_s: _builtins.int
+    """to readers, recent mean"""
+    leases: _builtins.int
+    """open now"""
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierUsage]:
+        """below DRAM"""
+
     def __init__(
         self,
         *,
         capacity_bytes: _builtins.int = ...,
         free_bytes: _builtins.int = ...,
         blocks: _builtins.int = ...,
+        tiers: _abc.Iterable[Global___TierUsage] | None = ...,
+        sending_bytes_per_s: _builtins.int = ...,
+        leases: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "capacity_bytes", b"capacity_bytes", "free_bytes", b"free_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "capacity_bytes", b"capacity_bytes", "free_bytes", b"free_bytes", "leases", b"leases", "sending_bytes_per_s", b"sending_bytes_per_s", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StoreUsage: _TypeAlias = StoreUsage  # noqa: Y015
+
+@_typing.final
+class TierUsage(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    READ_NS_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    tier: _common_pb2.Tier.ValueType
+    capacity_bytes: _builtins.int
+    used_bytes: _builtins.int
+    blocks: _builtins.int
+    read_ns: _builtins.int
+    """expected: until the first byte"""
+    bytes_per_s: _builtins.int
+    """... and from then on"""
+    def __init__(
+        self,
+        *,
+        tier: _common_pb2.Tier.ValueType = ...,
+        capacity_bytes: _builtins.int = ...,
+        used_bytes: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+        read_ns: _builtins.int = ...,
+        bytes_per_s: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes_per_s", b"bytes_per_s", "capacity_bytes", b"capacity_bytes", "read_ns", b"read_ns", "tier", b"tier", "used_bytes", b"used_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierUsage: _TypeAlias = TierUsage  # noqa: Y015
 
 @_typing.final
 class BeatResponse(_message.Message):
@@ -180,20 +283,38 @@ class BeatResponse(_message.Message):
 
     MASTER_INCARNATION_FIELD_NUMBER: _builtins.int
     POOLS_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    TOMBSTONES_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    QUOTAS_FIELD_NUMBER: _builtins.int
     master_incarnation: _builtins.int
+    term: _builtins.int
+    draining: _builtins.bool
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolNode]:
         """nodes without an engine that take copies"""
+
+    @_builtins.property
+    def tombstones(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tombstone]:
+        """newer than removed_seq"""
+
+    @_builtins.property
+    def quotas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Quota]:
+        """all that are set, when they have changed since this life's last beat"""
 
     def __init__(
         self,
         *,
         master_incarnation: _builtins.int = ...,
         pools: _abc.Iterable[Global___PoolNode] | None = ...,
+        term: _builtins.int = ...,
+        tombstones: _abc.Iterable[Global___Tombstone] | None = ...,
+        draining: _builtins.bool = ...,
+        quotas: _abc.Iterable[Global___Quota] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["master_incarnation", b"master_incarnation", "pools", b"pools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "master_incarnation", b"master_incarnation", "pools", b"pools", "quotas", b"quotas", "term", b"term", "tombstones", b"tombstones"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -297,6 +418,7 @@ class Announcement(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
     store_id: _builtins.str
     incarnation: _builtins.int
     seq: _builtins.int
@@ -306,6 +428,8 @@ class Announcement(_message.Message):
     snapshot: _builtins.bool
     part: _builtins.int
     more: _builtins.bool
+    tier: _common_pb2.Tier.ValueType
+    """each tier of a node announces for itself: seq and snapshots are its own. 0: DRAM"""
     def __init__(
         self,
         *,
@@ -317,10 +441,11 @@ class Announcement(_message.Message):
         snapshot: _builtins.bool = ...,
         part: _builtins.int = ...,
         more: _builtins.bool = ...,
+        tier: _common_pb2.Tier.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "more", b"more", "part", b"part", "removed", b"removed", "sealed", b"sealed", "seq", b"seq", "snapshot", b"snapshot", "store_id", b"store_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "more", b"more", "part", b"part", "removed", b"removed", "sealed", b"sealed", "seq", b"seq", "snapshot", b"snapshot", "store_id", b"store_id", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -331,16 +456,19 @@ class AnnounceRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ANNOUNCEMENT_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    term: _builtins.int
     @_builtins.property
     def announcement(self) -> Global___Announcement: ...
     def __init__(
         self,
         *,
         announcement: Global___Announcement | None = ...,
+        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["announcement", b"announcement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["announcement", b"announcement"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["announcement", b"announcement", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -353,21 +481,24 @@ class AnnounceResponse(_message.Message):
     MASTER_INCARNATION_FIELD_NUMBER: _builtins.int
     WANT_SNAPSHOT_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     master_incarnation: _builtins.int
     want_snapshot: _builtins.bool
     """a gap, or the first word of this store: announce a snapshot"""
     seq: _builtins.int
     """the last batch applied"""
+    term: _builtins.int
     def __init__(
         self,
         *,
         master_incarnation: _builtins.int = ...,
         want_snapshot: _builtins.bool = ...,
         seq: _builtins.int = ...,
+        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["master_incarnation", b"master_incarnation", "seq", b"seq", "want_snapshot", b"want_snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["master_incarnation", b"master_incarnation", "seq", b"seq", "term", b"term", "want_snapshot", b"want_snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -428,12 +559,15 @@ class StoreEvents(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     master_incarnation: _builtins.int
     seq: _builtins.int
     """of the last change known here: the next event carries seq + 1"""
     snapshot: _builtins.bool
     more: _builtins.bool
     """the snapshot goes on in the next message"""
+    term: _builtins.int
+    """a watcher leaves a master whose term is lower than one it has heard"""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreEvent]: ...
     def __init__(
@@ -444,10 +578,11 @@ class StoreEvents(_message.Message):
         snapshot: _builtins.bool = ...,
         more: _builtins.bool = ...,
         events: _abc.Iterable[Global___StoreEvent] | None = ...,
+        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "master_incarnation", b"master_incarnation", "more", b"more", "seq", b"seq", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "master_incarnation", b"master_incarnation", "more", b"more", "seq", b"seq", "snapshot", b"snapshot", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -541,6 +676,14 @@ class GetStoreStatusResponse(_message.Message):
     REPLICAS_FIELD_NUMBER: _builtins.int
     MAP_BYTES_FIELD_NUMBER: _builtins.int
     STORES_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    LEADER_FIELD_NUMBER: _builtins.int
+    LEADING_FIELD_NUMBER: _builtins.int
+    SHED_FIELD_NUMBER: _builtins.int
+    MAP_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    REBUILDING_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
+    TOMBSTONES_FIELD_NUMBER: _builtins.int
     master_incarnation: _builtins.int
     blocks: _builtins.int
     """distinct keys"""
@@ -548,8 +691,21 @@ class GetStoreStatusResponse(_message.Message):
     """of all keys together"""
     map_bytes: _builtins.int
     """estimate of what the map takes"""
+    term: _builtins.int
+    leader: _builtins.str
+    """address, as far as this master knows"""
+    leading: _builtins.bool
+    shed: _builtins.int
+    """keys left out because of the limit of memory"""
+    map_limit_bytes: _builtins.int
+    names: _builtins.int
+    tombstones: _builtins.int
     @_builtins.property
     def stores(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreStatus]: ...
+    @_builtins.property
+    def rebuilding(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """members that have not announced in full under this leader"""
+
     def __init__(
         self,
         *,
@@ -558,10 +714,18 @@ class GetStoreStatusResponse(_message.Message):
         replicas: _builtins.int = ...,
         map_bytes: _builtins.int = ...,
         stores: _abc.Iterable[Global___StoreStatus] | None = ...,
+        term: _builtins.int = ...,
+        leader: _builtins.str = ...,
+        leading: _builtins.bool = ...,
+        shed: _builtins.int = ...,
+        map_limit_bytes: _builtins.int = ...,
+        rebuilding: _abc.Iterable[_builtins.str] | None = ...,
+        names: _builtins.int = ...,
+        tombstones: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "map_bytes", b"map_bytes", "master_incarnation", b"master_incarnation", "replicas", b"replicas", "stores", b"stores"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "leader", b"leader", "leading", b"leading", "map_bytes", b"map_bytes", "map_limit_bytes", b"map_limit_bytes", "master_incarnation", b"master_incarnation", "names", b"names", "rebuilding", b"rebuilding", "replicas", b"replicas", "shed", b"shed", "stores", b"stores", "term", b"term", "tombstones", b"tombstones"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -575,8 +739,13 @@ class StoreStatus(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    SOLE_BLOCKS_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
     seq: _builtins.int
+    draining: _builtins.bool
+    sole_blocks: _builtins.int
+    """blocks that no other node holds, while it drains"""
     @_builtins.property
     def member(self) -> Global___Member: ...
     @_builtins.property
@@ -588,14 +757,606 @@ class StoreStatus(_message.Message):
         blocks: _builtins.int = ...,
         seq: _builtins.int = ...,
         usage: Global___StoreUsage | None = ...,
+        draining: _builtins.bool = ...,
+        sole_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["member", b"member", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "member", b"member", "seq", b"seq", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "draining", b"draining", "member", b"member", "seq", b"seq", "sole_blocks", b"sole_blocks", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StoreStatus: _TypeAlias = StoreStatus  # noqa: Y015
+
+@_typing.final
+class FindRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    keys: _builtins.bytes
+    """at most 4096"""
+    def __init__(
+        self,
+        *,
+        keys: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindRequest: _TypeAlias = FindRequest  # noqa: Y015
+
+@_typing.final
+class FindResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOLDERS_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    term: _builtins.int
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___HolderInfo]:
+        """every node that holds any of them, at most 1024"""
+
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replicas]:
+        """one per key"""
+
+    def __init__(
+        self,
+        *,
+        holders: _abc.Iterable[Global___HolderInfo] | None = ...,
+        replicas: _abc.Iterable[Global___Replicas] | None = ...,
+        term: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holders", b"holders", "replicas", b"replicas", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FindResponse: _TypeAlias = FindResponse  # noqa: Y015
+
+@_typing.final
+class HolderInfo(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_FIELD_NUMBER: _builtins.int
+    SENDING_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    LEASES_FIELD_NUMBER: _builtins.int
+    sending_bytes_per_s: _builtins.int
+    leases: _builtins.int
+    @_builtins.property
+    def member(self) -> Global___Member: ...
+    def __init__(
+        self,
+        *,
+        member: Global___Member | None = ...,
+        sending_bytes_per_s: _builtins.int = ...,
+        leases: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["member", b"member"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leases", b"leases", "member", b"member", "sending_bytes_per_s", b"sending_bytes_per_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HolderInfo: _TypeAlias = HolderInfo  # noqa: Y015
+
+@_typing.final
+class Replicas(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOLDER_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    tier: _builtins.bytes
+    """of each, one byte"""
+    @_builtins.property
+    def holder(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """index into `holders`"""
+
+    def __init__(
+        self,
+        *,
+        holder: _abc.Iterable[_builtins.int] | None = ...,
+        tier: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Replicas: _TypeAlias = Replicas  # noqa: Y015
+
+@_typing.final
+class GrantRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COUNT_FIELD_NUMBER: _builtins.int
+    count: _builtins.int
+    """at most 65536"""
+    def __init__(
+        self,
+        *,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GrantRequest: _TypeAlias = GrantRequest  # noqa: Y015
+
+@_typing.final
+class GrantResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TERM_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    term: _builtins.int
+    first: _builtins.int
+    """numbers [first, first + count) of this term"""
+    def __init__(
+        self,
+        *,
+        term: _builtins.int = ...,
+        first: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GrantResponse: _TypeAlias = GrantResponse  # noqa: Y015
+
+@_typing.final
+class NamedKey(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """at most 1024 bytes of UTF-8"""
+    key: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        key: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NamedKey: _TypeAlias = NamedKey  # noqa: Y015
+
+@_typing.final
+class BindRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    @_builtins.property
+    def names(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedKey]:
+        """at most 4096"""
+
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.str = ...,
+        names: _abc.Iterable[Global___NamedKey] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names", "namespace", b"namespace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BindRequest: _TypeAlias = BindRequest  # noqa: Y015
+
+@_typing.final
+class BindResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    keys: _builtins.bytes
+    """what each name stands for now: the given key, or the one that was there first"""
+    def __init__(
+        self,
+        *,
+        keys: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BindResponse: _TypeAlias = BindResponse  # noqa: Y015
+
+@_typing.final
+class ResolveRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
+    UNBIND_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    unbind: _builtins.bool
+    """forget them, after answering"""
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.str = ...,
+        names: _abc.Iterable[_builtins.str] | None = ...,
+        unbind: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names", "namespace", b"namespace", "unbind", b"unbind"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResolveRequest: _TypeAlias = ResolveRequest  # noqa: Y015
+
+@_typing.final
+class ResolveResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    keys: _builtins.bytes
+    """16 bytes each, zeros: unknown"""
+    def __init__(
+        self,
+        *,
+        keys: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResolveResponse: _TypeAlias = ResolveResponse  # noqa: Y015
+
+@_typing.final
+class ChangeReplicaRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    HARD_FIELD_NUMBER: _builtins.int
+    keys: _builtins.bytes
+    replicas: _builtins.int
+    """0: no target; as many as there happen to be"""
+    hard: _builtins.bool
+    """pinned hard at each"""
+    def __init__(
+        self,
+        *,
+        keys: _builtins.bytes = ...,
+        replicas: _builtins.int = ...,
+        hard: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hard", b"hard", "keys", b"keys", "replicas", b"replicas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeReplicaRequest: _TypeAlias = ChangeReplicaRequest  # noqa: Y015
+
+@_typing.final
+class ChangeReplicaResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def replicas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """live ones of each key now; more or fewer will follow"""
+
+    def __init__(
+        self,
+        *,
+        replicas: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["replicas", b"replicas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeReplicaResponse: _TypeAlias = ChangeReplicaResponse  # noqa: Y015
+
+@_typing.final
+class RemoveRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
+    keys: _builtins.bytes
+    prefix: _builtins.bytes
+    """or all that begin with these 1..16 bytes"""
+    def __init__(
+        self,
+        *,
+        keys: _builtins.bytes = ...,
+        prefix: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "prefix", b"prefix"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveRequest: _TypeAlias = RemoveRequest  # noqa: Y015
+
+@_typing.final
+class RemoveResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ACKNOWLEDGED_FIELD_NUMBER: _builtins.int
+    PENDING_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    SEQ_FIELD_NUMBER: _builtins.int
+    removed: _builtins.int
+    seq: _builtins.int
+    @_builtins.property
+    def acknowledged(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """store ids: from now on they miss"""
+
+    @_builtins.property
+    def pending(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """they could not be asked; the tombstone waits for them"""
+
+    def __init__(
+        self,
+        *,
+        acknowledged: _abc.Iterable[_builtins.str] | None = ...,
+        pending: _abc.Iterable[_builtins.str] | None = ...,
+        removed: _builtins.int = ...,
+        seq: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "pending", b"pending", "removed", b"removed", "seq", b"seq"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveResponse: _TypeAlias = RemoveResponse  # noqa: Y015
+
+@_typing.final
+class DrainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    CANCEL_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    cancel: _builtins.bool
+    def __init__(
+        self,
+        *,
+        instance_id: _builtins.str = ...,
+        cancel: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "instance_id", b"instance_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DONE_FIELD_NUMBER: _builtins.int
+    SOLE_BLOCKS_FIELD_NUMBER: _builtins.int
+    MOVED_FIELD_NUMBER: _builtins.int
+    WHY_NOT_FIELD_NUMBER: _builtins.int
+    done: _builtins.bool
+    sole_blocks: _builtins.int
+    """what still lies only there"""
+    moved: _builtins.int
+    why_not: _builtins.str
+    """nothing goes on: nobody has room, ..."""
+    def __init__(
+        self,
+        *,
+        done: _builtins.bool = ...,
+        sole_blocks: _builtins.int = ...,
+        moved: _builtins.int = ...,
+        why_not: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "moved", b"moved", "sole_blocks", b"sole_blocks", "why_not", b"why_not"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class Quota(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TAG_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    tag: _builtins.bytes
+    """of the tenant: the first 4 bytes of its keys"""
+    blocks: _builtins.int
+    """over all nodes, replicas counted; 0: none"""
+    name: _builtins.str
+    """for people"""
+    def __init__(
+        self,
+        *,
+        tag: _builtins.bytes = ...,
+        blocks: _builtins.int = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "name", b"name", "tag", b"tag"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Quota: _TypeAlias = Quota  # noqa: Y015
+
+@_typing.final
+class SetQuotaRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUOTA_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def quota(self) -> Global___Quota: ...
+    def __init__(
+        self,
+        *,
+        quota: Global___Quota | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["quota", b"quota"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["quota", b"quota"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetQuotaRequest: _TypeAlias = SetQuotaRequest  # noqa: Y015
+
+@_typing.final
+class SetQuotaResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetQuotaResponse: _TypeAlias = SetQuotaResponse  # noqa: Y015
+
+@_typing.final
+class ListQuotasRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListQuotasRequest: _TypeAlias = ListQuotasRequest  # noqa: Y015
+
+@_typing.final
+class ListQuotasResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUOTAS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def quotas(self) -> _containers.RepeatedCompositeFieldContainer[Global___QuotaUse]: ...
+    def __init__(
+        self,
+        *,
+        quotas: _abc.Iterable[Global___QuotaUse] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["quotas", b"quotas"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListQuotasResponse: _TypeAlias = ListQuotasResponse  # noqa: Y015
+
+@_typing.final
+class QuotaUse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUOTA_FIELD_NUMBER: _builtins.int
+    USED_BLOCKS_FIELD_NUMBER: _builtins.int
+    used_blocks: _builtins.int
+    @_builtins.property
+    def quota(self) -> Global___Quota: ...
+    def __init__(
+        self,
+        *,
+        quota: Global___Quota | None = ...,
+        used_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["quota", b"quota"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["quota", b"quota", "used_blocks", b"used_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuotaUse: _TypeAlias = QuotaUse  # noqa: Y015
+
+@_typing.final
+class ListKeysRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFIX_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    prefix: _builtins.bytes
+    after: _builtins.bytes
+    """go on behind this key"""
+    limit: _builtins.int
+    def __init__(
+        self,
+        *,
+        prefix: _builtins.bytes = ...,
+        after: _builtins.bytes = ...,
+        limit: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "limit", b"limit", "prefix", b"prefix"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListKeysRequest: _TypeAlias = ListKeysRequest  # noqa: Y015
+
+@_typing.final
+class ListKeysResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    NEXT_FIELD_NUMBER: _builtins.int
+    keys: _builtins.bytes
+    """in no order that lasts; empty: no more"""
+    next: _builtins.bytes
+    """`after` of the next call; empty: this was the end"""
+    def __init__(
+        self,
+        *,
+        keys: _builtins.bytes = ...,
+        next: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "next", b"next"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListKeysResponse: _TypeAlias = ListKeysResponse  # noqa: Y015
 
 @_typing.final
 class ListMembersRequest(_message.Message):

@@ -76,6 +76,56 @@ class StoreMasterStub:
                 request_serializer=kvmesh_dot_v1_dot_store__pb2.GetStoreStatusRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_store__pb2.GetStoreStatusResponse.FromString,
                 _registered_method=True)
+        self.Find = channel.unary_unary(
+                '/kvmesh.v1.StoreMaster/Find',
+                request_serializer=kvmesh_dot_v1_dot_store__pb2.FindRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_store__pb2.FindResponse.FromString,
+                _registered_method=True)
+        self.Grant = channel.unary_unary(
+                '/kvmesh.v1.StoreMaster/Grant',
+                request_serializer=kvmesh_dot_v1_dot_store__pb2.GrantRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_store__pb2.GrantResponse.FromString,
+                _registered_method=True)
+        self.Bind = channel.unary_unary(
+                '/kvmesh.v1.StoreMaster/Bind',
+                request_serializer=kvmesh_dot_v1_dot_store__pb2.BindRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_store__pb2.BindResponse.FromString,
+                _registered_method=True)
+        self.Resolve = channel.unary_unary(
+                '/kvmesh.v1.StoreMaster/Resolve',
+                request_serializer=kvmesh_dot_v1_dot_store__pb2.ResolveRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_store__pb2.ResolveResponse.FromString,
+                _registered_method=True)
+        self.ChangeReplica = channel.unary_unary(
+                '/kvmesh.v1.StoreMaster/ChangeReplica',
+                request_serializer=kvmesh_dot_v1_dot_store__pb2.ChangeReplicaRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_store__pb2.ChangeReplicaResponse.FromString,
+                _registered_method=True)
+        self.Remove = channel.unary_unary(
+                '/kvmesh.v1.StoreMaster/Remove',
+                request_serializer=kvmesh_dot_v1_dot_store__pb2.RemoveRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_store__pb2.RemoveResponse.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/kvmesh.v1.StoreMaster/Drain',
+                request_serializer=kvmesh_dot_v1_dot_store__pb2.DrainRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_store__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.SetQuota = channel.unary_unary(
+                '/kvmesh.v1.StoreMaster/SetQuota',
+                request_serializer=kvmesh_dot_v1_dot_store__pb2.SetQuotaRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_store__pb2.SetQuotaResponse.FromString,
+                _registered_method=True)
+        self.ListQuotas = channel.unary_unary(
+                '/kvmesh.v1.StoreMaster/ListQuotas',
+                request_serializer=kvmesh_dot_v1_dot_store__pb2.ListQuotasRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_store__pb2.ListQuotasResponse.FromString,
+                _registered_method=True)
+        self.ListKeys = channel.unary_unary(
+                '/kvmesh.v1.StoreMaster/ListKeys',
+                request_serializer=kvmesh_dot_v1_dot_store__pb2.ListKeysRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_store__pb2.ListKeysResponse.FromString,
+                _registered_method=True)
 
 
 class StoreMasterServicer:
@@ -137,6 +187,72 @@ class StoreMasterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Find(self, request, context):
+        """Where blocks can be had: as Lookup, with addresses, nodes, tiers and what the holders last said of their load.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Grant(self, request, context):
+        """A range of numbers nobody else ever gets (for keys of the public client that are not content-derived).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Bind(self, request, context):
+        """Names of the public client: the first binding of a name stands until it is unbound or its block is nowhere.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resolve(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ChangeReplica(self, request, context):
+        """How many nodes should hold a block (copies are pulled by their receivers; fewer: the others are told to remove it).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Remove(self, request, context):
+        """Remove blocks everywhere: who acknowledged will miss from then on; who did not hears of it before it announces again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Move what only this node holds to others, then say so. The node stays a member and takes no more copies.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetQuota(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListQuotas(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListKeys(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StoreMasterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -179,6 +295,56 @@ def add_StoreMasterServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=kvmesh_dot_v1_dot_store__pb2.GetStoreStatusRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_store__pb2.GetStoreStatusResponse.SerializeToString,
+            ),
+            'Find': grpc.unary_unary_rpc_method_handler(
+                    servicer.Find,
+                    request_deserializer=kvmesh_dot_v1_dot_store__pb2.FindRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_store__pb2.FindResponse.SerializeToString,
+            ),
+            'Grant': grpc.unary_unary_rpc_method_handler(
+                    servicer.Grant,
+                    request_deserializer=kvmesh_dot_v1_dot_store__pb2.GrantRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_store__pb2.GrantResponse.SerializeToString,
+            ),
+            'Bind': grpc.unary_unary_rpc_method_handler(
+                    servicer.Bind,
+                    request_deserializer=kvmesh_dot_v1_dot_store__pb2.BindRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_store__pb2.BindResponse.SerializeToString,
+            ),
+            'Resolve': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resolve,
+                    request_deserializer=kvmesh_dot_v1_dot_store__pb2.ResolveRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_store__pb2.ResolveResponse.SerializeToString,
+            ),
+            'ChangeReplica': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeReplica,
+                    request_deserializer=kvmesh_dot_v1_dot_store__pb2.ChangeReplicaRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_store__pb2.ChangeReplicaResponse.SerializeToString,
+            ),
+            'Remove': grpc.unary_unary_rpc_method_handler(
+                    servicer.Remove,
+                    request_deserializer=kvmesh_dot_v1_dot_store__pb2.RemoveRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_store__pb2.RemoveResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=kvmesh_dot_v1_dot_store__pb2.DrainRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_store__pb2.DrainResponse.SerializeToString,
+            ),
+            'SetQuota': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetQuota,
+                    request_deserializer=kvmesh_dot_v1_dot_store__pb2.SetQuotaRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_store__pb2.SetQuotaResponse.SerializeToString,
+            ),
+            'ListQuotas': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListQuotas,
+                    request_deserializer=kvmesh_dot_v1_dot_store__pb2.ListQuotasRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_store__pb2.ListQuotasResponse.SerializeToString,
+            ),
+            'ListKeys': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListKeys,
+                    request_deserializer=kvmesh_dot_v1_dot_store__pb2.ListKeysRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_store__pb2.ListKeysResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -399,6 +565,276 @@ class StoreMaster:
             '/kvmesh.v1.StoreMaster/GetStatus',
             kvmesh_dot_v1_dot_store__pb2.GetStoreStatusRequest.SerializeToString,
             kvmesh_dot_v1_dot_store__pb2.GetStoreStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Find(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.StoreMaster/Find',
+            kvmesh_dot_v1_dot_store__pb2.FindRequest.SerializeToString,
+            kvmesh_dot_v1_dot_store__pb2.FindResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Grant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.StoreMaster/Grant',
+            kvmesh_dot_v1_dot_store__pb2.GrantRequest.SerializeToString,
+            kvmesh_dot_v1_dot_store__pb2.GrantResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Bind(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.StoreMaster/Bind',
+            kvmesh_dot_v1_dot_store__pb2.BindRequest.SerializeToString,
+            kvmesh_dot_v1_dot_store__pb2.BindResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resolve(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.StoreMaster/Resolve',
+            kvmesh_dot_v1_dot_store__pb2.ResolveRequest.SerializeToString,
+            kvmesh_dot_v1_dot_store__pb2.ResolveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeReplica(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.StoreMaster/ChangeReplica',
+            kvmesh_dot_v1_dot_store__pb2.ChangeReplicaRequest.SerializeToString,
+            kvmesh_dot_v1_dot_store__pb2.ChangeReplicaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Remove(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.StoreMaster/Remove',
+            kvmesh_dot_v1_dot_store__pb2.RemoveRequest.SerializeToString,
+            kvmesh_dot_v1_dot_store__pb2.RemoveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.StoreMaster/Drain',
+            kvmesh_dot_v1_dot_store__pb2.DrainRequest.SerializeToString,
+            kvmesh_dot_v1_dot_store__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetQuota(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.StoreMaster/SetQuota',
+            kvmesh_dot_v1_dot_store__pb2.SetQuotaRequest.SerializeToString,
+            kvmesh_dot_v1_dot_store__pb2.SetQuotaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListQuotas(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.StoreMaster/ListQuotas',
+            kvmesh_dot_v1_dot_store__pb2.ListQuotasRequest.SerializeToString,
+            kvmesh_dot_v1_dot_store__pb2.ListQuotasResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListKeys(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.StoreMaster/ListKeys',
+            kvmesh_dot_v1_dot_store__pb2.ListKeysRequest.SerializeToString,
+            kvmesh_dot_v1_dot_store__pb2.ListKeysResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -50,6 +50,22 @@ class StoreMasterStub:
     """
     Lookup: _grpc.UnaryUnaryMultiCallable[_store_pb2.LookupRequest, _store_pb2.LookupResponse]
     GetStatus: _grpc.UnaryUnaryMultiCallable[_store_pb2.GetStoreStatusRequest, _store_pb2.GetStoreStatusResponse]
+    Find: _grpc.UnaryUnaryMultiCallable[_store_pb2.FindRequest, _store_pb2.FindResponse]
+    """Where blocks can be had: as Lookup, with addresses, nodes, tiers and what the holders last said of their load."""
+    Grant: _grpc.UnaryUnaryMultiCallable[_store_pb2.GrantRequest, _store_pb2.GrantResponse]
+    """A range of numbers nobody else ever gets (for keys of the public client that are not content-derived)."""
+    Bind: _grpc.UnaryUnaryMultiCallable[_store_pb2.BindRequest, _store_pb2.BindResponse]
+    """Names of the public client: the first binding of a name stands until it is unbound or its block is nowhere."""
+    Resolve: _grpc.UnaryUnaryMultiCallable[_store_pb2.ResolveRequest, _store_pb2.ResolveResponse]
+    ChangeReplica: _grpc.UnaryUnaryMultiCallable[_store_pb2.ChangeReplicaRequest, _store_pb2.ChangeReplicaResponse]
+    """How many nodes should hold a block (copies are pulled by their receivers; fewer: the others are told to remove it)."""
+    Remove: _grpc.UnaryUnaryMultiCallable[_store_pb2.RemoveRequest, _store_pb2.RemoveResponse]
+    """Remove blocks everywhere: who acknowledged will miss from then on; who did not hears of it before it announces again."""
+    Drain: _grpc.UnaryUnaryMultiCallable[_store_pb2.DrainRequest, _store_pb2.DrainResponse]
+    """Move what only this node holds to others, then say so. The node stays a member and takes no more copies."""
+    SetQuota: _grpc.UnaryUnaryMultiCallable[_store_pb2.SetQuotaRequest, _store_pb2.SetQuotaResponse]
+    ListQuotas: _grpc.UnaryUnaryMultiCallable[_store_pb2.ListQuotasRequest, _store_pb2.ListQuotasResponse]
+    ListKeys: _grpc.UnaryUnaryMultiCallable[_store_pb2.ListKeysRequest, _store_pb2.ListKeysResponse]
 
 @_typing.type_check_only
 class StoreMasterAsyncStub(StoreMasterStub):
@@ -73,6 +89,22 @@ class StoreMasterAsyncStub(StoreMasterStub):
     """
     Lookup: _aio.UnaryUnaryMultiCallable[_store_pb2.LookupRequest, _store_pb2.LookupResponse]  # type: ignore[assignment]
     GetStatus: _aio.UnaryUnaryMultiCallable[_store_pb2.GetStoreStatusRequest, _store_pb2.GetStoreStatusResponse]  # type: ignore[assignment]
+    Find: _aio.UnaryUnaryMultiCallable[_store_pb2.FindRequest, _store_pb2.FindResponse]  # type: ignore[assignment]
+    """Where blocks can be had: as Lookup, with addresses, nodes, tiers and what the holders last said of their load."""
+    Grant: _aio.UnaryUnaryMultiCallable[_store_pb2.GrantRequest, _store_pb2.GrantResponse]  # type: ignore[assignment]
+    """A range of numbers nobody else ever gets (for keys of the public client that are not content-derived)."""
+    Bind: _aio.UnaryUnaryMultiCallable[_store_pb2.BindRequest, _store_pb2.BindResponse]  # type: ignore[assignment]
+    """Names of the public client: the first binding of a name stands until it is unbound or its block is nowhere."""
+    Resolve: _aio.UnaryUnaryMultiCallable[_store_pb2.ResolveRequest, _store_pb2.ResolveResponse]  # type: ignore[assignment]
+    ChangeReplica: _aio.UnaryUnaryMultiCallable[_store_pb2.ChangeReplicaRequest, _store_pb2.ChangeReplicaResponse]  # type: ignore[assignment]
+    """How many nodes should hold a block (copies are pulled by their receivers; fewer: the others are told to remove it)."""
+    Remove: _aio.UnaryUnaryMultiCallable[_store_pb2.RemoveRequest, _store_pb2.RemoveResponse]  # type: ignore[assignment]
+    """Remove blocks everywhere: who acknowledged will miss from then on; who did not hears of it before it announces again."""
+    Drain: _aio.UnaryUnaryMultiCallable[_store_pb2.DrainRequest, _store_pb2.DrainResponse]  # type: ignore[assignment]
+    """Move what only this node holds to others, then say so. The node stays a member and takes no more copies."""
+    SetQuota: _aio.UnaryUnaryMultiCallable[_store_pb2.SetQuotaRequest, _store_pb2.SetQuotaResponse]  # type: ignore[assignment]
+    ListQuotas: _aio.UnaryUnaryMultiCallable[_store_pb2.ListQuotasRequest, _store_pb2.ListQuotasResponse]  # type: ignore[assignment]
+    ListKeys: _aio.UnaryUnaryMultiCallable[_store_pb2.ListKeysRequest, _store_pb2.ListKeysResponse]  # type: ignore[assignment]
 
 class StoreMasterServicer(metaclass=_abc_1.ABCMeta):
     """The store master: who lives (the only truth about that), and which node store holds which block. All of it is soft
@@ -141,5 +173,81 @@ class StoreMasterServicer(metaclass=_abc_1.ABCMeta):
         request: _store_pb2.GetStoreStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.GetStoreStatusResponse, _abc.Awaitable[_store_pb2.GetStoreStatusResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Find(
+        self,
+        request: _store_pb2.FindRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.FindResponse, _abc.Awaitable[_store_pb2.FindResponse]]:
+        """Where blocks can be had: as Lookup, with addresses, nodes, tiers and what the holders last said of their load."""
+
+    @_abc_1.abstractmethod
+    def Grant(
+        self,
+        request: _store_pb2.GrantRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.GrantResponse, _abc.Awaitable[_store_pb2.GrantResponse]]:
+        """A range of numbers nobody else ever gets (for keys of the public client that are not content-derived)."""
+
+    @_abc_1.abstractmethod
+    def Bind(
+        self,
+        request: _store_pb2.BindRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.BindResponse, _abc.Awaitable[_store_pb2.BindResponse]]:
+        """Names of the public client: the first binding of a name stands until it is unbound or its block is nowhere."""
+
+    @_abc_1.abstractmethod
+    def Resolve(
+        self,
+        request: _store_pb2.ResolveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.ResolveResponse, _abc.Awaitable[_store_pb2.ResolveResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ChangeReplica(
+        self,
+        request: _store_pb2.ChangeReplicaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.ChangeReplicaResponse, _abc.Awaitable[_store_pb2.ChangeReplicaResponse]]:
+        """How many nodes should hold a block (copies are pulled by their receivers; fewer: the others are told to remove it)."""
+
+    @_abc_1.abstractmethod
+    def Remove(
+        self,
+        request: _store_pb2.RemoveRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.RemoveResponse, _abc.Awaitable[_store_pb2.RemoveResponse]]:
+        """Remove blocks everywhere: who acknowledged will miss from then on; who did not hears of it before it announces again."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _store_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.DrainResponse, _abc.Awaitable[_store_pb2.DrainResponse]]:
+        """Move what only this node holds to others, then say so. The node stays a member and takes no more copies."""
+
+    @_abc_1.abstractmethod
+    def SetQuota(
+        self,
+        request: _store_pb2.SetQuotaRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.SetQuotaResponse, _abc.Awaitable[_store_pb2.SetQuotaResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ListQuotas(
+        self,
+        request: _store_pb2.ListQuotasRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.ListQuotasResponse, _abc.Awaitable[_store_pb2.ListQuotasResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def ListKeys(
+        self,
+        request: _store_pb2.ListKeysRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.ListKeysResponse, _abc.Awaitable[_store_pb2.ListKeysResponse]]: ...
 
 def add_StoreMasterServicer_to_server(servicer: StoreMasterServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
