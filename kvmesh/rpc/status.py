@@ -71,7 +71,9 @@ def from_detail(detail: common_pb2.ErrorDetail) -> KvmeshError:
     """The named error of `detail`; a code this build does not know becomes Unavailable or InternalError."""
     cls = BY_CODE.get(detail.code) or (Unavailable if detail.retryable else InternalError)
     if cls is NotLeader:
-        return NotLeader(detail.message, leader=detail.leader, retry_after_ms=detail.retry_after_ms)
+        return NotLeader(
+            detail.message, leader=detail.leader, field=detail.field or None, retry_after_ms=detail.retry_after_ms
+        )
     return cls(detail.message, field=detail.field or None, retry_after_ms=detail.retry_after_ms)
 
 
