@@ -43,7 +43,7 @@ up: $(RUN) ## start a mesh here and ask it something
 	@exec $(BIN)/kvmesh up $(ARGS)
 
 test: $(DEV) ## run all tests that this machine can run
-	@$(BIN)/python -m pytest -q $(ARGS)
+	@$(BIN)/python scripts/run_tests.py $(ARGS)
 
 check: $(DEV) ## style, types, imports, generated code, released fields
 	@$(BIN)/ruff check .
