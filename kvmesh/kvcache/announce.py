@@ -11,17 +11,29 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
-from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.kvcache.store_stats import Changes
 
 MAX_KEYS = 65_536  # in one announcement, whoever makes it: 1 MiB
 BATCH_KEYS = 8_192  # what we put into one: some milliseconds of everybody's event loop
 
 
+class Source(Protocol):
+    """What is announced: a node store, one of its lower tiers, or several stores as one."""
+
+    def take_changes(self) -> Changes:
+        """How `keys` differs from what it was at the last call; the first call: from none."""
+
+    def keys(self) -> Sequence[bytes]:
+        """All that is held now, each once."""
+
+
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """One message about one node store; keys have 16 bytes. A batch: remove `removed`, then add `sealed`. A part of a
-    snapshot: `sealed` is some of what there is, `more` says whether parts follow."""
+    """One message about one node store or one lower tier of it, by `tiers.store_name`; keys have 16 bytes. A batch:
+    remove `removed`, then add `sealed`. A part of a snapshot: `sealed` is some of what there is, `more` says whether
+    parts follow."""
 
     store_id: str
     incarnation: int
@@ -50,11 +62,11 @@ def snapshot_parts(
 
 
 class Announcer:
-    """What one life of one node store says to the master, one announcement on its way at a time.
+    """What one life of one node store, or of one tier of it, says to the master, one announcement on its way at a time.
 
     `next` → send → `acked` or `failed`, again and again. It alone calls the store's `take_changes`."""
 
-    def __init__(self, store_id: str, incarnation: int, store: NodeStore, *, max_keys: int = BATCH_KEYS) -> None:
+    def __init__(self, store_id: str, incarnation: int, store: Source, *, max_keys: int = BATCH_KEYS) -> None:
         self._blank = Announcement(store_id, incarnation, 0)
         self._store = store
         self._max_keys = max_keys

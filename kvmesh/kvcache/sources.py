@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvmesh.kvcache.tiers import Tier
 from kvmesh.transfer import TrafficClass
 
 
 @dataclass(frozen=True, slots=True)
 class PullRange:
-    """Prompt blocks [first_block, first_block + blocks) lie sealed in the node store of this life of this instance."""
+    """Prompt blocks [first_block, first_block + blocks) lie sealed in the node store of this life of this instance, in
+    this tier of it. Where that is the very instance that is told, they are to be read from its own lower tier."""
 
     instance_id: str
     address: str  # host:port of its gRPC server
     incarnation: int
     first_block: int
     blocks: int
+    tier: Tier = Tier.DRAM
 
 
 @dataclass(frozen=True, slots=True)

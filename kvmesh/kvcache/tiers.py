@@ -4,6 +4,7 @@ itself, under the name that `store_name` gives, with its own seq and snapshots."
 from __future__ import annotations
 
 import enum
+import functools
 
 MARK = "#"  # in no store id
 
@@ -21,6 +22,12 @@ def store_name(store_id: str, tier: Tier) -> str:
     return store_id if tier is Tier.DRAM else f"{store_id}{MARK}{tier.name.lower()}"
 
 
+def store_names(store_id: str) -> tuple[str, ...]:
+    """Of all tiers of a node, the fastest first."""
+    return tuple(store_name(store_id, tier) for tier in Tier)
+
+
+@functools.lru_cache(maxsize=16_384)
 def split_name(name: str) -> tuple[str, Tier]:
     """The inverse of `store_name`. ValueError: no such tier."""
     store_id, mark, tier = name.partition(MARK)
@@ -30,3 +37,11 @@ def split_name(name: str) -> tuple[str, Tier]:
         return store_id, Tier[tier.upper()]
     except KeyError:
         raise ValueError(f"store name {name!r}: no tier {tier!r}") from None
+
+
+def tier_of(number: int) -> Tier | None:
+    """What a number of `kvmesh.v1.Tier` says; 0 is DRAM. None: it names no tier."""
+    try:
+        return Tier(number or Tier.DRAM)
+    except ValueError:
+        return None

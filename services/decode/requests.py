@@ -10,6 +10,7 @@ from typing import Any
 
 from kvmesh.kvcache import keys
 from kvmesh.kvcache.sources import PullRange
+from kvmesh.kvcache.tiers import Tier, tier_of
 from kvmesh.node.messages import Sampling
 from kvmesh.rpc.errors import ContextTooLong, InvalidRequest, ModelNotFound, Unavailable
 from kvmesh.rpc.pb import common_pb2, decode_pb2
@@ -96,7 +97,7 @@ def _check_address(start: decode_pb2.StartRequest, instance: Instance) -> None:
 
 
 def _pulls(start: decode_pb2.StartRequest, blocks: int, instance: Instance) -> tuple[PullRange, ...]:
-    """What decode is to fetch. What it is told to fetch from itself it has, or has not: no range."""
+    """What decode is to fetch. What it is told to fetch from its own memory it has, or has not: no range."""
     field, found = "placement.decode_pulls", []
     if len(start.placement.decode_pulls) > MAX_PULL_RANGES:
         why = f"ranges; at most {MAX_PULL_RANGES}"
@@ -110,9 +111,12 @@ def _pulls(start: decode_pb2.StartRequest, blocks: int, instance: Instance) -> t
             raise InvalidRequest.of(f"{field}.holder.address", "", "where its blocks lie")
         if not holder.incarnation:
             raise InvalidRequest.of(f"{field}.holder.incarnation", 0, "which life of it holds them")
-        if holder.instance_id != instance.ref.instance_id:
+        tier = tier_of(r.tier)
+        if tier is None:
+            raise InvalidRequest.of(f"{field}.tier", r.tier, "no such tier")
+        if holder.instance_id != instance.ref.instance_id or tier is not Tier.DRAM:
             where = (holder.instance_id, holder.address, holder.incarnation)
-            found.append(PullRange(*where, r.first_block, r.blocks))
+            found.append(PullRange(*where, r.first_block, r.blocks, tier))
     return tuple(found)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from kvmesh.kvcache import keys
 from kvmesh.kvcache.sources import PullRange
+from kvmesh.kvcache.tiers import Tier, tier_of
 from kvmesh.node import messages as m
 from kvmesh.rpc.errors import InvalidRequest, ModelNotFound
 from kvmesh.rpc.pb import common_pb2 as pb_common
@@ -71,8 +72,13 @@ def pulls_in(ranges: Sequence[pb_common.PullRange], blocks: int, own: str) -> tu
         if r.first_block + r.blocks > blocks:
             end = r.first_block + r.blocks
             raise InvalidRequest.of(f"{at}.blocks", r.blocks, f"ends at block {end}, the prompt has {blocks} full ones")
-        if holder.instance_id != own:
-            found.append(PullRange(holder.instance_id, holder.address, holder.incarnation, r.first_block, r.blocks))
+        tier = tier_of(r.tier)
+        if tier is None:
+            raise InvalidRequest.of(f"{at}.tier", r.tier, "no such tier")
+        # What lies in its own memory it finds by itself.
+        if holder.instance_id != own or tier is not Tier.DRAM:
+            where = holder.instance_id, holder.address, holder.incarnation
+            found.append(PullRange(*where, r.first_block, r.blocks, tier))
     return tuple(found)
 
 

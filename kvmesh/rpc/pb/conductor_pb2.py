@@ -23,55 +23,58 @@ _sym_db = _symbol_database.Default()
 
 
 from kvmesh.rpc.pb import common_pb2 as kvmesh_dot_v1_dot_common__pb2
+from kvmesh.rpc.pb import store_pb2 as kvmesh_dot_v1_dot_store__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvmesh/v1/conductor.proto\x12\tkvmesh.v1\x1a\x16kvmesh/v1/common.proto\"\x85\x02\n\x17RegisterInstanceRequest\x12\x34\n\x10protocol_version\x18\x01 \x01(\x0e\x32\x1a.kvmesh.v1.ProtocolVersion\x12(\n\x08instance\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x1d\n\x04role\x18\x03 \x01(\x0e\x32\x0f.kvmesh.v1.Role\x12\x0f\n\x07node_id\x18\x04 \x01(\t\x12#\n\x05model\x18\x05 \x01(\x0b\x32\x14.kvmesh.v1.ModelCard\x12\x17\n\x0f\x63\x61pacity_blocks\x18\x06 \x01(\r\x12\x1c\n\x14max_running_requests\x18\x07 \x01(\r\"K\n\x18RegisterInstanceResponse\x12\x1d\n\x15heartbeat_interval_ms\x18\x01 \x01(\r\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\"\x93\x02\n\x10HeartbeatRequest\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x0b\n\x03seq\x18\x02 \x01(\x06\x12\r\n\x05ready\x18\x03 \x01(\x08\x12\x1d\n\x04load\x18\x04 \x01(\x0b\x32\x0f.kvmesh.v1.Load\x12\x31\n\x0fprefill_samples\x18\x05 \x03(\x0b\x32\x18.kvmesh.v1.PrefillSample\x12/\n\x0e\x64\x65\x63ode_samples\x18\x06 \x03(\x0b\x32\x17.kvmesh.v1.DecodeSample\x12\x1c\n\x14\x66inished_request_ids\x18\x07 \x03(\t\x12\x18\n\x10not_ready_reason\x18\x08 \x01(\t\"\xd6\x02\n\x04Load\x12\x17\n\x0fqueued_requests\x18\x01 \x01(\r\x12\x15\n\rqueued_tokens\x18\x02 \x01(\r\x12\x18\n\x10running_requests\x18\x03 \x01(\r\x12\x12\n\nfree_pages\x18\x04 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x05 \x01(\x04\x12\x14\n\x0c\x66ree_extents\x18\x06 \x01(\r\x12\x18\n\x10waiting_requests\x18\x07 \x01(\r\x12\x14\n\x0cstore_blocks\x18\x08 \x01(\r\x12\x16\n\x0estore_capacity\x18\t \x01(\r\x12\x15\n\rprompt_tokens\x18\n \x01(\x04\x12\x19\n\x11\x64\x65vice_hit_tokens\x18\x0b \x01(\x04\x12\x17\n\x0fhost_hit_tokens\x18\x0c \x01(\x04\x12\x19\n\x11remote_hit_tokens\x18\r \x01(\x04\x12\x14\n\x0cpulled_bytes\x18\x0e \x01(\x04\"\xd1\x01\n\rPrefillSample\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x13\n\x0b\x64uration_us\x18\x04 \x01(\x04\x12\x16\n\x0etransfer_bytes\x18\x05 \x01(\x04\x12\x13\n\x0btransfer_us\x18\x06 \x01(\x04\x12\x15\n\rpulled_tokens\x18\x07 \x01(\r\x12\x12\n\npull_bytes\x18\x08 \x01(\x04\x12\x0f\n\x07pull_us\x18\t \x01(\x04\"J\n\x0c\x44\x65\x63odeSample\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\x04\x12\x13\n\x0b\x64uration_us\x18\x03 \x01(\x04\"\x13\n\x11HeartbeatResponse\"\xdb\x01\n\x0fScheduleRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05model\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x12\n\nblock_keys\x18\x06 \x01(\x0c\x12\x13\n\x0bttft_slo_ms\x18\x07 \x01(\r\x12\x12\n\ntbt_slo_ms\x18\x08 \x01(\r\x12\x10\n\x08priority\x18\t \x01(\x11\x12\x1a\n\x12\x61void_instance_ids\x18\n \x03(\t\"\x94\x02\n\tPlacement\x12\'\n\x07prefill\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12&\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x19\n\x11predicted_ttft_ms\x18\x03 \x01(\r\x12\x18\n\x10predicted_tbt_ms\x18\x04 \x01(\r\x12\x1f\n\x17predicted_cached_tokens\x18\x05 \x01(\r\x12\x0f\n\x07sources\x18\x06 \x01(\x0c\x12#\n\x05pulls\x18\x07 \x03(\x0b\x32\x14.kvmesh.v1.PullRange\x12*\n\x0c\x64\x65\x63ode_pulls\x18\x08 \x03(\x0b\x32\x14.kvmesh.v1.PullRange\";\n\x10ScheduleResponse\x12\'\n\tplacement\x18\x01 \x01(\x0b\x32\x14.kvmesh.v1.Placement\"\x13\n\x11ListModelsRequest\":\n\x12ListModelsResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.kvmesh.v1.ModelCard\"\x1b\n\x19GetConductorStatusRequest\"`\n\x1aGetConductorStatusResponse\x12,\n\tinstances\x18\x01 \x03(\x0b\x32\x19.kvmesh.v1.InstanceStatus\x12\x14\n\x0cstore_master\x18\x02 \x01(\t\"\xf4\x01\n\x0eInstanceStatus\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.kvmesh.v1.Role\x12\r\n\x05model\x18\x03 \x01(\t\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x18\n\x10not_ready_reason\x18\x05 \x01(\t\x12\x1d\n\x04load\x18\x06 \x01(\x0b\x32\x0f.kvmesh.v1.Load\x12\x11\n\tsilent_ms\x18\x07 \x01(\r\x12\x17\n\x0f\x63\x61pacity_blocks\x18\x08 \x01(\r\x12\x16\n\x0eindexed_blocks\x18\t \x01(\r\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"#\n\x04Term\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"\xd4\x01\n\tCandidate\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.kvmesh.v1.Role\x12\x0e\n\x06\x63hosen\x18\x03 \x01(\x08\x12\x0f\n\x07verdict\x18\x04 \x01(\t\x12\x10\n\x08score_ms\x18\x05 \x01(\x01\x12\x1e\n\x05terms\x18\x06 \x03(\x0b\x32\x0f.kvmesh.v1.Term\x12\x14\n\x0clocal_blocks\x18\x07 \x01(\r\x12\x15\n\rpulled_blocks\x18\x08 \x01(\r\"\xd1\x02\n\x0f\x45xplainResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07outcome\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x15\n\rprompt_blocks\x18\x07 \x01(\r\x12\x1a\n\x12\x62\x65st_prefix_blocks\x18\x08 \x01(\r\x12(\n\ncandidates\x18\t \x03(\x0b\x32\x14.kvmesh.v1.Candidate\x12\'\n\tplacement\x18\n \x01(\x0b\x32\x14.kvmesh.v1.Placement\x12\x0e\n\x06\x61ge_ms\x18\x0b \x01(\r\x12\x15\n\rcached_tokens\x18\x0c \x01(\r\x12\x12\n\nprefill_ms\x18\r \x01(\r\x12\x10\n\x08reported\x18\x0e \x01(\x08*\x87\x01\n\x0b\x42lockSource\x12\x1c\n\x18\x42LOCK_SOURCE_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x42LOCK_SOURCE_PREFILL_PUSHES\x10\x01\x12\x1a\n\x16\x42LOCK_SOURCE_AT_DECODE\x10\x02\x12\x1d\n\x19\x42LOCK_SOURCE_DECODE_PULLS\x10\x03\x32\xd4\x03\n\tConductor\x12S\n\x08Register\x12\".kvmesh.v1.RegisterInstanceRequest\x1a#.kvmesh.v1.RegisterInstanceResponse\x12\x46\n\tHeartbeat\x12\x1b.kvmesh.v1.HeartbeatRequest\x1a\x1c.kvmesh.v1.HeartbeatResponse\x12\x43\n\x08Schedule\x12\x1a.kvmesh.v1.ScheduleRequest\x1a\x1b.kvmesh.v1.ScheduleResponse\x12I\n\nListModels\x12\x1c.kvmesh.v1.ListModelsRequest\x1a\x1d.kvmesh.v1.ListModelsResponse\x12X\n\tGetStatus\x12$.kvmesh.v1.GetConductorStatusRequest\x1a%.kvmesh.v1.GetConductorStatusResponse\x12@\n\x07\x45xplain\x12\x19.kvmesh.v1.ExplainRequest\x1a\x1a.kvmesh.v1.ExplainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvmesh/v1/conductor.proto\x12\tkvmesh.v1\x1a\x16kvmesh/v1/common.proto\x1a\x15kvmesh/v1/store.proto\"\x85\x02\n\x17RegisterInstanceRequest\x12\x34\n\x10protocol_version\x18\x01 \x01(\x0e\x32\x1a.kvmesh.v1.ProtocolVersion\x12(\n\x08instance\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x1d\n\x04role\x18\x03 \x01(\x0e\x32\x0f.kvmesh.v1.Role\x12\x0f\n\x07node_id\x18\x04 \x01(\t\x12#\n\x05model\x18\x05 \x01(\x0b\x32\x14.kvmesh.v1.ModelCard\x12\x17\n\x0f\x63\x61pacity_blocks\x18\x06 \x01(\r\x12\x1c\n\x14max_running_requests\x18\x07 \x01(\r\"K\n\x18RegisterInstanceResponse\x12\x1d\n\x15heartbeat_interval_ms\x18\x01 \x01(\r\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\"\xb8\x02\n\x10HeartbeatRequest\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x0b\n\x03seq\x18\x02 \x01(\x06\x12\r\n\x05ready\x18\x03 \x01(\x08\x12\x1d\n\x04load\x18\x04 \x01(\x0b\x32\x0f.kvmesh.v1.Load\x12\x31\n\x0fprefill_samples\x18\x05 \x03(\x0b\x32\x18.kvmesh.v1.PrefillSample\x12/\n\x0e\x64\x65\x63ode_samples\x18\x06 \x03(\x0b\x32\x17.kvmesh.v1.DecodeSample\x12\x1c\n\x14\x66inished_request_ids\x18\x07 \x03(\t\x12\x18\n\x10not_ready_reason\x18\x08 \x01(\t\x12#\n\x05tiers\x18\t \x03(\x0b\x32\x14.kvmesh.v1.TierUsage\"\xd6\x02\n\x04Load\x12\x17\n\x0fqueued_requests\x18\x01 \x01(\r\x12\x15\n\rqueued_tokens\x18\x02 \x01(\r\x12\x18\n\x10running_requests\x18\x03 \x01(\r\x12\x12\n\nfree_pages\x18\x04 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x05 \x01(\x04\x12\x14\n\x0c\x66ree_extents\x18\x06 \x01(\r\x12\x18\n\x10waiting_requests\x18\x07 \x01(\r\x12\x14\n\x0cstore_blocks\x18\x08 \x01(\r\x12\x16\n\x0estore_capacity\x18\t \x01(\r\x12\x15\n\rprompt_tokens\x18\n \x01(\x04\x12\x19\n\x11\x64\x65vice_hit_tokens\x18\x0b \x01(\x04\x12\x17\n\x0fhost_hit_tokens\x18\x0c \x01(\x04\x12\x19\n\x11remote_hit_tokens\x18\r \x01(\x04\x12\x14\n\x0cpulled_bytes\x18\x0e \x01(\x04\"\xd1\x01\n\rPrefillSample\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x13\n\x0b\x64uration_us\x18\x04 \x01(\x04\x12\x16\n\x0etransfer_bytes\x18\x05 \x01(\x04\x12\x13\n\x0btransfer_us\x18\x06 \x01(\x04\x12\x15\n\rpulled_tokens\x18\x07 \x01(\r\x12\x12\n\npull_bytes\x18\x08 \x01(\x04\x12\x0f\n\x07pull_us\x18\t \x01(\x04\"J\n\x0c\x44\x65\x63odeSample\x12\r\n\x05\x62\x61tch\x18\x01 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\x04\x12\x13\n\x0b\x64uration_us\x18\x03 \x01(\x04\"\x13\n\x11HeartbeatResponse\"\xdb\x01\n\x0fScheduleRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05model\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x12\n\nblock_keys\x18\x06 \x01(\x0c\x12\x13\n\x0bttft_slo_ms\x18\x07 \x01(\r\x12\x12\n\ntbt_slo_ms\x18\x08 \x01(\r\x12\x10\n\x08priority\x18\t \x01(\x11\x12\x1a\n\x12\x61void_instance_ids\x18\n \x03(\t\"\x94\x02\n\tPlacement\x12\'\n\x07prefill\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12&\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x19\n\x11predicted_ttft_ms\x18\x03 \x01(\r\x12\x18\n\x10predicted_tbt_ms\x18\x04 \x01(\r\x12\x1f\n\x17predicted_cached_tokens\x18\x05 \x01(\r\x12\x0f\n\x07sources\x18\x06 \x01(\x0c\x12#\n\x05pulls\x18\x07 \x03(\x0b\x32\x14.kvmesh.v1.PullRange\x12*\n\x0c\x64\x65\x63ode_pulls\x18\x08 \x03(\x0b\x32\x14.kvmesh.v1.PullRange\";\n\x10ScheduleResponse\x12\'\n\tplacement\x18\x01 \x01(\x0b\x32\x14.kvmesh.v1.Placement\"\x13\n\x11ListModelsRequest\":\n\x12ListModelsResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.kvmesh.v1.ModelCard\"\x1b\n\x19GetConductorStatusRequest\"`\n\x1aGetConductorStatusResponse\x12,\n\tinstances\x18\x01 \x03(\x0b\x32\x19.kvmesh.v1.InstanceStatus\x12\x14\n\x0cstore_master\x18\x02 \x01(\t\"\x9b\x02\n\x0eInstanceStatus\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.kvmesh.v1.Role\x12\r\n\x05model\x18\x03 \x01(\t\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x18\n\x10not_ready_reason\x18\x05 \x01(\t\x12\x1d\n\x04load\x18\x06 \x01(\x0b\x32\x0f.kvmesh.v1.Load\x12\x11\n\tsilent_ms\x18\x07 \x01(\r\x12\x17\n\x0f\x63\x61pacity_blocks\x18\x08 \x01(\r\x12\x16\n\x0eindexed_blocks\x18\t \x01(\r\x12%\n\x05tiers\x18\n \x03(\x0b\x32\x16.kvmesh.v1.IndexedTier\"_\n\x0bIndexedTier\x12#\n\x05usage\x18\x01 \x01(\x0b\x32\x14.kvmesh.v1.TierUsage\x12\x16\n\x0eindexed_blocks\x18\x02 \x01(\x04\x12\x13\n\x0b\x65xpected_ms\x18\x03 \x01(\x01\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"#\n\x04Term\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\"\x8a\x02\n\tCandidate\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x1d\n\x04role\x18\x02 \x01(\x0e\x32\x0f.kvmesh.v1.Role\x12\x0e\n\x06\x63hosen\x18\x03 \x01(\x08\x12\x0f\n\x07verdict\x18\x04 \x01(\t\x12\x10\n\x08score_ms\x18\x05 \x01(\x01\x12\x1e\n\x05terms\x18\x06 \x03(\x0b\x32\x0f.kvmesh.v1.Term\x12\x14\n\x0clocal_blocks\x18\x07 \x01(\r\x12\x15\n\rpulled_blocks\x18\x08 \x01(\r\x12\x15\n\rloaded_blocks\x18\t \x01(\r\x12\x1d\n\x04tier\x18\n \x01(\x0e\x32\x0f.kvmesh.v1.Tier\"\xd1\x02\n\x0f\x45xplainResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0f\n\x07outcome\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x15\n\rprompt_tokens\x18\x06 \x01(\r\x12\x15\n\rprompt_blocks\x18\x07 \x01(\r\x12\x1a\n\x12\x62\x65st_prefix_blocks\x18\x08 \x01(\r\x12(\n\ncandidates\x18\t \x03(\x0b\x32\x14.kvmesh.v1.Candidate\x12\'\n\tplacement\x18\n \x01(\x0b\x32\x14.kvmesh.v1.Placement\x12\x0e\n\x06\x61ge_ms\x18\x0b \x01(\r\x12\x15\n\rcached_tokens\x18\x0c \x01(\r\x12\x12\n\nprefill_ms\x18\r \x01(\r\x12\x10\n\x08reported\x18\x0e \x01(\x08*\x87\x01\n\x0b\x42lockSource\x12\x1c\n\x18\x42LOCK_SOURCE_UNSPECIFIED\x10\x00\x12\x1f\n\x1b\x42LOCK_SOURCE_PREFILL_PUSHES\x10\x01\x12\x1a\n\x16\x42LOCK_SOURCE_AT_DECODE\x10\x02\x12\x1d\n\x19\x42LOCK_SOURCE_DECODE_PULLS\x10\x03\x32\xd4\x03\n\tConductor\x12S\n\x08Register\x12\".kvmesh.v1.RegisterInstanceRequest\x1a#.kvmesh.v1.RegisterInstanceResponse\x12\x46\n\tHeartbeat\x12\x1b.kvmesh.v1.HeartbeatRequest\x1a\x1c.kvmesh.v1.HeartbeatResponse\x12\x43\n\x08Schedule\x12\x1a.kvmesh.v1.ScheduleRequest\x1a\x1b.kvmesh.v1.ScheduleResponse\x12I\n\nListModels\x12\x1c.kvmesh.v1.ListModelsRequest\x1a\x1d.kvmesh.v1.ListModelsResponse\x12X\n\tGetStatus\x12$.kvmesh.v1.GetConductorStatusRequest\x1a%.kvmesh.v1.GetConductorStatusResponse\x12@\n\x07\x45xplain\x12\x19.kvmesh.v1.ExplainRequest\x1a\x1a.kvmesh.v1.ExplainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvmesh.rpc.pb.conductor_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_BLOCKSOURCE']._serialized_start=2985
-  _globals['_BLOCKSOURCE']._serialized_end=3120
-  _globals['_REGISTERINSTANCEREQUEST']._serialized_start=65
-  _globals['_REGISTERINSTANCEREQUEST']._serialized_end=326
-  _globals['_REGISTERINSTANCERESPONSE']._serialized_start=328
-  _globals['_REGISTERINSTANCERESPONSE']._serialized_end=403
-  _globals['_HEARTBEATREQUEST']._serialized_start=406
-  _globals['_HEARTBEATREQUEST']._serialized_end=681
-  _globals['_LOAD']._serialized_start=684
-  _globals['_LOAD']._serialized_end=1026
-  _globals['_PREFILLSAMPLE']._serialized_start=1029
-  _globals['_PREFILLSAMPLE']._serialized_end=1238
-  _globals['_DECODESAMPLE']._serialized_start=1240
-  _globals['_DECODESAMPLE']._serialized_end=1314
-  _globals['_HEARTBEATRESPONSE']._serialized_start=1316
-  _globals['_HEARTBEATRESPONSE']._serialized_end=1335
-  _globals['_SCHEDULEREQUEST']._serialized_start=1338
-  _globals['_SCHEDULEREQUEST']._serialized_end=1557
-  _globals['_PLACEMENT']._serialized_start=1560
-  _globals['_PLACEMENT']._serialized_end=1836
-  _globals['_SCHEDULERESPONSE']._serialized_start=1838
-  _globals['_SCHEDULERESPONSE']._serialized_end=1897
-  _globals['_LISTMODELSREQUEST']._serialized_start=1899
-  _globals['_LISTMODELSREQUEST']._serialized_end=1918
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1920
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1978
-  _globals['_GETCONDUCTORSTATUSREQUEST']._serialized_start=1980
-  _globals['_GETCONDUCTORSTATUSREQUEST']._serialized_end=2007
-  _globals['_GETCONDUCTORSTATUSRESPONSE']._serialized_start=2009
-  _globals['_GETCONDUCTORSTATUSRESPONSE']._serialized_end=2105
-  _globals['_INSTANCESTATUS']._serialized_start=2108
-  _globals['_INSTANCESTATUS']._serialized_end=2352
-  _globals['_EXPLAINREQUEST']._serialized_start=2354
-  _globals['_EXPLAINREQUEST']._serialized_end=2390
-  _globals['_TERM']._serialized_start=2392
-  _globals['_TERM']._serialized_end=2427
-  _globals['_CANDIDATE']._serialized_start=2430
-  _globals['_CANDIDATE']._serialized_end=2642
-  _globals['_EXPLAINRESPONSE']._serialized_start=2645
-  _globals['_EXPLAINRESPONSE']._serialized_end=2982
-  _globals['_CONDUCTOR']._serialized_start=3123
-  _globals['_CONDUCTOR']._serialized_end=3591
+  _globals['_BLOCKSOURCE']._serialized_start=3235
+  _globals['_BLOCKSOURCE']._serialized_end=3370
+  _globals['_REGISTERINSTANCEREQUEST']._serialized_start=88
+  _globals['_REGISTERINSTANCEREQUEST']._serialized_end=349
+  _globals['_REGISTERINSTANCERESPONSE']._serialized_start=351
+  _globals['_REGISTERINSTANCERESPONSE']._serialized_end=426
+  _globals['_HEARTBEATREQUEST']._serialized_start=429
+  _globals['_HEARTBEATREQUEST']._serialized_end=741
+  _globals['_LOAD']._serialized_start=744
+  _globals['_LOAD']._serialized_end=1086
+  _globals['_PREFILLSAMPLE']._serialized_start=1089
+  _globals['_PREFILLSAMPLE']._serialized_end=1298
+  _globals['_DECODESAMPLE']._serialized_start=1300
+  _globals['_DECODESAMPLE']._serialized_end=1374
+  _globals['_HEARTBEATRESPONSE']._serialized_start=1376
+  _globals['_HEARTBEATRESPONSE']._serialized_end=1395
+  _globals['_SCHEDULEREQUEST']._serialized_start=1398
+  _globals['_SCHEDULEREQUEST']._serialized_end=1617
+  _globals['_PLACEMENT']._serialized_start=1620
+  _globals['_PLACEMENT']._serialized_end=1896
+  _globals['_SCHEDULERESPONSE']._serialized_start=1898
+  _globals['_SCHEDULERESPONSE']._serialized_end=1957
+  _globals['_LISTMODELSREQUEST']._serialized_start=1959
+  _globals['_LISTMODELSREQUEST']._serialized_end=1978
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1980
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2038
+  _globals['_GETCONDUCTORSTATUSREQUEST']._serialized_start=2040
+  _globals['_GETCONDUCTORSTATUSREQUEST']._serialized_end=2067
+  _globals['_GETCONDUCTORSTATUSRESPONSE']._serialized_start=2069
+  _globals['_GETCONDUCTORSTATUSRESPONSE']._serialized_end=2165
+  _globals['_INSTANCESTATUS']._serialized_start=2168
+  _globals['_INSTANCESTATUS']._serialized_end=2451
+  _globals['_INDEXEDTIER']._serialized_start=2453
+  _globals['_INDEXEDTIER']._serialized_end=2548
+  _globals['_EXPLAINREQUEST']._serialized_start=2550
+  _globals['_EXPLAINREQUEST']._serialized_end=2586
+  _globals['_TERM']._serialized_start=2588
+  _globals['_TERM']._serialized_end=2623
+  _globals['_CANDIDATE']._serialized_start=2626
+  _globals['_CANDIDATE']._serialized_end=2892
+  _globals['_EXPLAINRESPONSE']._serialized_start=2895
+  _globals['_EXPLAINRESPONSE']._serialized_end=3232
+  _globals['_CONDUCTOR']._serialized_start=3373
+  _globals['_CONDUCTOR']._serialized_end=3841
 # @@protoc_insertion_point(module_scope)

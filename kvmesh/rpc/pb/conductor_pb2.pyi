@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from kvmesh.rpc.pb import common_pb2 as _common_pb2
+from kvmesh.rpc.pb import store_pb2 as _store_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -115,6 +116,7 @@ class HeartbeatRequest(_message.Message):
     DECODE_SAMPLES_FIELD_NUMBER: _builtins.int
     FINISHED_REQUEST_IDS_FIELD_NUMBER: _builtins.int
     NOT_READY_REASON_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     ready: _builtins.bool
     not_ready_reason: _builtins.str
@@ -133,6 +135,10 @@ class HeartbeatRequest(_message.Message):
     def finished_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """requests that left this instance since then"""
 
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[_store_pb2.TierUsage]:
+        """of its node store, below DRAM"""
+
     def __init__(
         self,
         *,
@@ -144,10 +150,11 @@ class HeartbeatRequest(_message.Message):
         decode_samples: _abc.Iterable[Global___DecodeSample] | None = ...,
         finished_request_ids: _abc.Iterable[_builtins.str] | None = ...,
         not_ready_reason: _builtins.str = ...,
+        tiers: _abc.Iterable[_store_pb2.TierUsage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_samples", b"decode_samples", "finished_request_ids", b"finished_request_ids", "instance", b"instance", "load", b"load", "not_ready_reason", b"not_ready_reason", "prefill_samples", b"prefill_samples", "ready", b"ready", "seq", b"seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_samples", b"decode_samples", "finished_request_ids", b"finished_request_ids", "instance", b"instance", "load", b"load", "not_ready_reason", b"not_ready_reason", "prefill_samples", b"prefill_samples", "ready", b"ready", "seq", b"seq", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -512,6 +519,7 @@ class InstanceStatus(_message.Message):
     SILENT_MS_FIELD_NUMBER: _builtins.int
     CAPACITY_BLOCKS_FIELD_NUMBER: _builtins.int
     INDEXED_BLOCKS_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     model: _builtins.str
     ready: _builtins.bool
@@ -520,11 +528,15 @@ class InstanceStatus(_message.Message):
     """since its last heartbeat"""
     capacity_blocks: _builtins.int
     indexed_blocks: _builtins.int
-    """of its node store, as the index has it"""
+    """of its node store's DRAM, as the index has it"""
     @_builtins.property
     def instance(self) -> _common_pb2.InstanceRef: ...
     @_builtins.property
     def load(self) -> Global___Load: ...
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___IndexedTier]:
+        """below DRAM, where the instance has any"""
+
     def __init__(
         self,
         *,
@@ -537,14 +549,44 @@ class InstanceStatus(_message.Message):
         silent_ms: _builtins.int = ...,
         capacity_blocks: _builtins.int = ...,
         indexed_blocks: _builtins.int = ...,
+        tiers: _abc.Iterable[Global___IndexedTier] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_blocks", b"capacity_blocks", "indexed_blocks", b"indexed_blocks", "instance", b"instance", "load", b"load", "model", b"model", "not_ready_reason", b"not_ready_reason", "ready", b"ready", "role", b"role", "silent_ms", b"silent_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_blocks", b"capacity_blocks", "indexed_blocks", b"indexed_blocks", "instance", b"instance", "load", b"load", "model", b"model", "not_ready_reason", b"not_ready_reason", "ready", b"ready", "role", b"role", "silent_ms", b"silent_ms", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InstanceStatus: _TypeAlias = InstanceStatus  # noqa: Y015
+
+@_typing.final
+class IndexedTier(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    USAGE_FIELD_NUMBER: _builtins.int
+    INDEXED_BLOCKS_FIELD_NUMBER: _builtins.int
+    EXPECTED_MS_FIELD_NUMBER: _builtins.int
+    indexed_blocks: _builtins.int
+    expected_ms: _builtins.float
+    """to read one block of the instance's model, as placements count it"""
+    @_builtins.property
+    def usage(self) -> _store_pb2.TierUsage:
+        """as the instance says"""
+
+    def __init__(
+        self,
+        *,
+        usage: _store_pb2.TierUsage | None = ...,
+        indexed_blocks: _builtins.int = ...,
+        expected_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_ms", b"expected_ms", "indexed_blocks", b"indexed_blocks", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IndexedTier: _TypeAlias = IndexedTier  # noqa: Y015
 
 @_typing.final
 class ExplainRequest(_message.Message):
@@ -600,6 +642,8 @@ class Candidate(_message.Message):
     TERMS_FIELD_NUMBER: _builtins.int
     LOCAL_BLOCKS_FIELD_NUMBER: _builtins.int
     PULLED_BLOCKS_FIELD_NUMBER: _builtins.int
+    LOADED_BLOCKS_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     """what it was considered for"""
     chosen: _builtins.bool
@@ -611,6 +655,10 @@ class Candidate(_message.Message):
     """leading prompt blocks it held"""
     pulled_blocks: _builtins.int
     """further ones it would fetch"""
+    loaded_blocks: _builtins.int
+    """and those that it would read from a lower tier of its own"""
+    tier: _common_pb2.Tier.ValueType
+    """the slowest that any of these lie in, here or at their holders; 0: memory"""
     @_builtins.property
     def instance(self) -> _common_pb2.InstanceRef: ...
     @_builtins.property
@@ -626,10 +674,12 @@ class Candidate(_message.Message):
         terms: _abc.Iterable[Global___Term] | None = ...,
         local_blocks: _builtins.int = ...,
         pulled_blocks: _builtins.int = ...,
+        loaded_blocks: _builtins.int = ...,
+        tier: _common_pb2.Tier.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "instance", b"instance", "local_blocks", b"local_blocks", "pulled_blocks", b"pulled_blocks", "role", b"role", "score_ms", b"score_ms", "terms", b"terms", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "instance", b"instance", "loaded_blocks", b"loaded_blocks", "local_blocks", b"local_blocks", "pulled_blocks", b"pulled_blocks", "role", b"role", "score_ms", b"score_ms", "terms", b"terms", "tier", b"tier", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
