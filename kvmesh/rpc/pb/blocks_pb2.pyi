@@ -254,8 +254,9 @@ class PullBlocksRequest(_message.Message):
     BACKGROUND_FIELD_NUMBER: _builtins.int
     keys: _builtins.bytes
     layout: _builtins.str
-    """of the shards"""
+    """of the shards; empty: as each holder has it (it is asked), one that fits here"""
     shard_bytes: _builtins.int
+    """of each; not used when `layout` is empty"""
     timeout_ms: _builtins.int
     term: _builtins.int
     """of the master that orders it; 0: no order of a master. FAILED_PRECONDITION: a newer one is known"""
@@ -526,21 +527,33 @@ class ExistsResponse(_message.Message):
 
     TIERS_FIELD_NUMBER: _builtins.int
     NBYTES_FIELD_NUMBER: _builtins.int
+    LAYOUTS_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
     tiers: _builtins.bytes
     """one byte a key: the fastest Tier that has it, 0 not here"""
     @_builtins.property
     def nbytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of its shard, one a key, 0 not here"""
 
+    @_builtins.property
+    def layouts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """that the keys here have"""
+
+    @_builtins.property
+    def layout(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of each key: index into `layouts`; 0 too when it is not here"""
+
     def __init__(
         self,
         *,
         tiers: _builtins.bytes = ...,
         nbytes: _abc.Iterable[_builtins.int] | None = ...,
+        layouts: _abc.Iterable[_builtins.str] | None = ...,
+        layout: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["nbytes", b"nbytes", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "layouts", b"layouts", "nbytes", b"nbytes", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
