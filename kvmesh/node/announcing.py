@@ -1,4 +1,4 @@
-"""Tells the store master what this node's stores hold: one announcement on its way at a time."""
+"""Tells the store master what this node's stores hold, tier by tier: one announcement on its way at a time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from collections.abc import Callable
 import grpc.aio
 
 from kvmesh.kvcache.announce import Announcement, Announcer
+from kvmesh.kvcache.tiers import split_name
 from kvmesh.rpc import channels, status
-from kvmesh.rpc.errors import InvalidRequest, UnknownInstance
+from kvmesh.rpc.errors import InvalidRequest, KvmeshError, UnknownInstance
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 from kvmesh.telemetry import names
@@ -26,9 +27,28 @@ NOT_JOINED_S = 0.05
 REFUSED_S = 5.0
 
 
+class _Teller:
+    """One announcer, and how it fares."""
+
+    def __init__(self, announcer: Announcer) -> None:
+        self.announcer = announcer
+        self.heard_at = 0.0
+        self.not_before = 0.0
+        self._failures = 0
+
+    def heard(self, now: float) -> None:
+        self.heard_at, self._failures = now, 0
+
+    def failed(self, now: float) -> None:
+        """It waits longer each time, while the others go on."""
+        self._failures += 1
+        self.not_before = now + min(BACKOFF_S[0] * 2 ** min(self._failures, 16), BACKOFF_S[1])
+
+
 class Announcing:
-    """The loop around an `Announcer`. `joined()`: whether the master knows this incarnation, as far as we know;
-    `rejoin()`: it does not, beat soon."""
+    """The loop around the `Announcer`s of one node, one for each of its tiers; they take turns, so that the snapshot of
+    a large tier keeps no change of another waiting. `joined()`: whether the master knows this incarnation, as far as
+    we know; `rejoin()`: it does not, beat soon."""
 
     def __init__(
         self,
@@ -38,36 +58,43 @@ class Announcing:
         joined: Callable[[], bool],
         rejoin: Callable[[], None],
     ) -> None:
-        self.announcer = announcer
+        self._tellers = [_Teller(announcer)]
         self._address = address
         self._interval_s = interval_s
         self._joined = joined
         self._rejoin = rejoin
         self._channel: grpc.aio.Channel | None = None
-        self._heard_at = 0.0
         self._complained = False
+
+    def add(self, announcer: Announcer) -> None:
+        """One more tier; at any moment."""
+        self._tellers.append(_Teller(announcer))
 
     async def run(self) -> None:
         """Until cancelled."""
-        failures = 0
         try:
             while True:
                 if not self._joined():
                     await asyncio.sleep(NOT_JOINED_S)
                     continue
-                force = time.monotonic() - self._heard_at >= FORCE_S
-                word = self.announcer.next(force)
-                if word is not None and not await self._say(word):
-                    failures += 1
-                    await asyncio.sleep(min(BACKOFF_S[0] * 2 ** min(failures, 16), BACKOFF_S[1]))
-                    continue
-                failures = 0
-                if word is None or not word.more:  # parts of a snapshot follow one another at once
+                more = False
+                for teller in list(self._tellers):
+                    if self._joined():
+                        more = await self._turn(teller) or more
+                if not more:
                     await asyncio.sleep(self._interval_s)
         finally:
             await self._drop_channel()
 
-    async def _say(self, word: Announcement) -> bool:
+    async def _turn(self, teller: _Teller) -> bool:
+        """Say what it has to say, if anything; whether it goes on at once: parts of a snapshot follow one another."""
+        now = time.monotonic()
+        if now < teller.not_before:
+            return False
+        word = teller.announcer.next(now - teller.heard_at >= FORCE_S)
+        return word is not None and await self._say(word, teller) and word.more
+
+    async def _say(self, word: Announcement, teller: _Teller) -> bool:
         """Whether it was heard. Raises nothing but CancelledError."""
         if self._channel is None:
             self._channel = channels.connect(self._address)
@@ -75,37 +102,44 @@ class Announcing:
         try:
             answer = await pb_grpc.StoreMasterStub(self._channel).Announce(request, timeout=CALL_S)
         except asyncio.CancelledError:
-            self.announcer.failed()
+            teller.announcer.failed()
             raise
         except grpc.aio.AioRpcError as error:
-            cause = status.from_rpc_error(error)
-            if isinstance(cause, UnknownInstance):
-                names.NODE_ANNOUNCED.labels(outcome="unknown").inc()
-                self.announcer.restart()
-                self._rejoin()
-                return False
-            names.NODE_ANNOUNCED.labels(outcome="failed").inc()
-            if isinstance(cause, InvalidRequest):
-                # The same again would be refused again, and nothing after it be heard: all of it anew, unhurried.
-                log.error("store master at %s refuses what this node announces: %s", self._address, cause)
-                self.announcer.restart()
-                await asyncio.sleep(REFUSED_S)
-                return False
-            self.announcer.failed()
-            await self._drop_channel()  # gRPC's own reconnect back-off must not delay ours
-            if not self._complained:
-                self._complained = True
-                log.warning("store master at %s does not take announcements: %s", self._address, cause)
+            await self._failed(status.from_rpc_error(error), teller)
             return False
         except Exception:
             log.exception("announcing failed")
-            self.announcer.failed()
+            teller.announcer.failed()
+            teller.failed(time.monotonic())
             return False
         names.NODE_ANNOUNCED.labels(outcome="heard").inc()
         self._complained = False
-        self._heard_at = time.monotonic()
-        self.announcer.acked(answer.want_snapshot)
+        teller.heard(time.monotonic())
+        teller.announcer.acked(answer.want_snapshot)
         return True
+
+    async def _failed(self, cause: KvmeshError, teller: _Teller) -> None:
+        now = time.monotonic()
+        teller.failed(now)
+        if isinstance(cause, UnknownInstance):
+            names.NODE_ANNOUNCED.labels(outcome="unknown").inc()
+            for each in self._tellers:  # it has forgotten this node with all its tiers
+                each.announcer.restart()
+                each.not_before = max(each.not_before, teller.not_before)
+            self._rejoin()
+            return
+        names.NODE_ANNOUNCED.labels(outcome="failed").inc()
+        if isinstance(cause, InvalidRequest):
+            # The same again would be refused again, and nothing after it be heard: all of it anew, unhurried.
+            log.error("store master at %s refuses what this node announces: %s", self._address, cause)
+            teller.announcer.restart()
+            teller.not_before = now + REFUSED_S
+            return
+        teller.announcer.failed()
+        await self._drop_channel()  # gRPC's own reconnect back-off must not delay ours
+        if not self._complained:
+            self._complained = True
+            log.warning("store master at %s does not take announcements: %s", self._address, cause)
 
     async def _drop_channel(self) -> None:
         channel, self._channel = self._channel, None
@@ -115,8 +149,11 @@ class Announcing:
 
 
 def to_proto(word: Announcement) -> pb.Announcement:
+    """As it travels: the node's id and the tier, not the tier's name."""
+    store_id, tier = split_name(word.store_id)
     return pb.Announcement(
-        store_id=word.store_id,
+        store_id=store_id,
+        tier=tier.value,  # type: ignore[arg-type]
         incarnation=word.incarnation,
         seq=word.seq,
         sealed=b"".join(word.sealed),

@@ -16,11 +16,10 @@ import logging
 import random
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import cast
 
-from kvmesh.kvcache.announce import Announcer
-from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.kvcache.announce import Announcer, Source
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
+from kvmesh.kvcache.tiers import Tier, store_name
 from kvmesh.node import messages as m
 from kvmesh.node.announcing import Announcing
 from kvmesh.node.block_servicer import SERVICE, NodeStoreServicer, counted
@@ -72,7 +71,9 @@ class Blocks:
         self._peers = Peers(segments)
         self._pulls = Pulls(own.instance_id, ranks, segments, self._peers, lease_ms)
         # What is announced looks like one store; see `partitions.Source`.
-        self._announcer = Announcer(own.instance_id, own.incarnation, cast(NodeStore, partitions.source))
+        self._announcer = Announcer(own.instance_id, own.incarnation, partitions.source)
+        self._lower_tiers: dict[Tier, Announcer] = {}
+        self._announcing: Announcing | None = None
         self._servicer = NodeStoreServicer(self)
         self._offload: Offload | None = None
         if offload_percent < 100:
@@ -123,17 +124,27 @@ class Blocks:
 
     def start(self, registrar: Registrar, store_address: str) -> None:
         """The server listens and the address is known: announce, offload, tidy."""
-        announcing = Announcing(
+        self._announcing = announcing = Announcing(
             self._announcer,
             store_address,
             self._announce_s,
             lambda: registrar.registered["store"],
             registrar.urge_store,
         )
+        for announcer in self._lower_tiers.values():
+            announcing.add(announcer)
         self._spawn(announcing.run(), "announce")
         self._spawn(self._tidy(), "tidy node store")
         if self._offload is not None:
             self._spawn(self._offload.run(), "offload")
+
+    def announce_tier(self, tier: Tier, source: Source) -> None:
+        """Tell the master of a tier below DRAM too, from now on: in numbers and snapshots of its own. Once a tier."""
+        assert tier is not Tier.DRAM and tier not in self._lower_tiers, f"{tier.name} is announced already"
+        own = self._ref()
+        announcer = self._lower_tiers[tier] = Announcer(store_name(own.instance_id, tier), own.incarnation, source)
+        if self._announcing is not None:
+            self._announcing.add(announcer)
 
     def rank_said(self, rank: int, message: m.ToFront) -> bool:
         """Whether it was for us (the end of a read)."""

@@ -226,6 +226,8 @@ class Front:
     def _report(self, report: Callable[[], pb_conductor.HeartbeatRequest]) -> pb_conductor.HeartbeatRequest:
         beat = report()
         beat.not_ready_reason = self.not_ready_reason
+        if self.blocks is not None:
+            beat.tiers.extend(self.blocks.usage.tiers)
         return beat
 
     def urge(self) -> None:

@@ -240,6 +240,7 @@ class _ConductorPeer(_Peer):
             beat.ready, reason = False, "its report failed, see its log"
         else:
             beat.load.CopyFrom(new.load)
+            beat.tiers.extend(new.tiers)
             reason = reason or new.not_ready_reason
             self._prefill.extend(new.prefill_samples)
             self._decode.extend(new.decode_samples)
@@ -255,7 +256,7 @@ class Registrar:
     """Keeps one incarnation of one instance known to conductor and store master; a pool node (`pool_node`) to the
     master alone.
 
-    `report` returns what is new since its last call (`load` in full, samples and finished ids once, and a
+    `report` returns what is new since its last call (`load` and `tiers` in full, samples and finished ids once, and a
     `not_ready_reason`); the registrar fills in instance, seq and ready. `usage` is what the master is told of the node
     store, `on_pools` hears which pool nodes it knows. All callbacks run on the event loop and must not block."""
 

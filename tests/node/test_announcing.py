@@ -15,6 +15,7 @@ from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.node import announcing
 from kvmesh.node.announcing import Announcing
 from kvmesh.rpc.errors import InvalidRequest, Unavailable, UnknownInstance
+from kvmesh.rpc.pb import common_pb2
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 from kvmesh.rpc.server import Server
@@ -29,6 +30,7 @@ class Master(pb_grpc.StoreMasterServicer):
         self.refused: list[pb.Announcement] = []
         # For the next calls: "unknown", "unavailable", "refused", "deaf" (heard, answer lost), "want".
         self.faults: list[str] = []
+        self.refuse_tier: int | None = None
         self.blocks: set[bytes] = set()
         self.parts: set[bytes] = set()
 
@@ -37,7 +39,7 @@ class Master(pb_grpc.StoreMasterServicer):
         if fault == "unknown":
             self.blocks.clear()
             raise UnknownInstance("who are you?")
-        if fault == "refused":
+        if fault == "refused" or request.announcement.tier == self.refuse_tier:
             self.refused.append(request.announcement)
             raise InvalidRequest.of("announcement.seq", request.announcement.seq, "not this one")
         if fault == "unavailable":
@@ -154,3 +156,47 @@ def test_the_wire_form_keeps_everything() -> None:
     word = to_proto(Announcement("s", 5, 9, keys, keys[:1], True, 3, True))
     assert (word.store_id, word.incarnation, word.seq, word.part) == ("s", 5, 9, 3)
     assert (word.sealed, word.removed, word.snapshot, word.more) == (b"".join(keys), keys[0], True, True)
+    assert word.tier == common_pb2.TIER_DRAM
+    word = to_proto(Announcement("s#object", 5, 9))
+    assert (word.store_id, word.tier) == ("s", common_pb2.TIER_OBJECT)
+
+
+async def test_every_tier_has_numbers_snapshots_and_failures_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The SSD's snapshot goes on for parts, and is refused; meanwhile what DRAM has to say is heard."""
+    monkeypatch.setattr(announcing, "REFUSED_S", 60.0)
+    async with told(max_keys=3) as (teller, master):
+        teller.seal(1)
+        ssd = NodeStore(64)
+        for key in keys_of(*range(20, 40)):
+            ssd.begin([key])
+            ssd.seal(key)
+        await until(lambda: len(master.blocks) == 1)
+        teller.announcing.add(Announcer("s#ssd", 7, ssd, max_keys=3))
+        teller.seal(2)
+        await until(lambda: sum(word.tier == common_pb2.TIER_SSD for word in master.heard) >= 7)
+        of = {tier: [w for w in master.heard if w.tier == tier] for tier in (common_pb2.TIER_DRAM, common_pb2.TIER_SSD)}
+        assert {word.store_id for word in master.heard} == {"s"}
+        assert {key for word in of[common_pb2.TIER_SSD] for key in split(word.sealed)} == set(ssd.keys())
+        for words in of.values():
+            seqs = [word.seq for word in words if word.sealed or word.removed]
+            assert seqs == list(range(1, len(seqs) + 1))
+        master.refuse_tier = common_pb2.TIER_SSD
+        ssd.drop_all()
+        await until(lambda: bool(master.refused))
+        teller.seal(3)
+        await until(lambda: any(set(keys_of(3)) == set(split(word.sealed)) for word in master.heard))
+        assert len(master.refused) == 1
+
+
+async def test_a_master_that_has_forgotten_the_node_hears_all_its_tiers_anew() -> None:
+    async with told() as (teller, master):
+        ssd = NodeStore(64)
+        ssd.begin(keys_of(7))
+        ssd.seal(keys_of(7)[0])
+        teller.announcing.add(Announcer("s#ssd", 7, ssd))
+        teller.seal(1)
+        await until(lambda: {word.tier for word in master.heard if word.sealed} == {1, 2})
+        master.heard.clear()
+        master.faults = ["unknown"]
+        await until(lambda: {word.tier for word in master.heard if word.snapshot} == {1, 2})
+        assert teller.rejoins == 1
