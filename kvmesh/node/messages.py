@@ -28,6 +28,14 @@ from kvmesh.node.store_messages import PullEnded as PullEnded
 from kvmesh.node.store_messages import PullOpen as PullOpen
 from kvmesh.node.store_messages import SealCopied as SealCopied
 from kvmesh.node.store_messages import SealCopy as SealCopy
+from kvmesh.node.tier_messages import TierChanged as TierChanged
+from kvmesh.node.tier_messages import TierDone as TierDone
+from kvmesh.node.tier_messages import TierGet as TierGet
+from kvmesh.node.tier_messages import TierOpen as TierOpen
+from kvmesh.node.tier_messages import TierOpened as TierOpened
+from kvmesh.node.tier_messages import TierPut as TierPut
+from kvmesh.node.tier_messages import TierRemove as TierRemove
+from kvmesh.node.tier_messages import TierStats as TierStats
 from kvmesh.node.transfer_metrics import TransferStats
 
 # ── front → rank: life ────────────────────────────────────────────────────────────────────────────
@@ -190,6 +198,10 @@ ToRank = (
     | LoadCopy
     | PullOpen
     | PullCancel
+    | TierOpen
+    | TierPut
+    | TierGet
+    | TierRemove
 )
 
 
@@ -322,4 +334,8 @@ ToFront = (
     | SealCopied
     | LoadCopied
     | PullEnded
+    | TierOpened
+    | TierDone
+    | TierChanged
+    | TierStats
 )

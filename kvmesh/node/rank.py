@@ -39,6 +39,9 @@ URGENT = (
     m.PushCancel,
     m.PullOpen,
     m.PullCancel,
+    m.TierPut,
+    m.TierGet,
+    m.TierRemove,
     m.OpenSegment,
     m.CloseSegment,
     m.OpenWindow,
@@ -120,6 +123,7 @@ class RankLoop:
                 self._steps.append(message)
             case m.Ping(nonce):
                 self._port.send(m.Pong(nonce, time.process_time(), stats_of(worker.engine)))
+                worker.tiers.report()
             case m.Shutdown():
                 raise SystemExit(0)
             case _:

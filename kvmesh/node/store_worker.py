@@ -9,6 +9,7 @@ from collections.abc import Callable
 from kvmesh.node import messages as m
 from kvmesh.node.memory import touch
 from kvmesh.node.puller import Puller
+from kvmesh.node.tier_worker import TierWorker
 from kvmesh.node.transfer_config import own_location, start_engine
 from kvmesh.rpc.errors import ConfigError, TransferError
 
@@ -38,6 +39,7 @@ class StoreWorker:
             raise
         self._send = send
         self.puller = Puller(self.engine, self._region, send)
+        self.tiers = TierWorker(self._region, send)
         self._load_ms = int((time.monotonic() - started) * 1000)
 
     def ready(self) -> m.Ready:
@@ -87,8 +89,11 @@ class StoreWorker:
                     log.error("%s", error)
             case m.CloseSegment(name):
                 self.engine.close_segment(name)
+            case _ if self.tiers.handle(message):
+                pass
             case _:
                 log.error("unexpected message %s", type(message).__name__)
 
     def close(self) -> None:
+        self.tiers.close()
         self.engine.close()

@@ -25,6 +25,7 @@ from kvmesh.node.memory import touch
 from kvmesh.node.puller import Puller
 from kvmesh.node.pusher import Pusher
 from kvmesh.node.seals import Seals
+from kvmesh.node.tier_worker import TierWorker
 from kvmesh.node.transfer_config import own_location, start_engine
 from kvmesh.rpc.errors import ConfigError, NonFiniteLogits, TransferError
 from kvmesh.transfer import Notification, Range, Region
@@ -78,6 +79,7 @@ class Worker:
             raise
         self.pusher = Pusher(self.engine, self.layout, self._page_region.address, send)
         self.puller = Puller(self.engine, self._extent_region, send)
+        self.tiers = TierWorker(self._extent_region, send)
         self.seals = Seals(self._pages, self._extents, shard, send)
         self.running: dict[int, Row] = {}
         self._load_ms = int((time.monotonic() - started) * 1000)
@@ -132,6 +134,7 @@ class Worker:
         return f"{self._checkpoint.fingerprint[:16]} {c.dtype} {dims} {part}"
 
     def close(self) -> None:
+        self.tiers.close()
         self.engine.close()
 
     @property
@@ -200,6 +203,8 @@ class Worker:
             case m.Leave(handle):
                 self.running.pop(handle, None)
                 self._send(m.Left(handle))
+            case _ if self.tiers.handle(message):
+                pass
             case _:
                 log.error("unexpected message %s", type(message).__name__)
 

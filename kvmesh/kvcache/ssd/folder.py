@@ -26,8 +26,12 @@ _OURS = re.compile(r"lock|tier\.json(\.new)?|probe|bucket-\d{12}\.kv|aside-\d+|l
 OnMismatch = Literal["refuse", "set_aside"]
 
 
+class FolderInUse(ConfigError):
+    """Another process has it, or the one that was killed a moment ago still does."""
+
+
 class Folder:
-    """Opened and locked, until `close`. ConfigError: in use, not ours, or of another format or identity (unless it is
+    """Opened and locked, until `close`. FolderInUse; ConfigError: not ours, or of another format or identity (unless it is
     set aside); OSError: the file system's word."""
 
     def __init__(self, path: Path, identity: str, on_mismatch: OnMismatch = "refuse") -> None:
@@ -108,7 +112,7 @@ def _lock(path: Path) -> int:
     except BlockingIOError:
         owner = os.pread(fd, 32, 0).decode(errors="replace")
         os.close(fd)
-        raise ConfigError(f"path={str(path)!r}: in use by process {owner or '?'}", field="path") from None
+        raise FolderInUse(f"path={str(path)!r}: in use by process {owner or '?'}", field="path") from None
     except OSError:
         os.close(fd)
         raise

@@ -1,0 +1,267 @@
+"""Tiers below DRAM at a rank: its blocks between the host region and the SSD.
+
+Nothing here blocks the rank's main thread: folders are opened (recovered) in threads of their own, and the tier has its
+own threads for I/O, which also send the answers. Memory named by a TierPut or TierGet is the tier's until every inner
+future of it is done; only then TierDone is said.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+
+from kvmesh.kvcache.keys import split
+from kvmesh.kvcache.ssd import SsdConfig, SsdTier
+from kvmesh.kvcache.ssd.folder import FolderInUse
+from kvmesh.kvcache.ssd.format import PAGE, record_bytes
+from kvmesh.kvcache.tiers import Tier
+from kvmesh.node import messages as m
+from kvmesh.rpc.errors import ConfigError, InvalidRequest, KvmeshError, Unavailable
+from kvmesh.transfer import Region
+
+log = logging.getLogger("kvmesh.rank")
+
+CHANGES = 8192  # keys in one message: some milliseconds of the front's loop
+BUCKETS = 32  # a tier has about so many, where they need not be larger than MAX_BUCKET or too small for RECORDS
+RECORDS = 8
+MAX_BUCKET = 256 << 20
+IN_USE_S = 10.0  # a killed process keeps its lock until the kernel has taken it apart
+AGAIN_S = 0.05
+CLOSE_S = 10.0
+
+Send = Callable[[m.ToFront], None]
+
+
+class TierWorker:
+    """All tiers of one rank. `handle`, `report` and `close` on the main thread."""
+
+    def __init__(self, region: Region, send: Send) -> None:
+        self._region = region
+        self._send = send
+        self._parts: dict[tuple[int, int], _Part] = {}
+        self._closing = threading.Event()
+
+    def handle(self, message: m.ToRank) -> bool:
+        """Whether it was for a tier; returns at once."""
+        match message:
+            case m.TierOpen():
+                part = self._parts[message.tier, message.part] = _Part(message, self._send, self._closing)
+                part.start()
+            case m.TierPut(ticket, tier, part_id, keys, offsets, sizes):
+                done = _Operation(ticket, sizes, self._send)
+                self._put(self._parts.get((tier, part_id)), done, split(keys), offsets, sizes)
+            case m.TierGet():
+                self._get(self._parts.get((message.tier, message.part)), message)
+            case m.TierRemove(ticket, tier, part_id, keys):
+                self._remove(self._parts.get((tier, part_id)), ticket, split(keys))
+            case _:
+                return False
+        return True
+
+    def report(self) -> None:
+        """Send TierStats for each part that is in use. O(buckets)."""
+        for part in self._parts.values():
+            if part.tier is not None:
+                self._send(part.stats(part.tier))
+
+    def close(self) -> None:
+        """Every thread ends and every folder is whole; before the region goes."""
+        self._closing.set()
+        for part in self._parts.values():
+            part.close()
+        self._parts.clear()
+
+    # ── operations ───────────────────────────────────────────────────────────────────────────────
+
+    def _memory(self, offset: int, nbytes: int) -> memoryview:
+        """Raises InvalidRequest: not in the host region."""
+        region = self._region
+        at = offset - region.base_offset
+        if region.memory is None or nbytes < 1 or not 0 <= at <= region.length - nbytes:
+            raise InvalidRequest.of("offsets", offset, f"{nbytes} bytes there are not in the host region")
+        return region.memory[at : at + nbytes]
+
+    def _put(
+        self, part: _Part | None, done: _Operation, keys: list[bytes], offsets: Sequence[int], sizes: Sequence[int]
+    ) -> None:
+        tier = part.tier if part is not None else None
+        if tier is None:
+            done.end()
+            return
+        try:
+            blocks = [(k, self._memory(o, n)) for k, o, n in zip(keys, offsets, sizes, strict=True)]
+            futures = tier.put_many(blocks)
+        except (InvalidRequest, ValueError) as error:
+            log.error("put: %s", error)
+            done.end()
+            return
+        done.wait(futures)
+
+    def _get(self, part: _Part | None, get: m.TierGet) -> None:
+        keys = split(get.keys)
+        tier = part.tier if part is not None else None
+        lengths = [tier.length(key) or 0 for key in keys] if tier is not None else [0] * len(keys)
+        done = _Operation(get.ticket, lengths, self._send)
+        if tier is None:
+            done.end()
+            return
+        try:
+            here = [at for at, length in enumerate(lengths) if 0 < length <= get.room]
+            views = [self._memory(get.offsets[at], lengths[at]) for at in here]
+            blocks = [(keys[at], view) for at, view in zip(here, views, strict=True)]
+            futures = tier.get_many_into(blocks, deadline_ns=get.deadline_ns)
+        except (InvalidRequest, IndexError) as error:  # also: put again meanwhile, with another length
+            log.error("get: %s", error)
+            done.end()
+            return
+        done.wait(futures, here)
+
+    def _remove(self, part: _Part | None, ticket: int, keys: list[bytes]) -> None:
+        done = _Operation(ticket, [0] * len(keys), self._send)
+        tier = part.tier if part is not None else None
+        if part is None or tier is None:
+            done.end()
+            return
+
+        def removed(future: Future[bool]) -> None:
+            part.tell()  # before the answer: what was stored earlier must not be heard of later
+            done.end(range(len(keys)) if future.result() else ())
+
+        tier.remove(keys).add_done_callback(removed)
+
+
+class _Operation:
+    """Says TierDone once, when every future of it is done."""
+
+    def __init__(self, ticket: int, sizes: Sequence[int], send: Send) -> None:
+        self._ticket = ticket
+        self._sizes = sizes
+        self._send = send
+        self._start_ns = time.monotonic_ns()
+        self._lock = threading.Lock()
+        self._left = 0
+        self._done: list[int] = []
+
+    def wait(self, futures: Sequence[Future[bool]], positions: Sequence[int] | None = None) -> None:
+        self._left = len(futures)
+        if not futures:
+            self.end()
+        for at, future in zip(positions if positions is not None else itertools.count(), futures, strict=False):
+            future.add_done_callback(partial(self._one, at))
+
+    def _one(self, at: int, future: Future[bool]) -> None:
+        with self._lock:
+            self._left -= 1
+            if not future.cancelled() and future.result():
+                self._done.append(at)
+            last = not self._left
+        if last:
+            self.end(sorted(self._done))
+
+    def end(self, done: Sequence[int] = ()) -> None:
+        sizes = tuple(self._sizes[at] for at in done)
+        self._send(m.TierDone(self._ticket, tuple(done), sizes, self._start_ns, time.monotonic_ns()))
+
+
+class _Part:
+    """One folder. `tier` is None until it is recovered, and again from `close` on."""
+
+    def __init__(self, opening: m.TierOpen, send: Send, closing: threading.Event) -> None:
+        self.tier: SsdTier | None = None
+        self._opening = opening
+        self._send = send
+        self._closing = closing
+        self._telling = threading.Lock()  # held from taking changes until they are sent: they keep their order
+        self._thread = threading.Thread(target=self._open, name="open tier", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def tell(self) -> None:
+        """Send what has changed. Any thread."""
+        with self._telling:
+            if self.tier is not None:
+                changes = self.tier.take_changes()
+                self._say(changes.sealed, changes.removed)
+
+    def _say(self, sealed: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        o = self._opening
+        for at in range(0, len(removed), CHANGES):
+            self._send(m.TierChanged(o.tier, o.part, b"", b"".join(removed[at : at + CHANGES])))
+        for at in range(0, len(sealed), CHANGES):
+            self._send(m.TierChanged(o.tier, o.part, b"".join(sealed[at : at + CHANGES]), b""))
+
+    def _open(self) -> None:
+        o = self._opening
+        try:
+            if o.tier != Tier.SSD:
+                raise ConfigError(f"tier={o.tier}: a rank keeps none of this kind")
+            tier = self._recover()
+        except (KvmeshError, OSError) as error:
+            log.error("tier at %s: %s", o.path, error)
+            self._send(m.TierOpened(o.tier, o.part, str(error)))
+            return
+        except Exception as error:
+            log.exception("tier at %s", o.path)
+            self._send(m.TierOpened(o.tier, o.part, f"{type(error).__name__}: {error}"))
+            return
+        self.tier = tier
+        self._send(m.TierOpened(o.tier, o.part))
+        self.tell()
+
+    def _recover(self) -> SsdTier:
+        """Raises ConfigError, OSError."""
+        config = ssd_config(self._opening)
+        until = time.monotonic() + IN_USE_S
+        while True:
+            try:
+                return SsdTier(config, on_changes=self.tell)
+            except FolderInUse:
+                if time.monotonic() > until or self._closing.wait(AGAIN_S):
+                    raise
+
+    def stats(self, tier: SsdTier) -> m.TierStats:
+        o, s = self._opening, tier.stats()
+        return m.TierStats(
+            o.tier,
+            o.part,
+            s.capacity_bytes,
+            s.used_bytes,
+            s.blocks,
+            s.counts.hits,
+            s.counts.misses,
+            s.counts.written_bytes,
+            s.counts.read_bytes,
+            s.evicted,
+            s.counts.io_errors + s.counts.corrupt,
+            "space or disk have failed: puts are refused for now" if s.resting else s.why_not_direct,
+        )
+
+    def close(self) -> None:
+        self._thread.join(CLOSE_S)
+        with self._telling:
+            tier, self.tier = self.tier, None
+        if tier is not None:
+            try:
+                tier.close(CLOSE_S)
+            except Unavailable as error:
+                log.error("%s", error)
+
+
+def ssd_config(opening: m.TierOpen) -> SsdConfig:
+    """Buckets as large as they are good for the device, and small enough that there are many. ConfigError."""
+    bucket = min(MAX_BUCKET, opening.capacity_bytes // BUCKETS) // PAGE * PAGE
+    least = RECORDS * (record_bytes(opening.room) + PAGE)
+    return SsdConfig(
+        path=Path(opening.path),
+        capacity_bytes=opening.capacity_bytes,
+        identity=opening.identity,
+        bucket_bytes=max(bucket, least, 16 * PAGE),
+        on_mismatch="set_aside",
+    )
