@@ -31,8 +31,8 @@ class FolderInUse(ConfigError):
 
 
 class Folder:
-    """Opened and locked, until `close`. FolderInUse; ConfigError: not ours, or of another format or identity (unless it is
-    set aside); OSError: the file system's word."""
+    """Opened and locked, until `close`. FolderInUse; ConfigError: not ours, or of another format or identity (unless it
+    is set aside); OSError: the file system's word."""
 
     def __init__(self, path: Path, identity: str, on_mismatch: OnMismatch = "refuse") -> None:
         self.path = path
