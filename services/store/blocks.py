@@ -1,4 +1,8 @@
-"""Who holds which block, as the master keeps it: one map, fed by announcements of members only. Pure."""
+"""Who holds which block, as the master keeps it: one map, fed by announcements of members only. Pure.
+
+A tier of a node is a store of its own in it (`tiers.store_name`): limits are each one's own, numbers and snapshots too;
+they end together.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.block_map import Verdict
 from kvmesh.kvcache.keys import KEY_BYTES
 from kvmesh.kvcache.steady_map import SteadyBlockMap
+from kvmesh.kvcache.tiers import MARK, Tier, split_name, store_names
 
 READ_KEYS = 8192  # of a store that is told to a watcher, in one turn of the loop: some milliseconds
 
@@ -20,6 +25,7 @@ class Blocks:
     def __init__(self, *, max_store_blocks: int) -> None:
         self.map = SteadyBlockMap()
         self._max = max_store_blocks
+        self._tiered = False  # whether any store has ever told of a tier below DRAM
         # Parts of a snapshot go on only when all are here: a watcher that begins in between has missed none.
         self._parts: dict[str, list[Announcement]] = {}
 
@@ -40,6 +46,7 @@ class Blocks:
     def apply(self, said: Announcement) -> tuple[Verdict, Sequence[Announcement]]:
         """What became of it, and what watchers are to be told."""
         verdict = self.map.apply(said)
+        self._tiered = self._tiered or MARK in said.store_id
         gathered = self._parts.get(said.store_id)
         if verdict is Verdict.PARTIAL:
             if said.part == 0:
@@ -56,10 +63,24 @@ class Blocks:
             del self._parts[said.store_id]  # overtaken by batches
         return verdict, (said,) if said.seq else ()
 
+    def holders(self, key: bytes) -> list[tuple[str, Tier]]:
+        """The nodes that hold `key`, each tier for itself."""
+        return [split_name(name) for name in self.map.holders(key)]
+
+    def store_ids(self, key: bytes) -> list[str]:
+        """The nodes that hold `key`, each once, in whichever tier."""
+        names = self.map.holders(key)
+        return list(dict.fromkeys(split_name(name)[0] for name in names)) if self._tiered else names
+
+    def ends(self, store_id: str) -> dict[str, int]:
+        """The number of the last announcement of each of its tiers that has said anything."""
+        return {name: seq for name in store_names(store_id) if (seq := self.map.seq(name))}
+
     def drop(self, store_id: str) -> None:
-        """A life has ended: its blocks are in no answer from now on."""
-        self._parts.pop(store_id, None)
-        self.map.drop(store_id)
+        """A life has ended: its blocks are in no answer from now on, in whichever tier."""
+        for name in store_names(store_id):
+            self._parts.pop(name, None)
+            self.map.drop(name)
 
     def sweep(self, max_keys: int) -> bool:
         """Clear away what dropped stores left behind, a slice of it; whether there is more."""

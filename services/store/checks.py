@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvmesh.kvcache.announce import MAX_KEYS, Announcement
+from kvmesh.kvcache.tiers import MARK, split_name
 from kvmesh.rpc.errors import InvalidRequest
 from services.store.domain import Member
 
@@ -24,6 +25,9 @@ def member(who: Member) -> InvalidRequest | None:
             return InvalidRequest.of(field, text, f"is longer than {MAX_TEXT} characters")
         if not text.isprintable():
             return InvalidRequest.of(field, text, "holds characters that cannot be printed")
+    for field in ("member.instance.instance_id", "member.store_id"):
+        if MARK in texts[field]:
+            return InvalidRequest.of(field, texts[field], f"must not hold {MARK!r}: it sets off the tiers of a store")
     if not who.instance_id:
         return InvalidRequest.of("member.instance.instance_id", who.instance_id, "must not be empty")
     if not _is_address(who.address):
@@ -36,9 +40,10 @@ def member(who: Member) -> InvalidRequest | None:
 
 
 def announcement(said: Announcement) -> InvalidRequest | None:
-    """What is wrong with an announcement, whoever sent it."""
-    if not said.store_id or len(said.store_id) > MAX_TEXT:
-        return InvalidRequest.of("announcement.store_id", said.store_id, f"must have 1 to {MAX_TEXT} characters")
+    """What is wrong with an announcement, whoever sent it; its `store_id` is the name of a tier."""
+    store_id, _ = split_name(said.store_id)
+    if not store_id or len(store_id) > MAX_TEXT:
+        return InvalidRequest.of("announcement.store_id", store_id, f"must have 1 to {MAX_TEXT} characters")
     if said.incarnation == 0:
         return InvalidRequest.of("announcement.incarnation", 0, "must be that of the member, never 0")
     for field, keys in (("sealed", said.sealed), ("removed", said.removed)):

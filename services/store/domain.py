@@ -7,6 +7,7 @@ from enum import Enum
 
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.block_map import Verdict
+from kvmesh.kvcache.tiers import Tier
 from kvmesh.rpc.errors import KvmeshError
 
 
@@ -36,12 +37,27 @@ class Change(Enum):
 
 
 @dataclass(frozen=True)
+class TierUse:
+    """A lower tier of a member's store, by its own word; see `TierUsage` in store.proto."""
+
+    tier: Tier
+    capacity_bytes: int
+    used_bytes: int
+    blocks: int
+    read_ns: int
+    bytes_per_s: int
+
+
+@dataclass(frozen=True)
 class Usage:
-    """A member's own word on its segment; `free_bytes` are neither sealed nor being written."""
+    """A member's own word on its segment; `free_bytes` are neither sealed nor being written. `tiers`: below DRAM."""
 
     capacity_bytes: int
     free_bytes: int
     blocks: int
+    tiers: tuple[TierUse, ...] = ()
+    sending_bytes_per_s: int = 0  # to readers, recent mean
+    leases: int = 0
 
 
 @dataclass(frozen=True)

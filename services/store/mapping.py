@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from kvmesh.kvcache import keys
 from kvmesh.kvcache.announce import MAX_KEYS, Announcement
+from kvmesh.kvcache.tiers import MARK, Tier, split_name, store_name, tier_of
 from kvmesh.rpc.errors import InvalidRequest
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import store_pb2 as pb
-from services.store.domain import Change, Member, Publish, Relay, Role, StoreStatus, Usage
+from services.store.domain import Change, Member, Publish, Relay, Role, StoreStatus, TierUse, Usage
 
 _ROLES = {
     pb_common.ROLE_PREFILL: Role.PREFILL,
@@ -16,6 +17,7 @@ _ROLES = {
     pb_common.ROLE_POOL: Role.POOL,
 }
 _ROLES_OUT = {role: number for number, role in _ROLES.items()}
+_TIERS = ", ".join(f"{tier.value} ({tier.name})" for tier in Tier)
 _CHANGES_OUT = {
     Change.JOINED: pb.MEMBER_CHANGE_JOINED,
     Change.LEFT: pb.MEMBER_CHANGE_LEFT,
@@ -56,14 +58,53 @@ def ref_out(member: Member) -> pb_common.InstanceRef:
 
 
 def usage_in(usage: pb.StoreUsage) -> Usage:
-    """No more is free than there is, whatever the member says."""
-    return Usage(usage.capacity_bytes, min(usage.free_bytes, usage.capacity_bytes), usage.blocks)
+    """No more is free than there is, whatever the member says; tiers that have no name here are passed over."""
+    return Usage(
+        usage.capacity_bytes,
+        min(usage.free_bytes, usage.capacity_bytes),
+        usage.blocks,
+        tuple(
+            TierUse(tier, t.capacity_bytes, t.used_bytes, t.blocks, t.read_ns, t.bytes_per_s)
+            for t in usage.tiers[: len(Tier)]
+            if t.tier and (tier := tier_of(t.tier)) is not None
+        ),
+        usage.sending_bytes_per_s,
+        usage.leases,
+    )
+
+
+def usage_out(usage: Usage) -> pb.StoreUsage:
+    """The inverse of `usage_in`."""
+    return pb.StoreUsage(
+        capacity_bytes=usage.capacity_bytes,
+        free_bytes=usage.free_bytes,
+        blocks=usage.blocks,
+        tiers=[
+            pb.TierUsage(
+                tier=t.tier.value,  # type: ignore[arg-type]
+                capacity_bytes=t.capacity_bytes,
+                used_bytes=t.used_bytes,
+                blocks=t.blocks,
+                read_ns=t.read_ns,
+                bytes_per_s=t.bytes_per_s,
+            )
+            for t in usage.tiers
+        ],
+        sending_bytes_per_s=usage.sending_bytes_per_s,
+        leases=usage.leases,
+    )
 
 
 def announcement_in(said: pb.Announcement) -> Announcement:
-    """The brain checks the rest."""
+    """Under the name of its tier. Raises InvalidRequest: no such tier, or an id that looks like such a name; the brain
+    checks the rest."""
+    tier = tier_of(said.tier)
+    if tier is None:
+        raise InvalidRequest.of("announcement.tier", said.tier, f"must be 0 (DRAM) or one of {_TIERS}")
+    if MARK in said.store_id:
+        raise InvalidRequest.of("announcement.store_id", said.store_id[:300], f"must not hold {MARK!r}")
     return Announcement(
-        said.store_id,
+        store_name(said.store_id, tier),
         said.incarnation,
         said.seq,
         packed_keys("announcement.sealed", said.sealed),
@@ -76,8 +117,10 @@ def announcement_in(said: pb.Announcement) -> Announcement:
 
 def announcement_out(said: Announcement) -> pb.Announcement:
     """The inverse of `announcement_in`."""
+    store_id, tier = split_name(said.store_id)
     return pb.Announcement(
-        store_id=said.store_id,
+        store_id=store_id,
+        tier=tier.value,  # type: ignore[arg-type]
         incarnation=said.incarnation,
         seq=said.seq,
         sealed=b"".join(said.sealed),
@@ -100,8 +143,5 @@ def status_out(status: StoreStatus) -> pb.StoreStatus:
     """One store of GetStatus."""
     found = pb.StoreStatus(member=member_out(status.member), blocks=status.blocks, seq=status.seq)
     if status.usage is not None:
-        usage = status.usage
-        found.usage.CopyFrom(
-            pb.StoreUsage(capacity_bytes=usage.capacity_bytes, free_bytes=usage.free_bytes, blocks=usage.blocks)
-        )
+        found.usage.CopyFrom(usage_out(status.usage))
     return found

@@ -137,7 +137,7 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
         """At most MAX_HOLDERS of each key. Raises InvalidRequest."""
         keys = mapping.packed_keys("keys", request.keys, MAX_LOOKUP_KEYS)
         self._step(Tick())
-        holders = self._state.blocks.map.holders
+        holders = self._state.blocks.store_ids
         return pb.LookupResponse(holders=[pb.Holders(store_ids=holders(key)[:MAX_HOLDERS]) for key in keys])
 
     async def GetStatus(  # noqa: N802

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.block_map import Verdict
+from kvmesh.kvcache.tiers import split_name, store_names
 from kvmesh.rpc.errors import InvalidRequest, KvmeshError, Overloaded, UnknownInstance
 from services.store import checks
 from services.store.blocks import Blocks
@@ -44,10 +45,10 @@ class _Life:
     member: Member
     last_beat: float
     usage: Usage | None = None
-    ended_seq: int | None = None  # of its last announcement taken, once it has ended
+    ended: dict[str, int] | None = None  # once it has: by tier's name, the number of the last announcement taken
 
     def lives(self) -> bool:
-        return self.ended_seq is None
+        return self.ended is None
 
 
 class Reading:
@@ -64,10 +65,11 @@ class Reading:
         """Snapshots of the members' stores, store by store. Each step costs O(keys of one announcement)."""
         for life in self._lives:
             member = life.member
-            if life.lives():
-                yield from self._blocks.read(member.store_id, member.incarnation, life.lives)
-            elif life.ended_seq:  # nothing, as of its end: what it said before that follows, and then its end
-                yield Announcement(member.store_id, member.incarnation, life.ended_seq, snapshot=True)
+            for name in store_names(member.store_id):
+                if life.ended is None:
+                    yield from self._blocks.read(name, member.incarnation, life.lives)
+                elif seq := life.ended.get(name):  # nothing, as of its end: what it said before follows, then its end
+                    yield Announcement(name, member.incarnation, seq, snapshot=True)
 
 
 class MasterState:
@@ -199,7 +201,8 @@ class MasterState:
     def _announce(self, said: Announcement, actions: list[Action]) -> None:
         """Only the living are heard. Being heard is no heartbeat: liveness has one source."""
         error = checks.announcement(said)
-        if error is None and self._living(said.store_id, said.incarnation, "announcement.store_id", actions) is None:
+        owner = split_name(said.store_id)[0]
+        if error is None and self._living(owner, said.incarnation, "announcement.store_id", actions) is None:
             return
         if error is not None:
             actions.append(Refuse(error))
@@ -224,7 +227,7 @@ class MasterState:
 
     def _end(self, life: _Life, change: Change, actions: list[Action]) -> None:
         del self._lives[life.member.instance_id]
-        life.ended_seq = self.blocks.map.seq(life.member.store_id)
+        life.ended = self.blocks.ends(life.member.store_id)
         self.blocks.drop(life.member.store_id)
         self._publish(change, life.member, actions)
 

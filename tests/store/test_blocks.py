@@ -9,13 +9,33 @@ from hypothesis import strategies as st
 
 from kvmesh.kvcache.announce import MAX_KEYS, Announcement, snapshot_parts
 from kvmesh.kvcache.block_map import BlockMap, Verdict
-from services.store import blocks, checks
+from kvmesh.kvcache.tiers import Tier, store_names
+from kvmesh.rpc.errors import InvalidRequest, UnknownInstance
+from kvmesh.rpc.pb import common_pb2
+from kvmesh.rpc.pb import store_pb2 as pb
+from services.store import blocks, checks, mapping
 from services.store.blocks import Blocks
-from services.store.domain import Action, Announce, Beat, Change, Heard, Join, Leave, Member, Publish, Relay, Role, Tick
+from services.store.domain import (
+    Action,
+    Announce,
+    Beat,
+    Change,
+    Heard,
+    Join,
+    Leave,
+    Member,
+    Publish,
+    Refuse,
+    Relay,
+    Role,
+    Tick,
+    TierUse,
+)
 from services.store.state import MasterState
 
 LEASE = 10.0
 NAMES = ["a", "b", "c"]
+TIERS = [name for node in NAMES for name in store_names(node)[:2]]  # "a", "a#ssd", ...
 KEYS = [bytes([i]) * 16 for i in range(16)]
 Known = tuple[frozenset[Member], dict[str, frozenset[bytes]]]
 
@@ -25,12 +45,12 @@ def member(name: str, incarnation: int = 1) -> Member:
 
 
 def known_of(members: list[Member], held: BlockMap) -> Known:
-    found = {name: frozenset(held.keys_of(name)) for name in NAMES}
+    found = {name: frozenset(held.keys_of(name)) for name in TIERS}
     return frozenset(members), {name: keys for name, keys in found.items() if keys}
 
 
 class Node:
-    """One instance, told of by what it says. Its announcements may be lost, said twice, or come late."""
+    """One instance, told of by what it says. Its tiers tell of themselves, each with numbers of its own."""
 
     def __init__(self, name: str, rng: random.Random) -> None:
         self.name, self.incarnation, self._rng = name, 0, rng
@@ -38,6 +58,14 @@ class Node:
 
     def restart(self) -> None:
         self.incarnation += 1
+        self.tiers = [Told(tier, self.incarnation, self._rng) for tier in store_names(self.name)[:2]]
+
+
+class Told:
+    """One tier of one life. Its announcements may be lost, said twice, or come late."""
+
+    def __init__(self, name: str, incarnation: int, rng: random.Random) -> None:
+        self.name, self.incarnation, self._rng = name, incarnation, rng
         self.seq, self.held = 0, set[bytes]()
         self.said: list[Announcement] = []
 
@@ -89,7 +117,8 @@ class Watcher:
             self.members[event.member.instance_id] = event.member
         else:
             assert self.members.pop(event.member.instance_id) == event.member
-            self.blocks.drop(event.member.store_id, event.member.incarnation)
+            for name in store_names(event.member.store_id):
+                self.blocks.drop(name, event.member.incarnation)
 
     @property
     def exact(self) -> bool:
@@ -124,6 +153,7 @@ class World:
 
     def step(self) -> None:
         node = self.nodes[self.rng.choice(NAMES)]
+        told = self.rng.choice(node.tiers)
         match self.rng.randrange(13):
             case 0:
                 self.say(Join(member(node.name, node.incarnation)))
@@ -137,11 +167,11 @@ class World:
             case 4:
                 self.watchers.append(Watcher(self.state))
             case 5:
-                node.batch()  # lost on its way
-            case 6 if node.said:
-                self.say(Announce(self.rng.choice(node.said)))  # late, or once more
+                told.batch()  # lost on its way
+            case 6 if told.said:
+                self.say(Announce(self.rng.choice(told.said)))  # late, or once more
             case 7:
-                for part in node.snapshot(self.rng.choice([1, 3, 100])):
+                for part in told.snapshot(self.rng.choice([1, 3, 100])):
                     self.say(Announce(part))
                     if self.rng.random() < 0.3:
                         self.read()
@@ -150,7 +180,7 @@ class World:
             case 8:
                 self.state.blocks.sweep(self.rng.randrange(4))
             case 9 | 10:
-                self.say(Beat(node.name, node.incarnation), Announce(node.batch()))
+                self.say(Beat(node.name, node.incarnation), Announce(told.batch()))
             case _:
                 self.read()
 
@@ -180,14 +210,24 @@ def test_every_watcher_knows_what_the_master_knew_at_its_seq(seed: int, slice_ke
         for node in world.nodes.values():
             world.say(Leave(node.name, node.incarnation))
             node.restart()
-            node.batch()
             world.say(Join(member(node.name, node.incarnation)))
-            heard = world.say(Announce(node.batch()))
-            assert heard is not None and heard.want_snapshot
-            for part in node.snapshot(5):
-                heard = world.say(Announce(part))
-            assert heard == Heard(Verdict.APPLIED, False, node.seq)
-            assert set(world.state.blocks.map.keys_of(node.name)) == node.held
+            for told in node.tiers:
+                told.batch()
+                heard = world.say(Announce(told.batch()))
+                assert heard is not None and heard.want_snapshot
+                for part in told.snapshot(5):
+                    heard = world.say(Announce(part))
+                assert heard == Heard(Verdict.APPLIED, False, told.seq)
+                assert set(world.state.blocks.map.keys_of(told.name)) == told.held
+        for key in KEYS:
+            at = [
+                (n.name, t)
+                for n in world.nodes.values()
+                for t, told in zip(Tier, n.tiers, strict=False)
+                if key in told.held
+            ]
+            assert sorted(world.state.blocks.holders(key)) == sorted(at)
+            assert sorted(world.state.blocks.store_ids(key)) == sorted({name for name, _ in at})
         while world.state.blocks.sweep(100):
             pass
         assert world.state.blocks.map.unswept == 0
@@ -282,3 +322,72 @@ def test_a_silent_store_with_a_number_is_told_to_watchers() -> None:
     state.step(Announce(Announcement("a", 1, 2, (), (KEYS[0],))), 0.0)
     (told,) = state.read().announcements()
     assert told == Announcement("a", 1, 2, (), snapshot=True)
+
+
+def test_the_limit_is_of_each_tier() -> None:
+    state = MasterState(lease_s=LEASE, stall_s=1e9, max_store_blocks=4)
+    state.step(Join(member("a")), 0.0)
+    for name, cut in (("a", 0), ("a#ssd", 0), ("a", 1)):
+        seq = state.blocks.map.seq(name) + 1
+        *_, heard = state.step(Announce(Announcement(name, 1, seq, tuple(KEYS[4 * cut : 4 * cut + 4 - 3 * cut]))), 0.0)
+        assert heard == Heard(Verdict.APPLIED, False, seq, cut)
+    assert state.blocks.map.replicas == 8
+
+
+@pytest.mark.parametrize("last", [Leave("a", 1), Join(member("a", 2))])
+def test_a_life_ends_in_all_its_tiers(last: Leave | Join) -> None:
+    state = MasterState(lease_s=LEASE, stall_s=1e9)
+    state.step(Join(member("a")), 0.0)
+    for name in store_names("a"):
+        state.step(Announce(Announcement(name, 1, 1, (KEYS[0],))), 0.0)
+    assert [tier for _, tier in state.blocks.holders(KEYS[0])] == list(Tier)
+    assert state.blocks.store_ids(KEYS[0]) == ["a"]
+    reading = state.read()
+    state.step(last, 0.0)
+    assert state.blocks.holders(KEYS[0]) == []
+    assert [(said.store_id, said.seq, said.sealed) for said in reading.announcements()] == [
+        (name, 1, ()) for name in store_names("a")
+    ]
+    (refused,) = state.step(Announce(Announcement("a#ssd", 1, 2, (KEYS[1],))), 0.0)
+    assert isinstance(refused, Refuse)
+    assert isinstance(refused.error, UnknownInstance)
+
+
+def test_what_a_member_calls_itself_is_no_tiers_name() -> None:
+    for field, who in (
+        ("member.instance.instance_id", Member("a#ssd", "h:1", 1, Role.POOL, "n", "a#ssd")),
+        ("member.store_id", Member("a", "h:1", 1, Role.POOL, "n", "a#x")),
+    ):
+        error = checks.member(who)
+        assert error is not None
+        assert error.field == field
+
+
+@pytest.mark.parametrize(
+    ("said", "field"),
+    [
+        (pb.Announcement(store_id="a", incarnation=1, seq=1, tier=9), "tier"),  # type: ignore[arg-type]
+        (pb.Announcement(store_id="a#ssd", incarnation=1, seq=1), "store_id"),
+        (pb.Announcement(store_id="a#", incarnation=1, seq=1, tier=common_pb2.TIER_SSD), "store_id"),
+    ],
+)
+def test_a_tier_that_cannot_be_is_refused_by_name(said: pb.Announcement, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        mapping.announcement_in(said)
+    assert caught.value.field == f"announcement.{field}"
+
+
+@pytest.mark.parametrize("tier", Tier)
+def test_a_tier_travels_as_a_number(tier: Tier) -> None:
+    said = Announcement(store_names("a")[tier - 1], 1, 3, tuple(KEYS[:2]), (KEYS[2],))
+    told = mapping.announcement_out(said)
+    assert (told.store_id, told.tier) == ("a", tier.value)
+    assert mapping.announcement_in(told) == said
+
+
+def test_usage_keeps_the_tiers_it_knows() -> None:
+    ssd = pb.TierUsage(tier=common_pb2.TIER_SSD, capacity_bytes=9, used_bytes=5, blocks=2, read_ns=70, bytes_per_s=8)
+    usage = pb.StoreUsage(capacity_bytes=4, free_bytes=3, blocks=1, tiers=[ssd], sending_bytes_per_s=6, leases=7)
+    assert mapping.usage_out(mapping.usage_in(usage)) == usage
+    usage.tiers.append(pb.TierUsage(tier=77))  # type: ignore[arg-type]
+    assert mapping.usage_in(usage).tiers == (TierUse(Tier.SSD, 9, 5, 2, 70, 8),)
