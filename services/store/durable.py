@@ -11,7 +11,8 @@ from typing import Protocol
 from kvmesh.rpc.errors import StaleTerm
 
 QUOTA, NAME, TARGET, SETTING = "quota", "name", "target", "setting"
-KINDS = (QUOTA, NAME, TARGET, SETTING)
+TOMBSTONE, DRAIN = "tombstone", "drain"
+KINDS = (QUOTA, NAME, TARGET, SETTING, TOMBSTONE, DRAIN)
 
 Kept = dict[str, dict[bytes, bytes]]  # by kind; every kind is there
 
