@@ -101,13 +101,15 @@ class Carried:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Registered memory. `address` is where this process sees it, `base_offset` where the segment does."""
+    """Registered memory. `address` is where this process sees it, `base_offset` where the segment does. `kept`: its
+    bytes are those that an earlier process left in its file."""
 
     address: int
     length: int
     base_offset: int
     location: str  # "cpu:0", "cuda:1"
     memory: memoryview | None  # None for memory that the engine does not own (device memory)
+    kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvmesh.rpc.errors import TransferError
-from kvmesh.transfer import checks, forks, memory, waits, wire
+from kvmesh.transfer import checks, forks, memory, segment_file, waits, wire
 from kvmesh.transfer.api import (
     BatchId,
     Carried,
@@ -80,20 +80,20 @@ class TransferEngine:
 
     # ── memory ────────────────────────────────────────────────────────────────────────────────────
 
-    def allocate(self, nbytes: int, location: str = "cpu:0") -> Region:
+    def allocate(self, nbytes: int, location: str = "cpu:0", *, path: str = "", keep: bool = True) -> Region:
         """Zeroed, page-aligned memory of at least `nbytes`, registered; shared memory when shm is on.
-        It lives until `unregister_memory` or `close`, and then as long as somebody holds a view of it."""
+        It lives until `unregister_memory` or `close`, and then as long as somebody holds a view of it. `path`: in this
+        file of a tmpfs, this process's alone (ConfigError: it is not), with the bytes that an earlier process left
+        there, if it had this size and `keep` (then `Region.kept`): see `segment_file`."""
         self._check_open()
-        nbytes = checks.whole("nbytes", nbytes, 1)
+        nbytes, c = checks.whole("nbytes", nbytes, 1), self.config
         checks.location(location)
-        shared = "shm" in self.config.transports
-        mapping, fd = memory.allocate(
-            nbytes,
-            f"kvmesh:{self.name}",
-            shared=shared,
-            huge_pages=self.config.huge_pages,
-            prefault=self.config.prefault,
-        )
+        if path:
+            found = segment_file.allocate(path, nbytes, keep=keep, huge_pages=c.huge_pages, prefault=c.prefault)
+        else:
+            shared, label = "shm" in c.transports, f"kvmesh:{self.name}"
+            found = memory.allocate(nbytes, label, shared=shared, huge_pages=c.huge_pages, prefault=c.prefault)
+        mapping, fd = found
         return self._register(mapping.address, mapping.length, location, mapping.view, mapping, fd)
 
     def register_memory(self, buffer: object, location: str = "cpu:0") -> Region:

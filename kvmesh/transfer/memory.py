@@ -16,6 +16,7 @@ import fcntl
 import logging
 import mmap
 import os
+import stat
 import time
 import weakref
 from array import array
@@ -60,18 +61,26 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 class Mapping:
     """`length` mapped bytes at `address`, unmapped when this object and every view of it are gone. From the size of a
-    huge page on, `address` is aligned to one: the kernel would map huge pages of the file as small ones otherwise."""
+    huge page on, `address` is aligned to one: the kernel would map huge pages of the file as small ones otherwise.
+    `lock`: a descriptor to be closed then. `kept`: the bytes are those of an earlier life (`segment_file`)."""
 
-    def __init__(self, fd: int, length: int, *, writable: bool) -> None:
+    def __init__(self, fd: int, length: int, *, writable: bool, lock: int = -1, kept: bool = False) -> None:
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         flags = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         address = _map_aligned(length, prot, flags, fd) if length >= HUGE_PAGE else _map(None, length, prot, flags, fd)
         self.address: int = address
         self.length = length
+        self.kept = kept
         self._array = (ctypes.c_ubyte * length).from_address(address)
-        unmap = weakref.finalize(self._array, _libc.munmap, address, length)
+        unmap = weakref.finalize(self._array, _unmap, address, length, lock)
         unmap.atexit = False  # a daemon thread may still copy while the interpreter ends
         self.view: memoryview = memoryview(self._array).cast("B")
+
+
+def _unmap(address: int, length: int, lock: int) -> None:
+    _libc.munmap(address, length)
+    if lock >= 0:
+        os.close(lock)
 
 
 def _map(at: int | None, length: int, prot: int, flags: int, fd: int) -> int:
@@ -118,7 +127,7 @@ def allocate(
             if err.errno not in (errno.ENOSYS, errno.EPERM, errno.EINVAL):
                 raise TransferError(f"memfd of {length} bytes failed: {err}") from err
     mapping, fd = found or (Mapping(-1, length, writable=True), -1)
-    _advise(mapping, huge_pages, prefault)
+    advise(mapping, huge_pages, prefault)
     return mapping, fd
 
 
@@ -131,7 +140,7 @@ def _hugetlb(nbytes: int, label: str) -> tuple[Mapping, int] | None:
         return None
 
 
-def _advise(mapping: Mapping, huge_pages: str, prefault: bool) -> None:
+def advise(mapping: Mapping, huge_pages: str, prefault: bool) -> None:
     """What the kernel does not know or does not do is left out: it is advice."""
     huge = huge_pages != "never" and mapping.length >= HUGE_PAGE
     if huge:
@@ -157,17 +166,25 @@ def _sealed(length: int, label: str, flags: int) -> tuple[Mapping, int]:
 
 
 def map_peer(fd: int, length: int) -> Mapping:
-    """Maps a peer's memfd read-only, once it is sure that the peer cannot shrink it. Does not close `fd`."""
+    """Maps a peer's memfd read-only, once it is sure that the peer cannot shrink it; or a file that nobody but its
+    owner could (`peers_file`). Does not close `fd`."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as err:
         raise TransferError(f"peer's region is not a memfd: {err}") from err
-    if not seals & fcntl.F_SEAL_SHRINK:
+    if not (seals & fcntl.F_SEAL_SHRINK or peers_file(fd)):
         raise TransferError("peer's region is not sealed against shrinking")
     size = os.fstat(fd).st_size
     if length <= 0 or size < length:
         raise TransferError(f"peer's region has {size} bytes, says {length}")
     return Mapping(fd, length, writable=False)
+
+
+def peers_file(fd: int) -> bool:
+    """Whether it is of a file as `segment_file` makes them: of the user that we are, read-only. (Only files in memory
+    know seals; these can have none.)"""
+    found, mode = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and mode == os.O_RDONLY
 
 
 def foreign_view(address: int, length: int) -> memoryview:

@@ -176,7 +176,8 @@ class LocalSegment:
                     raise TransferError(_overlap(address, length, location, other.public), field="buffer")
             base = self._next_base
             self._next_base += -(-length // PAGE) * PAGE + PAGE
-            region = LocalRegion(Region(address, length, base, location, view), view, keep, fd)
+            kept = isinstance(keep, Mapping) and keep.kept
+            region = LocalRegion(Region(address, length, base, location, view, kept), view, keep, fd)
             self._publish((*self._by_base, region))
             return region
 
