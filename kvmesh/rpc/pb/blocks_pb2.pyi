@@ -672,6 +672,8 @@ class PutBlocksRequest(_message.Message):
     PIN_FIELD_NUMBER: _builtins.int
     PIN_TTL_MS_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    TICKET_OFFSET_FIELD_NUMBER: _builtins.int
     keys: _builtins.bytes
     layout: _builtins.str
     """"bytes": any length, no layout"""
@@ -683,6 +685,12 @@ class PutBlocksRequest(_message.Message):
     """what is not here by then is not sealed"""
     pin: Global___PinKind.ValueType
     pin_ttl_ms: _builtins.int
+    ticket: _builtins.int
+    """Not 0: the 8 bytes (little-endian) at `ticket_offset` of that segment, READ after all of the blocks, must still say
+    this, else nothing is sealed: the caller has given up and its memory may have changed. A frozen node that wakes long
+    after its caller left cannot seal what lies there by then; a caller that clears its ticket may reuse memory at once.
+    """
+    ticket_offset: _builtins.int
     @_builtins.property
     def offset(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of each block in that segment"""
@@ -706,10 +714,12 @@ class PutBlocksRequest(_message.Message):
         pin: Global___PinKind.ValueType = ...,
         pin_ttl_ms: _builtins.int = ...,
         checksum: _abc.Iterable[_builtins.int] | None = ...,
+        ticket: _builtins.int = ...,
+        ticket_offset: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "keys", b"keys", "layout", b"layout", "nbytes", b"nbytes", "offset", b"offset", "pin", b"pin", "pin_ttl_ms", b"pin_ttl_ms", "read_within_ms", b"read_within_ms", "segment", b"segment", "segment_descriptor", b"segment_descriptor"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "keys", b"keys", "layout", b"layout", "nbytes", b"nbytes", "offset", b"offset", "pin", b"pin", "pin_ttl_ms", b"pin_ttl_ms", "read_within_ms", b"read_within_ms", "segment", b"segment", "segment_descriptor", b"segment_descriptor", "ticket", b"ticket", "ticket_offset", b"ticket_offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
