@@ -12,8 +12,8 @@ from dataclasses import replace
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.block_map import Verdict
 from kvmesh.kvcache.keys import KEY_BYTES
-from kvmesh.kvcache.steady_map import SteadyBlockMap
 from kvmesh.kvcache.tiers import MARK, Tier, split_name, store_names
+from services.store.policy.master_map import MasterMap
 
 READ_KEYS = 8192  # of a store that is told to a watcher, in one turn of the loop: some milliseconds
 
@@ -23,7 +23,7 @@ class Blocks:
     dropped store leaves behind is cleared by `sweep`."""
 
     def __init__(self, *, max_store_blocks: int) -> None:
-        self.map = SteadyBlockMap()
+        self.map = MasterMap()
         self._max = max_store_blocks
         self._tiered = False  # whether any store has ever told of a tier below DRAM
         # Parts of a snapshot go on only when all are here: a watcher that begins in between has missed none.

@@ -75,7 +75,10 @@ class StoreStatus:
 
 @dataclass(frozen=True)
 class Join:
+    """`removed_seq`: the last tombstone that this node, whatever its life, has applied."""
+
     member: Member
+    removed_seq: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ class Beat:
     instance_id: str
     incarnation: int
     usage: Usage | None = None
+    removed_seq: int = 0
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from services.store.domain import (
     Tick,
     Usage,
 )
+from services.store.policy.brain import Policy, PolicyLimits
 
 MAX_REPLACED = 4096
 MAX_POOLS = 16
@@ -76,7 +77,14 @@ class MasterState:
     """Members, their leases and their blocks. Times are seconds on any one monotonic clock."""
 
     def __init__(
-        self, *, lease_s: float, stall_s: float, max_members: int = 4096, max_store_blocks: int = 1 << 22
+        self,
+        *,
+        lease_s: float,
+        stall_s: float,
+        max_members: int = 4096,
+        max_store_blocks: int = 1 << 22,
+        limits: PolicyLimits | None = None,
+        wall_ns: int = 0,
     ) -> None:
         """`stall_s`: a pause between two steps longer than this was the master's own silence, not the members'."""
         self._lease_s = lease_s
@@ -87,6 +95,7 @@ class MasterState:
         self._stepped_at: float | None = None
         self._nobody_dies_until = float("-inf")
         self.blocks = Blocks(max_store_blocks=max_store_blocks)
+        self.policy = Policy(self.blocks.map, limits, wall_ns=wall_ns)
         self.seq = 0
 
     # ── questions ────────────────────────────────────────────────────────────────────────────────────
@@ -95,6 +104,11 @@ class MasterState:
     def members(self) -> list[Member]:
         """Those alive now, oldest first."""
         return [life.member for life in self._lives.values()]
+
+    def known(self, instance_id: str) -> tuple[Member, Usage | None] | None:
+        """A live member and what it last said of its store; None: there is no such member."""
+        life = self._lives.get(instance_id)
+        return None if life is None else (life.member, life.usage)
 
     def longest_silence_s(self, now: float) -> float:
         """Of any live member; 0 when there is none."""
@@ -133,6 +147,8 @@ class MasterState:
         match event:
             case Join(member):
                 self._join(member, now, actions)
+                if (life := self._lives.get(member.instance_id)) is not None and life.member == member:
+                    self.policy.joined(member.instance_id, event.removed_seq)
             case Beat():
                 self._beat(event, now, actions)
             case Leave(instance_id, incarnation):
@@ -197,6 +213,7 @@ class MasterState:
         if life is not None:
             life.last_beat = now
             life.usage = beat.usage or life.usage
+            self.policy.beat(beat.instance_id, beat.removed_seq)
 
     def _announce(self, said: Announcement, actions: list[Action]) -> None:
         """Only the living are heard. Being heard is no heartbeat: liveness has one source."""
@@ -207,14 +224,17 @@ class MasterState:
         if error is not None:
             actions.append(Refuse(error))
             return
-        bounded = self.blocks.bounded(said)
+        allowed = self.policy.heard(said)
+        bounded = self.blocks.bounded(allowed)
         verdict, relays = self.blocks.apply(bounded)
+        self.policy.took(said, verdict)
         assert verdict is not Verdict.STALE, "a life that has ended leaves nothing in the map"
         for announcement in relays:
             self.seq += 1
             actions.append(Relay(self.seq, announcement))
-        cut = len(said.sealed) - len(bounded.sealed)
-        actions.append(Heard(verdict, verdict is Verdict.GAP, self.blocks.map.seq(said.store_id), cut))
+        cut = len(allowed.sealed) - len(bounded.sealed)
+        wanted = verdict is Verdict.GAP or self.policy.wants_snapshot(said.store_id)
+        actions.append(Heard(verdict, wanted, self.blocks.map.seq(said.store_id), cut))
 
     def _living(self, instance_id: str, incarnation: int, field: str, actions: list[Action]) -> _Life | None:
         life = self._lives.get(instance_id)
@@ -229,6 +249,7 @@ class MasterState:
         del self._lives[life.member.instance_id]
         life.ended = self.blocks.ends(life.member.store_id)
         self.blocks.drop(life.member.store_id)
+        self.policy.ended(life.member.instance_id)
         self._publish(change, life.member, actions)
 
     def _publish(self, change: Change, member: Member, actions: list[Action]) -> None:

@@ -1,0 +1,150 @@
+"""The master's block map: also counts by tenant's tag, and forgets keys of all stores at once."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from kvmesh.kvcache.block_map import _Store
+from kvmesh.kvcache.keys import KEY_BYTES, TAG_BYTES
+from kvmesh.kvcache.steady_map import SteadyBlockMap
+
+TAG_ENTRY_BYTES = 160  # of one tag in one store's counts: key, int and its share of the dict
+
+
+class MasterMap(SteadyBlockMap):
+    """`apply` and `drop` cost as in SteadyBlockMap, besides O(watched tags) when a store's content changes as a whole.
+
+    A slot keeps its content for life, whichever store shows it: counts by tag are kept by slot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tags: defaultdict[int, dict[bytes, int]] = defaultdict(dict)  # slot → tag → keys
+        self._watched: dict[bytes, int] = {}  # tag → replicas shown
+
+    # ── tags ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def watch(self, tag: bytes) -> None:
+        """Keep the sum of `tag` over all stores. O(stores)."""
+        shown = (self._tags.get(store.slot, {}).get(tag, 0) for store in self._stores.values())
+        self._watched.setdefault(tag, sum(shown))
+
+    def unwatch(self, tag: bytes) -> None:
+        """Keep no sum of it any more."""
+        self._watched.pop(tag, None)
+
+    def tagged(self, tag: bytes) -> int:
+        """Replicas of a watched tag, of all stores together. KeyError: it is not watched."""
+        return self._watched[tag]
+
+    def tagged_at(self, store_id: str, tag: bytes) -> int:
+        """Keys with this tag in one store."""
+        store = self._stores.get(store_id)
+        return 0 if store is None else self._tags.get(store.slot, {}).get(tag, 0)
+
+    # ── keys of all stores ───────────────────────────────────────────────────────────────────────────
+
+    def forget(self, keys: Iterable[bytes]) -> int:
+        """Take these keys out of every store, also out of what is being gathered; how many replicas that were shown
+        are gone. What stores say of them later counts again."""
+        by_slot: dict[int, list[bytes]] = {}
+        for key in dict.fromkeys(keys):
+            mask = self._masks.get(key, 0)
+            while mask:
+                low = mask & -mask
+                by_slot.setdefault(low.bit_length() - 1, []).append(key)
+                mask ^= low
+        before = self.replicas
+        for slot, some in by_slot.items():
+            store = self._slots[slot]
+            assert store is not None, "a bit of a slot that nobody has"
+            self._remove(store, some)
+        return before - self.replicas
+
+    def forget_prefix(self, prefix: bytes) -> int:
+        """As `forget`, of all keys that begin so. O(keys of the stores that have any), most of it in numpy."""
+        forgotten = 0
+        for store in [store for store in self._slots if store is not None]:
+            if self._may_have(store, prefix):
+                forgotten += self.forget(self._beginning(store, prefix))
+        return forgotten
+
+    def page(self, prefix: bytes, after: bytes, limit: int) -> list[bytes]:
+        """The `limit` lowest keys above `after` that begin with `prefix`, ascending. O(keys) in numpy."""
+        found: set[bytes] = set()
+        for store in [store for store in self._stores.values() if self._may_have(store, prefix)]:
+            masks, bit = self._masks, store.bit
+            new = (k for k in self._beginning(store, prefix, after) if k not in found and masks.get(k, 0) & bit)
+            found.update(_first(new, limit))
+        return sorted(found)[:limit]
+
+    def shown(self) -> Iterator[tuple[str, int]]:
+        """(store, its bit) of all stores. A store's bit changes with each snapshot."""
+        return ((store.store_id, store.bit) for store in self._stores.values())
+
+    def memory_bytes(self) -> int:
+        """See SteadyBlockMap. Counts by tag included."""
+        return super().memory_bytes() + TAG_ENTRY_BYTES * sum(map(len, self._tags.values()))
+
+    def check_integrity(self) -> None:
+        """AssertionError unless counts by tag are those of the keys. O(replicas)."""
+        super().check_integrity()
+        for slot, store in enumerate(self._slots):
+            counted = dict(self._tags.get(slot, {}))
+            true = Counter(key[:TAG_BYTES] for key in self._keys_of(store)) if store is not None else {}
+            assert counted == dict(true), f"slot {slot}: counts by tag"
+        for tag, count in self._watched.items():
+            assert count == sum(self.tagged_at(store_id, tag) for store_id in self._stores), f"sum of {tag.hex()}"
+
+    # ── inner ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _may_have(self, store: _Store, prefix: bytes) -> bool:
+        return len(prefix) < TAG_BYTES or prefix[:TAG_BYTES] in self._tags.get(store.slot, {})
+
+    def _beginning(self, store: _Store, prefix: bytes, after: bytes = b"") -> list[bytes]:
+        """Keys of its log that begin with `prefix` and are above `after`, ascending; also some it no longer holds."""
+        words = np.frombuffer(bytes(store.log), np.uint8).reshape(-1, KEY_BYTES)
+        for at, byte in enumerate(prefix):
+            words = words[words[:, at] == byte]
+        wide = np.ascontiguousarray(words).view(f"S{KEY_BYTES}").ravel()
+        # numpy's S ignores trailing zeros of a key, so that it may only choose candidates: `after` decides on bytes.
+        if after:
+            wide = wide[wide >= np.bytes_(after)]
+        packed = wide.tobytes()
+        keys = {packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)}
+        return sorted(key for key in keys if key > after)
+
+    def _add(self, store: _Store, keys: Iterable[bytes]) -> None:
+        masks, bit = self._masks, store.bit
+        new = [key for key in dict.fromkeys(keys) if not masks.get(key, 0) & bit]
+        super()._add(store, new)
+        self._count(store, new, 1)
+
+    def _remove(self, store: _Store, keys: Iterable[bytes]) -> None:
+        masks, bit = self._masks, store.bit
+        gone = [key for key in dict.fromkeys(keys) if masks.get(key, 0) & bit]
+        super()._remove(store, gone)
+        self._count(store, gone, -1)
+
+    def _count(self, store: _Store, keys: Sequence[bytes], sign: int) -> None:
+        counts, shown = self._tags[store.slot], not store.bit & self._hidden
+        for tag, n in Counter([key[:TAG_BYTES] for key in keys]).items():
+            left = counts.get(tag, 0) + sign * n
+            if left:
+                counts[tag] = left
+            else:
+                del counts[tag]
+            if shown and tag in self._watched:
+                self._watched[tag] += sign * n
+
+    def _swap(self, shown: _Store, other: _Store) -> None:
+        before, after = self._tags.get(shown.slot, {}), self._tags.get(other.slot, {})
+        for tag in self._watched:
+            self._watched[tag] += after.get(tag, 0) - before.get(tag, 0)
+        super()._swap(shown, other)
+
+
+def _first(keys: Iterable[bytes], limit: int) -> Iterator[bytes]:
+    return (key for key, _ in zip(keys, range(limit), strict=False))

@@ -1,0 +1,103 @@
+"""Names of the public client: the first binding of a name stands."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from kvmesh.rpc.errors import Overloaded
+
+Name = tuple[str, str]  # namespace, name
+LOOK = 64  # bindings looked at to make room for one
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """`at`: seconds on the master's clock; `after`: the last tombstone then."""
+
+    key: bytes
+    at: float
+    after: int
+
+
+class Names:
+    """At most `most` bindings. One stands while nobody has unbound it or removed its block, and its block is held by
+    somebody or was bound less than `grace_s` ago (its holder has yet to announce it; a new leader has yet to hear)."""
+
+    def __init__(
+        self,
+        held: Callable[[bytes], bool],
+        removed_since: Callable[[bytes, int], bool],
+        *,
+        grace_s: float = 30.0,
+        most: int = 1 << 20,
+    ) -> None:
+        self._held = held
+        self._removed_since = removed_since
+        self._grace_s = grace_s
+        self._most = most
+        self._bound: OrderedDict[Name, Binding] = OrderedDict()  # the oldest first
+
+    def __len__(self) -> int:
+        return len(self._bound)
+
+    def load(self, bound: Iterable[tuple[Name, bytes]], after: int, now: float) -> None:
+        """What an earlier leader left. Nobody has announced yet: the grace begins anew."""
+        self._bound.update((name, Binding(key, now, after)) for name, key in bound)
+
+    def bind(
+        self, namespace: str, names: Sequence[tuple[str, bytes]], after: int, now: float
+    ) -> tuple[list[bytes], dict[Name, bytes], list[Name]]:
+        """(what each name stands for now, those that are new, those that were let go for room).
+
+        Raises Overloaded when there is no room; nothing is bound then."""
+        fresh = {(namespace, name) for name, _ in names} - self._bound.keys()
+        dropped = self._make_room(len(fresh), now)
+        new: dict[Name, bytes] = {}
+        keys = []
+        for text, key in names:
+            name = (namespace, text)
+            known = self._bound.get(name)
+            if known is None or not self._stands(known, now):
+                self._bound[name] = known = Binding(key, now, after)
+                self._bound.move_to_end(name)
+                new[name] = key
+            keys.append(known.key)
+        return keys, new, dropped
+
+    def resolve(self, namespace: str, names: Sequence[str]) -> list[bytes | None]:
+        """What each name stands for."""
+        found = [self._bound.get((namespace, name)) for name in names]
+        return [b.key if b is not None and not self._removed_since(b.key, b.after) else None for b in found]
+
+    def unbind(self, namespace: str, names: Iterable[str]) -> list[Name]:
+        """Forget them; those that were bound."""
+        gone = [name for text in names if (name := (namespace, text)) in self._bound]
+        for name in dict.fromkeys(gone):
+            del self._bound[name]
+        return gone
+
+    def _stands(self, binding: Binding, now: float) -> bool:
+        if self._removed_since(binding.key, binding.after):
+            return False
+        return now - binding.at < self._grace_s or self._held(binding.key)
+
+    def _make_room(self, count: int, now: float) -> list[Name]:
+        """Lets go of the oldest ones that do not stand; looks at LOOK of them at most for each that is wanted."""
+        excess = len(self._bound) + count - self._most
+        dropped: list[Name] = []
+        for _ in range(LOOK * excess):
+            if excess <= len(dropped):
+                break
+            name, binding = next(iter(self._bound.items()), (None, None))
+            if name is None or binding is None:
+                break
+            if self._stands(binding, now):
+                self._bound.move_to_end(name)
+            else:
+                del self._bound[name]
+                dropped.append(name)
+        if excess > len(dropped):
+            raise Overloaded(f"{len(self._bound)} names are bound, at most {self._most}: max_names", retry_after_ms=1000)
+        return dropped

@@ -1,0 +1,182 @@
+"""What was removed, until every node has heard of it.
+
+Tombstones have a growing seq (the leader's term in the upper half). A node applies them in that order and says the last
+one that it has applied; while that is lower than a tombstone's seq, what the node announces of the removed keys is
+masked. A node that is asked directly and answers has applied it; one that could not be asked gets everything newer than
+what it has applied when it joins or beats. What was masked may have been sealed anew after the tombstone was applied,
+so that node owes a snapshot as soon as nothing of it is masked any more.
+
+Bounded: a tombstone that all members have applied goes after `retention_s`, and the oldest go when more than `max_keys`
+keys are kept. `floor` is the highest that has gone: a node that comes with less may have missed some that nobody knows
+any more, and is told to remove everything it has.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+TERM_SHIFT = 32
+MAX_ANSWER_KEYS = 65_536  # in one answer to a node: 1 MiB
+RECORD_KEYS = 8  # what a tombstone itself counts for, so that small ones are bounded too
+EVERYTHING = tuple(bytes((first,)) for first in range(256))
+
+
+@dataclass(frozen=True, slots=True)
+class Tombstone:
+    """Either `keys` or a `prefix` of 1 to 16 bytes. `at`: seconds on the master's clock."""
+
+    seq: int
+    keys: tuple[bytes, ...] = ()
+    prefix: bytes = b""
+    at: float = 0.0
+
+    def covers(self, key: bytes) -> bool:
+        """Whether it removes `key`. O(keys)."""
+        return key.startswith(self.prefix) if self.prefix else key in self.keys
+
+
+class Tombstones:
+    """All that are kept, and how far each member is."""
+
+    def __init__(self, *, retention_s: float = 3600.0, max_keys: int = 1 << 20) -> None:
+        self._retention_s = retention_s
+        self._max_keys = max_keys
+        self._kept: deque[Tombstone] = deque()
+        self._size = 0
+        self._keys: dict[bytes, int] = {}  # → seq of the last one that names it
+        self._prefixes: dict[bytes, int] = {}
+        self._applied: dict[str, int] = {}
+        self._owing: set[str] = set()  # stores of which something was masked
+        self.floor = 0
+        self.last = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def load(self, kept: Iterable[Tombstone], floor: int) -> None:
+        """What an earlier leader left."""
+        self.floor = self.last = floor
+        for each in sorted(kept, key=lambda tombstone: tombstone.seq):
+            self._keep(each)
+
+    def add(self, term: int, keys: Sequence[bytes], prefix: bytes, now: float) -> Tombstone:
+        """A new one, of the highest seq there is."""
+        made = Tombstone(max(self.last + 1, term << TERM_SHIFT), tuple(keys), prefix, now)
+        self._keep(made)
+        return made
+
+    def _keep(self, made: Tombstone) -> None:
+        self._kept.append(made)
+        self._size += RECORD_KEYS + len(made.keys)
+        self.last = made.seq
+        self._keys.update(dict.fromkeys(made.keys, made.seq))
+        if made.prefix:
+            self._prefixes[made.prefix] = made.seq
+
+    # ── members ──────────────────────────────────────────────────────────────────────────────────────
+
+    def joined(self, instance_id: str, applied: int) -> None:
+        """A life begins and says what it has applied."""
+        self._applied[instance_id] = min(applied, self.last)
+
+    def ended(self, instance_id: str) -> None:
+        """It is a member no more; it says anew how far it is when it joins."""
+        self._applied.pop(instance_id, None)
+        self._owing = {name for name in self._owing if _instance(name) != instance_id}
+
+    def applied(self, instance_id: str, seq: int) -> None:
+        """A member has applied all up to `seq`."""
+        if instance_id in self._applied:
+            self._applied[instance_id] = max(self._applied[instance_id], min(seq, self.last))
+
+    def is_next(self, instance_id: str, seq: int) -> bool:
+        """Whether that member has applied all but this one and later ones: only then may it be asked directly."""
+        applied = self._applied.get(instance_id)
+        if applied is None or applied < self.floor:
+            return False
+        return next((each.seq for each in self._kept if each.seq > applied), 0) == seq
+
+    def has_applied(self, instance_id: str, seq: int) -> bool:
+        """False also for one that is no member."""
+        return self._applied.get(instance_id, -1) >= seq
+
+    def newer(self, instance_id: str, most: int = MAX_ANSWER_KEYS) -> list[Tombstone]:
+        """What that member has yet to apply, in order: at least one if there is any, at most `most` keys of several."""
+        applied = self._applied.get(instance_id, self.last)
+        if applied >= self.last:
+            return []
+        if applied < self.floor:
+            return [Tombstone(self.floor, prefix=first) for first in EVERYTHING]
+        found, size = [], 0
+        for each in self._kept:
+            if each.seq > applied:
+                size += RECORD_KEYS + len(each.keys)
+                if found and size > most:
+                    break
+                found.append(each)
+        return found
+
+    # ── announcements ────────────────────────────────────────────────────────────────────────────────
+
+    def masked(self, instance_id: str, keys: Sequence[bytes]) -> set[bytes]:
+        """Those of `keys` that this member must not bring back. O(1) when it is not behind."""
+        applied = self._applied.get(instance_id, self.last)
+        if applied >= self.last:
+            return set()
+        if applied < self.floor:
+            return set(keys)
+        newer = [prefix for prefix, seq in self._prefixes.items() if seq > applied]
+        return {
+            key
+            for key in keys
+            if self._keys.get(key, 0) > applied or any(key.startswith(prefix) for prefix in newer)
+        }
+
+    def owes(self, store_id: str) -> None:
+        """Something that it said was masked."""
+        self._owing.add(store_id)
+
+    def wants_snapshot(self, store_id: str) -> bool:
+        """Whether it owes one and nothing of it would be masked now."""
+        behind = self._applied.get(_instance(store_id), self.last) < self.last
+        return store_id in self._owing and not behind
+
+    def began_snapshot(self, store_id: str) -> None:
+        """The first part of a snapshot is here."""
+        if self.wants_snapshot(store_id):
+            self._owing.discard(store_id)
+
+    def covered_since(self, key: bytes, seq: int) -> bool:
+        """Whether a tombstone newer than `seq` removed `key`."""
+        if self.last <= seq:
+            return False
+        if self._keys.get(key, 0) > seq:
+            return True
+        return any(said > seq and key.startswith(prefix) for prefix, said in self._prefixes.items())
+
+    # ── bounds ───────────────────────────────────────────────────────────────────────────────────────
+
+    def retire(self, now: float) -> list[Tombstone]:
+        """Let go of the oldest that need not or cannot be kept."""
+        slowest = min(self._applied.values(), default=self.last)
+        gone = []
+        while self._kept:
+            oldest = self._kept[0]
+            old = oldest.seq <= slowest and now - oldest.at > self._retention_s
+            if not old and (self._size <= self._max_keys or len(self._kept) == 1):
+                break
+            gone.append(self._kept.popleft())
+            self._size -= RECORD_KEYS + len(oldest.keys)
+            self.floor = oldest.seq
+            for key in oldest.keys:
+                if self._keys.get(key) == oldest.seq:
+                    del self._keys[key]
+            if self._prefixes.get(oldest.prefix) == oldest.seq:
+                del self._prefixes[oldest.prefix]
+        return gone
+
+
+def _instance(store_id: str) -> str:
+    return store_id.partition("#")[0]
