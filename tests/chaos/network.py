@@ -32,6 +32,11 @@ class Loopback:
 
     links = False
 
+    @property
+    def me(self) -> str:
+        """Address of this process."""
+        return "127.0.0.1"
+
     def address(self, host: str) -> str:
         return "127.0.0.1"
 
@@ -45,6 +50,10 @@ class Loopback:
 
 class Namespaces(Loopback):
     links = True
+
+    @property
+    def me(self) -> str:
+        return f"{self._net}.1"
 
     def __init__(self, hosts: Sequence[str]) -> None:
         pid = os.getpid()
@@ -66,7 +75,7 @@ class Namespaces(Loopback):
             self._ip(host, "link", "set", "eth0", "up")
         mine = f"{self._tag}"[:15]
         self._wire("me", ["netns", str(os.getpid()), "name", mine])
-        run("ip", "address", "add", f"{self._net}.1/24", "dev", mine)
+        run("ip", "address", "add", f"{self.me}/24", "dev", mine)
         run("ip", "link", "set", mine, "up")
 
     def _add(self, host: str) -> None:

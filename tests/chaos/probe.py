@@ -1,0 +1,168 @@
+"""Nodes asked one by one, past master and client: what each holds, its bytes, its pools, and whether it works."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+
+import grpc.aio
+
+from kvmesh.kvcache.client.naming import content_key
+from kvmesh.kvcache.keys import KEY_BYTES, split
+from kvmesh.kvcache.tiers import Tier
+from kvmesh.rpc.pb import blocks_pb2 as pb
+from kvmesh.rpc.pb import blocks_pb2_grpc
+from kvmesh.transfer import EngineConfig, Opcode, TransferEngine, TransferRequest, TransferState
+from tests.chaos.history import digest_of
+
+LAYOUT = "bytes"
+REGION = 8 << 20
+CALL_S = 10.0
+LEASE_MS = 3000
+PORTION = 32
+USABLE_S = 20.0
+
+
+class Probe:
+    """Its own engine. Methods raise what goes wrong."""
+
+    def __init__(self, host: str) -> None:
+        config = EngineConfig(transports=("tcp",), host=host)
+        self.engine = TransferEngine(f"probe@{time.monotonic_ns():x}", config)
+        self._region = self.engine.allocate(REGION, "cpu:0")
+
+    def close(self) -> None:
+        self.engine.close()
+
+    async def holds(self, channel: grpc.aio.Channel) -> list[bytes]:
+        """Every key that the node lists."""
+        stub = blocks_pb2_grpc.NodeStoreStub(channel)
+        keys: list[bytes] = []
+        async for part in stub.ListBlocks(pb.ListBlocksRequest(), timeout=CALL_S):
+            keys += split(part.keys)
+        return keys
+
+    async def pools(self, channel: grpc.aio.Channel) -> pb.GetNodeStoreResponse:
+        stub = blocks_pb2_grpc.NodeStoreStub(channel)
+        return await stub.GetStore(pb.GetNodeStoreRequest(), timeout=CALL_S)  # type: ignore[no-any-return]
+
+    async def read(self, channel: grpc.aio.Channel, keys: Sequence[bytes]) -> dict[bytes, str]:
+        """Digests of what the node hands out; keys that it does not lease are left out."""
+        found: dict[bytes, str] = {}
+        for at in range(0, len(keys), PORTION):
+            some = list(keys[at : at + PORTION])
+            found |= {key: digest_of(data) for key, data in (await self._read(channel, some)).items()}
+            for key in some:  # too little room to stage all at once
+                if key not in found:
+                    found |= {k: digest_of(data) for k, data in (await self._read(channel, [key])).items()}
+        return found
+
+    async def _read(self, channel: grpc.aio.Channel, keys: list[bytes]) -> dict[bytes, bytes]:
+        stub = blocks_pb2_grpc.NodeStoreStub(channel)
+        node = await stub.GetStore(pb.GetNodeStoreRequest(), timeout=CALL_S)
+        request = pb.LeaseRequest(
+            reader="probe",
+            holder_incarnation=node.instance.incarnation,
+            keys=b"".join(keys),
+            lease_ms=LEASE_MS,
+            layout=LAYOUT,
+            want_descriptors=True,
+        )
+        lease = await stub.Lease(request, timeout=CALL_S)
+        if not lease.lease_id:
+            return {}
+        try:
+            held = [key for key, here in zip(keys, lease.held, strict=True) if here]
+            (rank,) = lease.ranks
+            return dict(zip(held, await self._fetch(rank, list(lease.nbytes)), strict=True))
+        finally:
+            await stub.ReleaseLease(pb.ReleaseBlocksRequest(lease_id=lease.lease_id), timeout=CALL_S)
+
+    async def _fetch(self, rank: pb.LeasedRank, sizes: list[int]) -> list[bytes]:
+        from kvmesh.transfer import SegmentDescriptor
+
+        name = self.engine.open_segment(SegmentDescriptor.decode(rank.segment_descriptor))
+        memory = self._region.memory
+        assert memory is not None
+        assert sum(sizes) <= REGION
+        requests, at = [], 0
+        for offset, nbytes in zip(rank.offset, sizes, strict=True):
+            requests.append(TransferRequest(Opcode.READ, self._region.address + at, name, offset, nbytes))
+            at += nbytes
+        batch = self.engine.allocate_batch(len(requests))
+        try:
+            self.engine.submit(batch, requests, CALL_S)
+            await self.engine.wait(batch)
+            states = {s.state for s in self.engine.statuses(batch)}
+            assert states == {TransferState.COMPLETED}, [s.cause for s in self.engine.statuses(batch)]
+        finally:
+            self.engine.free_batch(batch)
+            self.engine.close_segment(name)
+        out, at = [], 0
+        for nbytes in sizes:
+            out.append(bytes(memory[at : at + nbytes]))
+            at += nbytes
+        return out
+
+    async def put(self, channel: grpc.aio.Channel, data: bytes) -> bytes:
+        """Its key. AssertionError: the node did not take it."""
+        memory, key = self._region.memory, content_key(data, "probe")
+        assert memory is not None
+        memory[: len(data)] = data
+        descriptor = self.engine.local_descriptor()
+        request = pb.PutBlocksRequest(
+            keys=key,
+            layout=LAYOUT,
+            segment=descriptor.name,
+            segment_descriptor=descriptor.encode(),
+            offset=[self._region.base_offset],
+            nbytes=[len(data)],
+            read_within_ms=5000,
+        )
+        answer = await blocks_pb2_grpc.NodeStoreStub(channel).Put(request, timeout=CALL_S)
+        assert answer.held == b"\1", answer.why_not
+        return key
+
+    async def works(self, channel: grpc.aio.Channel) -> str:
+        """ "" when the node takes a block, hands it out, and forgets it, in bounded time; else why not."""
+        data = os.urandom(50_000)
+        try:
+            async with asyncio.timeout(USABLE_S):
+                key = await self.put(channel, data)
+                found = await self.read(channel, [key])
+                stub = blocks_pb2_grpc.NodeStoreStub(channel)
+                await stub.Remove(pb.RemoveBlocksRequest(keys=key), timeout=CALL_S)
+                left = await stub.Exists(pb.ExistsRequest(keys=key), timeout=CALL_S)
+        except (AssertionError, TimeoutError, grpc.aio.AioRpcError) as error:
+            told = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+            return f"{type(error).__name__}: {told}"
+        if found != {key: digest_of(data)}:
+            return f"put {digest_of(data)}, got {found}"
+        return f"removed and still in tier {Tier(left.tiers[0]).name}" if left.tiers[0] else ""
+
+
+def leaks_of(told: pb.GetNodeStoreResponse) -> tuple[str, ...]:
+    """What is not so in a node that nobody uses: no lease, nothing written, and what is not pinned is free to take."""
+    pools = told.pools
+    found = [
+        f"{name} {value}"
+        for name, value in (
+            ("leases", pools.store_leases),
+            ("writing", pools.store_writing),
+            ("pulls", pools.pulls),
+            ("quarantined", pools.quarantined),
+            ("windows", pools.windows),
+        )
+        if value
+    ]
+    if pools.extents_free + told.hard_pinned != pools.extents_total:
+        free, total = pools.extents_free, pools.extents_total
+        found.append(f"of {total} extents {free} are free and {told.hard_pinned} are pinned")
+    return tuple(found)
+
+
+def by_hex(found: dict[bytes, str]) -> dict[str, str]:
+    assert all(len(key) == KEY_BYTES for key in found)
+    return {key.hex(): digest for key, digest in found.items()}
