@@ -1,0 +1,267 @@
+"""Who leads, as one master sees it. Pure: `step(event, now) -> actions`; `leads(now)` before every answer and order.
+
+A lease in Redis says who leads; its term is a fencing token. A leader counts its lease from before the request that
+gave or renewed it, less a margin for clocks that run at different speeds, so that Redis can have given it to nobody
+else while `leads` is true. Without Redis (`lease_s` None) there is one master, which leads from the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+MARGIN = 0.1  # of the lease
+RENEWALS = 3  # in one lease: two of them may be lost
+SOONEST = 0.02  # of a lease: a standby asks again, however little the leader has left
+FOREVER = float("inf")
+
+
+class Role(Enum):
+    STANDBY = "standby"
+    WAITING = "waiting"  # holds the lease, and lets those of masters that Redis has forgotten run out
+    LEADING = "leading"
+    ENDED = "ended"  # the process is about to stop
+
+
+# ── events ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Tick:
+    pass
+
+
+@dataclass(frozen=True)
+class Granted:
+    """The lease is ours, from the request `number`. `unsure`: Redis has been started anew since it gave the last term,
+    and may have forgotten some."""
+
+    number: int
+    term: int
+    unsure: bool
+
+
+@dataclass(frozen=True)
+class Held:
+    """Another has the lease for `left_s` more."""
+
+    number: int
+    term: int
+    leader: str
+    left_s: float
+
+
+@dataclass(frozen=True)
+class Silent:
+    """Nobody knows what became of the request."""
+
+    number: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A node has heard of `term`. `stranger`: it was no member here, so not from us."""
+
+    term: int
+    stranger: bool = False
+
+
+@dataclass(frozen=True)
+class Stop:
+    pass
+
+
+Event = Tick | Granted | Held | Silent | Heard | Stop
+
+
+# ── actions ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Get the lease (`term` 0), or renew the one of `term`. A new term must be above `floor`. The answer is an event
+    with this number. `life`: leases are told apart by it; each is for one continuous reign at most."""
+
+    number: int
+    life: int
+    term: int
+    floor: int
+
+
+@dataclass(frozen=True)
+class Release:
+    """Give the lease of `life` back, if it is still held."""
+
+    life: int
+
+
+@dataclass(frozen=True)
+class Lead:
+    """From now on this master leads, with an empty map."""
+
+    term: int
+
+
+@dataclass(frozen=True)
+class StepDown:
+    """It leads no more: everything that it knew is void."""
+
+    why: str
+
+
+Action = Ask | Release | Lead | StepDown
+
+
+class Leader:
+    """One master's view. `now` is monotonic in seconds and goes on while the process is stopped."""
+
+    def __init__(self, lease_s: float | None) -> None:
+        self._lease_s = lease_s
+        self.role = Role.STANDBY
+        self.term = 0  # ours while leading, else the highest heard
+        self.leader = ""  # who leads, when it is another and its lease is not known to be over
+        self._leader_until = FOREVER
+        self._until = 0.0  # we hold the lease
+        self._leads_from = 0.0
+        self._unsure = False
+        self._asked: dict[int, float] = {}  # requests under way: since when
+        self._number = 0
+        self._life = 0
+        self._ask_at = 0.0
+        self._silent = ""  # why the last request was not answered
+
+    # ── questions ────────────────────────────────────────────────────────────────────────────────────
+
+    def leads(self, now: float) -> bool:
+        """May it answer and order at this moment?"""
+        return self.role is Role.LEADING and now < self._until
+
+    def leader_at(self, now: float) -> str:
+        """The address of another that leads, "" when that is not known."""
+        return self.leader if now < self._leader_until else ""
+
+    @property
+    def next_at(self) -> float:
+        """When to step again, whatever happens until then."""
+        held = self._until if self.role in (Role.WAITING, Role.LEADING) else FOREVER
+        ready = self._leads_from if self.role is Role.WAITING else FOREVER
+        return min(self._ask_at, held, ready)
+
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────────
+
+    def step(self, event: Event, now: float) -> Sequence[Action]:
+        """Apply one event at `now` (never decreasing). A lease that has run out is noticed first, whatever it is."""
+        actions: list[Action] = []
+        if self.role is Role.ENDED:
+            return actions
+        if self.role in (Role.WAITING, Role.LEADING) and now >= self._until:
+            why = self._silent or "this process stood still"
+            self._fall("its lease ran out: " + why, actions, now)
+        match event:
+            case Granted():
+                self._granted(event, now, actions)
+            case Held():
+                self._held(event, now, actions)
+            case Silent(number, why):
+                if self._asked.pop(number, None) is not None:
+                    self._silent = why
+            case Heard():
+                self._heard(event, now, actions)
+            case Stop():
+                self._stop(actions)
+                return actions
+            case Tick():
+                pass
+        if self._lease_s is None:
+            self._lead_alone(actions)
+            return actions
+        if self.role is Role.WAITING and now >= self._leads_from:
+            self.role = Role.LEADING
+            actions.append(Lead(self.term))
+        if now >= self._ask_at:
+            self._ask(now, actions)
+        return actions
+
+    def _lead_alone(self, actions: list[Action]) -> None:
+        if self.role is Role.STANDBY:
+            self.role, self.term, self._until, self._ask_at = Role.LEADING, self.term + 1, FOREVER, FOREVER
+            actions.append(Lead(self.term))
+
+    def _ask(self, now: float, actions: list[Action]) -> None:
+        assert self._lease_s is not None
+        self._number += 1
+        self._asked[self._number] = now
+        # Those older than a lease can prolong nothing any more.
+        self._asked = {number: since for number, since in self._asked.items() if now - since < self._lease_s}
+        self._ask_at = now + self._lease_s / RENEWALS
+        mine = self.role in (Role.WAITING, Role.LEADING)
+        actions.append(Ask(self._number, self._life, self.term if mine else 0, self.term))
+
+    def _granted(self, said: Granted, now: float, actions: list[Action]) -> None:
+        asked = self._asked.pop(said.number, None)
+        if asked is None:
+            return
+        assert self._lease_s is not None
+        self._silent = ""
+        until = self._counted_from(asked, now) + self._lease_s * (1 - MARGIN)
+        if self.role in (Role.WAITING, Role.LEADING):
+            if said.term == self.term:
+                self._until = max(self._until, until)
+            return
+        if now >= until:
+            return  # too late: it may be somebody else's by now
+        if said.term <= self.term:
+            self._fall(f"term {said.term} has been given before", actions, now)
+            return
+        self.role, self.term, self._until, self._unsure = Role.WAITING, said.term, until, said.unsure
+        self.leader, self._leader_until = "", 0.0
+        # A Redis that forgets may give a lease, even a term, that another master has: wait until nobody can lead.
+        self._leads_from = now + self._lease_s if said.unsure else now
+
+    def _counted_from(self, asked: float, answered: float) -> float:
+        """The moment from which our lease counts: Redis may have given it as soon as it was asked."""
+        return asked
+
+    def _held(self, said: Held, now: float, actions: list[Action]) -> None:
+        if self._asked.pop(said.number, None) is None:
+            return
+        assert self._lease_s is not None
+        self._silent = ""
+        if self.role in (Role.WAITING, Role.LEADING):
+            if said.term < self.term:
+                return  # answered before we got it
+            self._fall(f"{said.leader} has term {said.term}", actions, now)
+        self.term = max(self.term, said.term)
+        self.leader, self._leader_until = said.leader, now + said.left_s
+        self._ask_at = min(self._ask_at, now + max(said.left_s, self._lease_s * SOONEST))
+
+    def _heard(self, said: Heard, now: float, actions: list[Action]) -> None:
+        mine = self.role in (Role.WAITING, Role.LEADING)
+        # A stranger that knows our very term has it from another life of the mesh, if terms can have been forgotten.
+        twin = mine and said.stranger and said.term == self.term
+        if self._lease_s is None:
+            if said.term > self.term or twin:
+                self.term = said.term + 1
+        elif said.term > self.term or (twin and self._unsure):
+            if mine:
+                self._fall(f"a node has heard of term {said.term}", actions, now)
+            self.term = said.term
+
+    def _fall(self, why: str, actions: list[Action], now: float) -> None:
+        if self.role is Role.LEADING:
+            actions.append(StepDown(why))
+        actions.append(Release(self._life))
+        self.role, self._until = Role.STANDBY, 0.0
+        # Whatever is still under way belongs to the lease that we had.
+        self._life += 1
+        self._asked.clear()
+        self._ask_at = min(self._ask_at, now)
+
+    def _stop(self, actions: list[Action]) -> None:
+        if self.role is Role.LEADING:
+            actions.append(StepDown("this master stops"))
+        if self.role in (Role.WAITING, Role.LEADING) and self._lease_s is not None:
+            actions.append(Release(self._life))
+        self.role, self._ask_at = Role.ENDED, FOREVER

@@ -1,0 +1,355 @@
+"""Who leads: several masters against a Redis that is slow, loses answers, forgets and starts anew."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from services.store.leader import (
+    Action,
+    Ask,
+    Event,
+    Granted,
+    Heard,
+    Held,
+    Lead,
+    Leader,
+    Release,
+    Role,
+    Silent,
+    StepDown,
+    Stop,
+    Tick,
+)
+
+LEASE = 1.0
+MASTERS = 3
+
+
+@dataclass
+class Lease:
+    token: tuple[int, int]
+    term: int
+    until: float
+
+
+@dataclass
+class Redis:
+    """What services/store/redis_lease.py asks for, executed at one moment each."""
+
+    lease: Lease | None = None
+    term: int = 0
+    run: int = 1  # a new one with each start
+    term_run: int = 0  # the start that gave `term`
+    stale: tuple[int, int] = (0, 0)  # an old snapshot of term and term_run
+
+    def run_script(self, who: int, ask: Ask, now: float) -> Event:
+        if self.lease is not None and self.lease.until <= now:
+            self.lease = None
+        token = (who, ask.life)
+        if self.lease is not None and self.lease.token != token:
+            left = self.lease.until - now
+            return Held(ask.number, self.lease.term, str(self.lease.token[0]), left)
+        if self.lease is not None:
+            self.lease.until = now + LEASE
+            return Granted(ask.number, self.lease.term, False)
+        if ask.term and self.term > ask.term:
+            return Held(ask.number, self.term, "", 0.0)
+        unsure = not ask.term and self.term_run != self.run
+        self.term = ask.term or max(self.term, ask.floor) + 1
+        self.term_run = self.run
+        self.lease = Lease(token, self.term, now + LEASE)
+        return Granted(ask.number, self.term, unsure)
+
+    def release(self, token: tuple[int, int]) -> None:
+        if self.lease is not None and self.lease.token == token:
+            self.lease = None
+
+
+@dataclass
+class Master:
+    leader: Leader
+    offset: float
+    rate: float
+    paused: bool = False
+    life: int = 0
+    requests: list[Ask | Release] = field(default_factory=list)
+    answers: list[Event] = field(default_factory=list)
+    reigns: list[int] = field(default_factory=list)
+    in_reign: bool = False
+
+    def clock(self, now: float) -> float:
+        return self.offset + now * self.rate
+
+    def step(self, event: Event, now: float) -> list[Action]:
+        actions = list(self.leader.step(event, self.clock(now)))
+        for action in actions:
+            match action:
+                case Ask() | Release():
+                    self.requests.append(action)
+                case Lead(term):
+                    assert not self.in_reign
+                    self.in_reign = True
+                    self.reigns.append(term)
+                case StepDown():
+                    assert self.in_reign
+                    self.in_reign = False
+        return actions
+
+
+class Mesh(RuleBasedStateMachine):
+    """`now` is the true time; each master has a clock of its own, a little fast or slow."""
+
+    kind: type[Leader] = Leader
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.redis = Redis()
+        self.masters: list[Master] = []
+        self.node_term = 0
+        self.forgot = False
+        self.last_reign = 0
+
+    @initialize(rates=st.lists(st.sampled_from([0.96, 1.0, 1.04]), min_size=MASTERS, max_size=MASTERS))
+    def begin(self, rates: list[float]) -> None:
+        self.redis.term_run = self.redis.run  # it has given terms before
+        self.masters = [Master(self.kind(LEASE), 100.0 * i, rate) for i, rate in enumerate(rates)]
+
+    def _step(self, master: Master, event: Event) -> None:
+        before = len(master.reigns)
+        master.step(event, self.now)
+        for term in master.reigns[before:]:
+            assert self.forgot or term > self.last_reign, "terms grow"
+            self.last_reign = max(self.last_reign, term)
+
+    who = st.integers(0, MASTERS - 1)
+    pick = st.integers(0, 7)
+
+    @rule(seconds=st.sampled_from([0.01, 0.1, 0.3, 0.35, 0.9, 1.0, 1.1, 3.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(who=who)
+    def tick(self, who: int) -> None:
+        if not self.masters[who].paused:
+            self._step(self.masters[who], Tick())
+
+    @rule(who=who, pick=pick, lost=st.booleans())
+    def redis_works(self, who: int, pick: int, lost: bool) -> None:
+        """On any request under way, however old; its answer may be lost."""
+        master = self.masters[who]
+        if not master.requests:
+            return
+        request = master.requests.pop(pick % len(master.requests))
+        if isinstance(request, Release):
+            self.redis.release((who, request.life))
+            return
+        answer = self.redis.run_script(who, request, self.now)
+        master.answers.append(Silent(request.number, "lost") if lost else answer)
+
+    @rule(who=who, pick=pick)
+    def answered(self, who: int, pick: int) -> None:
+        master = self.masters[who]
+        if master.answers and not master.paused:
+            self._step(master, master.answers.pop(pick % len(master.answers)))
+
+    @rule(who=who)
+    def quickly(self, who: int) -> None:
+        """Asks what it wants to and hears at once: what mostly happens."""
+        master = self.masters[who]
+        if not master.paused:
+            self._settle(who)
+
+    @rule(who=who, seconds=st.sampled_from([0.2, 0.5, 0.8]))
+    def slowly(self, who: int, seconds: float) -> None:
+        """Redis does at once what it is asked, and its answer takes a while."""
+        master = self.masters[who]
+        if master.paused:
+            return
+        self._step(master, Tick())
+        answers = [
+            self.redis.run_script(who, request, self.now) for request in master.requests if isinstance(request, Ask)
+        ]
+        master.requests.clear()
+        self.now += seconds
+        for answer in answers:
+            self._step(master, answer)
+
+    def _settle(self, who: int) -> None:
+        master = self.masters[who]
+        self._step(master, Tick())
+        while master.requests:
+            request = master.requests.pop(0)
+            if isinstance(request, Release):
+                self.redis.release((who, request.life))
+            else:
+                self._step(master, self.redis.run_script(who, request, self.now))
+
+    @rule(who=who)
+    def request_lost(self, who: int) -> None:
+        if self.masters[who].requests:
+            self.masters[who].requests.pop(0)
+
+    @rule(who=who)
+    def stopped_or_continued(self, who: int) -> None:
+        self.masters[who].paused = not self.masters[who].paused
+
+    @rule(who=who)
+    def killed_and_restarted(self, who: int) -> None:
+        """A process of its own: nothing is known, and late requests of the dead one still reach Redis."""
+        old = self.masters[who]
+        fresh = Master(self.kind(LEASE), old.offset, old.rate)
+        fresh.leader._life = old.leader._life + 1  # tokens hold a random number in truth
+        self.masters[who] = fresh
+
+    @rule(kept=st.sampled_from(["all", "nothing", "old"]))
+    def redis_restarts(self, kept: str) -> None:
+        self.redis.run += 1
+        if kept != "all":
+            self.forgot = True
+            term, run = self.redis.stale if kept == "old" else (0, 0)
+            self.redis = Redis(None, term, self.redis.run, run, self.redis.stale)
+
+    @rule()
+    def redis_saves(self) -> None:
+        self.redis.stale = (self.redis.term, self.redis.term_run)
+
+    @rule(who=who)
+    def node_joins(self, who: int) -> None:
+        """It tells what it has heard, and takes orders only of terms that are not lower."""
+        master = self.masters[who]
+        if master.paused or not master.leader.leads(master.clock(self.now)):
+            return
+        self._step(master, Heard(self.node_term, stranger=True))
+        if master.leader.leads(master.clock(self.now)):
+            assert master.leader.term >= self.node_term
+            self.node_term = max(self.node_term, master.leader.term)
+
+    @invariant()
+    def at_most_one_leads(self) -> None:
+        leading = [m for m in self.masters if m.leader.leads(m.clock(self.now))]
+        assert len(leading) <= 1, f"at {self.now}: {[(m.leader.term, m.offset) for m in leading]}"
+        assert all(m.in_reign for m in leading)
+
+    @precondition(lambda self: self.masters)
+    @rule()
+    def calm(self) -> None:
+        """Once nothing goes wrong, soon one leads; those that think they do and those who may are the same."""
+        for master in self.masters:
+            master.paused = False
+            master.requests.clear()
+            master.answers.clear()
+        for _ in range(40):
+            self.now += 0.1
+            for who in range(MASTERS):
+                self._settle(who)
+                self.at_most_one_leads()
+        [leader] = [m for m in self.masters if m.leader.leads(m.clock(self.now))]
+        for master in self.masters:
+            if master is not leader:
+                assert not master.in_reign
+                assert master.leader.leader_at(master.clock(self.now)) == str(self.masters.index(leader))
+
+
+SETTINGS = settings(max_examples=80, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def test_at_most_one_master_leads_whatever_happens() -> None:
+    run_state_machine_as_test(Mesh, settings=SETTINGS)
+
+
+class CountsFromTheAnswer(Leader):
+    def _counted_from(self, asked: float, answered: float) -> float:
+        return answered
+
+
+class NeverLooksAtTheClock(Leader):
+    def leads(self, now: float) -> bool:
+        return self.role is Role.LEADING
+
+
+class TrustsAnyRedis(Leader):
+    def step(self, event: Event, now: float) -> list[Action]:  # type: ignore[override]
+        if isinstance(event, Granted):
+            event = Granted(event.number, event.term, False)
+        return list(super().step(event, now))
+
+
+@pytest.mark.parametrize("broken", [CountsFromTheAnswer, NeverLooksAtTheClock, TrustsAnyRedis])
+def test_a_broken_leader_is_found(broken: type[Leader]) -> None:
+    mesh = type("Broken", (Mesh,), {"kind": broken})
+    searching = settings(
+        SETTINGS, max_examples=2000, report_multiple_bugs=False, phases=[Phase.generate], database=None
+    )
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(mesh, settings=searching)
+
+
+# ── one step at a time ────────────────────────────────────────────────────────────────────────────
+
+
+def leading(now: float = 0.0) -> Leader:
+    """With the lease of term 5 since `now`."""
+    leader = Leader(LEASE)
+    [ask] = leader.step(Tick(), now)
+    assert isinstance(ask, Ask)
+    assert leader.step(Granted(ask.number, 5, False), now) == [Lead(5)]
+    return leader
+
+
+def test_a_frozen_leader_does_not_lead_when_it_wakes() -> None:
+    leader = leading()
+    assert leader.leads(0.89)
+    assert not leader.leads(0.91)  # asked before anything else in the first turn of the loop
+    down, release, ask = leader.step(Heard(5), 7.0)
+    assert isinstance(down, StepDown) and isinstance(release, Release) and isinstance(ask, Ask)
+    assert (ask.term, ask.floor) == (0, 5) and ask.life != release.life
+
+
+def test_a_higher_term_is_believed_at_once_and_the_next_one_is_above_it() -> None:
+    leader = leading()
+    assert leader.step(Heard(5, stranger=True), 0.1) == []
+    down, release, ask = leader.step(Heard(9), 0.1)
+    assert isinstance(down, StepDown) and isinstance(release, Release)
+    assert isinstance(ask, Ask) and ask.floor == 9
+    assert not leader.leads(0.1)
+
+
+def test_answers_to_requests_of_a_lease_that_is_over_prolong_nothing() -> None:
+    leader = leading()
+    [renewal] = leader.step(Tick(), 0.4)
+    assert isinstance(renewal, Ask) and renewal.term == 5
+    leader.step(Heard(9), 0.5)
+    assert leader.step(Granted(renewal.number, 5, False), 0.5) == []
+    assert leader.role is Role.STANDBY
+
+
+def test_without_redis_one_leads_at_once_and_above_all_that_nodes_have_heard() -> None:
+    leader = Leader(None)
+    assert leader.step(Tick(), 0.0) == [Lead(1)]
+    assert leader.leads(1e9)
+    assert leader.step(Heard(7), 1.0) == []
+    assert leader.term == 8
+    leader.step(Heard(8), 1.0)  # a member: it has this from us
+    assert leader.term == 8
+    leader.step(Heard(8, stranger=True), 1.0)
+    assert leader.term == 9 and leader.leads(2.0)
+
+
+def test_the_last_word_gives_the_lease_back() -> None:
+    leader = leading()
+    down, release = leader.step(Stop(), 0.2)
+    assert isinstance(down, StepDown) and isinstance(release, Release)
+    assert leader.step(Tick(), 9.0) == [] and not leader.leads(0.2)
