@@ -795,7 +795,12 @@ class FindResponse(_message.Message):
     HOLDERS_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
+    REBUILDING_FIELD_NUMBER: _builtins.int
     term: _builtins.int
+    rebuilding: _builtins.bool
+    """This master has led for less than a member's lease, or a member has not announced in full: a key without replicas may
+    be held all the same. Who asks must not call it a miss.
+    """
     @_builtins.property
     def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___HolderInfo]:
         """every node that holds any of them, at most 1024"""
@@ -810,10 +815,11 @@ class FindResponse(_message.Message):
         holders: _abc.Iterable[Global___HolderInfo] | None = ...,
         replicas: _abc.Iterable[Global___Replicas] | None = ...,
         term: _builtins.int = ...,
+        rebuilding: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["holders", b"holders", "replicas", b"replicas", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holders", b"holders", "rebuilding", b"rebuilding", "replicas", b"replicas", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
