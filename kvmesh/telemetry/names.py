@@ -104,6 +104,8 @@ DEVICE_TOKENS = "kvmesh.device_tokens"  # of the cached ones: lay in device page
 HOST_TOKENS = "kvmesh.host_tokens"  # in the own host segment,
 PULLED_TOKENS = "kvmesh.pulled_tokens"  # on other nodes
 PULL_BYTES = "kvmesh.pull.bytes"
+TIER = "kvmesh.pull.tier"  # of it that they lay in, as far as was known
+LOWER_TOKENS = "kvmesh.lower_tokens"  # of the cached ones in the own host segment: read from a tier below for this
 HOLDER = "kvmesh.pull.holder"  # instance id of the node that blocks were read from
 WANTED_BLOCKS = "kvmesh.pull.wanted_blocks"
 AT_DECODE_TOKENS = "kvmesh.at_decode_tokens"  # of the prompt: their KV lay in decode's store and was not sent
@@ -249,6 +251,7 @@ STORE_BLOCKS = _gauge("store_blocks_count", "Distinct blocks in the map.")
 STORE_REPLICAS = _gauge("store_replicas_count", "Replicas of all blocks together.")
 STORE_UNSWEPT = _gauge("store_unswept_count", "Replicas of dropped stores that still take memory.")
 STORE_MAP_BYTES = _gauge("store_map_bytes", "About what the map takes.")
+STORE_ORDERS = _counter("store_orders_total", "Calls at nodes.", "order", "outcome")  # outcome: answered, failed
 
 # Node store. outcome: all, some, none of the blocks came; state: sealed, writing, free.
 NODE_PULLS = _counter("node_pulls_total", "Pull jobs that ended.", "outcome")
@@ -263,6 +266,15 @@ NODE_CAPACITY = _gauge("node_capacity_bytes", "Size of the host segment.")
 NODE_FREE = _gauge("node_free_bytes", "Of it neither sealed nor being written.")
 NODE_EVICTED = _gauge("node_evicted_blocks_count", "Blocks evicted since the start.")
 NODE_OFFLOADED = _counter("node_offloaded_blocks_total", "Cold blocks that pool nodes hold at this node's wish.")
+# Below DRAM. tier: ssd; outcome: hit, miss.
+NODE_TIER_BLOCKS = _gauge("node_tier_blocks_count", "Blocks in this tier of the node.", "tier")
+NODE_TIER_USED = _gauge("node_tier_used_bytes", "Bytes that this tier takes.", "tier")
+NODE_TIER_WRITTEN = _counter("node_tier_written_blocks_total", "Blocks copied to this tier.", "tier")
+NODE_TIER_READ = _counter("node_tier_read_blocks_total", "Blocks asked of this tier.", "tier", "outcome")
+NODE_TIER_READ_SECONDS = _histogram(
+    "node_tier_read_seconds", "A read asked of the ranks until answered.", _WAIT, "tier"
+)
+NODE_TIER_REFUSED = _counter("node_tier_refused_blocks_total", "Blocks not staged for readers: over the budget.")
 NODE_ANNOUNCED = _counter("node_announcements_total", "Announcements sent to the store master.", "outcome")
 
 # The transfer engines of a node's ranks; a NIC "" where the transport has no choice. operation: write, read, notify,

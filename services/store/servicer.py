@@ -8,10 +8,14 @@ from typing import Any
 
 from kvmesh.rpc import protocol
 from kvmesh.rpc.pb import store_pb2 as pb
-from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 from kvmesh.telemetry import names
 from services.store import mapping
 from services.store.domain import Announce, Beat, Event, Heard, Join, Leave, Publish, Refuse, Relay, Tick
+from services.store.durable import Durable, MemoryDurable
+from services.store.orders import Orders
+from services.store.servicer_find import FindServicer
+from services.store.servicer_names import NamesServicer
+from services.store.servicer_policy import PolicyServicer
 from services.store.state import MasterState
 from services.store.stream import Watchers
 
@@ -20,7 +24,7 @@ MAX_HOLDERS = 64
 SWEEP_KEYS = 8192  # of a store that is gone, in one turn of the loop: some milliseconds
 
 
-class StoreMasterServicer(pb_grpc.StoreMasterServicer):
+class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
     """`clock` gives monotonic seconds; `incarnation` is this process's life."""
 
     def __init__(
@@ -32,6 +36,8 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
         heartbeat_interval_ms: int,
         lease_ms: int,
         clock: Callable[[], float],
+        durable: Durable | None = None,
+        orders: Orders | None = None,
     ) -> None:
         self._state = state
         self._watchers = watchers
@@ -39,11 +45,15 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
         self._interval_ms = heartbeat_interval_ms
         self._lease_ms = lease_ms
         self._clock = clock
+        self._durable = durable or MemoryDurable()
+        self._orders = orders or Orders(leads=lambda: True, on_stale=lambda: None)
+        self._books = asyncio.Lock()
         self._sweeping: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
         """End every stream and the clearing: the server is about to stop."""
         self._watchers.close()
+        await self._orders.close()
         if self._sweeping is not None:
             self._sweeping.cancel()
             await asyncio.gather(self._sweeping, return_exceptions=True)
@@ -84,22 +94,36 @@ class StoreMasterServicer(pb_grpc.StoreMasterServicer):
         member = request.member
         who = member.instance.instance_id or "a nameless instance"
         protocol.check(request.protocol_version, f"{who} at {member.instance.address}")
-        self._step(Join(mapping.member_in(member)))
+        self._step(Join(mapping.member_in(member), request.removed_seq))
         return pb.JoinResponse(
-            heartbeat_interval_ms=self._interval_ms, lease_ms=self._lease_ms, master_incarnation=self._incarnation
+            heartbeat_interval_ms=self._interval_ms,
+            lease_ms=self._lease_ms,
+            master_incarnation=self._incarnation,
+            term=self.term,
+            tombstones=self._tombstones(member.instance.instance_id),
         )
 
     async def Beat(self, request: pb.BeatRequest, context: Any) -> pb.BeatResponse:  # noqa: N802
         """Raises UnknownInstance."""
         ref = request.instance
         usage = mapping.usage_in(request.usage) if request.HasField("usage") else None
-        self._step(Beat(ref.instance_id, ref.incarnation, usage))
+        self._step(Beat(ref.instance_id, ref.incarnation, usage, request.removed_seq))
         names.STORE_BEATS.inc()
         pools = [
             pb.PoolNode(instance=mapping.ref_out(member), free_bytes=free_bytes)
             for member, free_bytes in self._state.pools(ref.instance_id)
         ]
-        return pb.BeatResponse(master_incarnation=self._incarnation, pools=pools)
+        return pb.BeatResponse(
+            master_incarnation=self._incarnation,
+            pools=pools,
+            term=self.term,
+            tombstones=self._tombstones(ref.instance_id),
+        )
+
+    def _tombstones(self, instance_id: str) -> list[pb.Tombstone]:
+        """What it has yet to apply, in order."""
+        newer = self._state.policy.tombstones.newer(instance_id)
+        return [pb.Tombstone(seq=each.seq, keys=b"".join(each.keys), prefix=each.prefix) for each in newer]
 
     async def Leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveResponse:  # noqa: N802
         """Also right for one that is no member."""

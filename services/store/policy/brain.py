@@ -119,9 +119,7 @@ class Policy:
 
     # ── names ────────────────────────────────────────────────────────────────────────────────────────
 
-    def bind(
-        self, namespace: str, names: Sequence[tuple[str, bytes]], now: float
-    ) -> tuple[list[bytes], list[Write]]:
+    def bind(self, namespace: str, names: Sequence[tuple[str, bytes]], now: float) -> tuple[list[bytes], list[Write]]:
         """What each name stands for now. Raises Overloaded: no room for so many."""
         keys, new, dropped = self.names.bind(namespace, names, self.tombstones.last, now)
         puts = {records.name_out(name): key for name, key in new.items()}

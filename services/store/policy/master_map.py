@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -71,14 +72,14 @@ class MasterMap(SteadyBlockMap):
                 forgotten += self.forget(self._beginning(store, prefix))
         return forgotten
 
-    def page(self, prefix: bytes, after: bytes, limit: int) -> list[bytes]:
-        """The `limit` lowest keys above `after` that begin with `prefix`, ascending. O(keys) in numpy."""
-        found: set[bytes] = set()
-        for store in [store for store in self._stores.values() if self._may_have(store, prefix)]:
-            masks, bit = self._masks, store.bit
-            new = (k for k in self._beginning(store, prefix, after) if k not in found and masks.get(k, 0) & bit)
-            found.update(_first(new, limit))
-        return sorted(found)[:limit]
+    def page(self, store_id: str, prefix: bytes, after: bytes, limit: int) -> list[bytes]:
+        """The `limit` lowest keys of one store above `after` that begin with `prefix`, ascending. O(its keys)."""
+        store = self._stores.get(store_id)
+        if store is None or not self._may_have(store, prefix):
+            return []
+        masks, bit = self._masks, store.bit
+        held = (key for key in self._beginning(store, prefix, after) if masks.get(key, 0) & bit)
+        return list(islice(held, limit))
 
     def shown(self) -> Iterator[tuple[str, int]]:
         """(store, its bit) of all stores. A store's bit changes with each snapshot."""
@@ -144,7 +145,3 @@ class MasterMap(SteadyBlockMap):
         for tag in self._watched:
             self._watched[tag] += after.get(tag, 0) - before.get(tag, 0)
         super()._swap(shown, other)
-
-
-def _first(keys: Iterable[bytes], limit: int) -> Iterator[bytes]:
-    return (key for key, _ in zip(keys, range(limit), strict=False))

@@ -99,5 +99,7 @@ class Names:
                 del self._bound[name]
                 dropped.append(name)
         if excess > len(dropped):
-            raise Overloaded(f"{len(self._bound)} names are bound, at most {self._most}: max_names", retry_after_ms=1000)
+            raise Overloaded(
+                f"{len(self._bound)} names are bound, at most {self._most}: max_names", retry_after_ms=1000
+            )
         return dropped

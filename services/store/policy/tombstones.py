@@ -129,9 +129,7 @@ class Tombstones:
             return set(keys)
         newer = [prefix for prefix, seq in self._prefixes.items() if seq > applied]
         return {
-            key
-            for key in keys
-            if self._keys.get(key, 0) > applied or any(key.startswith(prefix) for prefix in newer)
+            key for key in keys if self._keys.get(key, 0) > applied or any(key.startswith(prefix) for prefix in newer)
         }
 
     def owes(self, store_id: str) -> None:

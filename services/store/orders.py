@@ -1,0 +1,163 @@
+"""Carries out what the master decides at node stores: the calls, their deadlines, how many at once. Decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import grpc.aio
+
+from kvmesh.rpc import channels, status
+from kvmesh.rpc.errors import KvmeshError, StaleTerm
+from kvmesh.rpc.pb import blocks_pb2 as pb
+from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
+from kvmesh.telemetry import names
+from services.store.domain import Member
+from services.store.policy.tombstones import Tombstone
+from services.store.state import MasterState
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+REMOVE_S = 1.0
+MAX_CALLS = 64  # at once, of all kinds
+MAX_CHANNELS = 256  # kept open
+
+
+@dataclass
+class Removed:
+    """Store ids that have acknowledged and those that could not be asked; blocks that were there."""
+
+    acknowledged: list[str] = field(default_factory=list)
+    pending: list[str] = field(default_factory=list)
+    blocks: int = 0
+
+
+@dataclass
+class _Line:
+    """Removals at one node, one after the other."""
+
+    lock: asyncio.Lock
+    users: int = 0
+
+
+class Orders:
+    """Owns the channels to nodes. `leads()` is asked right before each call: a master that leads no more orders
+    nothing. `on_stale` hears that a node has heard of a later term."""
+
+    def __init__(self, leads: Callable[[], bool], on_stale: Callable[[], None]) -> None:
+        self._leads = leads
+        self._on_stale = on_stale
+        self._calls = asyncio.Semaphore(MAX_CALLS)
+        self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+        self._users: dict[str, int] = {}
+        self._lines: dict[str, _Line] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A task that goes on though whoever waits for it hangs up, until `close`."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        """Nothing is called any more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        found, self._channels = self._channels, OrderedDict()
+        for channel in found.values():
+            with contextlib.suppress(Exception):
+                await channel.close(None)
+
+    async def remove(self, state: MasterState, tombstone: Tombstone) -> Removed:
+        """Ask every member to apply the tombstone. Never raises."""
+        members = state.members
+        answers = await asyncio.gather(*(self._remove_at(state, member, tombstone) for member in members))
+        outcome = Removed()
+        for member, count in zip(members, answers, strict=True):
+            if count is None:
+                outcome.pending.append(member.store_id)
+            else:
+                outcome.acknowledged.append(member.store_id)
+                outcome.blocks += count
+        return outcome
+
+    async def _remove_at(self, state: MasterState, member: Member, tombstone: Tombstone) -> int | None:
+        """How many were there; None: it could not be asked."""
+        kept = state.policy.tombstones
+        async with self._in_line(member.instance_id):
+            if kept.has_applied(member.instance_id, tombstone.seq):
+                return 0  # heard of it otherwise, while earlier ones were under way
+            if not kept.is_next(member.instance_id, tombstone.seq):
+                return None  # in order or not at all: it hears of all of them when it beats
+            request = pb.RemoveBlocksRequest(
+                keys=b"".join(tombstone.keys), prefix=tombstone.prefix, term=state.policy.term, seq=tombstone.seq
+            )
+            answer = await self.call(member, "Remove", request, REMOVE_S)
+            if answer is None:
+                return None
+            now = state.known(member.instance_id)
+            if now is not None and now[0] == member:
+                kept.applied(member.instance_id, tombstone.seq)
+            return int(answer.removed)
+
+    async def call(self, member: Member, method: str, request: Any, timeout_s: float) -> Any | None:
+        """One call at a node; None: it failed, or this master does not lead. Never raises but CancelledError."""
+        async with self._calls, self._channel(member.address) as channel:
+            if not self._leads():
+                return None
+            stub = pb_grpc.NodeStoreStub(channel)
+            try:
+                answer = await getattr(stub, method)(request, timeout=timeout_s)
+            except grpc.aio.AioRpcError as error:
+                cause: KvmeshError = status.from_rpc_error(error)
+                names.STORE_ORDERS.labels(order=method.lower(), outcome="failed").inc()
+                log.info("%s at %s: %s", method, member.instance_id, cause)
+                if isinstance(cause, StaleTerm):
+                    self._on_stale()
+                return None
+        names.STORE_ORDERS.labels(order=method.lower(), outcome="answered").inc()
+        return answer
+
+    @asynccontextmanager
+    async def _in_line(self, instance_id: str) -> AsyncIterator[None]:
+        line = self._lines.setdefault(instance_id, _Line(asyncio.Lock()))
+        line.users += 1
+        try:
+            async with line.lock:
+                yield
+        finally:
+            line.users -= 1
+            if not line.users:
+                del self._lines[instance_id]
+
+    @asynccontextmanager
+    async def _channel(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
+        """Kept open for the next call, unless too many are or the call failed in a way that ends it."""
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = channels.connect(address)
+        self._channels.move_to_end(address)
+        self._users[address] = self._users.get(address, 0) + 1
+        try:
+            yield channel
+        finally:
+            self._users[address] -= 1
+            if not self._users[address]:
+                del self._users[address]
+            await self._shut_some()
+
+    async def _shut_some(self) -> None:
+        idle = [address for address in self._channels if address not in self._users]
+        for address in idle[: max(0, len(self._channels) - MAX_CHANNELS)]:
+            with contextlib.suppress(Exception):
+                await self._channels.pop(address).close(None)

@@ -1,0 +1,66 @@
+"""StoreMaster over gRPC: numbers and names of the public client. Decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvmesh.kvcache.keys import KEY_BYTES
+from kvmesh.rpc.errors import InvalidRequest, KvmeshError
+from kvmesh.rpc.pb import store_pb2 as pb
+from services.store.domain import Tick
+from services.store.policy import grants
+from services.store.servicer_base import Base, text
+
+MAX_NAMES = 4096
+MAX_NAME_BYTES = 1024
+MAX_NAMESPACE_BYTES = 256
+UNKNOWN = bytes(KEY_BYTES)
+
+
+class NamesServicer(Base):
+    """Grant, Bind and Resolve."""
+
+    async def Grant(self, request: pb.GrantRequest, context: Any) -> pb.GrantResponse:  # noqa: N802
+        """Raises InvalidRequest, NotLeader."""
+        if not 0 < request.count <= grants.MAX_COUNT:
+            raise InvalidRequest.of("count", request.count, f"must be in 1..{grants.MAX_COUNT}")
+        self._step(Tick())
+        return pb.GrantResponse(term=self.term, first=self._state.policy.grants.take(request.count))
+
+    async def Bind(self, request: pb.BindRequest, context: Any) -> pb.BindResponse:  # noqa: N802
+        """Raises InvalidRequest, Overloaded (too many names), NotLeader, Unavailable."""
+        namespace = text("namespace", request.namespace, MAX_NAMESPACE_BYTES)
+        _few("names", request.names)
+        names = []
+        for each in request.names:
+            if len(each.key) != KEY_BYTES or each.key == UNKNOWN:
+                raise InvalidRequest.of("names.key", each.key, f"must have {KEY_BYTES} bytes, not all of them 0")
+            names.append((text("names.name", each.name, MAX_NAME_BYTES, empty=False), each.key))
+        async with self._books:
+            self._step(Tick())
+            policy = self._state.policy
+            keys, writes = policy.bind(namespace, names, self._clock())
+            try:
+                await self._keep(writes)
+            except KvmeshError:
+                policy.unbind(namespace, [name for name, _ in names])  # as if it had not been asked
+                raise
+        return pb.BindResponse(keys=b"".join(keys))
+
+    async def Resolve(self, request: pb.ResolveRequest, context: Any) -> pb.ResolveResponse:  # noqa: N802
+        """Raises InvalidRequest, NotLeader, Unavailable."""
+        namespace = text("namespace", request.namespace, MAX_NAMESPACE_BYTES)
+        _few("names", request.names)
+        names = [text("names", name, MAX_NAME_BYTES, empty=False) for name in request.names]
+        self._step(Tick())
+        keys = [key or UNKNOWN for key in self._state.policy.names.resolve(namespace, names)]
+        if request.unbind:
+            async with self._books:
+                await self._keep(self._state.policy.unbind(namespace, names))
+        return pb.ResolveResponse(keys=b"".join(keys))
+
+
+def _few(field: str, names: Sequence[object]) -> None:
+    if len(names) > MAX_NAMES:
+        raise InvalidRequest.of(field, f"{len(names)} names", f"one message holds at most {MAX_NAMES}")
