@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.transfer import TrafficClass
@@ -41,10 +43,25 @@ class PullJob:
 @dataclass(frozen=True, slots=True)
 class Pulled:
     """How a job ended: said once for each, when no byte of it can land any more. `arrived`: positions in the job whose
-    bytes were read under a lease that held to the end; the others are to be abandoned."""
+    bytes were read under a lease that held to the end; the others are to be abandoned. `lower`: those of them that came
+    from a tier below DRAM of this node itself; `bytes_done` does not count them."""
 
     ticket: int
     arrived: tuple[int, ...]
     bytes_done: int
     took_ns: int
     cause: str = ""
+    lower: tuple[int, ...] = ()
+
+
+class Lower(Protocol):
+    """What a brain may ask of the tiers below its node store. Answers are hints, and cost O(1) a key."""
+
+    def holds(self, key: bytes) -> bool:
+        """Whether a lower tier of this node has it."""
+
+    def ranges(self, keys: Sequence[bytes]) -> tuple[PullRange, ...]:
+        """Where a prompt with these blocks, from its first on, can be pulled from within this node."""
+
+    def note(self, keys: Sequence[bytes]) -> None:
+        """A request uses these, wherever they lie: what is used often deserves DRAM."""

@@ -91,7 +91,7 @@ class TierWorker:
         self, part: _Part | None, done: _Operation, keys: list[bytes], offsets: Sequence[int], sizes: Sequence[int]
     ) -> None:
         tier = part.tier if part is not None else None
-        if tier is None:
+        if part is None or tier is None:
             done.end()
             return
         try:
@@ -101,7 +101,7 @@ class TierWorker:
             log.error("put: %s", error)
             done.end()
             return
-        done.wait(futures)
+        done.wait(futures, before=part.tell)  # who hears that they are stored knows that they are there
 
     def _get(self, part: _Part | None, get: m.TierGet) -> None:
         keys = split(get.keys)
@@ -147,9 +147,16 @@ class _Operation:
         self._lock = threading.Lock()
         self._left = 0
         self._done: list[int] = []
+        self._before: Callable[[], None] | None = None
 
-    def wait(self, futures: Sequence[Future[bool]], positions: Sequence[int] | None = None) -> None:
+    def wait(
+        self,
+        futures: Sequence[Future[bool]],
+        positions: Sequence[int] | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> None:
         self._left = len(futures)
+        self._before = before
         if not futures:
             self.end()
         for at, future in zip(positions if positions is not None else itertools.count(), futures, strict=False):
@@ -162,6 +169,8 @@ class _Operation:
                 self._done.append(at)
             last = not self._left
         if last:
+            if self._before is not None:
+                self._before()
             self.end(sorted(self._done))
 
     def end(self, done: Sequence[int] = ()) -> None:
@@ -263,5 +272,5 @@ def ssd_config(opening: m.TierOpen) -> SsdConfig:
         capacity_bytes=opening.capacity_bytes,
         identity=opening.identity,
         bucket_bytes=max(bucket, least, 16 * PAGE),
-        on_mismatch="set_aside",
+        on_mismatch="refuse",
     )

@@ -103,6 +103,13 @@ class Folder:
         return aside
 
 
+def identity_of(path: Path) -> str | None:
+    """Whose blocks a tier's folder holds; None: it is no such folder, or not of this format."""
+    found = _read(path / "tier.json") or {}
+    identity = found.get("identity")
+    return identity if isinstance(identity, str) and found.get("format") == FORMAT else None
+
+
 def _lock(path: Path) -> int:
     fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

@@ -1,0 +1,184 @@
+"""Parts of a node's tiers below DRAM: one for each layout of shards, and where each lies on the disk.
+
+<ssd_path>/rank-0/                  an instance's only part
+<ssd_path>/rank-0/<layout's hash>/  a pool node's: one for each layout
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvmesh.kvcache.sources import PullRange
+from kvmesh.kvcache.ssd.folder import identity_of
+from kvmesh.kvcache.ssd.sketch import FrequencySketch
+from kvmesh.kvcache.tiers import Tier
+from kvmesh.node import messages as m
+from kvmesh.node.tier_brain import Contents, Promotion, ReadTime, WriteBehind
+from kvmesh.rpc.pb import blocks_pb2 as pb
+from kvmesh.rpc.pb import common_pb2 as pb_common
+from kvmesh.rpc.pb import store_pb2 as pb_store
+
+MAX_BLOCKS = 64  # of one operation of the write-behind
+MAX_BYTES = 32 << 20
+SKETCH_KEYS = 1 << 17
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierSettings:
+    """What `--ssd-*` say. `capacity_bytes`: of all ranks and layouts together. `layouts` 0: an instance, which has one
+    and a folder without a name for it."""
+
+    path: Path
+    capacity_bytes: int
+    offload_percent: int
+    staging_percent: int
+    layouts: int = 0
+
+
+@dataclass(eq=False)
+class Part:
+    """One layout's blocks in one tier."""
+
+    number: int
+    layout: str
+    shard_bytes: int
+    contents: Contents
+    behind: WriteBehind
+    promotion: Promotion
+    opened: asyncio.Future[str]  # by every rank: why it is not in use, "" when it is
+    tier: Tier = Tier.SSD
+    unopened: set[int] = field(default_factory=set)  # ranks
+    stats: dict[int, m.TierStats] = field(default_factory=dict)  # rank → its last word
+    reads: ReadTime = field(default_factory=ReadTime)
+    writing: dict[bytes, None] = field(default_factory=dict)
+    writes: int = 0  # operations
+    staging: dict[bytes, asyncio.Task[None]] = field(default_factory=dict)  # read for others' leases
+    wanted: int = 0  # blocks that are about to come, and wait for room
+    woken: bool = False
+    progress: asyncio.Event = field(default_factory=asyncio.Event)  # some write has ended
+
+    @property
+    def ready(self) -> bool:
+        """Whether it takes operations."""
+        return self.opened.done() and not self.opened.cancelled() and not self.opened.result()
+
+    @property
+    def why_not(self) -> str:
+        """Why it is not in use, or slower than it could be."""
+        if not self.opened.done():
+            return "being recovered"
+        said = (stats.why_not for stats in self.stats.values())
+        return self.opened.result() or "; ".join(dict.fromkeys(filter(None, said)))
+
+
+def make_part(number: int, layout: str, shard_bytes: int, ranks: int, offload_percent: int) -> Part:
+    """Not opened yet."""
+    most = max(1, min(MAX_BLOCKS, MAX_BYTES // shard_bytes))
+    return Part(
+        number,
+        layout,
+        shard_bytes,
+        Contents(ranks),
+        WriteBehind(offload_percent, most),
+        Promotion(FrequencySketch(SKETCH_KEYS)),
+        asyncio.get_running_loop().create_future(),
+        unopened=set(range(ranks)),
+    )
+
+
+def opening(settings: TierSettings, part: Part, rank: int, ranks: int) -> m.TierOpen:
+    """What a rank is told."""
+    path = settings.path / f"rank-{rank}"
+    if settings.layouts:
+        path /= hashlib.sha256(identity(part.layout, part.shard_bytes).encode()).hexdigest()[:32]
+    capacity = settings.capacity_bytes // ranks // max(settings.layouts, 1)
+    owner = identity(part.layout, part.shard_bytes)
+    return m.TierOpen(part.tier, part.number, str(path), owner, capacity, part.shard_bytes)
+
+
+def identity(layout: str, shard_bytes: int) -> str:
+    """What the folder's blocks belong to."""
+    return f"{shard_bytes} {layout}"
+
+
+def layouts_found(settings: TierSettings) -> list[tuple[str, int]]:
+    """(layout, shard_bytes) of a pool node's folders, the last used first. Blocking. OSError."""
+    home = settings.path / "rank-0"
+    if not home.is_dir():
+        return []
+    folders = sorted((entry for entry in os.scandir(home) if entry.is_dir()), key=lambda e: -e.stat().st_mtime_ns)
+    return list(_parsed(identity_of(Path(entry.path)) for entry in folders))
+
+
+def _parsed(identities: Iterable[str | None]) -> Iterable[tuple[str, int]]:
+    for found in identities:
+        size, _, layout = (found or "").partition(" ")
+        if size.isdecimal() and layout:
+            yield layout, int(size)
+
+
+class OwnTier:
+    """`kvmesh.kvcache.sources.Lower` of an instance."""
+
+    def __init__(self, part: Part, ref: Callable[[], pb_common.InstanceRef]) -> None:
+        self._part = part
+        self._ref = ref
+
+    def holds(self, key: bytes) -> bool:
+        """See `Lower`."""
+        return key in self._part.contents
+
+    def ranges(self, keys: Sequence[bytes]) -> tuple[PullRange, ...]:
+        """See `Lower`: one for each run of blocks."""
+        own, there = self._ref(), self._part.contents
+        where = (own.instance_id, own.address, own.incarnation)
+        found: list[PullRange] = []
+        for here, run in itertools.groupby(enumerate(keys), lambda at: at[1] in there):
+            if here:
+                blocks = [block for block, _ in run]
+                found.append(PullRange(*where, blocks[0], len(blocks), self._part.tier))
+        return tuple(found)
+
+    def note(self, keys: Sequence[bytes]) -> None:
+        """See `Lower`."""
+        self._part.promotion.note(keys)
+
+
+def counters_of(tier: Tier, settings: TierSettings, parts: Sequence[Part]) -> pb.TierCounters:
+    """All parts together; a read is told as of the slowest."""
+    stats = [stats for part in parts for stats in part.stats.values()]
+    reads = [(p.reads.read_ns, p.reads.bytes_per_s) for p in parts if p.reads.bytes_per_s]
+    read_ns, bytes_per_s = min(reads, key=lambda read: read[1], default=(0, 0))
+    return pb.TierCounters(
+        tier=tier.value,  # type: ignore[arg-type]
+        capacity_bytes=settings.capacity_bytes,
+        used_bytes=sum(s.used_bytes for s in stats),
+        blocks=sum(len(part.contents) for part in parts),
+        hits=sum(s.hits for s in stats),
+        misses=sum(s.misses for s in stats),
+        written_bytes=sum(s.written_bytes for s in stats),
+        read_bytes=sum(s.read_bytes for s in stats),
+        evicted=sum(s.evicted for s in stats),
+        promoted=sum(part.promotion.promoted for part in parts),
+        read_ns=read_ns,
+        bytes_per_s=bytes_per_s,
+        why_not="; ".join(dict.fromkeys(part.why_not for part in parts if part.why_not)),
+    )
+
+
+def usage_of(told: pb.TierCounters) -> pb_store.TierUsage:
+    """The same for master and conductor."""
+    return pb_store.TierUsage(
+        tier=told.tier,
+        capacity_bytes=told.capacity_bytes,
+        used_bytes=told.used_bytes,
+        blocks=told.blocks,
+        read_ns=told.read_ns,
+        bytes_per_s=told.bytes_per_s,
+    )

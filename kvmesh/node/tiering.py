@@ -1,0 +1,388 @@
+"""All I/O around the tiers below DRAM of one node: front's side. The ranks own folders and bytes (`tier_worker`).
+
+    seal ─▶ WriteBehind ─▶ TierPut (extents borrowed meanwhile) ─▶ TierChanged ─▶ announced, `replicated`
+    own pulls ─▶ read ─▶ TierGet into the job's extents
+    others' leases ─▶ stage ─▶ begin, TierGet, seal ─▶ leased like any other block
+
+Everything runs on one event loop. What is decided is in `tier_brain`. Extents that a rank was told of go back only when
+it has answered, or is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from kvmesh.kvcache.keys import split
+from kvmesh.kvcache.tiers import Tier
+from kvmesh.node import messages as m
+from kvmesh.node.partitions import Partition, Partitions, unused
+from kvmesh.node.segments import Rank
+from kvmesh.node.tier_brain import TierSource
+from kvmesh.node.tier_parts import (
+    OwnTier,
+    Part,
+    TierSettings,
+    counters_of,
+    layouts_found,
+    make_part,
+    opening,
+    usage_of,
+)
+from kvmesh.node.tier_ranks import TierRanks, everywhere
+from kvmesh.rpc.errors import ConfigError, InvalidRequest, Overloaded, Unavailable
+from kvmesh.rpc.pb import blocks_pb2 as pb
+from kvmesh.rpc.pb import common_pb2 as pb_common
+from kvmesh.rpc.pb import store_pb2 as pb_store
+from kvmesh.telemetry import names
+
+log = logging.getLogger(__name__)
+
+NS = 1_000_000_000
+OPEN_S = 120.0
+WRITES = 2  # operations of one part at once: one is written while the next is made
+FRESH_S = 1.0  # so long a block that was read from below is left to whoever it was read for
+REMOVE_TRIES = 3
+REMOVE_S = 10.0
+CLOSE_S = 2.0
+
+
+class Tiering:
+    """One node's SSD. `open`, then `follow` for every partition that comes up later."""
+
+    tier = Tier.SSD
+
+    def __init__(
+        self,
+        settings: TierSettings,
+        ref: Callable[[], pb_common.InstanceRef],
+        ranks: Sequence[Rank],
+        partitions: Partitions,
+    ) -> None:
+        self.source = TierSource()
+        self._settings = settings
+        self._ref = ref
+        self._ranks = TierRanks(ranks)
+        self._partitions = partitions
+        self._parts: dict[str, Part] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # ── life ─────────────────────────────────────────────────────────────────────────────────────
+
+    async def open(self) -> None:
+        """Recover what the disk holds. ConfigError names ssd_path: a folder cannot be used."""
+        found = [(partition.layout, partition.shard_bytes) for partition in self._partitions.all()]
+        if self._settings.layouts:
+            try:
+                kept = await asyncio.to_thread(layouts_found, self._settings)
+            except OSError as error:
+                raise self._refused(str(error)) from error
+            for layout, _ in kept[self._settings.layouts :]:
+                log.warning("ssd_layouts=%d: blocks of %r stay unused on the disk", self._settings.layouts, layout)
+            found = kept[: self._settings.layouts]
+        parts = [self._add(layout, shard_bytes) for layout, shard_bytes in found]
+        for partition in self._partitions.all():
+            self.follow(partition)
+        if parts:
+            await asyncio.wait([part.opened for part in parts], timeout=OPEN_S)
+        for part in parts:
+            if not part.ready:
+                raise self._refused(part.why_not)
+
+    def _refused(self, why: str) -> ConfigError:
+        where, size = str(self._settings.path), self._settings.capacity_bytes >> 20
+        return ConfigError(f"ssd_path={where!r}, ssd_capacity_mb={size}: {why}", field="ssd_path")
+
+    def _add(self, layout: str, shard_bytes: int) -> Part:
+        part = make_part(len(self._parts), layout, shard_bytes, len(self._ranks), self._settings.offload_percent)
+        self._parts[layout] = part
+        self.source.parts.append(part.contents)
+        for rank in range(len(self._ranks)):
+            self._ranks.send(rank, opening(self._settings, part, rank, len(self._ranks)))
+        return part
+
+    def follow(self, partition: Partition) -> None:
+        """From now on what is sealed there is written to the tier. Cheap; again and again for the same one is right."""
+        if partition.store.on_added is not None:
+            return
+        part = self._parts.get(partition.layout)
+        if part is None:
+            if len(self._parts) >= max(self._settings.layouts, 1):
+                return  # the tier is for others; GetStore says how many there are
+            part = self._add(partition.layout, partition.shard_bytes)
+        kept = part
+
+        def added(key: bytes) -> None:
+            if key in kept.contents:
+                kept.promotion.sealed(key, time.monotonic_ns())
+            else:
+                kept.behind.added()
+                self._wake(kept)
+
+        partition.store.on_added = added
+
+    def ranks_lost(self, cause: str) -> None:
+        """Nothing will be answered any more, and nobody can read what lies there."""
+        self._ranks.lose(cause)
+        for part in self._parts.values():
+            part.contents.clear()
+            if not part.opened.done():
+                part.opened.set_result(cause)
+
+    async def close(self) -> None:
+        """End what is under way; what a rank keeps for too long ends as if it were gone. Bounded."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=CLOSE_S)
+        self.ranks_lost("the node is closing")
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=CLOSE_S)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("%s failed", task.get_name(), exc_info=task.exception())
+
+    # ── ranks ────────────────────────────────────────────────────────────────────────────────────
+
+    def rank_said(self, rank: int, message: m.ToFront) -> bool:
+        """Whether it was for a tier."""
+        match message:
+            case m.TierDone():
+                self._ranks.said(rank, message)
+            case m.TierChanged(_, number, sealed, removed):
+                self._changed(self._numbered(number), rank, split(sealed), split(removed))
+            case m.TierStats(_, number):
+                self._numbered(number).stats[rank] = message
+            case m.TierOpened(_, number, why_not):
+                part = self._numbered(number)
+                part.unopened.discard(rank)
+                if not part.opened.done() and (why_not or not part.unopened):
+                    part.opened.set_result(why_not)
+                    self._wake(part)
+            case _:
+                return False
+        return True
+
+    def _numbered(self, number: int) -> Part:
+        return next(part for part in self._parts.values() if part.number == number)
+
+    def _changed(self, part: Part, rank: int, sealed: list[bytes], removed: list[bytes]) -> None:
+        if self._ranks.lost:
+            return
+        changes = part.contents.changed(rank, sealed, removed)
+        partition = self._partitions.get(part.layout)
+        if partition is not None:
+            partition.store.replicated(changes.removed, False)
+            partition.store.replicated(changes.sealed)
+
+    # ── writes ───────────────────────────────────────────────────────────────────────────────────
+
+    def _wake(self, part: Part) -> None:
+        if not part.woken:
+            part.woken = True
+            asyncio.get_running_loop().call_soon(self._pump, part)
+
+    def _pump(self, part: Part) -> None:
+        part.woken = False
+        partition = self._partitions.get(part.layout)
+        while partition is not None and part.ready and part.writes < WRITES and not self._ranks.lost:
+            keys = part.behind.next(partition.store, part.contents, part.writing, part.wanted)
+            if not keys:
+                return
+            part.writes += 1
+            part.writing.update(dict.fromkeys(keys))
+            self._spawn(self._write(part, partition, keys, partition.store.borrow(keys)), "write behind")
+
+    async def _write(self, part: Part, partition: Partition, keys: list[bytes], extents: list[int]) -> None:
+        store = partition.store
+        sizes = tuple(size or part.shard_bytes for size in store.sizes(keys))
+        packed = b"".join(keys)
+
+        def put(rank: int, ticket: int) -> m.ToRank:
+            offsets = tuple(partition.offset(rank, extent) for extent in extents)
+            return m.TierPut(ticket, part.tier, part.number, packed, offsets, sizes)
+
+        try:
+            stored = everywhere(await self._ranks.ask(put))
+        finally:
+            store.release(extents)
+            part.writes -= 1
+            for key in keys:
+                del part.writing[key]
+            part.progress.set()
+            part.progress = asyncio.Event()
+        store.cool([keys[at] for at in sorted(stored)])  # to be written was no use of them
+        part.behind.refused(key for at, key in enumerate(keys) if at not in stored)
+        names.NODE_TIER_WRITTEN.labels(tier=part.tier.name.lower()).inc(len(stored))
+        self._partitions.settle()
+        self._wake(part)
+
+    async def room(self, partition: Partition, blocks: int, wait_s: float) -> None:
+        """Wait until so many more blocks would evict none that the tier is still to take, at most `wait_s`."""
+        part = self._parts.get(partition.layout)
+        if part is None or not part.ready:
+            return
+        deadline = time.monotonic() + wait_s
+        part.wanted += blocks
+        try:
+            while (left_s := deadline - time.monotonic()) > 0 and self._would_lose(part, partition, blocks):
+                self._wake(part)
+                try:
+                    await asyncio.wait_for(part.progress.wait(), left_s)
+                except TimeoutError:
+                    return
+        finally:
+            part.wanted -= blocks
+
+    @staticmethod
+    def _would_lose(part: Part, partition: Partition, blocks: int) -> bool:
+        going = partition.store.coldest(blocks - unused(partition))
+        return any(key not in part.contents for key in going)
+
+    # ── reads ────────────────────────────────────────────────────────────────────────────────────
+
+    async def read(
+        self, partition: Partition, keys: Sequence[bytes], extents: Sequence[int], deadline_ns: int
+    ) -> tuple[dict[int, int], str]:
+        """Blocks into extents that the caller has begun: (position → bytes of what arrived, why not all). The extents
+        are the tier's until this returns: let nobody cancel it. Nothing new is begun after `deadline_ns`."""
+        part = self._parts.get(partition.layout)
+        if part is None or not part.ready:
+            return {}, f"no {self.tier.name.lower()} tier is in use here"
+        packed = b"".join(keys)
+
+        def get(rank: int, ticket: int) -> m.ToRank:
+            offsets = tuple(partition.offset(rank, extent) for extent in extents)
+            return m.TierGet(ticket, part.tier, part.number, packed, offsets, part.shard_bytes, deadline_ns)
+
+        answers = await self._ranks.ask(get)
+        arrived = everywhere(answers)
+        label = part.tier.name.lower()
+        names.NODE_TIER_READ.labels(tier=label, outcome="hit").inc(len(arrived))
+        names.NODE_TIER_READ.labels(tier=label, outcome="miss").inc(len(keys) - len(arrived))
+        said = [answer for answer in answers if answer is not None]
+        if arrived and len(arrived) == len(keys):
+            took = max(answer.end_ns - answer.start_ns for answer in said)
+            part.reads.add(sum(sum(answer.sizes) for answer in said), took)
+            names.NODE_TIER_READ_SECONDS.labels(tier=label).observe(took / NS)
+        return arrived, self._ranks.lost or ("" if len(arrived) == len(keys) else f"{label} had {len(arrived)} of them")
+
+    async def stage(self, layout: str, keys: Sequence[bytes], timeout_s: float) -> dict[bytes, Tier]:
+        """For a reader's lease: bring what only the tier has into DRAM, as far as the budget goes and the time.
+        Returns where each key of those that are in DRAM now was found."""
+        partition = self._partitions.get(layout)
+        held = {key: Tier.DRAM for key in keys if partition is not None and partition.store.holds(key)}
+        part = self._parts.get(layout)
+        if part is None or not part.ready:
+            return held
+        part.promotion.note(keys)
+        below = [key for key in keys if key not in held and key in part.contents]
+        if not below:
+            return held
+        try:
+            partition = self._partitions.room(layout, part.shard_bytes, len(below))
+        except (InvalidRequest, Overloaded) as error:
+            log.info("staging: %s", error)
+            return held
+        self.follow(partition)
+        waits = {part.staging[key] for key in below if key in part.staging}
+        begun = self._begin(part, partition, [key for key in below if key not in part.staging])
+        if begun:
+            deadline_ns = time.monotonic_ns() + int(timeout_s * NS)
+            task = self._spawn(self._stage(part, partition, begun, deadline_ns), "stage")
+            part.staging.update(dict.fromkeys((key for key, _ in begun), task))
+            waits.add(task)
+        if waits:
+            await asyncio.wait(waits, timeout=timeout_s)
+        return held | {key: part.tier for key in below if partition.store.holds(key)}
+
+    def _begin(self, part: Part, partition: Partition, keys: list[bytes]) -> list[tuple[bytes, int]]:
+        """What the budget has room for, from the first on: a chain's head is of use without its tail."""
+        budget = max(1, partition.store.total * self._settings.staging_percent // 100) - len(part.staging)
+        wanted = keys[: max(budget, 0)]
+        if len(wanted) < len(keys):
+            names.NODE_TIER_REFUSED.inc(len(keys) - len(wanted))
+        return [
+            (k, extent) for k, extent in zip(wanted, partition.store.begin(wanted), strict=True) if extent is not None
+        ]
+
+    async def _stage(self, part: Part, partition: Partition, begun: list[tuple[bytes, int]], deadline_ns: int) -> None:
+        keys, extents = [key for key, _ in begun], [extent for _, extent in begun]
+        arrived: dict[int, int] = {}
+        try:
+            arrived, _ = await self.read(partition, keys, extents, deadline_ns)
+        finally:
+            for at in reversed(range(len(keys))):  # the head of a chain is to live longest
+                del part.staging[keys[at]]
+                if at in arrived:
+                    partition.store.seal(keys[at], arrived[at])
+                else:
+                    partition.store.abandon(keys[at])
+            self._partitions.settle()
+
+    # ── removal ──────────────────────────────────────────────────────────────────────────────────
+
+    async def forget(self, keys: Sequence[bytes]) -> set[bytes]:
+        """None is found in the tier from now on, nor after a restart; returns those that were. Unavailable: that could
+        not be written; say it again. The caller has removed them from DRAM before."""
+        here: set[bytes] = set()
+        for part in self._parts.values():
+            there = [key for key in keys if part.contents.known(key) or key in part.writing]
+            here.update(there)
+            if there and not await self._removed(part, b"".join(there), len(there)):
+                raise Unavailable(f"{len(there)} removals could not be written to {self._settings.path}")
+        return here
+
+    async def _removed(self, part: Part, packed: bytes, count: int) -> bool:
+        def remove(rank: int, ticket: int) -> m.ToRank:
+            return m.TierRemove(ticket, part.tier, part.number, packed)
+
+        for _ in range(REMOVE_TRIES):
+            try:
+                if len(everywhere(await asyncio.wait_for(self._ranks.ask(remove), REMOVE_S))) == count:
+                    return True
+            except TimeoutError:
+                continue
+        return False
+
+    # ── what is told of it ───────────────────────────────────────────────────────────────────────
+
+    def lower(self, layout: str) -> OwnTier | None:
+        """For the brain of the instance that keeps this layout."""
+        part = self._parts.get(layout)
+        return OwnTier(part, self._ref) if part is not None else None
+
+    def tidy(self) -> None:
+        """Now and then: what becomes of blocks that were read from below."""
+        before = time.monotonic_ns() - int(FRESH_S * NS)
+        for part in self._parts.values():
+            partition = self._partitions.get(part.layout)
+            if part.promotion.waiting and partition is not None:
+                part.promotion.settle(partition.store, part.contents, before)
+        label = self.tier.name.lower()
+        names.NODE_TIER_BLOCKS.labels(tier=label).set(sum(len(part.contents) for part in self._parts.values()))
+        names.NODE_TIER_USED.labels(tier=label).set(self.counters.used_bytes)
+
+    @property
+    def usage(self) -> pb_store.TierUsage:
+        """For master and conductor: what it holds, and what a read takes."""
+        return usage_of(self.counters)
+
+    @property
+    def counters(self) -> pb.TierCounters:
+        """For GetStore."""
+        told = counters_of(self.tier, self._settings, list(self._parts.values()))
+        strangers = sum(partition.layout not in self._parts for partition in self._partitions.all())
+        if strangers:
+            told.why_not = f"{strangers} layouts more than ssd_layouts={self._settings.layouts} are kept in DRAM alone"
+        told.why_not = self._ranks.lost or told.why_not
+        return told
