@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from kvmesh.kvcache.keys import KEY_BYTES, split
 from kvmesh.kvcache.sources import PullRange
+from kvmesh.kvcache.tiers import Tier
 from kvmesh.node.partitions import Partition, Partitions, unused
 from kvmesh.rpc.errors import InvalidRequest, Overloaded, UnknownInstance
 from kvmesh.rpc.pb import blocks_pb2 as pb
@@ -24,6 +25,7 @@ MAX_HOLDERS = 64
 MAX_LAYOUT = 1024
 MAX_TIMEOUT_MS = 60_000
 MS = 1_000_000
+STAGE_S = 2.0  # what a slow disk has not brought by then is not held
 
 
 class Node(Protocol):
@@ -40,6 +42,9 @@ class Node(Protocol):
         """(name, descriptor) of each rank."""
 
     def leases_changed(self) -> None: ...
+
+    async def stage(self, keys: Sequence[bytes], layout: str, timeout_s: float) -> dict[bytes, Tier]:
+        """Make leasable what lies below DRAM; in which tier each block was found."""
 
     def pull_for(
         self, keys: Sequence[bytes], ranges: Sequence[PullRange], layout: str, shard_bytes: int, timeout_ms: int
@@ -70,6 +75,7 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
                 f"holder_incarnation={request.holder_incarnation}: this is another life of {node.ref.instance_id}",
                 field="holder_incarnation",
             )
+        tiers = await node.stage(keys, request.layout, STAGE_S)
         partition = node.partitions.get(request.layout)
         if partition is None:
             return pb.LeaseResponse(held=bytes(len(keys)))
@@ -91,7 +97,8 @@ class NodeStoreServicer(pb_grpc.NodeStoreServicer):
             for rank, (name, descriptor) in enumerate(node.segments)
         ]
         held = bytes(extent is not None for extent in lease.extents)
-        return pb.LeaseResponse(lease_id=lease.lease_id, lease_ms=lease_ms, held=held, ranks=ranks)
+        served = bytes(tiers.get(key, Tier.DRAM) if here else 0 for key, here in zip(keys, held, strict=True))
+        return pb.LeaseResponse(lease_id=lease.lease_id, lease_ms=lease_ms, held=held, ranks=ranks, tiers=served)
 
     async def RenewLease(self, request: pb.RenewBlocksRequest, context: Any) -> pb.RenewBlocksResponse:  # noqa: N802
         """Raises InvalidRequest, UnknownInstance (that lease is over)."""

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 
 from kvmesh.kvcache.announce import Announcer, Source
-from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
+from kvmesh.kvcache.sources import Lower, Pulled, PullJob, PullRange
 from kvmesh.kvcache.tiers import Tier, store_name
 from kvmesh.node import messages as m
 from kvmesh.node.announcing import Announcing
@@ -30,6 +30,8 @@ from kvmesh.node.pulls import Pulls
 from kvmesh.node.rank_client import RankClient
 from kvmesh.node.registration import Registrar
 from kvmesh.node.segments import Segments
+from kvmesh.node.tier_parts import TierSettings, usage_of
+from kvmesh.node.tiering import Tiering
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.rpc.pb import common_pb2 as pb_common
@@ -41,12 +43,15 @@ from kvmesh.transfer import TrafficClass
 log = logging.getLogger(__name__)
 
 TIDY_S = 1.0
+MAX_EXPIRED = 256  # leases and pins ended at once: what is due beside them waits for the loop's next turn
+ROOM_S = 0.25  # a copy at others' wish waits so long for blocks that the tier below is still to take
 
 
 class Blocks:
     """One process's. Made by `Front.attach` (an instance) or `pool.run`; `start` once the server listens.
 
-    `ref()` is this life's reference; `offload_percent` 100 and a pool node never offload."""
+    `ref()` is this life's reference; `offload_percent` 100 and a pool node never offload; `tiers`: what lies below
+    DRAM, in use once `open_tiers` has returned."""
 
     def __init__(
         self,
@@ -59,6 +64,7 @@ class Blocks:
         lease_ms: int,
         announce_ms: int,
         offload_percent: int = 100,
+        tiers: TierSettings | None = None,
     ) -> None:
         names.activate("node")
         own = ref()
@@ -69,7 +75,8 @@ class Blocks:
         self._on_pulled = on_pulled
         self._announce_s = announce_ms / 1000
         self._peers = Peers(segments)
-        self._pulls = Pulls(own.instance_id, ranks, segments, self._peers, lease_ms)
+        self._tiering = Tiering(tiers, ref, ranks, partitions) if tiers is not None else None
+        self._pulls = Pulls(own.instance_id, ranks, segments, self._peers, lease_ms, self._tiering)
         # What is announced looks like one store; see `partitions.Source`.
         self._announcer = Announcer(own.instance_id, own.incarnation, partitions.source)
         self._lower_tiers: dict[Tier, Announcer] = {}
@@ -110,6 +117,11 @@ class Blocks:
         return sum(partition.store.stats.leases for partition in self.partitions.all())
 
     @property
+    def lower(self) -> Lower | None:
+        """What an instance's brain may ask of the tiers below."""
+        return self._tiering.lower(self.layout) if self._tiering is not None else None
+
+    @property
     def layout(self) -> str:
         """Of the only partition; "" when there are several or none."""
         found = self.partitions.all()
@@ -121,6 +133,12 @@ class Blocks:
         """NodeStore on `server`."""
         pb_grpc.add_NodeStoreServicer_to_server(self._servicer, server.grpc)
         server.serves(SERVICE)
+
+    async def open_tiers(self) -> None:
+        """Recover what lies below DRAM; before the server listens. ConfigError names ssd_path."""
+        if self._tiering is not None:
+            await self._tiering.open()
+            self.announce_tier(self._tiering.tier, self._tiering.source)
 
     def start(self, registrar: Registrar, store_address: str) -> None:
         """The server listens and the address is known: announce, offload, tidy."""
@@ -147,15 +165,17 @@ class Blocks:
             self._announcing.add(announcer)
 
     def rank_said(self, rank: int, message: m.ToFront) -> bool:
-        """Whether it was for us (the end of a read)."""
+        """Whether it was for us (the end of a read, a tier's word)."""
         if isinstance(message, m.PullEnded):
             self._pulls.rank_said(rank, message)
             return True
-        return False
+        return self._tiering is not None and self._tiering.rank_said(rank, message)
 
     def ranks_lost(self, cause: str) -> None:
         """The memory is gone with a rank: pulls end, nothing is held any more."""
         self._pulls.ranks_lost(cause)
+        if self._tiering is not None:
+            self._tiering.ranks_lost(cause)
         for partition in self.partitions.all():
             partition.store.drop_all()
 
@@ -170,7 +190,11 @@ class Blocks:
         partitions = self.partitions
         blocks = sum(partition.store.stats.sealed for partition in partitions.all())
         return pb_store.StoreUsage(
-            capacity_bytes=partitions.capacity_bytes, free_bytes=partitions.free_bytes, blocks=blocks
+            capacity_bytes=partitions.capacity_bytes,
+            free_bytes=partitions.free_bytes,
+            blocks=blocks,
+            tiers=[usage_of(self._tiering.counters)] if self._tiering is not None else [],
+            leases=self.leases,
         )
 
     async def close(self) -> None:
@@ -183,6 +207,8 @@ class Blocks:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._tiering is not None:
+            await self._tiering.close()
         await self._pulls.close()
         await self._peers.close()
 
@@ -211,7 +237,37 @@ class Blocks:
         answer.layout = self.layout
         if answer.layout:
             answer.shard_bytes = self.partitions.all()[0].shard_bytes
+        if self._tiering is not None:
+            answer.tiers.append(self._tiering.counters)
         return answer
+
+    async def stage(self, keys: Sequence[bytes], layout: str, timeout_s: float) -> dict[bytes, Tier]:
+        """Bring blocks that lie only below DRAM into it, within the budget for that and the time. Returns which tier
+        each block was found in that can be leased now."""
+        if self._tiering is not None:
+            return await self._tiering.stage(layout, keys, timeout_s)
+        partition = self.partitions.get(layout)
+        return {key: Tier.DRAM for key in keys if partition is not None and partition.store.holds(key)}
+
+    async def forget(self, keys: Sequence[bytes]) -> int:
+        """None is found here from now on, in any tier, nor after a restart; returns how many were. Readers under a
+        lease go on. Unavailable: a lower tier could not write that down; say it again."""
+        here: set[bytes] = set()
+        for partition in self.partitions.all():
+            here.update(itertools.compress(keys, partition.store.remove(keys)))
+        if self._tiering is not None:
+            here |= await self._tiering.forget(keys)
+        self.partitions.settle()
+        self.leases_changed()
+        return len(here)
+
+    def lower_tiers(self, key: bytes) -> list[Tier]:
+        """Which tiers below DRAM have it."""
+        return [self._tiering.tier] if self._tiering is not None and self._tiering.source.holds(key) else []
+
+    def lower_keys(self) -> list[bytes]:
+        """Of all blocks in tiers below DRAM. O(blocks)."""
+        return self._tiering.source.keys() if self._tiering is not None else []
 
     async def pull_for(
         self, keys: Sequence[bytes], ranges: Sequence[PullRange], layout: str, shard_bytes: int, timeout_ms: int
@@ -221,6 +277,10 @@ class Blocks:
         found = self.partitions.get(layout)
         missing = [key for key in keys if found is None or not found.store.holds(key)]
         partition = self.partitions.room(layout, shard_bytes, len(missing))
+        if self._tiering is not None:
+            await self._tiering.room(partition, len(missing), ROOM_S)
+            partition = self.partitions.room(layout, shard_bytes, len(missing))  # it may have been given up meanwhile
+            self._tiering.follow(partition)
         begun = partition.store.begin(keys)
         wanted = [(i, extent) for i, extent in enumerate(begun) if extent is not None]
         if wanted:
@@ -273,13 +333,15 @@ class Blocks:
         self._timer = None
         now = time.monotonic_ns()
         for partition in self.partitions.all():
-            partition.store.expire(now)
+            partition.store.expire(now, MAX_EXPIRED)
         self.partitions.settle()
         self.leases_changed()
 
     async def _tidy(self) -> None:
         while True:
             self._peers.tidy()
+            if self._tiering is not None:
+                self._tiering.tidy()
             answer = counted(self.partitions)
             names.NODE_LEASES.set(answer.pools.store_leases)
             names.NODE_EVICTED.set(answer.evicted)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvmesh.node.transfer_config import TransferConfig
+from kvmesh.node.tier_config import TierConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class InstanceConfig(TransferConfig):
+class InstanceConfig(TierConfig):
     """Fields common to prefill and decode; each service's config adds its own."""
 
     instance_id: str = field(default="", metadata={"help": "Name in the mesh; empty: made from role and pid."})

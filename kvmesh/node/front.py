@@ -135,6 +135,7 @@ class Front:
             lease_ms=c.store_lease_ms,
             announce_ms=c.announce_ms,
             offload_percent=c.offload_percent,
+            tiers=c.tiers(),
         )
         return self.blocks
 
@@ -195,10 +196,13 @@ class Front:
         report: Callable[[], pb_conductor.HeartbeatRequest],
         max_running: int = 0,
     ) -> None:
-        """Bind, add the role's servicers, say SERVING, then register and beat. ConfigError: the port is taken."""
+        """Bind, add the role's servicers, say SERVING, then register and beat. ConfigError: the port is taken, or the
+        folder of the SSD tier cannot be used."""
+        blocks = self.blocks
+        if blocks is not None:
+            await blocks.open_tiers()
         server = Server(self.config.host, self.config.port)
         add(server)
-        blocks = self.blocks
         if blocks is not None:
             blocks.add_to(server)
         port = await server.start()

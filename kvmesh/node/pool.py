@@ -83,6 +83,7 @@ class PoolNode:
         try:
             await self._rank.configure(self._configure(), ALLOCATE_TIMEOUT_S)
             blocks = self._blocks = self._attach()
+            await blocks.open_tiers()
             listening = Server(config.host, config.port)
             blocks.add_to(listening)
             port = await listening.start()
@@ -168,6 +169,7 @@ class PoolNode:
             _nobody_asked,
             lease_ms=c.store_lease_ms,
             announce_ms=c.announce_ms,
+            tiers=c.tiers(c.ssd_layouts),
         )
 
     def _said(self, rank: int, message: m.ToFront) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvmesh.node.transfer_config import TransferConfig
+from kvmesh.node.tier_config import TierConfig
 from kvmesh.rpc.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolConfig(TransferConfig):
+class PoolConfig(TierConfig):
     """Memory without an engine. Raises ConfigError naming field and value when settings do not fit together."""
 
     instance_id: str = field(default="", metadata={"help": "Name in the mesh; empty: made from role and pid."})
@@ -25,6 +25,15 @@ class PoolConfig(TransferConfig):
     store_lease_ms: int = field(default=5_000, metadata={"help": "Longest lease given to readers, ms.", "min": 10})
     announce_ms: int = field(
         default=50, metadata={"help": "Changes of the node store are announced this often, ms.", "min": 1}
+    )
+
+    ssd_layouts: int = field(
+        default=2,
+        metadata={
+            "help": "So many layouts of shards share the SSD tier, each an equal part of it.",
+            "min": 1,
+            "max": 64,
+        },
     )
 
     def __post_init__(self) -> None:

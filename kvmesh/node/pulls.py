@@ -21,12 +21,14 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
+from kvmesh.kvcache.tiers import Tier
 from kvmesh.node import messages as m
 from kvmesh.node import reader_lease
 from kvmesh.node.partitions import Partition
 from kvmesh.node.peers import Peer, Peers
 from kvmesh.node.reader_lease import NS, ReaderLease, Terms
 from kvmesh.node.segments import Rank, Segments
+from kvmesh.node.tiering import Tiering
 from kvmesh.rpc import status
 from kvmesh.rpc.errors import KvmeshError, RequestCancelled, TransferError, Unavailable, UnknownInstance
 from kvmesh.telemetry import names, spans
@@ -36,6 +38,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CALL_S = 1.0  # a holder that has not answered a lease by then is passed over
+LOWER_CALL_S = 5.0  # ... one that has to read from its disk first
 CLOSE_S = 2.0
 
 
@@ -53,7 +56,8 @@ class _Running:
     partition: Partition
     deadline_ns: int
     stop: asyncio.Event = field(default_factory=asyncio.Event)  # cancelled
-    nbytes: int = 0
+    nbytes: int = 0  # from other nodes
+    lower: set[int] = field(default_factory=set)  # positions that came from a lower tier of this node
     causes: dict[str, None] = field(default_factory=dict)
 
     def left_ns(self) -> int:
@@ -61,15 +65,25 @@ class _Running:
 
 
 class Pulls:
-    """All pulls of one process. On the event loop; nothing here raises to its caller."""
+    """All pulls of one process. On the event loop; nothing here raises to its caller. `tiering`: what this node keeps
+    below DRAM, a source like any other."""
 
-    def __init__(self, reader: str, ranks: Sequence[Rank], segments: Segments, peers: Peers, lease_ms: int) -> None:
+    def __init__(
+        self,
+        reader: str,
+        ranks: Sequence[Rank],
+        segments: Segments,
+        peers: Peers,
+        lease_ms: int,
+        tiering: Tiering | None = None,
+    ) -> None:
         self.stats = PullStats()
         self._reader = reader
         self._ranks = ranks
         self._segments = segments
         self._peers = peers
         self._lease_ms = lease_ms
+        self._tiering = tiering
         self._tickets = itertools.count(1)
         self._reads: dict[tuple[int, int], asyncio.Future[m.PullEnded | None]] = {}  # (rank, ticket)
         self._jobs: dict[int, _Running] = {}
@@ -157,13 +171,14 @@ class Pulls:
             cause = "; ".join(filter(None, (self._lost or stopped, *record.causes))) or "nobody to ask"
             wanted, who = len(job.keys), job.request_id or "-"
             log.info("pull of %d blocks for %s: %d came (%s)", wanted, who, len(arrived), cause)
-        self.stats.blocks += len(arrived)
+        self.stats.blocks += len(arrived - record.lower)
         self.stats.nbytes += record.nbytes
         names.NODE_PULLS.labels(outcome="all" if not cause else "some" if arrived else "none").inc()
         names.NODE_PULL.observe(took / NS)
         names.NODE_PULLED_BYTES.inc(record.nbytes)
-        names.NODE_PULLED_BLOCKS.inc(len(arrived))
-        return Pulled(job.ticket, tuple(sorted(arrived)), record.nbytes, took, cause)
+        names.NODE_PULLED_BLOCKS.inc(len(arrived - record.lower))
+        lower = tuple(sorted(record.lower))
+        return Pulled(job.ticket, tuple(sorted(arrived)), record.nbytes, took, cause, lower)
 
     async def _ranges(self, record: _Running, arrived: set[int]) -> None:
         """Give every missing position to the first range that covers it and was not tried for it yet, until none is
@@ -202,6 +217,8 @@ class Pulls:
         got: set[int] = set()
         cause = ""
         reads: list[m.PullEnded] = []
+        if source.instance_id == self._reader:
+            return await self._below(record, source, positions, deadline_ns)
         try:
             async with self._peers.use(source.address) as peer:
                 try:
@@ -221,6 +238,22 @@ class Pulls:
         self._trace(record.job, source, start, (len(positions), len(got), nbytes), cause, reads)
         return got
 
+    async def _below(self, record: _Running, source: PullRange, positions: list[int], deadline_ns: int) -> set[int]:
+        """What of `positions` a lower tier of this very node brought. Not cut short: memory that was given to the tier
+        comes back with its answer."""
+        start, job = time.monotonic_ns(), record.job
+        keys, extents = [job.keys[p] for p in positions], [job.extents[p] for p in positions]
+        sizes: dict[int, int] = {}
+        cause = "nothing is kept below DRAM here"
+        if self._tiering is not None and source.tier is not Tier.DRAM:
+            sizes, cause = await self._tiering.read(record.partition, keys, extents, deadline_ns)
+        if cause:
+            record.causes[f"{source.instance_id}: {cause}"] = None
+        got = {positions[at] for at in sizes}
+        record.lower |= got
+        self._trace(job, source, start, (len(positions), len(got), sum(sizes.values()) * len(self._ranks)), cause, ())
+        return got
+
     def _trace(
         self,
         job: PullJob,
@@ -237,6 +270,7 @@ class Pulls:
             names.REQUEST_ID: job.request_id,
             names.INSTANCE: self._reader,
             names.HOLDER: source.instance_id,
+            names.TIER: source.tier.name.lower(),
             names.WANTED_BLOCKS: wanted,
             names.BLOCKS: got,
             names.PULL_BYTES: nbytes,
@@ -262,7 +296,8 @@ class Pulls:
         """(positions that arrived, why not all); what the ranks said goes to `reads`. Raises KvmeshError."""
         terms = Terms(self._reader, self._lease_ms, record.partition.layout, len(self._ranks))
         keys = [record.job.keys[p] for p in positions]
-        timeout_s = max(min(CALL_S, (deadline_ns - time.monotonic_ns()) / NS), 0.001)
+        most_s = CALL_S if source.tier is Tier.DRAM else LOWER_CALL_S
+        timeout_s = max(min(most_s, (deadline_ns - time.monotonic_ns()) / NS), 0.001)
         lease = await _unless(record.stop, reader_lease.ask(terms, source, keys, peer, self._peers, timeout_s))
         if lease is None:
             return set(), "holds none of them"

@@ -51,7 +51,7 @@ CLOSE_S = 2.0
 
 
 class Tiering:
-    """One node's SSD. `open`, then `follow` for every partition that comes up later."""
+    """One node's SSD, in use from `open` on. `follow`: said of every partition that comes up later."""
 
     tier = Tier.SSD
 
@@ -69,23 +69,26 @@ class Tiering:
         self._partitions = partitions
         self._parts: dict[str, Part] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        for partition in partitions.all():
+            self._add(partition.layout, partition.shard_bytes)
+            self.follow(partition)
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────
 
     async def open(self) -> None:
         """Recover what the disk holds. ConfigError names ssd_path: a folder cannot be used."""
-        found = [(partition.layout, partition.shard_bytes) for partition in self._partitions.all()]
         if self._settings.layouts:
             try:
-                kept = await asyncio.to_thread(layouts_found, self._settings)
+                found = await asyncio.to_thread(layouts_found, self._settings)
             except OSError as error:
                 raise self._refused(str(error)) from error
-            for layout, _ in kept[self._settings.layouts :]:
+            for layout, _ in found[self._settings.layouts :]:
                 log.warning("ssd_layouts=%d: blocks of %r stay unused on the disk", self._settings.layouts, layout)
-            found = kept[: self._settings.layouts]
-        parts = [self._add(layout, shard_bytes) for layout, shard_bytes in found]
-        for partition in self._partitions.all():
-            self.follow(partition)
+            for layout, shard_bytes in found[: self._settings.layouts]:
+                self._add(layout, shard_bytes)
+        parts = list(self._parts.values())
+        for part in parts:
+            self._open(part)
         if parts:
             await asyncio.wait([part.opened for part in parts], timeout=OPEN_S)
         for part in parts:
@@ -100,9 +103,11 @@ class Tiering:
         part = make_part(len(self._parts), layout, shard_bytes, len(self._ranks), self._settings.offload_percent)
         self._parts[layout] = part
         self.source.parts.append(part.contents)
+        return part
+
+    def _open(self, part: Part) -> None:
         for rank in range(len(self._ranks)):
             self._ranks.send(rank, opening(self._settings, part, rank, len(self._ranks)))
-        return part
 
     def follow(self, partition: Partition) -> None:
         """From now on what is sealed there is written to the tier. Cheap; again and again for the same one is right."""
@@ -113,6 +118,7 @@ class Tiering:
             if len(self._parts) >= max(self._settings.layouts, 1):
                 return  # the tier is for others; GetStore says how many there are
             part = self._add(partition.layout, partition.shard_bytes)
+            self._open(part)
         kept = part
 
         def added(key: bytes) -> None:

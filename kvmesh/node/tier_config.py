@@ -1,0 +1,51 @@
+"""What nodes of every kind can be told about their store: who goes first, and what lies below DRAM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvmesh.kvcache.eviction import POLICIES
+from kvmesh.node.tier_parts import TierSettings
+from kvmesh.node.transfer_config import TransferConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierConfig(TransferConfig):
+    """Fields common to instances and pool nodes."""
+
+    store_eviction: str = field(
+        default="lru", metadata={"help": "Which blocks of the host memory go first.", "choices": POLICIES}
+    )
+    ssd_path: str = field(
+        default="", metadata={"help": "Folder of the SSD tier, for this node alone; empty: no such tier."}
+    )
+    ssd_capacity_mb: int = field(default=8192, metadata={"help": "Size of the SSD tier, MiB.", "min": 1})
+    ssd_offload_percent: int = field(
+        default=50,
+        metadata={
+            "help": "Above this share of the host memory in use cold blocks are copied to the SSD tier.",
+            "min": 0,
+            "max": 100,
+        },
+    )
+    ssd_staging_percent: int = field(
+        default=25,
+        metadata={
+            "help": "Share of the host memory that blocks of the SSD tier may take while they are read for others.",
+            "min": 1,
+            "max": 100,
+        },
+    )
+
+    def tiers(self, layouts: int = 0) -> TierSettings | None:
+        """Below DRAM; None: nothing. `layouts`: see TierSettings."""
+        if not self.ssd_path:
+            return None
+        return TierSettings(
+            path=Path(self.ssd_path).absolute(),
+            capacity_bytes=self.ssd_capacity_mb << 20,
+            offload_percent=self.ssd_offload_percent,
+            staging_percent=self.ssd_staging_percent,
+            layouts=layouts,
+        )
