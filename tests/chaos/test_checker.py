@@ -197,6 +197,24 @@ def test_served_after_an_acknowledged_removal() -> None:
     assert s.rules() == ["remove"]
 
 
+def test_bytes_of_a_put_that_began_later() -> None:
+    s = Script()
+    s.add("get", 0, 1)
+    s.add("put", 0.9, 2)
+    assert s.rules() == []
+    s.history.ops[1].invoked = 1.1
+    assert s.rules() == ["bytes"]
+
+
+def test_two_owners_of_one_key() -> None:
+    s = Script()
+    s.add("put", 0, 1, holder="a")
+    s.add("put", 0, 1, holder="b", digest=value("k1"))
+    assert s.rules(aftermath({"a": NodeAfter({"k0": value("k0")})})) == []
+    both = {"a": NodeAfter({"k0": value("k0")}), "b": NodeAfter({"k0": value("k1")})}
+    assert s.rules(aftermath(both)) == ["owners"]
+
+
 @pytest.mark.parametrize(
     ("start", "end", "outcome", "excuse"),
     [(4, 5, "ok", True), (1.5, 2.5, "ok", True), (0.5, 1.5, "ok", False), (0.5, 1.5, "error", True)],

@@ -1,0 +1,148 @@
+"""Writers, readers and removers, each operation of which is written into the history. What is put is made of the seed.
+
+Blocks under content keys come from a small set, so that puts, gets and removals of one key meet; blocks under granted
+keys are new each time, larger, and press on the memory: nodes must evict, and move to SSD where they have one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvmesh.rpc.errors import KvmeshError
+from tests.chaos.history import History, digest_of
+
+SHARED_VALUES = 48
+SMALL = (1_000, 4_096, 20_000, 65_536, 200_000)
+LARGE = (300_000, 500_000, 700_000)
+PAUSE_S = (0.0, 0.04)
+OP_S = 8.0
+REMEMBERED = 200  # granted keys that readers ask for
+
+
+@dataclass(frozen=True)
+class Got:
+    """`data` None: a miss."""
+
+    data: bytes | None
+    holder: str = ""
+    tier: str = ""
+
+
+class Driver(Protocol):
+    """A client of the store. Methods raise KvmeshError."""
+
+    async def put(self, key: str, data: bytes, *, pinned: bool, timeout_s: float) -> str:
+        """Under this key; returns who sealed it."""
+
+    def content_key(self, data: bytes) -> str: ...
+
+    async def grant(self, timeout_s: float) -> str:
+        """A key that nobody else gets."""
+
+    async def get(self, key: str, timeout_s: float) -> Got: ...
+
+    async def remove(self, key: str, timeout_s: float) -> tuple[Sequence[str], Sequence[str]]:
+        """(who acknowledged, who could not be asked)."""
+
+    async def replicate(self, key: str, replicas: int, timeout_s: float) -> None: ...
+
+
+class Workload:
+    """Some workers over some drivers, until `stop`. Anything but a KvmeshError ends the storm: it is a bug."""
+
+    def __init__(self, history: History, drivers: Sequence[Driver], seed: int, workers: int = 8) -> None:
+        self._history = history
+        self._drivers = drivers
+        self._workers = workers
+        self._seed = seed
+        rng = random.Random(f"values {seed}")
+        self._values = [rng.randbytes(rng.choice(SMALL)) for _ in range(SHARED_VALUES)]
+        self._keys = [drivers[0].content_key(value) for value in self._values]
+        self._granted: deque[str] = deque(maxlen=REMEMBERED)
+        self.stop = asyncio.Event()
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for i in range(self._workers):
+                group.create_task(self._work(i))
+
+    async def _work(self, number: int) -> None:
+        rng = random.Random(f"worker {self._seed} {number}")
+        driver = self._drivers[number % len(self._drivers)]
+        client = f"worker-{number}"
+        while not self.stop.is_set():
+            dice = rng.random()
+            if dice < 0.28:
+                i = rng.randrange(SHARED_VALUES)
+                await self._put(driver, client, self._keys[i], self._values[i], rng.random() < 0.35)
+            elif dice < 0.36:
+                await self._put_granted(driver, client, rng)
+            elif dice < 0.90:
+                await self._get(driver, client, self._pick(rng))
+            elif dice < 0.97:
+                await self._remove(driver, client, self._pick(rng))
+            else:
+                await self._replicate(driver, self._pick(rng), rng.choice([2, 3]))
+            await asyncio.sleep(rng.uniform(*PAUSE_S))
+
+    def _pick(self, rng: random.Random) -> str:
+        if self._granted and rng.random() < 0.2:
+            return rng.choice(self._granted)
+        return rng.choice(self._keys)
+
+    # ── operations ────────────────────────────────────────────────────────────────────────────────
+
+    async def _put(self, driver: Driver, client: str, key: str, data: bytes, pinned: bool) -> None:
+        op = self._history.begin(client, "put", key, OP_S, digest=digest_of(data), pinned=pinned)
+        try:
+            holder = await driver.put(key, data, pinned=pinned, timeout_s=OP_S)
+        except KvmeshError as error:
+            self._history.end(op, "error", error=_named(error))
+        else:
+            self._history.end(op, "ok", holder=holder)
+
+    async def _put_granted(self, driver: Driver, client: str, rng: random.Random) -> None:
+        try:
+            key = await driver.grant(OP_S)
+        except KvmeshError:
+            return  # nothing was promised
+        self._history.end(self._history.begin(client, "grant", key, OP_S), "ok")
+        data = rng.randbytes(rng.choice(LARGE))
+        await self._put(driver, client, key, data, rng.random() < 0.05)
+        self._granted.append(key)
+
+    async def _get(self, driver: Driver, client: str, key: str) -> None:
+        op = self._history.begin(client, "get", key, OP_S)
+        try:
+            got = await driver.get(key, OP_S)
+        except KvmeshError as error:
+            self._history.end(op, "error", error=_named(error))
+            return
+        if got.data is None:
+            self._history.end(op, "miss")
+        else:
+            self._history.end(op, "ok", digest=digest_of(got.data), holder=got.holder, tier=got.tier)
+
+    async def _remove(self, driver: Driver, client: str, key: str) -> None:
+        op = self._history.begin(client, "remove", key, OP_S)
+        try:
+            acknowledged, pending = await driver.remove(key, OP_S)
+        except KvmeshError as error:
+            self._history.end(op, "error", error=_named(error))
+        else:
+            self._history.end(op, "ok", acknowledged=acknowledged, pending=pending)
+
+    async def _replicate(self, driver: Driver, key: str, replicas: int) -> None:
+        try:
+            await driver.replicate(key, replicas, OP_S)
+        except KvmeshError:
+            return  # nothing was promised
+
+
+def _named(error: KvmeshError) -> str:
+    return f"{error.code}: {error.message}"
