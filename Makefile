@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 RUN := $(VENV)/.stamp-run
 DEV := $(VENV)/.stamp-dev
 
-.PHONY: help up test check lint format bench proto clean install install-dev rdma-guest
+.PHONY: help up test chaos check lint format bench proto clean install install-dev rdma-guest
 
 help: ## this list
 	@echo "kvmesh"; grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -44,6 +44,9 @@ up: $(RUN) ## start a mesh here and ask it something
 
 test: $(DEV) ## run all tests that this machine can run
 	@$(BIN)/python scripts/run_tests.py $(ARGS)
+
+chaos: $(DEV) ## storms over the Store, ARGS="--chaos-minutes 30" for longer, KVMESH_CHAOS_SEED=N for one again
+	@$(BIN)/python -m pytest -q -s tests/chaos $(ARGS)
 
 check: $(DEV) ## style, types, imports, generated code, released fields
 	@$(BIN)/ruff check .
