@@ -19,10 +19,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from kvmesh.kvcache.eviction import BLOCK_TOKENS, make_order
+from kvmesh.kvcache.eviction import BLOCK_TOKENS, EvictionOrder, make_order
 from kvmesh.kvcache.leases import Lease, LeaseBook
 from kvmesh.kvcache.page_pool import PageInvariantError
 from kvmesh.kvcache.pins import PINNED_PERCENT, PinBook
+from kvmesh.kvcache.quotas import TagQuotas
 from kvmesh.kvcache.sealed_blocks import SealedBlocks
 from kvmesh.kvcache.store_stats import Changes, StoreExhausted, StoreStats, StoreUsage
 
@@ -37,8 +38,8 @@ class NodeStore(SealedBlocks):
     Every operation costs O(1) a block, or O(log n), amortised. Above `high_percent` of extents in use (raw, written,
     sealed) idle blocks go until `low_percent` are (`trim`). `eviction`: lru, lfu or length (ConfigError: another).
     `pinned_percent` of all extents may be pinned hard. `block_bytes`: of one extent. `lease_seed` should be new at
-    every process start (the incarnation): see `leases`. Misuse (sealing what was never begun, releasing what nobody
-    holds) is PageInvariantError: a bug.
+    every process start (the incarnation): see `leases`. `quotas`: one for all stores of a node. Misuse (sealing what
+    was never begun, releasing what nobody holds) is PageInvariantError: a bug.
     """
 
     def __init__(
@@ -53,9 +54,12 @@ class NodeStore(SealedBlocks):
         pinned_percent: int = PINNED_PERCENT,
         lease_seed: int = 0,
         max_leases: int = MAX_LEASES,
+        quotas: TagQuotas | None = None,
     ) -> None:
         marks = (high_percent, low_percent)
-        super().__init__(total, make_order(eviction, block_tokens), PinBook(pinned_percent), marks, block_bytes)
+        order: EvictionOrder[bytes] = make_order(eviction, block_tokens)
+        shared = TagQuotas() if quotas is None else quotas
+        super().__init__(total, order, PinBook(pinned_percent), marks, block_bytes, shared)
         self._max_leases = max_leases
         self._writing: dict[bytes, int] = {}
         self._lengths: dict[bytes, int] = {}  # of what is being written: blocks of its prompt
@@ -168,7 +172,9 @@ class NodeStore(SealedBlocks):
     def remove(self, keys: Iterable[bytes]) -> list[bool]:
         """Whether each was here. None is found any more, pinned or not, and what is being written will not be sealed.
         Extents that others hold, lease or write stay theirs until they let go."""
-        here = []
+        here, keys = [], list(keys)
+        if self.journal is not None:
+            self.journal.removed(keys)
         for key in keys:
             here.append(key in self._sealed or (key in self._writing and key not in self._orphans))
             if key in self._sealed:

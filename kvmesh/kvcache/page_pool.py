@@ -30,7 +30,7 @@ class PagePool:
     """Reference-counted pages 0..num_pages-1; every operation costs O(1) a page.
 
     Deterministic: a fresh pool hands out 0, 1, 2, ...; a freed page is handed out again before
-    the ones that were freed earlier.
+    the ones that were freed earlier. Pages can be taken out of it and come back (`withdraw`, `restore`).
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -39,24 +39,50 @@ class PagePool:
         self._refs = [0] * num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._watchers: dict[int, Watcher] = {}
+        self._out: set[int] = set()  # withdrawn
+        self._stale: set[int] = set()  # of those: still in the free list
 
     @property
     def total(self) -> int:
         """Pages there are."""
-        return len(self._refs)
+        return len(self._refs) - len(self._out)
 
     @property
     def free(self) -> int:
         """Pages nobody holds."""
-        return len(self._free)
+        return len(self._free) - len(self._stale)
 
-    def grow(self, n: int) -> None:
-        """Add `n` free pages, numbered on from `total`; handed out after the pages that are free now. O(free + n)."""
+    def grow(self, n: int) -> int:
+        """Add `n` free pages, numbered on; handed out after the pages that are free now. Returns the first one's
+        number. O(free + n)."""
         if n < 0:
             raise ValueError(f"n={n}: must not be negative")
-        old = self.total
+        old = len(self._refs)
         self._refs += [0] * n
         self._free[:0] = range(old + n - 1, old - 1, -1)
+        return old
+
+    def withdraw(self, pages: Iterable[int]) -> None:
+        """Take free pages out: their memory is somebody else's. Their numbers stay theirs, for `restore`.
+        PageInvariantError, and none goes, if one is not free."""
+        gone = list(pages)
+        for page in gone:
+            if self._refs[self._known(page)] or page in self._out:
+                raise PageInvariantError(f"page {page} withdrawn, but it is not free")
+        # They stay in the free list until they come up: to look for them there would cost all of it.
+        self._out.update(gone)
+        self._stale.update(gone)
+
+    def restore(self, pages: Iterable[int]) -> None:
+        """Withdrawn pages are here again, free. PageInvariantError if one was not withdrawn."""
+        for page in pages:
+            if page not in self._out:
+                raise PageInvariantError(f"page {page} restored, but it was never withdrawn")
+            self._out.discard(page)
+            if page in self._stale:
+                self._stale.discard(page)
+            else:
+                self._free.append(page)
 
     def refcount(self, page: int) -> int:
         """References to `page`; 0 = free. PageInvariantError if there is no such page."""
@@ -66,9 +92,9 @@ class PagePool:
         """Take `n` free pages, one reference each. All or nothing: PoolExhausted when fewer are free."""
         if n < 0:
             raise ValueError(f"n={n}: must not be negative")
-        if n > len(self._free):
-            raise PoolExhausted(n, len(self._free), self.total)
-        pages = [self._free.pop() for _ in range(n)]
+        if n > self.free:
+            raise PoolExhausted(n, self.free, self.total)
+        pages = [self._pop() for _ in range(n)] if self._stale else [self._free.pop() for _ in range(n)]
         for page in pages:
             self._refs[page] = 1
         return pages
@@ -113,12 +139,18 @@ class PagePool:
     def check_integrity(self) -> None:
         """PageInvariantError unless free pages and unheld pages are the same set, once each. O(total)."""
         unheld = {page for page, refs in enumerate(self._refs) if refs == 0}
-        if len(self._free) != len(unheld) or set(self._free) != unheld:
-            raise PageInvariantError(f"free list {sorted(self._free)} is not the unheld pages {sorted(unheld)}")
+        listed = unheld - (self._out - self._stale)
+        if len(self._free) != len(listed) or set(self._free) != listed or not self._stale <= self._out <= unheld:
+            raise PageInvariantError(f"free list {sorted(self._free)} is not the unheld pages {sorted(listed)}")
         if any(refs < 0 for refs in self._refs):
             raise PageInvariantError("a page has less than no holder")
         if not unheld.isdisjoint(self._watchers):
             raise PageInvariantError(f"watched pages are free: {sorted(unheld & self._watchers.keys())}")
+
+    def _pop(self) -> int:
+        while (page := self._free.pop()) in self._stale:
+            self._stale.discard(page)
+        return page
 
     def _known(self, page: int) -> int:
         if not 0 <= page < len(self._refs):

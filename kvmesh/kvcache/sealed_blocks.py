@@ -6,22 +6,43 @@ The part of a node store that does not ask who writes or reads: `NodeStore` buil
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from kvmesh.kvcache.eviction import EvictionOrder
 from kvmesh.kvcache.leases import Coverage
 from kvmesh.kvcache.page_pool import PageInvariantError, PagePool
 from kvmesh.kvcache.pins import PinBook
+from kvmesh.kvcache.quotas import TagQuotas
 from kvmesh.kvcache.store_stats import Changes
 
 TRIM_STEP = 256  # blocks that one `trim` evicts at most: some hundred microseconds
+
+
+class Journal(Protocol):
+    """Hears of every change in the turn in which it is made: before anybody can act on it."""
+
+    def sealed(self, key: bytes, extent: int, nbytes: int | None) -> None:
+        """`nbytes` none: it fills its extent."""
+
+    def gone(self, key: bytes, extent: int, held: bool) -> None:
+        """It is found no more; `held`: somebody reads its extent yet."""
+
+    def removed(self, keys: Sequence[bytes]) -> None:
+        """Nobody may find these any more, whether they were here or not."""
 
 
 class SealedBlocks:
     """Key → extent, each with one reference of its extent. Watermarks in percent of all extents, see `trim`."""
 
     def __init__(
-        self, total: int, order: EvictionOrder[bytes], pins: PinBook, watermarks: tuple[int, int], block_bytes: int
+        self,
+        total: int,
+        order: EvictionOrder[bytes],
+        pins: PinBook,
+        watermarks: tuple[int, int],
+        block_bytes: int,
+        quotas: TagQuotas,
     ) -> None:
         high, low = watermarks
         if not 0 <= low <= high <= 100:
@@ -37,12 +58,15 @@ class SealedBlocks:
         self._coverage = Coverage()  # extents under lease or hard pin
         self._watcher = self._on_held
         self._block_bytes = block_bytes
+        self.quotas = quotas
         self._short: dict[bytes, int] = {}  # bytes of sealed blocks that do not fill their extents
         self._sealed_bytes = 0
         # Difference to the last `take_changes`, in order; no key is in both.
         self._new: dict[bytes, None] = {}
         self._gone: dict[bytes, None] = {}
         self._evicted = 0
+        self.journal: Journal | None = None
+        self.on_added: Callable[[bytes], None] | None = None  # a block is sealed; it may say `replicated`, nothing else
 
     @property
     def total(self) -> int:
@@ -54,9 +78,30 @@ class SealedBlocks:
         """Extents that `allocate` can give now: unheld ones and those of idle blocks."""
         return self._pool.free + len(self._order)
 
-    def grow(self, n: int) -> None:
-        """`n` more extents, numbered on from `total` (the rank has told how much memory there is)."""
-        self._pool.grow(n)
+    def grow(self, n: int) -> int:
+        """`n` more extents, numbered on (there is more memory); returns the first one's number."""
+        return self._pool.grow(n)
+
+    def withdraw(self, extents: Sequence[int], *, spared: bool = False) -> bool:
+        """Take these extents out, with the idle blocks in them (their memory is to be somebody else's). False, and
+        nothing has changed: one is held, leased, written or pinned hard, or (without `spared`) softly."""
+        gone = []
+        for extent in extents:
+            refs, key = self._pool.refcount(extent), self._key_of.get(extent)
+            if refs > (key is not None):
+                return False
+            if key is not None:
+                if key in self._pins.soft and not spared:
+                    return False
+                gone.append(key)
+        for key in gone:
+            self._go(key)
+        self._pool.withdraw(extents)
+        return True
+
+    def restore(self, extents: Iterable[int]) -> None:
+        """Withdrawn extents are here again, free."""
+        self._pool.restore(extents)
 
     def share(self, extents: Iterable[int]) -> None:
         """One more reference to each."""
@@ -91,11 +136,20 @@ class SealedBlocks:
         """Bytes of each; None: it is not sealed."""
         return [self._short.get(key, self._block_bytes) if key in self._sealed else None for key in keys]
 
+    def borrow(self, keys: Sequence[bytes]) -> list[int]:
+        """Extents of these sealed blocks, one reference each, to be copied elsewhere; counted nowhere. `release` gives
+        each the place of one used just now: `cool` says otherwise."""
+        extents = [self._sealed[key] for key in keys]
+        self._pool.share(extents)
+        return extents
+
     def touch(self, keys: Sequence[bytes], *, use: bool = True) -> None:
         """These were used now; those not sealed are passed over. To be said of a whole chain at the end of its request:
         its head is then the most recent. `use`: counts as one use of each (lfu, length), and tells the prompt's length;
         False: only its place is meant. Held blocks need it for their counts alone: they get a place when let go."""
         self._order.touch(keys, use=use)
+        if self.quotas.limits:
+            self.quotas.used(self, reversed(keys))
 
     def take_changes(self) -> Changes:
         """How the sealed keys differ from what they were at the last call; the first call: from none."""
@@ -161,6 +215,15 @@ class SealedBlocks:
             if key in self._sealed:
                 self._order.copied(key, elsewhere)
 
+    def evict_one(self, key: bytes, *, spared: bool) -> bool | None:
+        """See `quotas.Store`."""
+        if key not in self._order:
+            return None
+        if key in self._pins.soft and not spared:
+            return False
+        self._go(key)
+        return True
+
     def check_integrity(self) -> None:
         """AssertionError (PageInvariantError) unless owners, references and order agree. O(total)."""
         self._pool.check_integrity()
@@ -182,6 +245,8 @@ class SealedBlocks:
     def _add(self, key: bytes, extent: int, length: int, nbytes: int | None) -> None:
         self._sealed[key] = extent
         self._key_of[extent] = key
+        if self.journal is not None:
+            self.journal.sealed(key, extent, nbytes)
         self._tombs.discard(extent)
         if nbytes is not None and nbytes != self._block_bytes:
             self._short[key] = nbytes
@@ -193,6 +258,9 @@ class SealedBlocks:
             del self._gone[key]
         else:
             self._new[key] = None
+        if self.on_added is not None:
+            self.on_added(key)
+        self.quotas.added(self, key)
 
     def _remove(self, key: bytes) -> None:
         self._unpin(key)
@@ -206,12 +274,23 @@ class SealedBlocks:
         self._sealed_bytes -= self._short.pop(key, self._block_bytes) if self._short else self._block_bytes
         self._pool.unwatch(extent)
         self._pool.release((extent,))
-        if self._pool.refcount(extent):
+        held = self._pool.refcount(extent) > 0
+        if held:
             self._tombs.add(extent)
+        if self.journal is not None:
+            self.journal.gone(key, extent, held)
         if key in self._new:
             del self._new[key]
         else:
             self._gone[key] = None
+        self.quotas.gone(self, key)
+
+    def _go(self, key: bytes) -> None:
+        """One idle block is evicted, out of turn."""
+        self._order.forget(key)
+        self._pins.soft.drop(key)
+        self._erase(key)
+        self._evicted += 1
 
     def _unpin(self, key: bytes) -> tuple[bool, bool]:
         """Whether it was pinned softly, hard."""
@@ -240,3 +319,5 @@ class SealedBlocks:
             self._order.take(key)
         else:
             self._order.put(key)
+            if self.quotas.limits:
+                self.quotas.used(self, (key,))

@@ -243,8 +243,33 @@ class Model(Reference):
     @rule(n=st.integers(0, 2))
     def grow(self, n: int) -> None:
         if self.total < 10:
+            assert self.store.grow(n) == self.total + len(self.out), "numbers are not used again"
             self.total += n
-            self.store.grow(n)
+
+    @rule(extents=st.sets(st.integers(0, 14), max_size=4), spared=st.booleans())
+    def withdraw(self, extents: set[int], spared: bool) -> None:
+        extents = {extent for extent in extents if extent < self.total + len(self.out)} - self.out
+        here = [key for key, extent in self.sealed.items() if extent in extents]
+        others = extents - {self.sealed[key] for key in here}
+        idle = self.idle() if spared else [key for key in self.idle() if key not in self.soft]
+        may = set(here) <= set(idle) and not others & self.used()
+        assert self.store.withdraw(sorted(extents), spared=spared) == may
+        if may:
+            for key in here:
+                del self.sealed[key], self.sizes[key]
+                self.soft.pop(key, None)
+                self.order.forget(key)
+            self.evicted += len(here)
+            self.out |= extents
+            self.total -= len(extents)
+
+    @precondition(lambda self: self.out)
+    @rule(data=st.data())
+    def restore(self, data: st.DataObject) -> None:
+        extent = data.draw(st.sampled_from(sorted(self.out)))
+        self.out.discard(extent)
+        self.total += 1
+        self.store.restore([extent])
 
     @rule()
     def rank_dies(self) -> None:

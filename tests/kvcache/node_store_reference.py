@@ -55,6 +55,7 @@ class Reference(RuleBasedStateMachine):
         self.hard: set[bytes] = set()
         self.soft: dict[bytes, Pin] = {}
         self.tombs: set[int] = set()
+        self.out: set[int] = set()  # withdrawn
         self.writing: dict[bytes, int] = {}
         self.lengths: dict[bytes, int] = {}
         self.orphans: set[bytes] = set()
@@ -153,6 +154,7 @@ class Reference(RuleBasedStateMachine):
             assert not self.refs(extent), "an extent with two owners"
             assert extent not in self.sealed.values(), "an extent that is still a block"
             assert extent not in self.writing.values(), "an extent that is being written"
+            assert extent not in self.out, "an extent whose memory is somebody else's"
             self.tick += 1
             self.memory[extent] = self.tick
 
@@ -204,4 +206,5 @@ class Reference(RuleBasedStateMachine):
         self.store.expire(10**9)
         assert self.store.next_expiry is None
         assert self.store.free == self.total, "extents were lost"
-        assert sorted(self.store.allocate(self.total)) == list(range(self.total))
+        numbers = self.total + len(self.out)
+        assert sorted(self.store.allocate(self.total)) == sorted(set(range(numbers)) - self.out)

@@ -200,6 +200,21 @@ class TrimsAtOnce(NodeStore):
         return went
 
 
+class WithdrawsUnderReaders(NodeStore):
+    """Extents go although somebody reads them."""
+
+    def withdraw(self, extents: Sequence[int], *, spared: bool = False) -> bool:
+        for extent in extents:
+            key = self._key_of.get(extent)
+            if key in self._order:
+                self._pins.soft.drop(key)
+                self._order.forget(key)
+            if key is not None:
+                self._erase(key)
+        self._pool.withdraw([extent for extent in extents if not self._pool.refcount(extent)])
+        return True
+
+
 BROKEN = [
     FreesLeased,
     SealsOrphans,
@@ -214,6 +229,7 @@ BROKEN = [
     FreesRemoved,
     Resurrects,
     TrimsAtOnce,
+    WithdrawsUnderReaders,
 ]
 
 

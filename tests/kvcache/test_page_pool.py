@@ -59,6 +59,27 @@ def test_a_watcher_sees_the_second_holder_come_and_go() -> None:
         pool.release([page])
 
 
+def test_withdrawn_pages_are_not_there_until_they_are_restored() -> None:
+    pool = PagePool(4)
+    held = pool.allocate(1)
+    with pytest.raises(PageInvariantError, match="page 0 withdrawn"):
+        pool.withdraw([1, 0])
+    assert (pool.free, pool.total) == (3, 4), "none of them went"
+    pool.withdraw([1, 2])
+    with pytest.raises(PoolExhausted, match="2 pages wanted, 1 of 2 free"):
+        pool.allocate(2)
+    with pytest.raises(PageInvariantError, match="page 1 withdrawn"):
+        pool.withdraw([1])
+    with pytest.raises(PageInvariantError, match="page 3 restored"):
+        pool.restore([3])
+    pool.grow(1)
+    assert sorted(pool.allocate(2)) == [3, 4], "numbers of withdrawn pages stay theirs"
+    pool.restore([2])
+    assert pool.allocate(1) == [2] and (pool.free, pool.total) == (0, 4)
+    pool.release(held)
+    pool.check_integrity()
+
+
 class Holders(RuleBasedStateMachine):
     """The model: a bag of references held by somebody."""
 
@@ -66,17 +87,18 @@ class Holders(RuleBasedStateMachine):
         super().__init__()
         self.pool = PagePool(6)
         self.bag: list[int] = []
+        self.out: set[int] = set()
 
     @rule(n=st.integers(0, 7))
     def allocate(self, n: int) -> None:
-        free = 6 - len(set(self.bag))
+        free = 6 - len(set(self.bag) | self.out)
         if n > free:
             with pytest.raises(PoolExhausted):
                 self.pool.allocate(n)
             return
         pages = self.pool.allocate(n)
         assert len(set(pages)) == n
-        assert set(pages).isdisjoint(self.bag), "a held page was handed out"
+        assert self.out.union(self.bag).isdisjoint(pages), "a held or withdrawn page was handed out"
         self.bag += pages
 
     @precondition(lambda self: self.bag)
@@ -93,11 +115,28 @@ class Holders(RuleBasedStateMachine):
         self.pool.release([page])
         self.bag.remove(page)
 
+    @rule(pages=st.sets(st.integers(0, 5)))
+    def withdraw(self, pages: set[int]) -> None:
+        if pages & (self.out | set(self.bag)):
+            with pytest.raises(PageInvariantError):
+                self.pool.withdraw(pages)
+            return
+        self.pool.withdraw(pages)
+        self.out |= pages
+
+    @precondition(lambda self: self.out)
+    @rule(data=st.data())
+    def restore(self, data: st.DataObject) -> None:
+        page = data.draw(st.sampled_from(sorted(self.out)))
+        self.pool.restore([page])
+        self.out.discard(page)
+
     @invariant()
     def references_are_holders(self) -> None:
         self.pool.check_integrity()
         assert [self.pool.refcount(p) for p in range(6)] == [self.bag.count(p) for p in range(6)]
-        assert self.pool.free == 6 - len(set(self.bag))
+        assert self.pool.free == 6 - len(set(self.bag) | self.out)
+        assert self.pool.total == 6 - len(self.out)
 
 
 TestHolders = Holders.TestCase
