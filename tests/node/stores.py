@@ -22,6 +22,7 @@ from kvmesh.node.partitions import OnePartition, Partition
 from kvmesh.node.rank_client import RankClient
 from kvmesh.node.registration import Registrar
 from kvmesh.node.segments import Segments
+from kvmesh.node.tier_parts import TierSettings
 from kvmesh.rpc import channels
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.rpc.pb import common_pb2 as pb
@@ -91,7 +92,9 @@ class Node:
         offload_percent: int,
         layout: str,
         shard: int,
+        tiers: TierSettings | None = None,
     ) -> None:
+        self.tiers = tiers
         self.name = name
         self.incarnation = incarnation
         self.address = ""
@@ -144,7 +147,9 @@ class Node:
             lease_ms=self._lease_ms,
             announce_ms=10,
             offload_percent=self._offload_percent,
+            tiers=self.tiers,
         )
+        await self.blocks.open_tiers()
         self.server = Server("127.0.0.1", 0)
         self.blocks.add_to(self.server)
         self.address = f"127.0.0.1:{await self.server.start()}"
@@ -279,6 +284,7 @@ async def node(
     offload_percent: int = 100,
     layout: str = LAYOUT,
     shard: int = SHARD,
+    tiers: TierSettings | None = None,
 ) -> AsyncIterator[Node]:
     """Started; on leaving, nothing of it is left."""
     made = Node(
@@ -289,6 +295,7 @@ async def node(
         offload_percent=offload_percent,
         layout=layout,
         shard=shard,
+        tiers=tiers,
     )
     try:
         await made.start(transports, fault)
