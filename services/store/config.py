@@ -25,6 +25,21 @@ class StoreConfig(ServiceConfig):
     max_store_blocks: int = field(
         default=1 << 22, metadata={"help": "Blocks of one node store; more are not in the map.", "min": 1}
     )
+    redis: str = field(
+        default="",
+        metadata={
+            "help": "Redis that says which of several masters leads and keeps what no node knows; empty: this is the "
+            "only master.",
+            "metavar": "redis://HOST:PORT/0",
+        },
+    )
+    mesh: str = field(default="default", metadata={"help": "Name of the mesh in Redis, the same at all its masters."})
+    leader_lease_ms: int = field(
+        default=2000, metadata={"help": "A leader silent for longer is replaced, in ms.", "min": 100}
+    )
+    advertise: str = field(
+        default="", metadata={"help": "host:port at which others reach this master; empty: what it listens on."}
+    )
 
     def __post_init__(self) -> None:
         if self.heartbeat_interval_ms < 1:
@@ -38,3 +53,12 @@ class StoreConfig(ServiceConfig):
         for name in ("watch_queue", "watch_queue_bytes", "max_watchers", "max_members", "max_store_blocks"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1", field=name)
+        if not self.mesh or not self.mesh.isprintable() or any(letter in " :" for letter in self.mesh):
+            raise ConfigError(f"mesh={self.mesh!r}: must be a name without spaces and colons", field="mesh")
+        if self.advertise and (" " in self.advertise or ":" not in self.advertise):
+            raise ConfigError(f"advertise={self.advertise!r}: must be host:port", field="advertise")
+        if self.redis and not self.advertise and self.host in ("", "0.0.0.0", "::"):
+            text = f"advertise='': with redis, and listening on {self.host!r}, say at which host:port others reach this"
+            raise ConfigError(text, field="advertise")
+        if self.leader_lease_ms < 100:
+            raise ConfigError(f"leader_lease_ms={self.leader_lease_ms}: must be at least 100", field="leader_lease_ms")

@@ -17,6 +17,11 @@ KINDS = (QUOTA, NAME, TARGET, SETTING, TOMBSTONE, DRAIN)
 Kept = dict[str, dict[bytes, bytes]]  # by kind; every kind is there
 
 
+def nothing() -> Kept:
+    """Of every kind."""
+    return {kind: {} for kind in KINDS}
+
+
 class Durable(Protocol):
     """Survives the master when there is a Redis. Every call ends within the store's own deadline."""
 
@@ -34,7 +39,7 @@ class MemoryDurable:
     """Without Redis: as long as the process lives."""
 
     def __init__(self) -> None:
-        self._kept: Kept = {kind: {} for kind in KINDS}
+        self._kept = nothing()
         self._term = 0
 
     async def load(self) -> Kept:

@@ -105,13 +105,20 @@ class Lead:
 
 
 @dataclass(frozen=True)
+class Rise:
+    """It goes on leading under a higher term (without Redis): nodes had heard of that of an earlier life."""
+
+    term: int
+
+
+@dataclass(frozen=True)
 class StepDown:
     """It leads no more: everything that it knew is void."""
 
     why: str
 
 
-Action = Ask | Release | Lead | StepDown
+Action = Ask | Release | Lead | Rise | StepDown
 
 
 class Leader:
@@ -244,6 +251,7 @@ class Leader:
         if self._lease_s is None:
             if said.term > self.term or twin:
                 self.term = said.term + 1
+                actions.append(Rise(self.term))
         elif said.term > self.term or (twin and self._unsure):
             if mine:
                 self._fall(f"a node has heard of term {said.term}", actions, now)

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
+import contextlib
+import logging
 import time
-from collections import Counter
 from collections.abc import Callable
+from typing import Any, cast
 
 from kvmesh.rpc import runner
+from kvmesh.rpc.errors import NotLeader, Unavailable
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 from kvmesh.rpc.server import Server
-from kvmesh.telemetry import names
 from services.store.config import StoreConfig
-from services.store.domain import Role
-from services.store.servicer import StoreMasterServicer
-from services.store.state import MasterState
-from services.store.stream import Watchers
+from services.store.door import Door
+from services.store.durable import Durable, Kept, MemoryDurable, nothing
+from services.store.leadership import Leadership
+from services.store.redis_lease import Redis, RedisDurable, RedisLease
+from services.store.reign import Reign
+
+log = logging.getLogger(__name__)
 
 SERVICE = "kvmesh.v1.StoreMaster"
 TICK_S = 0.25
+LOAD_RETRY_S = 0.1
 
 
 async def run(config: StoreConfig, stop: asyncio.Event, started: Callable[[dict[str, object]], None]) -> None:
@@ -28,54 +33,104 @@ async def run(config: StoreConfig, stop: asyncio.Event, started: Callable[[dict[
 
 
 class Master(runner.Service):
-    """One life of the store master in this process."""
+    """One life of the store master in this process: it leads, or stands by. `reign`: while it leads."""
 
     def __init__(self, config: StoreConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        interval_s = config.heartbeat_interval_ms / 1000
-        super().__init__("store", tick_s=min(TICK_S, interval_s))
+        """Without Redis it leads at once. Raises ConfigError: a setting of Redis is wrong."""
+        super().__init__("store", tick_s=min(TICK_S, config.heartbeat_interval_ms / 1000))
+        self._config = config
         self._clock = clock
-        self.incarnation = secrets.randbits(63) | 1
-        self.state = MasterState(
-            lease_s=config.lease_ms / 1000,
-            stall_s=config.lease_ms / 2000,
-            max_members=config.max_members,
-            max_store_blocks=config.max_store_blocks,
-        )
-        self.watchers = Watchers(
-            incarnation=self.incarnation,
-            interval_s=interval_s,
-            max_events=config.watch_queue,
-            max_bytes=config.watch_queue_bytes,
-            max_watchers=config.max_watchers,
-        )
-        self.servicer = StoreMasterServicer(
-            self.state,
-            self.watchers,
-            incarnation=self.incarnation,
-            heartbeat_interval_ms=config.heartbeat_interval_ms,
-            lease_ms=config.lease_ms,
-            clock=clock,
-        )
+        self._server: Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._redis: Redis | None = None
+        self._durable: Durable = MemoryDurable()
+        lease_s = None
+        if config.redis:
+            lease_s = config.leader_lease_ms / 1000
+            self._redis = Redis(config.redis, config.mesh, lease_s / 3)
+            self._durable = RedisDurable(self._redis)
+        self.reign: Reign | None = None
+        self.leadership = Leadership(lease_s, self._lead, self._rise, self._end)
+        if lease_s is None:
+            self.leadership.begin()
+
+    @property
+    def address(self) -> str:
+        """Where others reach this master; "" before it listens."""
+        return self._config.advertise or (self._server.address if self._server else "")
 
     def add_to(self, server: Server) -> None:
         """StoreMaster on `server`."""
-        pb_grpc.add_StoreMasterServicer_to_server(self.servicer, server.grpc)
+        self._server = server
+        door = Door(self.leadership, lambda: self.reign, lambda: self.address)
+        pb_grpc.add_StoreMasterServicer_to_server(cast(Any, door), server.grpc)
         server.serves(SERVICE)
 
+    async def start(self) -> None:
+        """Compete for the lease, if there is one."""
+        if self._redis is not None:
+            self.leadership.start(RedisLease(self._redis, self.address, self._config.leader_lease_ms))
+
     def tick(self) -> None:
-        """Leases run out; gauges are set."""
-        self.servicer.tick()
-        roles = Counter(member.role for member in self.state.members)
-        for role in Role:
-            names.STORE_MEMBERS.labels(role=role.value).set(roles[role])
-        names.STORE_HEARTBEAT_AGE.set(self.state.longest_silence_s(self._clock()))
-        names.STORE_WATCHERS.set(len(self.watchers))
-        known = self.state.blocks.map
-        names.STORE_BLOCKS.set(len(known))
-        names.STORE_REPLICAS.set(known.replicas)
-        names.STORE_UNSWEPT.set(known.unswept)
-        names.STORE_MAP_BYTES.set(known.memory_bytes())
+        """Time passes for who leads."""
+        if self.leadership.leads() and self.reign is not None:
+            with contextlib.suppress(NotLeader):  # since just now
+                self.reign.tick()
 
     async def close(self) -> None:
-        """Watchers hear that this is the end."""
-        await self.servicer.close()
+        """Watchers hear that this is the end, others may lead at once."""
+        await self.leadership.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.reign is not None:
+            await self.reign.close()
+        if self._redis is not None:
+            await self._redis.close()
+
+    # ── what leadership says ─────────────────────────────────────────────────────────────────────────
+
+    def _lead(self, term: int) -> None:
+        if self._redis is None:
+            self._begin(term, nothing())
+        else:
+            self._spawn(self._take_over(term), "take over")
+
+    async def _take_over(self, term: int) -> None:
+        """What earlier leaders kept comes first: without it quotas and removals would be forgotten."""
+        while self.leadership.leads() and self.leadership.term == term:
+            try:
+                kept = await self._durable.load()
+            except Unavailable as err:
+                log.warning("cannot load what earlier leaders kept: %s", err)
+                await asyncio.sleep(LOAD_RETRY_S)
+                continue
+            if self.leadership.leads() and self.leadership.term == term:
+                self._begin(term, kept)
+            return
+
+    def _begin(self, term: int, kept: Kept) -> None:
+        self.reign = Reign(
+            self._config,
+            term=term,
+            kept=kept,
+            durable=self._durable,
+            may_lead=self.leadership.leads,
+            on_stale=lambda: self.leadership.hear(self.leadership.term + 1, stranger=False),
+            clock=self._clock,
+        )
+
+    def _rise(self, term: int) -> None:
+        assert self.reign is not None, "only a reign rises"
+        self.reign.rise(term)
+
+    def _end(self, why: str) -> None:
+        ended, self.reign = self.reign, None
+        if ended is not None:
+            ended.end()
+            self._spawn(ended.close(), "end a reign")
+
+    def _spawn(self, work: Any, name: str) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

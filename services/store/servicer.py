@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from kvmesh.rpc import protocol
+from kvmesh.rpc.errors import NotLeader
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.telemetry import names
 from services.store import mapping
 from services.store.domain import Announce, Beat, Event, Heard, Join, Leave, Publish, Refuse, Relay, Tick
-from services.store.durable import Durable, MemoryDurable
+from services.store.durable import Durable
 from services.store.orders import Orders
 from services.store.servicer_find import FindServicer
 from services.store.servicer_names import NamesServicer
@@ -25,7 +26,7 @@ SWEEP_KEYS = 8192  # of a store that is gone, in one turn of the loop: some mill
 
 
 class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
-    """`clock` gives monotonic seconds; `incarnation` is this process's life."""
+    """Of one reign, `incarnation`. `clock` gives monotonic seconds; `leads`: whether it goes on at this moment."""
 
     def __init__(
         self,
@@ -36,8 +37,9 @@ class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
         heartbeat_interval_ms: int,
         lease_ms: int,
         clock: Callable[[], float],
-        durable: Durable | None = None,
-        orders: Orders | None = None,
+        leads: Callable[[], bool],
+        durable: Durable,
+        orders: Orders,
     ) -> None:
         self._state = state
         self._watchers = watchers
@@ -45,8 +47,9 @@ class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
         self._interval_ms = heartbeat_interval_ms
         self._lease_ms = lease_ms
         self._clock = clock
-        self._durable = durable or MemoryDurable()
-        self._orders = orders or Orders(leads=lambda: True, on_stale=lambda: None)
+        self._leads = leads
+        self._durable = durable
+        self._orders = orders
         self._books = asyncio.Lock()
         self._sweeping: asyncio.Task[None] | None = None
 
@@ -73,6 +76,8 @@ class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
 
     def _step(self, event: Event) -> Heard | None:
         """What the brain answers; its refusal is raised."""
+        if not self._leads():
+            raise NotLeader("this store master leads no more")
         refused, heard = None, None
         for action in self._state.step(event, self._clock()):
             match action:

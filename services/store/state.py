@@ -110,6 +110,11 @@ class MasterState:
         life = self._lives.get(instance_id)
         return None if life is None else (life.member, life.usage)
 
+    def lives(self, instance_id: str, incarnation: int) -> bool:
+        """Whether this very life is a member."""
+        life = self._lives.get(instance_id)
+        return life is not None and life.member.incarnation == incarnation
+
     def longest_silence_s(self, now: float) -> float:
         """Of any live member; 0 when there is none."""
         return max((now - life.last_beat for life in self._lives.values()), default=0.0)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from kvmesh.rpc.errors import Overloaded, Unavailable
+from kvmesh.rpc.errors import NotLeader, Overloaded, Unavailable
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.telemetry import names
 from services.store import mapping
@@ -24,16 +24,27 @@ EVENT_OVERHEAD_BYTES = 128  # an event in memory beside its message, so that emp
 
 
 class Watchers:
-    """All open watch streams. `max_events` and `max_bytes` bound what is kept for each."""
+    """All open watch streams. `max_events` and `max_bytes` bound what is kept for each. `leads`: asked before each
+    message; `term`: of the leader, in each."""
 
     def __init__(
-        self, *, incarnation: int, interval_s: float, max_events: int, max_bytes: int, max_watchers: int
+        self,
+        *,
+        incarnation: int,
+        interval_s: float,
+        max_events: int,
+        max_bytes: int,
+        max_watchers: int,
+        leads: Callable[[], bool],
+        term: Callable[[], int],
     ) -> None:
         self._incarnation = incarnation
         self._interval_s = interval_s
         self._max_events = max_events
         self._max_bytes = max_bytes
         self._max_watchers = max_watchers
+        self._leads = leads
+        self._term = term
         self._open: dict[Mailbox[pb.StoreEvent], asyncio.Event] = {}
         self._closing = False
 
@@ -41,7 +52,7 @@ class Watchers:
         return len(self._open)
 
     def close(self) -> None:
-        """End every stream: the server is about to stop."""
+        """End every stream: the server is about to stop, or leads no more."""
         self._closing = True
         for arrived in self._open.values():
             arrived.set()
@@ -99,11 +110,13 @@ class Watchers:
             await self._send(context, message, mailbox)
 
     def _message(self, seq: int, *, snapshot: bool = False) -> pb.StoreEvents:
-        return pb.StoreEvents(master_incarnation=self._incarnation, seq=seq, snapshot=snapshot)
+        return pb.StoreEvents(master_incarnation=self._incarnation, seq=seq, snapshot=snapshot, term=self._term())
 
     async def _send(self, context: Any, message: pb.StoreEvents, mailbox: Mailbox[pb.StoreEvent]) -> None:
         if self._closing:
-            raise Unavailable("the store master is stopping")
+            raise Unavailable("the store master is stopping, or leads no more")
+        if not self._leads():
+            raise NotLeader("this store master leads no more")
         if mailbox.overrun:
             names.STORE_OVERRUNS.inc()
             raise Unavailable(

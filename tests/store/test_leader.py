@@ -26,6 +26,7 @@ from services.store.leader import (
     Lead,
     Leader,
     Release,
+    Rise,
     Role,
     Silent,
     StepDown,
@@ -340,11 +341,9 @@ def test_without_redis_one_leads_at_once_and_above_all_that_nodes_have_heard() -
     leader = Leader(None)
     assert leader.step(Tick(), 0.0) == [Lead(1)]
     assert leader.leads(1e9)
-    assert leader.step(Heard(7), 1.0) == []
-    assert leader.term == 8
-    leader.step(Heard(8), 1.0)  # a member: it has this from us
-    assert leader.term == 8
-    leader.step(Heard(8, stranger=True), 1.0)
+    assert leader.step(Heard(7), 1.0) == [Rise(8)]
+    assert leader.step(Heard(8), 1.0) == []  # a member: it has this from us
+    assert leader.step(Heard(8, stranger=True), 1.0) == [Rise(9)]
     assert leader.term == 9 and leader.leads(2.0)
 
 

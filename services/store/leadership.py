@@ -1,0 +1,122 @@
+"""Carries out what a Leader decides: asks Redis, begins and ends reigns."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from services.store.leader import Ask, Event, Heard, Lead, Leader, Release, Rise, StepDown, Stop, Tick
+from services.store.redis_lease import RedisLease
+
+log = logging.getLogger(__name__)
+
+
+def lease_clock() -> float:
+    """Seconds that go on while this process, or the whole machine, sleeps."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+class Leadership:
+    """`on_lead`, `on_rise` (another term, still leading) and `on_end` are called on the loop, in turns; they must not
+    block. Ask `leads` in the very turn in which something is answered, published or ordered."""
+
+    def __init__(
+        self,
+        lease_s: float | None,
+        on_lead: Callable[[int], None],
+        on_rise: Callable[[int], None],
+        on_end: Callable[[str], None],
+        clock: Callable[[], float] = lease_clock,
+    ) -> None:
+        """`lease_s` None: there is no Redis, and this master leads from the first step on."""
+        self._leader = Leader(lease_s)
+        self._clock = clock
+        self._on_lead = on_lead
+        self._on_rise = on_rise
+        self._on_end = on_end
+        self._lease: RedisLease | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._running: asyncio.Task[None] | None = None
+
+    # ── questions ────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def term(self) -> int:
+        """Ours while we lead, else the highest heard."""
+        return self._leader.term
+
+    @property
+    def leader(self) -> str:
+        """The address of another that leads; "": not known."""
+        return self._leader.leader_at(self._clock())
+
+    def leads(self) -> bool:
+        """Now. A lease that has run out ends the reign before this returns."""
+        if self._leader.leads(self._clock()):
+            return True
+        self._step(Tick())
+        return False
+
+    # ── what happens ─────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self) -> None:
+        """The first step, without Redis the only one that matters."""
+        self._step(Tick())
+
+    def start(self, lease: RedisLease) -> None:
+        """Compete for `lease` from now on."""
+        self._lease = lease
+        self._running = asyncio.create_task(self._run(), name="leadership")
+
+    def hear(self, term: int, *, stranger: bool) -> None:
+        """A node has heard of `term`; see leader.Heard."""
+        self._step(Heard(term, stranger))
+
+    async def close(self) -> None:
+        """Lead no more, give the lease back, end all tasks."""
+        self._step(Stop())
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)  # each has its deadline
+
+    async def _run(self) -> None:
+        while True:
+            self._changed.clear()
+            self._step(Tick())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, self._leader.next_at - self._clock())):
+                    await self._changed.wait()
+
+    def _step(self, event: Event) -> None:
+        for action in self._leader.step(event, self._clock()):
+            match action:
+                case Ask():
+                    self._spawn(self._ask(action))
+                case Release(life):
+                    if self._lease is not None:
+                        self._spawn(self._lease.release(life))
+                case Lead(term):
+                    log.info("leading with term %d", term)
+                    self._on_lead(term)
+                case Rise(term):
+                    log.info("term %d from now on: nodes have heard of an earlier one", term)
+                    self._on_rise(term)
+                case StepDown(why):
+                    log.info("leading no more: %s", why)
+                    self._on_end(why)
+        self._changed.set()
+
+    async def _ask(self, ask: Ask) -> None:
+        assert self._lease is not None, "only who competes asks"
+        self._step(await self._lease.ask(ask))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,187 @@
+"""The lease of the leader and what a new one must know, in Redis. Every call has a deadline; decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Awaitable, Collection, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvmesh.rpc.errors import ConfigError, StaleTerm, Unavailable
+from services.store.durable import KINDS, Kept
+from services.store.leader import Ask, Granted, Held, Silent
+
+LOAD_PAGE = 2048  # entries in one call
+LOAD_PAGE_S = 5.0
+WRITE_S = 2.0
+
+# Gives or renews the lease in one step. KEYS: lease, terms. ARGV: token, address, ms, the term of a renewal (else 0),
+# floor. A renewal also restores what a Redis that was started anew has lost; a Redis that has been started anew since
+# it gave the last term may have forgotten some, which the answer tells.
+_LEASE = """
+local token, address, ms = ARGV[1], ARGV[2], ARGV[3]
+local mine, floor = tonumber(ARGV[4]), tonumber(ARGV[5])
+local held = redis.call('GET', KEYS[1])
+if held then
+  local term, owner, leader = string.match(held, '^(%d+) (%S+) (%S*)$')
+  if owner ~= token then
+    return {0, term, leader, redis.call('PTTL', KEYS[1])}
+  end
+  redis.call('PEXPIRE', KEYS[1], ms)
+  return {1, term, '', 0}
+end
+local info = redis.pcall('INFO', 'server')
+local run = type(info) == 'string' and string.match(info, 'run_id:(%x+)') or 'unknown'
+local known = redis.call('HMGET', KEYS[2], 'term', 'run')
+local highest = tonumber(known[1] or '0')
+if mine > 0 and highest > mine then
+  return {0, known[1], '', 0}
+end
+local term = mine > 0 and mine or math.max(highest, floor) + 1
+local unsure = (mine == 0 and known[2] ~= run) and 1 or 0
+local text = string.format('%d', term)
+redis.call('HSET', KEYS[2], 'term', text, 'run', run)
+redis.call('SET', KEYS[1], text .. ' ' .. token .. ' ' .. address, 'NX', 'PX', ms)
+return {1, text, '', unsure}
+"""
+
+_RELEASE = """
+local held = redis.call('GET', KEYS[1])
+if held and string.match(held, '^%d+ (%S+)') == ARGV[1] then
+  redis.call('DEL', KEYS[1])
+end
+"""
+
+# KEYS: terms, hash. ARGV: term, "HSET" or "HDEL", then what it takes, without a value for HDEL. 0, or the later term.
+_WRITE = """
+local highest = tonumber(redis.call('HGET', KEYS[1], 'term') or '0')
+if highest > tonumber(ARGV[1]) then
+  return highest
+end
+if ARGV[2] == 'HSET' then
+  for i = 3, #ARGV, 2 do redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1]) end
+else
+  for i = 3, #ARGV do redis.call('HDEL', KEYS[2], ARGV[i]) end
+end
+return 0
+"""
+
+
+def check_url(url: str) -> None:
+    """Raises ConfigError naming `redis` when the URL cannot be one."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("redis", "rediss", "unix"):
+        raise ConfigError(f"redis={url!r}: must be redis://host:port/0, rediss://... or unix://...", field="redis")
+
+
+class Redis:
+    """One connection pool. `mesh` keeps several meshes apart in one Redis."""
+
+    def __init__(self, url: str, mesh: str, timeout_s: float) -> None:
+        """Raises ConfigError: a bad URL, or the client library is missing."""
+        check_url(url)
+        try:
+            from redis import asyncio as client
+            from redis.exceptions import RedisError
+        except ImportError:
+            raise ConfigError("redis: needs the package redis: pip install 'kvmesh[ha]'", field="redis") from None
+        self.failures: tuple[type[Exception], ...] = (RedisError, OSError, TimeoutError)
+        try:
+            self.client: Any = client.from_url(
+                url, socket_timeout=None, socket_connect_timeout=timeout_s, retry_on_timeout=False
+            )
+        except ValueError as err:
+            raise ConfigError(f"redis={url!r}: {err}", field="redis") from None
+        self.timeout_s = timeout_s
+        self._prefix = f"kvmesh:{mesh}:"
+
+    def key(self, name: str) -> str:
+        """What `name` is called in Redis."""
+        return self._prefix + name
+
+    async def within(self, call: Awaitable[Any], timeout_s: float) -> Any:
+        """Its answer. Raises Unavailable."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await call
+        except self.failures as err:
+            raise Unavailable(f"redis: {str(err) or f'no answer within {timeout_s:.1f} s'}") from None
+
+    async def close(self) -> None:
+        """Close every connection."""
+        with contextlib.suppress(*self.failures):
+            async with asyncio.timeout(self.timeout_s):
+                await self.client.aclose()
+
+
+class RedisLease:
+    """The lease of one process, which others reach at `address`."""
+
+    def __init__(self, redis: Redis, address: str, lease_ms: int) -> None:
+        self._redis = redis
+        self._address = address
+        self._lease_ms = lease_ms
+        self._process = secrets.token_hex(8)
+        self._lease = redis.client.register_script(_LEASE)
+        self._release = redis.client.register_script(_RELEASE)
+
+    async def ask(self, ask: Ask) -> Granted | Held | Silent:
+        """Carry it out. Raises nothing but CancelledError."""
+        keys = [self._redis.key("leader"), self._redis.key("terms")]
+        args = [self._token(ask.life), self._address, self._lease_ms, ask.term, ask.floor]
+        try:
+            mine, term, leader, rest = await self._redis.within(self._lease(keys, args), self._redis.timeout_s)
+        except Unavailable as err:
+            return Silent(ask.number, err.message)
+        if mine:
+            return Granted(ask.number, int(term), bool(rest))
+        return Held(ask.number, int(term), leader.decode(), max(0, rest) / 1000)
+
+    async def release(self, life: int) -> None:
+        """Give it back if it is that life's. Raises nothing but CancelledError; a lost call costs others a lease."""
+        with contextlib.suppress(Unavailable):
+            keys = [self._redis.key("leader")]
+            await self._redis.within(self._release(keys, [self._token(life)]), self._redis.timeout_s)
+
+    def _token(self, life: int) -> str:
+        return f"{self._process}.{life}"
+
+
+class RedisDurable:
+    """See services.store.durable.Durable."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+        self._write = redis.client.register_script(_WRITE)
+
+    async def load(self) -> Kept:
+        """See Durable."""
+        return {kind: await self._load(kind) for kind in KINDS}
+
+    async def _load(self, kind: str) -> dict[bytes, bytes]:
+        found: dict[bytes, bytes] = {}
+        cursor = 0
+        while True:
+            call = self._redis.client.hscan(self._redis.key(kind), cursor, count=LOAD_PAGE)
+            cursor, page = await self._redis.within(call, LOAD_PAGE_S)
+            found.update(page)
+            if not int(cursor):
+                return found
+
+    async def put(self, kind: str, items: Mapping[bytes, bytes], term: int) -> None:
+        """See Durable."""
+        await self._change(kind, "HSET", [part for item in items.items() for part in item], term)
+
+    async def delete(self, kind: str, keys: Collection[bytes], term: int) -> None:
+        """See Durable."""
+        await self._change(kind, "HDEL", list(keys), term)
+
+    async def _change(self, kind: str, how: str, parts: list[bytes], term: int) -> None:
+        if not parts:
+            return
+        keys = [self._redis.key("terms"), self._redis.key(kind)]
+        later = await self._redis.within(self._write(keys, [term, how, *parts]), WRITE_S)
+        if later:
+            raise StaleTerm(f"term={term}: the store has been written under term {later}", field="term")

@@ -1,0 +1,107 @@
+"""One continuous time as leader: its map, its members, its streams. All of it is void once it has ended."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from kvmesh.telemetry import names
+from services.store.config import StoreConfig
+from services.store.domain import Role
+from services.store.durable import Durable, Kept
+from services.store.orders import Orders
+from services.store.servicer import StoreMasterServicer
+from services.store.state import MasterState
+from services.store.stream import Watchers
+
+log = logging.getLogger(__name__)
+
+
+class Reign:
+    """`may_lead` is asked in the turn in which something is answered, published or ordered; `kept`: see `durable`;
+    `on_stale`: a node has heard of a later term."""
+
+    def __init__(
+        self,
+        config: StoreConfig,
+        *,
+        term: int,
+        kept: Kept,
+        durable: Durable,
+        may_lead: Callable[[], bool],
+        on_stale: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._clock = clock
+        self._may_lead = may_lead
+        self._ended = False
+        self.incarnation = secrets.randbits(63) | 1
+        self.state = MasterState(
+            lease_s=config.lease_ms / 1000,
+            stall_s=config.lease_ms / 2000,
+            max_members=config.max_members,
+            max_store_blocks=config.max_store_blocks,
+            wall_ns=time.time_ns(),
+        )
+        for bad in self.state.policy.lead(term, kept, clock()):
+            log.error("what an earlier leader kept cannot be read: %s", bad)
+        self.watchers = Watchers(
+            incarnation=self.incarnation,
+            interval_s=config.heartbeat_interval_ms / 1000,
+            max_events=config.watch_queue,
+            max_bytes=config.watch_queue_bytes,
+            max_watchers=config.max_watchers,
+            leads=self.leads,
+            term=lambda: self.term,
+        )
+        self.servicer = StoreMasterServicer(
+            self.state,
+            self.watchers,
+            incarnation=self.incarnation,
+            heartbeat_interval_ms=config.heartbeat_interval_ms,
+            lease_ms=config.lease_ms,
+            clock=clock,
+            leads=self.leads,
+            durable=durable,
+            orders=Orders(self.leads, on_stale),
+        )
+
+    @property
+    def term(self) -> int:
+        """Of what it answers and orders."""
+        return self.state.policy.term
+
+    def leads(self) -> bool:
+        """Whether this reign goes on, at this moment."""
+        return not self._ended and self._may_lead()
+
+    def rise(self, term: int) -> None:
+        """Go on under a higher term."""
+        self.state.policy.term = term
+
+    def end(self) -> None:
+        """Nothing is answered, published or ordered from now on. `close` is to follow."""
+        self._ended = True
+        self.watchers.close()
+
+    def tick(self) -> None:
+        """Leases run out; gauges are set."""
+        self.servicer.tick()
+        roles = Counter(member.role for member in self.state.members)
+        for role in Role:
+            names.STORE_MEMBERS.labels(role=role.value).set(roles[role])
+        names.STORE_HEARTBEAT_AGE.set(self.state.longest_silence_s(self._clock()))
+        names.STORE_WATCHERS.set(len(self.watchers))
+        known = self.state.blocks.map
+        names.STORE_BLOCKS.set(len(known))
+        names.STORE_REPLICAS.set(known.replicas)
+        names.STORE_UNSWEPT.set(known.unswept)
+        names.STORE_MAP_BYTES.set(known.memory_bytes())
+
+    async def close(self) -> None:
+        """End its streams and tasks."""
+        self.end()
+        await self.servicer.close()
