@@ -14,6 +14,8 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
+from kvmesh.kvcache.tiers import Tier
+
 WINDOW = 256
 ENOUGH_SAMPLES = 8
 REFIT_EVERY = 8
@@ -25,6 +27,8 @@ PRIOR_WEIGHT = 0.02
 HUBER = 1.5
 ROUNDS = 6
 MIN_RELATIVE_SPREAD = 0.02
+# What a node says of a lower tier counts for less and less while it says nothing new: nobody may have used it since.
+TIER_HALF_LIFE_S = 120.0
 # Confidence in an old fit halves in this time while nothing new is measured (see `admission_s`).
 HALF_LIFE_S = 30.0
 
@@ -166,6 +170,11 @@ def _prefill_features(computed: float, cached: float) -> tuple[float, float]:
 PREFILL_PRIOR = Coefficients(a=0.010, b=50e-6, c=2.5e-9)
 DECODE_PRIOR = Coefficients(a=0.010, b=100e-6, c=0.2e-6)
 PULL_PRIOR = Coefficients(a=0.010, b=2e-9, c=0.005)
+# Until the first byte, and for each byte. What is thought slow is never tried: a good device of its kind.
+TIER_PRIORS = {
+    Tier.SSD: Coefficients(a=0.0002, b=0.5e-9, c=0.0),
+    Tier.OBJECT: Coefficients(a=0.030, b=5e-9, c=0.0),
+}
 _PREFILL_ANCHORS = tuple(_prefill_features(n, m) for n, m in ((1, 0), (256, 0), (2048, 0), (8192, 0), (512, 8192)))
 _PULL_ANCHORS = ((float(1 << 16), 0.0), (float(1 << 24), 0.0), (float(1 << 30), 0.0), (float(1 << 24), 4.0))
 _DECODE_ANCHORS = ((1.0, 64.0), (8.0, 4096.0), (64.0, 65536.0), (8.0, 131072.0))
@@ -277,3 +286,30 @@ class PullModel:
         """Who expects a pull to be slow does not pull and learns nothing: so this is the figure that fades (see
         `FittedModel.admission_s`)."""
         return self.fit.admission_s(nbytes, max(0, holders - 1), now)
+
+
+class TierModel:
+    """Time to read blocks out of one lower tier of one node, by what that node says of its last reads."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._prior = TIER_PRIORS[tier]
+        self._told: Coefficients | None = None
+        self._told_at = 0.0
+
+    def hear(self, read_s: float, bytes_per_s: float, now: float) -> None:
+        """Its own word: seconds until the first byte, and the rate from then on. Not positive: nothing is measured."""
+        if read_s <= 0 or bytes_per_s <= 0:
+            return
+        told = Coefficients(read_s, 1 / bytes_per_s, 0.0)
+        if told != self._told:
+            self._told, self._told_at = told, now
+
+    def seconds(self, nbytes: float, now: float) -> float:
+        """For `nbytes` in one go. Slow figures fade towards the prior while nothing new is said: see
+        `FittedModel.admission_s`."""
+        floor = self._prior.at(nbytes, 0)
+        if self._told is None:
+            return floor
+        told = self._told.at(nbytes, 0)
+        faded = told * 0.5 ** (max(0.0, now - self._told_at) / TIER_HALF_LIFE_S)
+        return float(max(min(told, floor), faded))

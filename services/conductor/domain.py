@@ -8,6 +8,7 @@ from enum import Enum, IntEnum
 
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.sources import PullRange
+from kvmesh.kvcache.tiers import Tier
 from kvmesh.rpc.errors import KvmeshError
 
 
@@ -101,6 +102,18 @@ class Load:
 
 
 @dataclass(frozen=True)
+class TierUse:
+    """A lower tier of an instance's node store, by its own word; see `TierUsage` in store.proto. 0: not measured."""
+
+    tier: Tier
+    capacity_bytes: int
+    used_bytes: int
+    blocks: int
+    read_s: float = 0.0
+    bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class PrefillSample:
     request_id: str
     computed_tokens: int
@@ -143,6 +156,7 @@ class Heartbeat:
     prefill_samples: tuple[PrefillSample, ...] = ()
     decode_samples: tuple[DecodeSample, ...] = ()
     finished_request_ids: tuple[str, ...] = ()
+    tiers: tuple[TierUse, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -256,6 +270,15 @@ class Source(IntEnum):
 
 
 @dataclass(frozen=True)
+class TierView:
+    """What GetStatus tells of a lower tier of one instance."""
+
+    use: TierUse
+    indexed_blocks: int
+    block_s: float  # expected, to read one block of its model
+
+
+@dataclass(frozen=True)
 class InstanceView:
     """What GetStatus tells of one instance."""
 
@@ -269,7 +292,8 @@ class InstanceView:
     capacity_blocks: int
     queue_s: float = 0.0  # predicted
     pending: int = 0  # placements not reported finished yet
-    indexed_blocks: int = 0  # sealed in its node store in this very life, as the index has it
+    indexed_blocks: int = 0  # sealed in its node store's memory in this very life, as the index has it
+    tiers: tuple[TierView, ...] = ()  # below that
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvmesh.kvcache.tiers import Tier
 from services.conductor.decodes import DecodeChoice
 from services.conductor.domain import Placed, PrefillSample, Ref, Refuse, Role, Schedule
 from services.conductor.instance import Instance
@@ -16,10 +17,12 @@ from services.conductor.prefills import PrefillCandidate
 # All records together: a record of a mesh of a thousand instances is long.
 MAX_CANDIDATES = 131_072
 
-# ttft = max(queue, pull) + prefill + transfer tail + landing wait (at the decode instance that was chosen).
+# ttft = max(queue, pull and load) + prefill + transfer tail + landing wait (at the decode instance that was chosen).
+# A holder loads before it sends, the instance's own tiers load beside that.
 PREFILL_TERMS = (
     "queue_ms",
     "pull_ms",
+    "load_ms",
     "prefill_ms",
     "transfer_tail_ms",
     "landing_wait_ms",
@@ -40,6 +43,8 @@ class Candidate(NamedTuple):
     terms: tuple[float, ...] = ()
     local_blocks: int = 0
     pulled_blocks: int = 0
+    loaded_blocks: int = 0
+    tier: Tier = Tier.DRAM
 
     def named_terms(self) -> dict[str, float]:
         """Milliseconds by name; what does not apply is left out."""
@@ -184,8 +189,10 @@ def _weighed(found: Weighed, ttft_slo_s: float) -> Iterable[Candidate]:
 
 def _prefill(candidate: PrefillCandidate, slo_s: float, landing_wait_s: float) -> Candidate:
     best = candidate.best(slo_s) or min(candidate.options, key=lambda o: o.admission_ttft_s)
-    other = next((o.ttft_s + landing_wait_s for o in candidate.options if o is not best), -1.0)
-    pull_s = best.pull_s if best.legs else -1.0
+    others = [o.ttft_s for o in candidate.options if o is not best and (best is candidate.use or not o.legs)]
+    other = min(others) + landing_wait_s if others else -1.0
+    pull_s = best.pull_s if best.pulled_blocks else -1.0
+    load_s = best.load_s if best.tier is not Tier.DRAM else -1.0
     ttft_s = best.ttft_s + landing_wait_s
     return Candidate(
         best.instance.ref,
@@ -193,9 +200,11 @@ def _prefill(candidate: PrefillCandidate, slo_s: float, landing_wait_s: float) -
         "",
         ttft_s,
         best.admission_ttft_s + landing_wait_s,
-        (best.queue_s, pull_s, best.prefill_s, best.tail_s, landing_wait_s, ttft_s, other),
+        (best.queue_s, pull_s, load_s, best.prefill_s, best.tail_s, landing_wait_s, ttft_s, other),
         best.local_blocks,
         best.pulled_blocks,
+        best.loaded_blocks,
+        best.tier,
     )
 
 

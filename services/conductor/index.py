@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.block_map import Verdict
 from kvmesh.kvcache.steady_map import SteadyBlockMap
+from kvmesh.kvcache.tiers import Tier, split_name
 from services.conductor.domain import Life
 from services.conductor.pending import Pending
 
@@ -16,10 +17,12 @@ SWEEP_KEYS = 16_384  # in one tick: some milliseconds
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an instance's blocks show in a survey: its bits among announced and among pending blocks; 0: none."""
+    """Where an instance's blocks show in a survey: its bits among those announced in memory, among pending ones, and
+    among those announced in its lower tiers; 0: none."""
 
     sealed: int
     coming: int = 0
+    lower: tuple[tuple[Tier, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +51,20 @@ class Survey:
         return found
 
     def depth(self, place: Place) -> int:
-        """How many leading blocks are there, or will be."""
+        """How many leading blocks are in memory there, or will be."""
+        return self._depth(place.sealed, place.coming)
+
+    def depth_in_all(self, place: Place) -> int:
+        """As `depth`, its lower tiers included."""
+        bits = place.sealed
+        for _, bit in place.lower:
+            bits |= bit
+        return self._depth(bits, place.coming)
+
+    def _depth(self, sealed: int, coming: int) -> int:
         depth = 0
         for run in self.runs:
-            if not (run.sealed & place.sealed or run.coming & place.coming):
+            if not (run.sealed & sealed or run.coming & coming):
                 break
             depth = run.end
         return depth
@@ -67,11 +80,15 @@ class Survey:
 
 
 class Index:
-    """A `BlockMap` with `Pending` blocks over it. A life's bits may change with every `hear`: ask again."""
+    """A `BlockMap` with `Pending` blocks over it. A life's bits may change with every `hear`: ask again.
+
+    In the map each tier of an instance is a store of its own (`tiers.store_name`); no two of them are ever of different
+    lives. Pending blocks come to memory."""
 
     def __init__(self) -> None:
         self.truth = SteadyBlockMap()
         self.pending = Pending()
+        self._lower: dict[str, dict[Tier, str]] = {}  # by instance: its tiers below DRAM that have said anything
 
     def survey(self, keys: Sequence[bytes]) -> Survey:
         """Where the blocks of one prompt lie. O(keys)."""
@@ -94,11 +111,17 @@ class Index:
 
     def place_of(self, life: Life, slot: int | None = None) -> Place:
         """Where that very life's blocks show; `slot`: its own among the pending ones."""
-        return Place(self._bit(life), 0 if slot is None else 1 << slot)
+        lower = self._lower.get(life[0])
+        below = tuple((t, bit) for t, name in lower.items() if (bit := self._bit((name, life[1])))) if lower else ()
+        return Place(self._bit(life), 0 if slot is None else 1 << slot, below)
 
     def count(self, life: Life) -> int:
-        """Blocks announced by that very life."""
+        """Blocks in memory announced by that very life."""
         return self.truth.count(life[0]) if self.truth.incarnation(life[0]) == life[1] else 0
+
+    def counts(self, life: Life) -> dict[Tier, int]:
+        """Blocks in each lower tier announced by that very life."""
+        return {tier: self.count((name, life[1])) for tier, name in self._lower.get(life[0], {}).items()}
 
     def hear(
         self,
@@ -108,15 +131,17 @@ class Index:
         *,
         ended: Callable[[Life], bool] = lambda life: True,
     ) -> bool:
-        """Take in what a store said; `life` and `slot`: of the instance of that name, if there is one; `ended`:
-        whether the master said so of a life. False: it does not follow what is known. ValueError: a key has not 16
-        bytes."""
+        """Take in what a store, or one tier of it, said; `life` and `slot`: of the instance of that name, if there is
+        one; `ended`: whether the master said so of a life. False: it does not follow what is known. ValueError: a key
+        has not 16 bytes."""
+        owner, tier = split_name(announcement.store_id)
+        speaks = owner, announcement.incarnation
+        if not self._only(speaks, ended):
+            return True  # a late word of an earlier life
+        if tier is not Tier.DRAM:
+            self._lower.setdefault(owner, {})[tier] = announcement.store_id
         verdict = self.truth.apply(announcement)
-        if verdict is Verdict.STALE and not ended(_life_of(announcement)):
-            # The master relays the living: that life is the present one, only its clock is behind the last one's.
-            self.truth.drop(announcement.store_id)
-            verdict = self.truth.apply(announcement)
-        if verdict is Verdict.APPLIED and slot is not None and life == _life_of(announcement):
+        if tier is Tier.DRAM and verdict is Verdict.APPLIED and slot is not None and life == speaks:
             if announcement.snapshot:
                 bit = self._bit(life)
                 self.pending.settle(slot, lambda key: bool(self.truth.mask(key) & bit))
@@ -132,8 +157,12 @@ class Index:
 
     def drop(self, life: Life) -> None:
         """Whatever that life held is gone. Another life's blocks stay, whichever incarnation is the greater."""
-        if self.truth.incarnation(life[0]) == life[1]:
-            self.truth.drop(life[0])
+        for name in self._names(life[0]):
+            if self.truth.incarnation(name) == life[1]:
+                self.truth.drop(name)
+        lower = self._lower.get(life[0])
+        if lower and not any(self.truth.incarnation(name) for name in lower.values()):
+            del self._lower[life[0]]
 
     def place(self, life: Life, slot: int, keys: Sequence[bytes], request_id: str) -> None:
         """`request_id` was placed there: what is not sealed there counts as coming."""
@@ -147,13 +176,25 @@ class Index:
         bit, mask = self._bit(life), self.truth.mask
         return [key for key in keys if not mask(key) & bit] if bit else keys
 
+    def _only(self, life: Life, ended: Callable[[Life], bool]) -> bool:
+        """Make room for a word of this life: what other lives of its name hold, in whichever tier, goes. False: it is
+        the earlier one. The master relays the living: a life that has not ended is the present one even where its
+        clock is behind the last one's."""
+        known = {name: self.truth.incarnation(name) for name in self._names(life[0])}
+        if any(other > life[1] for other in known.values()) and ended(life):
+            return False
+        for name, other in known.items():
+            if other not in (0, life[1]):
+                self.truth.drop(name)
+        return True
+
+    def _names(self, instance_id: str) -> tuple[str, ...]:
+        lower = self._lower.get(instance_id)
+        return (instance_id, *lower.values()) if lower else (instance_id,)
+
     def _bit(self, life: Life) -> int:
         slot = self.truth.slot(life[0])
         return 0 if slot is None or self.truth.incarnation(life[0]) != life[1] else 1 << slot
-
-
-def _life_of(announcement: Announcement) -> Life:
-    return announcement.store_id, announcement.incarnation
 
 
 def bits(mask: int) -> list[int]:

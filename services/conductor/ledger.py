@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvmesh.kvcache.tiers import Tier
 from services.conductor.domain import Heartbeat, Measured, PrefillSample, Schedule, Settings
 from services.conductor.index import Index
 from services.conductor.instance import Instance
@@ -23,6 +24,7 @@ class _Placed:
     decode: Instance
     ahead_bytes: int  # what the holders had to send before its pull
     holders: int
+    below: bool  # whether lower tiers had to read for it
 
 
 class Ledger:
@@ -52,8 +54,9 @@ class Ledger:
         model = p.instance.model
         block_bytes = model.block_tokens * model.kv_bytes_per_token
         sent = lives_of((*p.legs, *choice.decode_legs))
-        self.outgoing.add(name, [Load(life, n * block_bytes) for life, n in sent.items()], now + 2 * p.pull_s)
-        self._placed[name] = _Placed(p.instance, d.instance, p.ahead_bytes, len(lives_of(p.legs)))
+        self.outgoing.add(name, [Load(life, n * block_bytes) for life, n in sent.items()], now + 2 * p.fetch_s)
+        holders = len({leg.holder.ref.life for leg in p.legs if not leg.own})
+        self._placed[name] = _Placed(p.instance, d.instance, p.ahead_bytes, holders, p.tier is not Tier.DRAM)
 
     def withdraw(self, request_id: str, now: float) -> None:
         """An earlier attempt of the same request is not coming any more."""
@@ -98,6 +101,8 @@ class Ledger:
                 guess.assume(fits.transfer.bytes_per_s)
         if s.pull_bytes > 0:
             placed = self._placed.get(s.request_id)
+            if placed is not None and placed.below:
+                return  # how much of that was the wires' nobody can tell
             ahead, holders = (placed.ahead_bytes, placed.holders) if placed is not None else (0, 1)
             for pull in (instance.pull, fits.pull):
                 pull.add(s.pull_bytes + ahead, holders, s.pull_s, now)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.keys import KEY_BYTES, split
 from kvmesh.kvcache.sources import PullRange
+from kvmesh.kvcache.tiers import Tier, store_name, tier_of
 from kvmesh.rpc.errors import InvalidRequest
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import conductor_pb2 as pb
@@ -25,6 +28,8 @@ from services.conductor.domain import (
     Register,
     Role,
     Schedule,
+    TierUse,
+    TierView,
 )
 from services.conductor.explain import Candidate, Decision
 
@@ -122,6 +127,11 @@ def heartbeat_in(request: pb.HeartbeatRequest) -> Heartbeat:
             DecodeSample(s.batch, s.context_tokens, s.duration_us / 1e6) for s in request.decode_samples
         ),
         finished_request_ids=tuple(request.finished_request_ids),
+        tiers=tuple(
+            TierUse(tier, t.capacity_bytes, t.used_bytes, t.blocks, t.read_ns / 1e9, float(t.bytes_per_s))
+            for t in request.tiers[: len(Tier)]
+            if (tier := tier_of(t.tier)) not in (None, Tier.DRAM)
+        ),
     )
 
 
@@ -206,7 +216,8 @@ def placement_out(placed: Placed) -> pb.Placement:
 def range_out(r: PullRange) -> pb_common.PullRange:
     """Blocks and their holder."""
     holder = pb_common.InstanceRef(instance_id=r.instance_id, address=r.address, incarnation=r.incarnation)
-    return pb_common.PullRange(holder=holder, first_block=r.first_block, blocks=r.blocks)
+    tier: Any = r.tier.value
+    return pb_common.PullRange(holder=holder, first_block=r.first_block, blocks=r.blocks, tier=tier)
 
 
 def decision_out(decision: Decision, now: float) -> pb.ExplainResponse:
@@ -242,6 +253,8 @@ def _candidate_out(decision: Decision, candidate: Candidate) -> pb.Candidate:
         terms=[pb.Term(name=name, value=value) for name, value in candidate.named_terms().items()],
         local_blocks=candidate.local_blocks,
         pulled_blocks=candidate.pulled_blocks,
+        loaded_blocks=candidate.loaded_blocks,
+        tier=candidate.tier.value if candidate.tier is not Tier.DRAM else 0,  # type: ignore[arg-type]
     )
 
 
@@ -258,15 +271,19 @@ def member_event_in(event: pb_store.MemberEvent) -> MemberJoined | MemberGone:
     return MemberGone(member.ref.life, "left" if event.change == pb_store.MEMBER_CHANGE_LEFT else "died")
 
 
-def blocks_in(told: pb_store.Announcement) -> Blocks:
-    """A relayed announcement. Raises InvalidRequest when its keys are not whole."""
+def blocks_in(told: pb_store.Announcement) -> Blocks | None:
+    """A relayed announcement; None: of a tier that is not known here. Raises InvalidRequest when its keys are not
+    whole."""
+    tier = tier_of(told.tier)
+    if tier is None:
+        return None
     for field, packed in (("sealed", told.sealed), ("removed", told.removed)):
         if len(packed) % KEY_BYTES:
             why = f"its length must be a multiple of {KEY_BYTES} bytes"
             raise InvalidRequest.of(f"blocks.{field}", len(packed), why)
     return Blocks(
         Announcement(
-            told.store_id,
+            store_name(told.store_id, tier),
             told.incarnation,
             told.seq,
             tuple(split(told.sealed)),
@@ -290,7 +307,21 @@ def view_out(view: InstanceView) -> pb.InstanceStatus:
         silent_ms=_ms(view.silent_s),
         capacity_blocks=view.capacity_blocks,
         indexed_blocks=view.indexed_blocks,
+        tiers=[_tier_out(tier) for tier in view.tiers],
     )
+
+
+def _tier_out(view: TierView) -> pb.IndexedTier:
+    use, number = view.use, cast(Any, view.use.tier.value)
+    usage = pb_store.TierUsage(
+        tier=number,
+        capacity_bytes=use.capacity_bytes,
+        used_bytes=use.used_bytes,
+        blocks=use.blocks,
+        read_ns=round(use.read_s * 1e9),
+        bytes_per_s=round(use.bytes_per_s),
+    )
+    return pb.IndexedTier(usage=usage, indexed_blocks=view.indexed_blocks, expected_ms=view.block_s * 1000)
 
 
 def _ms(seconds: float) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kvmesh.kvcache.tiers import Tier
 from kvmesh.rpc.errors import Overloaded
 from services.conductor import decodes as decoding
 from services.conductor import prefills as prefilling
@@ -98,10 +99,13 @@ def _decode_pulls(
     prefill: PrefillChoice, decode: DecodeChoice, place: Place, mesh: Mesh
 ) -> tuple[tuple[Leg, ...], int]:
     """Blocks that prefill has to fetch, decode fetches from the holder too if it lacks them: a chain of two transfers
-    would bring them later. Only directly behind what decode has, so that prefill pushes one piece."""
+    would bring them later. Only directly behind what decode has, so that prefill pushes one piece, and only out of
+    memory: what lies below, prefill fetches first and pushes."""
     if not prefill.legs or not prefill.local_blocks <= decode.at_decode < prefill.fetched_to:
         return (), 0
-    return mesh.plan(Place(place.sealed), decode.instance.node_id, decode.at_decode, prefill.fetched_to)
+    own = Place(place.sealed)
+    ways = tuple(way for way in mesh.ways(own) if way.tier is Tier.DRAM)
+    return mesh.plan(own, decode.instance.node_id, decode.at_decode, prefill.fetched_to, ways)
 
 
 def _pick_prefill(

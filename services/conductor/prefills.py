@@ -1,12 +1,14 @@
-"""Algorithm 1: what a request would cost at each prefill instance, with the prefix that is there or with the longest
-that could be fetched. Pure: instances are only read here.
+"""Algorithm 1: what a request would cost at each prefill instance, with the prefix that is in its memory or with more
+fetched: from others, or out of lower tiers, up to where that pays. Pure: instances are only read here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from kvmesh.kvcache.tiers import Tier
 from services.conductor.domain import Fetch, Schedule
 from services.conductor.index import Place
 from services.conductor.instance import Instance
@@ -18,11 +20,13 @@ class PrefillChoice:
     """One way for one prefill instance to serve the request, and the terms of its TTFT in seconds."""
 
     instance: Instance
-    local_blocks: int  # leading prompt blocks that are there or coming
+    local_blocks: int  # leading prompt blocks that are in its memory or coming
     cached_tokens: int  # of the prompt, fetched ones included
     computed_tokens: int
     queue_s: float
-    pull_s: float
+    pull_s: float  # on the wires
+    load_s: float  # out of lower tiers, its own or the holders'
+    fetch_s: float  # both: until all that is fetched is in its memory
     prefill_s: float
     tail_s: float
     admission_prefill_s: float
@@ -33,8 +37,8 @@ class PrefillChoice:
 
     @property
     def start_s(self) -> float:
-        """Until it computes: the pull goes on while others are served."""
-        return max(self.queue_s, self.pull_s)
+        """Until it computes: fetching goes on while others are served."""
+        return max(self.queue_s, self.fetch_s)
 
     @property
     def ttft_s(self) -> float:
@@ -48,8 +52,18 @@ class PrefillChoice:
 
     @property
     def pulled_blocks(self) -> int:
-        """Blocks to fetch."""
-        return sum(leg.blocks for leg in self.legs)
+        """Blocks to fetch from others."""
+        return sum(leg.blocks for leg in self.legs if not leg.own)
+
+    @property
+    def loaded_blocks(self) -> int:
+        """Blocks to read from its own lower tiers."""
+        return sum(leg.blocks for leg in self.legs if leg.own)
+
+    @property
+    def tier(self) -> Tier:
+        """The slowest that any of it comes from."""
+        return max((leg.tier for leg in self.legs), default=Tier.DRAM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +72,18 @@ class PrefillCandidate:
     whether fetching is weighed against computing or done."""
 
     use: PrefillChoice
-    fetch: PrefillChoice | None
+    fetches: tuple[PrefillChoice, ...] = ()
     rule: Fetch = Fetch.CHEAPER
 
     @property
     def options(self) -> tuple[PrefillChoice, ...]:
-        """One or two."""
-        if self.fetch is None:
-            return (self.use,)
-        return (self.fetch,) if self.rule is Fetch.ALWAYS else (self.use, self.fetch)
+        """At least one. `Fetch.ALWAYS` speaks of what lies in memory; a lower tier must pay in any case."""
+        if self.rule is Fetch.ALWAYS and any(fetch.tier is Tier.DRAM for fetch in self.fetches):
+            return self.fetches
+        return (self.use, *self.fetches)
 
     def best(self, slo_s: float) -> PrefillChoice | None:
-        """The faster option among those that may meet the SLO."""
+        """The fastest option among those that may meet the SLO."""
         return min((o for o in self.options if o.admission_ttft_s <= slo_s), key=lambda o: o.ttft_s, default=None)
 
     @property
@@ -93,17 +107,91 @@ def candidate(
     # The last token is always computed: its logits are the answer's first token.
     usable = (request.prompt_tokens - 1) // instance.model.block_tokens
     use = _choice(request, instance, local, min(local, usable), at_decode, now)
+    here = min(mesh.survey.depth_in_all(place), usable) if place.lower else local
     reach = min(mesh.reach(place, local), usable)
-    if rule is Fetch.NEVER or not _worth_weighing(reach, local, threshold):
-        return PrefillCandidate(use, None)
-    legs, end = mesh.plan(place, instance.node_id, local, reach)
-    if not legs or not _worth_weighing(end, local, threshold):
-        return PrefillCandidate(use, None)
-    return PrefillCandidate(use, _choice(request, instance, local, end, at_decode, now, mesh, legs), rule)
+    others = rule is not Fetch.NEVER and _worth_weighing(reach, here, threshold)
+    plans = _plans(instance, place, mesh, local, reach if others else here, others=others)
+    fetches = []
+    for legs, end in plans:
+        if others and not _worth_weighing(end, here, threshold) and not any(leg.own for leg in legs):
+            continue
+        for part, until in _ends(instance, mesh, legs, local, end, now):
+            fetches.append(_choice(request, instance, local, until, at_decode, now, mesh, part))
+    return PrefillCandidate(use, tuple(fetches), rule)
 
 
 def _worth_weighing(best: int, local: int, threshold: float) -> bool:
     return best > local and best > threshold * local
+
+
+def _plans(
+    instance: Instance, place: Place, mesh: Mesh, local: int, reach: int, *, others: bool
+) -> Iterator[tuple[tuple[Leg, ...], int]]:
+    """Ways to have the blocks up to `reach`, each with where it ends: others' memory before the own lower tiers and,
+    where both hold something, the other way round; not `others`: out of its own tiers alone."""
+    if reach <= local:
+        return
+    ways = mesh.ways(place, others=others)
+    orders = [ways]
+    if others and place.lower and (own_first := mesh.ways(place, own_first=True)) != ways:
+        orders.append(own_first)
+    for order in orders:
+        legs, end = mesh.plan(place, instance.node_id, local, reach, order)
+        if legs:
+            yield legs, end
+
+
+def _ends(
+    instance: Instance, mesh: Mesh, legs: tuple[Leg, ...], local: int, end: int, now: float
+) -> Iterator[tuple[tuple[Leg, ...], int]]:
+    """A plan and, if lower tiers are in it, those parts of it that may be faster than the whole. Reading takes longer
+    block by block, and each block that is read spares more computing than the one before: the best end is the whole,
+    where another leg begins, or what hides behind the queue."""
+    yield legs, end
+    if all(leg.tier is Tier.DRAM for leg in legs):
+        return
+    ends = {leg.first for leg in legs} | {_hidden(instance, mesh, legs, local, end, now)}
+    for until in sorted(ends - {local, end}):
+        yield _cut(legs, until), until
+
+
+def _hidden(instance: Instance, mesh: Mesh, legs: tuple[Leg, ...], local: int, end: int, now: float) -> int:
+    """The last block up to which fetching takes no longer than the queue."""
+    queue_s = instance.queue.wait_s(now)
+    low, high = local, end
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _fetching(instance, mesh, _cut(legs, middle), now).fetch_s <= queue_s:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _cut(legs: tuple[Leg, ...], end: int) -> tuple[Leg, ...]:
+    return tuple(leg.until(end) for leg in legs if leg.first < end)
+
+
+class _Fetching(NamedTuple):
+    """Seconds."""
+
+    pull_s: float
+    load_s: float
+    fetch_s: float
+    pull_bytes: int
+    ahead_bytes: int
+
+
+def _fetching(instance: Instance, mesh: Mesh, legs: tuple[Leg, ...], now: float) -> _Fetching:
+    """What `legs` take. A holder reads before it sends; the reader's own tiers read meanwhile."""
+    block_bytes = instance.model.block_tokens * instance.model.kv_bytes_per_token
+    pulled = tuple(leg for leg in legs if not leg.own)
+    pull_bytes = block_bytes * sum(leg.blocks for leg in pulled)
+    ahead = mesh.ahead(pulled)
+    holders = len({leg.holder.ref.life for leg in pulled})
+    pull_s = instance.pull.seconds(pull_bytes + ahead, holders, now) if pulled else 0.0
+    own_s, others_s = mesh.load_s(legs, block_bytes)
+    return _Fetching(pull_s, max(own_s, others_s), max(own_s, others_s + pull_s), pull_bytes, ahead)
 
 
 def _choice(
@@ -120,12 +208,10 @@ def _choice(
     cached = cached_blocks * model.block_tokens
     computed = request.prompt_tokens - cached
     prefill_s = instance.prefill.predict(computed, cached)
-    block_bytes = model.block_tokens * model.kv_bytes_per_token
-    pull_bytes = block_bytes * sum(leg.blocks for leg in legs)
-    ahead = mesh.ahead(legs) if mesh is not None else 0
-    holders = len({leg.holder.ref.life for leg in legs})
+    took = _fetching(instance, mesh, legs, now) if mesh is not None else _Fetching(0.0, 0.0, 0.0, 0, 0)
     # What decode fetches itself (see `placement._decode_pulls`) is not sent either.
-    spared = cached_blocks if legs and local <= at_decode < cached_blocks else at_decode
+    fetched = bool(legs) and all(leg.tier is Tier.DRAM for leg in legs)
+    spared = cached_blocks if fetched and local <= at_decode < cached_blocks else at_decode
     pushed = max(0, request.prompt_tokens - spared * model.block_tokens) * model.kv_bytes_per_token
     return PrefillChoice(
         instance,
@@ -133,21 +219,23 @@ def _choice(
         cached,
         computed,
         queue_s=instance.queue.wait_s(now),
-        pull_s=instance.pull.seconds(pull_bytes + ahead, holders, now) if legs else 0.0,
+        pull_s=took.pull_s,
+        load_s=took.load_s,
+        fetch_s=took.fetch_s,
         prefill_s=prefill_s,
         tail_s=instance.transfer.tail_s(pushed, prefill_s),
         admission_prefill_s=instance.prefill.admission_s(computed, cached, now),
         legs=legs,
         fetched_to=cached_blocks if legs else 0,
-        pull_bytes=pull_bytes,
-        ahead_bytes=ahead,
+        pull_bytes=took.pull_bytes,
+        ahead_bytes=took.ahead_bytes,
     )
 
 
 def soonest(candidates: Sequence[PrefillCandidate], slo_s: float) -> tuple[PrefillChoice, float, float]:
     """Of candidates that all miss the SLO: the nearest option; the waiting that would make some option meet it (inf:
-    none would); and for how long waiting helps the nearest one. Only queues drain, not pulls or computation."""
+    none would); and for how long waiting helps the nearest one. Only queues drain, not fetching or computation."""
     options = [option for c in candidates for option in c.options]
     best = min(options, key=lambda o: o.admission_ttft_s)
-    waits = [excess_s for o in options if (excess_s := o.admission_ttft_s - slo_s) <= max(0.0, o.queue_s - o.pull_s)]
-    return best, min(waits, default=float("inf")), max(0.0, best.queue_s - best.pull_s)
+    waits = [excess_s for o in options if (excess_s := o.admission_ttft_s - slo_s) <= max(0.0, o.queue_s - o.fetch_s)]
+    return best, min(waits, default=float("inf")), max(0.0, best.queue_s - best.fetch_s)

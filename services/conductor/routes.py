@@ -1,31 +1,49 @@
-"""Which node stores blocks are fetched from, and what names them in a placement. Pure."""
+"""Which node stores blocks are fetched from, and out of which tier of them; what names them in a placement. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from kvmesh.kvcache.sources import PullRange
+from kvmesh.kvcache.tiers import Tier, store_name
 from services.conductor.domain import Life, Member, Source
 from services.conductor.index import Place, Survey, bits
 from services.conductor.outgoing import Outgoing
 
 MAX_RANGES = 8
 
+TierLoad = Callable[[Life, Tier, int], float]  # seconds to read so many bytes out of that tier of that node
+
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """Prompt blocks [first, first + blocks) come from `holder`."""
+    """Prompt blocks [first, first + blocks) come from that tier of `holder`; `own`: it is the reader itself."""
 
     holder: Member
     first: int
     blocks: int
+    tier: Tier = Tier.DRAM
+    own: bool = False
 
     @property
     def range(self) -> PullRange:
         """As a placement says it."""
         ref = self.holder.ref
-        return PullRange(ref.instance_id, ref.address, ref.incarnation, self.first, self.blocks)
+        return PullRange(ref.instance_id, ref.address, ref.incarnation, self.first, self.blocks, self.tier)
+
+    def until(self, end: int) -> Leg:
+        """Its part before block `end`."""
+        return Leg(self.holder, self.first, min(self.blocks, end - self.first), self.tier, self.own)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Stores that are as good as one another: the same tier, and all of others or the reader's own."""
+
+    slots: int
+    tier: Tier
+    own: bool
 
 
 @dataclass(frozen=True)
@@ -34,16 +52,39 @@ class Mesh:
 
     survey: Survey
     holders: Mapping[int, Member]
-    among: int  # the bitset of `holders`
+    among: int  # the bitset of `holders` in memory
     outgoing: Outgoing
+    lower: tuple[tuple[Tier, int], ...] = ()  # and of those below, the fastest tier first
+    tier_load: TierLoad = lambda life, tier, nbytes: 0.0
 
     def reach(self, own: Place, start: int) -> int:
         """How far the prefix goes when the live stores together bring what is missing from `start` on."""
-        return self.survey.reach(self.among | own.sealed, start)
+        found = self.among | own.sealed
+        for _, slots in self.lower:
+            found |= slots
+        return self.survey.reach(found, start)
 
-    def plan(self, own: Place, node_id: str, start: int, end: int) -> tuple[tuple[Leg, ...], int]:
+    def ways(self, own: Place, *, others: bool = True, own_first: bool = False) -> tuple[Way, ...]:
+        """Where blocks that are not in the reader's memory can come from, the best first: others' memory, then tier by
+        tier its own before others'. `own_first`: its own fastest lower tier even before others' memory; not `others`:
+        its own alone."""
+        found = [Way(self.among, Tier.DRAM, own=False)] if others else []
+        for tier, slots in self.lower:
+            mine = slots & dict(own.lower).get(tier, 0)
+            found.append(Way(mine, tier, own=True))
+            if others:
+                found.append(Way(slots & ~mine, tier, own=False))
+        found = [way for way in found if way.slots]
+        if own_first and len(found) > 1 and found[0].tier is Tier.DRAM and found[1].own:
+            found[:2] = found[1], found[0]
+        return tuple(found)
+
+    def plan(
+        self, own: Place, node_id: str, start: int, end: int, ways: tuple[Way, ...]
+    ) -> tuple[tuple[Leg, ...], int]:
         """Legs for blocks [start, end) by longest runs, without those that lie at `own`; and the end that they reach.
-        Among holders of equal runs the one with the least to send is named, then one on the same node."""
+        A run of a worse way ends where a better one begins. Among holders of equal runs the one with the least to send
+        is named, then one on the same node."""
         legs: list[Leg] = []
         at = start
         runs = [run for run in self.survey.runs if run.end > start and run.first < end]
@@ -53,14 +94,18 @@ class Mesh:
             if run.sealed & own.sealed or run.coming & own.coming:
                 index, at = index + 1, run.end
                 continue
-            alive = run.sealed & self.among
-            if not alive or len(legs) == MAX_RANGES:
+            rank = next((i for i, way in enumerate(ways) if run.sealed & way.slots), None)
+            if rank is None or len(legs) == MAX_RANGES:
                 break
+            way, better = ways[rank], own.sealed if rank else 0
+            for other in ways[:rank]:
+                better |= other.slots
+            alive = run.sealed & way.slots
             index += 1
-            while index < len(runs) and (still := alive & runs[index].sealed):
+            while index < len(runs) and not runs[index].sealed & better and (still := alive & runs[index].sealed):
                 alive, index = still, index + 1
             until = min(end, runs[index - 1].end)
-            legs.append(Leg(self._preferred(alive, node_id), at, until - at))
+            legs.append(Leg(self._preferred(alive, node_id, way.tier), at, until - at, way.tier, way.own))
             at = until
         return tuple(legs), min(at, end)
 
@@ -68,9 +113,39 @@ class Mesh:
         """Bytes that the holders of `legs` have to send before."""
         return sum(self.outgoing.ahead(life) for life in {leg.holder.ref.life for leg in legs})
 
-    def _preferred(self, alive: int, node_id: str) -> Member:
+    def _preferred(self, alive: int, node_id: str, tier: Tier) -> Member:
         holders = [self.holders[slot] for slot in bits(alive)]
-        return min(holders, key=lambda h: (self.outgoing.ahead(h.ref.life), h.node_id != node_id, h.ref.instance_id))
+        busy = self.outgoing.ahead
+        return min(
+            holders,
+            key=lambda h: (
+                busy(h.ref.life) + (busy(tier_life(h.ref.life, tier)) if tier is not Tier.DRAM else 0),
+                h.node_id != node_id,
+                h.ref.instance_id,
+            ),
+        )
+
+    def load_s(self, legs: Iterable[Leg], block_bytes: int) -> tuple[float, float]:
+        """Seconds that lower tiers need before the blocks of `legs` are in memory: the reader's own, and the slowest of
+        the others'. Each node reads for itself, after what it reads already."""
+        asked: dict[tuple[Life, Tier, bool], int] = {}
+        for leg in legs:
+            if leg.tier is not Tier.DRAM:
+                which = leg.holder.ref.life, leg.tier, leg.own
+                asked[which] = asked.get(which, 0) + leg.blocks * block_bytes
+        own_s = others_s = 0.0
+        for (life, tier, own), nbytes in asked.items():
+            seconds = self.tier_load(life, tier, nbytes + self.outgoing.ahead(tier_life(life, tier)))
+            if own:
+                own_s = max(own_s, seconds)
+            else:
+                others_s = max(others_s, seconds)
+        return own_s, others_s
+
+
+def tier_life(life: Life, tier: Tier) -> Life:
+    """Under what name a tier of a node is counted: what it reads shares one device, what it sends one wire."""
+    return store_name(life[0], tier), life[1]
 
 
 def sources(blocks: int, at_decode: int, pulled_to: int) -> bytes:
@@ -84,8 +159,12 @@ def sources(blocks: int, at_decode: int, pulled_to: int) -> bytes:
 
 
 def lives_of(legs: Iterable[Leg]) -> dict[Life, int]:
-    """Blocks that each holder sends."""
+    """Blocks that each holder sends, and that each of its lower tiers reads (`tier_life`)."""
     found: dict[Life, int] = {}
     for leg in legs:
-        found[leg.holder.ref.life] = found.get(leg.holder.ref.life, 0) + leg.blocks
+        burdened = [] if leg.own else [leg.holder.ref.life]
+        if leg.tier is not Tier.DRAM:
+            burdened.append(tier_life(leg.holder.ref.life, leg.tier))
+        for life in burdened:
+            found[life] = found.get(life, 0) + leg.blocks
     return found

@@ -8,8 +8,10 @@ import random
 from collections.abc import Iterable, Sequence
 
 from kvmesh.kvcache.announce import Announcement
+from kvmesh.kvcache.tiers import Tier, split_name
 from kvmesh.rpc.errors import InvalidRequest, KvmeshError, UnknownInstance
 from services.conductor import explain, routes
+from services.conductor.cost import TierModel
 from services.conductor.domain import (
     Action,
     Blocks,
@@ -94,6 +96,7 @@ class ConductorState:
             queue_s=i.queue.wait_s(now),
             pending=len(i.queue.works) + len(i.batch.works),
             indexed_blocks=self._index.count(i.ref.life),
+            tiers=i.tier_views(self._index.counts(i.ref.life), now),
         )
 
     def why_not(self, instance: Instance, now: float) -> str:
@@ -173,12 +176,13 @@ class ConductorState:
             instance.ready = beat.ready
             instance.not_ready_reason = beat.not_ready_reason
             instance.load = beat.load
+            instance.hear_tiers(beat.tiers, now)
             instance.queue.report(beat.load.queued_tokens, instance.seconds_per_token(), now)
             instance.batch.report(beat.load, now)
         return list(measured)
 
     def _hear(self, announcement: Announcement) -> bool:
-        instance = self._fleet.of((announcement.store_id, announcement.incarnation))
+        instance = self._fleet.of((split_name(announcement.store_id)[0], announcement.incarnation))
         life, slot = (None, None) if instance is None else (instance.ref.life, instance.slot)
         return self._index.hear(announcement, life, slot, ended=self._members.ended)
 
@@ -239,18 +243,27 @@ class ConductorState:
 
     def _mesh(self, survey: Survey, request: Schedule, now: float) -> Mesh:
         """Who among the holders of these blocks may be asked for them."""
-        holders = {}
+        holders, slots = {}, dict.fromkeys(Tier, 0)
         for slot in bits(survey.everyone):
-            holder = self._holder(self._index.truth.store_of(slot), now)
+            name = self._index.truth.store_of(slot)
+            holder = self._holder(name, now)
             if holder is not None and holder.ref.instance_id not in request.avoid:
                 holders[slot] = holder
-        among = sum(1 << slot for slot in holders)
-        return Mesh(survey, holders, among, self._ledger.outgoing)
+                slots[split_name(name)[1]] |= 1 << slot
+        lower = tuple((tier, found) for tier, found in slots.items() if found and tier is not Tier.DRAM)
 
-    def _holder(self, store_id: str, now: float) -> Member | None:
+        def tier_load(life: Life, tier: Tier, nbytes: int) -> float:
+            instance = self._fleet.of(life)
+            known = instance.tiers.get(tier) if instance is not None else None
+            return (known[1] if known is not None else TierModel(tier)).seconds(nbytes, now)
+
+        return Mesh(survey, holders, slots[Tier.DRAM], self._ledger.outgoing, lower, tier_load)
+
+    def _holder(self, store_name: str, now: float) -> Member | None:
         """That store's owner, when the life that announced its blocks is a member, and ready if it is an instance."""
+        store_id = split_name(store_name)[0]
         member, instance = self._members.member(store_id), self._fleet.named(store_id)
-        if member is None or self._index.truth.incarnation(store_id) != member.ref.incarnation:
+        if member is None or self._index.truth.incarnation(store_name) != member.ref.incarnation:
             return None
         if instance is not None and (instance.ref.life != member.ref.life or self.why_not(instance, now)):
             return None
@@ -264,6 +277,7 @@ class ConductorState:
         terms = {
             "queue_ms": p.queue_s * 1000,
             "pull_ms": p.pull_s * 1000,
+            "load_ms": p.load_s * 1000,
             "prefill_ms": p.prefill_s * 1000,
             "transfer_tail_ms": p.tail_s * 1000,
             "landing_wait_ms": d.landing_wait_s * 1000,
@@ -294,10 +308,12 @@ class ConductorState:
                 instance.slot = self._index.pending.open(instance.capacity_blocks)
 
     def _drop_strangers(self) -> None:
-        """Blocks of stores that are no members: whoever announced them is gone."""
-        for store_id in self._index.truth.stores():
-            if self._members.member(store_id) is None:
-                self._index.drop((store_id, self._index.truth.incarnation(store_id)))
+        """Blocks of stores that are no members, or of another life than the member: whoever announced them is gone."""
+        for name in self._index.truth.stores():
+            store_id, life = split_name(name)[0], self._index.truth.incarnation(name)
+            member = self._members.member(store_id)
+            if member is None or member.ref.incarnation != life:
+                self._index.drop((store_id, life))
 
     def _forget(self, instance: Instance, *, replaced: bool = False) -> None:
         self._ledger.lost(instance)

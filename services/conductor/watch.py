@@ -104,6 +104,7 @@ class _Follower:
         self._deliver = deliver
         self._snapshot: list[Member] = []
         self._master: int | None = None
+        self._strange = False
         self.seq: int | None = None
         self.members = 0
 
@@ -124,7 +125,7 @@ class _Follower:
             if event.HasField("member"):
                 self._snapshot.append(mapping.member_in(event.member.member))
             elif event.HasField("blocks"):
-                self._deliver(mapping.blocks_in(event.blocks))
+                self._hear(event.blocks)
         if not message.more:
             self._deliver(MembersReset(message.master_incarnation, tuple(self._snapshot)))
             self.seq, self.members = message.seq, len(self._snapshot)
@@ -139,6 +140,14 @@ class _Follower:
             if event.HasField("member"):
                 self._deliver(mapping.member_event_in(event.member))
             elif event.HasField("blocks"):
-                self._deliver(mapping.blocks_in(event.blocks))
+                self._hear(event.blocks)
         if message.seq != seq:
             raise Unavailable(f"gap in the stream: have seq {seq}, the master is at {message.seq}")
+
+    def _hear(self, told: pb.Announcement) -> None:
+        blocks = mapping.blocks_in(told)
+        if blocks is not None:
+            self._deliver(blocks)
+        elif not self._strange:
+            self._strange = True
+            log.warning("the store master tells of tier %d of %s: not known here, ignored", told.tier, told.store_id)
