@@ -65,3 +65,11 @@ class Lower(Protocol):
 
     def note(self, keys: Sequence[bytes]) -> None:
         """A request uses these, wherever they lie: what is used often deserves DRAM."""
+
+
+def ranges_with(hints: tuple[PullRange, ...], lower: Lower | None, keys: Sequence[bytes]) -> tuple[PullRange, ...]:
+    """Who is asked, in order, for a prompt with these blocks: others' DRAM, what lies here below, the other hints."""
+    if lower is None:
+        return hints
+    dram = tuple(hint for hint in hints if hint.tier is Tier.DRAM)
+    return dram + lower.ranges(keys) + tuple(hint for hint in hints if hint.tier is not Tier.DRAM)

@@ -47,10 +47,14 @@ class Core:
             shape.num_extents,
             high_percent=front.config.store_high_percent,
             low_percent=front.config.store_low_percent,
+            eviction=front.config.store_eviction,
+            block_tokens=shape.block_tokens,
+            block_bytes=shape.ranks[0].shard_bytes,
             lease_seed=front.incarnation,
         )
         self.state = DecodeState(limits, shape, store)
         self.blocks = front.attach(store, self._pulled)
+        self.state.pulls.lower = self.blocks.lower
         self.observer = Observer(self.state)
         self.handoffs = Handoffs(self._hello, self.feed, connect_s)
         self.wake: dict[int, asyncio.Event] = {}  # by session: its outbox has something

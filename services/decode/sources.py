@@ -1,4 +1,4 @@
-"""Prompt blocks that decode itself fetches from other nodes, before the request lands. Pure.
+"""Prompt blocks that decode itself fetches, from other nodes or its own lower tier, before the request lands. Pure.
 
 A pull fills extents of our own store and seals them; the landing then finds them like any block that was here already.
 A request waits for the pulls of its blocks, whoever began them; the job's timeout bounds that. Nothing cancels a pull:
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvmesh.kvcache.node_store import NodeStore
-from kvmesh.kvcache.sources import Pulled, PullJob
+from kvmesh.kvcache.sources import Lower, Pulled, PullJob, ranges_with
 from kvmesh.transfer import TrafficClass
 from services.decode.request import Request
 
@@ -23,9 +23,11 @@ class _Pull:
 
 
 class Pulls:
-    """Pulls of one instance that are under way."""
+    """Pulls of one instance that are under way. `lower`: what this node keeps below its host segment; set once, before
+    the first request."""
 
     def __init__(self, store: NodeStore, timeout_ms: int, new_ticket: Callable[[], int]) -> None:
+        self.lower: Lower | None = None
         self._store = store
         self._timeout_ms = timeout_ms
         self._new_ticket = new_ticket
@@ -37,7 +39,9 @@ class Pulls:
 
     def begin(self, h: Request, room: int) -> PullJob | None:
         """What is to be fetched for `h`, at most `room` blocks. `h` waits for it, and for what others fetch already."""
-        self._store.touch(h.shared_keys)  # they should still be here when it lands
+        self._store.touch(h.shared_keys, use=False)  # they should still be here when it lands
+        if self.lower is not None:
+            self.lower.note(h.shared_keys)
         blocks_wanted = self._wanted(h, room)
         if not blocks_wanted:
             return None
@@ -54,7 +58,7 @@ class Pulls:
             blocks,
             keys,
             given,
-            h.spec.pulls,
+            ranges_with(h.spec.pulls, self.lower, h.shared_keys),
             self._timeout_ms,
             h.spec.request_id,
             traffic_class=TrafficClass.HANDOFF,  # its landing waits for it
@@ -73,7 +77,8 @@ class Pulls:
         for r in h.spec.pulls:
             end = min(r.first_block + r.blocks, len(keys))
             named[r.first_block : end] = b"\1" * (end - r.first_block)
-        for block, key in enumerate(keys if any(named) else ()):
+        lower = self.lower
+        for block, key in enumerate(keys if any(named) or lower is not None else ()):
             if store.holds(key):
                 continue
             if store.writing(key):
@@ -81,7 +86,7 @@ class Pulls:
                 if ticket is not None:  # else it is a copy of our own, done in a moment
                     h.pulling.add(ticket)
                     self._pulls[ticket].waiting[h.handle] = h
-            elif not named[block] or len(wanted) >= room:
+            elif not (named[block] or (lower is not None and lower.holds(key))) or len(wanted) >= room:
                 break
             else:
                 wanted.append(block)
@@ -100,7 +105,7 @@ class Pulls:
             else:
                 self._store.abandon(key)
         asked = next(iter(pull.waiting.values()))
-        asked.times.pulled_blocks += len(arrived)
+        asked.times.pulled_blocks += len(arrived) - len(result.lower)
         for h in pull.waiting.values():
             h.pulling.discard(job.ticket)
         return list(pull.waiting)

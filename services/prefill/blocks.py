@@ -1,6 +1,7 @@
 """What this instance takes from the pool of blocks and gives to it: pulls, loads, seals. Pure.
 
     other nodes ──pull──▶ host extents ──load──▶ device pages ──step──▶ more pages ──seal──▶ host extents
+    own SSD ──────┘
 
 A pull begins when its request arrives and runs while it waits in line. Blocks that arrive are sealed in the node store
 (so they can be pulled from here in turn) and pinned for the requests that waited; whatever does not arrive is
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import PrefixCache
-from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
+from kvmesh.kvcache.sources import Lower, Pulled, PullJob, PullRange, ranges_with
 from kvmesh.node import messages as m
 from kvmesh.transfer import TrafficClass
 from services.prefill import events as ev
@@ -66,7 +67,8 @@ class Load:
 class SharedBlocks:
     """All pulls, loads and seals of one instance. `emit` takes the actions, in order.
 
-    `now` (monotonic ns) is set by the brain at every event."""
+    `now` (monotonic ns) is set by the brain at every event. `lower`: what this node keeps below its host segment, a
+    source of pulls whether or not a request's hints name it."""
 
     def __init__(
         self,
@@ -78,6 +80,7 @@ class SharedBlocks:
     ) -> None:
         self.store = store
         self.now = 0
+        self.lower: Lower | None = None
         self._pool = pool
         self._cache = cache
         self._world = config.world
@@ -109,6 +112,8 @@ class SharedBlocks:
         """A request joins the line: wait for pulls of its missing blocks, and begin one for what its hints cover
         without a gap and nobody fetches yet, with the wires' first class if it is `next_up`: nothing is computed
         before the pull ends. Returns when it stops waiting for its own pull; 0: it began none."""
+        if self.lower is not None:
+            self.lower.note(h.start.block_keys)
         needed = self._needed(h, usable, promised)
         # Blocks that are here already get None, and are not evicted to make room for the others.
         extents = self.store.begin([usable[i] for i in needed])
@@ -120,7 +125,7 @@ class SharedBlocks:
             blocks=tuple(i for i, _ in begun),
             keys=tuple(usable[i] for i, _ in begun),
             extents=tuple(extent for _, extent in begun),
-            ranges=h.start.pulls,
+            ranges=ranges_with(h.start.pulls, self.lower, usable),
             timeout_ms=self._timeout_ms,
             request_id=h.start.request_id,
             traceparent=h.start.traceparent,
@@ -134,9 +139,9 @@ class SharedBlocks:
         return pull.until_ns
 
     def _needed(self, h: Handoff, usable: Sequence[bytes], promised: Container[bytes]) -> list[int]:
-        """Blocks to be read from the host segment, up to the first that is neither there nor coming nor covered by a
-        hint."""
-        covered = _covered(h.start.pulls, len(usable))
+        """Blocks to be read from the host segment, up to the first that is neither there nor coming nor below nor
+        covered by a hint."""
+        covered, lower = _covered(h.start.pulls, len(usable)), self.lower
         needed = []
         for i in range(self._cache.peek(usable), len(usable)):
             key = usable[i]
@@ -147,7 +152,7 @@ class SharedBlocks:
                 continue
             elif pull is not None and self._runs(pull):
                 self._join(h, pull)
-            elif covered[i] and not self.store.writing(key):
+            elif (covered[i] or (lower is not None and lower.holds(key))) and not self.store.writing(key):
                 needed.append(i)
             else:
                 break
@@ -201,7 +206,7 @@ class SharedBlocks:
         """Seal what arrived (a chain's tail first: its head is to live longest) and pin it for those who waited."""
         pull = self._pulls.pop(result.ticket, None)
         assert pull is not None, "a pull is answered once"
-        job, arrived = pull.job, set(result.arrived)
+        job, arrived, lower = pull.job, set(result.arrived), set(result.lower)
         for at in reversed(range(len(job.keys))):
             key, extent = job.keys[at], job.extents[at]
             del self._pulling[key]
@@ -211,7 +216,7 @@ class SharedBlocks:
             for h in pull.waiters.values():
                 self.store.share((extent,))
                 h.pinned.append(extent)
-                h.arrived.add(key)
+                (h.raised if at in lower else h.arrived).add(key)
             self.store.seal(key)
         for h in pull.waiters.values():
             h.pulls.discard(job.ticket)
@@ -223,7 +228,7 @@ class SharedBlocks:
     def load(self, h: Handoff, usable: Sequence[bytes], first: int) -> int:
         """Copy the blocks from `first` on that the host segment has into the handoff's pages; returns up to which
         block. The ranks do it before every step that is sent later."""
-        self.store.touch(usable[:first])  # what lies on the device stays warm here too
+        self.store.touch(usable[:first], use=False)  # what lies on the device stays warm here too
         extents = self.store.hold(usable[first:])
         end = first + len(extents)
         if extents:
@@ -231,12 +236,14 @@ class SharedBlocks:
             self._loads[ticket] = Load(h, first, end, extents, set(range(self._world)))
             self._to_ranks(m.LoadCopy(ticket, tuple(extents), tuple(h.pages[first:end])))
         pulled = sum(key in h.arrived for key in usable[first:end])
+        raised = sum(key in h.raised for key in usable[first:end])
         block = self._block
         h.found = replace(
             h.found,
             device_tokens=first * block,
             host_tokens=(end - first - pulled) * block,
             pulled_tokens=pulled * block,
+            lower_tokens=raised * block,
         )
         return end
 
@@ -283,7 +290,7 @@ class SharedBlocks:
             end = self.store.abandon if at in seal.bad else self.store.seal
             end(seal.keys[seal.blocks[at]])
         self._cache.forget([seal.keys[seal.blocks[at]] for at in seal.bad])
-        self.store.touch(seal.keys)  # chunk by chunk the tail comes last, and the head is to live longest
+        self.store.touch(seal.keys, use=False)  # chunk by chunk the tail comes last, and the head is to live longest
         self._pool.release(seal.pages)
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────

@@ -182,6 +182,7 @@ class Found:
 
     device_tokens: int = 0
     host_tokens: int = 0  # in the own host segment
+    lower_tokens: int = 0  # of those: read from a tier below while this request waited
     pulled_tokens: int = 0  # likewise, but fetched from other nodes while this request waited
     pull_from_ns: int = 0  # asked for them; 0: nothing was pulled for it
     pull_until_ns: int = 0  # the last one was sealed here; 0: it did not wait so long

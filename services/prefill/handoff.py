@@ -61,7 +61,8 @@ class Handoff:
 
     pulls: set[int] = field(default_factory=set)  # tickets of the pulls it waits for
     pinned: list[int] = field(default_factory=list)  # extents that arrived for it, one reference each, while QUEUED
-    arrived: set[bytes] = field(default_factory=set)  # keys of the blocks in them
+    arrived: set[bytes] = field(default_factory=set)  # keys of the blocks in them that other nodes gave,
+    raised: set[bytes] = field(default_factory=set)  # and of those from the own lower tier
     found: Found = field(default_factory=Found)
 
     pages: list[int] = field(default_factory=list)  # one reference each, until the end

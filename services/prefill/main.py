@@ -101,13 +101,17 @@ class Instance:
             min(ready.num_extents for ready in readies),
             high_percent=self.config.store_high_percent,
             low_percent=self.config.store_low_percent,
+            eviction=self.config.store_eviction,
+            block_tokens=self.config.block_tokens,
+            block_bytes=readies[0].shard_bytes,
             lease_seed=self.front.incarnation,
         )
         state = PrefillState(brain, PagePool(min(ready.num_pages for ready in readies)), store)
         front = self.front
         reporter = Reporter(state, front.instance_id)
         runner = Runner(state, front.ranks, front.segments, reporter, readies[0].fingerprint, front.urge)
-        runner.puller = front.attach(store, runner.pulled)
+        runner.puller = blocks = front.attach(store, runner.pulled)
+        state.lower = blocks.lower
         return runner
 
     async def _watch(self, stop: asyncio.Event, runner: Runner) -> None:

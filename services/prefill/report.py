@@ -149,6 +149,7 @@ class Reporter:
             names.CACHED_TOKENS: found.cached_tokens,
             names.DEVICE_TOKENS: found.device_tokens,
             names.HOST_TOKENS: found.host_tokens,
+            names.LOWER_TOKENS: found.lower_tokens,
             names.PULLED_TOKENS: found.pulled_tokens,
         }
         computed: dict[str, spans.Value] = {names.COMPUTED_TOKENS: end.computed_tokens, names.CHUNKS: end.chunks}
@@ -195,7 +196,8 @@ class Reporter:
         counted.remote_hit_tokens += found.pulled_tokens
         for tier, tokens in (
             ("device", found.device_tokens),
-            ("host", found.host_tokens),
+            ("host", found.host_tokens - found.lower_tokens),
+            ("lower", found.lower_tokens),
             ("remote", found.pulled_tokens),
         ):
             names.PREFILL_HIT_TOKENS.labels(tier=tier).inc(tokens)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import PrefixCache
+from kvmesh.kvcache.sources import Lower
 from kvmesh.node import messages as m
 from kvmesh.rpc.errors import DeadlinePassed, HandoffLost, KvmeshError, Overloaded, Unavailable
 from services.prefill import events as ev
@@ -91,6 +92,15 @@ class PrefillState:
     @property
     def store(self) -> NodeStore:
         return self._lives.blocks.store
+
+    @property
+    def lower(self) -> Lower | None:
+        """What this node keeps below its host segment; set once, before the first event."""
+        return self._lives.blocks.lower
+
+    @lower.setter
+    def lower(self, lower: Lower | None) -> None:
+        self._lives.blocks.lower = lower
 
     @property
     def pulls(self) -> int:
