@@ -107,13 +107,13 @@ def candidate(
     # The last token is always computed: its logits are the answer's first token.
     usable = (request.prompt_tokens - 1) // instance.model.block_tokens
     use = _choice(request, instance, local, min(local, usable), at_decode, now)
-    here = min(mesh.survey.depth_in_all(place), usable) if place.lower else local
     reach = min(mesh.reach(place, local), usable)
-    others = rule is not Fetch.NEVER and _worth_weighing(reach, here, threshold)
-    plans = _plans(instance, place, mesh, local, reach if others else here, others=others)
+    others = rule is not Fetch.NEVER and _worth_weighing(reach, local, threshold)
+    if not others:
+        reach = min(mesh.survey.depth_in_all(place), usable) if place.lower else local
     fetches = []
-    for legs, end in plans:
-        if others and not _worth_weighing(end, here, threshold) and not any(leg.own for leg in legs):
+    for legs, end in _plans(instance, place, mesh, local, reach, others=others):
+        if not _worth_weighing(end, local, threshold) and not all(leg.own for leg in legs):
             continue
         for part, until in _ends(instance, mesh, legs, local, end, now):
             fetches.append(_choice(request, instance, local, until, at_decode, now, mesh, part))
