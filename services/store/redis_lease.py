@@ -19,18 +19,18 @@ WRITE_S = 2.0
 
 # Gives or renews the lease in one step. KEYS: lease, terms. ARGV: token, address, ms, the term of a renewal (else 0),
 # floor. A renewal also restores what a Redis that was started anew has lost; a Redis that has been started anew since
-# it gave the last term may have forgotten some, which the answer tells.
+# it gave the last term may have forgotten some, which every answer about the next lease tells.
 _LEASE = """
 local token, address, ms = ARGV[1], ARGV[2], ARGV[3]
 local mine, floor = tonumber(ARGV[4]), tonumber(ARGV[5])
 local held = redis.call('GET', KEYS[1])
 if held then
-  local term, owner, leader = string.match(held, '^(%d+) (%S+) (%S*)$')
+  local term, owner, unsure, leader = string.match(held, '^(%d+) (%S+) (%d) (%S*)$')
   if owner ~= token then
     return {0, term, leader, redis.call('PTTL', KEYS[1])}
   end
   redis.call('PEXPIRE', KEYS[1], ms)
-  return {1, term, '', 0}
+  return {1, term, '', tonumber(unsure)}
 end
 local info = redis.pcall('INFO', 'server')
 local run = type(info) == 'string' and string.match(info, 'run_id:(%x+)') or 'unknown'
@@ -43,7 +43,7 @@ local term = mine > 0 and mine or math.max(highest, floor) + 1
 local unsure = (mine == 0 and known[2] ~= run) and 1 or 0
 local text = string.format('%d', term)
 redis.call('HSET', KEYS[2], 'term', text, 'run', run)
-redis.call('SET', KEYS[1], text .. ' ' .. token .. ' ' .. address, 'NX', 'PX', ms)
+redis.call('SET', KEYS[1], text .. ' ' .. token .. ' ' .. unsure .. ' ' .. address, 'NX', 'PX', ms)
 return {1, text, '', unsure}
 """
 

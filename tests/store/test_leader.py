@@ -42,6 +42,7 @@ MASTERS = 3
 class Lease:
     token: tuple[int, int]
     term: int
+    unsure: bool
     until: float
 
 
@@ -64,13 +65,13 @@ class Redis:
             return Held(ask.number, self.lease.term, str(self.lease.token[0]), left)
         if self.lease is not None:
             self.lease.until = now + LEASE
-            return Granted(ask.number, self.lease.term, False)
+            return Granted(ask.number, self.lease.term, self.lease.unsure)
         if ask.term and self.term > ask.term:
             return Held(ask.number, self.term, "", 0.0)
         unsure = not ask.term and self.term_run != self.run
         self.term = ask.term or max(self.term, ask.floor) + 1
         self.term_run = self.run
-        self.lease = Lease(token, self.term, now + LEASE)
+        self.lease = Lease(token, self.term, unsure, now + LEASE)
         return Granted(ask.number, self.term, unsure)
 
     def release(self, token: tuple[int, int]) -> None:
@@ -264,7 +265,7 @@ class Mesh(RuleBasedStateMachine):
                 assert master.leader.leader_at(master.clock(self.now)) == str(self.masters.index(leader))
 
 
-SETTINGS = settings(max_examples=80, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=120, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def test_at_most_one_master_leads_whatever_happens() -> None:
