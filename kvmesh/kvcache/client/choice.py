@@ -1,0 +1,81 @@
+"""Which replica a get reads: pure.
+
+Nearest first (this machine, then this host's address, then others), then the fastest tier, then whoever sends least,
+then whoever has fewest leases; what is still equal is drawn by lot once a call, so that the keys of one call stay
+together (many blocks become few leases and few transfers) while many readers spread out.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvmesh.kvcache.tiers import Tier
+
+SENDING_STEP = 64 << 20  # bytes/s: figures that differ by less are seconds old and equal
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A life of a node that has blocks, and what it last said of its load."""
+
+    store_id: str
+    address: str
+    incarnation: int
+    node_id: str = ""
+    sending_bytes_per_s: int = 0
+    leases: int = 0
+
+    @property
+    def host(self) -> str:
+        return self.address.rpartition(":")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    holder: Holder
+    tier: Tier = Tier.DRAM
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """Where the reader is."""
+
+    node_id: str
+    hosts: frozenset[str] = frozenset()
+
+    def distance(self, holder: Holder) -> int:
+        """0: this machine by its name; 1: an address of this host; 2: elsewhere."""
+        if self.node_id and holder.node_id == self.node_id:
+            return 0
+        return 1 if holder.host in self.hosts else 2
+
+
+def order(replicas: Collection[Replica], here: Here, rng: random.Random) -> list[Replica]:
+    """The best first."""
+    lots = {replica.holder: rng.random() for replica in replicas}
+
+    def price(replica: Replica) -> tuple[float, ...]:
+        holder = replica.holder
+        sending = holder.sending_bytes_per_s // SENDING_STEP
+        return (here.distance(holder), replica.tier, sending, holder.leases, lots[holder])
+
+    return sorted(replicas, key=price)
+
+
+def share_out(
+    known: Mapping[int, Sequence[Replica]],
+    failed: Mapping[Holder, Collection[int]],
+    here: Here,
+    rng: random.Random,
+) -> dict[Holder, list[int]]:
+    """Holder → positions that it is to be asked for, each position with its best holder that has not `failed` for it.
+    Positions that nobody is left for are in no list."""
+    ranks = {r: i for i, r in enumerate(order({r for replicas in known.values() for r in replicas}, here, rng))}
+    asked: dict[Holder, list[int]] = {}
+    for position, replicas in known.items():
+        left = [r for r in replicas if position not in failed.get(r.holder, ())]
+        if left:
+            asked.setdefault(min(left, key=ranks.__getitem__).holder, []).append(position)
+    return asked

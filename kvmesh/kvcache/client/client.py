@@ -1,0 +1,371 @@
+"""The public client of the Store: a shared pool of immutable blocks.
+
+    async with StoreClient(ClientConfig(store="10.0.0.5:7002", namespace="docs")) as client:
+        key = await client.put(b"...", name="report")
+        data = await client.get("report")          # or client.get(key)
+
+A *ref* is a block's key (16 bytes) or a name (text) that a key was bound to. Blocks never change: equal bytes have
+equal keys, unless a key was granted. What is not found is None, as in a cache; what cannot be asked or read in time is
+an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from kvmesh.kvcache.client.calls import Source, Target, left, source_of, whole
+from kvmesh.kvcache.client.choice import Here, Replica
+from kvmesh.kvcache.client.config import ClientConfig, split_list
+from kvmesh.kvcache.client.directory import Directory, Removed
+from kvmesh.kvcache.client.hints import Hints
+from kvmesh.kvcache.client.holding import Holding, Place
+from kvmesh.kvcache.client.memory import Buffer, Data, Memory, Span
+from kvmesh.kvcache.client.naming import check_name
+from kvmesh.kvcache.client.ownkeys import OwnKeys, Ref
+from kvmesh.kvcache.client.peers import Peers
+from kvmesh.kvcache.client.prefetching import Policy, Prefetcher
+from kvmesh.kvcache.client.reading import Got, Reader
+from kvmesh.kvcache.client.writing import Block, Pin, Put, Wish, Writer
+from kvmesh.kvcache.tiers import Tier
+from kvmesh.rpc.errors import InvalidRequest, Overloaded, Unavailable
+from kvmesh.transfer import EngineConfig, TransferEngine
+
+
+class StoreClient:
+    """Asynchronous; for one event loop. `close` it, or use `async with`. Times are milliseconds; an operation that
+    names none has the configuration's. Every method raises KvmeshError; none returns while anything still moves in
+    memory that it was given."""
+
+    def __init__(self, config: ClientConfig | None = None) -> None:
+        """ConfigError or TransferError: no such NIC, no master named, a port in use."""
+        self.config = config = config or ClientConfig()
+        self._directory = Directory(config.store)
+        self._engine = TransferEngine(
+            f"client:{config.node_id}:{os.getpid()}:{secrets.token_hex(6)}",
+            EngineConfig(
+                transports=config.transport_list,
+                host=config.host,
+                advertise_host=config.advertise_host,
+                nics=split_list(config.nics),
+            ),
+        )
+        self._memory = Memory(self._engine, config.staging_mb << 20)
+        self._peers = Peers(self._engine)
+        self._hints = Hints(config.locations)
+        here = Here(config.node_id, frozenset({config.host, config.advertise_host} - {""}))
+        shared = (config, self._engine, self._memory, self._peers, self._directory, self._hints)
+        self._reader = Reader(*shared, here)
+        self._writer = Writer(*shared)
+        self._prefetcher = Prefetcher(self._peers, self._directory, self._hints, here)
+        self._holding = Holding(self._peers, self._directory, here)
+        self._keys = OwnKeys(config, self._directory)
+        self._turns = asyncio.Semaphore(config.concurrency)
+        self._closed = False
+
+    async def __aenter__(self) -> StoreClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends what was begun in the background and gives all memory back. Bounded. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        await self._prefetcher.close()
+        await self._reader.close()
+        await self._peers.close()
+        await self._directory.close()
+        await asyncio.to_thread(self._engine.close)
+
+    # ── memory ───────────────────────────────────────────────────────────────────────────────────
+
+    def allocate(self, nbytes: int) -> Buffer:
+        """Zeroed memory that nodes of this machine map: puts and gets copy once, and nothing on the way."""
+        return self._memory.allocate(nbytes)
+
+    def register(self, buffer: object) -> Buffer:
+        """Memory of the caller (bytearray, numpy array, contiguous CPU tensor), which must live until `unregister` or
+        `close`. Gets land in it directly. Puts out of it are read by nodes over tcp where it cannot be mapped; they are
+        staged when that is faster. TransferError: it is no such memory."""
+        return self._memory.register(buffer)
+
+    def unregister(self, buffer: Buffer) -> None:
+        """TransferError: an operation still uses it."""
+        self._memory.unregister(buffer)
+
+    # ── put ──────────────────────────────────────────────────────────────────────────────────────
+
+    async def put(
+        self,
+        data: Source,
+        *,
+        key: bytes | None = None,
+        name: str | None = None,
+        replace: bool = False,
+        pin: Pin = Pin.NONE,
+        pin_ttl_ms: int = 0,
+        verify: bool | None = None,
+        timeout_ms: int | None = None,
+    ) -> bytes:
+        """Seal one block at a pool node; its key. `data`: bytes, or registered memory (see `put_from`).
+
+        `key`: of exactly these bytes (`content_key`), or one of `grant`. `name`: is bound to the key; InvalidRequest
+        when it stands for another block, unless `replace`. Overloaded: no node has room; Unavailable: none answers."""
+        keys = None if key is None else [key]
+        names = None if name is None else [name]
+        done = await self.put_many(
+            [data],
+            keys=keys,
+            names=names,
+            replace=replace,
+            pin=pin,
+            pin_ttl_ms=pin_ttl_ms,
+            verify=verify,
+            timeout_ms=timeout_ms,
+        )
+        if not done[0].held:
+            kind = Overloaded if "room" in done[0].cause or "full" in done[0].cause else Unavailable
+            raise kind(f"no node has taken the block of {done[0].nbytes} bytes: {done[0].cause}")
+        return done[0].key
+
+    async def put_many(
+        self,
+        datas: Sequence[Source],
+        *,
+        keys: Sequence[bytes] | None = None,
+        names: Sequence[str] | None = None,
+        replace: bool = False,
+        pin: Pin = Pin.NONE,
+        pin_ttl_ms: int = 0,
+        verify: bool | None = None,
+        timeout_ms: int | None = None,
+    ) -> list[Put]:
+        """As `put`, for many blocks in few transfers; what becomes of each is in its `Put`. Names are bound for those
+        that are held; InvalidRequest tells the first name that stands for another block."""
+        deadline = self._deadline(timeout_ms)
+        wish = Wish(deadline, self.config.verify if verify is None else verify, pin, pin_ttl_ms)
+        for text in names or ():
+            check_name(text)
+        if names is not None and len(names) != len(datas):
+            raise InvalidRequest.of("names", len(names), f"{len(datas)} blocks, as many names")
+        sources = [source_of(one) for one in datas]
+        used = await self._keys.of(sources, keys, deadline)
+        puts = await whole(self._put_all(sources, used, wish))
+        if names is not None:
+            named = {name: put.key for name, put in zip(names, puts, strict=True) if put.held}
+            await self._keys.bind(named, replace, deadline)
+        return puts
+
+    async def put_from(self, source: Target, **options: Any) -> bytes:
+        """`put` out of registered memory, which must not change until this returns; from then on it may."""
+        return await self.put(source, **options)
+
+    async def put_many_from(self, sources: Sequence[Target], **options: Any) -> list[Put]:
+        """`put_many` out of registered memory, as `put_from`."""
+        return await self.put_many(sources, **options)
+
+    async def _put_all(self, sources: Sequence[Data | Span], keys: Sequence[bytes], wish: Wish) -> list[Put]:
+        """Equal blocks once. Memory that nodes here cannot map goes through staging where that is shared memory."""
+        blocks: list[Block] = []
+        items: list[tuple[bytes, Data]] = []
+        for key, source in dict(zip(keys, sources, strict=True)).items():
+            if not isinstance(source, Span):
+                items.append((key, source))
+            elif source.shared or "shm" not in self.config.transport_list:
+                blocks.append(Block(key, source))
+            else:
+                items.append((key, source.memory))
+        async with self._turns:
+            done = await self._writer.put_spans(blocks, wish) + await self._writer.put_data(items, wish)
+        by_key = {put.key: put for put in done}
+        return [by_key[key] for key in keys]
+
+    def content_key(self, data: Source) -> bytes:
+        """The key of exactly these bytes in this client's namespace."""
+        return self._keys.of_content(data)
+
+    async def grant(self, n: int = 1, *, timeout_ms: int | None = None) -> list[bytes]:
+        """Keys that nobody else gets, each for one put of this client. They cost no hash of the data."""
+        return await self._keys.grant(n, self._deadline(timeout_ms))
+
+    # ── get ──────────────────────────────────────────────────────────────────────────────────────
+
+    async def get(self, ref: Ref, *, verify: bool | None = None, timeout_ms: int | None = None) -> bytes | None:
+        """The block's bytes; None: nobody has it. Unavailable: somebody should, and could not be read."""
+        got = (await self.get_many([ref], verify=verify, timeout_ms=timeout_ms))[0]
+        if not got.here and got.cause:
+            raise Unavailable(f"block {got.key.hex()} could not be read: {got.cause}")
+        return got.data
+
+    async def get_many(
+        self, refs: Sequence[Ref], *, verify: bool | None = None, timeout_ms: int | None = None
+    ) -> list[Got]:
+        """Each with its bytes, and which node and tier they came from."""
+        deadline = self._deadline(timeout_ms)
+        return await self._get(refs, None, verify, deadline)
+
+    async def get_into(
+        self, ref: Ref, target: Target, *, verify: bool | None = None, timeout_ms: int | None = None
+    ) -> Got:
+        """The block into registered memory, from its first byte on. What stands there when it was not read is
+        undefined. InvalidRequest: the memory is too small. Unavailable as `get`."""
+        got = (await self.get_many_into([ref], [target], verify=verify, timeout_ms=timeout_ms))[0]
+        if not got.here and got.cause:
+            raise Unavailable(f"block {got.key.hex()} could not be read: {got.cause}")
+        return got
+
+    async def get_many_into(
+        self,
+        refs: Sequence[Ref],
+        targets: Sequence[Target],
+        *,
+        verify: bool | None = None,
+        timeout_ms: int | None = None,
+    ) -> list[Got]:
+        """Each into its own memory. Memory that overlaps holds no one knows what."""
+        if len(targets) != len(refs):
+            raise InvalidRequest.of("targets", len(targets), f"{len(refs)} blocks, as many targets")
+        spans = [one.span() if isinstance(one, Buffer) else one for one in targets]
+        return await self._get(refs, spans, verify, self._deadline(timeout_ms))
+
+    async def _get(
+        self, refs: Sequence[Ref], targets: Sequence[Span] | None, verify: bool | None, deadline: float
+    ) -> list[Got]:
+        keys = await self._keys.resolved(refs, deadline)
+        first: dict[bytes, int] = {}  # equal blocks are read once
+        for i, key in enumerate(keys):
+            if key is not None:
+                first.setdefault(key, i)
+        spans = None if targets is None else [targets[i] for i in first.values()]
+        async with self._turns:
+            check = self.config.verify if verify is None else verify
+            read = dict(zip(first, await whole(self._reader.read(list(first), spans, deadline, check)), strict=True))
+        for i, key in enumerate(keys if targets is not None else ()):
+            if targets is not None and key is not None and first[key] != i and read[key].here:
+                nbytes = read[key].nbytes
+                if targets[i].nbytes < nbytes:
+                    raise InvalidRequest(f"target: {targets[i].nbytes} bytes for a block of {nbytes}", field="target")
+                targets[i].memory[:nbytes] = targets[first[key]].memory[:nbytes]
+        return [Got(b"") if key is None else read[key] for key in keys]
+
+    async def exists(self, ref: Ref, *, timeout_ms: int | None = None) -> Tier | None:
+        """The fastest tier that a node says it has it in, now; None: nobody."""
+        return (await self.exists_many([ref], timeout_ms=timeout_ms))[0]
+
+    async def exists_many(self, refs: Sequence[Ref], *, timeout_ms: int | None = None) -> list[Tier | None]:
+        """As `exists`: holders are asked themselves."""
+        places = await self.locate_many(refs, timeout_ms=timeout_ms)
+        return [min((p.tier for p in some), default=None) for some in places]
+
+    async def locate_many(self, refs: Sequence[Ref], *, timeout_ms: int | None = None) -> list[list[Place]]:
+        """Every node that says it has each block: where, in which tier, how many bytes."""
+        deadline = self._deadline(timeout_ms)
+        keys = await self._keys.resolved(refs, deadline)
+        found = await self._holding.places([key for key in keys if key is not None], deadline)
+        return [found[key] if key is not None else [] for key in keys]
+
+    # ── what else can be done with blocks ────────────────────────────────────────────────────────
+
+    async def remove(self, *refs: Ref, timeout_ms: int | None = None) -> Removed:
+        """These blocks, everywhere; names among them are unbound. See `Removed` for who has heard of it."""
+        deadline = self._deadline(timeout_ms)
+        names = [ref for ref in refs if isinstance(ref, str)]
+        keys = [key for key in await self._keys.resolved(refs, deadline, unbind=bool(names)) if key is not None]
+        self._hints.forget(keys)
+        if not keys:
+            return Removed()
+        done = await self._directory.remove(left(deadline), keys=list(dict.fromkeys(keys)))
+        self._hints.forget(keys)
+        return done
+
+    async def remove_namespace(self, *, timeout_ms: int | None = None) -> Removed:
+        """Every block of this client's namespace, KV blocks of the tenant of that name included."""
+        self._hints.forget_tag(self._keys.tag)
+        done = await self._directory.remove(left(self._deadline(timeout_ms)), prefix=self._keys.tag)
+        self._hints.forget_tag(self._keys.tag)
+        return done
+
+    async def pin(self, *refs: Ref, ttl_ms: int = 0, timeout_ms: int | None = None) -> list[int]:
+        """At every node that has them: softly for `ttl_ms` (they go last), or with 0 hard (they stay). How many nodes
+        did, for each. Overloaded: a node has too much pinned already."""
+        kind = Pin.SOFT if ttl_ms else Pin.HARD
+        return await self._pin(refs, kind, ttl_ms, self._deadline(timeout_ms))
+
+    async def unpin(self, *refs: Ref, timeout_ms: int | None = None) -> list[int]:
+        return await self._pin(refs, Pin.NONE, 0, self._deadline(timeout_ms))
+
+    async def _pin(self, refs: Sequence[Ref], kind: Pin, ttl_ms: int, deadline: float) -> list[int]:
+        keys = await self._keys.resolved(refs, deadline)
+        done = await self._holding.pin([key for key in keys if key is not None], kind, ttl_ms, deadline)
+        return [done[key] if key is not None else 0 for key in keys]
+
+    async def change_replica(
+        self, refs: Sequence[Ref], replicas: int, *, hard: bool = False, timeout_ms: int | None = None
+    ) -> list[int]:
+        """How many nodes are to hold each block (0: as many as there happen to be); the master sees to it. `hard`:
+        pinned hard at each. How many do now."""
+        deadline = self._deadline(timeout_ms)
+        keys = await self._keys.resolved(refs, deadline)
+        known = [key for key in keys if key is not None]
+        live = await self._directory.change_replica(known, replicas, hard, left(deadline)) if known else []
+        by_key = dict(zip(known, live, strict=True))
+        return [by_key[key] if key is not None else 0 for key in keys]
+
+    async def prefetch(
+        self, refs: Sequence[Ref], policy: Policy = Policy.BEST_EFFORT, *, timeout_ms: int | None = None
+    ) -> list[bool]:
+        """Have the nearest pool node copy these blocks; which it has when this returns. BEST_EFFORT returns at once,
+        WAIT when all is done that can be, DEADLINE after `timeout_ms` whatever is done. Unavailable: no pool node is
+        near."""
+        deadline = self._deadline(timeout_ms)
+        keys = await self._keys.resolved(refs, deadline)
+        here = await self._prefetcher.prefetch([key for key in keys if key is not None], policy, deadline)
+        return [key is not None and here[key] for key in keys]
+
+    async def replicas(self, refs: Sequence[Ref], *, timeout_ms: int | None = None) -> list[list[Replica]]:
+        """What the master knows of each block's holders; `locate_many` asks them."""
+        deadline = self._deadline(timeout_ms)
+        keys = await self._keys.resolved(refs, deadline)
+        known = [key for key in keys if key is not None]
+        found = dict(zip(known, (await self._directory.find(known, left(deadline)))[0], strict=True)) if known else {}
+        return [found[key] if key is not None else [] for key in keys]
+
+    @property
+    def directory(self) -> Directory:
+        """The master's own calls."""
+        return self._directory
+
+    def counters(self) -> dict[str, int]:
+        """Since this client's start."""
+        read, wrote = self._reader.stats, self._writer.stats
+        return {
+            "blocks_got": read.blocks,
+            "bytes_got": read.nbytes,
+            "misses": read.misses,
+            "failed_replicas": read.failed_replicas,
+            "gathered": read.gathered,
+            "blocks_put": wrote.blocks,
+            "bytes_put": wrote.nbytes,
+            "puts_refused": wrote.refused,
+            "locations": len(self._hints),
+            "staging_free": self._memory.staging_free,
+        }
+
+    # ── inner ────────────────────────────────────────────────────────────────────────────────────
+
+    def _deadline(self, timeout_ms: int | None) -> float:
+        if self._closed:
+            raise Unavailable("this client is closed")
+        if timeout_ms is not None and timeout_ms <= 0:
+            raise InvalidRequest.of("timeout_ms", timeout_ms, "must be positive")
+        return time.monotonic() + (self.config.timeout_ms if timeout_ms is None else timeout_ms) / 1000

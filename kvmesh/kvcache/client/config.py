@@ -1,0 +1,82 @@
+"""What a client of the Store can be told."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, field
+
+from kvmesh.kvcache.client.placement import POLICIES
+from kvmesh.rpc.errors import ConfigError
+from kvmesh.transfer.config import KNOWN_TRANSPORTS
+
+KEYS = ("content", "granted")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientConfig:
+    """Sizes in bytes or MiB, times as their names say. ConfigError names field and value."""
+
+    store: str = field(
+        default="127.0.0.1:7002",
+        metadata={"help": "Store masters, HOST:PORT[,HOST:PORT...]: whichever leads is asked."},
+    )
+    namespace: str = field(default="", metadata={"help": "Whose blocks: quotas and removal go by it."})
+    node_id: str = field(
+        default_factory=socket.gethostname,
+        metadata={"help": "Name of this machine, as its pool node has it: blocks there are nearest."},
+    )
+    transports: str = field(default="shm,tcp", metadata={"help": "Transfer transports, preferred first."})
+    host: str = field(default="127.0.0.1", metadata={"help": "Nodes read puts from here over tcp."})
+    advertise_host: str = field(default="", metadata={"help": "Host that nodes dial; empty: host."})
+    nics: str = field(default="", metadata={"help": "NICs of transfers; empty: all."})
+    keys: str = field(
+        default="content",
+        metadata={"help": "Keys of puts that name none: content (a hash) or granted (a number).", "choices": KEYS},
+    )
+    placement: str = field(
+        default="local", metadata={"help": "Pool node of a put: local first, random, best2.", "choices": POLICIES}
+    )
+    verify: bool = field(default=False, metadata={"help": "Compare checksums (xxh3) of everything put and got."})
+    staging_mb: int = field(default=64, metadata={"help": "Registered memory that other memory goes through, MiB."})
+    timeout_ms: int = field(default=30_000, metadata={"help": "Of an operation that names no time of its own."})
+    lease_ms: int = field(default=5_000, metadata={"help": "Asked for blocks that are being read; renewed."})
+    read_within_ms: int = field(
+        default=5_000, metadata={"help": "A node must have read a put by then, else the next one is asked."}
+    )
+    concurrency: int = field(default=64, metadata={"help": "Operations under way at once; others wait."})
+    locations: int = field(default=65_536, metadata={"help": "Blocks whose holders are remembered for some seconds."})
+
+    def __post_init__(self) -> None:
+        if not self.store.strip():
+            raise ConfigError("store='': name a store master as HOST:PORT", field="store")
+        choices: dict[str, tuple[str, ...]] = {"keys": KEYS, "placement": POLICIES}
+        for key, names in choices.items():
+            if getattr(self, key) not in names:
+                raise ConfigError(f"{key}={getattr(self, key)!r}: not one of {', '.join(names)}", field=key)
+        for key, least, most in (
+            ("staging_mb", 1, 1 << 20),
+            ("timeout_ms", 1, 24 * 3_600_000),
+            ("lease_ms", 10, 600_000),
+            ("read_within_ms", 10, 60_000),
+            ("concurrency", 1, 65_536),
+            ("locations", 0, 1 << 24),
+        ):
+            if not least <= getattr(self, key) <= most:
+                raise ConfigError(f"{key}={getattr(self, key)}: not in {least}..{most}", field=key)
+        listed = self.transport_list
+        if not listed or not set(listed) <= set(KNOWN_TRANSPORTS) or len(set(listed)) < len(listed):
+            known = ", ".join(KNOWN_TRANSPORTS)
+            raise ConfigError(f"transports={self.transports!r}: a list of {known}, each once", field="transports")
+
+    @property
+    def transport_list(self) -> tuple[str, ...]:
+        return split_list(self.transports)
+
+    @property
+    def timeout_s(self) -> float:
+        return self.timeout_ms / 1000
+
+
+def split_list(text: str) -> tuple[str, ...]:
+    """ "a, b" → ("a", "b")."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())

@@ -1,0 +1,208 @@
+"""The store master as a client sees it: who holds what, numbers, names, orders. Whichever master leads is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import grpc.aio
+from google.protobuf.message import Message
+
+from kvmesh.kvcache.client.choice import Holder, Replica
+from kvmesh.kvcache.client.placement import Candidate
+from kvmesh.kvcache.keys import KEY_BYTES, split
+from kvmesh.kvcache.tiers import Tier
+from kvmesh.rpc.errors import TransferError
+from kvmesh.rpc.masters import Caller, Masters
+from kvmesh.rpc.pb import common_pb2, store_pb2_grpc
+from kvmesh.rpc.pb import store_pb2 as pb
+
+T = TypeVar("T")
+
+MAX_KEYS = 4096  # of one Find, Bind or Resolve
+FLEET_S = 1.0  # figures of pool nodes are used so long: nodes report about as often
+NOTHING = bytes(KEY_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What a removal did. `acknowledged`: stores that miss from now on; `pending`: could not be asked, and will hear of
+    it before they announce again; `blocks`: how many copies were there."""
+
+    acknowledged: tuple[str, ...] = ()
+    pending: tuple[str, ...] = ()
+    blocks: int = 0
+
+
+@dataclass(slots=True)
+class _Fleet:
+    nodes: list[Candidate] = field(default_factory=list)
+    asked: float = 0.0
+
+
+class Directory:
+    """On the event loop; `close` it. Every method raises KvmeshError, at the latest after `timeout_s`."""
+
+    def __init__(self, store: str) -> None:
+        """ConfigError: the list of addresses is empty."""
+        self._caller = Caller(Masters(store))
+        self._stubs: weakref.WeakKeyDictionary[grpc.aio.Channel, Any] = weakref.WeakKeyDictionary()
+        self._fleet = _Fleet()
+        self._asking = asyncio.Lock()
+
+    @property
+    def term(self) -> int:
+        """The highest heard."""
+        return self._caller.masters.terms.highest
+
+    async def call(self, method: Callable[[Any, float], Awaitable[T]], timeout_s: float) -> T:
+        """`method(stub, timeout_s)` at the master that leads."""
+
+        def at(channel: grpc.aio.Channel, left_s: float) -> Awaitable[T]:
+            stub = self._stubs.get(channel)
+            if stub is None:
+                stub = self._stubs[channel] = store_pb2_grpc.StoreMasterStub(channel)
+            return method(stub, left_s)
+
+        return await self._caller.call(at, timeout_s)
+
+    async def find(self, keys: Sequence[bytes], timeout_s: float) -> tuple[list[list[Replica]], bool]:
+        """The replicas of each key, in no order that means anything; and whether the master has heard from everybody:
+        if not, a key without replicas may be held all the same."""
+        found: list[list[Replica]] = []
+        complete = True
+        deadline = time.monotonic() + timeout_s
+        for some in _portions(keys):
+            request = pb.FindRequest(keys=b"".join(some))
+            answer = await self.call(_ask("Find", request), _left(deadline))
+            if len(answer.replicas) != len(some):
+                raise TransferError(f"a Find that speaks of {len(answer.replicas)} keys, not of {len(some)}")
+            holders = [_holder(one) for one in answer.holders]
+            for replicas in answer.replicas:
+                tiers = replicas.tier or bytes([Tier.DRAM]) * len(replicas.holder)
+                pairs = zip(replicas.holder, tiers, strict=True)
+                found.append([Replica(holders[i], Tier(tier)) for i, tier in pairs])
+            complete &= not answer.rebuilding
+        return found, complete
+
+    async def pools(self, timeout_s: float) -> list[Candidate]:
+        """Nodes that take puts, as they were at most FLEET_S ago."""
+        async with self._asking:
+            if time.monotonic() - self._fleet.asked > FLEET_S:
+                told = await self.status(timeout_s)
+                nodes = [_candidate(one) for one in told.stores if one.member.role == common_pb2.ROLE_POOL]
+                self._fleet = _Fleet(nodes, time.monotonic())
+        return self._fleet.nodes
+
+    def forget_pools(self) -> None:
+        """A node of the list has failed: ask again next time."""
+        self._fleet.asked = 0.0
+
+    async def status(self, timeout_s: float) -> pb.GetStoreStatusResponse:
+        return await self.call(_ask("GetStatus", pb.GetStoreStatusRequest()), timeout_s)
+
+    async def grant(self, count: int, timeout_s: float) -> tuple[int, int]:
+        """(term, first number) of a range that nobody else gets."""
+        request = pb.GrantRequest(count=count)
+        answer = await self.call(_ask("Grant", request), timeout_s)
+        return answer.term, answer.first
+
+    async def bind(self, namespace: str, names: Mapping[str, bytes], timeout_s: float) -> dict[str, bytes]:
+        """What each name stands for now: the given key, or the one that was there first."""
+        bound: dict[str, bytes] = {}
+        deadline = time.monotonic() + timeout_s
+        for some in _portions(list(names.items())):
+            request = pb.BindRequest(namespace=namespace, names=[pb.NamedKey(name=n, key=k) for n, k in some])
+            answer = await self.call(_ask("Bind", request), _left(deadline))
+            bound |= zip((name for name, _ in some), split(answer.keys), strict=True)
+        return bound
+
+    async def resolve(
+        self, namespace: str, names: Sequence[str], timeout_s: float, *, unbind: bool = False
+    ) -> list[bytes | None]:
+        """The key of each name; None: it is bound to none. `unbind`: forget them."""
+        found: list[bytes | None] = []
+        deadline = time.monotonic() + timeout_s
+        for some in _portions(names):
+            request = pb.ResolveRequest(namespace=namespace, names=some, unbind=unbind)
+            answer = await self.call(_ask("Resolve", request), _left(deadline))
+            keys = split(answer.keys)
+            if len(keys) != len(some):
+                raise TransferError(f"a Resolve that speaks of {len(keys)} names, not of {len(some)}")
+            found += [None if key == NOTHING else key for key in keys]
+        return found
+
+    async def remove(self, timeout_s: float, *, keys: Sequence[bytes] = (), prefix: bytes = b"") -> Removed:
+        """Everywhere: these keys, or all that begin with `prefix`."""
+        acknowledged: set[str] = set()
+        pending: set[str] = set()
+        blocks = 0
+        deadline = time.monotonic() + timeout_s
+        for some in _portions(keys) if keys else ((),):
+            request = pb.RemoveRequest(keys=b"".join(some), prefix=prefix)
+            answer = await self.call(_ask("Remove", request), _left(deadline))
+            acknowledged |= set(answer.acknowledged)
+            pending |= set(answer.pending)
+            blocks += answer.removed
+        return Removed(tuple(sorted(acknowledged - pending)), tuple(sorted(pending)), blocks)
+
+    async def change_replica(self, keys: Sequence[bytes], replicas: int, hard: bool, timeout_s: float) -> list[int]:
+        """Live replicas of each key now; more or fewer will follow."""
+        live: list[int] = []
+        deadline = time.monotonic() + timeout_s
+        for some in _portions(keys):
+            request = pb.ChangeReplicaRequest(keys=b"".join(some), replicas=replicas, hard=hard)
+            answer = await self.call(_ask("ChangeReplica", request), _left(deadline))
+            live += answer.replicas
+        return live
+
+    async def list_keys(self, prefix: bytes, after: bytes, limit: int, timeout_s: float) -> tuple[list[bytes], bytes]:
+        """(some keys that begin with `prefix`, what to go on behind; empty: that was all)."""
+        request = pb.ListKeysRequest(prefix=prefix, after=after, limit=limit)
+        answer = await self.call(_ask("ListKeys", request), timeout_s)
+        return split(answer.keys), answer.next
+
+    async def close(self) -> None:
+        await self._caller.close()
+
+
+def _portions(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    return (items[at : at + MAX_KEYS] for at in range(0, len(items), MAX_KEYS))
+
+
+def _ask(method: str, request: Message) -> Callable[[Any, float], Awaitable[Any]]:
+    return lambda stub, timeout_s: getattr(stub, method)(request, timeout=timeout_s)
+
+
+def _left(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.001)
+
+
+def _holder(one: pb.HolderInfo) -> Holder:
+    member = one.member
+    ref = member.instance
+    return Holder(
+        member.store_id or ref.instance_id,
+        ref.address,
+        ref.incarnation,
+        member.node_id,
+        one.sending_bytes_per_s,
+        one.leases,
+    )
+
+
+def _candidate(one: pb.StoreStatus) -> Candidate:
+    member = one.member
+    return Candidate(
+        member.store_id or member.instance.instance_id,
+        member.instance.address,
+        member.node_id,
+        member.instance.incarnation,
+        one.usage.free_bytes,
+        one.usage.capacity_bytes,
+        one.draining,
+    )

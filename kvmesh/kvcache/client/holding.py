@@ -1,0 +1,103 @@
+"""Questions and orders to the nodes that hold blocks: who really has them, pins."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import grpc
+
+from kvmesh.kvcache.client.choice import Here, Holder, Replica
+from kvmesh.kvcache.client.directory import Directory
+from kvmesh.kvcache.client.lease import LAYOUT
+from kvmesh.kvcache.client.peers import Peer, Peers
+from kvmesh.kvcache.client.writing import Pin
+from kvmesh.kvcache.tiers import Tier
+from kvmesh.rpc import status
+from kvmesh.rpc.errors import KvmeshError, Overloaded
+from kvmesh.rpc.pb import blocks_pb2 as pb
+
+T = TypeVar("T")
+
+CALL_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A node that has a block."""
+
+    holder: Holder
+    tier: Tier
+    nbytes: int
+
+
+class Holding:
+    """On the event loop."""
+
+    def __init__(self, peers: Peers, directory: Directory, here: Here) -> None:
+        self._peers = peers
+        self._directory = directory
+        self._here = here
+
+    async def places(self, keys: Sequence[bytes], deadline: float) -> dict[bytes, list[Place]]:
+        """Who says that it has each key, the nearest first; nodes that do not answer are left out."""
+        found: dict[bytes, list[Place]] = {key: [] for key in keys}
+
+        async def ask(peer: Peer, holder: Holder, some: list[bytes], left_s: float) -> None:
+            answer = await peer.stub.Exists(pb.ExistsRequest(keys=b"".join(some)), timeout=left_s)
+            for key, tier, nbytes in zip(some, answer.tiers, answer.nbytes, strict=True):
+                if tier:
+                    found[key].append(Place(holder, Tier(tier), nbytes))
+
+        await self._everybody(keys, deadline, ask)
+        for some in found.values():
+            some.sort(key=lambda place: (self._here.distance(place.holder), place.tier, place.holder.store_id))
+        return found
+
+    async def pin(self, keys: Sequence[bytes], kind: Pin, ttl_ms: int, deadline: float) -> dict[bytes, int]:
+        """How many nodes have done it. Overloaded: one has too much pinned."""
+        done = dict.fromkeys(keys, 0)
+
+        async def ask(peer: Peer, holder: Holder, some: list[bytes], left_s: float) -> None:
+            request = pb.PinBlocksRequest(
+                keys=b"".join(some), layout=LAYOUT, kind=pb.PinKind.ValueType(kind), ttl_ms=ttl_ms
+            )
+            answer = await peer.stub.Pin(request, timeout=left_s)
+            for key, did in zip(some, answer.done, strict=True):
+                done[key] += bool(did)
+
+        for error in await self._everybody(keys, deadline, ask):
+            if isinstance(error, Overloaded):
+                raise error
+        return done
+
+    async def _everybody(
+        self,
+        keys: Sequence[bytes],
+        deadline: float,
+        ask: Callable[[Peer, Holder, list[bytes], float], Awaitable[None]],
+    ) -> list[KvmeshError]:
+        """Each holder about what it is said to have, beside one another; what went wrong."""
+        keys = list(dict.fromkeys(keys))
+        if not keys:
+            return []
+        left_s = max(deadline - time.monotonic(), 0.001)
+        replicas: list[list[Replica]] = (await self._directory.find(keys, left_s))[0]
+        asked: dict[Holder, dict[bytes, None]] = {}  # two tiers of a node are one node to ask
+        for key, some in zip(keys, replicas, strict=True):
+            for replica in some:
+                asked.setdefault(replica.holder, {})[key] = None
+        errors: list[KvmeshError] = []
+
+        async def one(holder: Holder, some: list[bytes]) -> None:
+            async with self._peers.use(holder.address) as peer:
+                try:
+                    await ask(peer, holder, some, min(CALL_S, max(deadline - time.monotonic(), 0.001)))
+                except grpc.RpcError as error:
+                    errors.append(status.from_rpc_error(error))
+
+        await asyncio.gather(*(one(holder, list(some)) for holder, some in asked.items()))
+        return errors

@@ -1,0 +1,193 @@
+"""A lease as its reader sees it, and READs under it.
+
+Counted from before the request, less 10 %: by that count it is over before it is over at the holder. What was read
+later than that is discarded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from kvmesh.kvcache.client.calls import ended
+from kvmesh.kvcache.client.choice import Holder
+from kvmesh.kvcache.client.gather import Shard
+from kvmesh.kvcache.client.peers import Peer, Peers
+from kvmesh.kvcache.tiers import Tier
+from kvmesh.rpc import status
+from kvmesh.rpc.errors import KvmeshError, TransferError, UnknownInstance
+from kvmesh.rpc.pb import blocks_pb2 as pb
+from kvmesh.transfer import BatchId, TransferEngine, TransferRequest, TransferState
+
+LAYOUT = "bytes"  # of public blocks: any length, nothing known of what they hold
+CALL_S = 5.0  # a holder that has not answered by then is passed over; from SSD the answer takes a read
+RELEASE_S = 1.0
+MS = 1_000_000  # ns
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """`shards`: of the keys that are held, positions among those asked for; `checksums` beside them, when asked for."""
+
+    peer: Peer
+    lease_id: int
+    until_ns: int
+    granted_ms: int
+    segment: str
+    shards: list[Shard]
+    tiers: dict[int, Tier]
+    checksums: dict[int, int]
+    over: bool = False
+
+    def holds_at(self, when_ns: int) -> bool:
+        """Whether what was read until then counts."""
+        return not self.over and when_ns <= self.until_ns
+
+
+async def ask(
+    peer: Peer,
+    peers: Peers,
+    holder: Holder,
+    keys: Sequence[bytes],
+    *,
+    reader: str,
+    lease_ms: int,
+    checksums: bool,
+    timeout_s: float,
+) -> Lease | None:
+    """None: it holds none of them. KvmeshError: it does not answer, or what it says makes no sense."""
+    known = peer.segments.get(holder.incarnation)
+    asked_ns = time.monotonic_ns()
+    request = pb.LeaseRequest(
+        reader=reader,
+        holder_incarnation=holder.incarnation,
+        keys=b"".join(keys),
+        lease_ms=lease_ms,
+        layout=LAYOUT,
+        want_descriptors=known is None,
+        want_checksums=checksums,
+    )
+    try:
+        answer = await peer.stub.Lease(request, timeout=min(CALL_S, timeout_s))
+    except grpc.RpcError as error:
+        raise status.from_rpc_error(error) from None
+    if not answer.lease_id:
+        return None
+    lease = Lease(peer, answer.lease_id, _until(asked_ns, answer.lease_ms), answer.lease_ms, "", [], {}, {})
+    try:
+        _fill(lease, answer, len(keys), checksums)
+        rank = answer.ranks[0]
+        lease.segment = known or peers.learn(peer, holder.incarnation, rank.segment_descriptor)
+        if rank.segment != lease.segment:
+            raise TransferError(f"{holder.store_id} names a segment that its descriptor does not")
+    except TransferError:
+        await give_back(lease)
+        raise
+    return lease
+
+
+def _fill(lease: Lease, answer: pb.LeaseResponse, keys: int, checksums: bool) -> None:
+    """Raises TransferError when the holder's answer makes no sense."""
+    held = [i for i, here in enumerate(answer.held) if here]
+    if len(answer.held) != keys or not held:
+        raise TransferError(f"a lease that speaks of {len(answer.held)} keys ({len(held)} held), not of {keys}")
+    if len(answer.ranks) != 1 or len(answer.ranks[0].offset) != len(held):
+        raise TransferError("a lease whose offsets do not match its blocks")
+    if len(answer.nbytes) != len(held) or not all(answer.nbytes):
+        raise TransferError("a lease of blocks whose sizes are not told")
+    rank = answer.ranks[0]
+    lease.shards = [Shard(i, at, n) for i, at, n in zip(held, rank.offset, answer.nbytes, strict=True)]
+    tiers = answer.tiers if len(answer.tiers) == keys else bytes([Tier.DRAM]) * keys
+    lease.tiers = {i: Tier(tiers[i] or Tier.DRAM) for i in held}
+    if checksums:
+        if len(rank.checksum) != len(held):
+            raise TransferError("a lease without the checksums that were asked for")
+        lease.checksums = dict(zip(held, rank.checksum, strict=True))
+
+
+async def give_back(lease: Lease) -> None:
+    """Nobody has to wait for it: a lease that is not given back ends by itself. Raises nothing."""
+    if not lease.over:
+        with contextlib.suppress(grpc.RpcError):
+            request = pb.ReleaseBlocksRequest(lease_id=lease.lease_id)
+            await lease.peer.stub.ReleaseLease(request, timeout=RELEASE_S)
+
+
+async def read(
+    engine: TransferEngine, lease: Lease, requests: Sequence[TransferRequest], deadline: float, lease_ms: int
+) -> list[str]:
+    """What went wrong with each READ, "" for those that are here and whose lease held. Returns (also when cancelled, by
+    raising) only when nothing of them can land any more."""
+    left_s = deadline - time.monotonic()
+    if left_s <= 0 or not requests:
+        return ["not in time"] * len(requests)
+    batch = engine.allocate_batch(len(requests))
+    try:
+        engine.submit(batch, requests, left_s)
+        await _landed(engine, batch, lease, deadline, lease_ms)
+        lapsed = "" if lease.holds_at(time.monotonic_ns()) else "the lease ran out before the last byte was here"
+        return [lapsed or _wrong(one.state, one.cause) for one in engine.statuses(batch)]
+    finally:
+        engine.free_batch(batch)
+
+
+def _wrong(state: TransferState, cause: str) -> str:
+    return "" if state is TransferState.COMPLETED else cause or state.value
+
+
+async def _landed(engine: TransferEngine, batch: BatchId, lease: Lease, deadline: float, lease_ms: int) -> None:
+    """Until all of the batch is final; renews the lease at half its time, gives up when it or the time is over."""
+    loop = asyncio.get_running_loop()
+    final: asyncio.Future[None] = loop.create_future()
+
+    def finish() -> None:
+        if not final.done():
+            final.set_result(None)
+
+    def from_engine() -> None:
+        loop.call_soon_threadsafe(finish)
+
+    engine.on_done(batch, from_engine)
+    try:
+        while not final.done():
+            now = time.monotonic()
+            half_s = max((lease.until_ns * 1e-9 - now) / 2, 0.001)
+            done, _ = await asyncio.wait({final}, timeout=min(half_s, max(deadline - now, 0.001)))
+            if done:
+                return
+            if time.monotonic() >= deadline or not await _renewed(lease, lease_ms):
+                return
+    finally:
+        if not final.done():
+            engine.cancel(batch)
+            await ended(final)  # the engine answers in bounded time, and until then bytes may still land
+
+
+async def _renewed(lease: Lease, lease_ms: int) -> bool:
+    """False: it is over. A holder that does not answer is asked again as long as there is time."""
+    asked_ns = time.monotonic_ns()
+    if asked_ns >= lease.until_ns:
+        return False
+    request = pb.RenewBlocksRequest(lease_id=lease.lease_id, lease_ms=lease_ms)
+    try:
+        answer = await lease.peer.stub.RenewLease(request, timeout=(lease.until_ns - asked_ns) * 1e-9)
+    except grpc.RpcError as error:
+        lease.over = isinstance(status.from_rpc_error(error), UnknownInstance)
+        return not lease.over
+    lease.granted_ms = answer.lease_ms
+    lease.until_ns = max(lease.until_ns, _until(asked_ns, answer.lease_ms))
+    return True
+
+
+def _until(asked_ns: int, lease_ms: int) -> int:
+    return asked_ns + lease_ms * MS * 9 // 10
+
+
+def worth_forgetting(error: KvmeshError) -> bool:
+    """Whether the peer must be dialled afresh after it."""
+    return error.retryable or isinstance(error, UnknownInstance)

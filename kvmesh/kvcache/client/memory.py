@@ -1,0 +1,231 @@
+"""Memory that nodes can reach: the caller's registered buffers, and a staging region that everything else goes through.
+
+A node that was asked to read a put and gave no answer may still read, or begin to when it wakes. So every put shows a
+*ticket*, a random number in memory of ours: the node reads the ticket after the blocks and seals nothing when it has
+changed. It is cleared before the memory is used for anything else, and then the memory is free at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import struct
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvmesh.kvcache.segment_allocator import SegmentAllocator
+from kvmesh.rpc.errors import DeadlinePassed, InvalidRequest, Overloaded
+from kvmesh.transfer import Region, TransferEngine
+
+INLINE_COPY = 2 << 20  # larger copies go to a thread: the event loop has others to serve
+UNIT = 4096  # of staging
+TICKETS = 512  # puts under way at once
+_TICKET = struct.Struct("<Q")
+
+Data = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Part of a registered buffer."""
+
+    region: Region
+    view: memoryview
+    start: int
+    nbytes: int
+    shared: bool = True  # nodes of this machine map it
+
+    @property
+    def address(self) -> int:
+        return self.region.address + self.start
+
+    @property
+    def offset(self) -> int:
+        """In our segment."""
+        return self.region.base_offset + self.start
+
+    @property
+    def memory(self) -> memoryview:
+        return self.view[self.start : self.start + self.nbytes]
+
+    def part(self, start: int, nbytes: int) -> Span:
+        assert start >= 0 and start + nbytes <= self.nbytes, f"{start}, {nbytes}: not within {self.nbytes} bytes"
+        return Span(self.region, self.view, self.start + start, nbytes, self.shared)
+
+
+class Buffer:
+    """Registered memory of the caller, until `Memory.unregister` or the client's end."""
+
+    def __init__(self, region: Region, view: memoryview, keep: object, shared: bool) -> None:
+        self.region = region
+        self.view = view  # writable bytes
+        self.shared = shared
+        self._keep = keep
+
+    def __len__(self) -> int:
+        return len(self.view)
+
+    def span(self, start: int = 0, nbytes: int | None = None) -> Span:
+        """Bytes [start, start + nbytes), by default to the end. InvalidRequest: not within the buffer."""
+        nbytes = len(self) - start if nbytes is None else nbytes
+        if not 0 <= start <= len(self) or not 0 < nbytes <= len(self) - start:
+            raise InvalidRequest.of("span", (start, nbytes), f"not within a buffer of {len(self)} bytes")
+        return Span(self.region, self.view, start, nbytes, self.shared)
+
+
+@dataclass(eq=False, slots=True)
+class Staged:
+    """Registered memory for one transfer; given back by `Memory.give_back`."""
+
+    span: Span
+    own: Region | None = None  # larger than the staging region: memory of its own
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """`value` stands at `offset` of our segment as long as the put is wanted."""
+
+    offset: int
+    value: int
+
+
+class Memory:
+    """All that our engine has registered. On the event loop."""
+
+    def __init__(self, engine: TransferEngine, staging_bytes: int) -> None:
+        self._engine = engine
+        self._staging = _whole(engine.allocate(staging_bytes))
+        self._units = SegmentAllocator(self._staging.nbytes // UNIT)
+        self._waiting: deque[tuple[int, asyncio.Future[int]]] = deque()
+        self._tickets = _whole(engine.allocate(TICKETS * _TICKET.size))
+        self._slots = list(range(TICKETS))
+        self._state = 1
+        self._descriptor = (0, b"")
+
+    # ── the caller's ─────────────────────────────────────────────────────────────────────────────
+
+    def allocate(self, nbytes: int) -> Buffer:
+        """Zeroed memory that nodes of this machine map and others read. TransferError: there is not so much."""
+        region = self._engine.allocate(nbytes)
+        self._state += 1
+        view = _whole(region).view[:nbytes]
+        return Buffer(region, view, None, shared="shm" in self._engine.config.transports)
+
+    def register(self, buffer: object) -> Buffer:
+        """The caller's own memory, which stays where it is. TransferError: read-only, not contiguous, none at all."""
+        region = self._engine.register_memory(buffer)
+        self._state += 1
+        return Buffer(region, _whole(region).view, buffer, shared=False)
+
+    def unregister(self, buffer: Buffer) -> None:
+        """TransferError: something is still being read from it or into it."""
+        self._engine.unregister_memory(buffer.region)
+        self._state += 1
+
+    @property
+    def state(self) -> int:
+        """Grows with every change of what is registered: a node must be shown the descriptor of this state or later."""
+        return self._state
+
+    @property
+    def descriptor(self) -> bytes:
+        if self._descriptor[0] != self._state:
+            self._descriptor = (self._state, self._engine.local_descriptor().encode())
+        return self._descriptor[1]
+
+    # ── staging ──────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def staging_bytes(self) -> int:
+        return self._staging.nbytes
+
+    @property
+    def staging_free(self) -> int:
+        return self._units.free * UNIT
+
+    async def stage(self, nbytes: int, deadline: float) -> Staged:
+        """Room for so many bytes, in turn. DeadlinePassed: not until `deadline` (monotonic seconds)."""
+        if nbytes > self.staging_bytes:
+            region = await asyncio.to_thread(self._engine.allocate, nbytes)
+            self._state += 1
+            return Staged(_whole(region).part(0, nbytes), region)
+        units = -(-nbytes // UNIT)
+        first = None if self._waiting else self._units.allocate(units)
+        if first is None:
+            first = await self._wait(units, deadline)
+        return Staged(self._staging.part(first * UNIT, nbytes))
+
+    async def _wait(self, units: int, deadline: float) -> int:
+        turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        entry = (units, turn)
+        self._waiting.append(entry)
+        try:
+            await asyncio.wait({turn}, timeout=max(deadline - time.monotonic(), 0))
+        except asyncio.CancelledError:
+            if turn.done():
+                self._units.release(turn.result())
+            raise
+        finally:
+            if not turn.done():
+                self._waiting.remove(entry)
+            self._serve()
+        if not turn.done():
+            why = f"no room for {units * UNIT} bytes among {self.staging_bytes} of staging in time (staging_mb)"
+            raise DeadlinePassed(why, field="staging_mb")
+        return turn.result()
+
+    def give_back(self, staged: Staged) -> None:
+        """Nobody reads or writes it any more."""
+        if staged.own is not None:
+            self._engine.unregister_memory(staged.own)
+            self._state += 1
+            return
+        self._units.release(staged.span.start // UNIT)
+        self._serve()
+
+    def _serve(self) -> None:
+        while self._waiting:
+            units, turn = self._waiting[0]
+            first = self._units.allocate(units)
+            if first is None:
+                return
+            self._waiting.popleft()
+            turn.set_result(first)
+
+    # ── tickets ──────────────────────────────────────────────────────────────────────────────────
+
+    @contextmanager
+    def ticket(self) -> Iterator[Ticket]:
+        """Of one put, void from the end of the block on. Overloaded: TICKETS puts are under way."""
+        if not self._slots:
+            raise Overloaded(f"{TICKETS} puts of this client are under way", retry_after_ms=100)
+        slot = self._slots.pop()
+        at, value = slot * _TICKET.size, secrets.randbits(64) or 1
+        _TICKET.pack_into(self._tickets.view, at, value)
+        try:
+            yield Ticket(self._tickets.offset + at, value)
+        finally:
+            _TICKET.pack_into(self._tickets.view, at, 0)
+            self._slots.append(slot)
+
+
+def _whole(region: Region) -> Span:
+    assert region.memory is not None, "host memory has a view"
+    return Span(region, region.memory.cast("B"), 0, region.length)
+
+
+async def copy(target: memoryview, source: Data) -> None:
+    """All of `source` into as many bytes of `target`; large ones in a thread, with the GIL released."""
+    if len(target) <= INLINE_COPY:
+        target[:] = source
+    else:
+        await asyncio.to_thread(_copy, target, source)
+
+
+def _copy(target: memoryview, source: Data) -> None:
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -1,0 +1,60 @@
+"""Which pool node a put goes to: pure.
+
+    local    the node on this machine while it has room; else as best2
+    random   any
+    best2    two by lot, of them the one with more free memory
+
+Two by lot and not the emptiest of all: figures are a heartbeat old, and every client has the same ones, so "the
+emptiest" would draw every put of every client until its next beat. By two, a node that has just come back empty is
+drawn with probability 2/n whatever the others hold.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvmesh.rpc.errors import ConfigError
+
+POLICIES = ("local", "random", "best2")
+ROOM_PERCENT = 5  # of its capacity must be free besides the block, for a node to count as having room
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A pool node, as it last said. It evicts for a put: "free" is what costs nobody a block."""
+
+    store_id: str
+    address: str
+    node_id: str = ""
+    incarnation: int = 0
+    free_bytes: int = 0
+    capacity_bytes: int = 0
+    draining: bool = False
+
+    def roomy(self, nbytes: int) -> bool:
+        return self.free_bytes - nbytes >= self.capacity_bytes * ROOM_PERCENT // 100
+
+
+def check_policy(policy: str) -> str:
+    """ConfigError: none of POLICIES."""
+    if policy not in POLICIES:
+        raise ConfigError(f"placement={policy!r}: not one of {', '.join(POLICIES)}", field="placement")
+    return policy
+
+
+def order(
+    candidates: Sequence[Candidate], policy: str, nbytes: int, largest: int, node_id: str, rng: random.Random
+) -> list[Candidate]:
+    """Whom to ask for `nbytes` in blocks of at most `largest` bytes, the first choice first, each once; those that
+    drain or cannot hold such a block at all are left out."""
+    able = [c for c in candidates if not c.draining and c.capacity_bytes >= largest]
+    rng.shuffle(able)
+    if policy != "random" and len(able) > 1 and able[1].free_bytes > able[0].free_bytes:
+        able[:2] = able[1], able[0]
+    if policy == "local":
+        near = [c for c in able if node_id and c.node_id == node_id]
+        near = [c for c in near if c.roomy(nbytes)] or (near if not any(c.roomy(nbytes) for c in able) else [])
+        able = near + [c for c in able if c not in near]
+    return able
