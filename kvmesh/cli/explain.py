@@ -17,7 +17,8 @@ from kvmesh.rpc.errors import ConfigError, InvalidRequest
 
 _ROLES = (("ROLE_PREFILL", "prefill"), ("ROLE_DECODE", "decode"))
 _ALWAYS = ("queue_ms", "prefill_ms", "pull_ms", "tbt_ms")
-_HEADINGS = {"pull_ms": "pulling"}
+_HEADINGS = {"pull_ms": "pulling", "load_ms": "loading"}
+_TIERS = {"TIER_SSD": "SSD", "TIER_OBJECT": "object storage"}
 _OTHER_WAY = "ttft_other_way_ms"
 _NOTHING = 1e-6
 _NO_BLOCKS = "none of the prompt's blocks"
@@ -75,11 +76,12 @@ def screen(told: dict[str, Any], width: int = 80) -> RenderableType:
 
 def _table(word: str, candidates: list[dict[str, Any]], width: int) -> Table:
     names = _terms(candidates)
+    below = ["loads", "from"] if any(_tier(one) for one in candidates) else []
     table = Table(box=None, pad_edge=False, padding=(0, 2 if width >= 100 else 1, 0, 0), header_style="dim")
     table.add_column("", no_wrap=True)
     table.add_column(word, no_wrap=True)
-    for name in ("holds", "pulls"):
-        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("holds", "pulls", *below):
+        table.add_column(name, justify="left" if name == "from" else "right", no_wrap=True)
     for name in names:
         table.add_column(escape(_heading(name)), justify="right", min_width=max(map(len, _heading(name).split())))
     table.add_column("score", justify="right", no_wrap=True)
@@ -91,12 +93,18 @@ def _table(word: str, candidates: list[dict[str, Any]], width: int) -> Table:
             escape(one["instance"]["instance_id"]),
             str(one["local_blocks"]),
             str(one["pulled_blocks"]),
+            *([str(one["loaded_blocks"]), _tier(one)] if below else []),
             *(number(terms[name]) if name in terms else "" for name in names),
             number(one["score_ms"]) if terms else "",
             escape(one["verdict"]),
             style="bold green" if one["chosen"] else "" if terms else "dim",
         )
     return table
+
+
+def _tier(one: dict[str, Any]) -> str:
+    """The slowest that any of its blocks come from; "": memory."""
+    return _TIERS.get(one.get("tier", ""), "")
 
 
 def _terms(candidates: list[dict[str, Any]]) -> list[str]:
@@ -116,6 +124,11 @@ def _heading(name: str) -> str:
 
 def _legend(candidates: list[dict[str, Any]]) -> str:
     text = "holds, pulls: blocks, from the prompt's start; the rest is in ms; the least score wins"
+    if any(_tier(one) for one in candidates):
+        text += (
+            "; loads: blocks out of a lower tier of its own; from: the slowest tier that any block comes from, own or a"
+        )
+        text += " holder's; loading: what that takes, before a holder sends, or beside it"
     if any(term["name"] == _OTHER_WAY for one in candidates for term in one["terms"]):
         text += f"; {_heading(_OTHER_WAY)}: had it computed what it would pull, or pulled what it would compute"
     return text
@@ -179,7 +192,12 @@ def _has(one: dict[str, Any], prompt_blocks: int, prefill: bool) -> str:
         said.append(f"holds {held}")
     if one["pulled_blocks"]:
         took = f" ({number(terms['pull_ms'])} ms)" if terms.get("pull_ms") else ""
-        said.append(f"{'pulls' if one['chosen'] else 'would pull'} {one['pulled_blocks']}{took}")
+        below = f" out of {_tier(one)}" if _tier(one) and not one["loaded_blocks"] else ""
+        said.append(f"{'pulls' if one['chosen'] else 'would pull'} {one['pulled_blocks']}{below}{took}")
+    if _tier(one):
+        took = f"{number(terms.get('load_ms', 0))} ms"
+        loads = f"{'loads' if one['chosen'] else 'would load'} {one['loaded_blocks']} out of its {_tier(one)} ({took})"
+        said.append(loads if one["loaded_blocks"] else f"waits {took} for that to be read")
     if prefill:
         queue = terms.get("queue_ms", 0)
         said.append(f"has {number(queue)} ms queued" if queue >= 0.5 else "has nothing queued")

@@ -17,7 +17,7 @@ from kvmesh.cli import runs
 from kvmesh.cli.console import RunDir, console, one_line_errors, wide_enough
 
 TIERS = ("device", "host", "remote")
-_TEXTS = ("service", "address", "state", "instance", "role", "model", "node store", "")
+_TEXTS = ("service", "address", "state", "instance", "role", "model", "node store", "tier", "")
 _ORDER = {"ROLE_PREFILL": 0, "ROLE_DECODE": 1, "ROLE_BOTH": 2, "ROLE_POOL": 3}
 _WIDE = 110
 
@@ -39,7 +39,8 @@ def status(
 
     pages, extents: available/all. blocks: sealed/all; of a pool node that does not hold blocks of exactly one model,
     sealed in all its memory. device, host, remote, hits: share of the prompt tokens of an instance, since its start,
-    found in its device pages, its own host segment, other nodes, all together.
+    found in its device pages, its own host segment, other nodes, all together. tier: what a node keeps below its
+    memory; block: how long reading one block of it is expected to take.
 
     Leaves with 1 when a service does not answer. Examples:
 
@@ -96,7 +97,10 @@ def _screen(found: dict[str, Any], width: int) -> RenderableType:
     if "error" not in found["conductor"]:
         parts += ["", _instances(found["conductor"].get("instances", []), width)]
     if found["node_stores"]:
-        parts += ["", _stores(found, width), "", *_cache(found)]
+        parts += ["", _stores(found, width), ""]
+        if lower := _lower_tiers(found):
+            parts += [lower, ""]
+        parts += _cache(found)
     return Group(*parts)
 
 
@@ -244,6 +248,33 @@ def _held(role: str, told: dict[str, Any]) -> str:
             return f"{blocks} in {told['capacity_bytes'] >> 20:,} MiB"
         total = told["capacity_bytes"] // told["shard_bytes"]
     return f"{blocks}/{total}"
+
+
+def _lower_tiers(found: dict[str, Any]) -> Table | None:
+    """Below the memory of node stores, where there is anything: what is there, how often it helped, and how long the
+    conductor expects one block to take (a pool node: as it says itself)."""
+    expected = {
+        (_id(one), tier["usage"]["tier"]): tier["expected_ms"]
+        for one in found["conductor"].get("instances", [])
+        for tier in one.get("tiers", [])
+    }
+    table = _table("node store", "tier", "blocks", "used", "of", "hits", "misses", "block, ms", "MiB/s", "")
+    for name, told in sorted(found["node_stores"].items()):
+        for tier in told.get("tiers", []):
+            block_ms = expected.get((name, tier["tier"]), tier["read_ns"] / 1e6)
+            table.add_row(
+                escape(name),
+                str(tier["tier"]).removeprefix("TIER_").lower(),
+                f"{tier['blocks']:,}",
+                mebibytes(tier["used_bytes"]),
+                mebibytes(tier["capacity_bytes"]),
+                f"{tier['hits']:,}",
+                f"{tier['misses']:,}",
+                f"{block_ms:.2f}" if block_ms else "-",
+                f"{tier['bytes_per_s'] / 2**20:,.0f}" if tier["bytes_per_s"] else "-",
+                f"[yellow]{escape(tier['why_not'])}[/]" if tier["why_not"] else "",
+            )
+    return table if table.row_count else None
 
 
 def _hits(load: dict[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from kvmesh.cli import collect, explain, status
-from kvmesh.rpc.pb import conductor_pb2, store_pb2
+from kvmesh.rpc.pb import blocks_pb2, common_pb2, conductor_pb2, store_pb2
 
 
 def printed(what: RenderableType, width: int) -> str:
@@ -48,6 +48,14 @@ def answer(*candidates: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 HOLDS = candidate("prefill-1", 20.0, 40, chosen=True, verdict="chosen")
 PULLS = candidate("prefill-0", 32.0, 0, 40, terms={"queue_ms": 50.0, "pull_ms": 3.0, "prefill_ms": 9.0})
+LOADS = candidate(
+    "prefill-1", 12.0, 10, loaded_blocks=30, tier="TIER_SSD", chosen=True, verdict="chosen",
+    terms={"queue_ms": 0.0, "load_ms": 4.0, "prefill_ms": 8.0},
+)  # fmt: skip
+BELOW = candidate(
+    "prefill-0", 20.0, 0, 40, loaded_blocks=0, tier="TIER_OBJECT", verdict="slower by 8.0 ms",
+    terms={"queue_ms": 0.0, "pull_ms": 3.0, "load_ms": 9.0, "prefill_ms": 8.0},
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -97,6 +105,14 @@ PULLS = candidate("prefill-0", 32.0, 0, 40, terms={"queue_ms": 50.0, "pull_ms": 
         ),
         (answer(outcome="unavailable"), ["Refused (unavailable): no reason was told."]),
         (
+            answer(LOADS, BELOW),
+            [
+                "prefill: prefill-1 wins by 8.0 ms: it holds 10 of 47 blocks, loads 30 out of its SSD (4.0 ms), has "
+                "nothing queued, needs 8.0 ms of prefill; prefill-0 holds none of the prompt's blocks, would pull 40 "
+                "out of object storage (3.0 ms), waits 9.0 ms for that to be read, has nothing queued, needs 8.0 ms",
+            ],
+        ),
+        (
             answer(HOLDS),
             ["prefill: ", "Expected: TTFT 20 ms, TBT 4 ms, 2,560 cached tokens.", "Afterwards: prefill has not"],
         ),
@@ -130,6 +146,28 @@ def test_the_table_of_candidates(width: int) -> None:
     assert ["decode", "holds", "pulls", "tbt", "score", "verdict"] in rows, "a term that is 0 for all tells nothing"
     order = [row[0] if row[0] != "→" else row[1] for row in rows if row and any("prefill-" in word for word in row[:2])]
     assert order[:3] == ["prefill-1", "prefill-0", "prefill-2"]
+
+
+def test_the_table_tells_of_lower_tiers_where_there_are_any() -> None:
+    text = printed(explain.screen(answer(LOADS, BELOW), 120), 120)
+    rows = [line.split() for line in text.splitlines()]
+    heading = [
+        "prefill",
+        "holds",
+        "pulls",
+        "loads",
+        "from",
+        "queue",
+        "loading",
+        "prefill",
+        "pulling",
+        "score",
+        "verdict",
+    ]
+    assert heading in rows
+    assert ["→", "prefill-1", "10", "0", "30", "SSD", "0", "4.0", "8.0", "12.0", "chosen"] in rows
+    assert "prefill-0      0     40      0  object storage" in text
+    assert "loads:" not in printed(explain.screen(answer(PULLS, HOLDS), 120), 120)
 
 
 def test_the_answer_is_plain_json_with_numbers() -> None:
@@ -226,6 +264,38 @@ def test_a_pool_node_tells_all_its_memory(shard_bytes: int, blocks: int, slabs: 
     told = found["node_stores"]["pool-0"]
     told.update(shard_bytes=shard_bytes, pools=pools(store_blocks=blocks, extents_total=slabs))
     assert re.search(rf"^pool-0 +{shown} ", printed(status._screen(found, 80), 80), re.M)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_lower_tiers_are_shown_where_there_are_any(width: int) -> None:
+    assert "misses" not in printed(status._screen(mesh(), width), width)
+    found = mesh()
+    ssd = collect.plain(
+        blocks_pb2.TierCounters(
+            tier=common_pb2.TIER_SSD,
+            capacity_bytes=1 << 32,
+            used_bytes=5 << 20,
+            blocks=1234,
+            hits=70,
+            misses=30,
+            read_ns=2_500_000,
+            bytes_per_s=800 << 20,
+        )
+    )
+    found["node_stores"]["prefill-0"]["tiers"] = [ssd]
+    found["node_stores"]["pool-0"]["tiers"] = [{**ssd, "bytes_per_s": 0, "why_not": "disk [full]"}]
+    expected = collect.plain(
+        conductor_pb2.InstanceStatus(
+            tiers=[conductor_pb2.IndexedTier(usage=store_pb2.TierUsage(tier=common_pb2.TIER_SSD), expected_ms=1.25)]
+        )
+    )
+    found["conductor"]["instances"][0]["tiers"] = expected["tiers"]
+    text = printed(status._screen(found, width), width)
+    rows = [line.split() for line in text.splitlines()]
+    row = ["ssd", "1,234", "5.0", "MiB", "4,096.0", "MiB", "70", "30"]
+    assert ["prefill-0", *row, "1.25", "800"] in rows
+    assert any(found[:11] == ["pool-0", *row, "2.50", "-"] for found in rows)
+    assert "[full]" in text
 
 
 def test_what_an_instance_has_in_hand_never_breaks_its_row() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.rpc import channels
-from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc, store_pb2, store_pb2_grpc
+from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, store_pb2, store_pb2_grpc
 from kvmesh.rpc.server import Server
 from services.conductor import main
 from services.conductor.domain import Blocks, Event, Member, MemberGone, MemberJoined, MembersReset, Ref, StoreLost
@@ -60,6 +60,28 @@ JOINED, LEFT, DIED = store_pb2.MEMBER_CHANGE_JOINED, store_pb2.MEMBER_CHANGE_LEF
 SNAPSHOT = said(5, (5, JOINED, "a"), snapshot=True)
 RESET = MembersReset(3, (member("a"),))
 SEALED = Blocks(Announcement("a", 1, 1, (KEYS[:16], KEYS[16:])))
+SSD = Blocks(Announcement("a#ssd", 1, 4, (KEYS[:16],)))
+TIERS = store_pb2.StoreEvents(
+    master_incarnation=3,
+    seq=5,
+    snapshot=True,
+    events=[
+        *SNAPSHOT.events,
+        *(
+            store_pb2.StoreEvent(
+                seq=5,
+                blocks=store_pb2.Announcement(
+                    store_id="a",
+                    incarnation=1,
+                    seq=4,
+                    sealed=KEYS[:16],
+                    tier=tier,  # type: ignore[arg-type]
+                ),
+            )
+            for tier in (common_pb2.TIER_SSD, 17)
+        ),
+    ],
+)
 TORN = store_pb2.StoreEvents(
     master_incarnation=3,
     seq=6,
@@ -88,6 +110,7 @@ TORN = store_pb2.StoreEvents(
         ([SNAPSHOT, TORN], [RESET, StoreLost()]),
         ([said(6, (6, LEFT, "a"))], [StoreLost()]),
         ([said(5, (5, 0, "a"), snapshot=True, more=True), said(6, (6, LEFT, "a"))], [SEALED, StoreLost()]),
+        ([TIERS, said(6, (6, LEFT, "a"))], [SSD, RESET, MemberGone(("a", 1), "left"), StoreLost()]),
         ([SNAPSHOT, None], [RESET, StoreLost()]),
         ([], [StoreLost()]),
     ],
@@ -100,6 +123,7 @@ TORN = store_pb2.StoreEvents(
         "half a key",
         "no snapshot",
         "half a snapshot",
+        "a tier, and one that is not known here",
         "silence",
         "nothing",
     ],
