@@ -11,6 +11,7 @@ import numpy as np
 from kvmesh.kvcache.block_map import _Store
 from kvmesh.kvcache.keys import KEY_BYTES, TAG_BYTES
 from kvmesh.kvcache.steady_map import SteadyBlockMap
+from kvmesh.kvcache.tiers import MARK
 
 TAG_ENTRY_BYTES = 160  # of one tag in one store's counts: key, int and its share of the dict
 
@@ -28,16 +29,16 @@ class MasterMap(SteadyBlockMap):
     # ── tags ─────────────────────────────────────────────────────────────────────────────────────────
 
     def watch(self, tag: bytes) -> None:
-        """Keep the sum of `tag` over all stores. O(stores)."""
-        shown = (self._tags.get(store.slot, {}).get(tag, 0) for store in self._stores.values())
-        self._watched.setdefault(tag, sum(shown))
+        """Keep the sum of `tag` over all stores in DRAM. O(stores)."""
+        names = (name for name in self._stores if MARK not in name)
+        self._watched.setdefault(tag, sum(self.tagged_at(name, tag) for name in names))
 
     def unwatch(self, tag: bytes) -> None:
         """Keep no sum of it any more."""
         self._watched.pop(tag, None)
 
     def tagged(self, tag: bytes) -> int:
-        """Replicas of a watched tag, of all stores together. KeyError: it is not watched."""
+        """Replicas of a watched tag in DRAM, of all stores together. KeyError: it is not watched."""
         return self._watched[tag]
 
     def tagged_at(self, store_id: str, tag: bytes) -> int:
@@ -97,7 +98,8 @@ class MasterMap(SteadyBlockMap):
             true = Counter(key[:TAG_BYTES] for key in self._keys_of(store)) if store is not None else {}
             assert counted == dict(true), f"slot {slot}: counts by tag"
         for tag, count in self._watched.items():
-            assert count == sum(self.tagged_at(store_id, tag) for store_id in self._stores), f"sum of {tag.hex()}"
+            names = (name for name in self._stores if MARK not in name)
+            assert count == sum(self.tagged_at(name, tag) for name in names), f"sum of {tag.hex()}"
 
     # ── inner ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -130,7 +132,7 @@ class MasterMap(SteadyBlockMap):
         self._count(store, gone, -1)
 
     def _count(self, store: _Store, keys: Sequence[bytes], sign: int) -> None:
-        counts, shown = self._tags[store.slot], not store.bit & self._hidden
+        counts, shown = self._tags[store.slot], not store.bit & self._hidden and MARK not in store.store_id
         for tag, n in Counter([key[:TAG_BYTES] for key in keys]).items():
             left = counts.get(tag, 0) + sign * n
             if left:
@@ -142,6 +144,6 @@ class MasterMap(SteadyBlockMap):
 
     def _swap(self, shown: _Store, other: _Store) -> None:
         before, after = self._tags.get(shown.slot, {}), self._tags.get(other.slot, {})
-        for tag in self._watched:
+        for tag in self._watched if MARK not in shown.store_id else ():
             self._watched[tag] += after.get(tag, 0) - before.get(tag, 0)
         super()._swap(shown, other)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvmesh.rpc.errors import Overloaded
 
 Name = tuple[str, str]  # namespace, name
-LOOK = 64  # bindings looked at to make room for one
+LOOK = 8  # bindings looked at to make room for one
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,8 @@ class Tombstones:
             return []
         if applied < self.floor:
             return [Tombstone(self.floor, prefix=first) for first in EVERYTHING]
-        found, size = [], 0
+        found: list[Tombstone] = []
+        size = 0
         for each in self._kept:
             if each.seq > applied:
                 size += RECORD_KEYS + len(each.keys)

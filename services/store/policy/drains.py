@@ -1,0 +1,175 @@
+"""Moving away what only one node holds, before it leaves.
+
+The store of a draining node is read slice by slice, again and again; what no other node holds (in whichever tier) is
+pulled by pool nodes. It is drained when a whole reading has found nothing, and nothing is under way. Two nodes that
+drain at once do not count for each other.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvmesh.kvcache.keys import KEY_BYTES
+from kvmesh.kvcache.tiers import store_names
+from kvmesh.rpc.errors import Overloaded
+from services.store.policy.copying import Copying
+from services.store.policy.master_map import MasterMap
+from services.store.policy.nodes import Nodes
+from services.store.policy.settling import Settling
+from services.store.policy.work import MAX_KEYS, Order, Pull
+
+MAX_DRAINS = 256
+LOOK = 4096  # keys of one node in one tick
+MAX_FOUND = 4096  # keys that wait; then reading waits too
+MAX_ORDERS = 4  # of one node, under way
+RETRY_S = (1.0, 30.0)
+
+
+@dataclass
+class Drain:
+    """`moved`: blocks that others have taken. `unread`: keys of this reading still to come."""
+
+    moved: int = 0
+    done: bool = False
+    why_not: str = ""
+    found: dict[bytes, None] = field(default_factory=dict)
+    busy: set[bytes] = field(default_factory=set)
+    clean: bool = True  # this reading has found nothing
+    slices: list[tuple[str, bytes]] = field(default_factory=list)
+    reading: bool = False
+    orders: int = 0
+    failures: int = 0
+    not_before: float = float("-inf")
+
+    @property
+    def unread(self) -> int:
+        return sum(len(packed) for _, packed in self.slices) // KEY_BYTES
+
+
+class Drains:
+    """By instance id, whichever its life."""
+
+    def __init__(self, blocks: MasterMap, nodes: Nodes, copying: Copying, settling: Settling) -> None:
+        self._map = blocks
+        self._nodes = nodes
+        self._copying = copying
+        self._settling = settling
+        self._drains: dict[str, Drain] = {}
+
+    def __contains__(self, instance_id: str) -> bool:
+        return instance_id in self._drains
+
+    def load(self, instance_ids: Iterable[str]) -> None:
+        """What an earlier leader left."""
+        self._drains.update((name, Drain()) for name in instance_ids)
+
+    def begin(self, instance_id: str) -> bool:
+        """Whether that is news. Raises Overloaded: too many drain."""
+        if instance_id in self._drains:
+            return False
+        if len(self._drains) >= MAX_DRAINS:
+            raise Overloaded(f"{MAX_DRAINS} nodes drain already")
+        self._drains[instance_id] = Drain()
+        self._mark(instance_id, True)
+        return True
+
+    def cancel(self, instance_id: str) -> bool:
+        """It stays. What is under way goes on. Whether it was draining."""
+        self._mark(instance_id, False)
+        return self._drains.pop(instance_id, None) is not None
+
+    def ended(self, instance_id: str) -> bool:
+        """A life is over; whether its drain is too: it was drained, and the name is free for another."""
+        drain = self._drains.get(instance_id)
+        if drain is None or not drain.done:
+            return False
+        del self._drains[instance_id]
+        return True
+
+    def get(self, instance_id: str) -> Drain | None:
+        """None: it does not drain."""
+        return self._drains.get(instance_id)
+
+    def sole_blocks(self, instance_id: str) -> int:
+        """What still lies only there: at most so many, 0 only when it is known."""
+        drain = self._drains.get(instance_id)
+        if drain is None or drain.done:
+            return 0
+        here = sum(self._map.count(name) for name in store_names(instance_id))
+        unread = drain.unread if drain.reading else here
+        return min(max(here, len(drain.found) + len(drain.busy)), len(drain.found) + len(drain.busy) + unread)
+
+    def tick(self, now: float, after: int, rng: random.Random) -> list[Order]:
+        """What to order now. `after`: the last tombstone."""
+        orders: list[Order] = []
+        for instance_id, drain in self._drains.items():
+            if instance_id in self._nodes:
+                self._read(instance_id, drain, now)
+                self._move(instance_id, drain, now, after, rng, orders)
+        return orders
+
+    def _read(self, instance_id: str, drain: Drain, now: float) -> None:
+        if not drain.reading:
+            logs = [(name, self._map.log_of(name)) for name in store_names(instance_id)]
+            drain.slices, drain.reading, drain.clean = [each for each in logs if each[1]], True, True
+        left, staying = LOOK, self._staying()
+        while drain.slices and left > 0 and len(drain.found) < MAX_FOUND:
+            name, packed = drain.slices.pop()
+            cut = min(len(packed), left * KEY_BYTES)
+            left -= cut // KEY_BYTES
+            if cut < len(packed):
+                drain.slices.append((name, packed[cut:]))
+            for key in self._map.held(name, packed[:cut]):
+                if key not in drain.busy and self._is_sole(key, instance_id, staying, now):
+                    drain.found[key] = None
+                    drain.clean = False
+        if not drain.slices and not drain.found and not drain.orders:
+            drain.done = drain.clean
+            drain.why_not = "" if drain.done else drain.why_not
+            drain.reading = False
+
+    def _move(
+        self, instance_id: str, drain: Drain, now: float, after: int, rng: random.Random, orders: list[Order]
+    ) -> None:
+        while drain.found and drain.orders < MAX_ORDERS and now >= drain.not_before:
+            keys = list(drain.found)[:MAX_KEYS]
+            pull = self._copying.begin((instance_id,), keys, {instance_id}, after, now, rng)
+            if pull is None:
+                drain.why_not = "no other pool node has room or answers"
+                return
+            drain.orders += 1
+            drain.busy.update(pull.keys)
+            for key in pull.keys:
+                del drain.found[key]
+            orders.append(Order(pull, partial(self._pulled, drain, pull)))
+
+    def _pulled(self, drain: Drain, work: Pull, done: frozenset[bytes], answered: bool, now: float) -> None:
+        self._copying.ended(work, done, answered, now)
+        drain.orders -= 1
+        drain.busy.difference_update(work.keys)
+        drain.moved += len(done)
+        if done:
+            drain.failures, drain.why_not = 0, ""
+            return  # what did not come is found by the next reading, if it is still there
+        drain.not_before = now + min(RETRY_S[1], RETRY_S[0] * 2 ** min(drain.failures, 16))
+        drain.failures += 1
+        what = "could not take" if answered else "did not answer for"
+        drain.why_not = f"{work.receiver.instance_id} {what} {len(work.keys)} blocks"
+
+    def _staying(self) -> int:
+        """The slots of nodes that do not drain, in every tier."""
+        return sum(bit for name, bit in self._map.shown() if name.partition("#")[0] not in self._drains)
+
+    def _is_sole(self, key: bytes, instance_id: str, staying: int, now: float) -> bool:
+        if self._map.mask(key) & staying:
+            return False
+        others = self._settling.seen(key, {instance_id}, now) - {instance_id}
+        return all(name in self._drains or name not in self._nodes for name in others)
+
+    def _mark(self, instance_id: str, draining: bool) -> None:
+        node = self._nodes.get(instance_id)
+        if node is not None:
+            node.draining = draining

@@ -1,0 +1,46 @@
+"""How often blocks were asked for lately: a sample of the questions, decayed. Fixed in size, O(1) a question."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+STRIDE = 16  # one in so many questions is counted
+MAX_KEYS = 65_536
+
+
+class Heat:
+    """Counts are halved every `window_s`; what is at zero is forgotten. A full book takes no new keys until then."""
+
+    def __init__(self, *, window_s: float, stride: int = STRIDE, max_keys: int = MAX_KEYS) -> None:
+        self._window_s = window_s
+        self._stride = stride
+        self._max_keys = max_keys
+        self._counts: dict[bytes, int] = {}
+        self._skip = 0
+        self._decays_at = float("-inf")
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def note(self, keys: Sequence[bytes]) -> list[bytes]:
+        """These were asked for; those that were counted."""
+        counted = list(keys[self._skip :: self._stride])
+        self._skip = (self._skip - len(keys)) % self._stride
+        counts = self._counts
+        for key in counted:
+            if key in counts:
+                counts[key] += 1
+            elif len(counts) < self._max_keys:
+                counts[key] = 1
+        return counted
+
+    def of(self, key: bytes) -> int:
+        """About how often `key` was asked for in the last window or two."""
+        return self._counts.get(key, 0) * self._stride
+
+    def decay(self, now: float) -> None:
+        """To be called now and then. O(keys) once in a window."""
+        if now < self._decays_at:
+            return
+        self._decays_at = now + self._window_s
+        self._counts = {key: count // 2 for key, count in self._counts.items() if count > 1}

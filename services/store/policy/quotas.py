@@ -1,0 +1,80 @@
+"""How many blocks a tenant's tag may have in memory over all nodes, divided into an allowance for each node.
+
+A node may keep what it has and an equal share of what is left; when more is there than the quota, every node must give
+up the same part. So the allowances never make more than the quota (but one block for each node at least, as 0 means
+none), and a node that fills up gets more with every beat while there is any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from kvmesh.rpc.errors import Overloaded
+from services.store.policy.master_map import MasterMap
+
+MAX_QUOTAS = 256
+AGAIN_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """`blocks` in DRAM, replicas counted; `name` for people."""
+
+    tag: bytes
+    blocks: int
+    name: str = ""
+
+
+class Quotas:
+    """All that are set. What is used is counted by the map, O(1) a change."""
+
+    def __init__(self, blocks: MasterMap) -> None:
+        self._map = blocks
+        self._set: dict[bytes, Quota] = {}
+        self._told: dict[str, tuple[dict[bytes, int], float]] = {}  # instance → what it was told last, and when
+        self._lifted: dict[bytes, int] = {}  # tags that have none any more: 0
+
+    def load(self, quotas: Iterable[Quota]) -> None:
+        """What an earlier leader left."""
+        for quota in quotas:
+            self.set(quota)
+
+    def set(self, quota: Quota) -> None:
+        """`blocks` 0: none from now on. Raises Overloaded: there are too many."""
+        if not quota.blocks:
+            if self._set.pop(quota.tag, None) is not None:
+                self._map.unwatch(quota.tag)
+                self._lifted[quota.tag] = 0
+                if len(self._lifted) > MAX_QUOTAS:
+                    del self._lifted[next(iter(self._lifted))]
+            return
+        if quota.tag not in self._set and len(self._set) >= MAX_QUOTAS:
+            raise Overloaded(f"{MAX_QUOTAS} quotas are set, no more can be")
+        self._set[quota.tag] = quota
+        self._lifted.pop(quota.tag, None)
+        self._map.watch(quota.tag)
+
+    def all(self) -> list[tuple[Quota, int]]:
+        """Each with the blocks used now."""
+        return [(quota, self._map.tagged(tag)) for tag, quota in self._set.items()]
+
+    def news(self, instance_id: str, members: int, now: float) -> Mapping[bytes, int]:
+        """Tag → allowance of this node, 0: none any more. All of them, when any has changed since it was told, and now
+        and then, as answers are lost."""
+        new = {tag: self._allowance(instance_id, quota, members) for tag, quota in self._set.items()} | self._lifted
+        told, at = self._told.get(instance_id, ({}, now))
+        if new == told and now - at < AGAIN_S:
+            return {}
+        self._told[instance_id] = (new, now)
+        return new
+
+    def ended(self, instance_id: str) -> None:
+        """Its life is over; another has been told nothing."""
+        self._told.pop(instance_id, None)
+
+    def _allowance(self, instance_id: str, quota: Quota, members: int) -> int:
+        used, here = self._map.tagged(quota.tag), self._map.tagged_at(instance_id, quota.tag)
+        if used > quota.blocks:
+            return max(1, here * quota.blocks // used)
+        return max(1, here + (quota.blocks - used) // max(1, members))
