@@ -159,6 +159,8 @@ def plan(settings: MeshSettings, run_dir: Path, ports: Ports) -> list[Spec]:
             "otlp_endpoint": settings.otlp_endpoint,
             "ready_file": str(ready_file),
             **{key: getattr(settings, key) for key in security.FIELDS},
+            "ssd_path": str(Path(settings.ssd_path).expanduser().absolute() / name) if settings.ssd_path else "",
+            "ssd_capacity_mb": settings.ssd_capacity_mb,
             **own[service],
             **({"model": one.served.path, "served_name": one.served.name} if one.served else {}),
             **_extra(settings.flags, name, service),

@@ -49,6 +49,11 @@ class MeshSettings:
     decode: int = field(default=1, metadata={"help": "Decode instances of each model.", **_COUNT})
     pool: int = field(default=0, metadata={"help": "Pool nodes: memory without an engine.", "min": 0, "max": 64})
     pool_memory_mb: int = field(default=256, metadata={"help": "KV memory of each pool node, MiB.", "min": 1})
+    ssd_path: str = field(
+        default="",
+        metadata={"help": "Folder of the SSD tier, a subfolder for each instance; empty: none.", "metavar": "FOLDER"},
+    )
+    ssd_capacity_mb: int = field(default=8192, metadata={"help": "Size of each instance's SSD tier, MiB.", "min": 1})
     host: str = field(default="127.0.0.1", metadata={"help": "Address that REST and gRPC listen on."})
     http_port: int = field(default=8000, metadata={"help": "REST port; 0 picks a free one.", **_PORT})
     grpc_port: int = field(default=8001, metadata={"help": "gRPC port; 0 picks a free one.", **_PORT})
