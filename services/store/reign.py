@@ -38,6 +38,7 @@ class Reign:
         self._clock = clock
         self._may_lead = may_lead
         self._ended = False
+        self._known_from = clock() + config.lease_ms / 1000
         self.incarnation = secrets.randbits(63) | 1
         self.state = MasterState(
             lease_s=config.lease_ms / 1000,
@@ -77,6 +78,11 @@ class Reign:
     def leads(self) -> bool:
         """Whether this reign goes on, at this moment."""
         return not self._ended and self._may_lead()
+
+    def young(self) -> bool:
+        """Whether members of the reign before may not have found this one yet; those that live find it within a
+        lease."""
+        return self._clock() < self._known_from
 
     def rise(self, term: int) -> None:
         """Go on under a higher term."""

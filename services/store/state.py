@@ -97,6 +97,7 @@ class MasterState:
         self.blocks = Blocks(max_store_blocks=max_store_blocks)
         self.policy = Policy(self.blocks.map, limits, wall_ns=wall_ns)
         self.seq = 0
+        self.membership = 0  # changes of it so far
 
     # ── questions ────────────────────────────────────────────────────────────────────────────────────
 
@@ -259,4 +260,5 @@ class MasterState:
 
     def _publish(self, change: Change, member: Member, actions: list[Action]) -> None:
         self.seq += 1
+        self.membership += 1
         actions.append(Publish(self.seq, change, member))

@@ -68,7 +68,7 @@ class Cluster:
             "transports": "tcp",
         }
         if name in WITH_SSD:
-            flags |= {"ssd_path": self.folder / f"{name}.ssd", "ssd_mb": SSD_MB}
+            flags |= {"ssd_path": self.folder / f"{name}.ssd", "ssd_capacity_mb": SSD_MB}
         return flags
 
     @property

@@ -22,6 +22,7 @@ READ_FAULTS = (
     '{"kind": "drop", "op": "read", "probability": 0.3}',
     '{"kind": "down", "op": "read", "probability": 0.3}',
     '{"kind": "duplicate", "op": "read"}',
+    '{"kind": "corrupt", "op": "read", "probability": 0.3}',
     '{"kind": "bandwidth", "op": "read", "bandwidth_mbps": 8}',
 )
 
