@@ -53,6 +53,7 @@ class StoreClient:
                 host=config.host,
                 advertise_host=config.advertise_host,
                 nics=split_list(config.nics),
+                fault=config.fault,
             ),
         )
         self._memory = Memory(self._engine, config.staging_mb << 20)

@@ -44,6 +44,7 @@ class ClientConfig:
         default=5_000, metadata={"help": "A node must have read a put by then, else the next one is asked."}
     )
     concurrency: int = field(default=64, metadata={"help": "Operations under way at once; others wait."})
+    fault: str = field(default="", metadata={"help": "JSON for the fault transport (tests)."})
     locations: int = field(default=65_536, metadata={"help": "Blocks whose holders are remembered for some seconds."})
 
     def __post_init__(self) -> None:
