@@ -82,20 +82,25 @@ class SealedBlocks:
         """`n` more extents, numbered on (there is more memory); returns the first one's number."""
         return self._pool.grow(n)
 
-    def withdraw(self, extents: Sequence[int], *, spared: bool = False) -> bool:
-        """Take these extents out, with the idle blocks in them (their memory is to be somebody else's). False, and
-        nothing has changed: one is held, leased, written or pinned hard, or (without `spared`) softly."""
-        gone = []
+    def withdrawable(self, extents: Iterable[int], *, spared: bool = False) -> bool:
+        """Whether nobody holds, leases or writes any of these, or has pinned it hard or (without `spared`) softly."""
         for extent in extents:
-            refs, key = self._pool.refcount(extent), self._key_of.get(extent)
-            if refs > (key is not None):
+            key = self._key_of.get(extent)
+            if self._pool.refcount(extent) > (key is not None):
                 return False
+            if key is not None and not spared and key in self._pins.soft:
+                return False
+        return True
+
+    def withdraw(self, extents: Sequence[int], *, spared: bool = False) -> bool:
+        """Take these extents out, with the idle blocks in them: their memory is to be somebody else's. False, and
+        nothing has changed, unless they are `withdrawable`."""
+        if not self.withdrawable(extents, spared=spared):
+            return False
+        for extent in extents:
+            key = self._key_of.get(extent)
             if key is not None:
-                if key in self._pins.soft and not spared:
-                    return False
-                gone.append(key)
-        for key in gone:
-            self._go(key)
+                self._go(key)
         self._pool.withdraw(extents)
         return True
 

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from kvmesh.kvcache.sources import Pulled
 from kvmesh.node import messages as m
 from kvmesh.node.blocks import Blocks
-from kvmesh.node.partitions import PoolPartitions
 from kvmesh.node.pool_config import PoolConfig
+from kvmesh.node.pool_partitions import PoolPartitions
 from kvmesh.node.rank_client import RankClient
 from kvmesh.node.registration import Registrar
 from kvmesh.node.segments import Segments
@@ -90,7 +90,7 @@ class PoolNode:
             server = listening
             self.address = f"{config.advertise_host or config.host}:{port}"
             registrar = Registrar.pool_node(self.ref, config.node_id, config.store, lambda: blocks.usage)
-            blocks.start(registrar, config.store)
+            blocks.start(registrar)
             tasks = [
                 asyncio.create_task(registrar.run(self._stop), name="registrar"),
                 asyncio.create_task(self._watch(server), name="ping rank"),
@@ -160,6 +160,7 @@ class PoolNode:
             high_percent=c.store_high_percent,
             low_percent=c.store_low_percent,
             lease_seed=self.incarnation,
+            eviction=c.store_eviction,
         )
         return Blocks(
             lambda: self.ref,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 
 from kvmesh.kvcache.node_store import Changes
-from kvmesh.node.partitions import MAX_LAYOUTS, OnePartition, Partition, PoolPartitions, unused
+from kvmesh.node.partitions import OnePartition, Partition, unused
+from kvmesh.node.pool_partitions import MAX_LAYOUTS, PoolPartitions
+from kvmesh.node.slabs import SlabPartition
 from kvmesh.rpc.errors import InvalidRequest, Overloaded
 from tests.node.stores import keys_of
 
@@ -39,7 +42,7 @@ def test_extents_of_all_layouts_lie_apart_and_inside() -> None:
     assert spans[0][0] >= BASE and spans[-1][1] <= BASE + 64 * MIB
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
     assert made.capacity_bytes == 64 * MIB
-    assert 0 < made.free_bytes < 64 * MIB - 7 * (6 << 20)
+    assert 0 < made.free_bytes < 64 * MIB - 7 * (5 << 20)
 
 
 def test_it_grows_before_it_evicts_and_evicts_when_all_is_used() -> None:
@@ -51,9 +54,14 @@ def test_it_grows_before_it_evicts_and_evicts_when_all_is_used() -> None:
     assert partition.store.stats.evicted > 0
     assert partition.store.holds(keys_of(199)[0]) and not partition.store.holds(keys_of(0)[0])
     assert partition.store.stats.sealed > 100
-    with pytest.raises(Overloaded):
+    lease = partition.store.lease(partition.store.keys(), 1000, now=5)
+    held = partition.store.hold(partition.store.keys())
+    with pytest.raises(Overloaded, match=r"1 blocks of 65536 bytes: .* \d+ of 8388608 bytes are free"):
         made.room("b", 65_536, 1)
     assert made.get("b") is None
+    partition.store.release(held)
+    partition.store.unlease(lease.lease_id)
+    assert made.room("b", 65_536, 1).store.free, "the coldest have gone"
 
 
 def test_a_layout_that_holds_nothing_gives_its_memory_to_another() -> None:
@@ -74,12 +82,139 @@ def test_a_layout_that_holds_nothing_gives_its_memory_to_another() -> None:
     assert second.store.total == 4
 
 
+def fill_with(made: PoolPartitions, nbytes: int, names: range) -> list[bytes]:
+    """One put after the other; those that found room."""
+    keys = []
+    for name in names:
+        (key,) = keys_of((nbytes, name))
+        partition = made.room("bytes", nbytes, 1)
+        if partition.store.begin([key])[0] is not None:
+            partition.store.seal(key, nbytes)
+            keys.append(key)
+    return keys
+
+
+def held(made: PoolPartitions) -> set[bytes]:
+    return set(made.keys())
+
+
+def test_small_values_make_room_for_great_ones_and_back() -> None:
+    made = pool()
+    small = fill_with(made, 60_000, range(1200))
+    assert len(small) == 1200 and 900 < len(held(made)) <= 1024, "64 KiB each"
+    great = fill_with(made, 15 << 20, range(3))
+    assert len(great) == 3 and held(made) >= set(great), "all three are here"
+    assert small[-1] in held(made) and len(held(made)) < 400
+    partition = made.get(f"bytes/{16 << 20}")
+    assert partition is not None and partition.store.total >= 3
+    back = fill_with(made, 60_000, range(2000, 3200))
+    assert len(back) == 1200 and len(held(made)) > 900, "and back"
+    for one in made.all():
+        one.store.check_integrity()
+    made.quotas.check_integrity([one.store for one in made.all()])
+
+
+def test_the_coldest_go_whoever_has_them() -> None:
+    made = pool(8 * MIB)
+    old = fill_with(made, 4096, range(500))
+    hot = fill_with(made, 60_000, range(50))
+    while made.free_bytes > MIB:
+        hot += fill_with(made, 60_000, range(len(hot), len(hot) + 10))
+    for partition in made.family("bytes"):
+        lease = partition.store.lease([key for key in old[:50] if partition.store.holds(key)], 10, now=1)
+        partition.store.unlease(lease.lease_id)
+    fill_with(made, 250_000, range(6))
+    assert held(made) >= set(hot), "the oldest were the small ones"
+    assert set(old[:50]) <= held(made), "and of those the ones that were read lately stay"
+    assert not set(old) <= held(made)
+
+
+def test_nobody_loses_what_is_read_written_or_pinned() -> None:
+    made = pool(8 * MIB)
+    first = fill_with(made, 60_000, range(200))
+    partition = made.get("bytes/65536")
+    assert partition is not None
+    store = partition.store
+    kept = [key for key in first if store.holds(key)]
+    read, hard, soft = kept[3], kept[30], kept[60]
+    lease = store.lease([read], 100, now=0)
+    store.pin_hard([hard])
+    store.pin([soft], 100, now=0)
+    new = fill_with(made, 1 << 20, range(4))
+    assert len(new) == 4 and {read, hard, soft} <= held(made)
+    more = fill_with(made, 1 << 20, range(10, 40))
+    assert {read, hard} <= held(made) and len(more) == 30
+    store.unlease(lease.lease_id)
+    with pytest.raises(Overloaded, match="hard_pins=9"):
+        made.may_pin(made.room("bytes", 500_000, 1), 9)
+
+
+def test_above_the_watermark_the_coldest_runs_go() -> None:
+    made = PoolPartitions(BASE, 8 * MIB, high_percent=80, low_percent=50, lease_seed=3)
+    keys = fill_with(made, 60_000, range(100))
+    made.settle()
+    assert len(held(made)) == 100, "not above it"
+    keys += fill_with(made, 60_000, range(100, 110))
+    made.settle()
+    assert held(made) == set(keys[-62:]), "runs of four blocks; the last one is half full"
+    made.settle()
+    assert len(held(made)) == 62
+
+
+def test_a_layout_among_busy_sizes_does_not_starve() -> None:
+    made = pool(8 * MIB)
+    for turn in range(30):
+        fill_with(made, 60_000, range(turn * 100, turn * 100 + 100))
+        layout = made.room("a model", 300_000, 4)
+        fill(layout, keys_of(*((turn, i) for i in range(4))))
+        assert layout.store.total >= 4
+    assert any(made.get("a model").store.holds(key) for key in keys_of(*((29, i) for i in range(4))))  # type: ignore[union-attr]
+
+
+def test_runs_of_all_sizes_lie_apart_after_many_moves() -> None:
+    made, rng = pool(8 * MIB), random.Random(5)
+    for step in range(400):
+        nbytes = rng.choice([1, 5000, 60_000, 300_000, 1 << 20, 3 << 20, 8 << 20])
+        fill_with(made, nbytes, range(step, step + 1))
+        if step % 7 == 0:
+            for partition in made.family("bytes"):
+                partition.store.remove(partition.store.keys()[::3])
+        if step % 11 == 0:
+            made.settle()
+        spans = []
+        for partition in made.all():
+            partition.store.check_integrity()
+            assert isinstance(partition, SlabPartition)
+            for run in partition.runs:
+                ends = [partition.offset(0, extent) for extent in (run.start, run.start + run.extents - 1)]
+                spans.append((ends[0], ends[1] + partition.shard_bytes))
+        spans.sort()
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+        assert not spans or (spans[0][0] >= BASE and spans[-1][1] <= BASE + 8 * MIB)
+        assert 0 <= made.fragmentation < 1
+    made.quotas.check_integrity([partition.store for partition in made.all()])
+    for partition in made.all():
+        partition.store.drop_all()
+    made.settle()
+    assert (made.free_bytes, made.fragmentation) == (8 * MIB, 0), "the pool is whole again"
+
+
+def test_a_length_that_no_pool_holds_is_refused() -> None:
+    made = pool(4 * MIB)
+    assert fill_with(made, 4 * MIB - 5, range(1)), "all of the memory"
+    for nbytes in (0, 4 * MIB + 1):
+        with pytest.raises(InvalidRequest, match=f"shard_bytes={nbytes}"):
+            made.room("bytes", nbytes, 1)
+
+
 def test_a_refused_layout_takes_nothing() -> None:
     made = pool(4 * MIB)
     for shard in (0, 1, 1023, 4 * MIB + 1, -5):
         with pytest.raises(InvalidRequest, match="shard_bytes"):
             made.room("a", shard, 1)
     fill(made.room("a", 4096, 1), keys_of("k"))
+    held = made.room("a", 4096, 1).store.hold(keys_of("k"))
+    assert held
     with pytest.raises(InvalidRequest, match="shard_bytes=8192"):
         made.room("a", 8192, 1)
     for n in range(MAX_LAYOUTS + 3):
