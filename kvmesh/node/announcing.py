@@ -13,7 +13,8 @@ import grpc.aio
 from kvmesh.kvcache.announce import Announcement, Announcer
 from kvmesh.kvcache.tiers import split_name
 from kvmesh.rpc import channels, status
-from kvmesh.rpc.errors import InvalidRequest, KvmeshError, UnknownInstance
+from kvmesh.rpc.errors import InvalidRequest, KvmeshError, NotLeader, StaleTerm, UnknownInstance
+from kvmesh.rpc.masters import Masters
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 from kvmesh.telemetry import names
@@ -48,18 +49,20 @@ class _Teller:
 class Announcing:
     """The loop around the `Announcer`s of one node, one for each of its tiers; they take turns, so that the snapshot of
     a large tier keeps no change of another waiting. `joined()`: whether the master knows this incarnation, as far as
-    we know; `rejoin()`: it does not, beat soon."""
+    we know; `rejoin()`: it does not, beat soon. Whoever beats chooses among `masters`; this loop speaks to the one
+    that is `current`."""
 
     def __init__(
         self,
         announcer: Announcer,
-        address: str,
+        masters: Masters,
         interval_s: float,
         joined: Callable[[], bool],
         rejoin: Callable[[], None],
     ) -> None:
         self._tellers = [_Teller(announcer)]
-        self._address = address
+        self._masters = masters
+        self._address = ""
         self._interval_s = interval_s
         self._joined = joined
         self._rejoin = rejoin
@@ -96,16 +99,21 @@ class Announcing:
 
     async def _say(self, word: Announcement, teller: _Teller) -> bool:
         """Whether it was heard. Raises nothing but CancelledError."""
-        if self._channel is None:
+        if self._channel is None or self._address != self._masters.current:
+            await self._drop_channel()
+            self._address = self._masters.current
             self._channel = channels.connect(self._address)
-        request = pb.AnnounceRequest(announcement=to_proto(word))
+        terms = self._masters.terms
+        request = pb.AnnounceRequest(announcement=to_proto(word), term=terms.highest)
         try:
             answer = await pb_grpc.StoreMasterStub(self._channel).Announce(request, timeout=CALL_S)
+            terms.hear(answer.term)
         except asyncio.CancelledError:
             teller.announcer.failed()
             raise
-        except grpc.aio.AioRpcError as error:
-            await self._failed(status.from_rpc_error(error), teller)
+        except (grpc.aio.AioRpcError, StaleTerm) as error:
+            cause = error if isinstance(error, StaleTerm) else status.from_rpc_error(error)
+            await self._failed(cause, teller)
             return False
         except Exception:
             log.exception("announcing failed")
@@ -137,6 +145,9 @@ class Announcing:
             return
         teller.announcer.failed()
         await self._drop_channel()  # gRPC's own reconnect back-off must not delay ours
+        if isinstance(cause, NotLeader | StaleTerm):
+            self._rejoin()
+            return
         if not self._complained:
             self._complained = True
             log.warning("store master at %s does not take announcements: %s", self._address, cause)

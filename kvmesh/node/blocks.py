@@ -140,11 +140,11 @@ class Blocks:
             await self._tiering.open()
             self.announce_tier(self._tiering.tier, self._tiering.source)
 
-    def start(self, registrar: Registrar, store_address: str) -> None:
+    def start(self, registrar: Registrar) -> None:
         """The server listens and the address is known: announce, offload, tidy."""
         self._announcing = announcing = Announcing(
             self._announcer,
-            store_address,
+            registrar.masters,
             self._announce_s,
             lambda: registrar.registered["store"],
             registrar.urge_store,

@@ -15,7 +15,7 @@ class InstanceConfig(TierConfig):
     model: str = field(default="", metadata={"help": "Checkpoint folder."})
     served_name: str = field(default="", metadata={"help": "Model name clients use; empty: the folder's name."})
     conductor: str = field(default="127.0.0.1:0", metadata={"help": "Address of the conductor."})
-    store: str = field(default="127.0.0.1:0", metadata={"help": "Address of the store master."})
+    store: str = field(default="127.0.0.1:0", metadata={"help": "Store masters, host:port,host:port,..."})
     dtype: str = field(default="float32", metadata={"help": "float32, bfloat16 or float16."})
     device: str = field(default="cpu", metadata={"help": "Device of the ranks; this version serves on cpu."})
     block_tokens: int = field(default=64, metadata={"help": "Tokens a block: a power of two in 16..512."})

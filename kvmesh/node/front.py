@@ -224,7 +224,7 @@ class Front:
             on_pools=blocks.pools_changed if blocks is not None else None,
         )
         if blocks is not None:
-            blocks.start(self._registrar, self.config.store)
+            blocks.start(self._registrar)
         self._tasks.append(asyncio.create_task(self._registrar.run(self._stop), name="registrar"))
 
     def _report(self, report: Callable[[], pb_conductor.HeartbeatRequest]) -> pb_conductor.HeartbeatRequest:

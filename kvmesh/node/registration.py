@@ -18,7 +18,8 @@ from typing import Any, ClassVar, cast
 import grpc
 
 from kvmesh.rpc import channels, protocol, status
-from kvmesh.rpc.errors import InvalidRequest, KvmeshError, ProtocolMismatch, UnknownInstance
+from kvmesh.rpc.errors import InvalidRequest, KvmeshError, ProtocolMismatch, StaleTerm, UnknownInstance
+from kvmesh.rpc.masters import Masters, Terms, moves_on
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2_grpc as pb_grpc
@@ -45,8 +46,7 @@ class _Peer(ABC):
 
     name: ClassVar[str]
 
-    def __init__(self, address: str, rng: random.Random) -> None:
-        self.address = address
+    def __init__(self, rng: random.Random) -> None:
         self.registered = False
         self._rng = rng
         self._channel: grpc.aio.Channel | None = None
@@ -54,6 +54,11 @@ class _Peer(ABC):
         self._lease_s = ENTER_TIMEOUT_S
         self._urged = asyncio.Event()
         self._complained = False
+
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """Whom to call now."""
 
     @abstractmethod
     async def _enter(self, channel: grpc.aio.Channel, timeout_s: float) -> tuple[int, int]:
@@ -123,6 +128,9 @@ class _Peer(ABC):
         except grpc.aio.AioRpcError as e:
             await self._drop_channel()
             return status.from_rpc_error(e)
+        except StaleTerm as e:
+            await self._drop_channel()
+            return e
         except Exception as e:
             log.exception("%s: registration loop failed", self.name)
             return e
@@ -155,35 +163,57 @@ class _Peer(ABC):
 
 
 class _StorePeer(_Peer):
+    """At whichever master leads."""
+
     name = "store master"
 
     def __init__(
         self,
-        address: str,
+        masters: Masters,
         rng: random.Random,
         member: pb_store.Member,
         usage: Callable[[], pb_store.StoreUsage] | None,
         on_pools: Callable[[Sequence[pb_store.PoolNode]], None] | None,
     ) -> None:
-        super().__init__(address, rng)
+        super().__init__(rng)
+        self.masters = masters
         self._member = member
         self._usage = usage
         self._on_pools = on_pools
         self._seq = 0
 
+    @property
+    def address(self) -> str:
+        return self.masters.current
+
     async def _enter(self, channel: grpc.aio.Channel, timeout_s: float) -> tuple[int, int]:
-        request = pb_store.JoinRequest(protocol_version=protocol.PROTOCOL_VERSION, member=self._member)
+        request = pb_store.JoinRequest(
+            protocol_version=protocol.PROTOCOL_VERSION, member=self._member, term=self.masters.terms.highest
+        )
         answer = await pb_store_grpc.StoreMasterStub(channel).Join(request, timeout=timeout_s)
+        self._heard(answer.term)
         return answer.heartbeat_interval_ms, answer.lease_ms
 
     async def _beat(self, channel: grpc.aio.Channel, timeout_s: float) -> None:
         self._seq += 1
-        request = pb_store.BeatRequest(instance=self._member.instance, seq=self._seq)
+        request = pb_store.BeatRequest(instance=self._member.instance, seq=self._seq, term=self.masters.terms.highest)
         if self._usage is not None:
             request.usage.CopyFrom(self._usage())
         answer = await pb_store_grpc.StoreMasterStub(channel).Beat(request, timeout=timeout_s)
+        self._heard(answer.term)
         if self._on_pools is not None:
             self._on_pools(answer.pools)
+
+    def _heard(self, term: int) -> None:
+        """Raises StaleTerm: a leader of yesterday has answered, which counts as no answer."""
+        self.masters.terms.hear(term)
+        self.masters.succeeded()
+
+    def _after(self, error: Exception, failures: int) -> float:
+        wait_s = super()._after(error, failures)
+        if isinstance(error, KvmeshError) and moves_on(error) and not self.masters.told(error):
+            return 0.0  # another master may know us
+        return wait_s
 
     async def _goodbye(self, channel: grpc.aio.Channel, timeout_s: float) -> None:
         request = pb_store.LeaveRequest(instance=self._member.instance)
@@ -201,7 +231,8 @@ class _ConductorPeer(_Peer):
         report: Callable[[], pb.HeartbeatRequest],
         ready: Callable[[], bool],
     ) -> None:
-        super().__init__(address, rng)
+        super().__init__(rng)
+        self._address = address
         self._registration = registration
         self._report = report
         self._ready = ready
@@ -209,6 +240,10 @@ class _ConductorPeer(_Peer):
         self._prefill: deque[pb.PrefillSample] = deque(maxlen=MAX_KEPT_SAMPLES)
         self._decode: deque[pb.DecodeSample] = deque(maxlen=MAX_KEPT_SAMPLES)
         self._finished: deque[str] = deque(maxlen=MAX_KEPT_FINISHED)
+
+    @property
+    def address(self) -> str:
+        return self._address
 
     async def _enter(self, channel: grpc.aio.Channel, timeout_s: float) -> tuple[int, int]:
         answer = await pb_grpc.ConductorStub(channel).Register(self._registration, timeout=timeout_s)
@@ -258,7 +293,8 @@ class Registrar:
 
     `report` returns what is new since its last call (`load` and `tiers` in full, samples and finished ids once, and a
     `not_ready_reason`); the registrar fills in instance, seq and ready. `usage` is what the master is told of the node
-    store, `on_pools` hears which pool nodes it knows. All callbacks run on the event loop and must not block."""
+    store, `on_pools` hears which pool nodes it knows. `store_address` may be a list, "a:1,b:2"; `terms` hears the terms
+    of masters. All callbacks run on the event loop and must not block."""
 
     def __init__(
         self,
@@ -275,6 +311,7 @@ class Registrar:
         *,
         usage: Callable[[], pb_store.StoreUsage] | None = None,
         on_pools: Callable[[Sequence[pb_store.PoolNode]], None] | None = None,
+        terms: Terms | None = None,
     ) -> None:
         rng = random.Random()
         registration = pb.RegisterInstanceRequest(
@@ -288,11 +325,16 @@ class Registrar:
         )
         member = pb_store.Member(instance=ref_pb, role=role, node_id=node_id, store_id=ref_pb.instance_id)
         self._conductor: _ConductorPeer | None = _ConductorPeer(conductor_address, rng, registration, report, ready)
-        self._store = _StorePeer(store_address, rng, member, usage, on_pools)
+        self._store = _StorePeer(Masters(store_address, terms), rng, member, usage, on_pools)
 
     @classmethod
     def pool_node(
-        cls, ref_pb: pb_common.InstanceRef, node_id: str, store_address: str, usage: Callable[[], pb_store.StoreUsage]
+        cls,
+        ref_pb: pb_common.InstanceRef,
+        node_id: str,
+        store_address: str,
+        usage: Callable[[], pb_store.StoreUsage],
+        terms: Terms | None = None,
     ) -> Registrar:
         """Of memory without an engine: it joins the master and nobody else."""
         made = cls.__new__(cls)
@@ -300,8 +342,13 @@ class Registrar:
             instance=ref_pb, role=pb_common.ROLE_POOL, node_id=node_id, store_id=ref_pb.instance_id
         )
         made._conductor = None
-        made._store = _StorePeer(store_address, random.Random(), member, usage, None)
+        made._store = _StorePeer(Masters(store_address, terms), random.Random(), member, usage, None)
         return made
+
+    @property
+    def masters(self) -> Masters:
+        """The store masters; `current` is the one this instance has joined, or is about to join."""
+        return self._store.masters
 
     @property
     def registered(self) -> dict[str, bool]:

@@ -12,7 +12,7 @@ from kvmesh.rpc.errors import ConfigError
 class ConductorConfig(ServiceConfig):
     """Raises ConfigError naming the field when a value cannot be."""
 
-    store: str = field(default="127.0.0.1:0", metadata={"help": "Address of the store master."})
+    store: str = field(default="127.0.0.1:0", metadata={"help": "Store masters, host:port,host:port,..."})
     slo_ttft_ms: int = field(
         default=30_000, metadata={"help": "TTFT beyond which requests are refused, in ms.", "min": 1}
     )

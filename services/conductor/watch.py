@@ -13,6 +13,7 @@ import grpc
 
 from kvmesh.rpc import channels, status
 from kvmesh.rpc.errors import KvmeshError, Unavailable
+from kvmesh.rpc.masters import Masters, moves_on
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 from services.conductor import mapping
@@ -24,17 +25,25 @@ FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.05, 1.0
 
 
 class StoreWatch:
-    """One stream at a time, opened again after every failure. `deliver` takes each event as it comes; an error that it
-    raises ends the stream, and the next one begins with a snapshot."""
+    """Follows whichever store master leads. One stream at a time, opened again after every failure. `deliver` takes
+    each event as it comes; an error that it raises ends the stream, and the next one begins with a snapshot."""
 
-    def __init__(self, address: str, deliver: Callable[[Event], None], *, silence_s: float, rng: random.Random) -> None:
-        """`silence_s`: a quiet master still sends empty messages; a stream silent for longer is broken."""
-        self.address = address
-        self.status = f"connecting to {address}"
+    def __init__(
+        self, addresses: str, deliver: Callable[[Event], None], *, silence_s: float, rng: random.Random
+    ) -> None:
+        """`addresses`: "a:1,b:2". `silence_s`: a quiet master still sends empty messages; a stream silent for longer is
+        broken."""
+        self._masters = Masters(addresses)
+        self.status = f"connecting to {self.address}"
         self._deliver = deliver
         self._silence_s = silence_s
         self._rng = rng
         self._followed = False
+
+    @property
+    def address(self) -> str:
+        """Whom it follows, or tries to."""
+        return self._masters.current
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set. Raises nothing but CancelledError."""
@@ -49,6 +58,8 @@ class StoreWatch:
                 log.warning("stream of the store master at %s broke: %s", self.address, error)
             self.status = f"no connection to {self.address}: {error}"
             self._deliver(StoreLost())
+            if isinstance(error, KvmeshError) and moves_on(error) and not self._masters.told(error):
+                continue  # another master may lead
             wait_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(failures, 10)) * self._rng.uniform(0.5, 1.0)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
@@ -78,12 +89,15 @@ class StoreWatch:
     async def _read(self, channel: grpc.aio.Channel) -> None:
         stream: Any = pb_grpc.StoreMasterStub(channel).Watch(pb.WatchRequest())
         follower = _Follower(self._deliver)
+        terms = self._masters.terms
         try:
             while True:
                 async with asyncio.timeout(self._silence_s):
                     message = await stream.read()
                 if message is grpc.aio.EOF:
                     raise Unavailable("the store master ended the stream")
+                terms.hear(message.term)
+                self._masters.succeeded()
                 follower.take(message)
                 if follower.seq is not None:
                     self._following(follower)

@@ -257,7 +257,7 @@ class Node:
             usage=lambda: self.blocks.usage,  # type: ignore[union-attr]
             on_pools=self.blocks.pools_changed,
         )
-        self.blocks.start(registrar, store_address)
+        self.blocks.start(registrar)
         self._registering = asyncio.create_task(registrar.run(self._leaving))
 
     async def close(self) -> None:
