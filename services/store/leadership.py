@@ -87,8 +87,8 @@ class Leadership:
 
     async def _run(self) -> None:
         while True:
-            self._changed.clear()
             self._step(Tick())
+            self._changed.clear()  # of what this step has seen: a wait that never waits would let nobody else run
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, self._leader.next_at - self._clock())):
                     await self._changed.wait()
