@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvmesh.cli import apikey, bench, chat, doctor, explain, replay, serve, sim, status, trace, up
+from kvmesh.cli import apikey, bench, chat, doctor, explain, replay, serve, sim, status, store, trace, up
 from kvmesh.cli.console import console
 
 app = typer.Typer(
@@ -34,6 +34,7 @@ app.command("explain")(explain.explain)
 app.command("bench", help=bench.HELP)(bench.bench)
 app.command("replay", help=replay.HELP)(replay.replay)
 app.add_typer(sim.app, name="sim")
+app.add_typer(store.app, name="store")
 app.command("apikey")(apikey.apikey)
 app.command("doctor")(doctor.doctor)
 

@@ -342,6 +342,11 @@ class StoreClient:
         return [found[key] if key is not None else [] for key in keys]
 
     @property
+    def tag(self) -> bytes:
+        """What every key of this client's namespace begins with: 4 bytes."""
+        return self._keys.tag
+
+    @property
     def directory(self) -> Directory:
         """The master's own calls."""
         return self._directory
