@@ -20,6 +20,7 @@ from kvmesh.node.partitions import OnePartition, Partition, layout_tag
 from kvmesh.node.rank_client import RankClient
 from kvmesh.node.registration import Registrar
 from kvmesh.node.segments import Segments
+from kvmesh.node.warm import Warm
 from kvmesh.rpc.errors import ConfigError, InternalError, KvmeshError
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2 as pb_conductor
@@ -58,6 +59,7 @@ class Front:
         self.ranks = [RankClient(rank, self._rank_said, self._rank_lost) for rank in range(WORLD_SIZE)]
         self.segments = Segments(self.ranks)
         self.blocks: Blocks | None = None
+        self._warm: Warm | None = None
         self._on_message = on_message
         self.server: Server | None = None
         self.address = ""
@@ -111,6 +113,8 @@ class Front:
             fault=c.fault,
             host=c.host,
             advertise_host=c.advertise_host,
+            warm_segment=c.warm_segment,
+            warm_lease_ms=c.store_lease_ms,
         )
 
     async def _watch_ranks(self) -> None:
@@ -137,14 +141,21 @@ class Front:
             offload_percent=c.offload_percent,
             tiers=c.tiers(),
         )
+        if c.warm_segment:
+            self._warm = Warm(c.warm_segment, self.ranks, store.total, self.incarnation)
+            self._warm.keep(store, partition.shard_bytes)
         return self.blocks
 
     def _rank_said(self, rank: int, message: m.ToFront) -> None:
+        if self._warm is not None and self._warm.rank_said(message):
+            return
         if self.blocks is None or not self.blocks.rank_said(rank, message):
             self._on_message(rank, message)
 
     def _rank_lost(self, _: int, cause: str) -> None:
         self._lost = cause
+        if self._warm is not None:
+            self._warm.close()  # the memory is still there, for the next life
         if self.blocks is not None:
             self.blocks.ranks_lost(cause)
         self.urge()
@@ -260,6 +271,8 @@ class Front:
         if self.server is not None:
             await self.server.stop(0.5)
             self.server = None
+        if self._warm is not None:
+            self._warm.close()
         await asyncio.gather(*(rank.close() for rank in self.ranks))
 
 

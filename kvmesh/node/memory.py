@@ -12,5 +12,6 @@ MAX_TOUCH_BYTES = 1 << 30
 
 
 def touch(region: Region) -> None:
-    """Write zeros over the region's first MAX_TOUCH_BYTES; nothing may lie in it yet."""
-    ctypes.memset(region.address, 0, min(region.length, MAX_TOUCH_BYTES))
+    """Write zeros over the region's first MAX_TOUCH_BYTES; nothing may lie in it yet, but what an earlier life left."""
+    if not region.kept:
+        ctypes.memset(region.address, 0, min(region.length, MAX_TOUCH_BYTES))

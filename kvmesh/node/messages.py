@@ -37,6 +37,10 @@ from kvmesh.node.tier_messages import TierPut as TierPut
 from kvmesh.node.tier_messages import TierRemove as TierRemove
 from kvmesh.node.tier_messages import TierStats as TierStats
 from kvmesh.node.transfer_metrics import TransferStats
+from kvmesh.node.warm_messages import WarmRow as WarmRow
+from kvmesh.node.warm_messages import WarmSum as WarmSum
+from kvmesh.node.warm_messages import WarmVerified as WarmVerified
+from kvmesh.node.warm_messages import WarmVerify as WarmVerify
 
 # ── front → rank: life ────────────────────────────────────────────────────────────────────────────
 
@@ -66,6 +70,8 @@ class Configure(Message, frozen=True):
     topology: str = ""  # JSON or file of it; "" = found in /sys
     # Further fields of EngineConfig.
     rdma: dict[str, int | tuple[str, ...]] = msgspec.field(default_factory=dict)
+    warm_segment: str = ""  # folder of memory that the next life finds; "" = none
+    warm_lease_ms: int = 0  # the longest lease that this life gives
 
 
 class OpenSegment(Message, frozen=True):
@@ -202,6 +208,8 @@ ToRank = (
     | TierPut
     | TierGet
     | TierRemove
+    | WarmSum
+    | WarmVerify
 )
 
 
@@ -226,6 +234,8 @@ class Ready(Message, frozen=True):
     load_ms: int
     layout: str = ""  # what a shard of this rank holds, for people and for equality; "" without an engine
     host_bytes: int = 0  # of the host region
+    warm_segment: bytes = b""  # names the host region's memory, if it outlives this process
+    warm_until_ns: int = 0  # ... of an earlier life, whose readers may still read until then
 
 
 class InitFailed(Message, frozen=True):
@@ -338,4 +348,5 @@ ToFront = (
     | TierDone
     | TierChanged
     | TierStats
+    | WarmVerified
 )

@@ -11,6 +11,7 @@ from kvmesh.node.memory import touch
 from kvmesh.node.puller import Puller
 from kvmesh.node.tier_worker import TierWorker
 from kvmesh.node.transfer_config import own_location, start_engine
+from kvmesh.node.warm_segment import POOL_SLOT_BYTES, host_region
 from kvmesh.rpc.errors import ConfigError, TransferError
 
 log = logging.getLogger("kvmesh.rank")
@@ -29,7 +30,10 @@ class StoreWorker:
         name = f"{configure.instance_id}/{configure.rank}@{configure.incarnation:x}"
         self.engine = start_engine(name, configure, None)
         try:
-            self._region = self.engine.allocate(configure.memory_bytes, own_location())
+            slots = configure.memory_bytes // POOL_SLOT_BYTES
+            self._region, self.warm = host_region(
+                self.engine, configure.memory_bytes, own_location(), configure, "pool", slots, send
+            )
             touch(self._region)
         except OSError as error:
             self.engine.close()
@@ -61,6 +65,8 @@ class StoreWorker:
             direct_landing=False,
             load_ms=self._load_ms,
             host_bytes=self._region.length,
+            warm_segment=self.warm.name if self.warm is not None else b"",
+            warm_until_ns=self.warm.until_ns if self.warm is not None else 0,
         )
 
     def tick(self) -> None:
@@ -89,11 +95,13 @@ class StoreWorker:
                     log.error("%s", error)
             case m.CloseSegment(name):
                 self.engine.close_segment(name)
-            case _ if self.tiers.handle(message):
+            case _ if self.tiers.handle(message) or (self.warm is not None and self.warm.handle(message)):
                 pass
             case _:
                 log.error("unexpected message %s", type(message).__name__)
 
     def close(self) -> None:
         self.tiers.close()
+        if self.warm is not None:
+            self.warm.close()
         self.engine.close()

@@ -27,6 +27,7 @@ from kvmesh.node.pusher import Pusher
 from kvmesh.node.seals import Seals
 from kvmesh.node.tier_worker import TierWorker
 from kvmesh.node.transfer_config import own_location, start_engine
+from kvmesh.node.warm_segment import host_region
 from kvmesh.rpc.errors import ConfigError, NonFiniteLogits, TransferError
 from kvmesh.transfer import Notification, Range, Region
 
@@ -69,7 +70,9 @@ class Worker:
         home = own_location()
         try:
             self._page_region = self.engine.allocate(self._num_pages * shard, home)
-            self._extent_region = self.engine.allocate(self._num_extents * shard, home)
+            self._extent_region, self.warm = host_region(
+                self.engine, self._num_extents * shard, home, configure, self._layout_text(), self._num_extents, send
+            )
             self._pages = self._over(self._page_region, self._num_pages)
             self._extents = self._over(self._extent_region, self._num_extents)
             self._runner = Runner(self._checkpoint, dtype, configure.device, configure.block_tokens, self._pages)
@@ -125,6 +128,8 @@ class Worker:
             load_ms=self._load_ms,
             layout=self._layout_text(),
             host_bytes=self._extent_region.length,
+            warm_segment=self.warm.name if self.warm is not None else b"",
+            warm_until_ns=self.warm.until_ns if self.warm is not None else 0,
         )
 
     def _layout_text(self) -> str:
@@ -135,6 +140,8 @@ class Worker:
 
     def close(self) -> None:
         self.tiers.close()
+        if self.warm is not None:
+            self.warm.close()
         self.engine.close()
 
     @property
@@ -203,7 +210,7 @@ class Worker:
             case m.Leave(handle):
                 self.running.pop(handle, None)
                 self._send(m.Left(handle))
-            case _ if self.tiers.handle(message):
+            case _ if self.tiers.handle(message) or (self.warm is not None and self.warm.handle(message)):
                 pass
             case _:
                 log.error("unexpected message %s", type(message).__name__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -25,9 +25,12 @@ class Driver:
         self.inbox: list[m.ToFront] = []
         self.lost = ""
         self._news = asyncio.Event()
+        self.on_message: Callable[[m.ToFront], bool] = lambda _: False  # whether it was for somebody else
         self.client = RankClient(0, self._on_message, self._on_lost)
 
     def _on_message(self, _: int, message: m.ToFront) -> None:
+        if self.on_message(message):
+            return
         self.inbox.append(message)
         self._news.set()
 

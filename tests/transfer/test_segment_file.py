@@ -146,13 +146,14 @@ def test_old_readers_keep_the_old_bytes_when_it_is_made_anew(path: str) -> None:
         assert region.memory is not None
         region.memory[:] = content
         del region
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), MIB, prot=mmap.PROT_READ) as old:
-        with engine("a#2") as second:
-            region = second.allocate(MIB, path=path, keep=False)
-            assert region.memory is not None
-            region.memory[:] = os.urandom(MIB)
-            assert old[:] == content
-            del region
+    with open(path, "rb") as file:
+        old = mmap.mmap(file.fileno(), MIB, prot=mmap.PROT_READ)
+    with old, engine("a#2") as second:
+        region = second.allocate(MIB, path=path, keep=False)
+        assert region.memory is not None
+        region.memory[:] = os.urandom(MIB)
+        assert old[:] == content
+        del region
 
 
 def test_what_cannot_be_a_segment_is_refused_by_name(tmp_path: Path, path: str) -> None:

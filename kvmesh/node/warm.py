@@ -1,0 +1,147 @@
+"""The front's side of memory that outlives it (`--warm-segment`): its table, and the talk with its ranks.
+
+<warm_segment>/table    `warm_table.BlockTable`; ranks keep rank-N.kv and rank-N.sums (`warm_segment`)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.node import messages as m
+from kvmesh.node.warm_store import Place, WarmStore
+from kvmesh.node.warm_table import BlockTable, Entry
+from kvmesh.rpc.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+VERIFY_S = 60.0  # what is not verified by then is given up
+ROWS = 4096  # in one message
+
+
+class Rank(Protocol):
+    """What is needed of kvmesh.node.rank_client.RankClient."""
+
+    @property
+    def ready(self) -> m.Ready: ...
+
+    def send(self, message: m.ToRank, /) -> None: ...
+
+
+class Warm:
+    """Of one process, on its event loop. `close` when nobody can ask its stores for anything any more. `settled`: what
+    comes back is back, and no extent is held back for readers of the last life."""
+
+    def __init__(self, folder: str, ranks: Sequence[Rank], slots: int, incarnation: int) -> None:
+        """ConfigError naming warm_segment: another living process has the table."""
+        self._ranks = ranks
+        readies = [rank.ready for rank in ranks]
+        names = [ready.warm_segment for ready in readies]
+        assert all(names), "a rank without a warm segment"
+        try:
+            segments = hashlib.sha256(b"".join(names)).digest()
+            self._table = BlockTable(f"{folder}/table", segments, slots, incarnation)
+        except ConfigError as error:
+            raise ConfigError(f"warm_segment={folder!r}: {error.message}", field="warm_segment") from None
+        self._until_ns = max(ready.warm_until_ns for ready in readies)
+        self._rows: list[m.WarmRow] = []
+        self._flushing: asyncio.Handle | None = None
+        self._letting_go: asyncio.TimerHandle | None = None
+        self._restoring: list[WarmStore] = []
+        self._stores: list[WarmStore] = []
+        self._started = time.monotonic()
+        self._found = 0
+        self._closed = False
+        self.settled = asyncio.Event()
+
+    def keep(self, store: NodeStore, shard_bytes: int) -> None:
+        """All blocks of this store, whose extents are the ranks' host extents. Once: what the last life left comes
+        back, block by block."""
+        warm = WarmStore(
+            store,
+            Place(shard_bytes, _same, lambda extent: extent * shard_bytes),
+            self._table,
+            len(self._ranks),
+            self._add,
+        )
+        self._stores.append(warm)
+        if self._table.kept:
+            found = [(e.slot, e) if isinstance(e, Entry) else (e, None) for e in self._table.entries()]
+        elif self._until_ns:  # the memory is the last life's, and nobody knows what was where
+            found = [(extent, None) for extent in range(store.total)]
+        else:
+            self.settled.set()
+            return
+        self._restoring.append(warm)
+        rows = warm.restore(found)
+        self._found = len(rows)
+        deadline_ns = time.monotonic_ns() + int(VERIFY_S * 1e9)
+        for at in range(0, len(rows), ROWS):
+            self._tell(m.WarmVerify(tuple(rows[at : at + ROWS]), deadline_ns))
+        self._progress()
+
+    def candidates(self) -> list[bytes]:
+        """Keys that may still come back: whoever removes by more than the key asks for these too."""
+        return [key for warm in self._restoring for key in warm.candidates()]
+
+    def rank_said(self, message: m.ToFront) -> bool:
+        """Whether it was for us."""
+        if not isinstance(message, m.WarmVerified):
+            return False
+        if not self._closed:
+            for warm in self._restoring:
+                warm.verified(message.slots, message.good)
+            self._progress()
+        return True
+
+    def close(self) -> None:
+        """Leaves everything to the next life. Idempotent."""
+        if self._closed:
+            return
+        self._flush()
+        self._closed = True
+        for handle in (self._flushing, self._letting_go):
+            if handle is not None:
+                handle.cancel()
+        for warm in self._stores:
+            warm.close()
+        self._table.close()
+
+    # ── inner ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _add(self, row: m.WarmRow) -> None:
+        self._rows.append(row)
+        if self._flushing is None:
+            self._flushing = asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = None
+        rows, self._rows = self._rows, []
+        for at in range(0, len(rows), ROWS):
+            self._tell(m.WarmSum(tuple(rows[at : at + ROWS])))
+
+    def _tell(self, message: m.ToRank) -> None:
+        for rank in self._ranks:
+            rank.send(message)
+
+    def _progress(self) -> None:
+        if self._restoring and self._letting_go is None and all(warm.looked_through for warm in self._restoring):
+            back, took = sum(warm.back for warm in self._restoring), time.monotonic() - self._started
+            log.info("warm segment: %d of %d blocks are here again after %.2f s", back, self._found, took)
+            left_s = max(0.0, self._until_ns * 1e-9 - time.monotonic())
+            self._letting_go = asyncio.get_running_loop().call_later(left_s, self._let_go)
+
+    def _let_go(self) -> None:
+        restoring, self._restoring = self._restoring, []
+        for warm in restoring:
+            warm.let_go()
+        self.settled.set()
+
+
+def _same(extent: int) -> int:
+    return extent

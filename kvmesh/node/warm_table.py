@@ -1,0 +1,202 @@
+"""Tables beside a warm segment: fixed slots in a locked file, written in place, read by the next life.
+
+    table       the front's:   slot of each extent → which block was sealed there, and which sealing it was
+    rank-N.sums each rank's:   slot of each extent → the sum of its bytes, and which sealing it was taken of
+
+The front writes its slot in the turn in which it seals a block or lets it go: before it can tell anybody to write into
+the extent. A sum is taken later. It counts only while the front's slot names the same sealing, so it does not matter
+when it was taken, nor who overtook whom. A kill leaves at worst one slot half written, which its check tells.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+
+import xxhash
+
+from kvmesh.transfer import segment_file
+
+VERSION = 1
+_HEADER_BYTES = 4096
+_HEADER = struct.Struct("<8sIIQ32s32sQ")  # magic, version, bytes a slot, slots, identity, note, check
+_CHECK = struct.Struct("<Q")
+
+
+class SlotFile:
+    """`slots` slots of `body` bytes, and a check each, in a file of a tmpfs that this process has locked. `kept`: an
+    earlier life left it, of this very identity (32 bytes); else all slots are empty, and `note` (32 bytes) is ours.
+    ConfigError, see `segment_file.lock`."""
+
+    def __init__(self, path: str, magic: bytes, identity: bytes, slots: int, body: int, note: bytes) -> None:
+        self._slots, self._body, self._size = slots, body, body + _CHECK.size
+        self._blank = bytes(self._size)
+        self._head = (magic, VERSION, self._size, slots, identity)
+        length = -(-(_HEADER_BYTES + slots * self._size) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._map = mmap.mmap(-1, mmap.PAGESIZE)
+        self._lock = segment_file.lock(path)
+        try:
+            self.kept = os.fstat(self._lock).st_size == length
+            self._map = self._open(path, length)
+            self.note = self._read_head() if self.kept else None
+            self.kept = self.note is not None
+            if self.note is None:
+                self.reset(note)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, path: str, length: int) -> mmap.mmap:
+        if not self.kept and os.fstat(self._lock).st_size:
+            old, self._lock = self._lock, -1
+            self._lock = segment_file.replace(path, old)
+        fd = segment_file.open_writable(path, self._lock, length)
+        try:
+            return mmap.mmap(fd, length)
+        finally:
+            os.close(fd)
+
+    def _read_head(self) -> bytes | None:
+        """Its note; none: it is not ours."""
+        *head, note, check = _HEADER.unpack_from(self._map)
+        body = self._map[: _HEADER.size - _CHECK.size]
+        return bytes(note) if tuple(head) == self._head and xxhash.xxh3_64_intdigest(body) == check else None
+
+    def reset(self, note: bytes) -> None:
+        """Every slot is empty."""
+        self.kept = False
+        self._map[: _HEADER.size] = bytes(_HEADER.size)
+        step = 1 << 20
+        for at in range(_HEADER_BYTES, len(self._map), step):
+            end = min(at + step, len(self._map))
+            self._map[at:end] = bytes(end - at)
+        self.mark(note)
+
+    def mark(self, note: bytes) -> None:
+        """Write the header."""
+        self.note = note
+        head = _HEADER.pack(*self._head, note, 0)[: -_CHECK.size]
+        self._map[: _HEADER.size] = head + _CHECK.pack(xxhash.xxh3_64_intdigest(head))
+
+    def write(self, slot: int, body: bytes) -> None:
+        """`body` of the agreed length; b"": the slot is empty."""
+        at = _HEADER_BYTES + slot * self._size
+        if body:
+            body += _CHECK.pack(xxhash.xxh3_64_intdigest(body, seed=slot))
+        self._map[at : at + self._size] = body or self._blank
+
+    def read(self, slot: int) -> bytes | None:
+        """Its body; b"": it is empty; none: torn."""
+        at = _HEADER_BYTES + slot * self._size
+        whole = self._map[at : at + self._size]
+        if whole == self._blank:
+            return b""
+        body = whole[: self._body]
+        return body if _CHECK.unpack_from(whole, self._body)[0] == xxhash.xxh3_64_intdigest(body, seed=slot) else None
+
+    def close(self) -> None:
+        """Leaves it to the next life."""
+        self._map.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+class Held(IntEnum):
+    """What an extent held when its life ended."""
+
+    BLOCK = 1  # a sealed block
+    SOMETHING = 2  # one that is found no more, but that readers may still have had
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Of the front's table. `kind`: which layout of a node that keeps several."""
+
+    slot: int
+    held: Held
+    key: bytes
+    nbytes: int
+    life: int
+    serial: int
+    kind: int = 0
+
+
+_ENTRY = struct.Struct("<16sQQIHH")  # key, bytes, life, serial, kind, held
+
+
+class BlockTable:
+    """The front's. `segments`: what names the memory of all ranks (32 bytes); `life`: no other life's, and greater
+    than those before, as far as clocks allow."""
+
+    def __init__(self, path: str, segments: bytes, slots: int, life: int) -> None:
+        self._file = SlotFile(path, b"kvm-warm", segments, slots, _ENTRY.size, bytes(32))
+        self.kept = self._file.kept
+        self._slots = slots
+        self._life = life
+        self._serial = 0
+
+    def entries(self) -> Iterator[Entry | int]:
+        """What the last life left in each slot that is not empty; a number: that slot is torn."""
+        for slot in range(self._slots):
+            body = self._file.read(slot)
+            if body is None:
+                yield slot
+            elif body:
+                key, nbytes, life, serial, kind, held = _ENTRY.unpack(body)
+                yield Entry(slot, Held(held), key, nbytes, life, serial, kind)
+
+    def sealed(self, slot: int, key: bytes, nbytes: int, kind: int = 0) -> Entry:
+        """This block is complete there, from now on."""
+        self._serial += 1
+        entry = Entry(slot, Held.BLOCK, key, nbytes, self._life, self._serial, kind)
+        self._file.write(slot, _ENTRY.pack(key, nbytes, self._life, self._serial, kind, Held.BLOCK))
+        return entry
+
+    def gone(self, slot: int, held: bool) -> None:
+        """No block is there any more; `held`: readers may have it yet."""
+        self._file.write(slot, _ENTRY.pack(bytes(16), 0, self._life, 0, 0, Held.SOMETHING) if held else b"")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+_SUM = struct.Struct("<QQI")  # life, sum, serial
+_NOTE = struct.Struct("<16sQ8x")  # segment, longest lease (ms)
+
+
+class SumTable:
+    """A rank's. `segment` names its memory (16 bytes): new memory has a new name. `lease_ms`: the longest lease that
+    any life of it gave, this one included; `old_lease_ms`: any before."""
+
+    def __init__(self, path: str, identity: bytes, slots: int, lease_ms: int) -> None:
+        fresh = os.urandom(16)
+        self._file = SlotFile(path, b"kvm-sums", identity, slots, _SUM.size, _NOTE.pack(fresh, lease_ms))
+        self.kept = self._file.kept
+        assert self._file.note is not None
+        self.segment, self.old_lease_ms = _NOTE.unpack(self._file.note)
+        if lease_ms > self.old_lease_ms:
+            self._file.mark(_NOTE.pack(self.segment, lease_ms))
+
+    def start_anew(self, lease_ms: int) -> None:
+        """The memory is another's than it was written for."""
+        self.kept, self.segment, self.old_lease_ms = False, os.urandom(16), 0
+        self._file.reset(_NOTE.pack(self.segment, lease_ms))
+
+    def put(self, slot: int, life: int, serial: int, checksum: int) -> None:
+        self._file.write(slot, _SUM.pack(life, checksum, serial))
+
+    def get(self, slot: int, life: int, serial: int) -> int | None:
+        """The sum taken of that sealing; none: there is none."""
+        body = self._file.read(slot)
+        if not body:
+            return None
+        found_life, checksum, found_serial = _SUM.unpack(body)
+        return checksum if (found_life, found_serial) == (life, serial) else None
+
+    def close(self) -> None:
+        self._file.close()
