@@ -25,6 +25,24 @@ class StoreConfig(ServiceConfig):
     max_store_blocks: int = field(
         default=1 << 22, metadata={"help": "Blocks of one node store; more are not in the map.", "min": 1}
     )
+    max_map_mb: int = field(
+        default=4096,
+        metadata={"help": "Memory of the map of blocks, MiB; past it the coldest are left out. 0: no limit.", "min": 0},
+    )
+    hot_lookups: int = field(
+        default=256,
+        metadata={"help": "A block asked for so often within 10 s gets one copy more. 0: none does.", "min": 0},
+    )
+    max_names: int = field(
+        default=1 << 20, metadata={"help": "Names of the public client; more are refused.", "min": 1}
+    )
+    tombstone_s: int = field(
+        default=3600,
+        metadata={
+            "help": "A node away for longer than this (s) drops all it has when something was removed meanwhile.",
+            "min": 1,
+        },
+    )
     redis: str = field(
         default="",
         metadata={
@@ -53,6 +71,9 @@ class StoreConfig(ServiceConfig):
         for name in ("watch_queue", "watch_queue_bytes", "max_watchers", "max_members", "max_store_blocks"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1", field=name)
+        for name, least in (("max_map_mb", 0), ("hot_lookups", 0), ("max_names", 1), ("tombstone_s", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be at least {least}", field=name)
         if not self.mesh or not self.mesh.isprintable() or any(letter in " :" for letter in self.mesh):
             raise ConfigError(f"mesh={self.mesh!r}: must be a name without spaces and colons", field="mesh")
         if self.advertise and (" " in self.advertise or ":" not in self.advertise):

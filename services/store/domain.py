@@ -62,12 +62,15 @@ class Usage:
 
 @dataclass(frozen=True)
 class StoreStatus:
-    """What the master knows of one member's node store. `seq`: of the last announcement included."""
+    """What the master knows of one member's node store. `seq`: of the last announcement included. `sole_blocks`: no
+    other node holds them, at most so many, while it drains."""
 
     member: Member
     blocks: int
     seq: int
     usage: Usage | None
+    draining: bool = False
+    sole_blocks: int = 0
 
 
 # ── events ────────────────────────────────────────────────────────────────────────────────────────
@@ -132,12 +135,13 @@ class Relay:
 @dataclass(frozen=True)
 class Heard:
     """The answer to an Announce. `seq`: the last announcement of that store which is included now; `cut`: keys that
-    were too many for one store and are not in the map."""
+    were too many for one store and are not in the map; `shed`: replicas that were left out for want of memory."""
 
     verdict: Verdict
     want_snapshot: bool
     seq: int
     cut: int = 0
+    shed: int = 0
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,13 @@ def event_out(event: Publish | Relay) -> pb.StoreEvent:
 
 def status_out(status: StoreStatus) -> pb.StoreStatus:
     """One store of GetStatus."""
-    found = pb.StoreStatus(member=member_out(status.member), blocks=status.blocks, seq=status.seq)
+    found = pb.StoreStatus(
+        member=member_out(status.member),
+        blocks=status.blocks,
+        seq=status.seq,
+        draining=status.draining,
+        sole_blocks=status.sole_blocks,
+    )
     if status.usage is not None:
         found.usage.CopyFrom(usage_out(status.usage))
     return found

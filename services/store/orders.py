@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -18,8 +18,10 @@ from kvmesh.rpc.errors import KvmeshError, StaleTerm
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.telemetry import names
+from services.store import mapping
 from services.store.domain import Member
 from services.store.policy.tombstones import Tombstone
+from services.store.policy.work import Discard, Order, Pin, Pull, Trim
 from services.store.state import MasterState
 
 log = logging.getLogger(__name__)
@@ -27,6 +29,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 REMOVE_S = 1.0
+ASK_S = 1.0
+PULL_MS = 10_000
 MAX_CALLS = 64  # at once, of all kinds
 MAX_CHANNELS = 256  # kept open
 
@@ -110,6 +114,47 @@ class Orders:
                 kept.applied(member.instance_id, tombstone.seq)
             return int(answer.removed)
 
+    async def carry_out(self, state: MasterState, order: Order, clock: Callable[[], float]) -> None:
+        """Do it, and tell the brain what came of it. Never raises but CancelledError."""
+        match order.work:
+            case Pull() as pull:
+                done = await self._pull(state, pull)
+            case Trim() as trim:
+                done = await self._trim(state, trim)
+            case Pin() as pin:
+                done = await self._pin(pin)
+            case Discard(holder, keys):
+                done = await self._drop(state, holder, keys)
+        order.then(done or frozenset(), done is not None, clock())
+
+    async def _pull(self, state: MasterState, pull: Pull) -> frozenset[bytes] | None:
+        request = pb.PullBlocksRequest(
+            keys=b"".join(pull.keys),
+            holders=map(mapping.ref_out, pull.holders),
+            timeout_ms=PULL_MS,
+            term=state.policy.term,
+            background=True,
+        )
+        answer = await self.call(pull.receiver, "Pull", request, PULL_MS / 1000 + 1)
+        return None if answer is None else _said(pull.keys, answer.held)
+
+    async def _trim(self, state: MasterState, trim: Trim) -> frozenset[bytes] | None:
+        """Nothing is removed that one of the others has not confirmed just now."""
+        keys = trim.keys
+        for keeper in trim.keepers:
+            answer = await self.call(keeper, "Exists", pb.ExistsRequest(keys=b"".join(keys)), ASK_S) if keys else None
+            keys = tuple(key for key in keys if answer is not None and key in _said(keys, answer.tiers))
+        return await self._drop(state, trim.holder, keys) if keys else frozenset()
+
+    async def _drop(self, state: MasterState, holder: Member, keys: tuple[bytes, ...]) -> frozenset[bytes] | None:
+        request = pb.RemoveBlocksRequest(keys=b"".join(keys), term=state.policy.term)
+        return None if await self.call(holder, "Remove", request, REMOVE_S) is None else frozenset(keys)
+
+    async def _pin(self, pin: Pin) -> frozenset[bytes] | None:
+        kind = pb.PIN_KIND_HARD if pin.hard else pb.PIN_KIND_NONE
+        answer = await self.call(pin.holder, "Pin", pb.PinBlocksRequest(keys=b"".join(pin.keys), kind=kind), ASK_S)
+        return None if answer is None else _said(pin.keys, answer.done)
+
     async def call(self, member: Member, method: str, request: Any, timeout_s: float) -> Any | None:
         """One call at a node; None: it failed, or this master does not lead. Never raises but CancelledError."""
         async with self._calls, self._channel(member.address) as channel:
@@ -161,3 +206,8 @@ class Orders:
         for address in idle[: max(0, len(self._channels) - MAX_CHANNELS)]:
             with contextlib.suppress(Exception):
                 await self._channels.pop(address).close(None)
+
+
+def _said(keys: Sequence[bytes], answers: bytes) -> frozenset[bytes]:
+    """Those of `keys` of which a node said yes, one byte each."""
+    return frozenset(key for key, yes in zip(keys, answers, strict=False) if yes)

@@ -13,6 +13,7 @@ from services.store.config import StoreConfig
 from services.store.domain import Role
 from services.store.durable import Durable, Kept
 from services.store.orders import Orders
+from services.store.policy.brain import PolicyLimits
 from services.store.servicer import StoreMasterServicer
 from services.store.state import MasterState
 from services.store.stream import Watchers
@@ -45,6 +46,12 @@ class Reign:
             stall_s=config.lease_ms / 2000,
             max_members=config.max_members,
             max_store_blocks=config.max_store_blocks,
+            limits=PolicyLimits(
+                max_map_bytes=config.max_map_mb << 20,
+                hot_lookups=config.hot_lookups,
+                max_names=config.max_names,
+                tombstone_retention_s=config.tombstone_s,
+            ),
             wall_ns=time.time_ns(),
         )
         for bad in self.state.policy.lead(term, kept, clock()):

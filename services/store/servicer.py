@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +21,11 @@ from services.store.servicer_policy import PolicyServicer
 from services.store.state import MasterState
 from services.store.stream import Watchers
 
+log = logging.getLogger(__name__)
+
 MAX_LOOKUP_KEYS = 4096
 MAX_HOLDERS = 64
+COMPLAIN_S = 60.0  # a word on what is left out
 SWEEP_KEYS = 8192  # of a store that is gone, in one turn of the loop: some milliseconds
 
 
@@ -51,6 +55,7 @@ class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
         self._durable = durable
         self._orders = orders
         self._books = asyncio.Lock()
+        self._complain_at = clock()
         self._sweeping: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
@@ -64,6 +69,11 @@ class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
     def tick(self) -> None:
         """Let time pass: leases run out, what is gone is cleared away."""
         self._step(Tick())
+        orders, writes = self._state.policy.tick(self._clock())
+        for order in orders:
+            self._orders.start(self._orders.carry_out(self._state, order, self._clock))
+        if writes:
+            self._orders.start(self._keep_meanwhile(writes))
         idle = self._sweeping is None or self._sweeping.done()
         if idle and self._state.blocks.sweep(SWEEP_KEYS):
             self._sweeping = asyncio.create_task(self._sweep(), name="sweep")
@@ -123,6 +133,11 @@ class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
             pools=pools,
             term=self.term,
             tombstones=self._tombstones(ref.instance_id),
+            draining=ref.instance_id in self._state.policy.drains,
+            quotas=[
+                pb.Quota(tag=tag, blocks=blocks)
+                for tag, blocks in self._state.policy.allowances(ref.instance_id, self._clock()).items()
+            ],
         )
 
     def _tombstones(self, instance_id: str) -> list[pb.Tombstone]:
@@ -150,11 +165,21 @@ class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
         names.STORE_KEYS.labels(change="sealed").inc(len(said.sealed))
         names.STORE_KEYS.labels(change="removed").inc(len(said.removed))
         names.STORE_KEYS.labels(change="over_limit").inc(heard.cut)
+        if heard.shed:
+            self._tell_shed(heard.shed)
         if heard.want_snapshot:
             names.STORE_SNAPSHOTS.inc()
         return pb.AnnounceResponse(
             master_incarnation=self._incarnation, want_snapshot=heard.want_snapshot, seq=heard.seq
         )
+
+    def _tell_shed(self, replicas: int) -> None:
+        names.STORE_KEYS.labels(change="shed").inc(replicas)
+        now = self._clock()
+        if now >= self._complain_at:
+            self._complain_at = now + COMPLAIN_S
+            memory = self._state.policy.memory
+            log.warning("max_map_mb=%d: %d replicas are left out", memory.limit_bytes >> 20, memory.missing)
 
     # A coroutine that writes, where the stubs expect a generator: only so can a write have a deadline.
     async def Watch(self, request: pb.WatchRequest, context: Any) -> None:  # type: ignore[override]  # noqa: N802
@@ -166,6 +191,7 @@ class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
         """At most MAX_HOLDERS of each key. Raises InvalidRequest."""
         keys = mapping.packed_keys("keys", request.keys, MAX_LOOKUP_KEYS)
         self._step(Tick())
+        self._state.policy.asked(keys, self._clock())
         holders = self._state.blocks.store_ids
         return pb.LookupResponse(holders=[pb.Holders(store_ids=holders(key)[:MAX_HOLDERS]) for key in keys])
 
@@ -174,11 +200,15 @@ class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
     ) -> pb.GetStoreStatusResponse:
         """What is known now."""
         self._step(Tick())
-        known = self._state.blocks.map
+        known, policy = self._state.blocks.map, self._state.policy
         return pb.GetStoreStatusResponse(
             master_incarnation=self._incarnation,
             blocks=len(known),
             replicas=known.replicas,
             map_bytes=known.memory_bytes(),
+            shed=policy.memory.missing,
+            map_limit_bytes=policy.memory.limit_bytes,
+            names=len(policy.names),
+            tombstones=len(policy.tombstones),
             stores=map(mapping.status_out, self._state.statuses()),
         )

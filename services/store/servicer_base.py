@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 
-from kvmesh.rpc.errors import InvalidRequest
+from kvmesh.rpc.errors import InvalidRequest, KvmeshError
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 from services.store.domain import Event, Heard
 from services.store.durable import Durable
 from services.store.orders import Orders
 from services.store.policy.records import Write
 from services.store.state import MasterState
+
+log = logging.getLogger(__name__)
 
 
 class Base(pb_grpc.StoreMasterServicer):
@@ -39,6 +42,14 @@ class Base(pb_grpc.StoreMasterServicer):
                 await self._durable.put(write.kind, write.puts, self.term)
             if write.drops:
                 await self._durable.delete(write.kind, write.drops, self.term)
+
+    async def _keep_meanwhile(self, writes: Sequence[Write]) -> None:
+        """As `_keep`, when nobody waits for it: what is kept too long does no harm."""
+        try:
+            async with self._books:
+                await self._keep(writes)
+        except KvmeshError as error:
+            log.warning("what was forgotten is still kept: %s", error)
 
 
 def text(field: str, value: str, most: int, *, empty: bool = True) -> str:

@@ -28,6 +28,7 @@ class FindServicer(Base):
         """Raises InvalidRequest, NotLeader."""
         keys = mapping.packed_keys("keys", request.keys, MAX_FIND_KEYS)
         self._step(Tick())
+        self._state.policy.asked(keys, self._clock())
         answer = found(self._state, keys)
         answer.term = self.term
         return answer

@@ -121,22 +121,24 @@ class MasterState:
         return max((now - life.last_beat for life in self._lives.values()), default=0.0)
 
     def pools(self, asking: str) -> list[tuple[Member, int]]:
-        """Live pool nodes that said they have room, with their free bytes: the MAX_POOLS with the most, `asking`
-        itself never among them."""
+        """Live pool nodes that said they have room and do not drain, with their free bytes: the MAX_POOLS with most,
+        `asking` itself never among them."""
         found = [
             (life.member, life.usage.free_bytes)
             for life in self._lives.values()
             if life.member.role is Role.POOL and life.usage and life.usage.free_bytes
+            if life.member.instance_id not in self.policy.drains
         ]
         return heapq.nlargest(MAX_POOLS, (pool for pool in found if pool[0].instance_id != asking), key=lambda p: p[1])
 
     def statuses(self) -> list[StoreStatus]:
         """Each live member's node store, oldest first."""
-        known = self.blocks.map
+        known, drains = self.blocks.map, self.policy.drains
         return [
-            StoreStatus(m, known.count(m.store_id), known.seq(m.store_id), life.usage)
+            StoreStatus(m, known.count(m.store_id), known.seq(m.store_id), life.usage, m.instance_id in drains, sole)
             for life in self._lives.values()
             for m in (life.member,)
+            for sole in (drains.sole_blocks(m.instance_id),)
         ]
 
     def read(self) -> Reading:
@@ -154,7 +156,7 @@ class MasterState:
             case Join(member):
                 self._join(member, now, actions)
                 if (life := self._lives.get(member.instance_id)) is not None and life.member == member:
-                    self.policy.joined(member.instance_id, event.removed_seq)
+                    self.policy.joined(member, event.removed_seq)
             case Beat():
                 self._beat(event, now, actions)
             case Leave(instance_id, incarnation):
@@ -219,7 +221,7 @@ class MasterState:
         if life is not None:
             life.last_beat = now
             life.usage = beat.usage or life.usage
-            self.policy.beat(beat.instance_id, beat.removed_seq)
+            self.policy.beat(beat.instance_id, beat.usage, beat.removed_seq)
 
     def _announce(self, said: Announcement, actions: list[Action]) -> None:
         """Only the living are heard. Being heard is no heartbeat: liveness has one source."""
@@ -233,14 +235,14 @@ class MasterState:
         allowed = self.policy.heard(said)
         bounded = self.blocks.bounded(allowed)
         verdict, relays = self.blocks.apply(bounded)
-        self.policy.took(said, verdict)
+        shed = self.policy.took(said, verdict)
         assert verdict is not Verdict.STALE, "a life that has ended leaves nothing in the map"
         for announcement in relays:
             self.seq += 1
             actions.append(Relay(self.seq, announcement))
         cut = len(allowed.sealed) - len(bounded.sealed)
         wanted = verdict is Verdict.GAP or self.policy.wants_snapshot(said.store_id)
-        actions.append(Heard(verdict, wanted, self.blocks.map.seq(said.store_id), cut))
+        actions.append(Heard(verdict, wanted, self.blocks.map.seq(said.store_id), cut, shed))
 
     def _living(self, instance_id: str, incarnation: int, field: str, actions: list[Action]) -> _Life | None:
         life = self._lives.get(instance_id)

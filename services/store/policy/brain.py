@@ -2,39 +2,61 @@
 
 from __future__ import annotations
 
-import struct
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.block_map import Verdict
-from kvmesh.kvcache.tiers import split_name
+from kvmesh.kvcache.tiers import split_name, store_names
 from services.store import durable
-from services.store.policy import records
+from services.store.domain import Member, Usage
+from services.store.policy import heat, records
+from services.store.policy.copying import Copying
+from services.store.policy.drains import Drains
 from services.store.policy.grants import Grants
+from services.store.policy.heat import Heat
 from services.store.policy.master_map import MasterMap
+from services.store.policy.memory import Memory
 from services.store.policy.names import Names
+from services.store.policy.nodes import Nodes
+from services.store.policy.quotas import Quota, Quotas
 from services.store.policy.records import Write
+from services.store.policy.replicas import Replicas
+from services.store.policy.settling import Settling
 from services.store.policy.tombstones import Tombstone, Tombstones
+from services.store.policy.work import Order
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLimits:
-    """Bounds and times of the policies; seconds."""
+    """Bounds and times of the policies. `hot_lookups`: of a block in a window, 0: no block is ever hot."""
 
     names_grace_s: float = 30.0
     max_names: int = 1 << 20
+    max_targets: int = 1 << 20
     tombstone_retention_s: float = 3600.0
     max_tombstone_keys: int = 1 << 20
+    max_map_bytes: int = 0
+    hot_lookups: int = 256
+    hot_window_s: float = 10.0
+    heat_stride: int = heat.STRIDE
 
 
 class Policy:
     """`blocks` is the master's map; `wall_ns`: of the wall clock, for numbers that no other life has given."""
 
-    def __init__(self, blocks: MasterMap, limits: PolicyLimits | None = None, *, wall_ns: int = 0) -> None:
+    def __init__(
+        self, blocks: MasterMap, limits: PolicyLimits | None = None, *, wall_ns: int = 0, seed: int = 0
+    ) -> None:
         limits = limits or PolicyLimits()
         self._map = blocks
+        self._rng = random.Random(seed)
+        self._hot_lookups = limits.hot_lookups
+        self._writes: list[Write] = []
         self.term = 1
+        self.nodes = Nodes()
         self.grants = Grants(wall_ns)
         self.tombstones = Tombstones(retention_s=limits.tombstone_retention_s, max_keys=limits.max_tombstone_keys)
         self.names = Names(
@@ -43,42 +65,82 @@ class Policy:
             grace_s=limits.names_grace_s,
             most=limits.max_names,
         )
+        self.heat = Heat(window_s=limits.hot_window_s, stride=limits.heat_stride)
+        self.memory = Memory(blocks, self.heat, limits.max_map_bytes)
+        self.quotas = Quotas(blocks)
+        settling = self._settling = Settling()
+        copying = self._copying = Copying(self.nodes, settling, self.tombstones.covered_since)
+        self.replicas = Replicas(self.nodes, self._holders, copying, settling, most=limits.max_targets)
+        self.drains = Drains(blocks, self.nodes, copying, settling)
+
+    def _holders(self, key: bytes) -> set[str]:
+        return {split_name(name)[0] for name in self._map.holders(key)}
 
     def lead(self, term: int, kept: Mapping[str, Mapping[bytes, bytes]], now: float) -> list[str]:
         """This master leads under `term`, with what earlier leaders kept; what of it cannot be read."""
         self.term = term
         bad: list[str] = []
-        tombstones = []
-        for key, value in kept.get(durable.TOMBSTONE, {}).items():
-            try:
-                tombstones.append(records.tombstone_in(key, value, now))
-            except (ValueError, struct.error) as error:
-                bad.append(f"tombstone {key!r}: {error}")
-        floor = kept.get(durable.SETTING, {}).get(records.FLOOR)
-        self.tombstones.load(tombstones, records.seq_in(floor) if floor and len(floor) == 8 else 0)
-        bound = ((records.name_in(raw), key) for raw, key in kept.get(durable.NAME, {}).items())
-        self.names.load(bound, self.tombstones.last, now)
+        tombstones = records.readable(kept, durable.TOMBSTONE, partial(records.tombstone_in, now=now), bad)
+        floors = records.readable(kept, durable.SETTING, records.floor_in, bad)
+        self.tombstones.load(tombstones, max(floors, default=0))
+        self.names.load(records.readable(kept, durable.NAME, records.binding_in, bad), self.tombstones.last, now)
+        self.replicas.load(records.readable(kept, durable.TARGET, records.target_in, bad))
+        self.quotas.load(records.readable(kept, durable.QUOTA, records.quota_in, bad))
+        self.drains.load(raw.decode(errors="replace") for raw in kept.get(durable.DRAIN, {}))
         return bad
 
     # ── members ──────────────────────────────────────────────────────────────────────────────────────
 
-    def joined(self, instance_id: str, removed_seq: int) -> None:
-        """A life begins."""
-        self.tombstones.joined(instance_id, removed_seq)
+    def joined(self, member: Member, removed_seq: int) -> None:
+        """A life begins, or enters again."""
+        self.tombstones.joined(member.instance_id, removed_seq)
+        self.nodes.joined(member, member.instance_id in self.drains)
 
-    def beat(self, instance_id: str, removed_seq: int) -> None:
+    def beat(self, instance_id: str, usage: Usage | None, removed_seq: int) -> None:
         """It lives, and has applied tombstones up to `removed_seq`."""
         self.tombstones.applied(instance_id, removed_seq)
+        node = self.nodes.get(instance_id)
+        if node is not None:
+            node.usage = usage or node.usage
 
     def ended(self, instance_id: str) -> None:
         """A life has ended."""
         self.tombstones.ended(instance_id)
+        self.nodes.ended(instance_id)
+        self.quotas.ended(instance_id)
+        self._settling.ended(instance_id)
+        for name in store_names(instance_id):
+            self.memory.ended(name)
+        if self.drains.ended(instance_id):
+            self._writes.append(Write(durable.DRAIN, drops=(instance_id.encode(),)))
+
+    def allowances(self, instance_id: str, now: float) -> Mapping[bytes, int]:
+        """Of this node, when it is to be told: see Quotas.news."""
+        return self.quotas.news(instance_id, len(self.nodes), now)
+
+    # ── time ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def tick(self, now: float) -> tuple[list[Order], list[Write]]:
+        """What nodes are to be asked for now, and what is to be kept or forgotten."""
+        self.heat.decay(now)
+        after = self.tombstones.last
+        orders = [*self.replicas.tick(now, after, self._rng), *self.drains.tick(now, after, self._rng)]
+        orders += [Order(discard, lambda done, answered, now: None) for discard in self._copying.discards()]
+        writes, self._writes = self._writes, []
+        return orders, writes + self.retire(now)
+
+    def asked(self, keys: Sequence[bytes], now: float) -> None:
+        """Somebody wants to know where these are."""
+        for key in self.heat.note(keys):
+            if self._hot_lookups and self.heat.of(key) >= self._hot_lookups:
+                self.replicas.hot(key, now)
 
     # ── announcements ────────────────────────────────────────────────────────────────────────────────
 
     def heard(self, said: Announcement) -> Announcement:
         """`said` without what that member must not bring back. As removed the rest keeps a batch from being empty."""
         instance_id = split_name(said.store_id)[0]
+        self.memory.said(said)
         masked = self.tombstones.masked(instance_id, said.sealed)
         if not masked:
             return said
@@ -87,14 +149,16 @@ class Policy:
         removed = said.removed if said.snapshot else said.removed + tuple(masked)
         return replace(said, sealed=sealed, removed=removed)
 
-    def took(self, said: Announcement, verdict: Verdict) -> None:
-        """What became of it in the map."""
+    def took(self, said: Announcement, verdict: Verdict) -> int:
+        """What became of it in the map; how many replicas had to be left out for want of memory."""
         if said.snapshot and said.part == 0 and verdict in (Verdict.APPLIED, Verdict.PARTIAL):
             self.tombstones.began_snapshot(said.store_id)
+            self.memory.began_snapshot(said.store_id)
+        return self.memory.keep(self._rng)
 
     def wants_snapshot(self, store_id: str) -> bool:
         """Whether that store should say all that it has, though nothing that it said is missing."""
-        return self.tombstones.wants_snapshot(store_id)
+        return self.tombstones.wants_snapshot(store_id) or self.memory.wants_snapshot(store_id)
 
     # ── removal ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -104,10 +168,13 @@ class Policy:
         made = self.tombstones.add(self.term, keys, prefix, now)
         if prefix:
             self._map.forget_prefix(prefix)
+            targets = self.replicas.removed_prefix(prefix)
         else:
             self._map.forget(keys)
+            targets = self.replicas.removed(keys)
         key, value = records.tombstone_out(made)
-        return made, [Write(durable.TOMBSTONE, {key: value}), *self.retire(now)]
+        writes = [Write(durable.TOMBSTONE, {key: value}), *self.retire(now)]
+        return made, [*writes, Write(durable.TARGET, drops=tuple(targets))] if targets else writes
 
     def retire(self, now: float) -> list[Write]:
         """Tombstones that need not or cannot be kept any longer."""
@@ -130,3 +197,31 @@ class Policy:
         """Forget these names."""
         gone = self.names.unbind(namespace, names)
         return [Write(durable.NAME, drops=tuple(map(records.name_out, gone)))] if gone else []
+
+    # ── replicas, drains, quotas ─────────────────────────────────────────────────────────────────────
+
+    def change_replicas(
+        self, keys: Sequence[bytes], replicas: int, hard: bool, now: float
+    ) -> tuple[list[int], list[Write]]:
+        """How many live nodes have each now. Raises Overloaded: too many targets."""
+        self.replicas.change(keys, replicas, hard)
+        counts = [len(self.replicas.now(key, now)) for key in keys]
+        if not replicas:
+            return counts, [Write(durable.TARGET, drops=tuple(dict.fromkeys(keys)))]
+        return counts, [Write(durable.TARGET, dict.fromkeys(keys, records.target_out(replicas, hard)))]
+
+    def drain(self, instance_id: str, cancel: bool) -> list[Write]:
+        """Begin, or cancel. Raises Overloaded: too many drain."""
+        if cancel:
+            if self.drains.cancel(instance_id):
+                return [Write(durable.DRAIN, drops=(instance_id.encode(),))]
+        elif self.drains.begin(instance_id):
+            return [Write(durable.DRAIN, {instance_id.encode(): b""})]
+        return []
+
+    def set_quota(self, quota: Quota) -> list[Write]:
+        """0 blocks: none from now on. Raises Overloaded: too many."""
+        self.quotas.set(quota)
+        if not quota.blocks:
+            return [Write(durable.QUOTA, drops=(quota.tag,))]
+        return [Write(durable.QUOTA, dict([records.quota_out(quota)]))]

@@ -21,17 +21,11 @@ class Copying:
         self._discards: list[Discard] = []
 
     def begin(
-        self,
-        sources: Sequence[str],
-        keys: Sequence[bytes],
-        without: set[str],
-        after: int,
-        now: float,
-        rng: random.Random,
+        self, sources: Sequence[str], keys: Sequence[bytes], after: int, now: float, rng: random.Random
     ) -> Pull | None:
-        """A pool node that is none of `without` pulls the first MAX_KEYS of `keys` from `sources`. None: nobody has
-        room."""
-        receiver = self._nodes.receiver(without, now, rng)
+        """A pool node that is none of `sources` pulls the first MAX_KEYS of `keys` from them. None: nobody has room.
+        `after`: the last tombstone."""
+        receiver = self._nodes.receiver(sources, now, rng)
         holders = [node for name in sources if (node := self._nodes.get(name)) is not None]
         if receiver is None or not holders:
             return None

@@ -136,7 +136,7 @@ class Drains:
     ) -> None:
         while drain.found and drain.orders < MAX_ORDERS and now >= drain.not_before:
             keys = list(drain.found)[:MAX_KEYS]
-            pull = self._copying.begin((instance_id,), keys, {instance_id}, after, now, rng)
+            pull = self._copying.begin((instance_id,), keys, after, now, rng)
             if pull is None:
                 drain.why_not = "no other pool node has room or answers"
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -13,6 +14,11 @@ from kvmesh.kvcache.keys import KEY_BYTES, TAG_BYTES
 from kvmesh.kvcache.steady_map import SteadyBlockMap
 from kvmesh.kvcache.tiers import MARK
 
+# At most, by CPython's growth of dicts (to three times what they hold) and of bytearrays (by an eighth), and by how
+# long a log gets before it is shortened.
+ENTRY_BYTES = 184  # of a key: itself 64, in the dict up to 120
+REPLICA_BYTES = 36
+LOG_SLACK_BYTES = 18 << 10
 TAG_ENTRY_BYTES = 160  # of one tag in one store's counts: key, int and its share of the dict
 
 
@@ -24,6 +30,7 @@ class MasterMap(SteadyBlockMap):
     def __init__(self) -> None:
         super().__init__()
         self._tags: defaultdict[int, dict[bytes, int]] = defaultdict(dict)  # slot → tag → keys
+        self._tag_entries = 0
         self._watched: dict[bytes, int] = {}  # tag → replicas shown
 
     # ── tags ─────────────────────────────────────────────────────────────────────────────────────────
@@ -48,9 +55,9 @@ class MasterMap(SteadyBlockMap):
 
     # ── keys of all stores ───────────────────────────────────────────────────────────────────────────
 
-    def forget(self, keys: Iterable[bytes]) -> int:
-        """Take these keys out of every store, also out of what is being gathered; how many replicas that were shown
-        are gone. What stores say of them later counts again."""
+    def forget(self, keys: Iterable[bytes]) -> dict[str, int]:
+        """Take these keys out of every store, also out of what is being gathered; how many of each store are gone.
+        What stores say of them later counts again."""
         by_slot: dict[int, list[bytes]] = {}
         for key in dict.fromkeys(keys):
             mask = self._masks.get(key, 0)
@@ -58,20 +65,42 @@ class MasterMap(SteadyBlockMap):
                 low = mask & -mask
                 by_slot.setdefault(low.bit_length() - 1, []).append(key)
                 mask ^= low
-        before = self.replicas
+        gone: dict[str, int] = {}
         for slot, some in by_slot.items():
             store = self._slots[slot]
             assert store is not None, "a bit of a slot that nobody has"
             self._remove(store, some)
-        return before - self.replicas
+            gone[store.store_id] = gone.get(store.store_id, 0) + len(some)
+        return gone
 
-    def forget_prefix(self, prefix: bytes) -> int:
+    def forget_prefix(self, prefix: bytes) -> None:
         """As `forget`, of all keys that begin so. O(keys of the stores that have any), most of it in numpy."""
-        forgotten = 0
         for store in [store for store in self._slots if store is not None]:
             if self._may_have(store, prefix):
-                forgotten += self.forget(self._beginning(store, prefix))
-        return forgotten
+                self.forget(self._beginning(store, prefix))
+
+    # ── memory ───────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def bound_bytes(self) -> int:
+        """The map never takes more, besides LOG_SLACK_BYTES for each store. O(1)."""
+        tags = TAG_ENTRY_BYTES * self._tag_entries
+        return len(self._masks) * ENTRY_BYTES + self._mask_bytes + self._replicas * REPLICA_BYTES + tags
+
+    def sample(self, count: int, rng: random.Random) -> list[bytes]:
+        """Up to `count` keys that are there, drawn by lot (a key as often as it has replicas)."""
+        stores = [store for store in self._slots if store is not None and store.count]
+        if not stores:
+            return []
+        found: dict[bytes, None] = {}
+        for store in rng.choices(stores, [store.count for store in stores], k=2 * count):
+            at = rng.randrange(len(store.log) // KEY_BYTES) * KEY_BYTES
+            key = bytes(store.log[at : at + KEY_BYTES])
+            if self._masks.get(key, 0) & store.bit:
+                found[key] = None
+                if len(found) == count:
+                    break
+        return list(found)
 
     def page(self, store_id: str, prefix: bytes, after: bytes, limit: int) -> list[bytes]:
         """The `limit` lowest keys of one store above `after` that begin with `prefix`, ascending. O(its keys)."""
@@ -88,7 +117,7 @@ class MasterMap(SteadyBlockMap):
 
     def memory_bytes(self) -> int:
         """See SteadyBlockMap. Counts by tag included."""
-        return super().memory_bytes() + TAG_ENTRY_BYTES * sum(map(len, self._tags.values()))
+        return super().memory_bytes() + TAG_ENTRY_BYTES * self._tag_entries
 
     def check_integrity(self) -> None:
         """AssertionError unless counts by tag are those of the keys. O(replicas)."""
@@ -97,6 +126,7 @@ class MasterMap(SteadyBlockMap):
             counted = dict(self._tags.get(slot, {}))
             true = Counter(key[:TAG_BYTES] for key in self._keys_of(store)) if store is not None else {}
             assert counted == dict(true), f"slot {slot}: counts by tag"
+        assert self._tag_entries == sum(map(len, self._tags.values()))
         for tag, count in self._watched.items():
             names = (name for name in self._stores if MARK not in name)
             assert count == sum(self.tagged_at(name, tag) for name in names), f"sum of {tag.hex()}"
@@ -134,11 +164,13 @@ class MasterMap(SteadyBlockMap):
     def _count(self, store: _Store, keys: Sequence[bytes], sign: int) -> None:
         counts, shown = self._tags[store.slot], not store.bit & self._hidden and MARK not in store.store_id
         for tag, n in Counter([key[:TAG_BYTES] for key in keys]).items():
-            left = counts.get(tag, 0) + sign * n
-            if left:
-                counts[tag] = left
+            before = counts.get(tag, 0)
+            if before + sign * n:
+                counts[tag] = before + sign * n
+                self._tag_entries += not before
             else:
                 del counts[tag]
+                self._tag_entries -= 1
             if shown and tag in self._watched:
                 self._watched[tag] += sign * n
 

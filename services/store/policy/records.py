@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from kvmesh.kvcache.keys import KEY_BYTES, split
+from kvmesh.kvcache.keys import KEY_BYTES, TAG_BYTES, split
 from services.store.policy.names import Name
+from services.store.policy.quotas import Quota
 from services.store.policy.tombstones import Tombstone
 
 FLOOR = b"tombstone_floor"
 _SEQ = struct.Struct(">Q")
+_TARGET = struct.Struct(">IB")
 _KEYS, _PREFIX = b"k", b"p"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -24,15 +29,28 @@ class Write:
     drops: tuple[bytes, ...] = ()
 
 
+def readable(
+    kept: Mapping[str, Mapping[bytes, bytes]], kind: str, read: Callable[[bytes, bytes], T], bad: list[str]
+) -> list[T]:
+    """Every record of `kind`; why one cannot be read goes to `bad`."""
+    found = []
+    for key, value in kept.get(kind, {}).items():
+        try:
+            found.append(read(key, value))
+        except (ValueError, struct.error) as error:
+            bad.append(f"{kind} {key[:64]!r}: {error}")
+    return found
+
+
 def name_out(name: Name) -> bytes:
     """Neither part holds a NUL."""
     return "\0".join(name).encode()
 
 
-def name_in(raw: bytes) -> Name:
-    """The inverse of `name_out`."""
+def binding_in(raw: bytes, key: bytes) -> tuple[Name, bytes]:
+    """(name, key). ValueError: not one that we wrote."""
     namespace, _, text = raw.decode().partition("\0")
-    return namespace, text
+    return (namespace, text), _key(key)
 
 
 def seq_out(seq: int) -> bytes:
@@ -40,10 +58,9 @@ def seq_out(seq: int) -> bytes:
     return _SEQ.pack(seq)
 
 
-def seq_in(raw: bytes) -> int:
-    """The inverse of `seq_out`. struct.error: not eight bytes."""
-    found: int = _SEQ.unpack(raw)[0]
-    return found
+def floor_in(key: bytes, value: bytes) -> int:
+    """Of tombstones; other settings are none: 0."""
+    return int(_SEQ.unpack(value)[0]) if key == FLOOR else 0
 
 
 def tombstone_out(tombstone: Tombstone) -> tuple[bytes, bytes]:
@@ -53,10 +70,42 @@ def tombstone_out(tombstone: Tombstone) -> tuple[bytes, bytes]:
 
 
 def tombstone_in(key: bytes, value: bytes, now: float) -> Tombstone:
-    """The inverse; its time begins anew. ValueError: not one that we wrote."""
-    kind, rest = value[:1], value[1:]
+    """The inverse; its time begins anew. ValueError, struct.error: not one that we wrote."""
+    kind, rest, seq = value[:1], value[1:], int(_SEQ.unpack(key)[0])
     if kind == _PREFIX and 0 < len(rest) <= KEY_BYTES:
-        return Tombstone(seq_in(key), prefix=rest, at=now)
+        return Tombstone(seq, prefix=rest, at=now)
     if kind == _KEYS:
-        return Tombstone(seq_in(key), tuple(split(rest)), at=now)
+        return Tombstone(seq, tuple(split(rest)), at=now)
     raise ValueError(f"a tombstone begins with {kind!r}")
+
+
+def target_out(replicas: int, hard: bool) -> bytes:
+    """Of one key."""
+    return _TARGET.pack(replicas, hard)
+
+
+def target_in(key: bytes, value: bytes) -> tuple[bytes, int, bool]:
+    """(key, replicas, hard). ValueError, struct.error: not one that we wrote."""
+    replicas, hard = _TARGET.unpack(value)
+    if replicas < 1:
+        raise ValueError("no replicas")
+    return _key(key), replicas, bool(hard)
+
+
+def quota_out(quota: Quota) -> tuple[bytes, bytes]:
+    """(tag, value)."""
+    return quota.tag, _SEQ.pack(quota.blocks) + quota.name.encode()
+
+
+def quota_in(tag: bytes, value: bytes) -> Quota:
+    """The inverse. ValueError, struct.error: not one that we wrote."""
+    blocks = int(_SEQ.unpack(value[: _SEQ.size])[0])
+    if len(tag) != TAG_BYTES:
+        raise ValueError(f"a tag of {len(tag)} bytes")
+    return Quota(tag, blocks, value[_SEQ.size :].decode())
+
+
+def _key(raw: bytes) -> bytes:
+    if len(raw) != KEY_BYTES:
+        raise ValueError(f"a key of {len(raw)} bytes")
+    return raw

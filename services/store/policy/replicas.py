@@ -144,7 +144,7 @@ class Replicas:
         orders: list[Order] = []
         for holders, keys in needs.pulls.items():
             while keys and self._orders < MAX_ORDERS:
-                pull = self._copying.begin(holders, keys, set(holders), after, now, rng)
+                pull = self._copying.begin(holders, keys, after, now, rng)
                 if pull is None:
                     break
                 orders.append(self._order(pull, partial(self._pulled, pull)))

@@ -1,0 +1,73 @@
+"""A bound on the memory of the map: past it the coldest keys are left out, and what is left out is known.
+
+Coldest: of SAMPLE keys drawn by lot for each that must go, the one asked for least lately. A store of which keys were
+left out owes a snapshot, for which it is asked when there is room for them again.
+"""
+
+from __future__ import annotations
+
+import random
+
+from kvmesh.kvcache.announce import Announcement
+from services.store.policy.heat import Heat
+from services.store.policy.master_map import ENTRY_BYTES, REPLICA_BYTES, MasterMap
+
+SAMPLE = 2
+ROUND = 1024
+LOW = 0.9  # there is room again below this share of the limit
+
+
+class Memory:
+    """`limit_bytes` 0: none."""
+
+    def __init__(self, blocks: MasterMap, heat: Heat, limit_bytes: int) -> None:
+        self._map = blocks
+        self._heat = heat
+        self.limit_bytes = limit_bytes
+        self._missing: dict[str, int] = {}  # store → about how many of its keys were left out
+        self.shed = 0  # since the start
+
+    @property
+    def missing(self) -> int:
+        """About how many replicas are left out now."""
+        return sum(self._missing.values())
+
+    def said(self, said: Announcement) -> None:
+        """To be called before it is applied: what is removed need not be missed any more."""
+        missing = self._missing.get(said.store_id)
+        if missing and said.removed:
+            unknown = len(said.removed) - len(self._map.held(said.store_id, b"".join(said.removed)))
+            self._missing[said.store_id] = max(1, missing - unknown)
+
+    def keep(self, rng: random.Random) -> int:
+        """Leave out as much as is needed; how many replicas that were."""
+        shed = 0
+        while self.limit_bytes and self._map.bound_bytes > self.limit_bytes:
+            if self._map.sweep(ROUND):
+                continue  # what nobody sees goes first
+            excess = self._map.bound_bytes - self.limit_bytes
+            wanted = min(ROUND, excess // (ENTRY_BYTES + REPLICA_BYTES) + 1)
+            keys = sorted(self._map.sample(SAMPLE * wanted, rng), key=self._heat.of)[:wanted]
+            for store_id, count in self._map.forget(keys).items():
+                self._missing[store_id] = self._missing.get(store_id, 0) + count
+                shed += count
+            if not keys:
+                break
+        self.shed += shed
+        return shed
+
+    def ended(self, store_id: str) -> None:
+        """It is no store any more."""
+        self._missing.pop(store_id, None)
+
+    def wants_snapshot(self, store_id: str) -> bool:
+        """Whether something of it is missing and there is room for that again."""
+        missing = self._missing.get(store_id, 0)
+        needed = missing * (ENTRY_BYTES + REPLICA_BYTES)
+        # A snapshot is gathered beside what is shown.
+        gathered = REPLICA_BYTES * (self._map.count(store_id) + missing)
+        return bool(missing) and self._map.bound_bytes + needed + gathered < LOW * self.limit_bytes
+
+    def began_snapshot(self, store_id: str) -> None:
+        """All of it is said again."""
+        self._missing.pop(store_id, None)
