@@ -28,6 +28,8 @@ from kvmesh.node.store_messages import PullEnded as PullEnded
 from kvmesh.node.store_messages import PullOpen as PullOpen
 from kvmesh.node.store_messages import SealCopied as SealCopied
 from kvmesh.node.store_messages import SealCopy as SealCopy
+from kvmesh.node.store_messages import Sum as Sum
+from kvmesh.node.store_messages import Summed as Summed
 from kvmesh.node.tier_messages import TierChanged as TierChanged
 from kvmesh.node.tier_messages import TierDone as TierDone
 from kvmesh.node.tier_messages import TierGet as TierGet
@@ -204,6 +206,7 @@ ToRank = (
     | LoadCopy
     | PullOpen
     | PullCancel
+    | Sum
     | TierOpen
     | TierPut
     | TierGet
@@ -344,6 +347,7 @@ ToFront = (
     | SealCopied
     | LoadCopied
     | PullEnded
+    | Summed
     | TierOpened
     | TierDone
     | TierChanged

@@ -21,6 +21,9 @@ from kvmesh.transfer.api import Opcode
 log = logging.getLogger("kvmesh.rank")
 
 BATCH_BYTES = 32 << 20
+GUARD = -1  # stands for the position of a batch that reads a guard
+GUARD_BYTES = 8
+GUARDS = 512  # of pulls at once
 
 
 @dataclass(slots=True)
@@ -34,10 +37,16 @@ class _Pull:
     cause: str = ""
     carried: Carried = field(default_factory=Carried)
     last_ns: int = 0  # the last byte that arrived
+    guard: int = GUARD  # slot of its guard in our scratch memory
+    guarding: bool = False  # the guard is being read
+
+    def size(self, at: int) -> int:
+        return self.spec.sizes[at] if self.spec.sizes else self.spec.shard_bytes
 
 
 class Puller:
-    """All pulls of this rank into `region`."""
+    """All pulls of this rank into `region`. Guards are read into memory of its own, which is there once one is asked
+    for."""
 
     def __init__(
         self,
@@ -52,6 +61,8 @@ class Puller:
         self._clock_ns = clock_ns
         self._lock = threading.RLock()
         self._pulls: dict[int, _Pull] = {}
+        self._scratch: Region | None = None
+        self._slots: list[int] = []
 
     @property
     def active(self) -> int:
@@ -63,11 +74,13 @@ class Puller:
             pull = self._pulls[spec.ticket] = _Pull(spec, self._clock_ns())
             try:
                 self._check(spec)
+                if spec.guard:
+                    pull.guard = self._slot()
                 count = max(1, BATCH_BYTES // spec.shard_bytes)
                 for first in range(0, len(spec.offsets), count):
                     if pull.cause:
                         break
-                    self._submit(pull, first, min(first + count, len(spec.offsets)))
+                    self._read(pull, first, min(first + count, len(spec.offsets)))
             except TransferError as error:
                 self._failed(pull, error.message)
             except Exception as error:  # whatever the front said, this rank goes on
@@ -87,14 +100,24 @@ class Puller:
         end = region.base_offset + region.length
         if size < 1 or len(spec.offsets) != len(spec.landing):
             raise TransferError(f"pull of {len(spec.offsets)} shards of {size} bytes into {len(spec.landing)} places")
-        for offset in spec.landing:
-            if not region.base_offset <= offset <= end - size:
+        if spec.sizes and (len(spec.sizes) != len(spec.offsets) or not 0 < min(spec.sizes) <= max(spec.sizes) <= size):
+            raise TransferError(f"sizes={spec.sizes!r}: one for each shard, in 1..{size}", field="sizes")
+        for at, offset in enumerate(spec.landing):
+            if not region.base_offset <= offset <= end - (spec.sizes[at] if spec.sizes else size):
                 raise TransferError(f"landing={offset}: not in the host region", field="landing")
         for offset in spec.offsets:
             if offset < 0:
                 raise TransferError(f"offset={offset}: must not be negative", field="offsets")
 
-    def _submit(self, pull: _Pull, first: int, end: int) -> None:
+    def _slot(self) -> int:
+        if self._scratch is None:
+            self._scratch = self._engine.allocate(GUARDS * GUARD_BYTES, self._region.location)
+            self._slots = list(range(GUARDS))
+        if not self._slots:
+            raise TransferError(f"{GUARDS} guarded pulls are under way")
+        return self._slots.pop()
+
+    def _read(self, pull: _Pull, first: int, end: int) -> None:
         spec, shift = pull.spec, self._region.address - self._region.base_offset
         requests = [
             TransferRequest(
@@ -102,12 +125,30 @@ class Puller:
                 spec.landing[i] + shift,
                 spec.segment,
                 spec.offsets[i],
-                spec.shard_bytes,
+                pull.size(i),
                 traffic_class=spec.traffic_class,
             )
             for i in range(first, end)
         ]
-        left_s = (spec.deadline_ns - self._clock_ns()) * 1e-9
+        self._submit(pull, first, requests)
+
+    def _read_guard(self, pull: _Pull) -> None:
+        """Everything else is here, or will never be."""
+        spec, scratch = pull.spec, self._scratch
+        assert scratch is not None and scratch.memory is not None
+        at = pull.guard * GUARD_BYTES
+        scratch.memory[at : at + GUARD_BYTES] = bytes(GUARD_BYTES)
+        address = scratch.address + at
+        request = TransferRequest(Opcode.READ, address, spec.segment, spec.guard_offset, GUARD_BYTES)
+        self._submit(pull, GUARD, [request])
+
+    def _guard_holds(self, pull: _Pull) -> bool:
+        assert self._scratch is not None and self._scratch.memory is not None
+        at = pull.guard * GUARD_BYTES
+        return int.from_bytes(self._scratch.memory[at : at + GUARD_BYTES], "little") == pull.spec.guard
+
+    def _submit(self, pull: _Pull, first: int, requests: list[TransferRequest]) -> None:
+        left_s = (pull.spec.deadline_ns - self._clock_ns()) * 1e-9
         if left_s <= 0:
             raise TransferError("the pull's deadline has passed")
         batch = self._engine.allocate_batch(len(requests))
@@ -125,15 +166,31 @@ class Puller:
         now = self._clock_ns()
         with self._lock:
             first, _ = pull.batches.pop(batch)
-            for i, status in enumerate(self._engine.statuses(batch), first):
-                if status.state is TransferState.COMPLETED:
-                    pull.arrived.append(i)
-                    pull.last_ns = max(pull.last_ns, now)  # two batches may end on two threads
-                else:
-                    pull.cause = pull.cause or status.cause or status.state.value
+            statuses = self._engine.statuses(batch)
+            if first == GUARD:
+                done = statuses[0].state is TransferState.COMPLETED
+                if not done or not self._guard_holds(pull):
+                    pull.arrived.clear()
+                    cause = statuses[0].cause or statuses[0].state.value
+                    pull.cause = pull.cause or ("its owner has given up" if done else cause)
+                self._close_guard(pull)
+            elif now > pull.spec.deadline_ns:
+                pull.cause = pull.cause or "not within its time"
+            else:
+                for i, status in enumerate(statuses, first):
+                    if status.state is TransferState.COMPLETED:
+                        pull.arrived.append(i)
+                        pull.last_ns = max(pull.last_ns, now)  # two batches may end on two threads
+                    else:
+                        pull.cause = pull.cause or status.cause or status.state.value
             pull.carried += self._engine.carried(batch)
             self._engine.free_batch(batch)
             self._settle(pull)
+
+    def _close_guard(self, pull: _Pull) -> None:
+        if pull.guard != GUARD:
+            self._slots.append(pull.guard)
+            pull.guard = GUARD
 
     def _failed(self, pull: _Pull, cause: str) -> None:
         pull.cause = pull.cause or cause
@@ -146,9 +203,19 @@ class Puller:
         if pull.posting or pull.batches or self._pulls.get(pull.spec.ticket) is not pull:
             return
         spec = pull.spec
+        if pull.guard != GUARD and pull.arrived and not pull.guarding:
+            pull.guarding = True
+            try:
+                self._read_guard(pull)
+            except TransferError as error:
+                pull.cause = pull.cause or error.message
+                pull.arrived.clear()
+            else:
+                return  # its end settles this pull, or has done so
+        self._close_guard(pull)
         del self._pulls[spec.ticket]
         arrived = tuple(sorted(pull.arrived))
         cause = "" if len(arrived) == len(spec.offsets) else pull.cause or "not all arrived"
-        nbytes = len(arrived) * spec.shard_bytes
+        nbytes = sum(pull.size(at) for at in arrived)
         end_ns = pull.last_ns or self._clock_ns()
         self._send(m.PullEnded(spec.ticket, arrived, cause, nbytes, pull.start_ns, end_ns, pull.carried))

@@ -39,6 +39,7 @@ URGENT = (
     m.PushCancel,
     m.PullOpen,
     m.PullCancel,
+    m.Sum,
     m.TierPut,
     m.TierGet,
     m.TierRemove,

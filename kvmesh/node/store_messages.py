@@ -46,12 +46,23 @@ class PullOpen(Message, frozen=True):
     shard_bytes: int
     deadline_ns: int
     traffic_class: int = TrafficClass.PREFETCH
+    sizes: tuple[int, ...] = ()
+    guard: int = 0
+    guard_offset: int = 0
 
 
 class PullCancel(Message, frozen=True):
     """Stop early; PullEnded says what arrived. Unknown tickets are ignored."""
 
     ticket: int
+
+
+class Sum(Message, frozen=True):
+    """xxh3_64 of each span of our host region. Answer Summed; until then nobody may write there."""
+
+    ticket: int
+    offsets: tuple[int, ...]  # in our own segment
+    sizes: tuple[int, ...]
 
 
 # ── rank → front ──────────────────────────────────────────────────────────────────────────────────
@@ -83,3 +94,9 @@ class PullEnded(Message, frozen=True):
     start_ns: int
     end_ns: int
     carried: Carried = Carried()
+
+
+class Summed(Message, frozen=True):
+    ticket: int
+    sums: tuple[int, ...]  # (): `cause` says why not
+    cause: str = ""

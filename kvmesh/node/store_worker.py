@@ -9,6 +9,7 @@ from collections.abc import Callable
 from kvmesh.node import messages as m
 from kvmesh.node.memory import touch
 from kvmesh.node.puller import Puller
+from kvmesh.node.sums import Sums
 from kvmesh.node.tier_worker import TierWorker
 from kvmesh.node.transfer_config import own_location, start_engine
 from kvmesh.node.warm_segment import POOL_SLOT_BYTES, host_region
@@ -43,6 +44,7 @@ class StoreWorker:
             raise
         self._send = send
         self.puller = Puller(self.engine, self._region, send)
+        self.sums = Sums(self._region, send)
         self.tiers = TierWorker(self._region, send)
         self._load_ms = int((time.monotonic() - started) * 1000)
 
@@ -87,6 +89,8 @@ class StoreWorker:
                 self.puller.open(message)
             case m.PullCancel(ticket):
                 self.puller.cancel(ticket)
+            case m.Sum():
+                self.sums.add(message)
             case m.OpenSegment(descriptor):
                 try:
                     self.engine.open_segment(descriptor)
@@ -101,6 +105,7 @@ class StoreWorker:
                 log.error("unexpected message %s", type(message).__name__)
 
     def close(self) -> None:
+        self.sums.close()
         self.tiers.close()
         if self.warm is not None:
             self.warm.close()

@@ -25,6 +25,7 @@ from kvmesh.node.memory import touch
 from kvmesh.node.puller import Puller
 from kvmesh.node.pusher import Pusher
 from kvmesh.node.seals import Seals
+from kvmesh.node.sums import Sums
 from kvmesh.node.tier_worker import TierWorker
 from kvmesh.node.transfer_config import own_location, start_engine
 from kvmesh.node.warm_segment import host_region
@@ -82,6 +83,7 @@ class Worker:
             raise
         self.pusher = Pusher(self.engine, self.layout, self._page_region.address, send)
         self.puller = Puller(self.engine, self._extent_region, send)
+        self.sums = Sums(self._extent_region, send)
         self.tiers = TierWorker(self._extent_region, send)
         self.seals = Seals(self._pages, self._extents, shard, send)
         self.running: dict[int, Row] = {}
@@ -139,6 +141,7 @@ class Worker:
         return f"{self._checkpoint.fingerprint[:16]} {c.dtype} {dims} {part}"
 
     def close(self) -> None:
+        self.sums.close()
         self.tiers.close()
         if self.warm is not None:
             self.warm.close()
@@ -193,6 +196,8 @@ class Worker:
                 self.puller.open(message)
             case m.PullCancel(ticket):
                 self.puller.cancel(ticket)
+            case m.Sum():
+                self.sums.add(message)
             case m.CopyIn() | m.CopyOut():
                 self._copy(message)
             case m.SealCopy():
