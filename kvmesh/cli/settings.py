@@ -54,6 +54,12 @@ class MeshSettings:
         metadata={"help": "Folder of the SSD tier, a subfolder for each instance; empty: none.", "metavar": "FOLDER"},
     )
     ssd_capacity_mb: int = field(default=8192, metadata={"help": "Size of each instance's SSD tier, MiB.", "min": 1})
+    warm_segment: str = field(
+        default="",
+        metadata={
+            "help": "Folder in a tmpfs (/dev/shm/...): host segments there outlive their instances; empty: none."
+        },
+    )
     host: str = field(default="127.0.0.1", metadata={"help": "Address that REST and gRPC listen on."})
     http_port: int = field(default=8000, metadata={"help": "REST port; 0 picks a free one.", **_PORT})
     grpc_port: int = field(default=8001, metadata={"help": "gRPC port; 0 picks a free one.", **_PORT})

@@ -53,7 +53,7 @@ def host_region(
     folder = Path(configure.warm_segment)
     sums: SumTable | None = None
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         base = str(folder / f"rank-{configure.rank}")
         owner = hashlib.sha256(f"{slots} {nbytes} {identity}".encode()).digest()
         sums = SumTable(f"{base}.sums", owner, slots, configure.warm_lease_ms)

@@ -170,7 +170,8 @@ def test_a_folder_in_use_or_on_a_disk_is_refused_by_its_setting(folder: Path, mo
         setting = configure(str(folder), 1, 1 << 20)
         _, warm = host_region(one, 1 << 20, "cpu:0", setting, "x", 16, lambda _: None)
         assert warm is not None
-        for bad, why in ((str(folder), "another process that lives"), (f"{folder}/no/such", "No such file")):
+        (folder / "table").touch()
+        for bad, why in ((str(folder), "another process that lives"), (f"{folder}/table", "File exists")):
             with pytest.raises(ConfigError, match=why) as refused:
                 host_region(two, 1 << 20, "cpu:0", configure(bad, 1), "x", 16, lambda _: None)
             assert refused.value.field == "warm_segment" and bad in refused.value.message

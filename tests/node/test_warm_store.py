@@ -235,11 +235,11 @@ def test_a_block_is_back_when_every_rank_has_its_shard(folder: Path) -> None:
     rows = warm.restore([(entry.slot, entry) for entry in entries])
     assert [(row.slot, row.life, row.serial) for row in rows] == [(e.slot, e.life, e.serial) for e in entries]
     warm.verified([0, 1, 2, 3], [0, 1, 2])
-    assert not store.keys() and not warm.looked_through
+    assert (store.keys(), warm.looked_through) == ([], False)
     warm.verified([3, 1], [3, 1])
     assert store.keys() == [bytes([1]) * 16]
     warm.verified([0, 2], [2])
-    assert sorted(store.keys()) == [bytes([1]) * 16, bytes([2]) * 16] and warm.looked_through
+    assert (sorted(store.keys()), warm.looked_through) == ([bytes([1]) * 16, bytes([2]) * 16], True)
     warm.let_go()
     assert store.usage.idle == 2 and store.usage.unheld == EXTENTS - 2
     warm.close()
