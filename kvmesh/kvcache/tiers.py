@@ -39,9 +39,9 @@ def split_name(name: str) -> tuple[str, Tier]:
         raise ValueError(f"store name {name!r}: no tier {tier!r}") from None
 
 
+_BY_NUMBER = {0: Tier.DRAM, **{tier.value: tier for tier in Tier}}
+
+
 def tier_of(number: int) -> Tier | None:
     """What a number of `kvmesh.v1.Tier` says; 0 is DRAM. None: it names no tier."""
-    try:
-        return Tier(number or Tier.DRAM)
-    except ValueError:
-        return None
+    return _BY_NUMBER.get(number)
