@@ -246,8 +246,8 @@ class Blocks:
         each block was found in that can be leased now."""
         if self._tiering is not None:
             return await self._tiering.stage(layout, keys, timeout_s)
-        partition = self.partitions.get(layout)
-        return {key: Tier.DRAM for key in keys if partition is not None and partition.store.holds(key)}
+        stores = [partition.store for partition in self.partitions.family(layout)]
+        return {key: Tier.DRAM for key in keys if any(store.holds(key) for store in stores)}
 
     async def forget(self, keys: Sequence[bytes]) -> int:
         """None is found here from now on, in any tier, nor after a restart; returns how many were. Readers under a

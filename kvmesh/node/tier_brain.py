@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvmesh.kvcache.node_store import Changes, NodeStore
 from kvmesh.kvcache.ssd.sketch import FrequencySketch
@@ -21,6 +21,7 @@ class Contents:
     def __init__(self, ranks: int) -> None:
         self._all = (1 << ranks) - 1
         self._ranks: dict[bytes, int] = {}
+        self.sizes: dict[bytes, int] = {}  # of blocks of which they were told
         self._touched: dict[bytes, None] = {}  # came or went since `take_touched`
         self._there = 0
 
@@ -34,7 +35,9 @@ class Contents:
         """O(blocks)."""
         return [key for key, ranks in self._ranks.items() if ranks == self._all]
 
-    def changed(self, rank: int, sealed: Iterable[bytes], removed: Iterable[bytes]) -> Changes:
+    def changed(
+        self, rank: int, sealed: Sequence[bytes], removed: Iterable[bytes], sizes: Sequence[int] = ()
+    ) -> Changes:
         """A rank's word. Returns which blocks came and which went with it."""
         came: list[bytes] = []
         went: list[bytes] = []
@@ -46,11 +49,13 @@ class Contents:
                 self._ranks[key] = before & ~(1 << rank)
             else:
                 self._ranks.pop(key, None)
+                self.sizes.pop(key, None)
         for key in sealed:
             before = self._ranks.get(key, 0)
             self._ranks[key] = after = before | 1 << rank
             if after == self._all != before:
                 came.append(key)
+        self.sizes.update(zip(sealed, sizes, strict=False))
         self._there += len(came) - len(went)
         self._touched.update(dict.fromkeys((*went, *came)))
         return Changes(tuple(came), tuple(went))
@@ -63,6 +68,7 @@ class Contents:
         """The ranks are gone."""
         self._touched.update(dict.fromkeys(self.keys()))
         self._ranks.clear()
+        self.sizes.clear()
         self._there = 0
 
     def take_touched(self) -> dict[bytes, None]:
@@ -142,12 +148,6 @@ class Promotion:
     def __init__(self, sketch: FrequencySketch) -> None:
         self._sketch = sketch
         self._fresh: dict[bytes, int] = {}  # in the order of sealing; key → monotonic ns
-        self.promoted = 0
-
-    def note(self, keys: Iterable[bytes]) -> None:
-        """A request uses these."""
-        for key in keys:
-            self._sketch.add(key)
 
     def sealed(self, key: bytes, now: int) -> None:
         """A block that the tier has is in DRAM (again): read from there for somebody."""
@@ -159,9 +159,10 @@ class Promotion:
     def waiting(self) -> bool:
         return bool(self._fresh)
 
-    def settle(self, store: NodeStore, there: Contents, before: int) -> None:
+    def settle(self, store: NodeStore, there: Contents, before: int) -> int:
         """Judge what was sealed until `before`, so that whoever it was read for has had the time to use it. A block
-        used less than the one that would go next goes before that one; all are known to lie below too."""
+        used less than the one that would go next goes before that one; all are known to lie below too. Returns how
+        many stay."""
         due: list[bytes] = []
         for key, sealed_ns in self._fresh.items():
             if sealed_ns > before:
@@ -172,9 +173,9 @@ class Promotion:
         here = [key for key in due if key in there and store.holds(key)]
         victim = store.coldest(1) if not store.usage.unheld else []
         passing = [key for key in here if victim and not self._sketch.prefers(key, victim[0])]
-        self.promoted += len(here) - len(passing)
         store.replicated(here)
         store.cool(passing)
+        return len(here) - len(passing)
 
 
 class ReadTime:

@@ -20,6 +20,7 @@ class TierOpen(Message, frozen=True):
     identity: str
     capacity_bytes: int
     room: int
+    mixed: bool = False  # blocks of many sizes: TierChanged tells them
 
 
 class TierPut(Message, frozen=True):
@@ -85,6 +86,7 @@ class TierChanged(Message, frozen=True):
     part: int
     sealed: bytes
     removed: bytes
+    sizes: tuple[int, ...] = ()  # of what is sealed, when they differ
 
 
 class TierStats(Message, frozen=True):

@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvmesh.kvcache.size_classes import BYTES
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.ssd.folder import identity_of
 from kvmesh.kvcache.ssd.sketch import FrequencySketch
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.node import messages as m
+from kvmesh.node.partitions import Partition
 from kvmesh.node.tier_brain import Contents, Promotion, ReadTime, WriteBehind
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import common_pb2 as pb_common
@@ -27,6 +29,7 @@ from kvmesh.rpc.pb import store_pb2 as pb_store
 MAX_BLOCKS = 64  # of one operation of the write-behind
 MAX_BYTES = 32 << 20
 SKETCH_KEYS = 1 << 17
+MIXED_BYTES, MIXED_SHARE = 16 << 20, 64  # the largest block of "bytes" that goes below, and of all it may take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,25 +46,21 @@ class TierSettings:
 
 @dataclass(eq=False)
 class Part:
-    """One layout's blocks in one tier."""
+    """One layout's blocks in one tier. `shard_bytes` 0: they differ, the layout is "bytes"."""
 
     number: int
     layout: str
     shard_bytes: int
     contents: Contents
-    behind: WriteBehind
-    promotion: Promotion
     opened: asyncio.Future[str]  # by every rank: why it is not in use, "" when it is
     tier: Tier = Tier.SSD
+    sketch: FrequencySketch = field(default_factory=lambda: FrequencySketch(SKETCH_KEYS))
     unopened: set[int] = field(default_factory=set)  # ranks
     stats: dict[int, m.TierStats] = field(default_factory=dict)  # rank → its last word
     reads: ReadTime = field(default_factory=ReadTime)
     writing: dict[bytes, None] = field(default_factory=dict)
-    writes: int = 0  # operations
     staging: dict[bytes, asyncio.Task[None]] = field(default_factory=dict)  # read for others' leases
-    wanted: int = 0  # blocks that are about to come, and wait for room
-    woken: bool = False
-    progress: asyncio.Event = field(default_factory=asyncio.Event)  # some write has ended
+    promoted: int = 0  # by partitions that are gone
 
     @property
     def ready(self) -> bool:
@@ -76,20 +75,37 @@ class Part:
         said = (stats.why_not for stats in self.stats.values())
         return self.opened.result() or "; ".join(dict.fromkeys(filter(None, said)))
 
+    def note(self, keys: Iterable[bytes]) -> None:
+        """A request uses these."""
+        for key in keys:
+            self.sketch.add(key)
 
-def make_part(number: int, layout: str, shard_bytes: int, ranks: int, offload_percent: int) -> Part:
+
+class Followed:
+    """One partition, and what is decided of its blocks. Forgotten with the partition."""
+
+    def __init__(self, partition: Partition, part: Part, offload_percent: int) -> None:
+        self.partition = partition
+        self.part = part
+        most = max(1, min(MAX_BLOCKS, MAX_BYTES // partition.shard_bytes))
+        self.behind = WriteBehind(offload_percent, most)
+        self.promotion = Promotion(part.sketch)
+        self.writes = 0  # operations
+        self.wanted = 0  # blocks that are about to come, and wait for room
+        self.woken = False
+        self.progress = asyncio.Event()  # some write has ended
+
+
+def make_part(number: int, layout: str, shard_bytes: int, ranks: int) -> Part:
     """Not opened yet."""
-    most = max(1, min(MAX_BLOCKS, MAX_BYTES // shard_bytes))
-    return Part(
-        number,
-        layout,
-        shard_bytes,
-        Contents(ranks),
-        WriteBehind(offload_percent, most),
-        Promotion(FrequencySketch(SKETCH_KEYS)),
-        asyncio.get_running_loop().create_future(),
-        unopened=set(range(ranks)),
-    )
+    opened = asyncio.get_running_loop().create_future()
+    return Part(number, layout, shard_bytes, Contents(ranks), opened, unopened=set(range(ranks)))
+
+
+def home(partition: Partition) -> tuple[str, int]:
+    """(layout, shard_bytes) of the part that keeps its blocks: all sizes of "bytes" share one."""
+    mixed = partition.layout.startswith(f"{BYTES}/")
+    return (BYTES, 0) if mixed else (partition.layout, partition.shard_bytes)
 
 
 def opening(settings: TierSettings, part: Part, rank: int, ranks: int) -> m.TierOpen:
@@ -99,7 +115,8 @@ def opening(settings: TierSettings, part: Part, rank: int, ranks: int) -> m.Tier
         path /= hashlib.sha256(identity(part.layout, part.shard_bytes).encode()).hexdigest()[:32]
     capacity = settings.capacity_bytes // ranks // max(settings.layouts, 1)
     owner = identity(part.layout, part.shard_bytes)
-    return m.TierOpen(part.tier, part.number, str(path), owner, capacity, part.shard_bytes)
+    room = part.shard_bytes or min(MIXED_BYTES, capacity // MIXED_SHARE)
+    return m.TierOpen(part.tier, part.number, str(path), owner, capacity, room, not part.shard_bytes)
 
 
 def identity(layout: str, shard_bytes: int) -> str:
@@ -147,7 +164,7 @@ class OwnTier:
 
     def note(self, keys: Sequence[bytes]) -> None:
         """See `Lower`."""
-        self._part.promotion.note(keys)
+        self._part.note(keys)
 
 
 def counters_of(tier: Tier, settings: TierSettings, parts: Sequence[Part]) -> pb.TierCounters:
@@ -165,7 +182,7 @@ def counters_of(tier: Tier, settings: TierSettings, parts: Sequence[Part]) -> pb
         written_bytes=sum(s.written_bytes for s in stats),
         read_bytes=sum(s.read_bytes for s in stats),
         evicted=sum(s.evicted for s in stats),
-        promoted=sum(part.promotion.promoted for part in parts),
+        promoted=sum(part.promoted for part in parts),
         read_ns=read_ns,
         bytes_per_s=bytes_per_s,
         why_not="; ".join(dict.fromkeys(part.why_not for part in parts if part.why_not)),

@@ -7,7 +7,6 @@ future of it is done; only then TierDone is said.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -17,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from kvmesh.kvcache.keys import split
+from kvmesh.kvcache.node_store import Changes
 from kvmesh.kvcache.ssd import SsdConfig, SsdTier
 from kvmesh.kvcache.ssd.folder import FolderInUse
 from kvmesh.kvcache.ssd.format import PAGE, record_bytes
@@ -95,13 +95,14 @@ class TierWorker:
             done.end()
             return
         try:
-            blocks = [(k, self._memory(o, n)) for k, o, n in zip(keys, offsets, sizes, strict=True)]
-            futures = tier.put_many(blocks)
-        except (InvalidRequest, ValueError) as error:
+            most = tier.config.limits.max_length
+            fits = [at for at, size in enumerate(sizes) if size <= most]
+            futures = tier.put_many([(keys[at], self._memory(offsets[at], sizes[at])) for at in fits])
+        except (InvalidRequest, IndexError) as error:
             log.error("put: %s", error)
             done.end()
             return
-        done.wait(futures, before=part.tell)  # who hears that they are stored knows that they are there
+        done.wait(futures, fits, part.tell)  # who hears that they are stored knows that they are there
 
     def _get(self, part: _Part | None, get: m.TierGet) -> None:
         keys = split(get.keys)
@@ -150,16 +151,13 @@ class _Operation:
         self._before: Callable[[], None] | None = None
 
     def wait(
-        self,
-        futures: Sequence[Future[bool]],
-        positions: Sequence[int] | None = None,
-        before: Callable[[], None] | None = None,
+        self, futures: Sequence[Future[bool]], positions: Sequence[int], before: Callable[[], None] | None = None
     ) -> None:
         self._left = len(futures)
         self._before = before
         if not futures:
             self.end()
-        for at, future in zip(positions if positions is not None else itertools.count(), futures, strict=False):
+        for at, future in zip(positions, futures, strict=True):
             future.add_done_callback(partial(self._one, at))
 
     def _one(self, at: int, future: Future[bool]) -> None:
@@ -196,15 +194,16 @@ class _Part:
         """Send what has changed. Any thread."""
         with self._telling:
             if self.tier is not None:
-                changes = self.tier.take_changes()
-                self._say(changes.sealed, changes.removed)
+                self._say(self.tier, self.tier.take_changes())
 
-    def _say(self, sealed: Sequence[bytes], removed: Sequence[bytes]) -> None:
+    def _say(self, tier: SsdTier, changes: Changes) -> None:
         o = self._opening
-        for at in range(0, len(removed), CHANGES):
-            self._send(m.TierChanged(o.tier, o.part, b"", b"".join(removed[at : at + CHANGES])))
-        for at in range(0, len(sealed), CHANGES):
-            self._send(m.TierChanged(o.tier, o.part, b"".join(sealed[at : at + CHANGES]), b""))
+        for at in range(0, len(changes.removed), CHANGES):
+            self._send(m.TierChanged(o.tier, o.part, b"", b"".join(changes.removed[at : at + CHANGES])))
+        for at in range(0, len(changes.sealed), CHANGES):
+            keys = changes.sealed[at : at + CHANGES]
+            sizes = tuple(tier.length(key) or 0 for key in keys) if o.mixed else ()
+            self._send(m.TierChanged(o.tier, o.part, b"".join(keys), b"", sizes))
 
     def _open(self) -> None:
         o = self._opening

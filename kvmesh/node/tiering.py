@@ -21,19 +21,22 @@ from kvmesh.kvcache.tiers import Tier
 from kvmesh.node import messages as m
 from kvmesh.node.partitions import Partition, Partitions, unused
 from kvmesh.node.segments import Rank
+from kvmesh.node.staging import Staging
 from kvmesh.node.tier_brain import TierSource
 from kvmesh.node.tier_parts import (
+    Followed,
     OwnTier,
     Part,
     TierSettings,
     counters_of,
+    home,
     layouts_found,
     make_part,
     opening,
     usage_of,
 )
 from kvmesh.node.tier_ranks import TierRanks, everywhere
-from kvmesh.rpc.errors import ConfigError, InvalidRequest, Overloaded, Unavailable
+from kvmesh.rpc.errors import ConfigError, Unavailable
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import store_pb2 as pb_store
@@ -68,9 +71,11 @@ class Tiering:
         self._ranks = TierRanks(ranks)
         self._partitions = partitions
         self._parts: dict[str, Part] = {}
+        self._followed: dict[str, Followed] = {}  # by layout of the partition
+        self._staging = Staging(partitions, settings.staging_percent, self.read, self.follow, self._spawn)
         self._tasks: set[asyncio.Task[None]] = set()
         for partition in partitions.all():
-            self._add(partition.layout, partition.shard_bytes)
+            self._add(*home(partition))
             self.follow(partition)
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────
@@ -100,7 +105,7 @@ class Tiering:
         return ConfigError(f"ssd_path={where!r}, ssd_capacity_mb={size}: {why}", field="ssd_path")
 
     def _add(self, layout: str, shard_bytes: int) -> Part:
-        part = make_part(len(self._parts), layout, shard_bytes, len(self._ranks), self._settings.offload_percent)
+        part = make_part(len(self._parts), layout, shard_bytes, len(self._ranks))
         self._parts[layout] = part
         self.source.parts.append(part.contents)
         return part
@@ -113,22 +118,27 @@ class Tiering:
         """From now on what is sealed there is written to the tier. Cheap; again and again for the same one is right."""
         if partition.store.on_added is not None:
             return
-        part = self._parts.get(partition.layout)
+        layout, shard_bytes = home(partition)
+        part = self._parts.get(layout)
         if part is None:
             if len(self._parts) >= max(self._settings.layouts, 1):
-                return  # the tier is for others; GetStore says how many there are
-            part = self._add(partition.layout, partition.shard_bytes)
+                return  # the tier is for others; GetStore says so
+            part = self._add(layout, shard_bytes)
             self._open(part)
-        kept = part
+        followed = self._followed[partition.layout] = Followed(partition, part, self._settings.offload_percent)
 
         def added(key: bytes) -> None:
-            if key in kept.contents:
-                kept.promotion.sealed(key, time.monotonic_ns())
+            if key in followed.part.contents:
+                followed.promotion.sealed(key, time.monotonic_ns())
             else:
-                kept.behind.added()
-                self._wake(kept)
+                followed.behind.added()
+                self._wake(followed)
 
         partition.store.on_added = added
+
+    def _part_of(self, partition: Partition) -> Part | None:
+        part = self._parts.get(home(partition)[0])
+        return part if part is not None and part.ready else None
 
     def ranks_lost(self, cause: str) -> None:
         """Nothing will be answered any more, and nobody can read what lies there."""
@@ -164,8 +174,8 @@ class Tiering:
         match message:
             case m.TierDone():
                 self._ranks.said(rank, message)
-            case m.TierChanged(_, number, sealed, removed):
-                self._changed(self._numbered(number), rank, split(sealed), split(removed))
+            case m.TierChanged(_, number):
+                self._changed(self._numbered(number), rank, message)
             case m.TierStats(_, number):
                 self._numbered(number).stats[rank] = message
             case m.TierOpened(_, number, why_not):
@@ -173,7 +183,8 @@ class Tiering:
                 part.unopened.discard(rank)
                 if not part.opened.done() and (why_not or not part.unopened):
                     part.opened.set_result(why_not)
-                    self._wake(part)
+                    for followed in self._followed.values():
+                        self._wake(followed)
             case _:
                 return False
         return True
@@ -181,36 +192,39 @@ class Tiering:
     def _numbered(self, number: int) -> Part:
         return next(part for part in self._parts.values() if part.number == number)
 
-    def _changed(self, part: Part, rank: int, sealed: list[bytes], removed: list[bytes]) -> None:
+    def _changed(self, part: Part, rank: int, message: m.TierChanged) -> None:
         if self._ranks.lost:
             return
-        changes = part.contents.changed(rank, sealed, removed)
-        partition = self._partitions.get(part.layout)
-        if partition is not None:
+        changes = part.contents.changed(rank, split(message.sealed), split(message.removed), message.sizes)
+        for partition in self._partitions.family(part.layout):
             partition.store.replicated(changes.removed, False)
             partition.store.replicated(changes.sealed)
 
     # ── writes ───────────────────────────────────────────────────────────────────────────────────
 
-    def _wake(self, part: Part) -> None:
-        if not part.woken:
-            part.woken = True
-            asyncio.get_running_loop().call_soon(self._pump, part)
+    def _wake(self, followed: Followed) -> None:
+        if not followed.woken:
+            followed.woken = True
+            asyncio.get_running_loop().call_soon(self._pump, followed)
 
-    def _pump(self, part: Part) -> None:
-        part.woken = False
-        partition = self._partitions.get(part.layout)
-        while partition is not None and part.ready and part.writes < WRITES and not self._ranks.lost:
-            keys = part.behind.next(partition.store, part.contents, part.writing, part.wanted)
+    def _pump(self, followed: Followed) -> None:
+        followed.woken = False
+        part, partition = followed.part, followed.partition
+        while part.ready and followed.writes < WRITES and not self._ranks.lost and self._keeps(partition):
+            keys = followed.behind.next(partition.store, part.contents, part.writing, followed.wanted)
             if not keys:
                 return
-            part.writes += 1
+            followed.writes += 1
             part.writing.update(dict.fromkeys(keys))
-            self._spawn(self._write(part, partition, keys, partition.store.borrow(keys)), "write behind")
+            self._spawn(self._write(followed, keys, partition.store.borrow(keys)), "write behind")
 
-    async def _write(self, part: Part, partition: Partition, keys: list[bytes], extents: list[int]) -> None:
-        store = partition.store
-        sizes = tuple(size or part.shard_bytes for size in store.sizes(keys))
+    def _keeps(self, partition: Partition) -> bool:
+        """Whether it is there still: a pool node gives up those that hold nothing."""
+        return self._partitions.get(partition.layout) is partition
+
+    async def _write(self, followed: Followed, keys: list[bytes], extents: list[int]) -> None:
+        part, partition, store = followed.part, followed.partition, followed.partition.store
+        sizes = tuple(size or partition.shard_bytes for size in store.sizes(keys))
         packed = b"".join(keys)
 
         def put(rank: int, ticket: int) -> m.ToRank:
@@ -221,38 +235,34 @@ class Tiering:
             stored = everywhere(await self._ranks.ask(put))
         finally:
             store.release(extents)
-            part.writes -= 1
+            followed.writes -= 1
             for key in keys:
                 del part.writing[key]
-            part.progress.set()
-            part.progress = asyncio.Event()
+            followed.progress.set()
+            followed.progress = asyncio.Event()
         store.cool([keys[at] for at in sorted(stored)])  # to be written was no use of them
-        part.behind.refused(key for at, key in enumerate(keys) if at not in stored)
+        followed.behind.refused(key for at, key in enumerate(keys) if at not in stored)
         names.NODE_TIER_WRITTEN.labels(tier=part.tier.name.lower()).inc(len(stored))
         self._partitions.settle()
-        self._wake(part)
+        self._wake(followed)
 
     async def room(self, partition: Partition, blocks: int, wait_s: float) -> None:
         """Wait until so many more blocks would evict none that the tier is still to take, at most `wait_s`."""
-        part = self._parts.get(partition.layout)
-        if part is None or not part.ready:
+        self.follow(partition)
+        followed = self._followed.get(partition.layout)
+        if followed is None or not followed.part.ready:
             return
         deadline = time.monotonic() + wait_s
-        part.wanted += blocks
+        followed.wanted += blocks
         try:
-            while (left_s := deadline - time.monotonic()) > 0 and self._would_lose(part, partition, blocks):
-                self._wake(part)
+            while (left_s := deadline - time.monotonic()) > 0 and _would_lose(followed, blocks):
+                self._wake(followed)
                 try:
-                    await asyncio.wait_for(part.progress.wait(), left_s)
+                    await asyncio.wait_for(followed.progress.wait(), left_s)
                 except TimeoutError:
                     return
         finally:
-            part.wanted -= blocks
-
-    @staticmethod
-    def _would_lose(part: Part, partition: Partition, blocks: int) -> bool:
-        going = partition.store.coldest(blocks - unused(partition))
-        return any(key not in part.contents for key in going)
+            followed.wanted -= blocks
 
     # ── reads ────────────────────────────────────────────────────────────────────────────────────
 
@@ -261,14 +271,14 @@ class Tiering:
     ) -> tuple[dict[int, int], str]:
         """Blocks into extents that the caller has begun: (position → bytes of what arrived, why not all). The extents
         are the tier's until this returns: let nobody cancel it. Nothing new is begun after `deadline_ns`."""
-        part = self._parts.get(partition.layout)
-        if part is None or not part.ready:
+        part = self._part_of(partition)
+        if part is None:
             return {}, f"no {self.tier.name.lower()} tier is in use here"
         packed = b"".join(keys)
 
         def get(rank: int, ticket: int) -> m.ToRank:
             offsets = tuple(partition.offset(rank, extent) for extent in extents)
-            return m.TierGet(ticket, part.tier, part.number, packed, offsets, part.shard_bytes, deadline_ns)
+            return m.TierGet(ticket, part.tier, part.number, packed, offsets, partition.shard_bytes, deadline_ns)
 
         answers = await self._ranks.ask(get)
         arrived = everywhere(answers)
@@ -283,57 +293,9 @@ class Tiering:
         return arrived, self._ranks.lost or ("" if len(arrived) == len(keys) else f"{label} had {len(arrived)} of them")
 
     async def stage(self, layout: str, keys: Sequence[bytes], timeout_s: float) -> dict[bytes, Tier]:
-        """For a reader's lease: bring what only the tier has into DRAM, as far as the budget goes and the time.
-        Returns where each key of those that are in DRAM now was found."""
-        partition = self._partitions.get(layout)
-        held = {key: Tier.DRAM for key in keys if partition is not None and partition.store.holds(key)}
-        part = self._parts.get(layout)
-        if part is None or not part.ready:
-            return held
-        part.promotion.note(keys)
-        below = [key for key in keys if key not in held and key in part.contents]
-        if not below:
-            return held
-        try:
-            partition = self._partitions.room(layout, part.shard_bytes, len(below))
-        except (InvalidRequest, Overloaded) as error:
-            log.info("staging: %s", error)
-            return held
-        self.follow(partition)
-        waits = {part.staging[key] for key in below if key in part.staging}
-        begun = self._begin(part, partition, [key for key in below if key not in part.staging])
-        if begun:
-            deadline_ns = time.monotonic_ns() + int(timeout_s * NS)
-            task = self._spawn(self._stage(part, partition, begun, deadline_ns), "stage")
-            part.staging.update(dict.fromkeys((key for key, _ in begun), task))
-            waits.add(task)
-        if waits:
-            await asyncio.wait(waits, timeout=timeout_s)
-        return held | {key: part.tier for key in below if partition.store.holds(key)}
-
-    def _begin(self, part: Part, partition: Partition, keys: list[bytes]) -> list[tuple[bytes, int]]:
-        """What the budget has room for, from the first on: a chain's head is of use without its tail."""
-        budget = max(1, partition.store.total * self._settings.staging_percent // 100) - len(part.staging)
-        wanted = keys[: max(budget, 0)]
-        if len(wanted) < len(keys):
-            names.NODE_TIER_REFUSED.inc(len(keys) - len(wanted))
-        return [
-            (k, extent) for k, extent in zip(wanted, partition.store.begin(wanted), strict=True) if extent is not None
-        ]
-
-    async def _stage(self, part: Part, partition: Partition, begun: list[tuple[bytes, int]], deadline_ns: int) -> None:
-        keys, extents = [key for key, _ in begun], [extent for _, extent in begun]
-        arrived: dict[int, int] = {}
-        try:
-            arrived, _ = await self.read(partition, keys, extents, deadline_ns)
-        finally:
-            for at in reversed(range(len(keys))):  # the head of a chain is to live longest
-                del part.staging[keys[at]]
-                if at in arrived:
-                    partition.store.seal(keys[at], arrived[at])
-                else:
-                    partition.store.abandon(keys[at])
-            self._partitions.settle()
+        """See `Staging.stage`."""
+        parts = [part for name, part in self._parts.items() if layout in ("", name) and part.ready]
+        return await self._staging.stage(parts, layout, keys, timeout_s)
 
     # ── removal ──────────────────────────────────────────────────────────────────────────────────
 
@@ -370,10 +332,12 @@ class Tiering:
     def tidy(self) -> None:
         """Now and then: what becomes of blocks that were read from below."""
         before = time.monotonic_ns() - int(FRESH_S * NS)
-        for part in self._parts.values():
-            partition = self._partitions.get(part.layout)
-            if part.promotion.waiting and partition is not None:
-                part.promotion.settle(partition.store, part.contents, before)
+        for layout, followed in list(self._followed.items()):
+            part, store = followed.part, followed.partition.store
+            if not self._keeps(followed.partition):
+                del self._followed[layout]
+            elif followed.promotion.waiting:
+                part.promoted += followed.promotion.settle(store, part.contents, before)
         label = self.tier.name.lower()
         names.NODE_TIER_BLOCKS.labels(tier=label).set(sum(len(part.contents) for part in self._parts.values()))
         names.NODE_TIER_USED.labels(tier=label).set(self.counters.used_bytes)
@@ -387,8 +351,14 @@ class Tiering:
     def counters(self) -> pb.TierCounters:
         """For GetStore."""
         told = counters_of(self.tier, self._settings, list(self._parts.values()))
-        strangers = sum(partition.layout not in self._parts for partition in self._partitions.all())
+        strangers = len({home(partition)[0] for partition in self._partitions.all()} - self._parts.keys())
         if strangers:
             told.why_not = f"{strangers} layouts more than ssd_layouts={self._settings.layouts} are kept in DRAM alone"
         told.why_not = self._ranks.lost or told.why_not
         return told
+
+
+def _would_lose(followed: Followed, blocks: int) -> bool:
+    """Whether so many more blocks would evict one that the tier lacks."""
+    going = followed.partition.store.coldest(blocks - unused(followed.partition))
+    return any(key not in followed.part.contents for key in going)

@@ -1,0 +1,113 @@
+"""Blocks below DRAM that others want to lease: read into extents first, within a budget.
+
+Past the budget a block is simply not held, and its reader computes it or asks somebody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
+
+from kvmesh.kvcache.size_classes import size_class
+from kvmesh.kvcache.tiers import Tier
+from kvmesh.node.partitions import Partition, Partitions
+from kvmesh.node.tier_parts import Part
+from kvmesh.rpc.errors import InvalidRequest, Overloaded
+from kvmesh.telemetry import names
+
+log = logging.getLogger(__name__)
+
+NS = 1_000_000_000
+
+Read = Callable[[Partition, Sequence[bytes], Sequence[int], int], Awaitable[tuple[dict[int, int], str]]]
+Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
+
+
+class Staging:
+    """Of one node. `percent` of its memory may be written to for others at once; `read`, `follow` and `spawn` are
+    `Tiering`'s."""
+
+    def __init__(
+        self, partitions: Partitions, percent: int, read: Read, follow: Callable[[Partition], None], spawn: Spawn
+    ) -> None:
+        self._partitions = partitions
+        self._percent = percent
+        self._read = read
+        self._follow = follow
+        self._spawn = spawn
+        self._staged_bytes = 0
+
+    async def stage(
+        self, parts: Sequence[Part], layout: str, keys: Sequence[bytes], timeout_s: float
+    ) -> dict[bytes, Tier]:
+        """For a reader's lease: bring what only `parts` have into DRAM, as far as the budget goes and the time. Returns
+        where each key of those that are in DRAM now was found. `layout` "": any. Whoever is cancelled while waiting
+        stops nothing."""
+        held = dict.fromkeys(self._in_dram(layout, keys), Tier.DRAM)
+        deadline_ns = time.monotonic_ns() + int(timeout_s * NS)
+        waits: set[asyncio.Task[None]] = set()
+        for part in parts:
+            part.note(keys)
+            below = [key for key in keys if key not in held and key in part.contents]
+            waits.update(part.staging[key] for key in below if key in part.staging)
+            for partition, some in self._places(part, [key for key in below if key not in part.staging]):
+                begun = self._begin(partition, some)
+                if begun:
+                    task = self._spawn(self._stage(part, partition, begun, deadline_ns), "stage")
+                    part.staging.update(dict.fromkeys((key for key, _ in begun), task))
+                    waits.add(task)
+        if waits:
+            await asyncio.wait(waits, timeout=timeout_s)
+            held = dict.fromkeys(self._in_dram(layout, keys), parts[0].tier) | held
+        return held
+
+    def _in_dram(self, layout: str, keys: Sequence[bytes]) -> list[bytes]:
+        stores = [partition.store for partition in self._partitions.family(layout)]
+        return [key for key in keys if any(store.holds(key) for store in stores)]
+
+    def _places(self, part: Part, keys: list[bytes]) -> list[tuple[Partition, list[bytes]]]:
+        """Where blocks that lie below are to be read to."""
+        by_size: dict[int, list[bytes]] = {}
+        for key in keys:
+            size = part.shard_bytes or part.contents.sizes.get(key, 0)
+            if size:  # else it went while its rank told of it
+                by_size.setdefault(part.shard_bytes or size_class(size), []).append(key)
+        found = []
+        for size, some in by_size.items():
+            try:
+                partition = self._partitions.room(part.layout, size, len(some))
+            except (InvalidRequest, Overloaded) as error:
+                log.info("staging: %s", error)
+                continue
+            self._follow(partition)
+            found.append((partition, some))
+        return found
+
+    def _begin(self, partition: Partition, keys: list[bytes]) -> list[tuple[bytes, int]]:
+        """What the budget has room for, from the first on: a chain's head is of use without its tail."""
+        budget = self._partitions.capacity_bytes * self._percent // 100 - self._staged_bytes
+        wanted = keys[: max(budget // partition.shard_bytes, 0 if self._staged_bytes else 1)]
+        if len(wanted) < len(keys):
+            names.NODE_TIER_REFUSED.inc(len(keys) - len(wanted))
+        extents = partition.store.begin(wanted)
+        begun = [(key, extent) for key, extent in zip(wanted, extents, strict=True) if extent is not None]
+        self._staged_bytes += len(begun) * partition.shard_bytes
+        return begun
+
+    async def _stage(self, part: Part, partition: Partition, begun: list[tuple[bytes, int]], deadline_ns: int) -> None:
+        keys, extents = [key for key, _ in begun], [extent for _, extent in begun]
+        arrived: dict[int, int] = {}
+        try:
+            arrived, _ = await self._read(partition, keys, extents, deadline_ns)
+        finally:
+            self._staged_bytes -= len(begun) * partition.shard_bytes
+            for at in reversed(range(len(keys))):  # the head of a chain is to live longest
+                del part.staging[keys[at]]
+                if at in arrived:
+                    partition.store.seal(keys[at], arrived[at])
+                else:
+                    partition.store.abandon(keys[at])
+            self._partitions.settle()
