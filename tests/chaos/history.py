@@ -48,11 +48,10 @@ class Op:
     pending: tuple[str, ...] = ()
 
     def effect_ends(self, at: str = "") -> float:
-        """After this it changes nothing any more (at that store, if one is named). Whatever failed or has no answer
-        may be carried out by somebody at any later time."""
-        if self.outcome != "ok":
-            return INF
-        if self.kind == "remove" and (at in self.pending if at else bool(self.pending)):
+        """After this it changes nothing any more (a removal: at store `at`). Whatever failed or has no answer may be
+        carried out by somebody at any later time; a store that has not acknowledged a removal has still to hear of it,
+        also when it was no member, and named nowhere."""
+        if self.outcome != "ok" or (self.kind == "remove" and at not in self.acknowledged):
             return INF
         return self.completed
 

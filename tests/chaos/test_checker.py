@@ -262,22 +262,19 @@ def test_a_disturbed_holder_excuses_a_miss(harm: str, start: float, end: float, 
 
 
 @pytest.mark.parametrize(
-    ("start", "end", "outcome", "pending", "excuse"),
+    ("start", "end", "outcome", "heard", "excuse"),
     [
-        (2, 3, "ok", (), True),
-        (-2, -1, "ok", (), False),  # over before the put began
-        (-2, -1, "ok", ("a",), True),  # a has still to hear of it
-        (-2, -1, "ok", ("b",), False),
+        (2, 3, "ok", ("a",), True),
+        (-2, -1, "ok", ("a",), False),  # over before the put began
+        (-2, -1, "ok", ("b",), True),  # a has still to hear of it
         (-2, -1, "error", (), True),
-        (30, 31, "ok", (), False),
+        (30, 31, "ok", ("a",), False),
     ],
 )
-def test_a_removal_excuses_a_miss(
-    start: float, end: float, outcome: str, pending: tuple[str, ...], excuse: bool
-) -> None:
+def test_a_removal_excuses_a_miss(start: float, end: float, outcome: str, heard: tuple[str, ...], excuse: bool) -> None:
     s = Script()
     s.add("put", 0, 1, holder="a", pinned=True)
-    s.add("remove", start, end, outcome=outcome, pending=pending, error="unavailable")
+    s.add("remove", start, end, outcome=outcome, acknowledged=heard, error="unavailable")
     s.add("get", 20, 21, outcome="miss")
     assert s.rules() == ([] if excuse else ["miss"])
 
