@@ -1,0 +1,123 @@
+"""What a store master does without data: look-ups, announcements, growth."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from typing import Any
+
+import psutil
+
+from benchmarks import progress
+from benchmarks.peers.link import PeerMissing, Worker
+from benchmarks.store_contest import free_port, mooncake_master, service
+
+BATCHES = (1, 64, 512)
+KNOWN = 10_000
+SIZES = (10_000, 100_000, 1_000_000)
+LEASE = ("--lease-ms", "3600000")  # the nodes of these benchmarks send no heartbeats
+
+
+def calls(batch: int) -> int:
+    return max(8, 400 // batch)
+
+
+def against_mooncake(rounds: int) -> Any:
+    """Keys per second, by operation and batch."""
+    with contextlib.ExitStack() as stack:
+        ours = _talker(stack, stack.enter_context(service("store", *LEASE)))
+        ours.call("know", blocks=KNOWN)
+        theirs = None
+        try:
+            master, python, env = stack.enter_context(mooncake_master())
+            node = Worker("benchmarks.peers.store_mooncake", python=python, env=env)
+            stack.callback(node.close)
+            node.call("node", master=master, port=free_port(), nbytes=256 << 20)
+            theirs = Worker("benchmarks.peers.store_mooncake", python=python, env=env)
+            stack.callback(theirs.close)
+            theirs.call("client", master=master, port=free_port(), nbytes=1 << 20)
+            theirs.call("announce", prefix="known", count=KNOWN, batch=512)
+        except PeerMissing as err:
+            print(f"without Mooncake: {err}")
+        print("\nmetadata: thousand keys per second, one call at a time")
+        print(f"{'':24}{'kvmesh':>10}{'Mooncake':>10}{'ratio':>8}")
+        told = []
+        for op in ("look up", "announce"):
+            for batch in BATCHES:
+                row = _row(op, batch, rounds, ours, theirs)
+                told.append(row)
+                theirs_rate = f"{row['mooncake'] / 1e3:10.1f}{row['ratio']:8.2f}" if theirs else f"{'-':>10}{'-':>8}"
+                print(f"{op:10}{batch:5} a call{'':3}{row['kvmesh'] / 1e3:10.1f}{theirs_rate}", flush=True)
+        return told
+
+
+def _row(op: str, batch: int, rounds: int, ours: Worker, theirs: Worker | None) -> dict[str, Any]:
+    times = calls(batch)
+    mine: list[float] = []
+    other: list[float] = []
+    for round_ in range(rounds + 1):
+        if op == "look up":
+            spent = ours.call("look", batch=batch, times=times)
+            its = theirs.call("look", prefix="known", known=KNOWN, batch=batch, times=times) if theirs else None
+        else:
+            spent = ours.call("announce", count=batch * times, batch=batch)
+            name = f"new-{batch}-{round_}"
+            its = theirs.call("announce", prefix=name, count=batch * times, batch=batch) if theirs else None
+        if round_:
+            mine.append(batch * times / spent)
+            other += [batch * times / its] if its else []
+    row: dict[str, Any] = {"op": op, "batch": batch, "kvmesh": round(statistics.median(mine))}
+    if other:
+        row["mooncake"] = round(statistics.median(other))
+        row["ratio"] = round(statistics.median(a / b for a, b in zip(mine, other, strict=True)), 3)
+    return row
+
+
+def growth(rounds: int) -> Any:
+    """Of our master alone: what a call and a block cost, by the number of blocks."""
+    print("\ngrowth: our master; µs a call of 512 keys, bytes of its memory and of its map for each block")
+    print(f"{'blocks':>12}{'look up':>10}{'announce':>10}{'memory':>10}{'map':>8}")
+    told = []
+    for blocks in SIZES:
+        progress.tell(f"{blocks:,} blocks")
+        with contextlib.ExitStack() as stack:
+            address = stack.enter_context(service("store", *LEASE))
+            ours = _talker(stack, address)
+            process = _listening(address)
+            empty = process.memory_info().rss
+            ours.call("know", blocks=blocks)
+            grown = process.memory_info().rss - empty
+            known, map_bytes = ours.call("map_bytes")
+            looks = [ours.call("look", batch=512, times=8) / 8 * 1e6 for _ in range(rounds)]
+            says = [ours.call("announce", count=512 * 8, batch=512) / 8 * 1e6 for _ in range(rounds)]
+        progress.tell("")
+        row = {
+            "blocks": known,
+            "look_up_us": round(statistics.median(looks), 1),
+            "announce_us": round(statistics.median(says), 1),
+            "rss_bytes_per_block": round(grown / known, 1),
+            "map_bytes_per_block": round(map_bytes / known, 1),
+        }
+        told.append(row)
+        print(
+            f"{row['blocks']:12,}{row['look_up_us']:10.0f}{row['announce_us']:10.0f}"
+            f"{row['rss_bytes_per_block']:10.0f}{row['map_bytes_per_block']:8.0f}",
+            flush=True,
+        )
+    return told
+
+
+def _talker(stack: contextlib.ExitStack, master: str) -> Worker:
+    worker = Worker("benchmarks.peers.store_metadata")
+    stack.callback(worker.close)
+    worker.call("talker", master=master, name="bench-0")
+    return worker
+
+
+def _listening(address: str) -> psutil.Process:
+    """The process behind a port of this machine: one of ours."""
+    port = int(address.rpartition(":")[2])
+    for child in psutil.Process().children(recursive=True):
+        if any(c.laddr and c.laddr.port == port and c.status == "LISTEN" for c in child.net_connections()):
+            return child
+    raise PeerMissing(f"nobody listens at {address}")
