@@ -189,10 +189,10 @@ def _weighed(found: Weighed, ttft_slo_s: float) -> Iterable[Candidate]:
 
 def _prefill(candidate: PrefillCandidate, slo_s: float, landing_wait_s: float) -> Candidate:
     best = candidate.best(slo_s) or min(candidate.options, key=lambda o: o.admission_ttft_s)
-    others = [o.ttft_s for o in candidate.options if o is not best and (best is candidate.use or not o.legs)]
-    other = min(others) + landing_wait_s if others else -1.0
-    pull_s = best.pull_s if best.pulled_blocks else -1.0
-    load_s = best.load_s if best.tier is not Tier.DRAM else -1.0
+    others = [o for o in candidate.options if o is not best and (best is candidate.use or o is candidate.use)]
+    other = min(o.ttft_s for o in others) + landing_wait_s if others else -1.0
+    pull_s = best.pull_s if best.pull_bytes else -1.0
+    load_s = best.load_s or -1.0
     ttft_s = best.ttft_s + landing_wait_s
     return Candidate(
         best.instance.ref,

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvmesh.kvcache.tiers import Tier
 from kvmesh.rpc.errors import Overloaded
 from services.conductor import decodes as decoding
 from services.conductor import prefills as prefilling
@@ -104,8 +103,7 @@ def _decode_pulls(
     if not prefill.legs or not prefill.local_blocks <= decode.at_decode < prefill.fetched_to:
         return (), 0
     own = Place(place.sealed)
-    ways = tuple(way for way in mesh.ways(own) if way.tier is Tier.DRAM)
-    return mesh.plan(own, decode.instance.node_id, decode.at_decode, prefill.fetched_to, ways)
+    return mesh.plan(own, decode.instance.node_id, decode.at_decode, prefill.fetched_to, mesh.memory)
 
 
 def _pick_prefill(

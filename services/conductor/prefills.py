@@ -4,7 +4,7 @@ fetched: from others, or out of lower tiers, up to where that pays. Pure: instan
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ class PrefillChoice:
     computed_tokens: int
     queue_s: float
     pull_s: float  # on the wires
-    load_s: float  # out of lower tiers, its own or the holders'
+    load_s: float  # out of lower tiers, its own or the holders'; 0 only when none are used
     fetch_s: float  # both: until all that is fetched is in its memory
     prefill_s: float
     tail_s: float
@@ -58,12 +58,12 @@ class PrefillChoice:
     @property
     def loaded_blocks(self) -> int:
         """Blocks to read from its own lower tiers."""
-        return sum(leg.blocks for leg in self.legs if leg.own)
+        return sum(leg.blocks for leg in self.legs if leg.own) if self.load_s else 0
 
     @property
     def tier(self) -> Tier:
         """The slowest that any of it comes from."""
-        return max((leg.tier for leg in self.legs), default=Tier.DRAM)
+        return max(leg.tier for leg in self.legs) if self.load_s else Tier.DRAM
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,33 +126,28 @@ def _worth_weighing(best: int, local: int, threshold: float) -> bool:
 
 def _plans(
     instance: Instance, place: Place, mesh: Mesh, local: int, reach: int, *, others: bool
-) -> Iterator[tuple[tuple[Leg, ...], int]]:
+) -> list[tuple[tuple[Leg, ...], int]]:
     """Ways to have the blocks up to `reach`, each with where it ends: others' memory before the own lower tiers and,
     where both hold something, the other way round; not `others`: out of its own tiers alone."""
     if reach <= local:
-        return
-    ways = mesh.ways(place, others=others)
-    orders = [ways]
-    if others and place.lower and (own_first := mesh.ways(place, own_first=True)) != ways:
-        orders.append(own_first)
-    for order in orders:
-        legs, end = mesh.plan(place, instance.node_id, local, reach, order)
-        if legs:
-            yield legs, end
+        return []
+    orders = [mesh.ways(place, others=others)]
+    if others and place.lower:
+        orders.append(mesh.ways(place, own_first=True))
+    plans = [mesh.plan(place, instance.node_id, local, reach, order) for order in dict.fromkeys(orders)]
+    return [plan for plan in plans if plan[0]]
 
 
 def _ends(
     instance: Instance, mesh: Mesh, legs: tuple[Leg, ...], local: int, end: int, now: float
-) -> Iterator[tuple[tuple[Leg, ...], int]]:
+) -> list[tuple[tuple[Leg, ...], int]]:
     """A plan and, if lower tiers are in it, those parts of it that may be faster than the whole. Reading takes longer
     block by block, and each block that is read spares more computing than the one before: the best end is the whole,
     where another leg begins, or what hides behind the queue."""
-    yield legs, end
-    if all(leg.tier is Tier.DRAM for leg in legs):
-        return
+    if not mesh.lower or all(leg.tier is Tier.DRAM for leg in legs):
+        return [(legs, end)]
     ends = {leg.first for leg in legs} | {_hidden(instance, mesh, legs, local, end, now)}
-    for until in sorted(ends - {local, end}):
-        yield _cut(legs, until), until
+    return [(legs, end)] + [(_cut(legs, until), until) for until in sorted(ends - {local, end})]
 
 
 def _hidden(instance: Instance, mesh: Mesh, legs: tuple[Leg, ...], local: int, end: int, now: float) -> int:
@@ -182,10 +177,13 @@ class _Fetching(NamedTuple):
     ahead_bytes: int
 
 
+_NOTHING = _Fetching(0.0, 0.0, 0.0, 0, 0)
+
+
 def _fetching(instance: Instance, mesh: Mesh, legs: tuple[Leg, ...], now: float) -> _Fetching:
     """What `legs` take. A holder reads before it sends; the reader's own tiers read meanwhile."""
     block_bytes = instance.model.block_tokens * instance.model.kv_bytes_per_token
-    pulled = tuple(leg for leg in legs if not leg.own)
+    pulled = [leg for leg in legs if not leg.own]
     pull_bytes = block_bytes * sum(leg.blocks for leg in pulled)
     ahead = mesh.ahead(pulled)
     holders = len({leg.holder.ref.life for leg in pulled})
@@ -208,7 +206,7 @@ def _choice(
     cached = cached_blocks * model.block_tokens
     computed = request.prompt_tokens - cached
     prefill_s = instance.prefill.predict(computed, cached)
-    took = _fetching(instance, mesh, legs, now) if mesh is not None else _Fetching(0.0, 0.0, 0.0, 0, 0)
+    took = _fetching(instance, mesh, legs, now) if mesh is not None else _NOTHING
     # What decode fetches itself (see `placement._decode_pulls`) is not sent either.
     fetched = bool(legs) and all(leg.tier is Tier.DRAM for leg in legs)
     spared = cached_blocks if fetched and local <= at_decode < cached_blocks else at_decode

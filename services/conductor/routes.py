@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import Tier, store_name
@@ -64,17 +65,24 @@ class Mesh:
             found |= slots
         return self.survey.reach(found, start)
 
+    @cached_property
+    def memory(self) -> tuple[Way, ...]:
+        """Others' memory alone."""
+        return (Way(self.among, Tier.DRAM, own=False),) if self.among else ()
+
     def ways(self, own: Place, *, others: bool = True, own_first: bool = False) -> tuple[Way, ...]:
         """Where blocks that are not in the reader's memory can come from, the best first: others' memory, then tier by
         tier its own before others'. `own_first`: its own fastest lower tier even before others' memory; not `others`:
         its own alone."""
-        found = [Way(self.among, Tier.DRAM, own=False)] if others else []
+        if not self.lower:
+            return self.memory if others else ()
+        found = list(self.memory) if others else []
         for tier, slots in self.lower:
             mine = slots & dict(own.lower).get(tier, 0)
-            found.append(Way(mine, tier, own=True))
-            if others:
+            if mine:
+                found.append(Way(mine, tier, own=True))
+            if others and slots & ~mine:
                 found.append(Way(slots & ~mine, tier, own=False))
-        found = [way for way in found if way.slots]
         if own_first and len(found) > 1 and found[0].tier is Tier.DRAM and found[1].own:
             found[:2] = found[1], found[0]
         return tuple(found)
@@ -94,12 +102,15 @@ class Mesh:
             if run.sealed & own.sealed or run.coming & own.coming:
                 index, at = index + 1, run.end
                 continue
-            rank = next((i for i, way in enumerate(ways) if run.sealed & way.slots), None)
-            if rank is None or len(legs) == MAX_RANGES:
+            better = 0
+            for way in ways:
+                if run.sealed & way.slots:
+                    break
+                better |= way.slots | own.sealed
+            else:
                 break
-            way, better = ways[rank], own.sealed if rank else 0
-            for other in ways[:rank]:
-                better |= other.slots
+            if len(legs) == MAX_RANGES:
+                break
             alive = run.sealed & way.slots
             index += 1
             while index < len(runs) and not runs[index].sealed & better and (still := alive & runs[index].sealed):
@@ -115,19 +126,22 @@ class Mesh:
 
     def _preferred(self, alive: int, node_id: str, tier: Tier) -> Member:
         holders = [self.holders[slot] for slot in bits(alive)]
+        if len(holders) == 1:
+            return holders[0]
         busy = self.outgoing.ahead
-        return min(
-            holders,
-            key=lambda h: (
-                busy(h.ref.life) + (busy(tier_life(h.ref.life, tier)) if tier is not Tier.DRAM else 0),
-                h.node_id != node_id,
-                h.ref.instance_id,
-            ),
-        )
+        if tier is Tier.DRAM:
+            return min(holders, key=lambda h: (busy(h.ref.life), h.node_id != node_id, h.ref.instance_id))
+
+        def worth(h: Member) -> tuple[int, bool, str]:
+            return busy(h.ref.life) + busy(tier_life(h.ref.life, tier)), h.node_id != node_id, h.ref.instance_id
+
+        return min(holders, key=worth)
 
     def load_s(self, legs: Iterable[Leg], block_bytes: int) -> tuple[float, float]:
         """Seconds that lower tiers need before the blocks of `legs` are in memory: the reader's own, and the slowest of
         the others'. Each node reads for itself, after what it reads already."""
+        if not self.lower:
+            return 0.0, 0.0
         asked: dict[tuple[Life, Tier, bool], int] = {}
         for leg in legs:
             if leg.tier is not Tier.DRAM:
