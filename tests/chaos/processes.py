@@ -56,7 +56,8 @@ class Process:
         assert not self.alive, f"{self.name} runs already"
         self.ready_file.unlink(missing_ok=True)
         self.lives += 1
-        env = {**os.environ, PARENT_ENV: str(os.getpid()), "OMP_NUM_THREADS": "1"}
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("KVMESH_")}  # settings, too
+        env = {**inherited, PARENT_ENV: str(os.getpid()), "OMP_NUM_THREADS": "1"}
         with self.log.open("ab") as log:
             log.write(f"--- life {self.lives} at {time.monotonic():.3f}\n".encode())
             log.flush()
