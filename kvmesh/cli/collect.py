@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 
 from kvmesh.rpc.channels import connect
 from kvmesh.rpc.errors import KvmeshError
+from kvmesh.rpc.masters import split
 from kvmesh.rpc.pb import (
     blocks_pb2,
     blocks_pb2_grpc,
@@ -116,23 +117,34 @@ def _gateway(address: str) -> Any:
     )
 
 
-async def _store(address: str) -> dict[str, Any]:
-    """Members, and under `map` what the master knows of blocks."""
-    status, members = await asyncio.gather(
-        _ask(
-            address,
-            lambda channel: store_pb2_grpc.StoreMasterStub(channel).GetStatus(
-                store_pb2.GetStoreStatusRequest(), timeout=TIMEOUT_S
-            ),
-        ),
-        _ask(
-            address,
-            lambda channel: store_pb2_grpc.StoreMasterStub(channel).ListMembers(
-                store_pb2.ListMembersRequest(), timeout=TIMEOUT_S
-            ),
+async def _store(addresses: str) -> dict[str, Any]:
+    """Members as the leader tells them, under `map` what it knows of blocks, under `masters` what each says of itself.
+    `address`: of the leader, without one of all."""
+    try:
+        every = split(addresses)
+    except KvmeshError as err:
+        return {"address": addresses, "error": err.message}
+    request = store_pb2.GetStoreStatusRequest()
+    told = await asyncio.gather(
+        *(
+            _ask(one, lambda channel: store_pb2_grpc.StoreMasterStub(channel).GetStatus(request, timeout=TIMEOUT_S))
+            for one in every
+        )
+    )
+    kept = ("address", "error", "leading", "leader", "term")
+    masters = [{key: one[key] for key in kept if key in one} for one in told]
+    # A leader that was frozen may not know yet that another leads.
+    leading = max((one for one in told if one.get("leading")), key=lambda one: one["term"], default=None)
+    if leading is None:
+        why = told[0]["error"] if len(told) == 1 and "error" in told[0] else "no store master leads"
+        return {"address": addresses, "error": why, "masters": masters}
+    members = await _ask(
+        leading["address"],
+        lambda channel: store_pb2_grpc.StoreMasterStub(channel).ListMembers(
+            store_pb2.ListMembersRequest(), timeout=TIMEOUT_S
         ),
     )
-    return {**members, "map": status}
+    return {**members, "map": leading, "masters": masters}
 
 
 def _node_store(address: str) -> Any:

@@ -244,10 +244,15 @@ class Mesh:
         spec = one.spec
         if one.state is State.STARTING and spec.ready_file.exists():
             self._become(one, State.LOADING, only_from=State.STARTING)
-        if one.state is State.LOADING and probe.ready(spec.address, spec.http, self.security):
+        if one.state is State.LOADING and self._is_ready(spec):
             now = time.monotonic()
             one._ready_at, one._early_deaths = now, 0
             self._become(one, State.READY, f"{now - one._spawned_at:.1f} s", only_from=State.LOADING)
+
+    def _is_ready(self, spec: plan.Spec) -> bool:
+        if spec.service == "redis":
+            return probe.redis_ready(spec.address)
+        return probe.ready(spec.address, spec.http, self.security)
 
     def _exited(self, one: Process, code: int) -> None:
         popen = one._popen

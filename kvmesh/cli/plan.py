@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import shutil
 import socket
 import sys
 from collections.abc import Mapping
@@ -101,8 +102,10 @@ def processes(settings: MeshSettings) -> list[Planned]:
         for i in range(count)
     ]
     pools = [Planned(f"pool-{i}", "pool") for i in range(settings.pool)]
+    masters = ["store"] if settings.masters == 1 else [f"store-{i}" for i in range(settings.masters)]
     return [
-        Planned("store", "store"),
+        *([Planned("redis", "redis")] if settings.redis == "auto" else []),
+        *(Planned(name, "store") for name in masters),
         Planned("conductor", "conductor"),
         *pools,
         *instances,
@@ -116,7 +119,9 @@ def plan(settings: MeshSettings, run_dir: Path, ports: Ports) -> list[Spec]:
     port = {one.name: ports.take() for one in wanted if one.service != "gateway"}
     port["gateway"] = settings.grpc_port or ports.take(settings.host)
     http_port = settings.http_port or ports.take(settings.host)
-    conductor, store = join(LOCALHOST, port["conductor"]), join(LOCALHOST, port["store"])
+    conductor = join(LOCALHOST, port["conductor"])
+    store = ",".join(join(LOCALHOST, port[one.name]) for one in wanted if one.service == "store")
+    redis = f"redis://{join(LOCALHOST, port['redis'])}/0" if settings.redis == "auto" else settings.redis
     transfer = {"transports": settings.transports, "nics": settings.nics, "topology": settings.topology}
     instance = {
         **transfer,
@@ -129,7 +134,7 @@ def plan(settings: MeshSettings, run_dir: Path, ports: Ports) -> list[Spec]:
         "threads": settings.threads,
     }
     own: dict[str, dict[str, Any]] = {
-        "store": {},
+        "store": {"redis": redis},
         "conductor": {"store": store, "slo_ttft_ms": settings.slo_ttft_ms, "slo_tbt_ms": settings.slo_tbt_ms},
         "pool": {"store": store, "memory_mb": settings.pool_memory_mb, **transfer},
         "prefill": instance,
@@ -147,6 +152,9 @@ def plan(settings: MeshSettings, run_dir: Path, ports: Ports) -> list[Spec]:
     specs = []
     for one in wanted:
         name, service = one.name, one.service
+        if service == "redis":
+            specs.append(_redis(settings, port[name], run_dir))
+            continue
         metrics_port = ports.take()
         ready_file = run_dir / "ready" / f"{name}.json"
         flags: dict[str, Any] = {
@@ -180,6 +188,43 @@ def plan(settings: MeshSettings, run_dir: Path, ports: Ports) -> list[Spec]:
             )
         )
     return specs
+
+
+def _redis(settings: MeshSettings, port: int, run_dir: Path) -> Spec:
+    """A Redis of this mesh alone. It keeps a log of changes, so that a new start of it forgets nothing.
+
+    ConfigError: the program is missing."""
+    program = shutil.which("redis-server")
+    if program is None:
+        why = "redis-server is not installed (Debian, Ubuntu: apt-get install redis-server); or give a redis:// URL"
+        raise ConfigError(f"redis='auto': {why}", field="redis")
+    ready_file = run_dir / "ready" / "redis.pid"
+    flags = {
+        "bind": LOCALHOST,
+        "port": port,
+        "dir": run_dir,
+        "pidfile": ready_file,
+        "save": "",
+        "appendonly": "yes",
+        "appendfilename": "redis.aof",
+    }
+    # It is no service of ours: something of ours has to make it die with its supervisor, then becomes it.
+    become = (
+        "from kvmesh.rpc.process import follow_supervisor; follow_supervisor(); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    argv = [sys.executable, "-c", f"import os, sys; {become}", program]
+    argv += [part for key, value in flags.items() for part in (f"--{key}", str(value))]
+    return Spec(
+        name="redis",
+        service="redis",
+        address=join(LOCALHOST, port),
+        metrics="",
+        http="",
+        argv=tuple(argv),
+        env=_environment(settings, "redis", "redis"),
+        log=run_dir / "logs" / "redis.log",
+        ready_file=ready_file,
+    )
 
 
 def _reach(host: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -45,6 +46,17 @@ def gateway_ready(address: str, timeout_s: float = 1.0) -> bool:
         return False
     finally:
         link.close()
+
+
+def redis_ready(address: str, timeout_s: float = 1.0) -> bool:
+    """Does a Redis at `host:port` take commands?"""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout_s) as peer:
+            peer.sendall(b"PING\r\n")
+            return peer.recv(16).startswith(b"+PONG")
+    except OSError:
+        return False
 
 
 def ready(address: str, http_address: str = "", tls: Security = PLAINTEXT) -> bool:

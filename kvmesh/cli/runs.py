@@ -111,6 +111,11 @@ class Run:
         return found
 
 
+def masters(run: Run) -> str:
+    """The addresses of its store masters, "a:1,b:2"."""
+    return ",".join(one["address"] for one in run.services.values() if one["service"] == "store")
+
+
 def secure(run: Run | None) -> None:
     """Have this process call services as `run` wants it, without one as KVMESH_TLS_* say. ConfigError: a bad file."""
     from kvmesh.rpc.security import TlsFiles, configure

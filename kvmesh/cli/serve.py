@@ -171,14 +171,17 @@ def option(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
 def serve(service: str, config: ServiceConfig) -> None:
     """Run one service until it is told to stop."""
     from kvmesh.rpc import process, security
+    from kvmesh.rpc.masters import split
     from kvmesh.rpc.server import check_port
     from kvmesh.telemetry import setup
 
     process.follow_supervisor()
     for key in ("port", "http_port", "metrics_port"):  # before a model is loaded for minutes
         check_port(config.host, getattr(config, key, 0), key)
-    for key in ("conductor", "store"):
-        check_peer(key, getattr(config, key, None))
+    check_peer("conductor", getattr(config, "conductor", None))
+    if (masters := getattr(config, "store", None)) is not None:
+        for address in split(masters):
+            check_peer("store", address)
     security.configure(config)
     if getattr(config, "instance_id", None) == "":
         config = dataclasses.replace(cast(Any, config), instance_id=f"{service}-{os.getpid()}")

@@ -47,6 +47,16 @@ class MeshSettings:
     )
     prefill: int = field(default=1, metadata={"help": "Prefill instances of each model.", **_COUNT})
     decode: int = field(default=1, metadata={"help": "Decode instances of each model.", **_COUNT})
+    masters: int = field(
+        default=1, metadata={"help": "Store masters, of which one leads; several need --redis.", "min": 1, "max": 9}
+    )
+    redis: str = field(
+        default="",
+        metadata={
+            "help": "Redis that says which master leads; auto: a redis-server of this mesh's own.",
+            "metavar": "auto|redis://HOST:PORT/0",
+        },
+    )
     pool: int = field(default=0, metadata={"help": "Pool nodes: memory without an engine.", "min": 0, "max": 64})
     pool_memory_mb: int = field(default=256, metadata={"help": "KV memory of each pool node, MiB.", "min": 1})
     ssd_path: str = field(
@@ -139,6 +149,9 @@ class MeshSettings:
             raise ConfigError(
                 f"grpc_port={self.grpc_port}: is http_port too; choose another with --grpc-port", field="grpc_port"
             )
+        if self.masters > 1 and not self.redis:
+            why = "which of several leads is kept in Redis: give --redis auto, or its URL"
+            raise ConfigError(f"masters={self.masters}: {why}", field="masters")
         check(self.transports, self.nics)
         if self.tls and self.tls_cert:
             raise ConfigError(f"tls_cert={self.tls_cert!r}: --tls makes certificates of its own", field="tls_cert")

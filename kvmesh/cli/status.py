@@ -30,7 +30,8 @@ def status(
     ] = None,
     gateway: Annotated[str | None, typer.Option(help="Its gateway (gRPC).", metavar="HOST:PORT")] = None,
     store: Annotated[
-        str | None, typer.Option(help="Its store master: it tells of the map and of pool nodes.", metavar="HOST:PORT")
+        str | None,
+        typer.Option(help="Its store masters: they tell of the map and of pool nodes.", metavar="HOST:PORT[,...]"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
     watch: Annotated[float | None, typer.Option(help="Show it again every so many seconds.", min=0.2)] = None,
@@ -59,7 +60,7 @@ def status(
         run = runs.find_running(run_dir)
         runs.secure(run)
         address = {name: one["address"] for name, one in run.services.items()}
-        found = asyncio.run(collect(address["conductor"], address["gateway"], address["store"]))
+        found = asyncio.run(collect(address["conductor"], address["gateway"], runs.masters(run)))
         return {"run": run.told, **found}
 
     out = console()
@@ -118,8 +119,11 @@ def _services(found: dict[str, Any]) -> Table:
         told = found.get(name)
         if told is None:
             continue
-        restarts = str(supervised.get(name, {}).get("restarts", ""))
-        table.add_row(name, told["address"], _state(name, told), restarts, _says(name, told))
+        masters = told.get("masters", [])
+        for one in masters if len(masters) > 1 else [told]:
+            life: dict[str, Any] = next((x for x in supervised.values() if x["address"] == one["address"]), {})
+            whole = told if one["address"] == told["address"] else one
+            table.add_row(name, one["address"], _state(name, one), str(life.get("restarts", "")), _says(name, whole))
     return table
 
 
@@ -128,6 +132,8 @@ def _state(name: str, told: dict[str, Any]) -> str:
         return "[red]no answer[/]"
     if name == "gateway" and not told["ready"]:
         return "[yellow]not ready[/]"
+    if name == "store" and not told.get("leading", True):
+        return "[green]standby[/]"
     return "[green]ready[/]"
 
 
@@ -143,7 +149,12 @@ def _says(name: str, told: dict[str, Any]) -> str:
         )
     if name == "conductor":
         return f"{count(len(told['instances']), 'instance')}, store master {escape(told['store_master'])}"
-    return count(len(told["members"]), "member")
+    if "members" not in told:  # one of several, and not the leader
+        return f"leader: {escape(told['leader'] or 'unknown')}"
+    rebuilding = told["map"].get("rebuilding", [])
+    late = f", {len(rebuilding)} have not announced yet" if rebuilding else ""
+    term = f"leads, term {told['map']['term']}, " if "term" in told["map"] else ""
+    return f"{term}{count(len(told['members']), 'member')}{late}"
 
 
 def _instances(instances: list[dict[str, Any]], width: int) -> RenderableType:

@@ -46,6 +46,8 @@ Examples:
 
     kvmesh up --prefill 2 --decode 2 --pool 1 --pool-memory-mb 1024
 
+    kvmesh up --masters 3 --redis auto
+
     kvmesh up --model ./chat-model --add-model code=./code-model
 
     kvmesh up --model Qwen/Qwen3-0.6B --slo-ttft 2000 --slo-tbt 200 --http-port 9000

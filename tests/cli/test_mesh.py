@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -12,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,11 @@ from typing import Any
 import psutil
 import pytest
 
-from kvmesh.cli import plan, probe
+from kvmesh.cli import collect, plan, probe, runs
 from kvmesh.cli.mesh import Event, Mesh, State
 from kvmesh.cli.settings import MeshSettings
 from kvmesh.rpc.errors import ConfigError, Unavailable
+from tests.redis_server import needs_redis
 
 pytestmark = pytest.mark.mesh
 
@@ -213,6 +216,52 @@ def test_the_plan_of_pool_nodes_and_several_models(tmp_path: Path) -> None:
     assert {"--model=/m/tiny", "--models=org/code=/m/code,/m=/m", "--api-keys=/k.toml"} <= gateway
     assert all("--tls-ca=/ca.pem" in spec.argv for spec in specs.values())
     assert not [arg for spec in specs.values() for arg in spec.argv if arg.startswith("--tls-cert")]
+
+
+@needs_redis
+def test_several_masters_with_a_redis_of_their_own(tmp_path: Path) -> None:
+    """All start and end together; a killed Redis comes back with what it held, and one leader goes on or follows."""
+    made = MeshSettings(model="/none", run_dir=str(tmp_path), http_port=0, grpc_port=0, masters=3, redis="auto")
+    specs = plan.plan(made, tmp_path, plan.Ports())
+    assert [spec.name for spec in specs][:4] == ["redis", "store-0", "store-1", "store-2"]
+    masters = ",".join(spec.address for spec in specs if spec.service == "store")
+    assert all(
+        f"--store={masters}" in spec.argv for spec in specs if spec.service in ("conductor", "prefill", "decode")
+    )
+    before = children()
+    with Mesh(made, [spec for spec in specs if spec.service in ("redis", "store")]) as mesh:
+        mesh.wait_ready(60)
+        run = runs.Run(tmp_path, told(tmp_path))
+        assert runs.masters(run) == masters
+
+        def leading(above: int) -> int:
+            deadline = time.monotonic() + 30
+            while True:
+                found = asyncio.run(collect._store(masters))
+                if "error" not in found and found["map"]["term"] > above:
+                    assert len(found["masters"]) == 3
+                    return int(found["map"]["term"])
+                assert time.monotonic() < deadline, found
+                time.sleep(0.05)
+
+        term = leading(0)
+        mesh.kill("redis")
+        mesh.wait_ready(60)
+        assert leading(0) >= term
+        leader = asyncio.run(collect._store(masters))["address"]
+        mesh.kill(next(name for name, address in mesh.addresses.items() if address == leader))
+        leading(term)
+        mesh.wait_ready(60)
+    assert children() <= before
+
+
+def test_several_masters_need_redis(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"masters=3: .*--redis auto"):
+        MeshSettings(model="/none", masters=3)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    made = MeshSettings(model="/none", masters=3, redis="auto", http_port=0, grpc_port=0)
+    with pytest.raises(ConfigError, match="redis='auto': redis-server is not installed"):
+        plan.plan(made, tmp_path, plan.Ports())
 
 
 SUPERVISOR = """

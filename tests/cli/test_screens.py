@@ -225,7 +225,7 @@ def mesh(**changes: Any) -> dict[str, Any]:
         "gateway": {"address": "127.0.0.1:30437", "ready": True, "not_ready_reason": "", "requests": 0, "streams": 1},
         "conductor": {"address": "127.0.0.1:11788", "instances": instances, "store_master": "connected"},
         "store": {"address": "127.0.0.1:14547", "members": members,
-                  "map": {"blocks": 4500, "replicas": 9000, "map_bytes": 1 << 20,
+                  "map": {"term": 3, "leading": True, "blocks": 4500, "replicas": 9000, "map_bytes": 1 << 20,
                           "stores": [{"member": member, "blocks": 4001} for member in members]}},
         "node_stores": {name: node() for name in names},
         **changes,
@@ -243,6 +243,23 @@ def test_a_mesh_on_the_screen(width: int) -> None:
     assert "hit rate  75.0% of 1,000 prompt tokens (device 50.0%, host 20.0%, remote 5.0%)" in text
     assert "map       4,500 distinct blocks, 9,000 replicas, 2.0 each, 1.0 MiB; 1 pool node" in text
     assert len([row for row in rows if row[:1] == ["prefill-0"]]) == 2, "no row takes two lines"
+
+
+def test_every_store_master_has_a_row() -> None:
+    found = mesh()
+    found["run"]["services"] = {"store-1": {"address": "127.0.0.1:2", "restarts": 4}}
+    found["store"]["masters"] = [
+        {"address": "127.0.0.1:14547", "leading": True, "leader": "127.0.0.1:14547", "term": 3},
+        {"address": "127.0.0.1:2", "leading": False, "leader": "127.0.0.1:14547", "term": 3},
+        {"address": "127.0.0.1:3", "error": "it is gone"},
+    ]
+    text = printed(status._screen(found, 120), 120)
+    rows = [line.split() for line in text.splitlines() if line.startswith("store ")]
+    assert rows == [
+        ["store", "127.0.0.1:14547", "ready", "leads,", "term", "3,", "3", "members"],
+        ["store", "127.0.0.1:2", "standby", "4", "leader:", "127.0.0.1:14547"],
+        ["store", "127.0.0.1:3", "no", "answer", "it", "is", "gone"],
+    ]
 
 
 @pytest.mark.parametrize("width", [80, 120])
