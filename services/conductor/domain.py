@@ -231,6 +231,7 @@ class Placed:
     sources: bytes = b""  # one `BlockSource` per prompt block; empty: prefill pushes all
     pulls: tuple[PullRange, ...] = ()
     decode_pulls: tuple[PullRange, ...] = ()
+    load_until: int | None = None  # see `Placement` in conductor.proto
 
 
 @dataclass(frozen=True)

@@ -210,6 +210,7 @@ def placement_out(placed: Placed) -> pb.Placement:
         sources=placed.sources,
         pulls=[range_out(r) for r in placed.pulls],
         decode_pulls=[range_out(r) for r in placed.decode_pulls],
+        load_until=placed.load_until,
     )
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from kvmesh.kvcache.tiers import Tier
 from services.conductor.domain import Fetch, Schedule
-from services.conductor.index import Place
+from services.conductor.index import Place, Survey
 from services.conductor.instance import Instance
 from services.conductor.routes import Leg, Mesh
 
@@ -59,6 +59,11 @@ class PrefillChoice:
     def loaded_blocks(self) -> int:
         """Blocks to read from its own lower tiers."""
         return sum(leg.blocks for leg in self.legs if leg.own) if self.load_s else 0
+
+    def load_until(self, survey: Survey, place: Place) -> int | None:
+        """The block from which on it is not to read what its own lower tiers have; None: all of it is read."""
+        end = self.cached_tokens // self.instance.model.block_tokens
+        return end if place.lower and survey.depth_in_all(place) > end else None
 
     @property
     def tier(self) -> Tier:

@@ -90,6 +90,8 @@ def start_prefill(
     ask.priority = start.priority
     ask.traceparent = traceparent
     ask.pulls.extend(start.placement.pulls)
+    if start.placement.HasField("load_until"):
+        ask.load_until = start.placement.load_until
     return message
 
 

@@ -142,6 +142,7 @@ class SharedBlocks:
         """Blocks to be read from the host segment, up to the first that is neither there nor coming nor below nor
         covered by a hint."""
         covered, lower = _covered(h.start.pulls, len(usable)), self.lower
+        until = len(usable) if h.start.load_until is None else h.start.load_until
         needed = []
         for i in range(self._cache.peek(usable), len(usable)):
             key = usable[i]
@@ -152,7 +153,7 @@ class SharedBlocks:
                 continue
             elif pull is not None and self._runs(pull):
                 self._join(h, pull)
-            elif (covered[i] or (lower is not None and lower.holds(key))) and not self.store.writing(key):
+            elif (covered[i] or (lower is not None and i < until and lower.holds(key))) and not self.store.writing(key):
                 needed.append(i)
             else:
                 break

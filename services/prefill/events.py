@@ -30,6 +30,7 @@ class Start:
     deadline_ns: int = 0
     priority: int = 0  # smaller goes first
     pulls: tuple[sources.PullRange, ...] = ()  # where missing blocks may lie; a hint
+    load_until: int | None = None  # blocks from here on are not read out of its own lower tiers: computing is faster
     traceparent: str = ""
 
 

@@ -48,6 +48,7 @@ def start_in(
         deadline_ns=now + request.deadline_ms * NS_PER_MS if request.deadline_ms else 0,
         priority=request.priority,
         pulls=pulls_in(request.pulls, len(block_keys), own),
+        load_until=request.load_until if request.HasField("load_until") else None,
         traceparent=traceparent,
     )
 

@@ -59,7 +59,9 @@ def test_its_own_ssd_is_read_when_that_is_cheaper_than_computing(rate: tuple[flo
     placed = brain.placed(LONG, keys=X)
     if rate is SLOW:
         assert (told(placed), placed.cached_tokens, placed.terms["load_ms"]) == ([], 0, 0)
+        assert placed.load_until == 0, "it would find the blocks by itself, and wait for them"
         return
+    assert placed.load_until is None
     assert told(placed) == [("p0", 0, 64, Tier.SSD)]
     assert placed.pulls[0].address == "p0:1"
     assert placed.cached_tokens == 64 * BLOCK
@@ -108,7 +110,7 @@ def test_only_as_much_as_hides_behind_the_queue() -> None:
     placed = brain.placed(LONG, keys=X)
     ((name, first, blocks, tier),) = told(placed)
     assert (name, first, tier) == ("p0", 0, Tier.SSD)
-    assert blocks == int(queue_s * 8)
+    assert blocks == placed.load_until == int(queue_s * 8)
     assert placed.terms["load_ms"] <= placed.terms["queue_ms"]
 
 

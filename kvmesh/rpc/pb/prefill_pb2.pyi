@@ -103,6 +103,7 @@ class StartPrefill(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     PULLS_FIELD_NUMBER: _builtins.int
+    LOAD_UNTIL_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """names the handoff within this stream; never reused in it"""
     request_id: _builtins.str
@@ -113,6 +114,8 @@ class StartPrefill(_message.Message):
     deadline_ms: _builtins.int
     priority: _builtins.int
     traceparent: _builtins.str
+    load_until: _builtins.int
+    """see Placement"""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
@@ -133,12 +136,15 @@ class StartPrefill(_message.Message):
         priority: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         pulls: _abc.Iterable[_common_pb2.PullRange] | None = ...,
+        load_until: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_load_until", b"_load_until", "load_until", b"load_until", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_keys", b"block_keys", "deadline_ms", b"deadline_ms", "handle", b"handle", "model_fingerprint", b"model_fingerprint", "priority", b"priority", "pulls", b"pulls", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_load_until", b"_load_until", "attempt", b"attempt", "block_keys", b"block_keys", "deadline_ms", b"deadline_ms", "handle", b"handle", "load_until", b"load_until", "model_fingerprint", b"model_fingerprint", "priority", b"priority", "pulls", b"pulls", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__load_until: _TypeAlias = _typing.Literal["load_until"]  # noqa: Y015
+    _WhichOneofArgType__load_until: _TypeAlias = _typing.Literal["_load_until", b"_load_until"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__load_until) -> _WhichOneofReturnType__load_until | None: ...
 
 Global___StartPrefill: _TypeAlias = StartPrefill  # noqa: Y015
 
