@@ -44,9 +44,11 @@ class ClientDriver:
         return self.client.content_key(data).hex()
 
     async def put(self, key: str, data: bytes, *, pinned: bool, timeout_s: float) -> str:
-        pin = Pin.HARD if pinned else Pin.NONE
         (done,) = await self.client.put_many(
-            [data], keys=[bytes.fromhex(key)], pin=pin, timeout_ms=int(timeout_s * 1000)
+            [data],
+            keys=[bytes.fromhex(key)],
+            timeout_ms=int(timeout_s * 1000),
+            **({"pin": Pin.HARD} if pinned else {}),
         )
         if not done.held:
             raise Unavailable(done.cause)
