@@ -33,6 +33,7 @@ $(RUN): $(VENV)/.stamp-torch pyproject.toml
 
 $(DEV): $(VENV)/.stamp-torch pyproject.toml
 	@scripts/pip_install.sh $(VENV) "kvmesh and what its tests need" -e '.[dev]'
+	@scripts/install_redis.sh
 	@touch $@ $(RUN)
 
 install: $(RUN) ## make .venv with what kvmesh needs
@@ -43,6 +44,7 @@ up: $(RUN) ## start a mesh here and ask it something
 	@exec $(BIN)/kvmesh up $(ARGS)
 
 test: $(DEV) ## run all tests that this machine can run
+	@scripts/install_redis.sh
 	@$(BIN)/python scripts/run_tests.py $(ARGS)
 
 chaos: $(DEV) ## storms over the Store, ARGS="--chaos-minutes 30" for longer, KVMESH_CHAOS_SEED=N for one again
