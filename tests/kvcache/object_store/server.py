@@ -1,0 +1,56 @@
+"""A real S3 server (moto's) in a process of its own."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+
+START_S = 30.0
+
+
+class S3:
+    """Serves on a free port of 127.0.0.1 until `close`. `environ`: what makes obstore find it."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = int(probe.getsockname()[1])
+        self.process: subprocess.Popen[bytes]
+        self.start()
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return {
+            "AWS_ACCESS_KEY_ID": "tests",
+            "AWS_SECRET_ACCESS_KEY": "tests",
+            "AWS_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
+            "AWS_ALLOW_HTTP": "true",
+        }
+
+    def start(self) -> None:
+        argv = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        self.process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        until = time.monotonic() + START_S
+        while True:
+            try:
+                with socket.create_connection(("127.0.0.1", self.port), 1):
+                    return
+            except OSError:
+                assert self.process.poll() is None and time.monotonic() < until, "moto's server does not start"
+                time.sleep(0.05)
+
+    def bucket(self) -> str:
+        """A new one; its name."""
+        name = f"bucket-{uuid.uuid4().hex}"
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/{name}", method="PUT")
+        with urllib.request.urlopen(request, timeout=START_S):
+            return name
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
