@@ -62,7 +62,7 @@ def put(
 
         async with opened(store, run_dir, namespace or "", verify=True) as client:
             start = time.perf_counter()
-            kind = Pin.HARD if pin else Pin.NONE
+            kind = Pin.HARD if pin else None
             work = client.put(data, name=name, replace=replace, pin=kind)
             key = await patiently(f"putting {size(len(data))}", work)
             return {"key": key.hex(), "name": name, "bytes": len(data), "seconds": time.perf_counter() - start}

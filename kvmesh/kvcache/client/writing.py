@@ -73,7 +73,7 @@ class Wish:
 
     deadline: float
     verify: bool = False
-    pin: Pin = Pin.NONE
+    pin: Pin | None = None  # None: as it is
     pin_ttl_ms: int = 0
 
     def left_s(self) -> float:
@@ -219,7 +219,7 @@ class Writer:
             offset=[block.span.offset for block in blocks],
             nbytes=[block.span.nbytes for block in blocks],
             read_within_ms=within_ms,
-            pin=pb.PinKind.ValueType(wish.pin),
+            pin=pb.PinKind.ValueType(wish.pin or 0),
             pin_ttl_ms=wish.pin_ttl_ms,
             checksum=[xxhash.xxh3_64_intdigest(block.span.memory) for block in blocks] if wish.verify else (),
         )
