@@ -42,4 +42,5 @@ class PoolConfig(TierConfig):
                 f"store_low_percent={self.store_low_percent}: above store_high_percent ({self.store_high_percent})",
                 field="store_low_percent",
             )
+        self.check_tiers(self.store_low_percent)
         self.check_transfer()

@@ -8,6 +8,7 @@ from pathlib import Path
 from kvmesh.kvcache.eviction import POLICIES
 from kvmesh.node.tier_parts import TierSettings
 from kvmesh.node.transfer_config import TransferConfig
+from kvmesh.rpc.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,12 @@ class TierConfig(TransferConfig):
             "max": 100,
         },
     )
+
+    def check_tiers(self, low_percent: int) -> None:
+        """ConfigError naming field and value. `low_percent`: down to it blocks are evicted at once."""
+        if self.ssd_path and self.ssd_offload_percent > low_percent:
+            why = f"above store_low_percent ({low_percent}): blocks would be evicted before they are copied"
+            raise ConfigError(f"ssd_offload_percent={self.ssd_offload_percent}: {why}", field="ssd_offload_percent")
 
     def tiers(self, layouts: int = 0) -> TierSettings | None:
         """Below DRAM; None: nothing. `layouts`: see TierSettings."""
