@@ -10,7 +10,7 @@ from kvmesh.node.store_messages import Message
 
 
 class TierOpen(Message, frozen=True):
-    """Recover what lies at `path` and take puts from now on. Answer TierOpened; then TierChanged says what there is.
+    """Recover what lies at `path` and take puts from now on. TierChanged says what there is, then TierOpened answers.
     `identity`: what the blocks belong to beyond their keys; `room`: bytes of the largest. `tier` is a
     kvmesh.kvcache.tiers.Tier."""
 

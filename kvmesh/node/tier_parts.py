@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import logging
 import os
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +27,8 @@ from kvmesh.node.tier_brain import Contents, Promotion, ReadTime, WriteBehind
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import store_pb2 as pb_store
+
+log = logging.getLogger(__name__)
 
 MAX_BLOCKS = 64  # of one operation of the write-behind
 MAX_BYTES = 32 << 20
@@ -125,19 +129,23 @@ def identity(layout: str, shard_bytes: int) -> str:
 
 
 def layouts_found(settings: TierSettings) -> list[tuple[str, int]]:
-    """(layout, shard_bytes) of a pool node's folders, the last used first. Blocking. OSError."""
+    """(layout, shard_bytes) of a pool node's folders. Of more than there may be, those used longest ago are removed:
+    what is not in use hears of no removal, and must not come back. Blocking. OSError."""
     home = settings.path / "rank-0"
     if not home.is_dir():
         return []
     folders = sorted((entry for entry in os.scandir(home) if entry.is_dir()), key=lambda e: -e.stat().st_mtime_ns)
-    return list(_parsed(identity_of(Path(entry.path)) for entry in folders))
-
-
-def _parsed(identities: Iterable[str | None]) -> Iterable[tuple[str, int]]:
-    for found in identities:
-        size, _, layout = (found or "").partition(" ")
-        if size.isdecimal() and layout:
-            yield layout, int(size)
+    kept: list[tuple[str, int]] = []
+    for folder in folders:
+        size, _, layout = (identity_of(Path(folder.path)) or "").partition(" ")
+        if not (size.isdecimal() and layout):
+            continue  # not ours
+        if len(kept) < settings.layouts:
+            kept.append((layout, int(size)))
+        else:
+            log.warning("ssd_layouts=%d: %s goes, with blocks of %r", settings.layouts, folder.path, layout)
+            shutil.rmtree(folder.path)
+    return kept
 
 
 class OwnTier:

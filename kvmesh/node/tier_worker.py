@@ -220,8 +220,8 @@ class _Part:
             self._send(m.TierOpened(o.tier, o.part, f"{type(error).__name__}: {error}"))
             return
         self.tier = tier
-        self._send(m.TierOpened(o.tier, o.part))
         self.tell()
+        self._send(m.TierOpened(o.tier, o.part))  # last: who hears it knows all that is there
 
     def _recover(self) -> SsdTier:
         """Raises ConfigError, OSError."""

@@ -84,13 +84,10 @@ class Tiering:
         """Recover what the disk holds. ConfigError names ssd_path: a folder cannot be used."""
         if self._settings.layouts:
             try:
-                found = await asyncio.to_thread(layouts_found, self._settings)
+                for layout, shard_bytes in await asyncio.to_thread(layouts_found, self._settings):
+                    self._add(layout, shard_bytes)
             except OSError as error:
                 raise self._refused(str(error)) from error
-            for layout, _ in found[self._settings.layouts :]:
-                log.warning("ssd_layouts=%d: blocks of %r stay unused on the disk", self._settings.layouts, layout)
-            for layout, shard_bytes in found[: self._settings.layouts]:
-                self._add(layout, shard_bytes)
         parts = list(self._parts.values())
         for part in parts:
             self._open(part)

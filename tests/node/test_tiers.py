@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -257,3 +258,5 @@ async def test_a_pool_node_keeps_layouts_apart_on_its_disk(desk: Bench, tmp_path
             assert len((await d.ended(d.pull(theirs, [source]))).arrived) == 6
             await b.check(desk, ours)
             await d.check(desk, theirs)
+        async with running(pool.run, replace(config, ssd_layouts=1)):
+            assert len(list((tmp_path / "rank-0").iterdir())) == 1, "what nobody uses would hear of no removal"
