@@ -29,6 +29,8 @@ ROUNDS = 6
 MIN_RELATIVE_SPREAD = 0.02
 # What a node says of a lower tier counts for less and less while it says nothing new: nobody may have used it since.
 TIER_HALF_LIFE_S = 120.0
+SEEN_SHARE = 0.3  # of a new observation in what is expected of a tier
+MAX_SEEN = 1e4  # times as slow, or as fast, as the prior
 # Confidence in an old fit halves in this time while nothing new is measured (see `admission_s`).
 HALF_LIFE_S = 30.0
 
@@ -289,12 +291,15 @@ class PullModel:
 
 
 class TierModel:
-    """Time to read blocks out of one lower tier of one node, by what that node says of its last reads."""
+    """Time to read blocks out of one lower tier of one node: by what that node says of its last reads or, when it says
+    nothing, by what reading from it was seen to take."""
 
     def __init__(self, tier: Tier) -> None:
         self._prior = TIER_PRIORS[tier]
         self._told: Coefficients | None = None
-        self._told_at = 0.0
+        self._seen = 0.0  # times as slow as the prior; 0: never seen
+        self._known: Coefficients | None = None
+        self._known_at = 0.0
 
     def hear(self, read_s: float, bytes_per_s: float, now: float) -> None:
         """Its own word: seconds until the first byte, and the rate from then on. Not positive: nothing is measured."""
@@ -302,14 +307,22 @@ class TierModel:
             return
         told = Coefficients(read_s, 1 / bytes_per_s, 0.0)
         if told != self._told:
-            self._told, self._told_at = told, now
+            self._told = self._known = told
+            self._known_at = now
+
+    def saw(self, nbytes: float, seconds: float, now: float) -> None:
+        """Somebody waited so long for `nbytes` out of it. Its own word counts for more."""
+        if self._told is None:
+            ratio = min(MAX_SEEN, max(1 / MAX_SEEN, seconds / self._prior.at(nbytes, 0)))
+            self._seen = ratio if not self._seen else self._seen + SEEN_SHARE * (ratio - self._seen)
+            self._known, self._known_at = self._prior.scaled(self._seen), now
 
     def seconds(self, nbytes: float, now: float) -> float:
-        """For `nbytes` in one go. Slow figures fade towards the prior while nothing new is said: see
+        """For `nbytes` in one go. Slow figures fade towards the prior while nothing new is known: see
         `FittedModel.admission_s`."""
         floor = self._prior.at(nbytes, 0)
-        if self._told is None:
+        if self._known is None:
             return floor
-        told = self._told.at(nbytes, 0)
-        faded = told * 0.5 ** (max(0.0, now - self._told_at) / TIER_HALF_LIFE_S)
-        return float(max(min(told, floor), faded))
+        known = self._known.at(nbytes, 0)
+        faded = known * 0.5 ** (max(0.0, now - self._known_at) / TIER_HALF_LIFE_S)
+        return float(max(min(known, floor), faded))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
 
-from kvmesh.kvcache.tiers import Tier
-from services.conductor.cost import DecodeModel, PrefillModel, PullModel, TierModel, TransferModel
-from services.conductor.domain import Load, ModelCard, Ref, Register, Role, TierUse, TierView
+from services.conductor.cost import DecodeModel, PrefillModel, PullModel, TransferModel
+from services.conductor.domain import Load, ModelCard, Ref, Register, Role, TierUse
 from services.conductor.load import DecodeBatch, PrefillQueue
 
 MAX_KNOWN_SAMPLES = 2048
@@ -37,7 +35,7 @@ class Instance:
         self.transfer = TransferModel(fits.transfer.bytes_per_s)
         self.pull = PullModel(fits.pull.fit.coefficients)
         self.fits = fits
-        self.tiers: dict[Tier, tuple[TierUse, TierModel]] = {}  # below its memory, as last told
+        self.tiers: tuple[TierUse, ...] = ()  # below its memory, as last told
         self._sampled: OrderedDict[str, None] = OrderedDict()
 
     def blocks_for(self, tokens: int) -> int:
@@ -53,22 +51,6 @@ class Instance:
         """Whether such a prompt and one token of its answer fit here."""
         limit = self.model.max_context_tokens
         return self.blocks_for(prompt_tokens + 1) <= self.capacity_blocks and (not limit or prompt_tokens < limit)
-
-    def hear_tiers(self, told: Iterable[TierUse], now: float) -> None:
-        """What a heartbeat says of them; one that it does not mention is gone."""
-        before, self.tiers = self.tiers, {}
-        for use in told:
-            model = before[use.tier][1] if use.tier in before else TierModel(use.tier)
-            model.hear(use.read_s, use.bytes_per_s, now)
-            self.tiers[use.tier] = use, model
-
-    def tier_views(self, indexed: Mapping[Tier, int], now: float) -> tuple[TierView, ...]:
-        """For the status; `indexed`: blocks of each tier, as the index has them."""
-        block_bytes = self.model.block_tokens * self.model.kv_bytes_per_token
-        return tuple(
-            TierView(use, indexed.get(tier, 0), model.seconds(block_bytes, now))
-            for tier, (use, model) in sorted(self.tiers.items())
-        )
 
     def seconds_per_token(self) -> float:
         """Marginal prefill time, for tokens whose requests are unknown."""

@@ -4,16 +4,18 @@ what its reports teach.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmesh.kvcache.tiers import Tier
-from services.conductor.domain import Heartbeat, Measured, PrefillSample, Schedule, Settings
+from services.conductor.domain import Heartbeat, Life, Measured, PrefillSample, Schedule, Settings
 from services.conductor.index import Index
 from services.conductor.instance import Instance
 from services.conductor.load import DecodeWork, PrefillWork
 from services.conductor.outgoing import Load, Outgoing
 from services.conductor.placement import Choice
-from services.conductor.routes import lives_of
+from services.conductor.routes import Leg, lives_of
+from services.conductor.tiers import TierLoads
 
 MAX_PREDICTED_TOKENS = 4096
 
@@ -25,14 +27,16 @@ class _Placed:
     ahead_bytes: int  # what the holders had to send before its pull
     holders: int
     below: bool  # whether lower tiers had to read for it
+    only: tuple[Life, Tier] | None  # all of it came out of that one
 
 
 class Ledger:
     """Placements by request; one request has one."""
 
-    def __init__(self, settings: Settings, index: Index) -> None:
+    def __init__(self, settings: Settings, index: Index, tiers: TierLoads) -> None:
         self._settings = settings
         self._index = index
+        self._tiers = tiers
         self.outgoing = Outgoing()
         self._placed: dict[str, _Placed] = {}
 
@@ -56,7 +60,9 @@ class Ledger:
         sent = lives_of((*p.legs, *choice.decode_legs))
         self.outgoing.add(name, [Load(life, n * block_bytes) for life, n in sent.items()], now + 2 * p.fetch_s)
         holders = len({leg.holder.ref.life for leg in p.legs if not leg.own})
-        self._placed[name] = _Placed(p.instance, d.instance, p.ahead_bytes, holders, p.tier is not Tier.DRAM)
+        self._placed[name] = _Placed(
+            p.instance, d.instance, p.ahead_bytes, holders, p.tier is not Tier.DRAM, _only(p.legs)
+        )
 
     def withdraw(self, request_id: str, now: float) -> None:
         """An earlier attempt of the same request is not coming any more."""
@@ -102,10 +108,17 @@ class Ledger:
         if s.pull_bytes > 0:
             placed = self._placed.get(s.request_id)
             if placed is not None and placed.below:
-                return  # how much of that was the wires' nobody can tell
+                self._read_below(instance, placed, s, now)
+                return
             ahead, holders = (placed.ahead_bytes, placed.holders) if placed is not None else (0, 1)
             for pull in (instance.pull, fits.pull):
                 pull.add(s.pull_bytes + ahead, holders, s.pull_s, now)
+
+    def _read_below(self, instance: Instance, placed: _Placed, s: PrefillSample, now: float) -> None:
+        """What the wires took of it nobody can tell: it teaches nothing of them, but of the tier, if it was one."""
+        if placed.only is not None:
+            wires_s = instance.pull.seconds(s.pull_bytes + placed.ahead_bytes, placed.holders, now)
+            self._tiers.saw(*placed.only, s.pull_bytes, s.pull_s - wires_s, now)
 
     def finished(self, instance: Instance, request_id: str, now: float) -> None:
         """The request has left that instance."""
@@ -135,3 +148,12 @@ class Ledger:
         for request_id in instance.batch.expired(now):
             instance.batch.drop(request_id)
             self._placed.pop(request_id, None)
+
+
+def _only(legs: Sequence[Leg]) -> tuple[Life, Tier] | None:
+    """The lower tier of another node that all of `legs` come from."""
+    sources = {(leg.holder.ref.life, leg.tier, leg.own) for leg in legs}
+    if len(sources) != 1:
+        return None
+    ((life, tier, own),) = sources
+    return None if own or tier is Tier.DRAM else (life, tier)

@@ -11,7 +11,6 @@ from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.tiers import Tier, split_name
 from kvmesh.rpc.errors import InvalidRequest, KvmeshError, UnknownInstance
 from services.conductor import explain, routes
-from services.conductor.cost import TierModel
 from services.conductor.domain import (
     Action,
     Blocks,
@@ -31,6 +30,7 @@ from services.conductor.domain import (
     Settings,
     StoreLost,
     Tick,
+    TierView,
 )
 from services.conductor.domain import Event as Event
 from services.conductor.explain import Decision, Explanations
@@ -42,6 +42,7 @@ from services.conductor.members import Members
 from services.conductor.placement import Choice, Terms, Weighed, choose
 from services.conductor.refusals import refuse_unplaceable
 from services.conductor.routes import Mesh
+from services.conductor.tiers import TierLoads
 
 
 class ConductorState:
@@ -55,7 +56,8 @@ class ConductorState:
         self._fleet = Fleet()
         self._members = Members(settings.member_grace_s)
         self._index = Index()
-        self._ledger = Ledger(settings, self._index)
+        self._tiers = TierLoads()
+        self._ledger = Ledger(settings, self._index, self._tiers)
         self._explanations = Explanations(settings.max_explained)
 
     # ── what the outside may ask ──────────────────────────────────────────────────────────────────
@@ -96,7 +98,14 @@ class ConductorState:
             queue_s=i.queue.wait_s(now),
             pending=len(i.queue.works) + len(i.batch.works),
             indexed_blocks=self._index.count(i.ref.life),
-            tiers=i.tier_views(self._index.counts(i.ref.life), now),
+            tiers=self._tier_views(i, now),
+        )
+
+    def _tier_views(self, i: Instance, now: float) -> tuple[TierView, ...]:
+        indexed, block_bytes = self._index.counts(i.ref.life), i.model.block_tokens * i.model.kv_bytes_per_token
+        return tuple(
+            TierView(use, indexed.get(use.tier, 0), self._tiers.seconds(i.ref.life, use.tier, block_bytes, now))
+            for use in i.tiers
         )
 
     def why_not(self, instance: Instance, now: float) -> str:
@@ -176,7 +185,8 @@ class ConductorState:
             instance.ready = beat.ready
             instance.not_ready_reason = beat.not_ready_reason
             instance.load = beat.load
-            instance.hear_tiers(beat.tiers, now)
+            instance.tiers = beat.tiers
+            self._tiers.hear(instance.ref.life, beat.tiers, now)
             instance.queue.report(beat.load.queued_tokens, instance.seconds_per_token(), now)
             instance.batch.report(beat.load, now)
         return list(measured)
@@ -253,9 +263,7 @@ class ConductorState:
         lower = tuple((tier, found) for tier, found in slots.items() if found and tier is not Tier.DRAM)
 
         def tier_load(life: Life, tier: Tier, nbytes: int) -> float:
-            instance = self._fleet.of(life)
-            known = instance.tiers.get(tier) if instance is not None else None
-            return (known[1] if known is not None else TierModel(tier)).seconds(nbytes, now)
+            return self._tiers.seconds(life, tier, nbytes, now)
 
         return Mesh(survey, holders, slots[Tier.DRAM], self._ledger.outgoing, lower, tier_load)
 
@@ -303,6 +311,7 @@ class ConductorState:
         comes back."""
         for life in lives:
             self._index.drop(life)
+            self._tiers.drop(life)
             instance = self._fleet.of(life)
             if instance is not None:
                 self._ledger.lost(instance)
@@ -318,12 +327,14 @@ class ConductorState:
 
     def _forget(self, instance: Instance, *, replaced: bool = False) -> None:
         self._ledger.lost(instance)
+        self._tiers.drop(instance.ref.life)
         self._fleet.remove(instance, replaced=replaced)
 
     def _expire(self, now: float) -> None:
         self._ledger.outgoing.expire(now)
         for life in self._members.expire(now):
             self._index.drop(life)
+            self._tiers.drop(life)
         # While the master is not heard nothing could take the place of what was promised.
         self._index.expire(now, promises=self._members.connected)
         for instance in self._fleet:

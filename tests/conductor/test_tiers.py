@@ -238,6 +238,32 @@ def test_a_pull_that_waited_for_a_disk_says_nothing_of_the_wires() -> None:
     assert len(instance.pull.fit) == 0
 
 
+def test_a_pool_nodes_disk_is_known_by_the_pulls_that_waited_for_it() -> None:
+    """It does not report to conductors. A slow one is left alone for a while, then tried again."""
+    brain = mesh(1, pools=2)
+    for prefix in "abcd":
+        seal(brain, "pool0", chain(prefix, 64))
+
+    def place(prefix: str) -> Placed:
+        brain.beat_all()
+        placed = brain.placed(LONG, keys=chain(prefix, 64), request_id=prefix)
+        brain.beat("p0", finished_request_ids=() if placed.pulls else (prefix,))
+        return placed
+
+    first = place("a")
+    assert told(first) == [("pool0", 0, 64, Tier.SSD)]
+    sample = PrefillSample("a", 5, 1024, 0.01, 0, 0.0, 1024, 64 * BYTES, 2.0)
+    brain.beat("p0", prefill_samples=(sample,), finished_request_ids=("a",))
+    assert told(place("b")) == []
+    brain.now += 20 * TIER_HALF_LIFE_S
+    again = place("c")
+    assert told(again) == told(first)
+    assert again.terms["load_ms"] == pytest.approx(first.terms["load_ms"])
+    assert len(brain.state._tiers) == 1
+    brain.step(MemberGone(("pool0", 1), "died"))
+    assert len(brain.state._tiers) == 0
+
+
 # ── lives ─────────────────────────────────────────────────────────────────────────────────────────
 
 
