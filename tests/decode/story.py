@@ -7,6 +7,7 @@ A file is blocks of `command(s)`, a line `----`, the expected output, an empty l
             [keys=AB: the prompt's full blocks] [chain=yes: the answer's blocks are sealed, too]
             [pull=0-1@h1,2-2@h2: decode is to fetch these blocks of the prompt]
     have A B                    the node store holds these blocks already
+    below A B                   the own SSD holds these
     begin-fill a | renew a bytes=10 | first-token a 42 | fill-done a | drained a | failed a drained=yes
     late begin-fill a ...       the same for a request that may be gone
     peer-lost 1 | gateway-gone | cancel a | credit a 3
@@ -34,6 +35,7 @@ from services.decode.events import Phase
 from services.decode.handoff import Handoff
 from services.decode.limits import NS_PER_MS, Limits, RankShape, Shape
 from services.decode.state import DecodeState
+from tests.lower import Below
 
 FOLDER = Path(__file__).parent.parent / "transcripts" / "handoff"
 SESSION = 1
@@ -66,6 +68,10 @@ class Story:
             return self._new(options)
         if name == "have":
             self._have([key(letter) for letter in positional])
+            return []
+        if name == "below":
+            below = self.state.pulls.lower = Below()
+            below.keys.update(key(letter) for letter in positional)
             return []
         if name == "wait":
             return self._wait(int(positional[0]))
@@ -157,7 +163,10 @@ class Story:
     def _pulled(self, what: str) -> Pulled:
         job = self.jobs.pop(0)
         if what == "all":
-            return Pulled(job.ticket, tuple(range(len(job.keys))), 100, 2)
+            own = tuple(
+                at for at, k in enumerate(job.keys) if self.state.pulls.lower and self.state.pulls.lower.holds(k)
+            )
+            return Pulled(job.ticket, tuple(range(len(job.keys))), 100, 2, lower=own)
         arrived = () if what == "none" else tuple(int(at) for at in what.split(","))
         return Pulled(job.ticket, arrived, 100 * len(arrived), 2, "a holder went away")
 

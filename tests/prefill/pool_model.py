@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvmesh.kvcache.sources import Pulled, PullJob
 from kvmesh.node import messages as m
 from services.prefill import events as ev
+from tests.lower import Below
 from tests.prefill.script import BOOT_NS, make_state, prompt
 
 BLOCK, PATIENCE_MS = 4, 300
@@ -27,6 +28,8 @@ class SharedPool(RuleBasedStateMachine):
         super().__init__()
         limits = {"pages": self.pages, "block": BLOCK, "chunk": 8, "batch": 16, "long": 8, "queued": 6}
         self.state = make_state(**limits, extents=self.extents_total, patience=PATIENCE_MS)
+        self.below = Below()
+        self.state.lower = self.below
         self.now = BOOT_NS
         self.starts: dict[str, ev.Start] = {}  # by request id
         self.inbox: deque[m.PrefillStep | Copy] = deque()
@@ -99,6 +102,17 @@ class SharedPool(RuleBasedStateMachine):
             assert (block + 1) * BLOCK < len(start.token_ids), "the last token's block is computed"
         self.jobs[job.ticket] = job
 
+    @precondition(lambda self: self.state.store.keys())
+    @rule(data=st.data())
+    def goes_below(self, data: st.DataObject) -> None:
+        """A block of the store is copied to the own SSD."""
+        self.below.keys.add(data.draw(st.sampled_from(sorted(self.state.store.keys()))))
+
+    @precondition(lambda self: self.below.keys)
+    @rule(data=st.data())
+    def is_lost_below(self, data: st.DataObject) -> None:
+        self.below.keys.discard(data.draw(st.sampled_from(sorted(self.below.keys))))
+
     @precondition(lambda self: self.jobs)
     @rule(data=st.data(), arrives=st.sampled_from(["all", "all", "some", "none"]))
     def pull_ends(self, data: st.DataObject, arrives: str) -> None:
@@ -113,7 +127,8 @@ class SharedPool(RuleBasedStateMachine):
         del self.jobs[job.ticket]
         for at, (key, extent) in enumerate(zip(job.keys, job.extents, strict=True)):
             self.extents[extent] = prompt(key.decode(), BLOCK)[0] if at in arrived else ()
-        self.step(ev.Pulled(Pulled(job.ticket, tuple(arrived), 64 * len(arrived), 0)))
+        own = tuple(at for at in arrived if self.below.holds(job.keys[at]))
+        self.step(ev.Pulled(Pulled(job.ticket, tuple(arrived), 64 * (len(arrived) - len(own)), 0, lower=own)))
 
     # ── what must hold ───────────────────────────────────────────────────────────────────────────
 

@@ -3,7 +3,8 @@
 A transcript is a text file of blocks: command lines, a line `----`, the expected output, an empty line. Lines that
 begin with `#` are comments. Times are milliseconds. A prompt is written as its blocks: `abc+2` stands for three
 full blocks with the contents a, b, c, and two more tokens; two prompts share a prefix where their letters agree.
-Hints are written `pulls=0-2@A,2-5@B`: blocks [0, 2) lie at A, [2, 5) at B.
+Hints are written `pulls=0-2@A,2-5@B:ssd`: blocks [0, 2) lie at A, [2, 5) on the SSD of B. `below a ab`: what lies on
+the own SSD from now on.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import msgspec
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
+from kvmesh.kvcache.tiers import Tier
 from kvmesh.node import messages as m
 from kvmesh.transfer import TrafficClass
 from services.prefill import events as ev
 from services.prefill.checks import BrainConfig
 from services.prefill.planner import PlanConfig
 from services.prefill.state import PrefillState
+from tests.lower import Below
 
 MS = 1_000_000
 BOOT_NS = 5_000 * MS  # a monotonic clock does not begin at 0
@@ -63,8 +66,9 @@ def ranges(text: str) -> tuple[PullRange, ...]:
     found = []
     for part in filter(None, text.split(",")):
         blocks, _, holder = part.partition("@")
+        holder, _, tier = holder.partition(":")
         first, end = map(int, blocks.split("-"))
-        found.append(PullRange(holder, f"{holder}:1", 1, first, end - first))
+        found.append(PullRange(holder, f"{holder}:1", 1, first, end - first, Tier[tier.upper() or "DRAM"]))
     return tuple(found)
 
 
@@ -94,6 +98,9 @@ class Player:
         elif name == "at":
             assert int(plain[0]) >= self.now_ms, "time goes forward"
             self.now_ms = int(plain[0])
+        elif name == "below":
+            below = self.state.lower = Below()
+            below.keys.update(word.encode() for word in words)
         elif name == "show":
             yield from self.show()
         else:
@@ -157,7 +164,8 @@ class Player:
                 times = f"queue={queue // MS} prefill={prefill // MS}"
                 times += f" pull={found.pull_ns // MS} pull_bytes={found.pull_bytes}" if found.pull_from_ns else ""
                 parts = (found.device_tokens, found.host_tokens, found.pulled_tokens)
-                where = f" (device {parts[0]}, host {parts[1]}, pulled {parts[2]})" if any(parts[1:]) else ""
+                below = f" of which {found.lower_tokens} from below" if found.lower_tokens else ""
+                where = f" (device {parts[0]}, host {parts[1]}{below}, pulled {parts[2]})" if any(parts[1:]) else ""
                 return f"decode: {handle} FirstToken {sampled.token_id} cached={found.cached_tokens}{where} {times}"
             case ev.SendFillDone(handle, epoch, took, size, exposed):
                 return f"decode: {handle} FillDone epoch={epoch} bytes={size} took={took // MS} exposed={exposed // MS}"
@@ -240,7 +248,8 @@ def _pulled(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
     if g.get("blocks") == "all":
         arrived = tuple(range(len(job.blocks)))
     cause = "" if len(arrived) == len(job.blocks) else "gone"
-    return ev.Pulled(Pulled(job.ticket, arrived, 100 * len(arrived), 0, cause))
+    own = tuple(n for n in arrived if str(job.blocks[n]) in g.get("own", "").split(","))
+    return ev.Pulled(Pulled(job.ticket, arrived, 100 * (len(arrived) - len(own)), 0, cause, own))
 
 
 def _copied(kind: type[m.SealCopied] | type[m.LoadCopied]) -> Make:
