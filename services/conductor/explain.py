@@ -191,7 +191,8 @@ def _prefill(candidate: PrefillCandidate, slo_s: float, landing_wait_s: float) -
     best = candidate.best(slo_s) or min(candidate.options, key=lambda o: o.admission_ttft_s)
     others = [o for o in candidate.options if o is not best and (best is candidate.use or o is candidate.use)]
     other = min(o.ttft_s for o in others) + landing_wait_s if others else -1.0
-    pull_s = best.pull_s if best.pull_bytes else -1.0
+    pulled = best.pulled_blocks
+    pull_s = best.pull_s if pulled else -1.0
     load_s = best.load_s or -1.0
     ttft_s = best.ttft_s + landing_wait_s
     return Candidate(
@@ -202,7 +203,7 @@ def _prefill(candidate: PrefillCandidate, slo_s: float, landing_wait_s: float) -
         best.admission_ttft_s + landing_wait_s,
         (best.queue_s, pull_s, load_s, best.prefill_s, best.tail_s, landing_wait_s, ttft_s, other),
         best.local_blocks,
-        best.pulled_blocks,
+        pulled,
         best.loaded_blocks,
         best.tier,
     )
