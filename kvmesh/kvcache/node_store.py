@@ -116,6 +116,10 @@ class NodeStore(SealedBlocks):
         """Whether somebody has begun `key` and neither sealed nor abandoned it."""
         return key in self._writing
 
+    def written(self) -> list[bytes]:
+        """Keys of all blocks that are being written. O(those)."""
+        return list(self._writing)
+
     def begin(self, keys: Sequence[bytes]) -> list[int | None]:
         """An extent for each block to be written, the caller's until `seal` or `abandon`. None: sealed or being written
         already, or no room. Blocks of `keys` that are sealed are touched, and none of them makes room for the others;

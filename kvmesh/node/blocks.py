@@ -16,20 +16,29 @@ import logging
 import random
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from kvmesh.kvcache.announce import Announcer, Source
-from kvmesh.kvcache.sources import Lower, Pulled, PullJob, PullRange
+from kvmesh.kvcache.sources import Lower, Pulled, PullJob
 from kvmesh.kvcache.tiers import Tier, store_name
 from kvmesh.node import messages as m
 from kvmesh.node.announcing import Announcing
-from kvmesh.node.block_servicer import SERVICE, NodeStoreServicer, counted
+from kvmesh.node.block_rpcs import counted
+from kvmesh.node.block_servicer import SERVICE, NodeStoreServicer
+from kvmesh.node.copies import Copies
+from kvmesh.node.leasing import Leasing
 from kvmesh.node.offload import Offload
-from kvmesh.node.partitions import Partition, Partitions
+from kvmesh.node.partitions import Partitions
 from kvmesh.node.peers import Peers
 from kvmesh.node.pulls import Pulls
+from kvmesh.node.puts import Puts
 from kvmesh.node.rank_client import RankClient
 from kvmesh.node.registration import Registrar
+from kvmesh.node.removal_desk import RemovalDesk
 from kvmesh.node.segments import Segments
+from kvmesh.node.sending import Sending
+from kvmesh.node.sum_desk import SumDesk
+from kvmesh.node.terms import Terms
 from kvmesh.node.tier_parts import TierSettings, usage_of
 from kvmesh.node.tiering import Tiering
 from kvmesh.rpc.pb import blocks_pb2 as pb
@@ -38,7 +47,6 @@ from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import store_pb2 as pb_store
 from kvmesh.rpc.server import Server
 from kvmesh.telemetry import names
-from kvmesh.transfer import TrafficClass
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +59,7 @@ class Blocks:
     """One process's. Made by `Front.attach` (an instance) or `pool.run`; `start` once the server listens.
 
     `ref()` is this life's reference; `offload_percent` 100 and a pool node never offload; `tiers`: what lies below
-    DRAM, in use once `open_tiers` has returned."""
+    DRAM, in use once `open_tiers` has returned; `returning`: keys that may come back from an earlier life's memory."""
 
     def __init__(
         self,
@@ -65,6 +73,7 @@ class Blocks:
         announce_ms: int,
         offload_percent: int = 100,
         tiers: TierSettings | None = None,
+        returning: Callable[[], list[bytes]] | None = None,
     ) -> None:
         names.activate("node")
         own = ref()
@@ -77,7 +86,17 @@ class Blocks:
         self._peers = Peers(segments)
         self._tiering = Tiering(tiers, ref, ranks, partitions) if tiers is not None else None
         self._pulls = Pulls(own.instance_id, ranks, segments, self._peers, lease_ms, self._tiering)
-        # What is announced looks like one store; see `partitions.Source`.
+        self.terms = Terms()
+        self.draining = False
+        self.leasing = Leasing(partitions)
+        self.sums = SumDesk(ranks)
+        folder = tiers.path if tiers is not None and not tiers.url else None
+        self.removals = RemovalDesk(partitions, self.forget, self.lower_keys, folder, again=returning is not None)
+        self._returning = returning
+        below = self._tiering
+        self.puts = Puts(len(ranks), partitions, segments, self._pulls, self.sums, self.removals, below)
+        self.copies = Copies(partitions, self._pulls, self._peers, self.removals, below, self.puts.freed)
+        # What is announced looks like one store; see `announce.Source`.
         self._announcer = Announcer(own.instance_id, own.incarnation, partitions.source)
         self._lower_tiers: dict[Tier, Announcer] = {}
         self._announcing: Announcing | None = None
@@ -85,9 +104,10 @@ class Blocks:
         self._offload: Offload | None = None
         if offload_percent < 100:
             self._offload = Offload(partitions.all()[0], offload_percent, self._peers, ref, random.Random())
-        self._own_tickets = itertools.count(-1, -1)  # of pulls at others' wish; brains count upwards
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = 0
+        self._sending = Sending()
+        self._burying: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
 
@@ -169,11 +189,15 @@ class Blocks:
         if isinstance(message, m.PullEnded):
             self._pulls.rank_said(rank, message)
             return True
+        if isinstance(message, m.Summed):
+            self.sums.rank_said(rank, message)
+            return True
         return self._tiering is not None and self._tiering.rank_said(rank, message)
 
     def ranks_lost(self, cause: str) -> None:
         """The memory is gone with a rank: pulls end, nothing is held any more."""
         self._pulls.ranks_lost(cause)
+        self.sums.ranks_lost(cause)
         if self._tiering is not None:
             self._tiering.ranks_lost(cause)
         for partition in self.partitions.all():
@@ -185,14 +209,37 @@ class Blocks:
             self._offload.pools = pools
 
     @property
+    def removed_seq(self) -> int:
+        """See `store_orders.StoreOrders`."""
+        return self.removals.removed_seq
+
+    async def bury(self, tombstones: Sequence[pb_store.Tombstone]) -> None:
+        """See `store_orders.StoreOrders`."""
+        await self.removals.apply(tombstones)
+
+    def beat_answered(self, answer: pb_store.BeatResponse) -> None:
+        """What the master says of this node: removals, whether it drains, what each tenant may have here."""
+        if answer.tombstones and not self._closed and (self._burying is None or self._burying.done()):
+            self._burying = self._spawn(self.removals.apply(answer.tombstones), "apply tombstones")
+        if answer.draining != self.draining:
+            self.draining = answer.draining
+            log.info("this node %s", "drains: it takes no more blocks" if self.draining else "drains no more")
+        if answer.quotas:
+            limits = {quota.tag: quota.blocks for quota in answer.quotas}
+            quotas = self.partitions.quotas
+            quotas.limit(limits, [partition.store for partition in self.partitions.all()])
+            quotas.enforce()  # the rest second by second
+
+    @property
     def usage(self) -> pb_store.StoreUsage:
         """For the master."""
         partitions = self.partitions
         blocks = sum(partition.store.stats.sealed for partition in partitions.all())
         return pb_store.StoreUsage(
             capacity_bytes=partitions.capacity_bytes,
-            free_bytes=partitions.free_bytes,
+            free_bytes=0 if self.draining else partitions.free_bytes,
             blocks=blocks,
+            sending_bytes_per_s=self._sending.bytes_per_s,
             tiers=[usage_of(self._tiering.counters)] if self._tiering is not None else [],
             leases=self.leases,
         )
@@ -237,6 +284,7 @@ class Blocks:
         answer.layout = self.layout
         if answer.layout:
             answer.shard_bytes = self.partitions.all()[0].shard_bytes
+        answer.term = self.terms.highest
         if self._tiering is not None:
             answer.tiers.append(self._tiering.counters)
         return answer
@@ -266,57 +314,15 @@ class Blocks:
         return [self._tiering.tier] if self._tiering is not None and self._tiering.source.holds(key) else []
 
     def lower_keys(self) -> list[bytes]:
-        """Of all blocks in tiers below DRAM. O(blocks)."""
-        return self._tiering.source.keys() if self._tiering is not None else []
-
-    async def pull_for(
-        self, keys: Sequence[bytes], ranges: Sequence[PullRange], layout: str, shard_bytes: int, timeout_ms: int
-    ) -> Partition:
-        """Copy what is missing of `keys` into our own memory and seal it; returns where. Its caller may be cancelled
-        meanwhile: the pull goes on and what arrives is sealed. Raises InvalidRequest, Overloaded."""
-        found = self.partitions.get(layout)
-        missing = [key for key in keys if found is None or not found.store.holds(key)]
-        partition = self.partitions.room(layout, shard_bytes, len(missing))
-        if self._tiering is not None:
-            await self._tiering.room(partition, len(missing), ROOM_S)
-            partition = self.partitions.room(layout, shard_bytes, len(missing))  # it may have been given up meanwhile
-            self._tiering.follow(partition)
-        begun = partition.store.begin(keys)
-        wanted = [(i, extent) for i, extent in enumerate(begun) if extent is not None]
-        if wanted:
-            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            positions, extents = zip(*wanted, strict=True)
-            job = PullJob(
-                next(self._own_tickets),
-                positions,
-                tuple(keys[i] for i in positions),
-                extents,
-                tuple(ranges),
-                timeout_ms,
-                traffic_class=TrafficClass.BACKGROUND,  # a copy for somebody's eviction
-            )
-
-            def pulled(said: Pulled) -> None:
-                arrived = set(said.arrived)
-                for at, key in enumerate(job.keys):
-                    if at in arrived:
-                        partition.store.seal(key)
-                    else:
-                        partition.store.abandon(key)
-                self.partitions.settle()
-                if not done.done():
-                    done.set_result(None)
-
-            self._pulls.start(job, partition, pulled)
-            await done
-        else:
-            self.partitions.settle()
-        return partition
+        """Of all blocks in tiers below DRAM, or about to come back from an earlier life. O(blocks)."""
+        below = self._tiering.source.keys() if self._tiering is not None else []
+        return below if self._returning is None else [*below, *self._returning()]
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────
 
     def leases_changed(self) -> None:
-        """Arm the timer for the next lease that ends."""
+        """Arm the timer for the next lease that ends. Called too when one has ended: others wait for its memory."""
+        self.puts.freed()
         ends = [end for p in self.partitions.all() if (end := p.store.next_expiry) is not None]
         due = min(ends, default=0)
         if (due == self._timer_ns and self._timer is not None) or self._closed:
@@ -340,6 +346,10 @@ class Blocks:
     async def _tidy(self) -> None:
         while True:
             self._peers.tidy()
+            self.puts.tidy()
+            self._sending.count(self.partitions)
+            self.partitions.quotas.enforce()
+            self.partitions.settle()
             if self._tiering is not None:
                 self._tiering.tidy()
             answer = counted(self.partitions)
@@ -347,15 +357,18 @@ class Blocks:
             names.NODE_EVICTED.set(answer.evicted)
             names.NODE_CAPACITY.set(answer.capacity_bytes)
             names.NODE_FREE.set(self.partitions.free_bytes)
+            names.NODE_FRAGMENTATION.set(self.partitions.fragmentation)
             names.NODE_BLOCKS.labels(state="sealed").set(answer.pools.store_blocks)
             names.NODE_BLOCKS.labels(state="writing").set(answer.pools.store_writing)
             names.NODE_BLOCKS.labels(state="free").set(answer.pools.extents_free)
             await asyncio.sleep(TIDY_S)
 
-    def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        self._tasks = [task for task in self._tasks if not task.done()]
         task = asyncio.get_running_loop().create_task(work, name=name)
         task.add_done_callback(_report)
         self._tasks.append(task)
+        return task
 
 
 def _report(task: asyncio.Task[None]) -> None:

@@ -130,6 +130,8 @@ class Front:
         readies, c = [rank.ready for rank in self.ranks], self.config
         bases = tuple(ready.extent_base_offset for ready in readies)
         partition = Partition(layout_tag(readies), readies[0].shard_bytes, store, bases)
+        if c.warm_segment:
+            self._warm = Warm(c.warm_segment, self.ranks, store.total, self.incarnation)
         self.blocks = Blocks(
             lambda: self.ref,
             self.ranks,
@@ -140,9 +142,9 @@ class Front:
             announce_ms=c.announce_ms,
             offload_percent=c.offload_percent,
             tiers=c.tiers(),
+            returning=self._warm.candidates if self._warm is not None else None,
         )
-        if c.warm_segment:
-            self._warm = Warm(c.warm_segment, self.ranks, store.total, self.incarnation)
+        if self._warm is not None:
             self._warm.keep(store, partition.shard_bytes)
         return self.blocks
 
@@ -233,6 +235,8 @@ class Front:
             lambda: self.ready,
             usage=(lambda: blocks.usage) if blocks is not None else None,
             on_pools=blocks.pools_changed if blocks is not None else None,
+            terms=blocks.terms if blocks is not None else None,
+            orders=blocks,
         )
         if blocks is not None:
             blocks.start(self._registrar)
@@ -293,6 +297,7 @@ def check_config(config: InstanceConfig) -> None:
     if not 0 <= config.store_low_percent <= config.store_high_percent:
         why = f"in 0..{config.store_high_percent} (store_high_percent)"
         raise _bad("store_low_percent", config.store_low_percent, why)
+    config.check_tiers(config.store_low_percent)
     for key in ("num_pages", "num_extents", "max_context_tokens", "rank_silence_ms"):
         if getattr(config, key) < 0:
             raise _bad(key, getattr(config, key), "not negative")

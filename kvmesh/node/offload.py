@@ -89,6 +89,7 @@ class Offload:
             layout=self._partition.layout,
             shard_bytes=self._partition.shard_bytes,
             timeout_ms=TIMEOUT_MS,
+            background=True,
         )
         now = self._clock()
         async with self._peers.use(pool.instance.address) as peer:

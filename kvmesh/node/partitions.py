@@ -15,8 +15,11 @@ from typing import Protocol
 from kvmesh.kvcache.announce import Source
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.quotas import TagQuotas
+from kvmesh.kvcache.size_classes import BYTES
 from kvmesh.node import messages as m
 from kvmesh.rpc.errors import InvalidRequest
+
+CLASS_MARK = f"{BYTES}/"  # begins the names of partitions of that layout: one for each size of extents
 
 
 def layout_tag(readies: Sequence[m.Ready]) -> str:
@@ -32,6 +35,11 @@ class Partition:
     shard_bytes: int
     store: NodeStore
     bases: tuple[int, ...] = ()  # of extent 0, for each rank
+
+    @property
+    def shown_layout(self) -> str:
+        """As others know it: all sizes of "bytes" are one."""
+        return BYTES if self.layout.startswith(CLASS_MARK) else self.layout
 
     def offset(self, rank: int, extent: int) -> int:
         """Of the extent's first byte in that rank's segment."""
@@ -126,6 +134,17 @@ class OnePartition:
     @property
     def free_bytes(self) -> int:
         return unused(self._partition) * self._partition.shard_bytes
+
+
+def holder(partitions: Partitions, layout: str, key: bytes) -> Partition | None:
+    """The partition of this layout ("": of any) in which `key` is sealed."""
+    return next((found for found in partitions.family(layout) if found.store.holds(key)), None)
+
+
+def size_of(partition: Partition, key: bytes) -> int:
+    """Bytes of a sealed block's shard."""
+    (size,) = partition.store.sizes([key])
+    return size or partition.shard_bytes
 
 
 def unused(partition: Partition) -> int:

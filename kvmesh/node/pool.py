@@ -89,7 +89,9 @@ class PoolNode:
             port = await listening.start()
             server = listening
             self.address = f"{config.advertise_host or config.host}:{port}"
-            registrar = Registrar.pool_node(self.ref, config.node_id, config.store, lambda: blocks.usage)
+            registrar = Registrar.pool_node(
+                self.ref, config.node_id, config.store, lambda: blocks.usage, blocks.terms, blocks
+            )
             blocks.start(registrar)
             tasks = [
                 asyncio.create_task(registrar.run(self._stop), name="registrar"),

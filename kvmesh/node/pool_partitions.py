@@ -16,14 +16,13 @@ from kvmesh.kvcache.node_store import Changes, NodeStore
 from kvmesh.kvcache.pins import PINNED_PERCENT
 from kvmesh.kvcache.quotas import TagQuotas
 from kvmesh.kvcache.size_classes import BYTES, PAGE, size_class
-from kvmesh.node.partitions import Partition, unused
+from kvmesh.node.partitions import CLASS_MARK, Partition, unused
 from kvmesh.node.slabs import SlabPartition, Slabs, SlabStore
 from kvmesh.rpc.errors import InvalidRequest, Overloaded
 
 MAX_LAYOUTS = 64  # beside the size classes
 MIN_SHARD_BYTES = 1024  # a number of somebody's mind must not become a table of millions of extents
 MOVES = 16  # runs that change hands in one call
-CLASS_MARK = f"{BYTES}/"
 
 
 class PoolPartitions:
@@ -168,7 +167,14 @@ class PoolPartitions:
             self._slabs.used(partition, extents)
 
         # Hard pins are limited by bytes of the whole pool, see `may_pin`.
-        store = SlabStore(used, lease_seed=self._seed, pinned_percent=100, quotas=self._quotas, **self._settings)
+        store = SlabStore(
+            used,
+            block_bytes=shard_bytes,
+            lease_seed=self._seed,
+            pinned_percent=100,
+            quotas=self._quotas,
+            **self._settings,
+        )
         partition = self._partitions[layout] = SlabPartition(layout, shard_bytes, store)
         return partition
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import grpc.aio
+import msgspec
 
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
 from kvmesh.kvcache.tiers import Tier
@@ -117,6 +118,10 @@ class Pulls:
         record = self._jobs.get(ticket)
         if record is not None:
             record.stop.set()
+
+    def read(self, rank: int, opened: m.PullOpen) -> asyncio.Future[m.PullEnded | None]:
+        """One READ by one rank, whose ticket is given here: its last word, None when it is gone."""
+        return self._say(rank, msgspec.structs.replace(opened, ticket=next(self._tickets)))
 
     def rank_said(self, rank: int, message: m.PullEnded) -> None:
         """A rank's last word on one of our reads."""
@@ -233,7 +238,8 @@ class Pulls:
             cause = f"{type(error).__name__}: {error}"
         if cause:
             record.causes[f"{source.instance_id}: {cause}"] = None
-        nbytes = len(got) * record.partition.shard_bytes * len(self._ranks)
+        sizes, whole = record.job.sizes, record.partition.shard_bytes
+        nbytes = sum(sizes[at] if sizes else whole for at in got) * len(self._ranks)
         record.nbytes += nbytes
         self._trace(record.job, source, start, (len(positions), len(got), nbytes), cause, reads)
         return got
@@ -294,7 +300,7 @@ class Pulls:
         reads: list[m.PullEnded],
     ) -> tuple[set[int], str]:
         """(positions that arrived, why not all); what the ranks said goes to `reads`. Raises KvmeshError."""
-        terms = Terms(self._reader, self._lease_ms, record.partition.layout, len(self._ranks))
+        terms = Terms(self._reader, self._lease_ms, record.partition.shown_layout, len(self._ranks))
         keys = [record.job.keys[p] for p in positions]
         most_s = CALL_S if source.tier is Tier.DRAM else LOWER_CALL_S
         timeout_s = max(min(most_s, (deadline_ns - time.monotonic_ns()) / NS), 0.001)
@@ -305,8 +311,7 @@ class Pulls:
         for name in lease.segments:
             self._segments.share(name)
         try:
-            extents = [record.job.extents[positions[i]] for i in lease.held]
-            ended = await self._read(record, lease, extents, deadline_ns)
+            ended = await self._read(record, lease, [positions[i] for i in lease.held], deadline_ns)
             reads += [said for said in ended if said is not None]
         finally:
             for name in lease.segments:
@@ -315,14 +320,14 @@ class Pulls:
         if not record.stop.is_set() and any(said is None or said.cause for said in ended):
             # Its segment may be broken: whoever comes next asks for descriptors again.
             self._peers.forget(peer)
-        whole, cause = _judge(lease, ended)
-        return {positions[lease.held[i]] for i in whole}, cause or _partly(len(lease.held), len(keys))
+        whole, cause = reader_lease.judge(lease, ended)
+        return {positions[lease.held[i]] for i in whole}, cause or reader_lease.partly(len(lease.held), len(keys))
 
     async def _read(
-        self, record: _Running, lease: ReaderLease, extents: list[int], deadline_ns: int
+        self, record: _Running, lease: ReaderLease, positions: list[int], deadline_ns: int
     ) -> list[m.PullEnded | None]:
         """Every rank's last word; None of one that is gone. Returns only when nothing can land any more."""
-        reads = self._open(record, lease, extents, deadline_ns)
+        reads = self._open(record, lease, positions, deadline_ns)
         ended = asyncio.gather(*reads.values())
         stopping = asyncio.ensure_future(record.stop.wait())
         renewing = asyncio.ensure_future(reader_lease.keep_alive(lease, self._lease_ms))
@@ -340,38 +345,25 @@ class Pulls:
             renewing.cancel()
 
     def _open(
-        self, record: _Running, lease: ReaderLease, extents: list[int], deadline_ns: int
+        self, record: _Running, lease: ReaderLease, positions: list[int], deadline_ns: int
     ) -> dict[tuple[int, int], asyncio.Future[m.PullEnded | None]]:
-        reads, partition = {}, record.partition
+        reads, partition, job = {}, record.partition, record.job
+        sizes = tuple(job.sizes[at] for at in positions) if job.sizes else ()
         for rank, (name, offsets) in enumerate(zip(lease.segments, lease.offsets, strict=True)):
-            ticket = next(self._tickets)
-            reads[rank, ticket] = done = asyncio.get_running_loop().create_future()
-            if self._lost:
-                done.set_result(None)
-                continue
-            self._reads[rank, ticket] = done
-            landing = tuple(partition.offset(rank, extent) for extent in extents)
-            size, klass = partition.shard_bytes, record.job.traffic_class
-            self._ranks[rank].send(m.PullOpen(ticket, name, offsets, landing, size, deadline_ns, klass))
+            landing = tuple(partition.offset(rank, job.extents[at]) for at in positions)
+            size, klass = partition.shard_bytes, job.traffic_class
+            opened = m.PullOpen(next(self._tickets), name, offsets, landing, size, deadline_ns, klass, sizes)
+            reads[rank, opened.ticket] = self._say(rank, opened)
         return reads
 
-
-def _judge(lease: ReaderLease, ended: Sequence[m.PullEnded | None]) -> tuple[set[int], str]:
-    """(what counts of what the lease held, why not all): every rank has it, and the lease had not lapsed."""
-    whole, cause = set(range(len(lease.held))), ""
-    for said in ended:
-        if said is None:
-            return set(), "the rank that read is gone"
-        if said.arrived and not lease.holds_at(said.end_ns):
-            names.NODE_PULL_LAPSED.inc()
-            return set(), "the lease ran out before the last byte was here"
-        whole &= set(said.arrived)
-        cause = cause or said.cause
-    return whole, cause
-
-
-def _partly(held: int, wanted: int) -> str:
-    return "" if held == wanted else f"holds {held} of {wanted}"
+    def _say(self, rank: int, opened: m.PullOpen) -> asyncio.Future[m.PullEnded | None]:
+        done: asyncio.Future[m.PullEnded | None] = asyncio.get_running_loop().create_future()
+        if self._lost:
+            done.set_result(None)
+        else:
+            self._reads[rank, opened.ticket] = done
+            self._ranks[rank].send(opened)
+        return done
 
 
 def _covers(source: PullRange, block: int) -> bool:

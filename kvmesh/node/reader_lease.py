@@ -14,10 +14,12 @@ from dataclasses import dataclass
 import grpc.aio
 
 from kvmesh.kvcache.sources import PullRange
+from kvmesh.node import messages as m
 from kvmesh.node.peers import Peer, Peers
 from kvmesh.rpc import status
 from kvmesh.rpc.errors import TransferError, UnknownInstance
 from kvmesh.rpc.pb import blocks_pb2 as pb
+from kvmesh.telemetry import names
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +125,25 @@ async def give_back(lease: ReaderLease, peers: Peers) -> None:
         except grpc.aio.AioRpcError as error:
             log.debug("release at %s: %s", peer.address, error.details())
             peers.forget(peer)
+
+
+def judge(lease: ReaderLease, ended: Sequence[m.PullEnded | None]) -> tuple[set[int], str]:
+    """(what counts of what the lease held, why not all): every rank has it, and the lease had not lapsed."""
+    whole, cause = set(range(len(lease.held))), ""
+    for said in ended:
+        if said is None:
+            return set(), "the rank that read is gone"
+        if said.arrived and not lease.holds_at(said.end_ns):
+            names.NODE_PULL_LAPSED.inc()
+            return set(), "the lease ran out before the last byte was here"
+        whole &= set(said.arrived)
+        cause = cause or said.cause
+    return whole, cause
+
+
+def partly(held: int, wanted: int) -> str:
+    """Why not all came, where the holder had not all."""
+    return "" if held == wanted else f"holds {held} of {wanted}"
 
 
 def _until(asked_ns: int, lease_ms: int) -> int:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, cast
 
 import grpc
 
+from kvmesh.node.store_orders import StoreOrders
 from kvmesh.rpc import channels, protocol, status
 from kvmesh.rpc.errors import InvalidRequest, KvmeshError, ProtocolMismatch, StaleTerm, UnknownInstance
 from kvmesh.rpc.masters import Masters, Terms, moves_on
@@ -174,8 +175,11 @@ class _StorePeer(_Peer):
         member: pb_store.Member,
         usage: Callable[[], pb_store.StoreUsage] | None,
         on_pools: Callable[[Sequence[pb_store.PoolNode]], None] | None,
+        orders: StoreOrders | None,
     ) -> None:
         super().__init__(rng)
+        self._orders = orders
+        self.doubted = False  # the master seems to have forgotten us: nothing is announced before it has said more
         self.masters = masters
         self._member = member
         self._usage = usage
@@ -190,8 +194,13 @@ class _StorePeer(_Peer):
         request = pb_store.JoinRequest(
             protocol_version=protocol.PROTOCOL_VERSION, member=self._member, term=self.masters.terms.highest
         )
+        if self._orders is not None:
+            request.removed_seq = self._orders.removed_seq
         answer = await pb_store_grpc.StoreMasterStub(channel).Join(request, timeout=timeout_s)
         self._heard(answer.term)
+        if self._orders is not None:
+            await self._orders.bury(answer.tombstones)
+        self.doubted = False
         return answer.heartbeat_interval_ms, answer.lease_ms
 
     async def _beat(self, channel: grpc.aio.Channel, timeout_s: float) -> None:
@@ -199,8 +208,13 @@ class _StorePeer(_Peer):
         request = pb_store.BeatRequest(instance=self._member.instance, seq=self._seq, term=self.masters.terms.highest)
         if self._usage is not None:
             request.usage.CopyFrom(self._usage())
+        if self._orders is not None:
+            request.removed_seq = self._orders.removed_seq
         answer = await pb_store_grpc.StoreMasterStub(channel).Beat(request, timeout=timeout_s)
         self._heard(answer.term)
+        if self._orders is not None:
+            self._orders.beat_answered(answer)  # tombstones too; the next beat does not wait for them
+        self.doubted = False
         if self._on_pools is not None:
             self._on_pools(answer.pools)
 
@@ -293,8 +307,8 @@ class Registrar:
 
     `report` returns what is new since its last call (`load` and `tiers` in full, samples and finished ids once, and a
     `not_ready_reason`); the registrar fills in instance, seq and ready. `usage` is what the master is told of the node
-    store, `on_pools` hears which pool nodes it knows. `store_address` may be a list, "a:1,b:2"; `terms` hears the terms
-    of masters. All callbacks run on the event loop and must not block."""
+    store, `on_pools` hears which pool nodes it knows, `orders` the rest of its answers. `store_address` may be a list,
+    "a:1,b:2"; `terms` hears the terms of masters. All callbacks run on the event loop and must not block."""
 
     def __init__(
         self,
@@ -312,6 +326,7 @@ class Registrar:
         usage: Callable[[], pb_store.StoreUsage] | None = None,
         on_pools: Callable[[Sequence[pb_store.PoolNode]], None] | None = None,
         terms: Terms | None = None,
+        orders: StoreOrders | None = None,
     ) -> None:
         rng = random.Random()
         registration = pb.RegisterInstanceRequest(
@@ -325,7 +340,7 @@ class Registrar:
         )
         member = pb_store.Member(instance=ref_pb, role=role, node_id=node_id, store_id=ref_pb.instance_id)
         self._conductor: _ConductorPeer | None = _ConductorPeer(conductor_address, rng, registration, report, ready)
-        self._store = _StorePeer(Masters(store_address, terms), rng, member, usage, on_pools)
+        self._store = _StorePeer(Masters(store_address, terms), rng, member, usage, on_pools, orders)
 
     @classmethod
     def pool_node(
@@ -335,6 +350,7 @@ class Registrar:
         store_address: str,
         usage: Callable[[], pb_store.StoreUsage],
         terms: Terms | None = None,
+        orders: StoreOrders | None = None,
     ) -> Registrar:
         """Of memory without an engine: it joins the master and nobody else."""
         made = cls.__new__(cls)
@@ -342,7 +358,7 @@ class Registrar:
             instance=ref_pb, role=pb_common.ROLE_POOL, node_id=node_id, store_id=ref_pb.instance_id
         )
         made._conductor = None
-        made._store = _StorePeer(Masters(store_address, terms), random.Random(), member, usage, None)
+        made._store = _StorePeer(Masters(store_address, terms), random.Random(), member, usage, None, orders)
         return made
 
     @property
@@ -353,7 +369,7 @@ class Registrar:
     @property
     def registered(self) -> dict[str, bool]:
         """Whether each peer knows this incarnation now: {"conductor": ..., "store": ...}."""
-        known = {"store": self._store.registered}
+        known = {"store": self._store.registered and not self._store.doubted}
         return known if self._conductor is None else {"conductor": self._conductor.registered} | known
 
     def urge(self) -> None:
@@ -363,7 +379,9 @@ class Registrar:
             self._conductor.urge()
 
     def urge_store(self) -> None:
-        """The master seems to have forgotten us: beat soon, to find out and to join again. On the loop, as `urge`."""
+        """The master seems to have forgotten us: beat soon, to find out and to join again; until then nothing counts as
+        registered there (tombstones come first). On the loop, as `urge`."""
+        self._store.doubted = True
         self._store.urge()
 
     async def run(self, stop: asyncio.Event) -> None:

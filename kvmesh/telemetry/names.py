@@ -265,6 +265,9 @@ NODE_LEASES = _gauge("node_leases_count", "Leases given to readers and not over.
 NODE_BLOCKS = _gauge("node_blocks_count", "Blocks of the host segment.", "state")
 NODE_CAPACITY = _gauge("node_capacity_bytes", "Size of the host segment.")
 NODE_FREE = _gauge("node_free_bytes", "Of it neither sealed nor being written.")
+NODE_FRAGMENTATION = _gauge(
+    "node_fragmentation_ratio", "1 - largest free run / all free memory of a pool node; 0: any free memory serves."
+)
 NODE_EVICTED = _gauge("node_evicted_blocks_count", "Blocks evicted since the start.")
 NODE_OFFLOADED = _counter("node_offloaded_blocks_total", "Cold blocks that pool nodes hold at this node's wish.")
 # Below DRAM. tier: ssd; outcome: hit, miss.

@@ -256,6 +256,8 @@ class Node:
             lambda: True,
             usage=lambda: self.blocks.usage,  # type: ignore[union-attr]
             on_pools=self.blocks.pools_changed,
+            terms=self.blocks.terms,
+            orders=self.blocks,
         )
         self.blocks.start(registrar)
         self._registering = asyncio.create_task(registrar.run(self._leaving))

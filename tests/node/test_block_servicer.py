@@ -58,6 +58,28 @@ def pull(**changes: object) -> pb.PullBlocksRequest:
     return pb.PullBlocksRequest(**(good | changes))  # type: ignore[arg-type]
 
 
+def put(**changes: object) -> pb.PutBlocksRequest:
+    good: dict[str, object] = {
+        "keys": b"".join(keys_of("new", "newer")),
+        "layout": "bytes",
+        "segment": "caller@1",
+        "offset": [0, 4096],
+        "nbytes": [100, 200],
+        "read_within_ms": 500,
+    }
+    return pb.PutBlocksRequest(**(good | changes))  # type: ignore[arg-type]
+
+
+def remove(**changes: object) -> pb.RemoveBlocksRequest:
+    good: dict[str, object] = {"keys": keys_of("unknown")[0]}
+    return pb.RemoveBlocksRequest(**(good | changes))  # type: ignore[arg-type]
+
+
+def pin(**changes: object) -> pb.PinBlocksRequest:
+    good: dict[str, object] = {"keys": keys_of("unknown")[0], "kind": pb.PIN_KIND_SOFT, "ttl_ms": 50}
+    return pb.PinBlocksRequest(**(good | changes))  # type: ignore[arg-type]
+
+
 async def refused(call: object) -> KvmeshError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call  # type: ignore[misc]
@@ -129,13 +151,42 @@ async def test_a_lease_that_nobody_gives_back_ends_by_itself(holder: Node) -> No
             InvalidRequest,
         ),
         (pull(holders=[pb_common.InstanceRef(instance_id="x", address="h:1")] * 65), "holders", InvalidRequest),
-        (pull(layout=""), "layout", InvalidRequest),
+        (pull(layout="bytes/4096"), "layout", InvalidRequest),
         (pull(layout="l" * 5_000), "layout", InvalidRequest),
         (pull(layout="another"), "layout", InvalidRequest),
         (pull(shard_bytes=0), "shard_bytes", InvalidRequest),
         (pull(shard_bytes=0xFFFFFFFF), "shard_bytes", InvalidRequest),
         (pull(timeout_ms=0), "timeout_ms", InvalidRequest),
         (pull(timeout_ms=0xFFFFFFFF), "timeout_ms", InvalidRequest),
+        (pull(term=1 << 31), "term", InvalidRequest),
+        (pb.ExistsRequest(keys=b"abc"), "keys", InvalidRequest),
+        (pb.ExistsRequest(keys=KEYS[0], layout="l" * 5_000), "layout", InvalidRequest),
+        (remove(keys=b""), "keys", InvalidRequest),
+        (remove(prefix=b"abcd"), "keys", InvalidRequest),
+        (remove(keys=b"", prefix=b"a" * 17), "prefix", InvalidRequest),
+        (remove(term=1 << 62), "term", InvalidRequest),
+        (pin(keys=b""), "keys", InvalidRequest),
+        (pin(kind=0), "kind", InvalidRequest),
+        (pin(kind=77), "kind", InvalidRequest),
+        (pin(ttl_ms=0), "ttl_ms", InvalidRequest),
+        (put(keys=b"x"), "keys", InvalidRequest),
+        (put(layout=""), "layout", InvalidRequest),
+        (put(layout="bytes/8192"), "layout", InvalidRequest),
+        (put(segment=""), "segment", InvalidRequest),
+        (put(segment_descriptor=b"nonsense"), "segment_descriptor", InvalidRequest),
+        (put(segment_descriptor=b"x" * (2 << 20)), "segment_descriptor", InvalidRequest),
+        (put(), "segment_descriptor", UnknownInstance),
+        (put(offset=[1]), "offset", InvalidRequest),
+        (put(offset=[1, 1 << 63]), "offset", InvalidRequest),
+        (put(nbytes=[1, 0]), "nbytes", InvalidRequest),
+        (put(nbytes=[1, 1 << 60]), "nbytes", InvalidRequest),
+        (put(nbytes=[1]), "nbytes", InvalidRequest),
+        (put(checksum=[1]), "checksum", InvalidRequest),
+        (put(read_within_ms=0), "read_within_ms", InvalidRequest),
+        (put(read_within_ms=1 << 31), "read_within_ms", InvalidRequest),
+        (put(pin=9), "pin", InvalidRequest),
+        (put(pin=pb.PIN_KIND_SOFT), "pin_ttl_ms", InvalidRequest),
+        (put(ticket=1, ticket_offset=1 << 63), "ticket_offset", InvalidRequest),
         (pb.RenewBlocksRequest(lease_id=0xFFFFFFFFFFFFFFFF, lease_ms=5), "lease_id", UnknownInstance),
         (pb.RenewBlocksRequest(lease_id=1, lease_ms=0), "lease_ms", InvalidRequest),
     ],
@@ -143,7 +194,15 @@ async def test_a_lease_that_nobody_gives_back_ends_by_itself(holder: Node) -> No
 async def test_bad_input_is_refused_by_name(
     holder: Node, request_: object, field: str, kind: type[KvmeshError]
 ) -> None:
-    method = {pb.LeaseRequest: "Lease", pb.PullBlocksRequest: "Pull", pb.RenewBlocksRequest: "RenewLease"}
+    method = {
+        pb.LeaseRequest: "Lease",
+        pb.PullBlocksRequest: "Pull",
+        pb.RenewBlocksRequest: "RenewLease",
+        pb.ExistsRequest: "Exists",
+        pb.RemoveBlocksRequest: "Remove",
+        pb.PinBlocksRequest: "Pin",
+        pb.PutBlocksRequest: "Put",
+    }
     async with stub(holder.address) as rpc:
         error = await refused(getattr(rpc, method[type(request_)])(request_))  # type: ignore[index]
         assert isinstance(error, kind), error
@@ -161,12 +220,16 @@ async def test_random_bytes_on_every_call(holder: Node) -> None:
         "RenewLease": pb.RenewBlocksRequest(lease_id=1, lease_ms=20),
         "ReleaseLease": pb.ReleaseBlocksRequest(lease_id=1),
         "Pull": pull(timeout_ms=20),
+        "Exists": pb.ExistsRequest(keys=KEYS[0]),
+        "Remove": pb.RemoveBlocksRequest(keys=keys_of("unknown")[0], seq=3),
+        "Pin": pb.PinBlocksRequest(keys=keys_of("unknown")[0], kind=pb.PIN_KIND_SOFT, ttl_ms=5),
+        "Put": put(read_within_ms=20),
         "ListBlocks": pb.ListBlocksRequest(),
         "GetStore": pb.GetNodeStoreRequest(),
     }
     try:
         await hostile.assault(channel, service, valid, seed=11)
-        for method in ("Lease", "RenewLease", "ReleaseLease", "Pull", "GetStore"):
+        for method in ("Lease", "RenewLease", "ReleaseLease", "Pull", "GetStore", "Exists", "Remove", "Pin", "Put"):
             call: Callable[..., object] = channel.unary_unary(f"/kvmesh.v1.NodeStore/{method}")
             for size in (0, 1, 7, 64, 1_000, 100_000):
                 try:
@@ -192,14 +255,14 @@ async def test_a_pull_from_nowhere_holds_nothing_and_gives_all_back(holder: Node
 
 
 async def test_too_many_pulls_at_once_are_refused(holder: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvmesh.node.block_servicer.MAX_PULLS", 0)
+    monkeypatch.setattr("kvmesh.node.copy_rpcs.MAX_PULLS", 0)
     async with stub(holder.address) as rpc:
         assert isinstance(await refused(rpc.Pull(pull())), Overloaded)
     untouched(holder)
 
 
 async def test_a_pull_whose_caller_hung_up_still_counts(desk: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvmesh.node.block_servicer.MAX_PULLS", 1)
+    monkeypatch.setattr("kvmesh.node.copy_rpcs.MAX_PULLS", 1)
     stuck = json.dumps({"rules": [{"kind": "freeze", "peer": "a/*", "op": "read"}]})
     async with node("a") as a, node("b", fault=stuck) as b, stub(b.address) as rpc:
         await a.fill(desk, KEYS)
@@ -213,7 +276,7 @@ async def test_a_pull_whose_caller_hung_up_still_counts(desk: Bench, monkeypatch
 
 
 async def test_too_many_leases_at_once_are_refused(holder: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvmesh.node.block_servicer.MAX_LEASES", 2)
+    monkeypatch.setattr("kvmesh.node.lease_rpcs.MAX_LEASES", 2)
     async with stub(holder.address) as rpc:
         for _ in range(2):
             await rpc.Lease(lease(lease_ms=1_000))
@@ -221,7 +284,7 @@ async def test_too_many_leases_at_once_are_refused(holder: Node, monkeypatch: py
 
 
 async def test_list_and_counts(holder: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvmesh.node.block_servicer.MAX_KEYS", 3)
+    monkeypatch.setattr("kvmesh.node.block_rpcs.LIST_KEYS", 3)
     async with stub(holder.address) as rpc:
         parts = [part async for part in rpc.ListBlocks(pb.ListBlocksRequest())]
         assert [len(part.keys) for part in parts] == [48, 16]

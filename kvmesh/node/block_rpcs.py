@@ -1,0 +1,115 @@
+"""NodeStore over gRPC: which blocks are here, what becomes of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from kvmesh.kvcache.tiers import Tier
+from kvmesh.node import puts
+from kvmesh.node.partitions import Partitions, holder, size_of, unused
+from kvmesh.node.rpc_checks import MAX_KEYS, MAX_PREFIX, MS, Node, keys_in, layout_in, term_in, within
+from kvmesh.rpc.errors import InvalidRequest
+from kvmesh.rpc.pb import blocks_pb2 as pb
+
+LIST_KEYS = MAX_KEYS
+MAX_U32 = (1 << 32) - 1
+
+
+class BlockRpcs:
+    """Part of NodeStoreServicer."""
+
+    _node: Node
+    _clock_ns: Callable[[], int] = time.monotonic_ns
+
+    async def Exists(self, request: pb.ExistsRequest, context: Any) -> pb.ExistsResponse:  # noqa: N802
+        """Raises InvalidRequest. Of a block that is only below DRAM neither bytes nor layout are told."""
+        node = self._node
+        keys = keys_in(request.keys)
+        layout = layout_in(request.layout, any_=True)
+        layouts: dict[str, int] = {}
+        answer = pb.ExistsResponse()
+        tiers = bytearray()
+        for key in keys:
+            found = holder(node.partitions, layout, key)
+            lower = node.lower_tiers(key) if found is None else []
+            tiers.append(Tier.DRAM if found is not None else min(lower, default=0))
+            answer.nbytes.append(0 if found is None else size_of(found, key))
+            at = 0 if found is None else layouts.setdefault(found.shown_layout, len(layouts))
+            answer.layout.append(at)
+        answer.tiers = bytes(tiers)
+        answer.layouts.extend(layouts)
+        return answer
+
+    async def Remove(self, request: pb.RemoveBlocksRequest, context: Any) -> pb.RemoveBlocksResponse:  # noqa: N802
+        """Raises InvalidRequest, StaleTerm; Unavailable: a lower tier could not write it down, ask again."""
+        if bool(request.keys) == bool(request.prefix):
+            raise InvalidRequest("keys: either these or a prefix is to be named", field="keys")
+        keys = keys_in(request.keys) if request.keys else []
+        if len(request.prefix) > MAX_PREFIX:
+            raise InvalidRequest(f"prefix: {len(request.prefix)} bytes, not 1..{MAX_PREFIX}", field="prefix")
+        term_in(self._node.terms, request.term)
+        return pb.RemoveBlocksResponse(removed=await self._node.removals.remove(keys, request.prefix, request.seq))
+
+    async def Pin(self, request: pb.PinBlocksRequest, context: Any) -> pb.PinBlocksResponse:  # noqa: N802
+        """Blocks in DRAM. Raises InvalidRequest, Overloaded (too much would be pinned hard: none of these is then, but
+        perhaps those of another size)."""
+        node = self._node
+        keys = keys_in(request.keys)
+        layout = layout_in(request.layout, any_=True)
+        kind, ttl_ns = pin_in("kind", request.kind, "ttl_ms", request.ttl_ms)
+        if kind == pb.PIN_KIND_UNSPECIFIED:
+            raise InvalidRequest.of("kind", kind, "must be none, soft or hard")
+        done = bytearray(len(keys))
+        for partition in node.partitions.family(layout):
+            mine = [at for at, key in enumerate(keys) if partition.store.holds(key)]
+            if mine:
+                some = [keys[at] for at in mine]
+                pinned = puts.pin(node.partitions, partition, some, kind, ttl_ns, self._clock_ns())
+                for at, yes in zip(mine, pinned, strict=True):
+                    done[at] |= yes
+        node.leases_changed()
+        return pb.PinBlocksResponse(done=bytes(done))
+
+    async def ListBlocks(  # noqa: N802
+        self, request: pb.ListBlocksRequest, context: Any
+    ) -> AsyncIterator[pb.ListBlocksResponse]:
+        """All keys as they are now, in messages of at most LIST_KEYS."""
+        keys, seq = self._node.partitions.source.keys(), self._node.announced_seq
+        for start in range(0, len(keys) or 1, LIST_KEYS):
+            yield pb.ListBlocksResponse(keys=b"".join(keys[start : start + LIST_KEYS]), seq=seq)
+
+    async def GetStore(self, request: pb.GetNodeStoreRequest, context: Any) -> pb.GetNodeStoreResponse:  # noqa: N802
+        """Counts of now and since the start."""
+        return self._node.counters
+
+
+def pin_in(field: str, kind: int, ttl_field: str, ttl_ms: int) -> tuple[int, int]:
+    """(PinKind, ns). InvalidRequest."""
+    if kind not in pb.PinKind.values():
+        raise InvalidRequest.of(field, kind, "no such kind of pin")
+    if kind == pb.PIN_KIND_SOFT:
+        within(ttl_field, ttl_ms, 1, MAX_U32)
+    return kind, ttl_ms * MS
+
+
+def counted(partitions: Partitions) -> pb.GetNodeStoreResponse:
+    """What can be read off the stores themselves."""
+    answer = pb.GetNodeStoreResponse(capacity_bytes=partitions.capacity_bytes, fragmentation=partitions.fragmentation)
+    pools = answer.pools
+    for partition in partitions.all():
+        stats = partition.store.stats
+        answer.block_hits += stats.hits
+        answer.block_misses += stats.misses
+        answer.evicted += stats.evicted
+        answer.leases_given += stats.leases_given
+        answer.leased_blocks += stats.leased_blocks
+        answer.soft_pinned += stats.soft_pinned
+        answer.hard_pinned += stats.hard_pinned
+        pools.extents_total += partition.store.total
+        pools.extents_free += unused(partition) + stats.idle
+        pools.store_blocks += stats.sealed
+        pools.store_writing += stats.writing
+        pools.store_leases += stats.leases
+    return answer

@@ -1,0 +1,130 @@
+"""Carries out removals in every tier of this node, and remembers beside its SSD which tombstones it has applied."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from kvmesh.kvcache.keys import split
+from kvmesh.node.partitions import Partitions
+from kvmesh.node.removals import Removals, Tombstone, Watch
+from kvmesh.rpc.errors import ConfigError, Unavailable
+from kvmesh.rpc.pb import store_pb2 as pb_store
+
+log = logging.getLogger(__name__)
+
+FILE = "removed_seq"
+SLICE = 4096  # keys in one turn of the loop
+
+
+class Forget(Protocol):
+    """`Blocks.forget`."""
+
+    def __call__(self, keys: Sequence[bytes], /) -> Awaitable[int]: ...
+
+
+class RemovalDesk:
+    """`folder`: of the SSD tier, None: there is none, and what was removed is gone with the process. `again`: all
+    tombstones are wanted again, as something may come back that was not there when they were applied. Raises ConfigError
+    when the number there cannot be read."""
+
+    def __init__(
+        self,
+        partitions: Partitions,
+        forget: Forget,
+        lower_keys: Callable[[], list[bytes]],
+        folder: Path | None,
+        *,
+        again: bool = False,
+    ) -> None:
+        self._partitions = partitions
+        self._forget = forget
+        self._lower_keys = lower_keys
+        self._path = None if folder is None else folder / FILE
+        self._removals = Removals(0 if again else _read(self._path))
+        self._applying = asyncio.Lock()
+
+    @property
+    def removed_seq(self) -> int:
+        """For the master."""
+        return self._removals.applied
+
+    def watch(self) -> Watch:
+        """What is removed from now on, until `unwatch`."""
+        return self._removals.watch()
+
+    def unwatch(self, watch: Watch) -> None:
+        """See `Removals`."""
+        self._removals.unwatch(watch)
+
+    async def remove(self, keys: Sequence[bytes], prefix: bytes = b"", seq: int = 0) -> int:
+        """When it returns, none is found here any more, in any tier, nor after a restart; how many were. What is being
+        written or pulled will not be sealed. Unavailable: not all could be written down, say it again."""
+        self._removals.removing(keys, prefix)
+        found = list(keys)
+        if prefix:
+            found = self._with(prefix)
+        removed = 0
+        for start in range(0, len(found), SLICE):
+            if start:
+                await asyncio.sleep(0)
+            removed += await self._forget(found[start : start + SLICE])
+        self._removals.direct(seq)
+        return removed
+
+    async def apply(self, told: Sequence[pb_store.Tombstone]) -> None:
+        """Tombstones of a master's answer. Unavailable: not all could be written down."""
+        async with self._applying:
+            tombstones = [Tombstone(t.seq, tuple(split(t.keys)), t.prefix) for t in told]
+            last = max((tombstone.seq for tombstone in tombstones), default=0)
+            if last <= self._removals.applied:
+                return
+            for tombstone in self._removals.due(tombstones):
+                removed = await self.remove(tombstone.keys, tombstone.prefix)
+                self._removals.done(tombstone.seq)
+                log.info("tombstone %d: %d blocks removed", tombstone.seq, removed)
+            self._removals.done(last)
+            if self._path is not None:
+                try:
+                    await asyncio.to_thread(_write, self._path, last)
+                except OSError as error:
+                    raise Unavailable(f"removed_seq={last} could not be written to {self._path}: {error}") from error
+
+    def _with(self, prefix: bytes) -> list[bytes]:
+        """Every key that begins so: sealed, being written, or in a lower tier. O(blocks)."""
+        known = dict.fromkeys(key for key in self._lower_keys() if key.startswith(prefix))
+        for partition in self._partitions.all():
+            here = (*partition.store.keys(), *partition.store.written())
+            known.update(dict.fromkeys(key for key in here if key.startswith(prefix)))
+        return list(known)
+
+
+def _read(path: Path | None) -> int:
+    if path is None or not path.exists():
+        return 0
+    try:
+        return int(path.read_text("ascii"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"ssd_path={str(path.parent)!r}: {FILE} cannot be read: {error}", field="ssd_path") from None
+
+
+def _write(path: Path, seq: int) -> None:
+    """All of it or nothing, also after a power loss. OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    with open(new, "w", encoding="ascii") as file:
+        file.write(str(seq))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)
+    with contextlib.suppress(OSError):
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
