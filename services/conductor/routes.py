@@ -58,12 +58,17 @@ class Mesh:
     lower: tuple[tuple[Tier, int], ...] = ()  # and of those below, the fastest tier first
     tier_load: TierLoad = lambda life, tier, nbytes: 0.0
 
-    def reach(self, own: Place, start: int) -> int:
-        """How far the prefix goes when the live stores together bring what is missing from `start` on."""
-        found = self.among | own.sealed
+    @cached_property
+    def anywhere(self) -> int:
+        """The bitset of all `holders`."""
+        found = self.among
         for _, slots in self.lower:
             found |= slots
-        return self.survey.reach(found, start)
+        return found
+
+    def reach(self, own: Place, start: int) -> int:
+        """How far the prefix goes when the live stores together bring what is missing from `start` on."""
+        return self.survey.reach(self.anywhere | own.sealed, start)
 
     @cached_property
     def memory(self) -> tuple[Way, ...]:

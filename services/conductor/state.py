@@ -224,7 +224,7 @@ class ConductorState:
                 request,
                 answer,
                 explain.candidates_of(request, serving, why, found, terms.ttft_slo_s),
-                best_prefix=mesh.survey.reach(mesh.among) if mesh is not None else 0,
+                best_prefix=mesh.survey.reach(mesh.anywhere) if mesh is not None else 0,
                 ttft_slo_s=terms.ttft_slo_s,
                 tbt_slo_s=terms.tbt_slo_s,
                 now=now,

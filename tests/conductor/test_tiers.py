@@ -68,6 +68,13 @@ def test_its_own_ssd_is_read_when_that_is_cheaper_than_computing(rate: tuple[flo
     expected = TIER_PRIORS[Tier.SSD].at(64 * BYTES, 0) if rate is None else rate[0] + 64 * BYTES / rate[1]
     assert placed.terms["load_ms"] == pytest.approx(expected * 1000)
     assert placed.terms["pull_ms"] == 0
+    decision = brain.state.explain("r1")
+    assert decision is not None
+    assert decision.best_prefix_blocks == 64
+    (chosen,) = (c for c in decision.candidates if c.ref == placed.prefill)
+    assert (chosen.local_blocks, chosen.pulled_blocks, chosen.loaded_blocks, chosen.tier) == (0, 0, 64, Tier.SSD)
+    assert chosen.named_terms()["load_ms"] == pytest.approx(expected * 1000)
+    assert "pull_ms" not in chosen.named_terms()
     rest = (placed.terms["prefill_ms"] + placed.terms["transfer_tail_ms"]) / 1000
     assert placed.ttft_s == pytest.approx(expected + rest)
 
