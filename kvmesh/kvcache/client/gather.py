@@ -2,7 +2,7 @@
 
 Small blocks that lie side by side at their holder come in one READ into staging and are copied out from there: a READ
 of its own costs each block some microseconds, the copy moves its bytes once more. On the machine of benchmarks/results
-the two meet between 16 and 32 KiB a block, over shm and tcp alike (`python -m benchmarks.store --only gather`).
+the two meet at 64 KiB a block, over shm and tcp alike (`python -m benchmarks.store --only gather`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-GATHER_BELOW = 32 << 10  # mean bytes of a block
+GATHER_BELOW = 64 << 10  # mean bytes of a block
 GATHER_LEAST = 4  # blocks; fewer are not worth a copy
 GATHER_MOST = 8 << 20  # bytes of one gathered READ
 

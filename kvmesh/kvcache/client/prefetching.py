@@ -88,9 +88,12 @@ class Prefetcher:
                 except KvmeshError as error:
                     log.info("prefetch of %d blocks to %s: %s", len(part), near.store_id, error.message)
                     return
+            now = time.monotonic()
             for key, here in zip(part, held, strict=True):
                 had[key] = bool(here)
-            self._hints.forget(part)  # there is a nearer one now
+                if here:  # the master will hear of it soon
+                    nearer = Replica(Holder(near.store_id, near.address, near.incarnation, near.node_id))
+                    self._hints.learn(key, [nearer, *wanted[key]], now)
 
         await asyncio.gather(*(some(keys[at : at + PULL_BLOCKS]) for at in range(0, len(keys), PULL_BLOCKS)))
 

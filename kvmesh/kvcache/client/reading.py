@@ -34,6 +34,7 @@ from kvmesh.transfer.memory import copy_runs
 log = logging.getLogger(__name__)
 
 LEASE_KEYS = 4096
+REBUILDING = "the store master has not heard from all nodes yet"
 REBUILD_S = 0.05  # a master that has not heard from all nodes is asked again so often
 
 
@@ -135,12 +136,14 @@ class Reader:
             found, complete = await self._directory.find(keys, max(job.deadline - time.monotonic(), 0.001))
             now = time.monotonic()
             for position, key, replicas in zip(lost, keys, found, strict=True):
+                one = job.got[position]
                 if replicas or complete:
+                    one.cause = one.cause if replicas and one.cause != REBUILDING else ""
                     job.asked.add(position)
                     job.known[position] = replicas
                     self._hints.learn(key, replicas, now)
                 else:
-                    job.got[position].cause = "the store master is rebuilding its map"
+                    one.cause = REBUILDING
             if complete or any(found) or now + REBUILD_S >= job.deadline:
                 return
             await asyncio.sleep(REBUILD_S)

@@ -1,0 +1,60 @@
+"""A real master, real pool nodes and clients of them, in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvmesh.kvcache.client import ClientConfig, StoreClient
+from kvmesh.node import pool
+from kvmesh.node.pool_config import PoolConfig
+from services.store.config import StoreConfig
+from services.store.main import run as run_store
+from tests.services import Running, running
+
+MIB = 1 << 20
+
+
+@dataclass
+class Stores:
+    """`nodes`: by name. They can be stopped before the end."""
+
+    master: Running
+    nodes: dict[str, Running] = field(default_factory=dict)
+
+    @property
+    def address(self) -> str:
+        return self.master.address
+
+    @contextlib.asynccontextmanager
+    async def client(self, **settings: Any) -> AsyncIterator[StoreClient]:
+        words = {"staging_mb": 8, "timeout_ms": 15_000, "node_id": "far", "host": "127.0.0.1", **settings}
+        async with StoreClient(ClientConfig(store=self.address, **words)) as client:
+            yield client
+
+
+@contextlib.asynccontextmanager
+async def stores(*nodes: str, memory_mb: int = 32, **settings: Any) -> AsyncIterator[Stores]:
+    """A master and these pool nodes, each on a machine of its own name."""
+    config = StoreConfig(heartbeat_interval_ms=100, lease_ms=2_000)
+    async with contextlib.AsyncExitStack() as stack:
+        made = Stores(await stack.enter_async_context(running(run_store, config)))
+        for name in nodes:
+            node = PoolConfig(
+                instance_id=name,
+                node_id=f"machine-{name}",
+                store=made.address,
+                memory_mb=memory_mb,
+                announce_ms=5,
+                **settings,
+            )
+            made.nodes[name] = await stack.enter_async_context(running(pool.run, node))
+        yield made
+
+
+def values(seed: int, *sizes: int) -> list[bytes]:
+    rng = random.Random(seed)
+    return [rng.randbytes(size) for size in sizes]
