@@ -21,7 +21,7 @@ LAYOUT = "bytes"
 REGION = 8 << 20
 CALL_S = 10.0
 LEASE_MS = 3000
-PORTION = 32
+PORTION = 8  # of the largest blocks fit the region
 USABLE_S = 20.0
 
 
@@ -86,7 +86,7 @@ class Probe:
         name = self.engine.open_segment(SegmentDescriptor.decode(rank.segment_descriptor))
         memory = self._region.memory
         assert memory is not None
-        assert sum(sizes) <= REGION
+        assert sum(sizes) <= REGION, f"{sum(sizes)} bytes to read at once"
         requests, at = [], 0
         for offset, nbytes in zip(rank.offset, sizes, strict=True):
             requests.append(TransferRequest(Opcode.READ, self._region.address + at, name, offset, nbytes))

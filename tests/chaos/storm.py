@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections import Counter
 from pathlib import Path
+
+import grpc.aio
 
 from tests.chaos import nemesis
 from tests.chaos.after import survey
@@ -41,8 +44,9 @@ async def storm(seed: int, duration_s: float, folder: Path) -> str:
                 await asyncio.wait_for(working, OP_S + RULES.grace_s)
             try:
                 found = check(history, await survey(made, probe, history.clock()), RULES)
-            except AssertionError as error:
-                found = [*check(history, None, RULES), Violation("after", "", str(error))]
+            except (AssertionError, grpc.aio.AioRpcError):
+                told = traceback.format_exc(limit=-3)
+                found = [*check(history, None, RULES), Violation("after", "", f"the survey failed: {told}")]
         finally:
             probe.close()
     _tell(history, schedule)
