@@ -169,6 +169,7 @@ def plan(settings: MeshSettings, run_dir: Path, ports: Ports) -> list[Spec]:
             **{key: getattr(settings, key) for key in security.FIELDS},
             "ssd_path": str(Path(settings.ssd_path).expanduser().absolute() / name) if settings.ssd_path else "",
             "ssd_capacity_mb": settings.ssd_capacity_mb,
+            "object_url": settings.object_url,
             "warm_segment": str(Path(settings.warm_segment).absolute() / name) if settings.warm_segment else "",
             **own[service],
             **({"model": one.served.path, "served_name": one.served.name} if one.served else {}),

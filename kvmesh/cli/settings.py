@@ -64,6 +64,13 @@ class MeshSettings:
         metadata={"help": "Folder of the SSD tier, a subfolder for each instance; empty: none.", "metavar": "FOLDER"},
     )
     ssd_capacity_mb: int = field(default=8192, metadata={"help": "Size of each instance's SSD tier, MiB.", "min": 1})
+    object_url: str = field(
+        default="",
+        metadata={
+            "help": "Object storage for all instances' blocks, like s3://bucket/prefix; empty: none.",
+            "metavar": "URL",
+        },
+    )
     warm_segment: str = field(
         default="",
         metadata={

@@ -30,8 +30,8 @@ class Forget(Protocol):
 
 class RemovalDesk:
     """`folder`: of the SSD tier, None: there is none, and what was removed is gone with the process. `again`: all
-    tombstones are wanted again, as something may come back that was not there when they were applied. Raises ConfigError
-    when the number there cannot be read."""
+    tombstones are wanted again, as something may come back that was not there when they were applied. ConfigError: the
+    number there cannot be read."""
 
     def __init__(
         self,

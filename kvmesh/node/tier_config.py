@@ -45,14 +45,28 @@ class TierConfig(TransferConfig):
             why = f"above store_low_percent ({low_percent}): blocks would be evicted before they are copied"
             raise ConfigError(f"ssd_offload_percent={self.ssd_offload_percent}: {why}", field="ssd_offload_percent")
 
+    object_url: str = field(
+        default="",
+        metadata={
+            "help": "Object storage below the host memory (s3://bucket/prefix), in place of an SSD tier; empty: none. "
+            "Credentials and endpoint as AWS's own tools take them (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL ...)."
+        },
+    )
+
     def tiers(self, layouts: int = 0) -> TierSettings | None:
         """Below DRAM; None: nothing. `layouts`: see TierSettings."""
-        if not self.ssd_path:
+        if self.ssd_path and self.object_url:
+            raise ConfigError(
+                f"object_url={self.object_url!r}: a node has one tier below its memory, and ssd_path={self.ssd_path!r}",
+                field="object_url",
+            )
+        if not (self.ssd_path or self.object_url):
             return None
         return TierSettings(
-            path=Path(self.ssd_path).absolute(),
-            capacity_bytes=self.ssd_capacity_mb << 20,
+            path=Path(self.ssd_path).absolute() if self.ssd_path else Path(),
+            capacity_bytes=self.ssd_capacity_mb << 20 if self.ssd_path else 0,
             offload_percent=self.ssd_offload_percent,
             staging_percent=self.ssd_staging_percent,
             layouts=layouts,
+            url=self.object_url,
         )

@@ -38,14 +38,28 @@ MIXED_BYTES, MIXED_SHARE = 16 << 20, 64  # the largest block of "bytes" that goe
 
 @dataclass(frozen=True, kw_only=True)
 class TierSettings:
-    """What `--ssd-*` say. `capacity_bytes`: of all ranks and layouts together. `layouts` 0: an instance, which has one
-    and a folder without a name for it."""
+    """What `--ssd-*` or `--object-*` say. `capacity_bytes`: of all ranks and layouts together; 0: as much as there is.
+    `layouts` 0: an instance, which has one and a folder without a name for it. `url`: of an object store; `path` is
+    nothing then."""
 
     path: Path
     capacity_bytes: int
     offload_percent: int
     staging_percent: int
     layouts: int = 0
+    url: str = ""
+
+    @property
+    def tier(self) -> Tier:
+        """Which one it is."""
+        return Tier.OBJECT if self.url else Tier.SSD
+
+    @property
+    def said(self) -> str:
+        """As its user set it."""
+        if self.url:
+            return f"object_url={self.url!r}"
+        return f"ssd_path={str(self.path)!r}, ssd_capacity_mb={self.capacity_bytes >> 20}"
 
 
 @dataclass(eq=False)
@@ -100,10 +114,10 @@ class Followed:
         self.progress = asyncio.Event()  # some write has ended
 
 
-def make_part(number: int, layout: str, shard_bytes: int, ranks: int) -> Part:
+def make_part(number: int, layout: str, shard_bytes: int, ranks: int, tier: Tier) -> Part:
     """Not opened yet."""
     opened = asyncio.get_running_loop().create_future()
-    return Part(number, layout, shard_bytes, Contents(ranks), opened, unopened=set(range(ranks)))
+    return Part(number, layout, shard_bytes, Contents(ranks), opened, tier, unopened=set(range(ranks)))
 
 
 def home(partition: Partition) -> tuple[str, int]:
@@ -114,11 +128,15 @@ def home(partition: Partition) -> tuple[str, int]:
 
 def opening(settings: TierSettings, part: Part, rank: int, ranks: int) -> m.TierOpen:
     """What a rank is told."""
+    owner = identity(part.layout, part.shard_bytes)
+    if settings.url:
+        room = part.shard_bytes or MIXED_BYTES
+        owner = f"{owner} rank {rank}/{ranks}"
+        return m.TierOpen(part.tier, part.number, settings.url, owner, 0, room, not part.shard_bytes)
     path = settings.path / f"rank-{rank}"
     if settings.layouts:
         path /= hashlib.sha256(identity(part.layout, part.shard_bytes).encode()).hexdigest()[:32]
     capacity = settings.capacity_bytes // ranks // max(settings.layouts, 1)
-    owner = identity(part.layout, part.shard_bytes)
     room = part.shard_bytes or min(MIXED_BYTES, capacity // MIXED_SHARE)
     return m.TierOpen(part.tier, part.number, str(path), owner, capacity, room, not part.shard_bytes)
 
@@ -131,6 +149,8 @@ def identity(layout: str, shard_bytes: int) -> str:
 def layouts_found(settings: TierSettings) -> list[tuple[str, int]]:
     """(layout, shard_bytes) of a pool node's folders. Of more than there may be, those used longest ago are removed:
     what is not in use hears of no removal, and must not come back. Blocking. OSError."""
+    if settings.url:
+        return []  # an object store has no such list: a layout is opened with its first block in memory
     home = settings.path / "rank-0"
     if not home.is_dir():
         return []

@@ -14,16 +14,20 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvmesh.kvcache.keys import split
 from kvmesh.kvcache.node_store import Changes
-from kvmesh.kvcache.ssd import SsdConfig, SsdTier
+from kvmesh.kvcache.ssd import SsdConfig, SsdStats, SsdTier
 from kvmesh.kvcache.ssd.folder import FolderInUse
 from kvmesh.kvcache.ssd.format import PAGE, record_bytes
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.node import messages as m
 from kvmesh.rpc.errors import ConfigError, InvalidRequest, KvmeshError, Unavailable
 from kvmesh.transfer import Region
+
+if TYPE_CHECKING:
+    from kvmesh.kvcache.object_store import ObjectTier
 
 log = logging.getLogger("kvmesh.rank")
 
@@ -95,7 +99,7 @@ class TierWorker:
             done.end()
             return
         try:
-            most = tier.config.limits.max_length
+            most = tier.config.limits.max_length if isinstance(tier, SsdTier) else part.room
             fits = [at for at, size in enumerate(sizes) if size <= most]
             futures = tier.put_many([(keys[at], self._memory(offsets[at], sizes[at])) for at in fits])
         except (InvalidRequest, IndexError) as error:
@@ -180,7 +184,8 @@ class _Part:
     """One folder. `tier` is None until it is recovered, and again from `close` on."""
 
     def __init__(self, opening: m.TierOpen, send: Send, closing: threading.Event) -> None:
-        self.tier: SsdTier | None = None
+        self.tier: SsdTier | ObjectTier | None = None
+        self.room = opening.room
         self._opening = opening
         self._send = send
         self._closing = closing
@@ -196,7 +201,7 @@ class _Part:
             if self.tier is not None:
                 self._say(self.tier, self.tier.take_changes())
 
-    def _say(self, tier: SsdTier, changes: Changes) -> None:
+    def _say(self, tier: SsdTier | ObjectTier, changes: Changes) -> None:
         o = self._opening
         for at in range(0, len(changes.removed), CHANGES):
             self._send(m.TierChanged(o.tier, o.part, b"", b"".join(changes.removed[at : at + CHANGES])))
@@ -208,9 +213,7 @@ class _Part:
     def _open(self) -> None:
         o = self._opening
         try:
-            if o.tier != Tier.SSD:
-                raise ConfigError(f"tier={o.tier}: a rank keeps none of this kind")
-            tier = self._recover()
+            tier = self._objects() if o.tier == Tier.OBJECT else self._recover()
         except (KvmeshError, OSError) as error:
             log.error("tier at %s: %s", o.path, error)
             self._send(m.TierOpened(o.tier, o.part, str(error)))
@@ -234,8 +237,21 @@ class _Part:
                 if time.monotonic() > until or self._closing.wait(AGAIN_S):
                     raise
 
-    def stats(self, tier: SsdTier) -> m.TierStats:
+    def _objects(self) -> ObjectTier:
+        """Raises ConfigError, Unavailable."""
+        try:
+            from kvmesh.kvcache.object_store import ObjectConfig, ObjectTier
+        except ImportError as error:
+            raise ConfigError(f"{error}: pip install 'kvmesh[object]'", field="object_url") from None
+        o = self._opening
+        return ObjectTier(ObjectConfig(url=o.path, identity=o.identity), on_changes=self.tell)
+
+    def stats(self, tier: SsdTier | ObjectTier) -> m.TierStats:
         o, s = self._opening, tier.stats()
+        if not isinstance(s, SsdStats):
+            c, why = s.counts, "the object store has failed: left alone for now" if s.resting else ""
+            traffic = (s.live_bytes, s.blocks, c.hits, c.misses, c.written_bytes, c.read_bytes)
+            return m.TierStats(o.tier, o.part, 0, *traffic, 0, c.io_errors + c.corrupt, why)
         return m.TierStats(
             o.tier,
             o.part,

@@ -54,9 +54,8 @@ CLOSE_S = 2.0
 
 
 class Tiering:
-    """One node's SSD, in use from `open` on. `follow`: said of every partition that comes up later."""
-
-    tier = Tier.SSD
+    """One node's SSD, or its place in an object store: in use from `open` on. `follow`: said of every partition that
+    comes up later."""
 
     def __init__(
         self,
@@ -65,6 +64,7 @@ class Tiering:
         ranks: Sequence[Rank],
         partitions: Partitions,
     ) -> None:
+        self.tier = settings.tier
         self.source = TierSource()
         self._settings = settings
         self._ref = ref
@@ -98,11 +98,11 @@ class Tiering:
                 raise self._refused(part.why_not)
 
     def _refused(self, why: str) -> ConfigError:
-        where, size = str(self._settings.path), self._settings.capacity_bytes >> 20
-        return ConfigError(f"ssd_path={where!r}, ssd_capacity_mb={size}: {why}", field="ssd_path")
+        field = "object_url" if self._settings.url else "ssd_path"
+        return ConfigError(f"{self._settings.said}: {why}", field=field)
 
     def _add(self, layout: str, shard_bytes: int) -> Part:
-        part = make_part(len(self._parts), layout, shard_bytes, len(self._ranks))
+        part = make_part(len(self._parts), layout, shard_bytes, len(self._ranks), self.tier)
         self._parts[layout] = part
         self.source.parts.append(part.contents)
         return part
@@ -304,7 +304,7 @@ class Tiering:
             there = [key for key in keys if part.contents.known(key) or key in part.writing]
             here.update(there)
             if there and not await self._removed(part, b"".join(there), len(there)):
-                raise Unavailable(f"{len(there)} removals could not be written to {self._settings.path}")
+                raise Unavailable(f"{len(there)} removals could not be written to {self._settings.said}")
         return here
 
     async def _removed(self, part: Part, packed: bytes, count: int) -> bool:

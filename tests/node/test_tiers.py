@@ -8,6 +8,7 @@ import signal
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ from tests.services import until as eventually
 CAPACITY = 16 << 20
 
 
-def settings(path: Path, **changes: int) -> TierSettings:
+def settings(path: Path, **changes: Any) -> TierSettings:
     return TierSettings(
         path=path, **{"capacity_bytes": CAPACITY, "offload_percent": 0, "staging_percent": 25, **changes}
     )
