@@ -57,6 +57,7 @@ class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
         self._books = asyncio.Lock()
         self._complain_at = clock()
         self._sweeping: asyncio.Task[None] | None = None
+        self._burying = False
 
     async def close(self) -> None:
         """End every stream and the clearing: the server is about to stop."""
@@ -100,9 +101,23 @@ class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
                     heard = action
                 case Refuse(error):
                     refused = error
+        if self._state.overdue and not self._burying:
+            self._burying = True
+            self._orders.start(self._bury())
         if refused is not None:
             raise refused
         return heard
+
+    async def _bury(self) -> None:
+        """The rest of a mass death, in turns of the loop between which others are answered."""
+        try:
+            while self._state.overdue and self._leads():
+                await asyncio.sleep(0)
+                self._step(Tick())
+        except NotLeader:
+            pass
+        finally:
+            self._burying = False
 
     async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinResponse:  # noqa: N802
         """Raises ProtocolMismatch, InvalidRequest, Overloaded."""

@@ -7,7 +7,7 @@ change is published with a seq that has no gaps.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -39,6 +39,7 @@ from services.store.policy.brain import Policy, PolicyLimits
 
 MAX_REPLACED = 4096
 MAX_POOLS = 16
+MAX_ENDS = 64  # in one step: about a millisecond, whoever watches
 
 
 @dataclass
@@ -94,6 +95,7 @@ class MasterState:
         self._replaced: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._stepped_at: float | None = None
         self._nobody_dies_until = float("-inf")
+        self._overdue: deque[_Life] = deque()  # found silent for longer than the lease, and yet to be ended
         self.blocks = Blocks(max_store_blocks=max_store_blocks)
         self.policy = Policy(self.blocks.map, limits, wall_ns=wall_ns)
         self.seq = 0
@@ -115,6 +117,11 @@ class MasterState:
         """Whether this very life is a member."""
         life = self._lives.get(instance_id)
         return life is not None and life.member.incarnation == incarnation
+
+    @property
+    def overdue(self) -> bool:
+        """Whether lives are yet to be ended: step again soon, others may be answered between."""
+        return bool(self._overdue)
 
     def longest_silence_s(self, now: float) -> float:
         """Of any live member; 0 when there is none."""
@@ -152,6 +159,7 @@ class MasterState:
         actions: list[Action] = []
         self._forgive_own_stall(now)
         self._bury(now, actions)
+        self._bury_if_late(event, now, actions)
         match event:
             case Join(member):
                 self._join(member, now, actions)
@@ -177,14 +185,36 @@ class MasterState:
                 life.last_beat += now - last
 
     def _bury(self, now: float, actions: list[Action]) -> None:
-        """Ends every life silent for longer than the lease, the one that beats too late included."""
-        if now <= self._nobody_dies_until:
-            return
-        for life in [life for life in self._lives.values() if now - life.last_beat > self._lease_s]:
+        """Ends lives silent for longer than the lease, MAX_ENDS of them; see `overdue`."""
+        if not self._overdue and now > self._nobody_dies_until:
+            self._overdue.extend(life for life in self._lives.values() if self._is_late(life, now))
+            # Beats, joins and forgiven stalls only put deaths off.
+            on_time = (life.last_beat for life in self._lives.values() if not self._is_late(life, now))
+            self._nobody_dies_until = min(on_time, default=now) + self._lease_s
+        for _ in range(min(MAX_ENDS, len(self._overdue))):
+            life = self._overdue.popleft()
+            if life.lives() and self._is_late(life, now):
+                self._end(life, Change.DIED, actions)
+            elif life.lives():  # it has been forgiven meanwhile
+                self._nobody_dies_until = min(self._nobody_dies_until, life.last_beat + self._lease_s)
+
+    def _is_late(self, life: _Life, now: float) -> bool:
+        return now - life.last_beat > self._lease_s
+
+    def _bury_if_late(self, event: Event, now: float, actions: list[Action]) -> None:
+        """Whoever speaks after its lease is dead, however many are to be ended before it."""
+        match event:
+            case Join(member):
+                name = member.instance_id
+            case Beat(instance_id):
+                name = instance_id
+            case Announce(announcement):
+                name = split_name(announcement.store_id)[0]
+            case _:
+                return
+        life = self._lives.get(name)
+        if life is not None and self._is_late(life, now):
             self._end(life, Change.DIED, actions)
-        # Beats, joins and forgiven stalls only put deaths off.
-        oldest = min((life.last_beat for life in self._lives.values()), default=now)
-        self._nobody_dies_until = oldest + self._lease_s
 
     def _join(self, member: Member, now: float, actions: list[Action]) -> None:
         old = self._lives.get(member.instance_id)
