@@ -174,6 +174,10 @@ class SealedBlocks:
                 self._order.spare(key, True)
         return pinned
 
+    def pinned_hard(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether each is here and pinned hard."""
+        return [key in self._pins.hard for key in keys]
+
     def pin_hard(self, keys: Sequence[bytes]) -> list[bool]:
         """Those of `keys` that are sealed are not evicted until `unpin`, `remove` or `drop_all`. Whether each is
         pinned. Overloaded, and none is, when that would pass the limit."""

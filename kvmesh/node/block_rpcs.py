@@ -44,13 +44,23 @@ class BlockRpcs:
 
     async def Remove(self, request: pb.RemoveBlocksRequest, context: Any) -> pb.RemoveBlocksResponse:  # noqa: N802
         """Raises InvalidRequest, StaleTerm; Unavailable: a lower tier could not write it down, ask again."""
+        if request.spare_pinned and not request.keys:
+            raise InvalidRequest("spare_pinned: only with keys", field="spare_pinned")
         if bool(request.keys) == bool(request.prefix):
             raise InvalidRequest("keys: either these or a prefix is to be named", field="keys")
         keys = keys_in(request.keys) if request.keys else []
         if len(request.prefix) > MAX_PREFIX:
             raise InvalidRequest(f"prefix: {len(request.prefix)} bytes, not 1..{MAX_PREFIX}", field="prefix")
         term_in(self._node.terms, request.term)
-        return pb.RemoveBlocksResponse(removed=await self._node.removals.remove(keys, request.prefix, request.seq))
+        spared = bytearray(len(keys) if request.spare_pinned else 0)
+        if request.spare_pinned:
+            for partition in self._node.partitions.all():
+                for at, pinned in enumerate(partition.store.pinned_hard(keys)):
+                    spared[at] |= pinned
+            keys = [key for key, stays in zip(keys, spared, strict=True) if not stays]
+        # From here to the first removal nothing else runs: no pin comes in between.
+        removed = await self._node.removals.remove(keys, request.prefix, request.seq)
+        return pb.RemoveBlocksResponse(removed=removed, spared=bytes(spared))
 
     async def Pin(self, request: pb.PinBlocksRequest, context: Any) -> pb.PinBlocksResponse:  # noqa: N802
         """Blocks in DRAM. Raises InvalidRequest, Overloaded (too much would be pinned hard: none of these is then, but

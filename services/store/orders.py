@@ -144,11 +144,14 @@ class Orders:
         for keeper in trim.keepers:
             answer = await self.call(keeper, "Exists", pb.ExistsRequest(keys=b"".join(keys)), ASK_S) if keys else None
             keys = tuple(key for key in keys if answer is not None and key in _said(keys, answer.tiers))
-        return await self._drop(state, trim.holder, keys) if keys else frozenset()
+        return await self._drop(state, trim.holder, keys, trim.spare) if keys else frozenset()
 
-    async def _drop(self, state: MasterState, holder: Member, keys: tuple[bytes, ...]) -> frozenset[bytes] | None:
-        request = pb.RemoveBlocksRequest(keys=b"".join(keys), term=state.policy.term)
-        return None if await self.call(holder, "Remove", request, REMOVE_S) is None else frozenset(keys)
+    async def _drop(
+        self, state: MasterState, holder: Member, keys: tuple[bytes, ...], spare: bool = False
+    ) -> frozenset[bytes] | None:
+        request = pb.RemoveBlocksRequest(keys=b"".join(keys), term=state.policy.term, spare_pinned=spare)
+        answer = await self.call(holder, "Remove", request, REMOVE_S)
+        return None if answer is None else frozenset(keys) - _said(keys, answer.spared)
 
     async def _pin(self, pin: Pin) -> frozenset[bytes] | None:
         kind = pb.PIN_KIND_HARD if pin.hard else pb.PIN_KIND_NONE

@@ -567,6 +567,7 @@ class RemoveBlocksRequest(_message.Message):
     PREFIX_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
+    SPARE_PINNED_FIELD_NUMBER: _builtins.int
     keys: _builtins.bytes
     prefix: _builtins.bytes
     """all keys that begin with these 1..16 bytes (4: a tenant's tag); either this or `keys`"""
@@ -574,6 +575,8 @@ class RemoveBlocksRequest(_message.Message):
     """as in PullBlocksRequest"""
     seq: _builtins.int
     """of the tombstone, in the order of the master; 0: none"""
+    spare_pinned: _builtins.bool
+    """of `keys`: what is pinned hard here stays, in every tier"""
     def __init__(
         self,
         *,
@@ -581,10 +584,11 @@ class RemoveBlocksRequest(_message.Message):
         prefix: _builtins.bytes = ...,
         term: _builtins.int = ...,
         seq: _builtins.int = ...,
+        spare_pinned: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "prefix", b"prefix", "seq", b"seq", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "prefix", b"prefix", "seq", b"seq", "spare_pinned", b"spare_pinned", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -595,16 +599,20 @@ class RemoveBlocksResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REMOVED_FIELD_NUMBER: _builtins.int
+    SPARED_FIELD_NUMBER: _builtins.int
     removed: _builtins.int
     """how many were here"""
+    spared: _builtins.bytes
+    """with spare_pinned: one byte a key: 1 pinned hard here, and not removed"""
     def __init__(
         self,
         *,
         removed: _builtins.int = ...,
+        spared: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["removed", b"removed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["removed", b"removed", "spared", b"spared"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

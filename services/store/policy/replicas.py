@@ -47,7 +47,7 @@ class _Needs:
     """Of one tick, together for keys that need the same."""
 
     pulls: dict[tuple[str, ...], list[bytes]] = field(default_factory=dict)
-    trims: dict[tuple[str, tuple[str, ...]], list[bytes]] = field(default_factory=dict)
+    trims: dict[tuple[str, tuple[str, ...], bool], list[bytes]] = field(default_factory=dict)
     pins: dict[str, list[bytes]] = field(default_factory=dict)
 
 
@@ -149,9 +149,9 @@ class Replicas:
                     break
                 orders.append(self._order(pull, partial(self._pulled, pull)))
                 keys = keys[len(pull.keys) :]
-        for (victim, keepers), keys in needs.trims.items():
+        for (victim, keepers, spare), keys in needs.trims.items():
             if self._orders < MAX_ORDERS and (holder := self._copying.members((victim,))):
-                trim = Trim(holder[0], self._copying.members(keepers), tuple(keys[:MAX_KEYS]))
+                trim = Trim(holder[0], self._copying.members(keepers), tuple(keys[:MAX_KEYS]), spare)
                 orders.append(self._order(trim, partial(self._trimmed, trim)))
         for name, keys in needs.pins.items():
             if self._orders < MAX_ORDERS and (holder := self._copying.members((name,))):
@@ -178,8 +178,12 @@ class Replicas:
         if len(holders) < wanted:
             needs.pulls.setdefault(tuple(sorted(holders)), []).append(key)
         elif target is not None and len(holders) > wanted:
-            victim = max(holders, key=self._uselessness)
-            needs.trims.setdefault((victim, tuple(sorted(holders - {victim}))), []).append(key)
+            # One that has not done it, as where somebody else has pinned the block, is followed by the next. A target
+            # that pins has pinned it everywhere by itself.
+            victims = sorted(holders, key=self._uselessness, reverse=True)
+            victim = victims[target.failures % len(victims)]
+            trim = (victim, tuple(sorted(holders - {victim})), not target.hard)
+            needs.trims.setdefault(trim, []).append(key)
         elif target is not None and target.failures:
             target.failures = 0
 

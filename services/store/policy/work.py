@@ -24,11 +24,13 @@ class Pull:
 
 @dataclass(frozen=True)
 class Trim:
-    """Remove `keys` at `holder`, those of them that each of `keepers` has."""
+    """Remove `keys` at `holder`, those of them that each of `keepers` has. `spare`: what somebody has pinned hard there
+    stays, and is not done."""
 
     holder: Member
     keepers: tuple[Member, ...]
     keys: tuple[bytes, ...]
+    spare: bool = True
 
 
 @dataclass(frozen=True)
