@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import grpc.aio
 
@@ -20,15 +20,16 @@ AGREE_S = 15.0
 FIND = 4096
 
 
-async def survey(cluster: Cluster, probe: Probe, clock_s: float) -> Aftermath:
-    """AssertionError: no master leads, or a node is not known to it, after SETTLE_S."""
+async def survey(cluster: Cluster, probe: Probe, used: Collection[bytes], clock_s: float) -> Aftermath:
+    """`used`: every key that there was. AssertionError: no master leads, or a node is not known to it, after
+    SETTLE_S."""
     await cluster.settled(SETTLE_S)
     unusable = {name: await probe.works(_channel(cluster, name)) for name in NODES}
     leaks = {name: await _empty(cluster, probe, name) for name in NODES}
     deadline = time.monotonic() + AGREE_S
     while True:
-        listed = {name: await probe.holds(_channel(cluster, name)) for name in NODES}
-        mapped = await _mapped(cluster, {key for keys in listed.values() for key in keys})
+        listed = {name: await probe.holds(_channel(cluster, name), used) for name in NODES}
+        mapped = await _mapped(cluster, {*used, *(key for keys in listed.values() for key in keys)})
         same = all(mapped.get(name, frozenset()) == {key.hex() for key in listed[name]} for name in NODES)
         if same or time.monotonic() > deadline:
             break

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import grpc.aio
 
@@ -23,6 +23,7 @@ CALL_S = 10.0
 LEASE_MS = 3000
 PORTION = 8  # of the largest blocks fit the region
 USABLE_S = 20.0
+EXISTS = 4096
 
 
 class Probe:
@@ -36,13 +37,18 @@ class Probe:
     def close(self) -> None:
         self.engine.close()
 
-    async def holds(self, channel: grpc.aio.Channel) -> list[bytes]:
-        """Every key that the node lists."""
+    async def holds(self, channel: grpc.aio.Channel, known: Iterable[bytes]) -> list[bytes]:
+        """Every key that the node lists, and those of `known` that it has in any tier."""
         stub = blocks_pb2_grpc.NodeStoreStub(channel)
-        keys: list[bytes] = []
+        held: set[bytes] = set()
         async for part in stub.ListBlocks(pb.ListBlocksRequest(), timeout=CALL_S):
-            keys += split(part.keys)
-        return keys
+            held.update(split(part.keys))
+        asked = sorted(set(known) - held)
+        for at in range(0, len(asked), EXISTS):
+            some = asked[at : at + EXISTS]
+            answer = await stub.Exists(pb.ExistsRequest(keys=b"".join(some)), timeout=CALL_S)
+            held.update(key for key, tier in zip(some, answer.tiers, strict=True) if tier)
+        return sorted(held)
 
     async def pools(self, channel: grpc.aio.Channel) -> pb.GetNodeStoreResponse:
         stub = blocks_pb2_grpc.NodeStoreStub(channel)

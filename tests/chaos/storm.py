@@ -43,7 +43,8 @@ async def storm(seed: int, duration_s: float, folder: Path) -> str:
                     work.stop.set()
                 await asyncio.wait_for(working, OP_S + RULES.grace_s)
             try:
-                found = check(history, await survey(made, probe, history.clock()), RULES)
+                used = {bytes.fromhex(op.key) for op in history.ops}
+                found = check(history, await survey(made, probe, used, history.clock()), RULES)
             except (AssertionError, grpc.aio.AioRpcError):
                 told = traceback.format_exc(limit=-3)
                 found = [*check(history, None, RULES), Violation("after", "", f"the survey failed: {told}")]
