@@ -11,7 +11,10 @@ from collections.abc import Iterable, Sequence
 from kvmesh.kvcache.node_store import Changes, NodeStore
 from kvmesh.kvcache.ssd.sketch import FrequencySketch
 
-SCAN_SHARE = 8  # a look at the cold blocks costs O(those above the threshold): once for so large a part of them
+# A look at the cold blocks costs O(those above the threshold): at most so many, once for so large a part of them. What
+# lies further from eviction than that waits until it comes nearer.
+MAX_LOOK = 8192
+SCAN_SHARE = 8
 MAX_FRESH = 65_536
 
 
@@ -108,12 +111,18 @@ class WriteBehind:
         self._percent = percent
         self._most = most  # blocks at once
         self._added = 0
+        self._late = False
         self._queue: deque[bytes] = deque()
         self._refused: dict[bytes, None] = {}  # by the tier, since the last look: not asked again in the same round
 
     def added(self) -> None:
         """One more block is sealed."""
         self._added += 1
+
+    def hurry(self) -> bool:
+        """Some time has passed: whether there is reason to call `next`, which then looks though few were added."""
+        self._late = bool(self._added)
+        return self._late
 
     def refused(self, keys: Iterable[bytes]) -> None:
         """The tier did not take these: full queue, no space."""
@@ -135,9 +144,10 @@ class WriteBehind:
     def _look(self, store: NodeStore, extra: int) -> None:
         usage = store.usage
         excess = usage.total - usage.unheld - usage.total * self._percent // 100 + extra
-        if excess <= 0 or (self._added * SCAN_SHARE < excess and not extra):
+        excess = min(excess, MAX_LOOK)
+        if excess <= 0 or (self._added * SCAN_SHARE < excess and not extra and not self._late):
             return
-        self._added = 0
+        self._added, self._late = 0, False
         self._refused.clear()
         self._queue.extend(store.coldest(excess))
 

@@ -333,7 +333,10 @@ class Tiering:
             part, store = followed.part, followed.partition.store
             if not self._keeps(followed.partition):
                 del self._followed[layout]
-            elif followed.promotion.waiting:
+                continue
+            if followed.behind.hurry():
+                self._wake(followed)
+            if followed.promotion.waiting:
                 part.promoted += followed.promotion.settle(store, part.contents, before)
         label = self.tier.name.lower()
         names.NODE_TIER_BLOCKS.labels(tier=label).set(sum(len(part.contents) for part in self._parts.values()))

@@ -98,6 +98,20 @@ def test_the_coldest_above_the_threshold_go_down_once() -> None:
     assert behind.next(store, there, ()) == keys[4:5]
 
 
+def test_the_last_ones_are_not_left_for_ever() -> None:
+    store, there, behind = NodeStore(100, high_percent=100), Contents(1), WriteBehind(0, 64)
+    keys = keys_of(*range(43))
+    fill(store, keys[:40], behind)
+    first = behind.next(store, there, ())
+    there.changed(0, first, ())
+    fill(store, keys[40:], behind)
+    assert first == keys[:40] and behind.next(store, there, ()) == [], "a look would cost more than it brings"
+    assert behind.hurry()
+    last = behind.next(store, there, ())
+    there.changed(0, last, ())
+    assert last == keys[40:] and not behind.hurry()
+
+
 def test_what_is_on_its_way_or_was_refused_is_not_asked_again_before_more_comes() -> None:
     store, there, behind = NodeStore(4, high_percent=100), Contents(1), WriteBehind(0, 2)
     keys = keys_of(*range(4))
