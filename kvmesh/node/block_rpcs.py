@@ -15,6 +15,7 @@ from kvmesh.rpc.pb import blocks_pb2 as pb
 
 LIST_KEYS = MAX_KEYS
 MAX_U32 = (1 << 32) - 1
+STAGE_S = 1.0  # that a hard pin may wait for blocks to come from below DRAM
 
 
 class BlockRpcs:
@@ -24,7 +25,7 @@ class BlockRpcs:
     _clock_ns: Callable[[], int] = time.monotonic_ns
 
     async def Exists(self, request: pb.ExistsRequest, context: Any) -> pb.ExistsResponse:  # noqa: N802
-        """Raises InvalidRequest. Of a block that is only below DRAM neither bytes nor layout are told."""
+        """Raises InvalidRequest."""
         node = self._node
         keys = keys_in(request.keys)
         layout = layout_in(request.layout, any_=True)
@@ -33,11 +34,10 @@ class BlockRpcs:
         tiers = bytearray()
         for key in keys:
             found = holder(node.partitions, layout, key)
-            lower = node.lower_tiers(key) if found is None else []
-            tiers.append(Tier.DRAM if found is not None else min(lower, default=0))
-            answer.nbytes.append(0 if found is None else size_of(found, key))
-            at = 0 if found is None else layouts.setdefault(found.shown_layout, len(layouts))
-            answer.layout.append(at)
+            below = node.below(layout, key) if found is None else (Tier.DRAM, found.shown_layout, size_of(found, key))
+            tiers.append(0 if below is None else below[0])
+            answer.nbytes.append(0 if below is None else below[2])
+            answer.layout.append(0 if below is None else layouts.setdefault(below[1], len(layouts)))
         answer.tiers = bytes(tiers)
         answer.layouts.extend(layouts)
         return answer
@@ -63,14 +63,16 @@ class BlockRpcs:
         return pb.RemoveBlocksResponse(removed=removed, spared=bytes(spared))
 
     async def Pin(self, request: pb.PinBlocksRequest, context: Any) -> pb.PinBlocksResponse:  # noqa: N802
-        """Blocks in DRAM. Raises InvalidRequest, Overloaded (too much would be pinned hard: none of these is then, but
-        perhaps those of another size)."""
+        """Blocks in DRAM; for a hard pin those below it are brought there first. Raises InvalidRequest, Overloaded (too
+        much would be pinned hard: none of these is then, but perhaps those of another size)."""
         node = self._node
         keys = keys_in(request.keys)
         layout = layout_in(request.layout, any_=True)
         kind, ttl_ns = pin_in("kind", request.kind, "ttl_ms", request.ttl_ms)
         if kind == pb.PIN_KIND_UNSPECIFIED:
             raise InvalidRequest.of("kind", kind, "must be none, soft or hard")
+        if kind == pb.PIN_KIND_HARD:
+            await node.stage(keys, layout, STAGE_S)
         done = bytearray(len(keys))
         for partition in node.partitions.family(layout):
             mine = [at for at, key in enumerate(keys) if partition.store.holds(key)]

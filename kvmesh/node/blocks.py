@@ -309,9 +309,9 @@ class Blocks:
         self.leases_changed()
         return len(here)
 
-    def lower_tiers(self, key: bytes) -> list[Tier]:
-        """Which tiers below DRAM have it."""
-        return [self._tiering.tier] if self._tiering is not None and self._tiering.source.holds(key) else []
+    def below(self, layout: str, key: bytes) -> tuple[Tier, str, int] | None:
+        """See `Tiering.below`."""
+        return self._tiering.below(layout, key) if self._tiering is not None else None
 
     def lower_keys(self) -> list[bytes]:
         """Of all blocks in tiers below DRAM, or about to come back from an earlier life. O(blocks)."""

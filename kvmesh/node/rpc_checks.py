@@ -57,7 +57,8 @@ class Node(Protocol):
     def stage(self, keys: Sequence[bytes], layout: str, timeout_s: float) -> Awaitable[dict[bytes, Tier]]:
         """Bring what lies below DRAM into it; where each block that can be leased now was found."""
 
-    def lower_tiers(self, key: bytes) -> list[Tier]: ...
+    def below(self, layout: str, key: bytes) -> tuple[Tier, str, int] | None:
+        """(tier, layout, bytes) of a block that lies below DRAM."""
 
     @property
     def counters(self) -> pb.GetNodeStoreResponse: ...

@@ -289,6 +289,13 @@ class Tiering:
             names.NODE_TIER_READ_SECONDS.labels(tier=label).observe(took / NS)
         return arrived, self._ranks.lost or ("" if len(arrived) == len(keys) else f"{label} had {len(arrived)} of them")
 
+    def below(self, layout: str, key: bytes) -> tuple[Tier, str, int] | None:
+        """(tier, layout, bytes of a shard) of a block that lies there; `layout` "": of any. None: it does not."""
+        for name, part in self._parts.items():
+            if layout in ("", name) and part.ready and key in part.contents:
+                return part.tier, name, part.shard_bytes or part.contents.sizes.get(key, 0)
+        return None
+
     async def stage(self, layout: str, keys: Sequence[bytes], timeout_s: float) -> dict[bytes, Tier]:
         """See `Staging.stage`."""
         parts = [part for name, part in self._parts.items() if layout in ("", name) and part.ready]
