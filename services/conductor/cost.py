@@ -28,7 +28,7 @@ HUBER = 1.5
 ROUNDS = 6
 MIN_RELATIVE_SPREAD = 0.02
 # What a node says of a lower tier counts for less and less while it says nothing new: nobody may have used it since.
-TIER_HALF_LIFE_S = 120.0
+TIER_HALF_LIFE_S = 30.0
 SEEN_SHARE = 0.3  # of a new observation in what is expected of a tier
 MAX_SEEN = 1e4  # times as slow, or as fast, as the prior
 # Confidence in an old fit halves in this time while nothing new is measured (see `admission_s`).
@@ -302,8 +302,8 @@ class TierModel:
         self._known_at = 0.0
 
     def hear(self, read_s: float, bytes_per_s: float, now: float) -> None:
-        """Its own word: seconds until the first byte, and the rate from then on. Not positive: nothing is measured."""
-        if read_s <= 0 or bytes_per_s <= 0:
+        """Its own word: seconds until the first byte, and the rate from then on; without a rate nothing is measured."""
+        if read_s < 0 or bytes_per_s <= 0:
             return
         told = Coefficients(read_s, 1 / bytes_per_s, 0.0)
         if told != self._told:

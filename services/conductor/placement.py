@@ -33,6 +33,7 @@ class Choice:
     decode: DecodeChoice
     decode_legs: tuple[Leg, ...] = ()  # what decode fetches itself
     decode_fetched_to: int = 0
+    load_until: int | None = None  # see `Placement` in conductor.proto
 
     @property
     def ttft_s(self) -> float:
@@ -91,7 +92,9 @@ def choose(
     if isinstance(prefill, Refuse):
         return Weighed(prefill, weighed_prefills, weighed_decodes, decode)
     legs, end = _decode_pulls(prefill, decode, places[decode.instance.ref.instance_id], mesh)
-    return Weighed(Choice(prefill, decode, legs, end), weighed_prefills, weighed_decodes, decode)
+    of = next(c for c in weighed_prefills if c.instance is prefill.instance)
+    until = of.load_until(prefill, terms.ttft_slo_s - decode.landing_wait_s)
+    return Weighed(Choice(prefill, decode, legs, end, until), weighed_prefills, weighed_decodes, decode)
 
 
 def _decode_pulls(

@@ -10,9 +10,12 @@ from typing import NamedTuple
 
 from kvmesh.kvcache.tiers import Tier
 from services.conductor.domain import Fetch, Schedule
-from services.conductor.index import Place, Survey
+from services.conductor.index import Place
 from services.conductor.instance import Instance
 from services.conductor.routes import Leg, Mesh
+
+# A lower tier is forbidden to its own node when it would make the first token later by more than this.
+DEAR_SHARE, DEAR_S = 0.25, 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +63,6 @@ class PrefillChoice:
         """Blocks to read from its own lower tiers."""
         return sum(leg.blocks for leg in self.legs if leg.own) if self.load_s else 0
 
-    def load_until(self, survey: Survey, place: Place) -> int | None:
-        """The block from which on it is not to read what its own lower tiers have; None: all of it is read."""
-        end = self.cached_tokens // self.instance.model.block_tokens
-        return end if place.lower and survey.depth_in_all(place) > end else None
-
     @property
     def tier(self) -> Tier:
         """The slowest that any of it comes from."""
@@ -79,6 +77,7 @@ class PrefillCandidate:
     use: PrefillChoice
     fetches: tuple[PrefillChoice, ...] = ()
     rule: Fetch = Fetch.CHEAPER
+    own: PrefillChoice | None = None  # with all that its own lower tiers have, as it does when nobody limits it
 
     @property
     def options(self) -> tuple[PrefillChoice, ...]:
@@ -90,6 +89,15 @@ class PrefillCandidate:
     def best(self, slo_s: float) -> PrefillChoice | None:
         """The fastest option among those that may meet the SLO."""
         return min((o for o in self.options if o.admission_ttft_s <= slo_s), key=lambda o: o.ttft_s, default=None)
+
+    def load_until(self, chosen: PrefillChoice, slo_s: float) -> int | None:
+        """The block from which on it is not to read its own lower tiers, when one of its options was chosen; None: all
+        that it finds. What is a little slower than computing is let be: the models are no better, and what is read
+        leaves the device to others."""
+        end = chosen.cached_tokens // chosen.instance.model.block_tokens
+        if self.own is None or self.own.fetched_to <= end:
+            return None
+        return end if self.own.ttft_s > min(slo_s, chosen.ttft_s * (1 + DEAR_SHARE) + DEAR_S) else None
 
     @property
     def instance(self) -> Instance:
@@ -122,7 +130,10 @@ def candidate(
             continue
         for part, until in _ends(instance, mesh, legs, local, end, now):
             fetches.append(_choice(request, instance, local, until, at_decode, now, mesh, part))
-    return PrefillCandidate(use, tuple(fetches), rule)
+    own = None
+    if place.lower and (found := _plans(instance, place, mesh, local, usable, others=False)):
+        own = _choice(request, instance, local, found[0][1], at_decode, now, mesh, found[0][0])
+    return PrefillCandidate(use, tuple(fetches), rule, own)
 
 
 def _worth_weighing(best: int, local: int, threshold: float) -> bool:

@@ -218,7 +218,7 @@ class ConductorState:
             self._ledger.withdraw(request.request_id, now)
             mesh = self._mesh(self._index.survey(request.keys), request, now)
             found = self._weigh(request, serving, why, mesh, terms)
-            answer = self._answer(request, found.answer, mesh, now)
+            answer = self._answer(request, found.answer, now)
         self._explanations.keep(
             explain.decided(
                 request,
@@ -277,7 +277,7 @@ class ConductorState:
             return None
         return member
 
-    def _answer(self, request: Schedule, choice: Choice | Refuse, mesh: Mesh, now: float) -> Placed | Refuse:
+    def _answer(self, request: Schedule, choice: Choice | Refuse, now: float) -> Placed | Refuse:
         if isinstance(choice, Refuse):
             return choice
         self._ledger.commit(request, choice, now)
@@ -301,7 +301,7 @@ class ConductorState:
             routes.sources(blocks, d.at_decode, choice.decode_fetched_to),
             tuple(leg.range for leg in p.legs),
             tuple(leg.range for leg in choice.decode_legs),
-            p.load_until(mesh.survey, self._index.place_of(p.instance.ref.life, p.instance.slot)),
+            choice.load_until,
         )
 
     # ── forgetting ────────────────────────────────────────────────────────────────────────────────

@@ -79,6 +79,21 @@ def test_its_own_ssd_is_read_when_that_is_cheaper_than_computing(rate: tuple[flo
     assert placed.ttft_s == pytest.approx(expected + rest)
 
 
+def test_what_is_hardly_dearer_is_not_forbidden() -> None:
+    """An instance reads what it has unless it is told not to; a few milliseconds are within what the models know."""
+    compute_s = mesh(1).placed(LONG, keys=X).ttft_s
+    for seconds, slo_s, until in (
+        (compute_s, 9.0, None),
+        (compute_s * 1.05, compute_s * 1.02, 0),
+        (compute_s * 4, 9.0, 0),
+    ):
+        brain = mesh(1)
+        seal(brain, "p0", X)
+        tell(brain, "p0", (seconds, 1e12))
+        placed = brain.placed(LONG, keys=X, ttft_slo_s=slo_s)
+        assert (told(placed), placed.cached_tokens, placed.load_until) == ([], 0, until)
+
+
 def test_memory_is_not_read_again_and_the_ssd_takes_over_behind_it() -> None:
     brain = mesh(1)
     brain.seal("p0", X[:20])
