@@ -29,7 +29,7 @@ NODES = ("n0", "n1", "n2", "n3", "n4")
 WITH_SSD = ("n0", "n2")
 LEASE_MS = 1500  # of members at the master
 LEADER_LEASE_MS = 1500
-MEMORY_MB = 24
+MEMORY_MB = 8  # little: blocks must go, or move to SSD
 SSD_MB = 64
 ASK_S = 1.0
 
