@@ -47,9 +47,3 @@ class InstanceConfig(TierConfig):
             "max": 100,
         },
     )
-    warm_segment: str = field(
-        default="",
-        metadata={
-            "help": "Folder in a tmpfs (/dev/shm/...) for a host segment that outlives the process; empty: none."
-        },
-    )

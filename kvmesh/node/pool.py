@@ -21,6 +21,9 @@ from kvmesh.node.pool_partitions import PoolPartitions
 from kvmesh.node.rank_client import RankClient
 from kvmesh.node.registration import Registrar
 from kvmesh.node.segments import Segments
+from kvmesh.node.warm import Warm
+from kvmesh.node.warm_pool import WarmPool
+from kvmesh.node.warm_segment import POOL_SLOT_BYTES
 from kvmesh.rpc.errors import InternalError
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.server import Server, join
@@ -66,6 +69,7 @@ class PoolNode:
         self.address = ""
         self._rank = RankClient(0, self._said, self._rank_lost)
         self._blocks: Blocks | None = None
+        self._warm: Warm | None = None
         self._lost = asyncio.Event()
         self._cause = ""
         self._stop = asyncio.Event()
@@ -111,6 +115,8 @@ class PoolNode:
                 await self._blocks.close()
             if server is not None:
                 await server.stop(0.5)
+            if self._warm is not None:
+                self._warm.close()
             await self._rank.close()
         if self._cause:
             raise InternalError(f"pool node {self.instance_id} lost its memory: {self._cause}")
@@ -152,6 +158,8 @@ class PoolNode:
             fault=c.fault,
             host=c.host,
             advertise_host=c.advertise_host,
+            warm_segment=c.warm_segment,
+            warm_lease_ms=c.store_lease_ms,
         )
 
     def _attach(self) -> Blocks:
@@ -164,6 +172,9 @@ class PoolNode:
             lease_seed=self.incarnation,
             eviction=c.store_eviction,
         )
+        if c.warm_segment:
+            self._warm = Warm(c.warm_segment, [self._rank], ready.host_bytes // POOL_SLOT_BYTES, self.incarnation)
+            WarmPool(self._warm, partitions, ready.extent_base_offset)
         return Blocks(
             lambda: self.ref,
             [self._rank],
@@ -173,9 +184,12 @@ class PoolNode:
             lease_ms=c.store_lease_ms,
             announce_ms=c.announce_ms,
             tiers=c.tiers(c.ssd_layouts),
+            returning=self._warm.candidates if self._warm is not None else None,
         )
 
     def _said(self, rank: int, message: m.ToFront) -> None:
+        if self._warm is not None and self._warm.rank_said(message):
+            return
         if self._blocks is None or not self._blocks.rank_said(rank, message):
             log.error("the rank said %s", type(message).__name__)
 
@@ -183,6 +197,8 @@ class PoolNode:
         self._cause = cause
         self._lost.set()
         log.error("%s", cause)
+        if self._warm is not None:
+            self._warm.close()  # the memory is still there, for the next life
         if self._blocks is not None:
             self._blocks.ranks_lost(cause)
 

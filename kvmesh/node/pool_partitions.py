@@ -9,7 +9,7 @@ region's: above the high one the runs that were used longest ago go until the lo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvmesh.kvcache.announce import Source
 from kvmesh.kvcache.node_store import Changes, NodeStore
@@ -47,6 +47,7 @@ class PoolPartitions:
         self._seed = lease_seed
         self._changed: dict[bytes, None] = {}  # of partitions that are gone
         self._quotas = TagQuotas()
+        self.on_partition: Callable[[SlabPartition], None] | None = None  # of each that comes up, empty
 
     @property
     def source(self) -> Source:
@@ -117,6 +118,29 @@ class PoolPartitions:
                 field="hard_pins",
             )
 
+    def claim(self, layout: str, shard_bytes: int, first: int, slabs: int) -> tuple[SlabPartition, range]:
+        """These very slabs are the layout's from now on; returns its partition, and the extents there. ValueError,
+        InvalidRequest, Overloaded: that cannot be."""
+        partition = self._partitions.get(layout)
+        if partition is not None and partition.shard_bytes != shard_bytes:
+            raise ValueError(f"blocks of {layout!r} have {partition.shard_bytes} bytes here, not {shard_bytes}")
+        made = partition or self._add(layout, shard_bytes)
+        try:
+            return made, self._slabs.claim(made, first, slabs).numbers
+        except ValueError:
+            if partition is None:
+                del self._partitions[layout]
+            raise
+
+    def hold_free(self) -> Callable[[], None]:
+        """See Slabs."""
+        return self._slabs.hold_free()
+
+    @property
+    def slab_bytes(self) -> int:
+        """Memory comes in runs of so many bytes."""
+        return self._slabs.slab_bytes
+
     @property
     def quotas(self) -> TagQuotas:
         return self._quotas
@@ -175,7 +199,10 @@ class PoolPartitions:
             quotas=self._quotas,
             **self._settings,
         )
-        partition = self._partitions[layout] = SlabPartition(layout, shard_bytes, store)
+        partition = SlabPartition(layout, shard_bytes, store)
+        if self.on_partition is not None:
+            self.on_partition(partition)
+        self._partitions[layout] = partition
         return partition
 
 

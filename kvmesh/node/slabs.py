@@ -127,6 +127,25 @@ class Slabs:
                 return True
         return False
 
+    def claim(self, owner: SlabPartition, first: int, slabs: int) -> Run:
+        """These very slabs as one more run. ValueError: not all of them are free."""
+        self._free.take(first, slabs)
+        return self._give(owner, first, slabs)
+
+    def hold_free(self) -> Callable[[], None]:
+        """Nobody gets a slab that is free now, until what is returned is called."""
+        held = []
+        while self._free.largest:
+            first = self._free.allocate(self._free.largest)
+            assert first is not None, "the longest run is there"
+            held.append(first)
+
+        def let_go() -> None:
+            for first in held:
+                self._free.release(first)
+
+        return let_go
+
     def move(self, owner: SlabPartition, must: bool) -> bool:
         """One more run out of what others use least: in any case (`must`), or only when that is colder than all of the
         owner's own. False: nothing may go."""
@@ -202,7 +221,7 @@ class Slabs:
             return NEVER
         return run.used
 
-    def _give(self, owner: SlabPartition, first: int, slabs: int) -> None:
+    def _give(self, owner: SlabPartition, first: int, slabs: int) -> Run:
         extents = slabs * self.slab_bytes // owner.shard_bytes
         holes = owner.holes.get(extents)
         if holes:
@@ -219,6 +238,7 @@ class Slabs:
         self._uses += 1
         run.used = self._uses
         self._coldest[run] = None
+        return run
 
     def _withdraw(self, run: Run, spared: bool) -> None:
         owner = run.owner

@@ -53,6 +53,11 @@ class TierConfig(TransferConfig):
         },
     )
 
+    warm_segment: str = field(
+        default="",
+        metadata={"help": "Folder in a tmpfs (/dev/shm/...) for host memory that outlives the process; empty: none."},
+    )
+
     def tiers(self, layouts: int = 0) -> TierSettings | None:
         """Below DRAM; None: nothing. `layouts`: see TierSettings."""
         if self.ssd_path and self.object_url:

@@ -9,7 +9,8 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from kvmesh.kvcache.node_store import NodeStore
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 
 VERIFY_S = 60.0  # what is not verified by then is given up
 ROWS = 4096  # in one message
+
+Found = Iterable[tuple[int, Entry | None]]  # extents that held something, and what, if that is known
 
 
 class Rank(Protocol):
@@ -39,13 +42,14 @@ class Warm:
 
     def __init__(self, folder: str, ranks: Sequence[Rank], slots: int, incarnation: int) -> None:
         """ConfigError naming warm_segment: another living process has the table."""
+        self.folder = folder
         self._ranks = ranks
         readies = [rank.ready for rank in ranks]
         names = [ready.warm_segment for ready in readies]
         assert all(names), "a rank without a warm segment"
+        self.segments = hashlib.sha256(b"".join(names)).digest()
         try:
-            segments = hashlib.sha256(b"".join(names)).digest()
-            self._table = BlockTable(f"{folder}/table", segments, slots, incarnation)
+            self.table = BlockTable(f"{folder}/table", self.segments, slots, incarnation)
         except ConfigError as error:
             raise ConfigError(f"warm_segment={folder!r}: {error.message}", field="warm_segment") from None
         self._until_ns = max(ready.warm_until_ns for ready in readies)
@@ -53,32 +57,40 @@ class Warm:
         self._flushing: asyncio.Handle | None = None
         self._letting_go: asyncio.TimerHandle | None = None
         self._restoring: list[WarmStore] = []
-        self._stores: list[WarmStore] = []
+        self._then: Callable[[], None] = _nothing
+        self._stores: weakref.WeakSet[WarmStore] = weakref.WeakSet()  # a pool node's come and go
         self._started = time.monotonic()
         self._found = 0
         self._closed = False
         self.settled = asyncio.Event()
 
+    @property
+    def unknown(self) -> bool:
+        """The memory is the last life's, and nobody knows what was where."""
+        return self._until_ns > 0 and not self.table.kept
+
+    def journal(self, store: NodeStore, place: Place) -> WarmStore:
+        """What this store does is written down from now on."""
+        found = WarmStore(store, place, self.table, len(self._ranks), self._add)
+        self._stores.add(found)
+        return found
+
     def keep(self, store: NodeStore, shard_bytes: int) -> None:
-        """All blocks of this store, whose extents are the ranks' host extents. Once: what the last life left comes
-        back, block by block."""
-        warm = WarmStore(
-            store,
-            Place(shard_bytes, _same, lambda extent: extent * shard_bytes),
-            self._table,
-            len(self._ranks),
-            self._add,
-        )
-        self._stores.append(warm)
-        if self._table.kept:
-            found = [(e.slot, e) if isinstance(e, Entry) else (e, None) for e in self._table.entries()]
-        elif self._until_ns:  # the memory is the last life's, and nobody knows what was where
+        """All blocks of an instance's store, whose extents are the ranks' host extents. Once: what the last life left
+        comes back, block by block."""
+        found: Found = []
+        if self.table.kept:
+            found = [(e.slot, e) if isinstance(e, Entry) else (e, None) for e in self.table.entries()]
+        elif self.unknown:
             found = [(extent, None) for extent in range(store.total)]
-        else:
-            self.settled.set()
-            return
-        self._restoring.append(warm)
-        rows = warm.restore(found)
+        place = Place(shard_bytes, _same, lambda extent: extent * shard_bytes)
+        self.restore([(self.journal(store, place), found)])
+
+    def restore(self, restores: Sequence[tuple[WarmStore, Found]], then: Callable[[], None] | None = None) -> None:
+        """What is to come back; `then` is called when no reader of the last life is left."""
+        self._restoring = [warm for warm, _ in restores]
+        self._then = then or _nothing
+        rows = [row for warm, found in restores for row in warm.restore(found)]
         self._found = len(rows)
         deadline_ns = time.monotonic_ns() + int(VERIFY_S * 1e9)
         for at in range(0, len(rows), ROWS):
@@ -108,9 +120,9 @@ class Warm:
         for handle in (self._flushing, self._letting_go):
             if handle is not None:
                 handle.cancel()
-        for warm in self._stores:
+        for warm in list(self._stores):
             warm.close()
-        self._table.close()
+        self.table.close()
 
     # ── inner ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -130,18 +142,26 @@ class Warm:
             rank.send(message)
 
     def _progress(self) -> None:
-        if self._restoring and self._letting_go is None and all(warm.looked_through for warm in self._restoring):
+        if self._letting_go is not None or not all(warm.looked_through for warm in self._restoring):
+            return
+        left_s = 0.0
+        if self._until_ns:
             back, took = sum(warm.back for warm in self._restoring), time.monotonic() - self._started
             log.info("warm segment: %d of %d blocks are here again after %.2f s", back, self._found, took)
             left_s = max(0.0, self._until_ns * 1e-9 - time.monotonic())
-            self._letting_go = asyncio.get_running_loop().call_later(left_s, self._let_go)
+        self._letting_go = asyncio.get_running_loop().call_later(left_s, self._let_go)
 
     def _let_go(self) -> None:
         restoring, self._restoring = self._restoring, []
         for warm in restoring:
             warm.let_go()
+        self._then()
         self.settled.set()
 
 
 def _same(extent: int) -> int:
     return extent
+
+
+def _nothing() -> None:
+    pass

@@ -20,12 +20,15 @@ AGE = 256  # sealings that count as of one time: within it a chain's tail goes b
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a store's extents lie. `slot`: of the table, by extent; `offset`: in the ranks' host regions, alike."""
+    """Where a store's extents lie. `slot`: of the table, by extent; `offset`: in the ranks' host regions, alike; `run`:
+    see `Entry.place`. `shared`: several extents have one slot; they do not come back, and what was there is held."""
 
     shard_bytes: int
     slot: Callable[[int], int]
     offset: Callable[[int], int]
     kind: int = 0
+    run: Callable[[int], int] = lambda extent: 0
+    shared: bool = False
 
 
 class WarmStore:
@@ -43,7 +46,8 @@ class WarmStore:
         self._wanted: dict[int, tuple[int, Entry]] = {}  # slot → extent of a block that is not decided upon
         self._slots: dict[bytes, int] = {}  # key → slot of those
         self._good: dict[int, int] = {}  # slot → ranks that have verified it
-        self._answers = 0  # of slots, from all ranks, that are to come
+        self._asked: set[int] = set()  # slots of ours
+        self._answers = 0  # of those, from all ranks, that are to come
         self._back: list[tuple[Entry, int]] = []  # adopted, and held until `let_go`
         self._adopting = False
         store.journal = self
@@ -55,13 +59,16 @@ class WarmStore:
         if self._adopting:  # it stands there already
             return
         place = self._place
+        if place.shared:
+            self._table.gone(place.slot(extent), True, place.kind, place.run(extent))
+            return
         size = place.shard_bytes if nbytes is None else nbytes
-        entry = self._table.sealed(place.slot(extent), key, size, place.kind)
+        entry = self._table.sealed(place.slot(extent), key, size, place.kind, place.run(extent))
         self._tell(self._row(entry, extent))
 
     def gone(self, key: bytes, extent: int, held: bool) -> None:
         """No life will find it any more."""
-        self._table.gone(self._place.slot(extent), held or extent in self._taken)
+        self._clear(extent, held or extent in self._taken)
 
     def removed(self, keys: Sequence[bytes]) -> None:
         """Nor those that have not been verified yet."""
@@ -79,9 +86,10 @@ class WarmStore:
     def restore(self, found: Iterable[tuple[int, Entry | None]]) -> list[WarmRow]:
         """`found`: extents that held something, and what, if that is known. They are taken, all others stay free.
         Returns what all ranks are to verify, in the order in which it should be done."""
-        store = self._store
+        store, held = self._store, dict(found)
+        if not held:
+            return []
         assert store.free == store.total, "somebody has extents that hold blocks of the last life"
-        held = dict(found)
         store.release([extent for extent in store.allocate(store.total) if extent not in held])
         self._taken = set(held)
         newest: dict[bytes, tuple[int, Entry]] = {}
@@ -93,14 +101,16 @@ class WarmStore:
                 newest[entry.key] = (extent, entry)
         self._wanted = {entry.slot: (extent, entry) for extent, entry in newest.values()}
         self._slots = {key: entry.slot for key, (_, entry) in newest.items()}
+        self._asked = set(self._wanted)
         self._answers = len(newest) * self._ranks
         order = sorted(newest.values(), key=lambda one: _age(one[1]), reverse=True)
         return [self._row(entry, extent) for extent, entry in order]
 
     def verified(self, slots: Sequence[int], good: Sequence[int]) -> None:
-        """One rank's word about some of the rows."""
+        """One rank's word about some rows; those of other stores are passed over."""
+        slots = [slot for slot in slots if slot in self._asked]
         self._answers -= len(slots)
-        for slot in good:
+        for slot in self._asked.intersection(good):
             self._good[slot] = self._good.get(slot, 0) + 1
             if self._good[slot] == self._ranks and slot in self._wanted:
                 self._adopt(*self._wanted.pop(slot))
@@ -130,7 +140,7 @@ class WarmStore:
         self._back.clear()
         self._store.release(adopted)
         for extent in rest:
-            self._table.gone(self._place.slot(extent), held=False)
+            self._clear(extent, held=False)
         self._store.release(rest)
 
     def close(self) -> None:
@@ -154,12 +164,17 @@ class WarmStore:
         if adopted:
             self._back.append((entry, extent))
         else:  # sealed anew meanwhile
-            self._table.gone(entry.slot, held=True)
+            self._clear(extent, held=True)
 
     def _drop(self, slot: int) -> None:
-        _, entry = self._wanted.pop(slot)
+        extent, entry = self._wanted.pop(slot)
         del self._slots[entry.key]
-        self._table.gone(slot, held=True)
+        self._clear(extent, held=True)
+
+    def _clear(self, extent: int, held: bool) -> None:
+        place = self._place
+        if not place.shared:
+            self._table.gone(place.slot(extent), held, place.kind, place.run(extent))
 
 
 def _age(entry: Entry) -> tuple[int, int, int]:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
+import numpy as np
 import xxhash
 
 from kvmesh.transfer import segment_file
@@ -98,6 +99,17 @@ class SlotFile:
         body = whole[: self._body]
         return body if _CHECK.unpack_from(whole, self._body)[0] == xxhash.xxh3_64_intdigest(body, seed=slot) else None
 
+    def used(self) -> list[int]:
+        """Slots that are not empty. O(bytes), fast."""
+        step = max(1, (8 << 20) // self._size)
+        found: list[int] = []
+        for first in range(0, self._slots, step):
+            count = min(step, self._slots - first)
+            at = _HEADER_BYTES + first * self._size
+            rows = np.frombuffer(self._map[at : at + count * self._size], np.uint8).reshape(count, self._size)
+            found += (np.flatnonzero(rows.any(axis=1)) + first).tolist()
+        return found
+
     def close(self) -> None:
         """Leaves it to the next life."""
         self._map.close()
@@ -115,7 +127,8 @@ class Held(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Of the front's table. `kind`: which layout of a node that keeps several."""
+    """Of the front's table. `kind` and `place`: of a node that keeps several layouts, which, and what names the run of
+    extents that this one is of."""
 
     slot: int
     held: Held
@@ -124,9 +137,10 @@ class Entry:
     life: int
     serial: int
     kind: int = 0
+    place: int = 0
 
 
-_ENTRY = struct.Struct("<16sQQIHH")  # key, bytes, life, serial, kind, held
+_ENTRY = struct.Struct("<16sQQQIHH")  # key, bytes, life, place, serial, kind, held
 
 
 class BlockTable:
@@ -136,30 +150,35 @@ class BlockTable:
     def __init__(self, path: str, segments: bytes, slots: int, life: int) -> None:
         self._file = SlotFile(path, b"kvm-warm", segments, slots, _ENTRY.size, bytes(32))
         self.kept = self._file.kept
-        self._slots = slots
         self._life = life
         self._serial = 0
 
     def entries(self) -> Iterator[Entry | int]:
         """What the last life left in each slot that is not empty; a number: that slot is torn."""
-        for slot in range(self._slots):
+        for slot in self._file.used():
             body = self._file.read(slot)
             if body is None:
                 yield slot
             elif body:
-                key, nbytes, life, serial, kind, held = _ENTRY.unpack(body)
-                yield Entry(slot, Held(held), key, nbytes, life, serial, kind)
+                key, nbytes, life, place, serial, kind, held = _ENTRY.unpack(body)
+                yield Entry(slot, Held(held), key, nbytes, life, serial, kind, place)
 
-    def sealed(self, slot: int, key: bytes, nbytes: int, kind: int = 0) -> Entry:
+    def sealed(self, slot: int, key: bytes, nbytes: int, kind: int = 0, place: int = 0) -> Entry:
         """This block is complete there, from now on."""
-        self._serial += 1
-        entry = Entry(slot, Held.BLOCK, key, nbytes, self._life, self._serial, kind)
-        self._file.write(slot, _ENTRY.pack(key, nbytes, self._life, self._serial, kind, Held.BLOCK))
-        return entry
+        return self._put(slot, Held.BLOCK, key, nbytes, kind, place)
 
-    def gone(self, slot: int, held: bool) -> None:
-        """No block is there any more; `held`: readers may have it yet."""
-        self._file.write(slot, _ENTRY.pack(bytes(16), 0, self._life, 0, 0, Held.SOMETHING) if held else b"")
+    def gone(self, slot: int, held: bool, kind: int = 0, place: int = 0) -> None:
+        """No block is there any more that can be found; `held`: readers may have one yet."""
+        if held:
+            self._put(slot, Held.SOMETHING, bytes(16), 0, kind, place)
+        else:
+            self._file.write(slot, b"")
+
+    def _put(self, slot: int, held: Held, key: bytes, nbytes: int, kind: int, place: int) -> Entry:
+        self._serial += 1
+        entry = Entry(slot, held, key, nbytes, self._life, self._serial, kind, place)
+        self._file.write(slot, _ENTRY.pack(key, nbytes, self._life, place, self._serial, kind, held))
+        return entry
 
     def close(self) -> None:
         self._file.close()

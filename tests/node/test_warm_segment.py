@@ -23,7 +23,7 @@ from kvmesh.transfer import EngineConfig, TransferEngine, TransferRequest, segme
 from kvmesh.transfer.api import Opcode
 from tests.node.warm_life import EXTENTS, SHARD, Life, configure, content, life
 
-ENTRY_BYTES, SUM_BYTES = 48, 28  # of a slot
+ENTRY_BYTES, SUM_BYTES = 56, 28  # of a slot
 
 
 @pytest.fixture
