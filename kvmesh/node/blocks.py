@@ -52,7 +52,6 @@ log = logging.getLogger(__name__)
 
 TIDY_S = 1.0
 MAX_EXPIRED = 256  # leases and pins ended at once: what is due beside them waits for the loop's next turn
-ROOM_S = 0.25  # a copy at others' wish waits so long for blocks that the tier below is still to take
 
 
 class Blocks:

@@ -222,7 +222,7 @@ class Tiering:
     async def _write(self, followed: Followed, keys: list[bytes], extents: list[int]) -> None:
         part, partition, store = followed.part, followed.partition, followed.partition.store
         sizes = tuple(size or partition.shard_bytes for size in store.sizes(keys))
-        packed = b"".join(keys)
+        packed, uses = b"".join(keys), [part.sketch.estimate(key) for key in keys]
 
         def put(rank: int, ticket: int) -> m.ToRank:
             offsets = tuple(partition.offset(rank, extent) for extent in extents)
@@ -237,7 +237,8 @@ class Tiering:
                 del part.writing[key]
             followed.progress.set()
             followed.progress = asyncio.Event()
-        store.cool([keys[at] for at in sorted(stored)])  # to be written was no use of them
+        # To be written was no use of them: unless somebody used them meanwhile, they are the first to go again.
+        store.cool([keys[at] for at in sorted(stored) if part.sketch.estimate(keys[at]) <= uses[at]])
         followed.behind.refused(key for at, key in enumerate(keys) if at not in stored)
         names.NODE_TIER_WRITTEN.labels(tier=part.tier.name.lower()).inc(len(stored))
         self._partitions.settle()
