@@ -85,7 +85,8 @@ class RemovalDesk:
             if last <= self._removals.applied:
                 return
             for tombstone in self._removals.due(tombstones):
-                removed = await self.remove(tombstone.keys, tombstone.prefix)
+                everything = () if tombstone.keys or tombstone.prefix else self._with(b"")
+                removed = await self.remove(tombstone.keys or everything, tombstone.prefix)
                 self._removals.done(tombstone.seq)
                 log.info("tombstone %d: %d blocks removed", tombstone.seq, removed)
             self._removals.done(last)

@@ -16,7 +16,7 @@ MAX_DIRECT = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    """Keys, or all that begin with `prefix`, are to be removed."""
+    """Keys, or all that begin with `prefix`, are to be removed; everything, when neither is named."""
 
     seq: int
     keys: tuple[bytes, ...] = ()

@@ -106,7 +106,11 @@ class Orders:
             request = pb.RemoveBlocksRequest(
                 keys=b"".join(tombstone.keys), prefix=tombstone.prefix, term=state.policy.term, seq=tombstone.seq
             )
-            answer = await self.call(member, "Remove", request, REMOVE_S)
+            kept.asking(member.instance_id, tombstone.seq)
+            try:
+                answer = await self.call(member, "Remove", request, REMOVE_S)
+            finally:
+                kept.asking(member.instance_id, 0)
             if answer is None:
                 return None
             now = state.known(member.instance_id)

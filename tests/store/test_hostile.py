@@ -19,6 +19,7 @@ from tests.store.mesh import joining, keys
 SERVICE = store_pb2.DESCRIPTOR.services_by_name["StoreMaster"]
 HUGE = 2**64 - 1
 KEY = keys(1)[0]
+KEY2 = keys(1, salt=1)[0]
 
 
 @pytest.fixture
@@ -51,6 +52,14 @@ def join(**member: Any) -> store_pb2.JoinRequest:
 def announce(**fields: Any) -> store_pb2.AnnounceRequest:
     said = {"store_id": "a", "incarnation": 1, "seq": 1, **fields}
     return store_pb2.AnnounceRequest(announcement=store_pb2.Announcement(**said))
+
+
+def bind(**fields: Any) -> store_pb2.BindRequest:
+    return store_pb2.BindRequest(**fields)
+
+
+def quota(**fields: Any) -> store_pb2.SetQuotaRequest:
+    return store_pb2.SetQuotaRequest(quota=store_pb2.Quota(**{"tag": b"1234", "blocks": 1, **fields}))
 
 
 BAD = "INVALID_ARGUMENT"
@@ -91,6 +100,37 @@ CASES = [
     Case("Lookup", store_pb2.LookupRequest(keys=b"x" * 17), BAD, "keys"),
     Case("Lookup", store_pb2.LookupRequest(keys=bytes(16 * 4097)), BAD, "keys"),
     Case("Lookup", store_pb2.LookupRequest(keys=bytes(48 << 20)), BAD, "keys"),
+    Case("Find", store_pb2.FindRequest(keys=b"x" * 17), BAD, "keys"),
+    Case("Find", store_pb2.FindRequest(keys=bytes(16 * 4097)), BAD, "keys"),
+    Case("ListKeys", store_pb2.ListKeysRequest(prefix=b"x" * 17), BAD, "prefix"),
+    Case("ListKeys", store_pb2.ListKeysRequest(after=b"x" * 15), BAD, "after"),
+    Case("ListKeys", store_pb2.ListKeysRequest(limit=2**32 - 1), BAD, "limit"),
+    Case("Grant", store_pb2.GrantRequest(), BAD, "count"),
+    Case("Grant", store_pb2.GrantRequest(count=65_537), BAD, "count"),
+    Case("Bind", bind(namespace="n" * 257), BAD, "namespace"),
+    Case("Bind", bind(namespace="a\0b"), BAD, "namespace"),
+    Case("Bind", bind(names=[store_pb2.NamedKey(name="", key=KEY2)]), BAD, "names.name"),
+    Case("Bind", bind(names=[store_pb2.NamedKey(name="é" * 513, key=KEY2)]), BAD, "names.name"),
+    Case("Bind", bind(names=[store_pb2.NamedKey(name="n\0", key=KEY2)]), BAD, "names.name"),
+    Case("Bind", bind(names=[store_pb2.NamedKey(name="n", key=KEY2[:15])]), BAD, "names.key"),
+    Case("Bind", bind(names=[store_pb2.NamedKey(name="n", key=bytes(16))]), BAD, "names.key"),
+    Case("Bind", bind(names=[store_pb2.NamedKey(name=str(i), key=KEY2) for i in range(4097)]), BAD, "names"),
+    Case("Resolve", store_pb2.ResolveRequest(names=["n"] * 4097), BAD, "names"),
+    Case("Resolve", store_pb2.ResolveRequest(names=["n" * 1025], unbind=True), BAD, "names"),
+    Case("Remove", store_pb2.RemoveRequest(), BAD, "prefix"),
+    Case("Remove", store_pb2.RemoveRequest(keys=KEY, prefix=b"x"), BAD, "prefix"),
+    Case("Remove", store_pb2.RemoveRequest(prefix=b"x" * 17), BAD, "prefix"),
+    Case("Remove", store_pb2.RemoveRequest(keys=b"x" * 15), BAD, "keys"),
+    Case("Remove", store_pb2.RemoveRequest(keys=bytes(16 * 65_537)), BAD, "keys"),
+    Case("ChangeReplica", store_pb2.ChangeReplicaRequest(keys=b"x", replicas=1), BAD, "keys"),
+    Case("ChangeReplica", store_pb2.ChangeReplicaRequest(keys=bytes(16 * 4097), replicas=1), BAD, "keys"),
+    Case("ChangeReplica", store_pb2.ChangeReplicaRequest(keys=KEY, replicas=65), BAD, "replicas"),
+    Case("ChangeReplica", store_pb2.ChangeReplicaRequest(keys=KEY, hard=True), BAD, "hard"),
+    Case("Drain", store_pb2.DrainRequest(), "NOT_FOUND", "instance_id"),
+    Case("Drain", store_pb2.DrainRequest(instance_id="y" * 100_000), "NOT_FOUND", "instance_id"),
+    Case("SetQuota", store_pb2.SetQuotaRequest(), BAD, "quota.tag"),
+    Case("SetQuota", quota(tag=b"12345"), BAD, "quota.tag"),
+    Case("SetQuota", quota(name="n" * 257), BAD, "quota.name"),
     Case("Leave", store_pb2.LeaveRequest(), "OK"),
     Case("Leave", store_pb2.LeaveRequest(instance=join(incarnation=HUGE).member.instance), "OK"),
     Case("Announce", bytes(70 << 20), "RESOURCE_EXHAUSTED"),
@@ -117,6 +157,16 @@ async def test_noise_at_every_method(channel: grpc.aio.Channel) -> None:
         "GetStatus": store_pb2.GetStoreStatusRequest(),
         "ListMembers": store_pb2.ListMembersRequest(),
         "Leave": store_pb2.LeaveRequest(instance=ref),
+        "Find": store_pb2.FindRequest(keys=KEY),
+        "ListKeys": store_pb2.ListKeysRequest(prefix=KEY[:4], after=KEY, limit=9),
+        "Grant": store_pb2.GrantRequest(count=7),
+        "Bind": store_pb2.BindRequest(namespace="n", names=[store_pb2.NamedKey(name="x", key=b"k" * 16)]),
+        "Resolve": store_pb2.ResolveRequest(namespace="n", names=["x", "y"]),
+        "Remove": store_pb2.RemoveRequest(keys=KEY),
+        "ChangeReplica": store_pb2.ChangeReplicaRequest(keys=KEY, replicas=2, hard=True),
+        "Drain": store_pb2.DrainRequest(instance_id="a"),
+        "SetQuota": store_pb2.SetQuotaRequest(quota=store_pb2.Quota(tag=KEY[:4], blocks=9, name="t")),
+        "ListQuotas": store_pb2.ListQuotasRequest(),
     }
     seen = await assault(channel, SERVICE, valid, seed=7)
     assert {method for method, _ in seen} == set(valid)

@@ -151,7 +151,7 @@ class Tombstone(_message.Message):
     seq: _builtins.int
     keys: _builtins.bytes
     prefix: _builtins.bytes
-    """or all keys that begin so"""
+    """or all keys that begin so. Neither: everything, as this node has missed what is forgotten"""
     def __init__(
         self,
         *,

@@ -15,6 +15,7 @@ from services.store.domain import Member, Usage
 from services.store.policy import heat, records
 from services.store.policy.copying import Copying
 from services.store.policy.drains import Drains
+from services.store.policy.farewells import Farewells
 from services.store.policy.grants import Grants
 from services.store.policy.heat import Heat
 from services.store.policy.master_map import MasterMap
@@ -59,6 +60,7 @@ class Policy:
         self.nodes = Nodes()
         self.grants = Grants(wall_ns)
         self.tombstones = Tombstones(retention_s=limits.tombstone_retention_s, max_keys=limits.max_tombstone_keys)
+        self.farewells = Farewells()
         self.names = Names(
             lambda key: blocks.mask(key) != 0,
             self.tombstones.covered_since,
@@ -98,7 +100,7 @@ class Policy:
 
     def beat(self, instance_id: str, usage: Usage | None, removed_seq: int) -> None:
         """It lives, and has applied tombstones up to `removed_seq`."""
-        self.tombstones.applied(instance_id, removed_seq)
+        self.tombstones.reported(instance_id, removed_seq)
         node = self.nodes.get(instance_id)
         if node is not None:
             node.usage = usage or node.usage
@@ -111,6 +113,7 @@ class Policy:
         self._settling.ended(instance_id)
         for name in store_names(instance_id):
             self.memory.ended(name)
+            self.farewells.settled(name)
         if self.drains.ended(instance_id):
             self._writes.append(Write(durable.DRAIN, drops=(instance_id.encode(),)))
 
@@ -141,6 +144,7 @@ class Policy:
         """`said` without what that member must not bring back. As removed the rest keeps a batch from being empty."""
         instance_id = split_name(said.store_id)[0]
         self.memory.said(said)
+        self.farewells.heard(said, self.tombstones.is_behind(instance_id))
         masked = self.tombstones.masked(instance_id, said.sealed)
         if not masked:
             return said
@@ -153,12 +157,17 @@ class Policy:
         """What became of it in the map; how many replicas had to be left out for want of memory."""
         if said.snapshot and said.part == 0 and verdict in (Verdict.APPLIED, Verdict.PARTIAL):
             self.tombstones.began_snapshot(said.store_id)
+            self.farewells.settled(said.store_id)
             self.memory.began_snapshot(said.store_id)
         return self.memory.keep(self._rng)
 
     def wants_snapshot(self, store_id: str) -> bool:
         """Whether that store should say all that it has, though nothing that it said is missing."""
-        return self.tombstones.wants_snapshot(store_id) or self.memory.wants_snapshot(store_id)
+        return (
+            self.tombstones.wants_snapshot(store_id)
+            or self.farewells.wants_snapshot(store_id)
+            or self.memory.wants_snapshot(store_id)
+        )
 
     # ── removal ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -167,11 +176,14 @@ class Policy:
         `keys` or a `prefix` of 1 to 16 bytes."""
         made = self.tombstones.add(self.term, keys, prefix, now)
         if prefix:
-            self._map.forget_prefix(prefix)
+            gone = self._map.forget_prefix(prefix)
             targets = self.replicas.removed_prefix(prefix)
         else:
-            self._map.forget(keys)
+            gone = self._map.forget(keys)
             targets = self.replicas.removed(keys)
+        for store_id, some in gone.items():
+            if not self.farewells.dropped(store_id, some):
+                self.tombstones.owes(store_id)
         key, value = records.tombstone_out(made)
         writes = [Write(durable.TOMBSTONE, {key: value}), *self.retire(now)]
         return made, [*writes, Write(durable.TARGET, drops=tuple(targets))] if targets else writes

@@ -135,7 +135,9 @@ class Drains:
         self, instance_id: str, drain: Drain, now: float, after: int, rng: random.Random, orders: list[Order]
     ) -> None:
         while drain.found and drain.orders < MAX_ORDERS and now >= drain.not_before:
-            keys = list(drain.found)[:MAX_KEYS]
+            keys = self._still(instance_id, drain, now)
+            if not keys:
+                continue
             pull = self._copying.begin((instance_id,), keys, after, now, rng)
             if pull is None:
                 drain.why_not = "no other pool node has room or answers"
@@ -145,6 +147,17 @@ class Drains:
             for key in pull.keys:
                 del drain.found[key]
             orders.append(Order(pull, partial(self._pulled, drain, pull)))
+
+    def _still(self, instance_id: str, drain: Drain, now: float) -> list[bytes]:
+        """MAX_KEYS of those that were found, without what somebody else has got since, or nobody has any more."""
+        staying, keys = self._staying(), []
+        for key in list(drain.found)[:MAX_KEYS]:
+            here = any(self._map.held(name, key) for name in store_names(instance_id))
+            if here and self._is_sole(key, instance_id, staying, now):
+                keys.append(key)
+            else:
+                del drain.found[key]
+        return keys
 
     def _pulled(self, drain: Drain, work: Pull, done: frozenset[bytes], answered: bool, now: float) -> None:
         self._copying.ended(work, done, answered, now)

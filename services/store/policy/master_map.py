@@ -55,9 +55,9 @@ class MasterMap(SteadyBlockMap):
 
     # ── keys of all stores ───────────────────────────────────────────────────────────────────────────
 
-    def forget(self, keys: Iterable[bytes]) -> dict[str, int]:
-        """Take these keys out of every store, also out of what is being gathered; how many of each store are gone.
-        What stores say of them later counts again."""
+    def forget(self, keys: Iterable[bytes]) -> dict[str, list[bytes]]:
+        """Take these keys out of every store, also out of what is being gathered and what is not swept yet; which of
+        each store are gone. What stores say of them later counts again."""
         by_slot: dict[int, list[bytes]] = {}
         for key in dict.fromkeys(keys):
             mask = self._masks.get(key, 0)
@@ -65,19 +65,21 @@ class MasterMap(SteadyBlockMap):
                 low = mask & -mask
                 by_slot.setdefault(low.bit_length() - 1, []).append(key)
                 mask ^= low
-        gone: dict[str, int] = {}
+        gone: dict[str, list[bytes]] = {}
         for slot, some in by_slot.items():
             store = self._slots[slot]
             assert store is not None, "a bit of a slot that nobody has"
             self._remove(store, some)
-            gone[store.store_id] = gone.get(store.store_id, 0) + len(some)
+            gone.setdefault(store.store_id, []).extend(some)
         return gone
 
-    def forget_prefix(self, prefix: bytes) -> None:
+    def forget_prefix(self, prefix: bytes) -> dict[str, list[bytes]]:
         """As `forget`, of all keys that begin so. O(keys of the stores that have any), most of it in numpy."""
-        for store in [store for store in self._slots if store is not None]:
-            if self._may_have(store, prefix):
-                self.forget(self._beginning(store, prefix))
+        keys: dict[bytes, None] = {}
+        for store in self._slots:
+            if store is not None and self._may_have(store, prefix):
+                keys.update(dict.fromkeys(self._beginning(store, prefix)))
+        return self.forget(keys)
 
     # ── memory ───────────────────────────────────────────────────────────────────────────────────────
 

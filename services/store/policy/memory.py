@@ -48,9 +48,9 @@ class Memory:
             excess = self._map.bound_bytes - self.limit_bytes
             wanted = min(ROUND, excess // (ENTRY_BYTES + REPLICA_BYTES) + 1)
             keys = sorted(self._map.sample(SAMPLE * wanted, rng), key=self._heat.of)[:wanted]
-            for store_id, count in self._map.forget(keys).items():
-                self._missing[store_id] = self._missing.get(store_id, 0) + count
-                shed += count
+            for store_id, gone in self._map.forget(keys).items():
+                self._missing[store_id] = self._missing.get(store_id, 0) + len(gone)
+                shed += len(gone)
             if not keys:
                 break
         self.shed += shed

@@ -1,31 +1,31 @@
 """What was removed, until every node has heard of it.
 
-Tombstones have a growing seq (the leader's term in the upper half). A node applies them in that order and says the last
-one that it has applied; while that is lower than a tombstone's seq, what the node announces of the removed keys is
-masked. A node that is asked directly and answers has applied it; one that could not be asked gets everything newer than
-what it has applied when it joins or beats. What was masked may have been sealed anew after the tombstone was applied,
-so that node owes a snapshot as soon as nothing of it is masked any more.
+Tombstones have a growing seq (the leader's term in the upper half). A node applies them in that order; while it has not
+applied one, what it announces of the removed keys is masked. A node that is asked directly and answers has applied it.
+In any case it is told everything newer than what it reports when it joins or beats, and passes over what it was asked
+directly. What was masked may have been sealed anew after the tombstone was applied, so that node owes a snapshot as
+soon as nothing of it is masked any more.
 
-Bounded: a tombstone that all members have applied goes after `retention_s`, and the oldest go when more than `max_keys`
-keys are kept. `floor` is the highest that has gone: a node that comes with less may have missed some that nobody knows
-any more, and is told to remove everything it has.
+Bounded: a tombstone that all members have reported goes after `retention_s`, and the oldest go when more than
+`max_keys` keys are kept. `floor` is the highest that has gone: a node that comes with less, and was no member here that
+had applied it, may have missed some that nobody knows any more. It is told to remove everything it has.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 TERM_SHIFT = 32
 MAX_ANSWER_KEYS = 65_536  # in one answer to a node: 1 MiB
 RECORD_KEYS = 8  # what a tombstone itself counts for, so that small ones are bounded too
-EVERYTHING = tuple(bytes((first,)) for first in range(256))
+MAX_LEFT = 10_000  # names of earlier members
 
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    """Either `keys` or a `prefix` of 1 to 16 bytes. `at`: seconds on the master's clock."""
+    """Either `keys` or a `prefix` of 1 to 16 bytes; neither: everything. `at`: seconds on the master's clock."""
 
     seq: int
     keys: tuple[bytes, ...] = ()
@@ -34,7 +34,7 @@ class Tombstone:
 
     def covers(self, key: bytes) -> bool:
         """Whether it removes `key`. O(keys)."""
-        return key.startswith(self.prefix) if self.prefix else key in self.keys
+        return key in self.keys if self.keys else key.startswith(self.prefix)
 
 
 class Tombstones:
@@ -48,6 +48,9 @@ class Tombstones:
         self._keys: dict[bytes, int] = {}  # → seq of the last one that names it
         self._prefixes: dict[bytes, int] = {}
         self._applied: dict[str, int] = {}
+        self._reported: dict[str, int] = {}  # never more than applied
+        self._asking: dict[str, int] = {}  # which one a member is being asked to apply
+        self._left: OrderedDict[str, int] = OrderedDict()  # what earlier members had applied
         self._owing: set[str] = set()  # stores of which something was masked
         self.floor = 0
         self.last = 0
@@ -79,17 +82,38 @@ class Tombstones:
 
     def joined(self, instance_id: str, applied: int) -> None:
         """A life begins and says what it has applied."""
-        self._applied[instance_id] = min(applied, self.last)
+        known = min(applied, self.last)
+        if self._left.get(instance_id, 0) >= self.floor:
+            known = max(known, self.floor)  # an earlier life had applied what is forgotten
+        self._applied[instance_id] = self._reported[instance_id] = known
 
     def ended(self, instance_id: str) -> None:
-        """It is a member no more; it says anew how far it is when it joins."""
-        self._applied.pop(instance_id, None)
+        """It is a member no more."""
+        self._left[instance_id] = self._applied.pop(instance_id, 0)
+        self._left.move_to_end(instance_id)
+        if len(self._left) > MAX_LEFT:
+            self._left.popitem(last=False)
+        self._reported.pop(instance_id, None)
         self._owing = {name for name in self._owing if _instance(name) != instance_id}
+
+    def reported(self, instance_id: str, seq: int) -> None:
+        """A member says that it has applied all up to `seq`."""
+        if instance_id in self._reported:
+            self._reported[instance_id] = max(self._reported[instance_id], min(seq, self.last))
+            self.applied(instance_id, seq)
 
     def applied(self, instance_id: str, seq: int) -> None:
         """A member has applied all up to `seq`."""
         if instance_id in self._applied:
             self._applied[instance_id] = max(self._applied[instance_id], min(seq, self.last))
+
+    def asking(self, instance_id: str, seq: int) -> None:
+        """A member is being asked to apply this one (0: no more). It is told of it otherwise only afterwards: it could
+        take it for another one."""
+        if seq:
+            self._asking[instance_id] = seq
+        else:
+            self._asking.pop(instance_id, None)
 
     def is_next(self, instance_id: str, seq: int) -> bool:
         """Whether that member has applied all but this one and later ones: only then may it be asked directly."""
@@ -102,19 +126,23 @@ class Tombstones:
         """False also for one that is no member."""
         return self._applied.get(instance_id, -1) >= seq
 
+    def is_behind(self, instance_id: str) -> bool:
+        """Whether that member has something yet to apply."""
+        return self._applied.get(instance_id, self.last) < self.last
+
     def newer(self, instance_id: str, most: int = MAX_ANSWER_KEYS) -> list[Tombstone]:
-        """What that member has yet to apply, in order: at least one if there is any, at most `most` keys of several."""
-        applied = self._applied.get(instance_id, self.last)
-        if applied >= self.last:
+        """What that member has yet to report, in order: one if there is any, and more up to `most` keys."""
+        reported = self._reported.get(instance_id, self.last)
+        if reported >= self.last:
             return []
-        if applied < self.floor:
-            return [Tombstone(self.floor, prefix=first) for first in EVERYTHING]
+        if self._applied[instance_id] < self.floor:
+            return [Tombstone(self.floor)]
         found: list[Tombstone] = []
         size = 0
         for each in self._kept:
-            if each.seq > applied:
+            if each.seq > reported:
                 size += RECORD_KEYS + len(each.keys)
-                if found and size > most:
+                if each.seq == self._asking.get(instance_id) or (found and size > most):
                     break
                 found.append(each)
         return found
@@ -139,8 +167,7 @@ class Tombstones:
 
     def wants_snapshot(self, store_id: str) -> bool:
         """Whether it owes one and nothing of it would be masked now."""
-        behind = self._applied.get(_instance(store_id), self.last) < self.last
-        return store_id in self._owing and not behind
+        return store_id in self._owing and not self.is_behind(_instance(store_id))
 
     def began_snapshot(self, store_id: str) -> None:
         """The first part of a snapshot is here."""
@@ -159,7 +186,7 @@ class Tombstones:
 
     def retire(self, now: float) -> list[Tombstone]:
         """Let go of the oldest that need not or cannot be kept."""
-        slowest = min(self._applied.values(), default=self.last)
+        slowest = min(self._reported.values(), default=self.last)
         gone = []
         while self._kept:
             oldest = self._kept[0]
