@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from kvmesh.node.partitions import OnePartition, Partition, layout_tag
 from kvmesh.node.rank_client import RankClient
 from kvmesh.node.registration import Registrar
 from kvmesh.node.segments import Segments
+from kvmesh.node.tier_config import checked_id
 from kvmesh.node.warm import Warm
 from kvmesh.rpc.errors import ConfigError, InternalError, KvmeshError
 from kvmesh.rpc.pb import common_pb2 as pb
@@ -53,7 +53,7 @@ class Front:
         check_config(config)
         self.config = config
         self.role = role
-        self.instance_id = config.instance_id or f"{ROLE_NAMES[role]}-{config.node_id}-{os.getpid()}"
+        self.instance_id = checked_id(config.instance_id, config.node_id, ROLE_NAMES[role])
         self.incarnation = time.time_ns() & ~0xFFFF | secrets.randbits(16)
         self.on_rank_lost = on_rank_lost
         self.ranks = [RankClient(rank, self._rank_said, self._rank_lost) for rank in range(WORLD_SIZE)]

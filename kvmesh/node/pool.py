@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from kvmesh.node.pool_partitions import PoolPartitions
 from kvmesh.node.rank_client import RankClient
 from kvmesh.node.registration import Registrar
 from kvmesh.node.segments import Segments
+from kvmesh.node.tier_config import checked_id
 from kvmesh.node.warm import Warm
 from kvmesh.node.warm_pool import WarmPool
 from kvmesh.node.warm_segment import POOL_SLOT_BYTES
@@ -64,7 +64,7 @@ class PoolNode:
 
     def __init__(self, config: PoolConfig) -> None:
         self.config = config
-        self.instance_id = config.instance_id or f"pool-{config.node_id}-{os.getpid()}"
+        self.instance_id = checked_id(config.instance_id, config.node_id, "pool")
         self.incarnation = time.time_ns() & ~0xFFFF | secrets.randbits(16)
         self.address = ""
         self._rank = RankClient(0, self._said, self._rank_lost)

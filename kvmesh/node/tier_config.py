@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvmesh.kvcache.eviction import POLICIES
+from kvmesh.kvcache.tiers import MARK
 from kvmesh.node.tier_parts import TierSettings
 from kvmesh.node.transfer_config import TransferConfig
 from kvmesh.rpc.errors import ConfigError
@@ -75,3 +77,12 @@ class TierConfig(TransferConfig):
             layouts=layouts,
             url=self.object_url,
         )
+
+
+def checked_id(instance_id: str, node_id: str, role: str) -> str:
+    """The instance's name, made of role, node and pid when it is given none. ConfigError: it looks like a tier's."""
+    name = instance_id or f"{role}-{node_id}-{os.getpid()}"
+    if MARK in name:
+        field, value = ("instance_id", instance_id) if instance_id else ("node_id", node_id)
+        raise ConfigError(f"{field}={value!r}: must not hold {MARK!r}, which sets off the tiers of a node", field=field)
+    return name

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
+from kvmesh.kvcache.tiers import MARK
 from kvmesh.rpc.errors import InvalidRequest, KvmeshError, Overloaded
 from services.conductor.domain import Life, ModelCard, Register, Role
 from services.conductor.instance import Instance, ModelFits
@@ -122,6 +123,12 @@ def _invalid(event: Register) -> InvalidRequest | None:
     ref, model = event.ref, event.model
     wrong: list[tuple[str, object, str, bool]] = [
         ("instance.instance_id", ref.instance_id, "must not be empty", not ref.instance_id),
+        (
+            "instance.instance_id",
+            ref.instance_id,
+            f"must not hold {MARK!r}: it sets off tiers",
+            MARK in ref.instance_id,
+        ),
         ("instance.address", ref.address, "must be host:port", not ref.address),
         ("instance.incarnation", ref.incarnation, "must be new at every process start, never 0", not ref.incarnation),
         ("model.name", model.name, "must not be empty", not model.name),

@@ -6,8 +6,10 @@ import pytest
 
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.tiers import Tier, store_name
+from kvmesh.node.tier_config import checked_id
+from kvmesh.rpc.errors import ConfigError
 from services.conductor.cost import TIER_HALF_LIFE_S, TIER_PRIORS, TierModel
-from services.conductor.domain import Blocks, Fetch, MemberGone, Placed, PrefillSample, Role, TierUse
+from services.conductor.domain import Blocks, Fetch, MemberGone, Placed, PrefillSample, Refuse, Role, TierUse
 from tests.conductor.brain import BLOCK, IDLE, Brain, chain, joined, reset
 from tests.conductor.sharing import BYTES, LONG, X, mesh
 
@@ -284,6 +286,17 @@ def test_a_pool_nodes_disk_is_known_by_the_pulls_that_waited_for_it() -> None:
     assert len(brain.state._tiers) == 1
     brain.step(MemberGone(("pool0", 1), "died"))
     assert len(brain.state._tiers) == 0
+
+
+def test_no_instance_is_called_like_a_tier() -> None:
+    (refused,) = Brain().register("a#ssd", Role.PREFILL)
+    assert isinstance(refused, Refuse)
+    assert refused.error.field == "instance.instance_id"
+    assert checked_id("", "n", "pool").startswith("pool-n-")
+    for field, instance_id, node_id in (("instance_id", "a#b", "n"), ("node_id", "", "n#1")):
+        with pytest.raises(ConfigError, match=field) as caught:
+            checked_id(instance_id, node_id, "pool")
+        assert caught.value.field == field
 
 
 # ── lives ─────────────────────────────────────────────────────────────────────────────────────────
