@@ -66,6 +66,7 @@ class _Putting:
     watch: Watch
     begun: dict[int, tuple[Partition, int]] = field(default_factory=dict)
     why: dict[str, None] = field(default_factory=dict)
+    read: set[int] = field(default_factory=set)  # positions that had their turn, sealed or not
     exhausted: str = ""
     retry_ns: int = 0
 
@@ -108,7 +109,7 @@ class Puts:
 
     async def put(self, job: PutJob) -> tuple[bytes, str]:
         """(one byte a key: 1 sealed here now; why not the others). What somebody else puts or pulls at the same time
-        counts as well. Raises InvalidRequest, UnknownInstance (segment_descriptor), Overloaded: none found room."""
+        counts as well. Raises InvalidRequest, UnknownInstance (segment_descriptor), Overloaded: no room for any."""
         if self._ranks != 1:
             raise InvalidRequest.of("layout", job.layout, f"a block has shards of {self._ranks} ranks here")
         name = self._caller(job)
@@ -116,14 +117,17 @@ class Puts:
         putting = _Putting(job, self._removals.watch())
         try:
             await self._written_below(putting)
-            await self._begin(putting)
-            if putting.begun:
-                await self._read(putting)
-            elif putting.exhausted:
+            while True:
+                others_write = await self._begin(putting)
+                if putting.begun:
+                    await self._read(putting)
+                if not others_write or self._clock_ns() >= job.deadline_ns:
+                    break
+            held = self._pinned(putting)
+            if putting.exhausted and not any(held):
                 wait_ms = (putting.retry_ns - self._clock_ns()) // 1_000_000 if putting.retry_ns else RETRY_MS[1]
                 retry_ms = max(RETRY_MS[0], min(wait_ms, RETRY_MS[1]))
                 raise Overloaded(putting.exhausted, retry_after_ms=retry_ms)
-            held = self._pinned(putting)
         finally:
             self._removals.unwatch(putting.watch)
             for at, (partition, _) in putting.begun.items():
@@ -170,9 +174,9 @@ class Puts:
                 waits.append(self._tiering.room(partition, count, BELOW_S))
         await asyncio.gather(*waits)
 
-    async def _begin(self, putting: _Putting) -> None:
+    async def _begin(self, putting: _Putting) -> bool:
         """An extent for each block that is not here yet, as far as there is room in time. What another call writes at
-        this moment is waited for."""
+        this moment is waited for when nothing else is to be done: whether there is more of it."""
         job = putting.job
         start = self._clock_ns()
         until = start + min(int(ROOM_S * NS), (job.deadline_ns - start) // 2)
@@ -188,6 +192,7 @@ class Puts:
                 continue
         if lacking:
             putting.why[putting.exhausted or "another call writes it"] = None
+        return bool(lacking) and not putting.exhausted
 
     def _try(self, putting: _Putting) -> list[int]:
         """Begin what can be; positions of what is neither begun nor here."""
@@ -196,7 +201,9 @@ class Puts:
         groups: dict[int, list[int]] = {}
         lacking = []
         for at, (key, size) in enumerate(zip(job.keys, job.sizes, strict=True)):
-            if at in putting.begun or putting.watch.gone(key) or any(found.store.holds(key) for found in family):
+            if at in putting.begun or at in putting.read or putting.watch.gone(key):
+                continue
+            if any(found.store.holds(key) for found in family):
                 continue
             lacking.append(at)
             if not any(found.store.writing(key) for found in family):
@@ -222,7 +229,7 @@ class Puts:
         return [at for at in lacking if at not in putting.begun]
 
     async def _read(self, putting: _Putting) -> None:
-        """READ what was begun, verify, seal. All of it is sealed or still `begun` afterwards."""
+        """READ what was begun, verify, seal: nothing is `begun` afterwards."""
         job = putting.job
         order = sorted(putting.begun)
         places = [putting.begun[at] for at in order]
@@ -247,13 +254,15 @@ class Puts:
             self._forget(job.segment)
         arrived = list(said.arrived) if said is not None else []
         wrong = await self._wrong(putting, order, arrived, landing, sizes) if job.checksums and arrived else set()
-        for i in arrived:
-            at = order[i]
-            partition, _ = putting.begun[at]
-            if i in wrong or putting.watch.gone(job.keys[at]):
-                continue
+        good = {order[i] for i in arrived if i not in wrong}
+        putting.read.update(order)
+        for at, (partition, _) in list(putting.begun.items()):
             del putting.begun[at]
-            partition.store.seal(job.keys[at], job.sizes[at])
+            if at in good and not putting.watch.gone(job.keys[at]):
+                partition.store.seal(job.keys[at], job.sizes[at])
+            else:
+                partition.store.abandon(job.keys[at])
+        self.freed()  # those who wait for these keys look again
 
     async def _wrong(
         self, putting: _Putting, order: Sequence[int], arrived: list[int], landing: Sequence[int], sizes: Sequence[int]

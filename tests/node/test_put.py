@@ -21,6 +21,7 @@ from kvmesh.rpc import status
 from kvmesh.rpc.errors import InvalidRequest, KvmeshError, Overloaded, StaleTerm, UnknownInstance
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import common_pb2 as pb_common
+from kvmesh.transfer import EngineConfig, TransferEngine
 from tests.node.putting import Caller, config, pool_and_caller
 from tests.node.stores import LAYOUT, SHARD, bench, keys_of, node, stub
 from tests.services import running, until
@@ -186,6 +187,22 @@ async def test_two_callers_of_one_key_both_hear_of_the_one_that_was_first() -> N
         assert [answer.held for answer in answers] == [b"\1\1"] * 3
         await caller.check(keys)
         assert (await caller.counts()).pools.store_blocks == 2
+        first = asyncio.ensure_future(caller.rpc.Put(caller.request(keys_of(3), [50_000])))
+
+        async def writing() -> bool:
+            return (await caller.counts()).pools.store_writing == 1
+
+        await until(writing)
+        engine = TransferEngine("another@1", EngineConfig(transports=("shm",)))
+        try:
+            other = Caller(caller.rpc, caller.incarnation, engine)
+            answer = await other.put(keys_of(4, 3), [40_000, 50_000])
+            assert answer.held == b"\1\1", "one of its own, one that somebody else writes"
+            assert (await first).held == b"\1"
+            await caller.check(keys_of(3))
+            await other.check(keys_of(4))
+        finally:
+            await asyncio.to_thread(engine.close)
 
 
 async def test_removed_while_leased_put_and_pulled() -> None:
