@@ -37,8 +37,8 @@ async def survey(cluster: Cluster, probe: Probe, used: Collection[bytes], clock_
     nodes = {}
     for name in NODES:
         blocks = by_hex(await probe.read(_channel(cluster, name), listed[name]))
-        unread = {key.hex(): "could not be read" for key in listed[name] if key.hex() not in blocks}
-        nodes[name] = NodeAfter(blocks | unread, leaks[name], unusable[name])
+        keys = frozenset(key.hex() for key in listed[name])
+        nodes[name] = NodeAfter(blocks, keys, leaks[name], unusable[name])
     return Aftermath(clock_s, nodes, tuple(await cluster.leaders()), mapped)
 
 

@@ -190,9 +190,9 @@ def _after(aftermath: Aftermath) -> Iterator[Violation]:
         for leak in node.leaks:
             yield Violation("after", "", f"{name}: {leak}")
         mapped = aftermath.mapped.get(name, frozenset())
-        for key in sorted(mapped - node.blocks.keys())[:3]:
+        for key in sorted(mapped - node.listed)[:3]:
             yield Violation("after", key, f"the master believes that {name} holds it")
-        for key in sorted(node.blocks.keys() - mapped)[:3]:
+        for key in sorted(node.listed - mapped)[:3]:
             yield Violation("after", key, f"{name} holds it, and the master does not know")
     for name in sorted(aftermath.mapped.keys() - aftermath.nodes.keys()):
         yield Violation("after", "", f"the master names {name}, which is no node")

@@ -123,9 +123,11 @@ class History:
 @dataclass(frozen=True)
 class NodeAfter:
     """One node when the storm is over and all has been given time to settle. `unusable`: why not ("": it works).
-    `blocks`: each key it lists, with the digest of the bytes that it hands out for it. `leaks`: in words."""
+    `blocks`: keys with the digest of the bytes that it hands out. `listed`: keys that it said it has when the master was
+    asked too; some may have gone when they were read. `leaks`: in words."""
 
     blocks: dict[str, str]
+    listed: frozenset[str] = frozenset()
     leaks: tuple[str, ...] = ()
     unusable: str = ""
 

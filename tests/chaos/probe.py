@@ -23,6 +23,7 @@ CALL_S = 10.0
 LEASE_MS = 3000
 PORTION = 8  # of the largest blocks fit the region
 USABLE_S = 20.0
+READ_S = 5.0
 EXISTS = 4096
 
 
@@ -55,15 +56,27 @@ class Probe:
         return await stub.GetStore(pb.GetNodeStoreRequest(), timeout=CALL_S)  # type: ignore[no-any-return]
 
     async def read(self, channel: grpc.aio.Channel, keys: Sequence[bytes]) -> dict[bytes, str]:
-        """Digests of what the node hands out; keys that it does not lease are left out."""
+        """Digests of what the node hands out. What it does not lease any more and has in no tier is left out: it may go
+        at any time. What it has and does not lease, within READ_S, stands there with that for its digest."""
         found: dict[bytes, str] = {}
-        for at in range(0, len(keys), PORTION):
-            some = list(keys[at : at + PORTION])
-            found |= {key: digest_of(data) for key, data in (await self._read(channel, some)).items()}
-            for key in some:  # too little room to stage all at once
-                if key not in found:
-                    found |= {k: digest_of(data) for k, data in (await self._read(channel, [key])).items()}
+        missing, deadline = list(keys), time.monotonic() + READ_S
+        portion = PORTION
+        while missing:
+            for at in range(0, len(missing), portion):
+                read = await self._read(channel, missing[at : at + portion])
+                found |= {key: digest_of(data) for key, data in read.items()}
+            held = set(await self.holds(channel, missing))
+            missing = [key for key in missing if key not in found and key in held]
+            if missing and time.monotonic() > deadline:
+                return found | {key: await self._why(channel, key) for key in missing}
+            portion = 1  # there may be little room to stage
         return found
+
+    async def _why(self, channel: grpc.aio.Channel, key: bytes) -> str:
+        stub = blocks_pb2_grpc.NodeStoreStub(channel)
+        told = await stub.Exists(pb.ExistsRequest(keys=key), timeout=CALL_S)
+        layouts = [told.layouts[i] for i in told.layout]
+        return f"is there and cannot be read: tier {told.tiers[0]}, {list(told.nbytes)} bytes, layout {layouts}"
 
     async def _read(self, channel: grpc.aio.Channel, keys: list[bytes]) -> dict[bytes, bytes]:
         stub = blocks_pb2_grpc.NodeStoreStub(channel)

@@ -113,6 +113,7 @@ class World:
 
 
 def aftermath(nodes: dict[str, NodeAfter], when: float = 100.0) -> Aftermath:
+    nodes = {name: replace(node, listed=frozenset(node.blocks)) for name, node in nodes.items()}
     return Aftermath(when, nodes, ("m0",), {name: frozenset(node.blocks) for name, node in nodes.items()})
 
 
