@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from kvmesh.node.tier_parts import TierSettings
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import store_pb2 as pb_store
+from tests.node.putting import Caller, pool_and_caller
 from tests.node.stores import LAYOUT, SHARD, Bench, Node, bench, keys_of, node, stub, until
 from tests.node.test_pool import Master, ask, master, of_pool
 from tests.services import running
@@ -261,3 +264,30 @@ async def test_a_pool_node_keeps_layouts_apart_on_its_disk(desk: Bench, tmp_path
             await d.check(desk, theirs)
         async with running(pool.run, replace(config, ssd_layouts=1)):
             assert len(list((tmp_path / "rank-0").iterdir())) == 1, "what nobody uses would hear of no removal"
+
+
+async def test_values_of_any_length_outlive_a_pool_nodes_memory(tmp_path: Path) -> None:
+    keys = keys_of(*range(48))
+    sizes = [random.Random(n).choice((1, 700, 4096, 4097, 9_000, 33_333)) + n for n in range(48)]
+    disk: dict[str, Any] = {"ssd_path": str(tmp_path), "ssd_capacity_mb": 64, "ssd_offload_percent": 0}
+    async with pool_and_caller(**disk) as caller:
+        for at in range(0, 48, 12):
+            assert all((await caller.put(keys[at : at + 12], sizes[at : at + 12])).held)
+        await eventually(lambda: stored(caller, 48))
+        await caller.rpc.Remove(pb.RemoveBlocksRequest(keys=keys[0]))
+        put = caller.blocks
+    async with pool_and_caller(**disk) as caller:
+        caller.blocks = put
+        await eventually(lambda: stored(caller, 47))
+        assert not (await caller.lease(keys[:1])).lease_id
+        for at in range(1, 48, 6):
+            some = keys[at : at + 6]
+            lease = await caller.lease(some)
+            assert lease.tiers == bytes([Tier.SSD] * len(some)), "read from the disk"
+            await caller.read(some, lease)
+            await caller.release(lease)
+        await caller.idle()
+
+
+async def stored(caller: Caller, blocks: int) -> bool:
+    return (await caller.counts()).tiers[0].blocks == blocks
