@@ -14,7 +14,7 @@ from rich.table import Table
 from kvmesh.cli import store_bench, store_data, store_top
 from kvmesh.cli.console import console, one_line_errors, wide_enough
 from kvmesh.cli.store_target import Namespace, RunDirOption, StoreOption, opened, patiently, ref_of, shown_ref, size
-from kvmesh.rpc.errors import ConfigError, InvalidRequest, Unavailable
+from kvmesh.rpc.errors import ConfigError, InvalidRequest, Unavailable, UnknownInstance
 
 if TYPE_CHECKING:
     from kvmesh.kvcache.client import Place, StoreClient
@@ -123,8 +123,7 @@ def stat(
         if as_json:
             out.out(json.dumps(told, indent=2), highlight=False)
         else:
-            wide_enough(out)
-            out.print(store_top.screen(told, None))
+            out.print(store_top.screen(told, None, wide_enough(out)))
         return
     wanted = ref_of(ref)
     places = run(store, run_dir, namespace or "", lambda client: client.locate_many([wanted]))[0]
@@ -209,7 +208,12 @@ def drain(
         request = pb.DrainRequest(instance_id=node, cancel=cancel)
         until = asyncio.get_running_loop().time() + timeout
         while True:
-            told = await client.directory.call(lambda rpc, s: rpc.Drain(request, timeout=s), client.config.timeout_s)
+            try:
+                told = await client.directory.call(
+                    lambda rpc, s: rpc.Drain(request, timeout=s), client.config.timeout_s
+                )
+            except (InvalidRequest, UnknownInstance) as error:
+                raise InvalidRequest(f"{error.message}; `kvmesh store top` shows the nodes", field="node") from None
             left = f"{told.sole_blocks:,} blocks lie only there, {told.moved:,} moved"
             if cancel or told.done:
                 return True, left

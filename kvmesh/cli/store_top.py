@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from kvmesh.kvcache.client import StoreClient
 
 TIMEOUT_S = 2.0
+WIDE = 100
+COLUMNS = ("node", "role", "state", "blocks", "memory", "free", "below", "hits", "sending", "leases", "pulled")
+LEFT = ("node", "role", "state", "below")
 HELP = """Show every node of the store, refreshed: blocks, memory, tiers, hit rate, traffic, leases; and who leads.
 
 hits: share of the blocks asked of the node that it had, since the last refresh (at first: since its start). \
@@ -50,13 +53,12 @@ async def _top(interval: float, once: bool, store: str | None, run_dir: Any, as_
             out.out(json.dumps(told, indent=2), highlight=False)
             return
         if once:
-            wide_enough(out)
-            out.print(screen(told, None))
+            out.print(screen(told, None, wide_enough(out)))
             return
         before: dict[str, Any] | None = None
         with Live(console=out, auto_refresh=False, screen=out.is_terminal) as live:
             while True:
-                live.update(screen(told, before), refresh=True)
+                live.update(screen(told, before, out.width), refresh=True)
                 await asyncio.sleep(interval)
                 before, told = told, await look(client)
 
@@ -90,18 +92,20 @@ async def look(client: StoreClient) -> dict[str, Any]:
     return told
 
 
-def screen(told: dict[str, Any], before: dict[str, Any] | None) -> RenderableType:
-    """For people. `before`: what was told last time, for rates."""
+def screen(told: dict[str, Any], before: dict[str, Any] | None, width: int) -> RenderableType:
+    """For people. `before`: what was told last time, for rates. A narrow screen shows no role and nothing pulled."""
     past = {one["member"]["store_id"]: one["node"] for one in (before or {}).get("stores", [])}
     passed_s = told["asked"] - before["asked"] if before else 0.0
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("node", "role", "state", "blocks", "memory", "free", "below", "hits", "sending", "leases", "pulled"):
-        table.add_column(column, justify="left" if column in ("node", "role", "state", "below") else "right")
+    shown = [name for name in COLUMNS if width >= WIDE or name not in ("role", "pulled")]
+    for name in shown:
+        table.add_column(name, justify="left" if name in LEFT else "right", no_wrap=name not in ("state", "below"))
     stores = sorted(told["stores"], key=lambda one: (one["member"]["role"], one["member"]["store_id"]))
     for one in stores:
         node = one["node"]
         last = past.get(one["member"]["store_id"])
-        table.add_row(*_row(told, one, node, last if last and "error" not in last else None, passed_s))
+        row = _row(told, one, node, last if last and "error" not in last else None, passed_s)
+        table.add_row(*(cell for name, cell in zip(COLUMNS, row, strict=True) if name in shown))
     errors = [
         f"[red]{escape(one['member']['store_id'])}: {escape(one['node']['error'])}[/]"
         for one in stores
