@@ -123,8 +123,8 @@ class History:
 @dataclass(frozen=True)
 class NodeAfter:
     """One node when the storm is over and all has been given time to settle. `unusable`: why not ("": it works).
-    `blocks`: keys with the digest of the bytes that it hands out. `listed`: keys that it said it has when the master was
-    asked too; some may have gone when they were read. `leaks`: in words."""
+    `blocks`: keys with the digest of the bytes that it hands out. `listed`: keys that it said it has when the
+    master was asked too; some may have gone when they were read. `leaks`: in words."""
 
     blocks: dict[str, str]
     listed: frozenset[str] = frozenset()
