@@ -3,13 +3,18 @@ death of the instance that holds it; without, hardly anything is found. The toke
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from kvmesh.cli import status
+from kvmesh.cli.collect import collect
 from tests.checkpoints import make_checkpoint
 from tests.mesh.client import until
 from tests.mesh.direct import node_store
@@ -59,6 +64,23 @@ async def written(running: Running, blocks: int) -> None:
     await until(there, f"{blocks} blocks on the SSD")
 
 
+async def shown(running: Running, blocks: int) -> None:
+    """The conductor knows what the SSD holds and what reading costs; `kvmesh status` shows it."""
+    address = running.mesh.addresses
+    found: dict[str, Any] = {}
+
+    async def known() -> bool:
+        found.update(await collect(address["conductor"], address["gateway"], address["store"]))
+        instances = found["conductor"]["instances"]
+        tiers = [tier for one in instances for tier in one["tiers"] if tier["usage"]["bytes_per_s"]]
+        return [tier["indexed_blocks"] for tier in tiers] == [blocks] and tiers[0]["expected_ms"] > 0
+
+    await until(known, f"{blocks} blocks of the SSD in the conductor's index")
+    out = Console(width=120, file=io.StringIO())
+    out.print(status._screen(found, 120))
+    assert re.search(rf"prefill-0 +ssd +{blocks} .* MiB", out.file.getvalue()), out.file.getvalue()  # type: ignore[attr-defined]
+
+
 async def test_three_times_the_dram(
     mesh: Callable[..., AbstractAsyncContextManager[Running]], model: Path, tmp_path: Path
 ) -> None:
@@ -75,6 +97,7 @@ async def test_three_times_the_dram(
         await written(running, PROMPTS * BLOCKS)
         with_tier, again = await ask(running, prompts)
         assert again == answers
+        await shown(running, PROMPTS * BLOCKS)
         await running.settled()
 
         old = running.pid("prefill-0")
