@@ -81,13 +81,15 @@ Event = Tick | Granted | Held | Silent | Heard | Stop
 
 @dataclass(frozen=True)
 class Ask:
-    """Get the lease (`term` 0), or renew the one of `term`. A new term must be above `floor`. The answer is an event
-    with this number. `life`: leases are told apart by it; each is for one continuous reign at most."""
+    """Get the lease (`term` 0), or renew the one of `term`. A new term must be above `floor`, and `first` at least where
+    Redis knows of none. The answer is an event with this number. `life`: leases are told apart by it; each is for one
+    continuous reign at most."""
 
     number: int
     life: int
     term: int
     floor: int
+    first: int = 1
 
 
 @dataclass(frozen=True)
@@ -124,8 +126,10 @@ Action = Ask | Release | Lead | Rise | StepDown
 class Leader:
     """One master's view. `now` is monotonic in seconds and goes on while the process is stopped."""
 
-    def __init__(self, lease_s: float | None) -> None:
+    def __init__(self, lease_s: float | None, first: int = 1) -> None:
+        """`first`: the least term to begin with where no other is known."""
         self._lease_s = lease_s
+        self._first = first
         self.role = Role.STANDBY
         self.term = 0  # ours while leading, else the highest heard
         self.leader = ""  # who leads, when it is another and its lease is not known to be over
@@ -193,7 +197,8 @@ class Leader:
 
     def _lead_alone(self, actions: list[Action]) -> None:
         if self.role is Role.STANDBY:
-            self.role, self.term, self._until, self._ask_at = Role.LEADING, self.term + 1, FOREVER, FOREVER
+            self.role, self._until, self._ask_at = Role.LEADING, FOREVER, FOREVER
+            self.term = max(self._first, self.term + 1)
             actions.append(Lead(self.term))
 
     def _ask(self, now: float, actions: list[Action]) -> None:
@@ -204,7 +209,7 @@ class Leader:
         self._asked = {number: since for number, since in self._asked.items() if now - since < self._lease_s}
         self._ask_at = now + self._lease_s / RENEWALS
         mine = self.role in (Role.WAITING, Role.LEADING)
-        actions.append(Ask(self._number, self._life, self.term if mine else 0, self.term))
+        actions.append(Ask(self._number, self._life, self.term if mine else 0, self.term, self._first))
 
     def _granted(self, said: Granted, now: float, actions: list[Action]) -> None:
         asked = self._asked.pop(said.number, None)

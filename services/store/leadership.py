@@ -14,10 +14,18 @@ from services.store.redis_lease import RedisLease
 
 log = logging.getLogger(__name__)
 
+EPOCH_S = 1_577_836_800  # 2020: terms of wall clocks fit below MAX_TERM until 2088
+
 
 def lease_clock() -> float:
     """Seconds that go on while this process, or the whole machine, sleeps."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def first_term() -> int:
+    """Of a mesh whose earlier terms nobody tells: above them if the wall clock is right, so that those who have heard
+    of them and cannot say so, as watchers, listen to it."""
+    return max(1, int(time.time()) - EPOCH_S)
 
 
 class Leadership:
@@ -31,9 +39,10 @@ class Leadership:
         on_rise: Callable[[int], None],
         on_end: Callable[[str], None],
         clock: Callable[[], float] = lease_clock,
+        first: int | None = None,
     ) -> None:
-        """`lease_s` None: there is no Redis, and this master leads from the first step on."""
-        self._leader = Leader(lease_s)
+        """`lease_s` None: there is no Redis, and this master leads from the first step on. `first`: see Leader."""
+        self._leader = Leader(lease_s, first_term() if first is None else first)
         self._clock = clock
         self._on_lead = on_lead
         self._on_rise = on_rise

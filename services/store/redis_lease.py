@@ -18,11 +18,11 @@ LOAD_PAGE_S = 5.0
 WRITE_S = 2.0
 
 # Gives or renews the lease in one step. KEYS: lease, terms. ARGV: token, address, ms, the term of a renewal (else 0),
-# floor. A renewal also restores what a Redis that was started anew has lost; a Redis that has been started anew since
-# it gave the last term may have forgotten some, which every answer about the next lease tells.
+# floor, the first term of all. A renewal also restores what a Redis that was started anew has lost; a Redis that has
+# been started anew since it gave the last term may have forgotten some, which every answer about the next lease tells.
 _LEASE = """
 local token, address, ms = ARGV[1], ARGV[2], ARGV[3]
-local mine, floor = tonumber(ARGV[4]), tonumber(ARGV[5])
+local mine, floor, first = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local held = redis.call('GET', KEYS[1])
 if held then
   local term, owner, unsure, leader = string.match(held, '^(%d+) (%S+) (%d) (%S*)$')
@@ -40,6 +40,9 @@ if mine > 0 and highest > mine then
   return {0, known[1], '', 0}
 end
 local term = mine > 0 and mine or math.max(highest, floor) + 1
+if mine == 0 and not known[1] then
+  term = math.max(term, first)
+end
 local unsure = (mine == 0 and known[2] ~= run) and 1 or 0
 local text = string.format('%d', term)
 redis.call('HSET', KEYS[2], 'term', text, 'run', run)
@@ -130,7 +133,7 @@ class RedisLease:
     async def ask(self, ask: Ask) -> Granted | Held | Silent:
         """Carry it out. Raises nothing but CancelledError."""
         keys = [self._redis.key("leader"), self._redis.key("terms")]
-        args = [self._token(ask.life), self._address, self._lease_ms, ask.term, ask.floor]
+        args = [self._token(ask.life), self._address, self._lease_ms, ask.term, ask.floor, ask.first]
         try:
             mine, term, leader, rest = await self._redis.within(self._lease(keys, args), self._redis.timeout_s)
         except Unavailable as err:

@@ -339,6 +339,7 @@ def test_answers_to_requests_of_a_lease_that_is_over_prolong_nothing() -> None:
 
 
 def test_without_redis_one_leads_at_once_and_above_all_that_nodes_have_heard() -> None:
+    assert Leader(None, first=77).step(Tick(), 0.0) == [Lead(77)]
     leader = Leader(None)
     assert leader.step(Tick(), 0.0) == [Lead(1)]
     assert leader.leads(1e9)
