@@ -59,8 +59,7 @@ def masters_of(store: str | None, run_dir: Path | None) -> str:
     except ConfigError as error:
         raise ConfigError(f"{error.message}; or name a store with --store HOST:PORT", field="store") from None
     runs.secure(run)
-    found = [one["address"] for name, one in run.services.items() if re.fullmatch(r"store(-\d+)?", name)]
-    return ",".join(found)
+    return runs.masters(run)
 
 
 @asynccontextmanager
