@@ -81,8 +81,8 @@ Event = Tick | Granted | Held | Silent | Heard | Stop
 
 @dataclass(frozen=True)
 class Ask:
-    """Get the lease (`term` 0), or renew the one of `term`. A new term must be above `floor`, and `first` at least where
-    Redis knows of none. The answer is an event with this number. `life`: leases are told apart by it; each is for one
+    """Get the lease (`term` 0), or renew the one of `term`. A new term must be above `floor`, and at least `first` if
+    Redis knows none. The answer is an event with this number. `life`: leases are told apart by it; each is for one
     continuous reign at most."""
 
     number: int

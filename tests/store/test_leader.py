@@ -265,7 +265,7 @@ class Mesh(RuleBasedStateMachine):
                 assert master.leader.leader_at(master.clock(self.now)) == str(self.masters.index(leader))
 
 
-SETTINGS = settings(max_examples=120, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def test_at_most_one_master_leads_whatever_happens() -> None:
