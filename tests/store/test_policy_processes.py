@@ -155,6 +155,7 @@ async def a_whole_namespace_is_removed_and_limited(mesh: Mesh) -> None:
         values = [rng.randbytes(2000) for _ in range(30)]
         other = await mesh.client.put(values[0])
         keys = [put.key for put in await tenant.put_many(values)]
+        await mesh.at(keys, 1)
         quota = pb.Quota(tag=tenant.tag, blocks=12, name="tenant")
         await mesh.master.SetQuota(pb.SetQuotaRequest(quota=quota), timeout=TIMEOUT)
 
