@@ -98,6 +98,7 @@ class PoolPartitions:
                 break
         if not partition.store.total:
             del self._partitions[layout]
+            self._changed.update(_touched(partition.store))  # it may have held blocks before its runs went
             raise Overloaded(f"{blocks} blocks of {shard_bytes} bytes: {self._figures()}", retry_after_ms=1000)
         return partition
 

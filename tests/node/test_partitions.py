@@ -199,6 +199,19 @@ def test_runs_of_all_sizes_lie_apart_after_many_moves() -> None:
     assert (made.free_bytes, made.fragmentation) == (8 * MIB, 0), "the pool is whole again"
 
 
+def test_what_a_partition_without_memory_has_lost_is_announced() -> None:
+    made = pool(4 * MIB)
+    (key,) = fill_with(made, 250_000, range(1))
+    assert made.take_changes().sealed == (key,)
+    (whole,) = fill_with(made, 4 * MIB, range(1))
+    partition = made.get(f"bytes/{4 * MIB}")
+    assert partition is not None and not made.get("bytes/262144").store.total  # type: ignore[union-attr]
+    partition.store.hold([whole])
+    with pytest.raises(Overloaded):
+        made.room("bytes", 250_000, 1)
+    assert made.take_changes() == Changes((whole,), (key,))
+
+
 def test_a_length_that_no_pool_holds_is_refused() -> None:
     made = pool(4 * MIB)
     assert fill_with(made, 4 * MIB - 5, range(1)), "all of the memory"

@@ -17,7 +17,7 @@ def nothing_active(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names, "_active", [])
 
 
-UNITS = "total|seconds|bytes|tokens|requests|count|bool|info"
+UNITS = "total|seconds|bytes|tokens|requests|count|bool|info|ratio"
 
 
 @pytest.mark.parametrize("service", names.SERVICES)
