@@ -107,18 +107,19 @@ async def copies_are_made_and_removed_and_moved_away(mesh: Mesh) -> None:
     assert await mesh.truth(*keys[12:]) == [list(NODES)] * 12
     assert await data_of(mesh.client, keys) == values
 
-    only_there = [key for key, held in zip(keys, await mesh.truth(*keys), strict=True) if held == ["n1"]]
     more = [rng.randbytes(3000) for _ in range(40)]
     more_puts = await mesh.client.put_many(more)
-    only_there += [put.key for put in more_puts if put.store_id == "n1"]
-    assert only_there, "nothing to move"
+    leaving = more_puts[0].store_id
+    only_there = [put.key for put in more_puts if put.store_id == leaving]
+    held = zip(keys, await mesh.truth(*keys), strict=True)
+    only_there += [key for key, nodes in held if nodes == [leaving]]
 
     async def drained() -> bool:
-        done = await mesh.master.Drain(pb.DrainRequest(instance_id="n1"), timeout=TIMEOUT)
+        done = await mesh.master.Drain(pb.DrainRequest(instance_id=leaving), timeout=TIMEOUT)
         return bool(done.done and not done.sole_blocks and done.moved >= len(only_there))
 
     await until(drained)
-    await mesh.nodes["n1"].kill()
+    await mesh.nodes[leaving].kill()
     async with StoreClient(ClientConfig(store=mesh.client.config.store, staging_mb=4, node_id="other")) as stranger:
         assert await data_of(stranger, keys + [put.key for put in more_puts]) == values + more
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 STRIDE = 16  # one in so many questions is counted
@@ -16,7 +17,7 @@ class Heat:
         self._stride = stride
         self._max_keys = max_keys
         self._counts: dict[bytes, int] = {}
-        self._skip = 0
+        self._rng = random.Random(0)  # a fixed step would pass over some places of calls that are alike
         self._decays_at = float("-inf")
 
     def __len__(self) -> int:
@@ -24,8 +25,7 @@ class Heat:
 
     def note(self, keys: Sequence[bytes]) -> list[bytes]:
         """These were asked for; those that were counted."""
-        counted = list(keys[self._skip :: self._stride])
-        self._skip = (self._skip - len(keys)) % self._stride
+        counted = list(keys[self._rng.randrange(self._stride) :: self._stride])
         counts = self._counts
         for key in counted:
             if key in counts:
