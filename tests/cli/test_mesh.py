@@ -201,7 +201,7 @@ def test_the_plan_of_a_whole_mesh(tmp_path: Path) -> None:
 def test_the_plan_of_pool_nodes_and_several_models(tmp_path: Path) -> None:
     settings = MeshSettings(
         model="/m/tiny", add_model=("org/code=/m/code", "/m"), prefill=2, pool=2, pool_memory_mb=7, api_keys="/k.toml",
-        tls_ca="/ca.pem", http_port=0, grpc_port=0,
+        tls_ca="/ca.pem", http_port=0, grpc_port=0, ssd_path="/disk", ssd_capacity_mb=9,
     )  # fmt: skip
     specs = {spec.name: spec for spec in plan.plan(settings, tmp_path, plan.Ports())}
     instances = ["prefill-0", "prefill-1", "decode-0"]
@@ -212,6 +212,8 @@ def test_the_plan_of_pool_nodes_and_several_models(tmp_path: Path) -> None:
     assert {"--memory-mb=7", f"--store={specs['store'].address}", "--instance-id=pool-1"} <= set(specs["pool-1"].argv)
     assert {"--model=/m/code", "--served-name=org/code"} <= set(specs["org-code-decode-0"].argv)
     assert {"--model=/m/tiny", "--served-name=tiny"} <= set(specs["prefill-1"].argv)
+    for name in ("pool-1", "prefill-1", "org-code-decode-0"):
+        assert {f"--ssd-path=/disk/{name}", "--ssd-capacity-mb=9"} <= set(specs[name].argv), "a folder of its own"
     gateway = set(specs["gateway"].argv)
     assert {"--model=/m/tiny", "--models=org/code=/m/code,/m=/m", "--api-keys=/k.toml"} <= gateway
     assert all("--tls-ca=/ca.pem" in spec.argv for spec in specs.values())
