@@ -266,3 +266,26 @@ def test_blocks_with_copies_elsewhere_go_before_others() -> None:
     assert store.coldest(4) == [d, b, a, c]  # in the order in which it was told
     store.replicated([d], elsewhere=False)
     assert store.coldest(4) == [b, a, c, d]
+
+
+def test_who_copies_blocks_elsewhere_hears_of_each_and_borrows_them_uncounted() -> None:
+    store, heard = full(4), list[bytes]()
+    store.on_added = heard.append
+    keys = chain("abc")
+    store.begin(keys[:2])
+    assert heard == []
+    store.seal(keys[0])
+    store.abandon(keys[1])
+    (raw,) = store.allocate(1)
+    store.adopt(keys[2], raw)
+    assert heard == [keys[0], keys[2]]
+    lent = store.borrow([keys[2], keys[0]])
+    assert lent == [raw, 0] and store.usage.held == 2
+    assert len(store.allocate(2)) == store.free + 2, "what is lent is not evicted"
+    store.release(lent)
+    assert (store.stats.hits, store.stats.misses, store.stats.idle) == (0, 0, 2)
+    store.cool([keys[0]])
+    assert store.coldest(2) == [keys[0], keys[2]]
+    with pytest.raises(KeyError):
+        store.borrow(chain("x"))
+    store.check_integrity()
