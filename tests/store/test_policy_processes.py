@@ -68,7 +68,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
     net = Loopback()
     async with contextlib.AsyncExitStack() as stack:
         port = free_port()
-        flags: dict[str, object] = {"heartbeat_interval_ms": 100, "lease_ms": 20_000}
+        flags: dict[str, object] = {"heartbeat_interval_ms": 100, "lease_ms": 5_000}
         master = service("store", "master", net, port, tmp_path, flags)
         stack.callback(master.end)
         master.start()
