@@ -23,6 +23,8 @@ from kvmesh.kvcache.segment_allocator import SegmentAllocator
 from kvmesh.node.partitions import Partition
 
 MAX_SLABS = 2048
+SLAB_BYTES = 1 << 20  # the usual one ...
+FEW_SLABS = 64  # ... where there are so many
 MIN_SLAB_BYTES = 256 << 10
 PAGE = 4096
 CANDIDATES = 32  # cold runs looked at for one move
@@ -88,7 +90,8 @@ class Slabs:
     looks at a bounded number of runs."""
 
     def __init__(self, base: int, nbytes: int) -> None:
-        self.slab_bytes = max(nbytes // MAX_SLABS // PAGE * PAGE, min(MIN_SLAB_BYTES, nbytes))
+        usual = min(nbytes // FEW_SLABS, SLAB_BYTES)
+        self.slab_bytes = max(max(nbytes // MAX_SLABS, usual) // PAGE * PAGE, min(MIN_SLAB_BYTES, nbytes))
         self._base = base
         self._free = SegmentAllocator(nbytes // self.slab_bytes)
         self._owners: list[Run | None] = [None] * self._free.total

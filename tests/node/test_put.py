@@ -205,7 +205,7 @@ async def test_two_callers_of_one_key_both_hear_of_the_one_that_was_first() -> N
             await asyncio.to_thread(engine.close)
 
 
-async def test_removed_while_leased_put_and_pulled() -> None:
+async def test_removed_while_leased_and_while_put() -> None:
     async with pool_and_caller("shm", fault=SLOW) as caller:
         keys = keys_of(1, 2)
         await caller.put(keys, [5_000, 90_000])
@@ -230,6 +230,27 @@ async def test_removed_while_leased_put_and_pulled() -> None:
             return (await caller.counts()).pools.extents_total == 0
 
         await until(free)
+
+
+async def test_removed_while_pulled() -> None:
+    async with pool_and_caller() as caller:
+        keys = keys_of(1, 2)
+        await caller.put(keys, [5_000, 90_000])
+        source = (await caller.counts()).instance
+        slow = config(instance_id="pool-1", transports="shm", fault=SLOW)
+        async with running(pool.run, slow) as second, stub(second.address) as rpc:
+            pull = pb.PullBlocksRequest(keys=b"".join(keys), holders=[source], timeout_ms=9_000)
+            pulling = asyncio.ensure_future(rpc.Pull(pull, timeout=20))
+
+            async def writing() -> bool:
+                return (await rpc.GetStore(pb.GetNodeStoreRequest())).pools.store_writing == 2
+
+            await until(writing)
+            assert (await rpc.Remove(pb.RemoveBlocksRequest(keys=keys[1]))).removed == 1
+            assert (await pulling).held == b"\1\0"
+            assert (await rpc.Exists(pb.ExistsRequest(keys=keys[1]))).tiers == b"\0"
+            assert (await rpc.Pull(pull, timeout=20)).held == b"\1\1", "said again, it is another copy"
+        await caller.check(keys)
 
 
 async def test_removal_by_prefix_takes_a_tenant_and_nobody_else() -> None:
