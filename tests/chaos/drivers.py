@@ -14,6 +14,7 @@ from tests.chaos.workload import Got
 
 NAMESPACE = "chaos"
 PLACEMENTS = ("random", "best2", "random")
+LOCATIONS = (0, 0, 1000)  # remembers none: asks the master every time
 
 
 class ClientDriver:
@@ -32,6 +33,7 @@ class ClientDriver:
                 staging_mb=16,
                 lease_ms=2000,
                 read_within_ms=2000,
+                locations=LOCATIONS[number % len(LOCATIONS)],
                 fault="{}",
             )
         )

@@ -1,7 +1,8 @@
 """Writers, readers and removers, each operation of which is written into the history. What is put is made of the seed.
 
 Blocks under content keys come from a small set, so that puts, gets and removals of one key meet; blocks under granted
-keys are new each time, larger, and press on the memory: nodes must evict, and move to SSD where they have one.
+keys are new each time, larger, and press on the memory: nodes must evict, and move to SSD where they have one. Some
+values stand: pinned hard, removed by nobody, read all the time; no miss of them is ever right while a holder lives.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Protocol
 from kvmesh.rpc.errors import KvmeshError
 from tests.chaos.history import History, digest_of
 
-SHARED_VALUES = 48
+SHARED_VALUES = 40
+STANDING_VALUES = 16
 SMALL = (1_000, 4_096, 20_000, 65_536, 200_000)
 LARGE = (300_000, 500_000, 700_000)
 PAUSE_S = (0.0, 0.04)
@@ -61,8 +63,9 @@ class Workload:
         self._workers = workers
         self._seed = seed
         rng = random.Random(f"values {seed}")
-        self._values = [rng.randbytes(rng.choice(SMALL)) for _ in range(SHARED_VALUES)]
-        self._keys = [drivers[0].content_key(value) for value in self._values]
+        values = [rng.randbytes(rng.choice(SMALL)) for _ in range(SHARED_VALUES + STANDING_VALUES)]
+        self._values = {drivers[0].content_key(value): value for value in values}
+        self._shared, self._standing = list(self._values)[:SHARED_VALUES], list(self._values)[SHARED_VALUES:]
         self._granted: deque[str] = deque(maxlen=REMEMBERED)
         self.stop = asyncio.Event()
 
@@ -75,13 +78,20 @@ class Workload:
         rng = random.Random(f"worker {self._seed} {number}")
         driver = self._drivers[number % len(self._drivers)]
         client = f"worker-{number}"
+        for key in self._standing[number :: self._workers]:
+            await self._put(driver, client, key, self._values[key], True)
         while not self.stop.is_set():
             dice = rng.random()
-            if dice < 0.28:
-                i = rng.randrange(SHARED_VALUES)
-                await self._put(driver, client, self._keys[i], self._values[i], rng.random() < 0.35)
-            elif dice < 0.36:
+            if dice < 0.24:
+                key = rng.choice(self._shared)
+                await self._put(driver, client, key, self._values[key], rng.random() < 0.35)
+            elif dice < 0.27:
+                key = rng.choice(self._standing)
+                await self._put(driver, client, key, self._values[key], True)
+            elif dice < 0.34:
                 await self._put_granted(driver, client, rng)
+            elif dice < 0.60:
+                await self._get(driver, client, rng.choice(self._standing))
             elif dice < 0.90:
                 await self._get(driver, client, self._pick(rng))
             elif dice < 0.97:
@@ -93,7 +103,7 @@ class Workload:
     def _pick(self, rng: random.Random) -> str:
         if self._granted and rng.random() < 0.2:
             return rng.choice(self._granted)
-        return rng.choice(self._keys)
+        return rng.choice(self._shared)
 
     # ── operations ────────────────────────────────────────────────────────────────────────────────
 
