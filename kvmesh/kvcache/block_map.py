@@ -293,7 +293,9 @@ class BlockMap:
             new.append(key)
         store.count += len(new)
         self._replicas += len(new)
-        store.log += b"".join(new)
+        packed = b"".join(new)
+        store.log += packed
+        self._changed(store, packed, 1)
         self._shorten(store, len(new))
 
     def _shorten(self, store: _Store, added: int) -> None:
@@ -301,8 +303,12 @@ class BlockMap:
         if _is_long(store):
             store.log = bytearray().join(self._keys_of(store))
 
+    def _changed(self, store: _Store, packed: bytes, sign: int) -> None:
+        """These keys were added (`sign` 1) or removed (-1). For maps that count more."""
+
     def _remove(self, store: _Store, keys: Iterable[bytes]) -> None:
         masks, bit = self._masks, store.bit
+        gone = []
         for key in keys:
             mask = masks.get(key, 0)
             if not mask & bit:
@@ -314,8 +320,10 @@ class BlockMap:
                 masks[key] = self._only(left) if alone else left
             else:
                 del masks[key]
-            store.count -= 1
-            self._replicas -= 1
+            gone.append(key)
+        store.count -= len(gone)
+        self._replicas -= len(gone)
+        self._changed(store, b"".join(gone), -1)
 
     def _clear(self, store: _Store) -> None:
         self._remove(store, self._keys_of(store))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvmesh.kvcache.block_map import _Store
-from kvmesh.kvcache.keys import KEY_BYTES, TAG_BYTES
+from kvmesh.kvcache.keys import KEY_BYTES, TAG_BYTES, split
 from kvmesh.kvcache.steady_map import SteadyBlockMap
 from kvmesh.kvcache.tiers import MARK
 
@@ -58,27 +58,30 @@ class MasterMap(SteadyBlockMap):
     def forget(self, keys: Iterable[bytes]) -> dict[str, list[bytes]]:
         """Take these keys out of every store, also out of what is being gathered and what is not swept yet; which of
         each store are gone. What stores say of them later counts again."""
-        by_slot: dict[int, list[bytes]] = {}
+        by_mask: dict[int, list[bytes]] = {}
+        masks = self._masks
         for key in dict.fromkeys(keys):
-            mask = self._masks.get(key, 0)
-            while mask:
-                low = mask & -mask
-                by_slot.setdefault(low.bit_length() - 1, []).append(key)
-                mask ^= low
+            by_mask.setdefault(masks.get(key, 0), []).append(key)
         gone: dict[str, list[bytes]] = {}
-        for slot, some in by_slot.items():
-            store = self._slots[slot]
-            assert store is not None, "a bit of a slot that nobody has"
-            self._remove(store, some)
-            gone.setdefault(store.store_id, []).extend(some)
+        for mask, some in by_mask.items():
+            left = mask
+            while left:
+                low = left & -left
+                store = self._slots[low.bit_length() - 1]
+                assert store is not None, "a bit of a slot that nobody has"
+                self._remove(store, some)
+                gone.setdefault(store.store_id, []).extend(some)
+                left ^= low
         return gone
 
     def forget_prefix(self, prefix: bytes) -> dict[str, list[bytes]]:
-        """As `forget`, of all keys that begin so. O(keys of the stores that have any), most of it in numpy."""
+        """As `forget`, of all keys that begin so. O(keys of the stores that have any), in numpy, and O(1) for each
+        that is forgotten."""
         keys: dict[bytes, None] = {}
         for store in self._slots:
             if store is not None and self._may_have(store, prefix):
-                keys.update(dict.fromkeys(self._beginning(store, prefix)))
+                packed = self._beginning(store, prefix).tobytes()
+                keys.update(dict.fromkeys(split(packed)))
         return self.forget(keys)
 
     # ── memory ───────────────────────────────────────────────────────────────────────────────────────
@@ -109,9 +112,19 @@ class MasterMap(SteadyBlockMap):
         store = self._stores.get(store_id)
         if store is None or not self._may_have(store, prefix):
             return []
-        masks, bit = self._masks, store.bit
-        held = (key for key in self._beginning(store, prefix, after) if masks.get(key, 0) & bit)
-        return list(islice(held, limit))
+        words = self._beginning(store, prefix)
+        order = words[:, :8].copy().view(">u8").ravel().astype(np.uint64)
+        if len(after) >= 8:
+            above = order >= int.from_bytes(after[:8], "big")
+            words, order = words[above], order[above]
+        some = 2 * limit
+        while True:
+            # As many of the lowest as may be needed: the log names some that are gone, and some twice.
+            lowest = words if len(words) <= some else words[order <= np.partition(order, some)[some]]
+            found = sorted(key for key in set(self.held(store_id, lowest.tobytes())) if key > after)
+            if len(found) >= limit or len(lowest) == len(words):
+                return found[:limit]
+            some *= 4
 
     def shown(self) -> Iterator[tuple[str, int]]:
         """(store, its bit) of all stores. A store's bit changes with each snapshot."""
@@ -138,34 +151,16 @@ class MasterMap(SteadyBlockMap):
     def _may_have(self, store: _Store, prefix: bytes) -> bool:
         return len(prefix) < TAG_BYTES or prefix[:TAG_BYTES] in self._tags.get(store.slot, {})
 
-    def _beginning(self, store: _Store, prefix: bytes, after: bytes = b"") -> list[bytes]:
-        """Keys of its log that begin with `prefix` and are above `after`, ascending; also some it no longer holds."""
+    def _beginning(self, store: _Store, prefix: bytes) -> NDArray[np.uint8]:
+        """[n, 16]: keys of its log that begin with `prefix`, also some that it no longer holds, and some twice."""
         words = np.frombuffer(bytes(store.log), np.uint8).reshape(-1, KEY_BYTES)
         for at, byte in enumerate(prefix):
             words = words[words[:, at] == byte]
-        wide = np.ascontiguousarray(words).view(f"S{KEY_BYTES}").ravel()
-        # numpy's S ignores trailing zeros of a key, so that it may only choose candidates: `after` decides on bytes.
-        if after:
-            wide = wide[wide >= np.bytes_(after)]
-        packed = wide.tobytes()
-        keys = {packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)}
-        return sorted(key for key in keys if key > after)
+        return words
 
-    def _add(self, store: _Store, keys: Iterable[bytes]) -> None:
-        masks, bit = self._masks, store.bit
-        new = [key for key in dict.fromkeys(keys) if not masks.get(key, 0) & bit]
-        super()._add(store, new)
-        self._count(store, new, 1)
-
-    def _remove(self, store: _Store, keys: Iterable[bytes]) -> None:
-        masks, bit = self._masks, store.bit
-        gone = [key for key in dict.fromkeys(keys) if masks.get(key, 0) & bit]
-        super()._remove(store, gone)
-        self._count(store, gone, -1)
-
-    def _count(self, store: _Store, keys: Sequence[bytes], sign: int) -> None:
+    def _changed(self, store: _Store, packed: bytes, sign: int) -> None:
         counts, shown = self._tags[store.slot], not store.bit & self._hidden and MARK not in store.store_id
-        for tag, n in Counter([key[:TAG_BYTES] for key in keys]).items():
+        for tag, n in _tally(packed).items():
             before = counts.get(tag, 0)
             if before + sign * n:
                 counts[tag] = before + sign * n
@@ -181,3 +176,13 @@ class MasterMap(SteadyBlockMap):
         for tag in self._watched if MARK not in shown.store_id else ():
             self._watched[tag] += after.get(tag, 0) - before.get(tag, 0)
         super()._swap(shown, other)
+
+
+def _tally(packed: bytes) -> dict[bytes, int]:
+    """Keys of each tag. Keys of one batch mostly have one tag: that costs next to nothing."""
+    count = len(packed) // KEY_BYTES
+    if not count:
+        return {}
+    if all(packed[at::KEY_BYTES] == packed[at : at + 1] * count for at in range(TAG_BYTES)):
+        return {packed[:TAG_BYTES]: count}
+    return Counter([packed[at : at + TAG_BYTES] for at in range(0, len(packed), KEY_BYTES)])
