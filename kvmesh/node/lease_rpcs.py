@@ -11,11 +11,12 @@ from kvmesh.kvcache.tiers import Tier
 from kvmesh.node.leasing import Leased
 from kvmesh.node.partitions import Partition, size_of
 from kvmesh.node.rpc_checks import MS, Node, keys_in, lease_ms_in
-from kvmesh.rpc.errors import KvmeshError, Overloaded, UnknownInstance
+from kvmesh.rpc.errors import InvalidRequest, KvmeshError, Overloaded, UnknownInstance
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.telemetry import names
 
 MAX_LEASES = 16_384
+MAX_RELEASED = 1024  # beside the first of a call
 STAGE_S = 1.0  # that a lease may wait for blocks to come from below DRAM
 SUM_S = 10.0
 
@@ -100,7 +101,10 @@ class LeaseRpcs:
         return pb.RenewBlocksResponse(lease_ms=(until_ns - now) // MS)
 
     async def ReleaseLease(self, request: pb.ReleaseBlocksRequest, context: Any) -> pb.ReleaseBlocksResponse:  # noqa: N802
-        """Also right for one that is over."""
-        if self._node.leasing.release(request.lease_id):
+        """Also right for one that is over. Raises InvalidRequest: too many in one call."""
+        if len(request.also) > MAX_RELEASED:
+            raise InvalidRequest(f"also: {len(request.also)} leases, at most {MAX_RELEASED} in one call", field="also")
+        released = [self._node.leasing.release(lease_id) for lease_id in (request.lease_id, *request.also)]
+        if any(released):
             self._node.leases_changed()
         return pb.ReleaseBlocksResponse()

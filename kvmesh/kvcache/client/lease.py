@@ -27,6 +27,8 @@ from kvmesh.transfer import BatchId, TransferEngine, TransferRequest, TransferSt
 LAYOUT = "bytes"  # of public blocks: any length, nothing known of what they hold
 CALL_S = 5.0  # a holder that has not answered by then is passed over; from SSD the answer takes a read
 RELEASE_S = 1.0
+RELEASE_AFTER_S = 0.005
+RELEASED = 1024  # leases of one call
 MS = 1_000_000  # ns
 
 
@@ -49,11 +51,56 @@ class Lease:
         return not self.over and when_ns <= self.until_ns
 
 
+class Releases:
+    """Leases that are done with, given back together a moment later: a call for each would cost a small get as much as
+    its lease. Nobody has to wait: a lease that is not given back ends by itself. On the event loop; `close` it."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._due: dict[str, list[int]] = {}  # address → lease ids
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def give_back(self, lease: Lease) -> None:
+        if lease.over:
+            return
+        self._due.setdefault(lease.peer.address, []).append(lease.lease_id)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(RELEASE_AFTER_S, self._send)
+
+    def _send(self) -> None:
+        self._timer = None
+        due, self._due = self._due, {}
+        for address, ids in due.items():
+            for at in range(0, len(ids), RELEASED):
+                task = asyncio.get_running_loop().create_task(self._call(address, ids[at : at + RELEASED]))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def _call(self, address: str, ids: list[int]) -> None:
+        async with self._peers.use(address) as peer:
+            with contextlib.suppress(grpc.RpcError):
+                request = pb.ReleaseBlocksRequest(lease_id=ids[0], also=ids[1:])
+                await peer.stub.ReleaseLease(request, timeout=RELEASE_S)
+
+    async def close(self) -> None:
+        """What is due is sent; ends within RELEASE_S."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._send()
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=RELEASE_S)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
 async def ask(
     peer: Peer,
     peers: Peers,
     holder: Holder,
     keys: Sequence[bytes],
+    releases: Releases,
     *,
     reader: str,
     lease_ms: int,
@@ -86,7 +133,7 @@ async def ask(
         if rank.segment != lease.segment:
             raise TransferError(f"{holder.store_id} names a segment that its descriptor does not")
     except TransferError:
-        await give_back(lease)
+        releases.give_back(lease)
         raise
     return lease
 
@@ -108,14 +155,6 @@ def _fill(lease: Lease, answer: pb.LeaseResponse, keys: int, checksums: bool) ->
         if len(rank.checksum) != len(held):
             raise TransferError("a lease without the checksums that were asked for")
         lease.checksums = dict(zip(held, rank.checksum, strict=True))
-
-
-async def give_back(lease: Lease) -> None:
-    """Nobody has to wait for it: a lease that is not given back ends by itself. Raises nothing."""
-    if not lease.over:
-        with contextlib.suppress(grpc.RpcError):
-            request = pb.ReleaseBlocksRequest(lease_id=lease.lease_id)
-            await lease.peer.stub.ReleaseLease(request, timeout=RELEASE_S)
 
 
 async def read(

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Collection, Coroutine, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,7 +99,7 @@ class Reader:
         self._hints = hints
         self._here = here
         self._rng = random.Random()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._releases = leases.Releases(peers)
 
     async def read(
         self, keys: Sequence[bytes], targets: Sequence[Span] | None, deadline: float, verify: bool
@@ -188,6 +188,7 @@ class Reader:
             self._peers,
             holder,
             [job.got[p].key for p in positions],
+            self._releases,
             reader=self._engine.name,
             lease_ms=self._config.lease_ms,
             checksums=job.verify,
@@ -203,7 +204,7 @@ class Reader:
                 return await self._to_bytes(job, holder, lease, shards)
             return await self._into(job, holder, lease, shards, job.targets)
         finally:
-            self._later(leases.give_back(lease))
+            self._releases.give_back(lease)
 
     async def _into(
         self, job: _Job, holder: Holder, lease: Lease, shards: Sequence[Shard], targets: Sequence[Span]
@@ -294,19 +295,9 @@ class Reader:
         requests = [TransferRequest(Opcode.READ, to, lease.segment, at, n) for at, n, to in landing]
         return await leases.read(self._engine, lease, requests, job.deadline, self._config.lease_ms)
 
-    # ── tasks ────────────────────────────────────────────────────────────────────────────────────
-
-    def _later(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     async def close(self) -> None:
         """What was begun for nobody (releases) ends within a second."""
-        if self._tasks:
-            await asyncio.wait(set(self._tasks), timeout=leases.RELEASE_S)
-        for task in self._tasks:
-            task.cancel()
+        await self._releases.close()
 
 
 async def _all(works: Any) -> list[Any]:
