@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -367,3 +368,47 @@ async def test_copies_come_as_their_holders_have_them() -> None:
                 del pull.holders[2]
                 assert (await to_b.Pull(pull, timeout=20)).held == b"\0" * 4 + b"\1\1\0"
                 await b.check(desk, blocks)
+
+
+async def test_below_dram_too_blocks_are_copied_and_removed_for_good(tmp_path: Path) -> None:
+    below: dict[str, Any] = {"ssd_path": str(tmp_path / "ssd"), "ssd_capacity_mb": 512, "ssd_offload_percent": 0}
+    keys = keys_of(*range(18))
+
+    async def told(caller: Caller) -> pb.ExistsResponse:
+        return await caller.rpc.Exists(pb.ExistsRequest(keys=b"".join(keys)))
+
+    async with pool_and_caller(**below) as caller:
+        for at in range(0, 18, 6):
+            assert (await caller.put(keys[at : at + 6], [300_000] * 6)).held == b"\1" * 6
+            await until(lambda: written(caller))
+        answer = await told(caller)
+        cold = [key for key, tier in zip(keys, answer.tiers, strict=True) if tier == Tier.SSD]
+        assert len(cold) > 4 and set(answer.nbytes) == {300_000} and list(answer.layouts) == ["bytes"]
+        source = (await caller.counts()).instance
+        other = config(instance_id="pool-1", transports="shm")
+        async with running(pool.run, other) as second, stub(second.address) as rpc:
+            pull = pb.PullBlocksRequest(keys=b"".join(cold[:5]), holders=[source], timeout_ms=9_000)
+
+            async def copied() -> bool:
+                """Again and again: as much as may be staged at once."""
+                return all((await rpc.Pull(pull, timeout=20)).held)
+
+            await until(copied)
+            counts = await rpc.GetStore(pb.GetNodeStoreRequest())
+            await Caller(rpc, counts.instance.incarnation, caller.engine, blocks=caller.blocks).check(cold[:5])
+        pinned = await caller.rpc.Pin(pb.PinBlocksRequest(keys=cold[-1], kind=pb.PIN_KIND_HARD))
+        assert pinned.done == b"\1", "brought up to be pinned"
+        gone = [cold[0], keys[-1]]
+        assert (await caller.rpc.Remove(pb.RemoveBlocksRequest(keys=b"".join(gone)))).removed == 2
+        blocks = caller.blocks
+    async with pool_and_caller(**below) as caller:
+        answer = await told(caller)
+        assert [bool(tier) for tier in answer.tiers] == [key not in gone for key in keys]
+        caller.blocks = blocks
+        await caller.check(cold[1:4])
+
+
+async def written(caller: Caller) -> bool:
+    """All that was put is below DRAM, wherever else it is."""
+    counts = await caller.counts()
+    return sum(tier.blocks for tier in counts.tiers) >= len(caller.blocks)
