@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -133,7 +131,7 @@ class Redis(Process):
             "bind": net.address(name), "port": port, "dir": data, "appendonly": "yes", "appendfsync": "always",
             "save": "", "protected-mode": "no",
         }  # fmt: skip
-        argv = [sys.executable, "-c", WRAPPED, str(os.getpid()), program() or "redis-server"]
+        argv = [sys.executable, "-c", WRAPPED, str(os.getpid()), "redis-server"]
         for key, value in options.items():
             argv += [f"--{key}", str(value)]
         super().__init__(name, net, port, argv, folder)
@@ -146,17 +144,6 @@ class Redis(Process):
             return False
 
         await _until(there, timeout_s, f"{self.name} is ready", self.tail)
-
-
-def program() -> str | None:
-    """A Redis server of this machine."""
-    return shutil.which("redis-server") or shutil.which("valkey-server")
-
-
-def told(process: Process) -> dict[str, object]:
-    """What its ready file says."""
-    found: dict[str, object] = json.loads(process.ready_file.read_text())
-    return found
 
 
 def _runs(pid: int) -> bool:

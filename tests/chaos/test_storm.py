@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.conftest import Chaos
-from tests.chaos.processes import program
 from tests.chaos.storm import storm
+from tests.redis_server import needs_redis
 
 STORM_S = 30.0
 LONG_STORM_S = 60.0
@@ -24,7 +24,7 @@ AROUND_S = 140.0  # start, end and survey, on a crowded machine
 pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(0)]
 
 
-@pytest.mark.skipif(program() is None, reason="no redis-server here: apt-get install redis-server")
+@needs_redis
 async def test_whatever_happens_the_store_keeps_its_word(chaos: Chaos, tmp_path: Path) -> None:
     end = time.monotonic() + 60 * chaos.minutes
     length_s = LONG_STORM_S if chaos.minutes else STORM_S
