@@ -217,10 +217,10 @@ class Machine(RuleBasedStateMachine):
         holders = {name for name, node in self.world.nodes.items() if node.holds(key)}
         if not holders:
             return
-        free = set(NAMES) - holders - self.drains
-        stay = {name for name in holders if key in self.world.nodes[name].own_pins} if not hard else set()
-        enough = max(wanted, len(stay))
-        assert len(holders) == enough or (len(holders) < wanted and not free), (key, holders, wanted, self.drains)
+        free, staying = set(NAMES) - holders - self.drains, holders - self.drains
+        pinned = {name for name in staying if key in self.world.nodes[name].own_pins} if not hard else set()
+        enough = max(wanted, len(pinned))
+        assert len(staying) == enough or (len(staying) < wanted and not free), (key, holders, wanted, self.drains)
         for name in holders:
             assert (key in self.world.nodes[name].pins) == hard, (key, name, hard)
 

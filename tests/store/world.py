@@ -53,10 +53,12 @@ class Shown:
         self.stores = {name: life for name, life in self.stores.items() if name.partition("#")[0] != instance_id}
         self.applied.pop(instance_id, None)
 
-    def heard(self, said: Announcement) -> None:
+    def heard(self, said: Announcement, floor: int) -> None:
+        """`floor`: the last tombstone that is forgotten; who has not applied it is believed nothing."""
         applied = self.applied[said.store_id.partition("#")[0]]
         behind = [tombstone for tombstone in self.tombstones if tombstone.seq > applied]
         sealed = {key for key in said.sealed if not any(tombstone.covers(key) for tombstone in behind)}
+        sealed = sealed if applied >= floor else set()
         life = self.stores.setdefault(said.store_id, Life())
         if not said.snapshot:
             if said.seq == life.seq + 1 and (said.sealed or said.removed):
@@ -191,7 +193,7 @@ class World:
         self._ended(actions)
         heard = next((action for action in actions if isinstance(action, Heard)), None)
         if heard is not None:
-            self.shown.heard(word)
+            self.shown.heard(word, self.state.policy.tombstones.floor)
         return heard
 
     def remove(self, keys: tuple[bytes, ...], prefix: bytes, asked: set[str], deaf: set[str]) -> Tombstone:

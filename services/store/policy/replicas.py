@@ -175,23 +175,25 @@ class Replicas:
                 needs.pins.setdefault(unpinned[0][0], []).append(key)
                 return
         wanted = max(target.replicas if target else 0, hot[0].replicas if hot else 0)
-        if len(holders) < wanted:
+        # What a draining node has goes with it: that is no copy, only something to copy from.
+        staying = {name for name in holders if (n := self._nodes.get(name)) is not None and not n.draining}
+        if len(staying) < wanted:
             needs.pulls.setdefault(tuple(sorted(holders)), []).append(key)
-        elif target is not None and len(holders) > wanted:
+        elif target is not None and len(staying) > wanted:
             # One that has not done it, as where somebody else has pinned the block, is followed by the next. A target
             # that pins has pinned it everywhere by itself.
-            victims = sorted(holders, key=self._uselessness, reverse=True)
+            victims = sorted(staying, key=self._uselessness, reverse=True)
             victim = victims[target.failures % len(victims)]
-            trim = (victim, tuple(sorted(holders - {victim})), not target.hard)
+            trim = (victim, tuple(sorted(staying - {victim})), not target.hard)
             needs.trims.setdefault(trim, []).append(key)
         elif target is not None and target.failures:
             target.failures = 0
 
-    def _uselessness(self, name: str) -> tuple[bool, bool, int, str]:
+    def _uselessness(self, name: str) -> tuple[bool, int, str]:
         """A copy where nobody computes, and where room is scarcest, goes first."""
         node = self._nodes.get(name)
         assert node is not None, "only live nodes are asked"
-        return (node.draining, node.member.role is Role.POOL, -node.free_bytes, name)
+        return (node.member.role is Role.POOL, -node.free_bytes, name)
 
     def _unpins(self, now: float) -> list[Order]:
         by_life: dict[Life, list[bytes]] = {}
