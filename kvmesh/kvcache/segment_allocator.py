@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class SegmentAllocator:
-    """Units 0..total-1, all free at first. The lowest run that is long enough is taken, so the upper end stays whole."""
+    """Units 0..total-1, all free at first. The lowest run that is long enough is taken: the upper end stays whole."""
 
     def __init__(self, total: int) -> None:
         if total < 0:

@@ -27,8 +27,8 @@ class PullRange:
 class PullJob:
     """Fetch blocks into host extents that the node store has begun (`NodeStore.begin`) for them. `blocks[i]` is the
     prompt's block of `keys[i]`, which goes to `extents[i]`. `ranges` are tried in order for what they cover.
-    `traffic_class`: how it stands beside the handoffs that use the same wires. `sizes`: bytes of each, where they do not
-    fill their extents."""
+    `traffic_class`: how it stands beside the handoffs that use the same wires. `sizes`: bytes of each, where they do
+    not fill their extents."""
 
     ticket: int
     blocks: tuple[int, ...]
