@@ -206,7 +206,6 @@ class Machine(RuleBasedStateMachine):
             for tier, store in node.stores.items():
                 shown = world.shown.stores[store_name(node.name, tier)].keys
                 assert set(store.keys()) == shown, f"{node.name} {tier.name}"
-            assert node.removed_seq >= world.state.policy.tombstones.floor
             assert not world.state.policy.tombstones.newer(node.name)
         for key, (wanted, hard) in self.targets.items():
             self.check_target(key, wanted, hard)

@@ -144,7 +144,6 @@ class Policy:
         """`said` without what that member must not bring back. As removed the rest keeps a batch from being empty."""
         instance_id = split_name(said.store_id)[0]
         self.memory.said(said)
-        self.farewells.heard(said, self.tombstones.is_behind(instance_id))
         masked = self.tombstones.masked(instance_id, said.sealed)
         if not masked:
             return said
@@ -159,6 +158,10 @@ class Policy:
             self.tombstones.began_snapshot(said.store_id)
             self.farewells.settled(said.store_id)
             self.memory.began_snapshot(said.store_id)
+        # An old word that comes again says nothing of what became of a key since.
+        news = verdict is Verdict.APPLIED or (verdict is Verdict.DUPLICATE and not (said.sealed or said.removed))
+        if news and not said.snapshot:
+            self.farewells.heard(said, self.tombstones.is_behind(split_name(said.store_id)[0]))
         return self.memory.keep(self._rng)
 
     def wants_snapshot(self, store_id: str) -> bool:

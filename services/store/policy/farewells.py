@@ -33,7 +33,7 @@ class Farewells:
         return True
 
     def heard(self, said: Announcement, behind: bool) -> None:
-        """What a store says, and whether it has yet to apply a tombstone."""
+        """What a store says that is news, or that there is none; `behind`: it has yet to apply a tombstone."""
         still = self._open.get(said.store_id)
         if still is None:
             return
@@ -43,7 +43,7 @@ class Farewells:
         if not still:
             self.settled(said.store_id)
         elif not behind:
-            complete = not (said.sealed or said.removed or said.snapshot)
+            complete = not (said.sealed or said.removed)
             self._heard[said.store_id] += PATIENCE if complete else 1
 
     def wants_snapshot(self, store_id: str) -> bool:

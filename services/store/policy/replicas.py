@@ -24,6 +24,7 @@ from services.store.policy.work import MAX_KEYS, Order, Pin, Pull, Then, Trim, W
 LOOK = 1024  # keys in one tick
 MAX_ORDERS = 32  # under way
 RETRY_S = (0.5, 60.0)
+PIN_AGAIN_S = 120.0  # a block that went and came again at a node has lost its pin there
 MAX_HOT = 1024
 HOT_REPLICAS = 4  # a hot block gets no more copies than make so many
 HOT_S = 60.0
@@ -33,11 +34,14 @@ Life = tuple[str, int]  # instance id, incarnation
 
 @dataclass(slots=True)
 class Target:
-    """`replicas` nodes, 1 or more. `pinned`: the lives at which it is pinned hard."""
+    """`replicas` nodes, 1 or more. `pinned`: the lives at which it is pinned hard for all we know; `ever`: at which it
+    was pinned at any time."""
 
     replicas: int
     hard: bool = False
     pinned: set[Life] = field(default_factory=set)
+    ever: set[Life] = field(default_factory=set)
+    pin_again_at: float = float("-inf")
     failures: int = 0
     not_before: float = float("-inf")
 
@@ -93,12 +97,12 @@ class Replicas:
             raise Overloaded(f"{len(self._targets)} blocks have a target of replicas, at most {self._most}")
         for key in keys:
             known = self._targets.pop(key, None)
-            pinned = set() if known is None else known.pinned
+            ever = set() if known is None else known.ever
             if not (replicas and hard):
-                self._unpin.extend((life, key) for life in pinned)
-                pinned = set()
+                self._unpin.extend((life, key) for life in ever)
+                ever = set()
             if replicas:
-                self._targets[key] = Target(replicas, hard, pinned)
+                self._targets[key] = Target(replicas, hard, ever=ever)
                 self._soon(key)
 
     def hot(self, key: bytes, now: float) -> None:
@@ -169,6 +173,9 @@ class Replicas:
             return
         if target is not None and target.hard:
             lives = {(name, n.member.incarnation) for name in holders if (n := self._nodes.get(name)) is not None}
+            if now >= target.pin_again_at:
+                target.pinned, target.pin_again_at = set(), now + PIN_AGAIN_S
+                target.ever = {life for life in target.ever if self._lives(life)}
             target.pinned &= lives
             unpinned = sorted(lives - target.pinned)
             if unpinned and target.failures % 2 == 0:  # a pin that cannot be must not keep copies from being made
@@ -188,6 +195,10 @@ class Replicas:
             needs.trims.setdefault(trim, []).append(key)
         elif target is not None and target.failures:
             target.failures = 0
+
+    def _lives(self, life: Life) -> bool:
+        node = self._nodes.get(life[0])
+        return node is not None and node.member.incarnation == life[1]
 
     def _uselessness(self, name: str) -> tuple[bool, int, str]:
         """A copy where nobody computes, and where room is scarcest, goes first."""
@@ -229,6 +240,9 @@ class Replicas:
 
     def _pulled(self, work: Pull, done: frozenset[bytes], answered: bool, now: float) -> None:
         self._copying.ended(work, done, answered, now)
+        for key in done:
+            if (target := self._targets.get(key)) is not None:
+                target.pinned.discard((work.receiver.instance_id, work.receiver.incarnation))
         self._judge(work.keys, done, now)
 
     def _trimmed(self, work: Trim, done: frozenset[bytes], answered: bool, now: float) -> None:
@@ -241,6 +255,7 @@ class Replicas:
             target = self._targets.get(key)
             if target is not None and target.hard:
                 target.pinned.add(life)
+                target.ever.add(life)
             else:
                 self._unpin.append((life, key))
         self._judge(work.keys, done, now)
