@@ -7,8 +7,8 @@ remove     after a remove that store h acknowledged, no get that was invoked aft
            its lives), until a put of that key may have sealed it there: one that had not ended before the remove began.
 miss       "not there" is claimed of no block that was put with a hard pin at h (acknowledged before the get began) and
            was not being removed, while h was neither robbed of its memory since, nor out of reach during the get or
-           `recovery_s` before it. It makes no difference who leads: a reader that cannot know says so by an error. Of a
-           put that ended less than `announced_s` before the get, only its own client need know.
+           `recovery_s` before it. It makes no difference who leads: a reader that cannot know says so by an error. A put
+           that ended less than `announced_s` before the get need not be known yet.
 last       such a block is at h at the end, if h kept its memory.
 removed    a block whose removal h acknowledged, and that was not put again, is not at h at the end.
 owners     all nodes that hold a key at the end hold the same bytes, and somebody put them.
