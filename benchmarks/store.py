@@ -27,11 +27,17 @@ from typing import Any
 
 from benchmarks import store_gather, store_metadata
 from benchmarks.peers.link import PeerMissing
-from benchmarks.store_contest import Contest, Row, contenders
+from benchmarks.store_contest import OPS, Contest, Row, contenders
 
 PARTS = ("data", "clients", "metadata", "growth", "gather")
 KIB, MIB = 1 << 10, 1 << 20
 ROWS = [Row(n, batch, 1) for n in (64 * KIB, MIB) for batch in (1, 64)] + [Row(16 * MIB, 1, 1), Row(16 * MIB, 16, 1)]
+PAIRS = (
+    ("kvmesh shm", "memcpy"),
+    ("kvmesh shm", "Mooncake"),
+    ("kvmesh tcp", "Mooncake"),
+    ("kvmesh shm", "Redis"),
+)
 CLIENT_ROWS = [Row(MIB, 16, clients) for clients in (1, 2, 4, 8)]
 
 
@@ -52,13 +58,10 @@ def _rows(what: str, rows: list[Row], rounds: int) -> Any:
         told = []
         for row in rows:
             result = Contest(row, found).run(rounds)
-            for op in ("put", "get"):
-                rates = "".join(f"{result.rate(op, title):14.2f}" for title in titles)
-                pairs = (("kvmesh shm", "memcpy"), ("kvmesh shm", "Mooncake"), ("kvmesh tcp", "Mooncake"))
-                pairs += (("kvmesh shm", "Redis"),)
-                times = [
-                    f"{result.times(op, *pair):.2f}" if set(pair) <= set(titles) else "-" for pair in pairs
-                ]  # fmt: skip
+            for op in OPS:
+                here = [title for title in titles if (op, title) in result.turns]
+                rates = "".join(f"{result.rate(op, t):14.2f}" if t in here else f"{'-':>14}" for t in titles)
+                times = [f"{result.times(op, *pair):.2f}" if set(pair) <= set(here) else "-" for pair in PAIRS]
                 cells = f"{times[0]:>10} {times[1]:>13} {times[2]:>13} {times[3]:>10}"
                 print(f"{op:4}{row.title:18}{rates}   {cells}", flush=True)
             told.append(result.plain())

@@ -25,6 +25,7 @@ from benchmarks.peers.store_base import room
 from benchmarks.transfer_contest import size
 
 START_S = 30.0
+OPS = ("put", "get")
 TURN_BYTES = 64 << 20  # a turn moves about so much, so that small values are timed often enough
 
 
@@ -113,18 +114,29 @@ class Contest:
     def run(self, rounds: int) -> Result:
         rng = random.Random(self.row.length + self.row.batch)
         result = Result(self.row)
-        for one in self.contenders:
-            one.check(self.row, rng.randrange(1, 1 << 30))
-        for round_ in range(rounds + 1):
-            progress.tell(f"{self.row.title}: round {round_} of {rounds}")
-            for one in rng.sample(list(self.contenders), len(self.contenders)):
-                for op in ("put", "get"):
-                    spent = one.turn(op, self.row)
-                    if round_:
-                        result.turns.setdefault((op, one.title), []).append(spent)
-                one.drop(self.row)
+        able = list(self.contenders)
+        for round_ in range(-1, rounds + 1):
+            progress.tell(f"{self.row.title}: round {max(round_, 0)} of {rounds}")
+            for one in rng.sample(able, len(able)):
+                try:
+                    self._turns(one, round_, rng, result)
+                except PeerMissing as err:
+                    print(f"{one.title} is left out of {self.row.title}: {err}")
+                    able.remove(one)
+                    for op in OPS:
+                        result.turns.pop((op, one.title), None)
         progress.tell("")
         return result
+
+    def _turns(self, one: Contender, round_: int, rng: random.Random, result: Result) -> None:
+        if round_ < 0:
+            one.check(self.row, rng.randrange(1, 1 << 30))
+            return
+        for op in OPS:
+            spent = one.turn(op, self.row)
+            if round_:
+                result.turns.setdefault((op, one.title), []).append(spent)
+        one.drop(self.row)
 
 
 # ── servers ──────────────────────────────────────────────────────────────────────────────────────
