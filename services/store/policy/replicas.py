@@ -25,6 +25,7 @@ LOOK = 1024  # keys in one tick
 MAX_ORDERS = 32  # under way
 RETRY_S = (0.5, 60.0)
 PIN_AGAIN_S = 120.0  # a block that went and came again at a node has lost its pin there
+MAX_UNPINS = 1 << 16  # yet to be undone, at nodes that are away too
 MAX_HOT = 1024
 HOT_REPLICAS = 4  # a hot block gets no more copies than make so many
 HOT_S = 60.0
@@ -75,7 +76,7 @@ class Replicas:
         self._targets: dict[bytes, Target] = {}
         self._hot: OrderedDict[bytes, tuple[Target, float]] = OrderedDict()  # until when
         self._queue: OrderedDict[bytes, None] = OrderedDict()  # every key of both
-        self._unpin: deque[tuple[Life, bytes]] = deque()
+        self._unpin: deque[tuple[Life, bytes]] = deque(maxlen=MAX_UNPINS)
         self._busy: set[bytes] = set()
         self._orders = 0
 
@@ -175,7 +176,7 @@ class Replicas:
             lives = {(name, n.member.incarnation) for name in holders if (n := self._nodes.get(name)) is not None}
             if now >= target.pin_again_at:
                 target.pinned, target.pin_again_at = set(), now + PIN_AGAIN_S
-                target.ever = {life for life in target.ever if self._lives(life)}
+                target.ever = {life for life in target.ever if not self._is_over(life)}
             target.pinned &= lives
             unpinned = sorted(lives - target.pinned)
             if unpinned and target.failures % 2 == 0:  # a pin that cannot be must not keep copies from being made
@@ -196,9 +197,10 @@ class Replicas:
         elif target is not None and target.failures:
             target.failures = 0
 
-    def _lives(self, life: Life) -> bool:
+    def _is_over(self, life: Life) -> bool:
+        """Another has taken its name. One that is no member now may join again."""
         node = self._nodes.get(life[0])
-        return node is not None and node.member.incarnation == life[1]
+        return node is not None and node.member.incarnation != life[1]
 
     def _uselessness(self, name: str) -> tuple[bool, int, str]:
         """A copy where nobody computes, and where room is scarcest, goes first."""
@@ -211,8 +213,11 @@ class Replicas:
         for _ in range(min(LOOK, len(self._unpin))):
             life, key = self._unpin.popleft()
             node, target = self._nodes.get(life[0]), self._targets.get(key)
-            if node is None or node.member.incarnation != life[1] or (target is not None and target.hard):
-                continue  # its pins ended with it, or are wished for again
+            if (target is not None and target.hard) or (node is not None and node.member.incarnation != life[1]):
+                continue  # it is wished for again, or its pins ended with that life
+            if node is None:
+                self._unpin.append((life, key))  # no member now: the same life may join again
+                continue
             keys = by_life.setdefault(life, [])
             if key in self._busy or now < node.avoid_until or len(keys) >= MAX_KEYS:
                 self._unpin.append((life, key))
