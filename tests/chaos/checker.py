@@ -7,8 +7,8 @@ remove     after a remove that store h acknowledged, no get that was invoked aft
            its lives), until a put of that key may have sealed it there: one that had not ended before the remove began.
 miss       "not there" is claimed of no block that was put with a hard pin at h (acknowledged before the get began) and
            was not being removed, while h was neither robbed of its memory since, nor out of reach during the get or
-           `recovery_s` before it. It makes no difference who leads: a reader that cannot know says so by an error. A put
-           that ended less than `announced_s` before the get need not be known yet.
+           `recovery_s` before it. It makes no difference who leads: a reader that cannot know says so by an error. A
+           put that ended less than `announced_s` before the get need not be known yet.
 last       such a block is at h at the end, if h kept its memory.
 removed    a block whose removal h acknowledged, and that was not put again, is not at h at the end.
 owners     all nodes that hold a key at the end hold the same bytes, and somebody put them.
@@ -71,10 +71,8 @@ def check(history: History, aftermath: Aftermath | None, rules: Rules | None = N
                 found += _bytes(get, puts, owners)
                 found += _after_remove(get, removes, puts)
             elif get.outcome == "miss":
-                old = [
-                    put for put in puts if put.client == get.client or put.completed + rules.announced_s < get.invoked
-                ]
-                found += _missed(get, old, removes, nodes)
+                known = [put for put in puts if put.completed + rules.announced_s < get.invoked]
+                found += _missed(get, known, removes, nodes)
         if aftermath is not None:
             found += _last(key, puts, removes, nodes, aftermath)
     if aftermath is not None:
