@@ -328,8 +328,8 @@ def test_every_operation_ends_in_time_and_by_name() -> None:
 def test_what_is_told_of_a_violation() -> None:
     s = Script()
     s.add("put", 0, 1, holder="a", pinned=True)
-    s.add("get", 2, 3, outcome="miss")
-    s.add("get", 2, 3, key="elsewhere", outcome="miss")
+    s.add("get", 4, 5, outcome="miss")
+    s.add("get", 4, 5, key="elsewhere", outcome="miss")
     s.history.disturbances.append(Disturbance("b", "reach", 0.5, 0.7, "freeze"))
     told = explain(check(s.history, None, RULES), s.history, 42)
     assert "KVMESH_CHAOS_SEED=42" in told
