@@ -64,7 +64,7 @@ class StoreClient:
         self._reader = Reader(*shared, here)
         self._writer = Writer(*shared)
         self._prefetcher = Prefetcher(self._peers, self._directory, self._hints, here)
-        self._holding = Holding(self._peers, self._directory, here)
+        self._holding = Holding(self._peers, self._directory, self._hints, here)
         self._keys = OwnKeys(config, self._directory)
         self._turns = asyncio.Semaphore(config.concurrency)
         self._closed = False

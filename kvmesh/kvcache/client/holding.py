@@ -12,6 +12,7 @@ import grpc
 
 from kvmesh.kvcache.client.choice import Here, Holder, Replica
 from kvmesh.kvcache.client.directory import Directory
+from kvmesh.kvcache.client.hints import Hints
 from kvmesh.kvcache.client.lease import LAYOUT
 from kvmesh.kvcache.client.peers import Peer, Peers
 from kvmesh.kvcache.client.writing import Pin
@@ -37,8 +38,9 @@ class Place:
 class Holding:
     """On the event loop."""
 
-    def __init__(self, peers: Peers, directory: Directory, here: Here) -> None:
+    def __init__(self, peers: Peers, directory: Directory, hints: Hints, here: Here) -> None:
         self._peers = peers
+        self._hints = hints
         self._directory = directory
         self._here = here
 
@@ -80,16 +82,20 @@ class Holding:
         deadline: float,
         ask: Callable[[Peer, Holder, list[bytes], float], Awaitable[None]],
     ) -> list[KvmeshError]:
-        """Each holder about what it is said to have, beside one another; what went wrong."""
+        """Each holder about what it is said to have, by the master or by what was put or read just now, beside one
+        another; what went wrong."""
         keys = list(dict.fromkeys(keys))
         if not keys:
             return []
         left_s = max(deadline - time.monotonic(), 0.001)
         replicas: list[list[Replica]] = (await self._directory.find(keys, left_s))[0]
+        lives: dict[tuple[str, int], Holder] = {}
         asked: dict[Holder, dict[bytes, None]] = {}  # two tiers of a node are one node to ask
+        now = time.monotonic()
         for key, some in zip(keys, replicas, strict=True):
-            for replica in some:
-                asked.setdefault(replica.holder, {})[key] = None
+            for replica in (*some, *self._hints.of(key, now)):
+                holder = lives.setdefault((replica.holder.store_id, replica.holder.incarnation), replica.holder)
+                asked.setdefault(holder, {})[key] = None
         errors: list[KvmeshError] = []
 
         async def one(holder: Holder, some: list[bytes]) -> None:

@@ -23,7 +23,8 @@ ROOM_PERCENT = 5  # of its capacity must be free besides the block, for a node t
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A pool node, as it last said. It evicts for a put: "free" is what costs nobody a block."""
+    """A pool node, as it last said; no capacity: it has not said yet. It evicts for a put: "free" is what costs nobody
+    a block."""
 
     store_id: str
     address: str
@@ -49,7 +50,7 @@ def order(
 ) -> list[Candidate]:
     """Whom to ask for `nbytes` in blocks of at most `largest` bytes, the first choice first, each once; those that
     drain or cannot hold such a block at all are left out."""
-    able = [c for c in candidates if not c.draining and c.capacity_bytes >= largest]
+    able = [c for c in candidates if not c.draining and (not c.capacity_bytes or c.capacity_bytes >= largest)]
     rng.shuffle(able)
     if policy != "random" and len(able) > 1 and able[1].free_bytes > able[0].free_bytes:
         able[:2] = able[1], able[0]

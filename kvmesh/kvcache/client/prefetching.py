@@ -50,7 +50,9 @@ class Prefetcher:
         keys = list(dict.fromkeys(keys))
         left_s = max(deadline - time.monotonic(), 0.001)
         near = self._near(await self._directory.pools(left_s))
-        replicas, _ = await self._directory.find(keys, left_s) if keys else ([], True)
+        told, _ = await self._directory.find(keys, left_s) if keys else ([], True)
+        now = time.monotonic()
+        replicas = [[*some, *self._hints.of(key, now)] for key, some in zip(keys, told, strict=True)]
         had = {key: any(r.holder.store_id == near.store_id for r in rs) for key, rs in zip(keys, replicas, strict=True)}
         wanted = {key: rs for key, rs in zip(keys, replicas, strict=True) if rs and not had[key]}
         if not wanted:
@@ -100,13 +102,13 @@ class Prefetcher:
     async def _ask(
         self, near: Candidate, part: list[bytes], wanted: dict[bytes, list[Replica]], deadline: float
     ) -> bytes:
-        holders = {replica.holder: None for key in part for replica in wanted[key]}
+        lives = {(r.holder.store_id, r.holder.incarnation): r.holder for key in part for r in wanted[key]}
         left_s = max(deadline - time.monotonic(), 0.001)
         request = pb.PullBlocksRequest(
             keys=b"".join(part),
             holders=[
                 common_pb2.InstanceRef(instance_id=h.store_id, address=h.address, incarnation=h.incarnation)
-                for h in holders
+                for h in lives.values()
             ],
             timeout_ms=max(1, min(int(left_s * 1000), PULL_MS)),
             background=True,

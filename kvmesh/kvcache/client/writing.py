@@ -153,6 +153,7 @@ class Writer:
         pools = await self._directory.pools(max(wish.left_s(), 0.001))
         nodes = order(pools, self._config.placement, total, largest, self._config.node_id, self._rng)
         if not nodes:
+            self._directory.forget_pools()
             why = f"none of {len(pools)} pool nodes takes {largest} bytes in one" if pools else "there is no pool node"
             raise Unavailable(f"{why}: start one with `kvmesh serve pool --store {self._config.store}`")
         for node in nodes:

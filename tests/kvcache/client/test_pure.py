@@ -120,6 +120,7 @@ def test_local_first_while_there_is_room() -> None:
     assert first(pool("near", 100, "me"), pool("far", 1000), policy="best2") == {"far"}
     assert first(pool("near", 100, "me"), pool("far", 1000), policy="random") == {"near", "far"}
     assert placement.order([pool("small", 5, capacity=5)], "local", 6, 6, "me", random.Random(0)) == []
+    assert first(pool("silent", 0, capacity=0)) == {"silent"}, "it has joined and not said yet how much it has"
     with pytest.raises(ConfigError, match="placement='best'"):
         ClientConfig(placement="best")
 
