@@ -28,7 +28,7 @@ def test_a_service_alone_from_file_environment_and_flags(tmp_path: Path, number:
     )  # fmt: skip
     try:
         assert process.stdout
-        assert "serving address=" in process.stdout.readline()
+        assert any("serving address=" in line for line in iter(process.stdout.readline, ""))
         deadline = time.monotonic() + 30
         while not by_flag.exists() and time.monotonic() < deadline:
             assert process.poll() is None
