@@ -120,8 +120,9 @@ class Caller:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def call(self, method: Callable[[grpc.aio.Channel, float], Awaitable[T]], timeout_s: float) -> T:
-        """`method(channel, timeout_s)` at the leader; again at others while it is unreachable or leads no more. What it
-        asks must be harmless when done twice. Raises the master's own refusal, or after `timeout_s` the last error."""
+        """`method(channel, timeout_s)` at the leader; again at others while it is unreachable or leads no more, which
+        `method` may find out itself (NotLeader). What it asks must be harmless when done twice. Raises the master's own
+        refusal, or after `timeout_s` the last error."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         pause_s = RETRY_S[0]
@@ -143,8 +144,8 @@ class Caller:
                 return answer
             except StaleTerm as error:
                 last, round_over = error, False
-            except grpc.RpcError as raised:
-                last = status.from_rpc_error(raised)
+            except (grpc.RpcError, NotLeader) as raised:
+                last = raised if isinstance(raised, NotLeader) else status.from_rpc_error(raised)
                 if not moves_on(last):
                     raise last from None
                 # Another call may have gone on meanwhile.

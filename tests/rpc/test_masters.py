@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmesh.cli.plan import Ports
+from kvmesh.kvcache.client.directory import Directory
 from kvmesh.rpc.errors import ConfigError, InvalidRequest, KvmeshError, NotLeader, StaleTerm, Unavailable
 from kvmesh.rpc.masters import Caller, Masters, Terms
 from kvmesh.rpc.pb import store_pb2 as pb
@@ -104,6 +105,11 @@ class Servicer(pb_grpc.StoreMasterServicer):
         self.says = says
         self.calls = 0
 
+    async def GetStatus(self, request: pb.GetStoreStatusRequest, context: Any) -> pb.GetStoreStatusResponse:  # noqa: N802
+        if isinstance(self.says, NotLeader):
+            return pb.GetStoreStatusResponse(leader=self.says.leader)
+        return pb.GetStoreStatusResponse(leading=True, blocks=7)
+
     async def Grant(self, request: pb.GrantRequest, context: Any) -> pb.GrantResponse:  # noqa: N802
         self.calls += 1
         if isinstance(self.says, KvmeshError):
@@ -142,6 +148,18 @@ async def test_a_call_finds_the_leader_past_the_dead_and_those_that_stand_by() -
             assert caller.masters.current == at_leader
             assert await grant(caller) == 3
             assert (standby.calls, leader.calls) == (1, 2)
+
+
+async def test_the_status_that_a_client_reads_is_the_leaders_though_all_answer() -> None:
+    leader, standby = Servicer(3), Servicer(0)
+    async with listening(standby, leader) as addresses:
+        standby.says = NotLeader("not me", leader=addresses[1])
+        directory = Directory(",".join(addresses))
+        assert (await directory.status(10.0)).blocks == 7
+        leader.says = NotLeader("nor me")
+        with pytest.raises(NotLeader):
+            await directory.status(0.4)
+        await directory.close()
 
 
 async def test_a_call_waits_while_nobody_leads_and_takes_no_answer_of_yesterday() -> None:

@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 import grpc.aio
 from google.protobuf.message import Message
 
+from kvmesh.kvcache.client.calls import turn
 from kvmesh.kvcache.client.choice import Holder, Replica
 from kvmesh.kvcache.client.placement import Candidate
 from kvmesh.kvcache.keys import KEY_BYTES, split
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.rpc.errors import TransferError
+from kvmesh.rpc.errors import NotLeader, TransferError
 from kvmesh.rpc.masters import Caller, Masters
 from kvmesh.rpc.pb import common_pb2, store_pb2_grpc
 from kvmesh.rpc.pb import store_pb2 as pb
@@ -91,9 +92,10 @@ class Directory:
 
     async def pools(self, timeout_s: float) -> list[Candidate]:
         """Nodes that take puts, as they were at most FLEET_S ago."""
-        async with self._asking:
+        deadline = time.monotonic() + timeout_s
+        async with turn(self._asking, deadline):
             if time.monotonic() - self._fleet.asked > FLEET_S:
-                told = await self.status(timeout_s)
+                told = await self.status(_left(deadline))
                 nodes = [_candidate(one) for one in told.stores if one.member.role == common_pb2.ROLE_POOL]
                 self._fleet = _Fleet(nodes, time.monotonic())
         return self._fleet.nodes
@@ -103,7 +105,15 @@ class Directory:
         self._fleet.asked = 0.0
 
     async def status(self, timeout_s: float) -> pb.GetStoreStatusResponse:
-        return await self.call(_ask("GetStatus", pb.GetStoreStatusRequest()), timeout_s)
+        """Of the master that leads: the others answer as well, but know no nodes."""
+
+        async def ask(stub: Any, left_s: float) -> pb.GetStoreStatusResponse:
+            answer: pb.GetStoreStatusResponse = await stub.GetStatus(pb.GetStoreStatusRequest(), timeout=left_s)
+            if not answer.leading:
+                raise NotLeader("no store master leads", leader=answer.leader)
+            return answer
+
+        return await self.call(ask, timeout_s)
 
     async def grant(self, count: int, timeout_s: float) -> tuple[int, int]:
         """(term, first number) of a range that nobody else gets."""
