@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from kvmesh.kvcache.client.memory import Buffer, Data, Span
+from kvmesh.kvcache.client.memory import Buffer, Data, Span, ended
 from kvmesh.rpc.errors import DeadlinePassed, InvalidRequest
 
 T = TypeVar("T")
@@ -35,13 +36,34 @@ async def whole(work: Coroutine[Any, Any, T]) -> T:
         raise
 
 
-async def ended(task: asyncio.Future[Any]) -> None:
-    """Returns when it has ended, however often the caller is cancelled meanwhile; raises nothing."""
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError:
-            pass
+async def every(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results of all, beside one another; when one raises, or this is cancelled, the others have ended as well: they
+    use the same memory."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    if len(tasks) == 1:
+        return [await tasks[0]]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            await ended(task)
+
+
+@asynccontextmanager
+async def turn(of: asyncio.Lock | asyncio.Semaphore, deadline: float) -> AsyncIterator[None]:
+    """One's turn, waited for no longer than until `deadline`. DeadlinePassed: it has not come."""
+    seconds = left(deadline)
+    try:
+        async with asyncio.timeout(seconds):
+            await of.acquire()
+    except TimeoutError:
+        raise DeadlinePassed("other operations of this client have taken all of its time") from None
+    try:
+        yield
+    finally:
+        of.release()
 
 
 def source_of(one: Source) -> Data | Span:

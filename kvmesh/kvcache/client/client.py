@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from kvmesh.kvcache.client.calls import Source, Target, left, source_of, whole
+from kvmesh.kvcache.client.calls import Source, Target, left, source_of, turn, whole
 from kvmesh.kvcache.client.choice import Here, Replica
 from kvmesh.kvcache.client.config import ClientConfig, split_list
 from kvmesh.kvcache.client.directory import Directory, Removed
@@ -186,7 +186,7 @@ class StoreClient:
                 blocks.append(Block(key, source))
             else:
                 items.append((key, source.memory))
-        async with self._turns:
+        async with turn(self._turns, wish.deadline):
             done = await self._writer.put_spans(blocks, wish) + await self._writer.put_data(items, wish)
         by_key = {put.key: put for put in done}
         return [by_key[key] for key in keys]
@@ -248,7 +248,7 @@ class StoreClient:
             if key is not None:
                 first.setdefault(key, i)
         spans = None if targets is None else [targets[i] for i in first.values()]
-        async with self._turns:
+        async with turn(self._turns, deadline):
             check = self.config.verify if verify is None else verify
             read = dict(zip(first, await whole(self._reader.read(list(first), spans, deadline, check)), strict=True))
         for i, key in enumerate(keys if targets is not None else ()):
@@ -281,12 +281,14 @@ class StoreClient:
         """These blocks, everywhere; names among them are unbound. See `Removed` for who has heard of it."""
         deadline = self._deadline(timeout_ms)
         names = [ref for ref in refs if isinstance(ref, str)]
-        keys = [key for key in await self._keys.resolved(refs, deadline, unbind=bool(names)) if key is not None]
+        keys = [key for key in await self._keys.resolved(refs, deadline) if key is not None]
         self._hints.forget(keys)
-        if not keys:
-            return Removed()
-        done = await self._directory.remove(left(deadline), keys=list(dict.fromkeys(keys)))
-        self._hints.forget(keys)
+        done = Removed()
+        if keys:
+            done = await self._directory.remove(left(deadline), keys=list(dict.fromkeys(keys)))
+            self._hints.forget(keys)
+        # Only now: whoever has to say it again must still find what the names stood for.
+        await self._keys.unbind_removed(names, deadline)
         return done
 
     async def remove_namespace(self, *, timeout_ms: int | None = None) -> Removed:

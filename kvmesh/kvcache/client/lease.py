@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import grpc
 
-from kvmesh.kvcache.client.calls import ended
 from kvmesh.kvcache.client.choice import Holder
 from kvmesh.kvcache.client.gather import Shard
+from kvmesh.kvcache.client.memory import ended
 from kvmesh.kvcache.client.peers import Peer, Peers
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.rpc import status

@@ -12,9 +12,11 @@ import secrets
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,6 +28,8 @@ INLINE_COPY = 2 << 20  # larger copies go to a thread: the event loop has others
 UNIT = 4096  # of staging
 TICKETS = 512  # puts under way at once
 _TICKET = struct.Struct("<Q")
+
+T = TypeVar("T")
 
 Data = bytes | bytearray | memoryview
 
@@ -151,7 +155,7 @@ class Memory:
     async def stage(self, nbytes: int, deadline: float) -> Staged:
         """Room for so many bytes, in turn. DeadlinePassed: not until `deadline` (monotonic seconds)."""
         if nbytes > self.staging_bytes:
-            region = await asyncio.to_thread(self._engine.allocate, nbytes)
+            region = await _in_thread(partial(self._engine.allocate, nbytes), self._engine.unregister_memory)
             self._state += 1
             return Staged(_whole(region).part(0, nbytes), region)
         units = -(-nbytes // UNIT)
@@ -220,11 +224,33 @@ def _whole(region: Region) -> Span:
 
 
 async def copy(target: memoryview, source: Data) -> None:
-    """All of `source` into as many bytes of `target`; large ones in a thread, with the GIL released."""
+    """All of `source` into as many bytes of `target`; large ones in a thread, with the GIL released. Also when it is
+    cancelled, nothing touches either of them once it has raised."""
     if len(target) <= INLINE_COPY:
         target[:] = source
     else:
-        await asyncio.to_thread(_copy, target, source)
+        await _in_thread(partial(_copy, target, source))
+
+
+async def _in_thread(work: Callable[[], T], undo: Callable[[T], None] | None = None) -> T:
+    """Its result. A thread cannot be cancelled: when this is, it ends first; `undo` takes what nobody waits for."""
+    running = asyncio.get_running_loop().run_in_executor(None, work)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await ended(running)
+        if undo is not None and not running.cancelled() and running.exception() is None:
+            undo(running.result())
+        raise
+
+
+async def ended(task: asyncio.Future[Any]) -> None:
+    """Returns when it has ended, however often the caller is cancelled meanwhile; raises nothing."""
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            pass
 
 
 def _copy(target: memoryview, source: Data) -> None:

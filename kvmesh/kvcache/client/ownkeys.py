@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from kvmesh.kvcache.client.calls import Source, left, memory_of, source_of
+from kvmesh.kvcache.client.calls import Source, left, memory_of, source_of, turn
 from kvmesh.kvcache.client.config import ClientConfig
 from kvmesh.kvcache.client.directory import Directory
 from kvmesh.kvcache.client.memory import Data, Span
@@ -58,7 +58,7 @@ class OwnKeys:
         return list(keys)
 
     async def _take(self, n: int, deadline: float) -> list[bytes]:
-        async with self._granting:
+        async with turn(self._granting, deadline):
             while count := self._grants.wanted(n):
                 term, first = await self._directory.grant(count, left(deadline))
                 self._grants.add(term, first, count)
@@ -79,11 +79,17 @@ class OwnKeys:
             why = f"stands for block {bound[taken[0]].hex()}; remove or replace it, or take another name"
             raise InvalidRequest.of("name", taken[0], why)
 
-    async def resolved(self, refs: Sequence[Ref], deadline: float, *, unbind: bool = False) -> list[bytes | None]:
-        """The key of each; None: a name that is bound to none. `unbind`: the names among them, afterwards."""
+    async def unbind_removed(self, names: Sequence[str], deadline: float) -> None:
+        """Forget those of them whose blocks have been removed; one that somebody has bound anew since stays."""
+        found = dict(zip(names, await self.resolved(names, deadline), strict=True))
+        if gone := [name for name, key in found.items() if key is None]:
+            await self._directory.resolve(self._config.namespace, gone, left(deadline), unbind=True)
+
+    async def resolved(self, refs: Sequence[Ref], deadline: float) -> list[bytes | None]:
+        """The key of each; None: a name that is bound to none."""
         names = list(dict.fromkeys(check_name(ref) for ref in refs if isinstance(ref, str)))
         bound: dict[str, bytes | None] = {}
         if names:
-            found = await self._directory.resolve(self._config.namespace, names, left(deadline), unbind=unbind)
+            found = await self._directory.resolve(self._config.namespace, names, left(deadline))
             bound = dict(zip(names, found, strict=True))
         return [bound[ref] if isinstance(ref, str) else check_key(ref) for ref in refs]

@@ -18,6 +18,7 @@ from typing import Any
 import xxhash
 
 from kvmesh.kvcache.client import lease as leases
+from kvmesh.kvcache.client.calls import every
 from kvmesh.kvcache.client.choice import Here, Holder, Replica, share_out
 from kvmesh.kvcache.client.config import ClientConfig
 from kvmesh.kvcache.client.directory import Directory
@@ -120,7 +121,7 @@ class Reader:
                 break  # nobody has them, or those who should have failed
             if time.monotonic() >= deadline:
                 raise DeadlinePassed(f"{len(open_)} of {len(keys)} blocks were not read in time")
-            await _all(self._from(job, holder, positions) for holder, positions in plan_.items())
+            await every(self._from(job, holder, positions) for holder, positions in plan_.items())
             open_ = {p for p in open_ if not job.got[p].here}
         self.stats.misses += len(open_)
         return job.got
@@ -229,7 +230,7 @@ class Reader:
 
     async def _to_bytes(self, job: _Job, holder: Holder, lease: Lease, shards: Sequence[Shard]) -> str:
         most = min(GATHER_MOST, self._memory.staging_bytes // 4)
-        causes = await _all(
+        causes = await every(
             self._staged(job, holder, lease, group, None) for group in portions(runs(shards, most), most)
         )
         return next(filter(None, causes), "")
@@ -298,17 +299,3 @@ class Reader:
     async def close(self) -> None:
         """What was begun for nobody (releases) ends within a second."""
         await self._releases.close()
-
-
-async def _all(works: Any) -> list[Any]:
-    """Results of all, beside one another; when one raises, or this is cancelled, the others have ended as well: they
-    read into the same memory."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    if len(tasks) == 1:
-        return [await tasks[0]]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

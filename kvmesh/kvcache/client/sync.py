@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
@@ -66,6 +67,8 @@ class SyncStoreClient:
 
     def _end(self) -> None:
         self._closed = True
+        with contextlib.suppress(TimeoutError):  # others may still wait in calls: they are told
+            asyncio.run_coroutine_threadsafe(_all_ended(), self._loop).result(CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_S)
         if not self._thread.is_alive():
@@ -78,6 +81,8 @@ class SyncStoreClient:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()  # every operation has a deadline of its own
+        except concurrent.futures.CancelledError:
+            raise Unavailable("this client has been closed meanwhile") from None
         except KeyboardInterrupt:
             future.cancel()
             concurrent.futures.wait([future], CLOSE_S)
@@ -159,6 +164,14 @@ class SyncStoreClient:
 
 async def _made(config: ClientConfig | None) -> StoreClient:
     return StoreClient(config)
+
+
+async def _all_ended() -> None:
+    """Whatever else runs in this loop is cancelled, and has ended."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 async def _called(function: Callable[[*Ts], T], *args: *Ts) -> T:

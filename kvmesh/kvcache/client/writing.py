@@ -5,7 +5,6 @@ Nobody writes into another's memory, so a put needs no remote allocation and a c
 
 from __future__ import annotations
 
-import asyncio
 import enum
 import logging
 import random
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 import grpc
 import xxhash
 
+from kvmesh.kvcache.client.calls import every
 from kvmesh.kvcache.client.choice import Holder, Replica
 from kvmesh.kvcache.client.config import ClientConfig
 from kvmesh.kvcache.client.directory import Directory
@@ -112,7 +112,7 @@ class Writer:
         """Through staging, portion by portion, while nodes read the one before. Raises KvmeshError when no master can
         be asked or the time is over; what is wrong with one block is in its `Put`."""
         portions = _portions([len(data) for _, data in items], self._memory.staging_bytes // 4)
-        puts = await asyncio.gather(*(self._staged(items[a:b], wish) for a, b in portions))
+        puts = await every(self._staged(items[a:b], wish) for a, b in portions)
         return [one for some in puts for one in some]
 
     async def _staged(self, items: Sequence[tuple[bytes, Data]], wish: Wish) -> list[Put]:

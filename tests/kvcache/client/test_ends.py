@@ -1,0 +1,147 @@
+"""What a client's operations leave behind when they are cut short: nothing that still touches memory."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+from typing import Any, cast
+
+import pytest
+
+from kvmesh.kvcache.client import StoreClient, SyncStoreClient, memory
+from kvmesh.kvcache.client.calls import every, turn
+from kvmesh.kvcache.client.config import ClientConfig
+from kvmesh.kvcache.client.memory import Memory
+from kvmesh.rpc.errors import DeadlinePassed, Unavailable
+from kvmesh.transfer import EngineConfig, TransferEngine
+from services.store.config import StoreConfig
+from services.store.main import run as run_store
+from tests.kvcache.client.stores import MIB, stores, values
+from tests.services import running
+
+
+async def _turns() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_a_copy_that_is_cancelled_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread cannot be stopped: the staging memory must not be given to another before it has."""
+    going, began = threading.Event(), threading.Event()
+
+    def slow(target: memoryview, source: bytes) -> None:
+        began.set()
+        going.wait()
+        target[:] = source
+
+    monkeypatch.setattr(memory, "_copy", slow)
+    target = bytearray(3 * MIB)
+    task = asyncio.ensure_future(memory.copy(memoryview(target), bytes(3 * MIB)))
+    await asyncio.to_thread(began.wait)
+    task.cancel()
+    await _turns()
+    assert not task.done()
+    going.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_memory_that_nobody_waits_for_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = TransferEngine("client:ends", EngineConfig(transports=("tcp",)))
+    try:
+        own = Memory(engine, MIB)
+        regions = len(engine.local_descriptor().regions)
+        going, began, allocate = threading.Event(), threading.Event(), engine.allocate
+
+        def slow(nbytes: int) -> Any:
+            began.set()
+            going.wait()
+            return allocate(nbytes)
+
+        monkeypatch.setattr(engine, "allocate", slow)
+        task = asyncio.ensure_future(own.stage(2 * MIB, time.monotonic() + 60))
+        await asyncio.to_thread(began.wait)
+        task.cancel()
+        going.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert len(engine.local_descriptor().regions) == regions
+    finally:
+        engine.close()
+
+
+async def test_when_one_fails_the_others_have_ended() -> None:
+    """A put of several portions: while one still reads the caller's memory, the put has not returned."""
+    left: list[str] = []
+
+    async def fails() -> None:
+        raise Unavailable("no")
+
+    async def goes_on() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await _turns()
+            left.append("ended")
+
+    with pytest.raises(Unavailable):
+        await every([goes_on(), fails()])
+    assert left == ["ended"]
+
+
+async def test_a_turn_has_a_deadline() -> None:
+    lock = asyncio.Lock()
+    async with lock:
+        with pytest.raises(DeadlinePassed):
+            async with turn(lock, time.monotonic() + 0.01):
+                pass
+    async with turn(lock, time.monotonic() + 60):
+        assert lock.locked()
+    assert not lock.locked()
+
+
+async def test_a_standby_knows_of_no_pool_nodes() -> None:
+    """Its silence about nodes is no answer, though it is asked first."""
+    alone = StoreConfig(redis="redis://127.0.0.1:9/0", leader_lease_ms=1_000)
+    async with stores("a") as made, running(run_store, alone) as standby:
+        config = ClientConfig(store=f"{standby.address},{made.address}", staging_mb=8, node_id="far", host="127.0.0.1")
+        async with StoreClient(config) as client:
+            (data,) = values(5, 5_000)
+            assert await client.get(await client.put(data)) == data
+
+
+def test_closing_ends_the_calls_of_other_threads() -> None:
+    """One that waits for an answer that never comes is told, and hangs no more."""
+    client = SyncStoreClient(ClientConfig(store="127.0.0.1:9", staging_mb=8, host="127.0.0.1"))
+    began = threading.Event()
+
+    async def never() -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(cast(Any, client)._run, never())
+        began.wait()
+        client.close()
+        with pytest.raises(Unavailable, match="closed"):
+            waiting.result(10)
+
+
+async def test_a_removal_by_name_can_be_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows whether the first one was done: the second one must still know which block was meant."""
+    async with stores("a") as made, made.client(namespace="again") as client:
+        key = await client.put(b"here", name="mine")
+
+        async def lost(*args: Any, **words: Any) -> None:
+            raise Unavailable("no answer")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(client.directory, "remove", lost)
+            with pytest.raises(Unavailable):
+                await client.remove("mine")
+        assert (await client.remove("mine")).blocks == 1
+        assert await client.get(key) is None and await client.get("mine") is None
+        await client.put(b"else", name="mine")
+        assert await client.get("mine") == b"else"
