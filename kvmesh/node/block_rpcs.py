@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.node import puts
 from kvmesh.node.partitions import Partitions, holder, size_of, unused
+from kvmesh.node.removal_desk import SLICE
 from kvmesh.node.rpc_checks import MAX_KEYS, MAX_PREFIX, MS, Node, keys_in, layout_in, term_in, within
 from kvmesh.rpc.errors import InvalidRequest
 from kvmesh.rpc.pb import blocks_pb2 as pb
@@ -52,15 +54,27 @@ class BlockRpcs:
         if len(request.prefix) > MAX_PREFIX:
             raise InvalidRequest(f"prefix: {len(request.prefix)} bytes, not 1..{MAX_PREFIX}", field="prefix")
         term_in(self._node.terms, request.term)
-        spared = bytearray(len(keys) if request.spare_pinned else 0)
-        if request.spare_pinned:
-            for partition in self._node.partitions.all():
-                for at, pinned in enumerate(partition.store.pinned_hard(keys)):
-                    spared[at] |= pinned
-            keys = [key for key, stays in zip(keys, spared, strict=True) if not stays]
-        # From here to the first removal nothing else runs: no pin comes in between.
-        removed = await self._node.removals.remove(keys, request.prefix, request.seq)
+        if not request.spare_pinned:
+            removed = await self._node.removals.remove(keys, request.prefix, request.seq)
+            return pb.RemoveBlocksResponse(removed=removed)
+        removed, spared = 0, bytearray()
+        for start in range(0, len(keys), SLICE):
+            await asyncio.sleep(0)
+            some = keys[start : start + SLICE]
+            stay = self._pinned_hard(some)
+            spared += stay
+            last = start + SLICE >= len(keys)
+            # From the look at pins to the removal nothing else runs: no pin comes in between.
+            rest = [key for key, stays in zip(some, stay, strict=True) if not stays]
+            removed += await self._node.removals.remove(rest, seq=request.seq if last else 0)
         return pb.RemoveBlocksResponse(removed=removed, spared=bytes(spared))
+
+    def _pinned_hard(self, keys: list[bytes]) -> bytearray:
+        pinned = bytearray(len(keys))
+        for partition in self._node.partitions.all():
+            for at, yes in enumerate(partition.store.pinned_hard(keys)):
+                pinned[at] |= yes
+        return pinned
 
     async def Pin(self, request: pb.PinBlocksRequest, context: Any) -> pb.PinBlocksResponse:  # noqa: N802
         """Blocks in DRAM; for a hard pin those below it are brought there first. Raises InvalidRequest, Overloaded (too

@@ -33,7 +33,8 @@ NS = 1_000_000_000
 
 @dataclass(frozen=True)
 class Wish:
-    """What somebody wants copied. `layout` "": as each holder has it, if it fits here."""
+    """What somebody wants copied. `layout` "": as each holder has it, if it fits here. `shard_bytes` means nothing
+    then, nor for layout "bytes"."""
 
     keys: tuple[bytes, ...]
     ranges: tuple[PullRange, ...]
@@ -79,7 +80,7 @@ class Copies:
         deadline_ns = time.monotonic_ns() + wish.timeout_ms * 1_000_000
         watch = self._removals.watch()
         try:
-            if wish.layout:
+            if wish.layout not in ("", BYTES):  # else how long each is, its holder knows
                 group = _Group(wish.layout, wish.shard_bytes, list(wish.keys))
                 await self._fetch(group, wish, watch, deadline_ns)
             else:
@@ -101,14 +102,14 @@ class Copies:
     async def _found(self, wish: Wish, deadline_ns: int) -> list[_Group]:
         """What the first holder of each block says of it."""
         groups: dict[tuple[str, int], _Group] = {}
-        open_ = [key for key in wish.keys if holder(self._partitions, "", key) is None]
+        open_ = [key for key in wish.keys if holder(self._partitions, wish.layout, key) is None]
         for source in wish.ranges:
             left_s = (deadline_ns - time.monotonic_ns()) / NS
             if not open_ or left_s <= 0:
                 break
             try:
                 async with self._peers.use(source.address) as peer:
-                    request = pb.ExistsRequest(keys=b"".join(open_))
+                    request = pb.ExistsRequest(keys=b"".join(open_), layout=wish.layout)
                     answer = await peer.stub.Exists(request, timeout=min(left_s, CALL_S))
                 rows = list(zip(open_, answer.tiers, answer.nbytes, answer.layout, strict=True))
                 told = [(key, answer.layouts[at], size) for key, tier, size, at in rows if tier and size]

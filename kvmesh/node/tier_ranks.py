@@ -28,8 +28,9 @@ class TierRanks:
         """What needs no answer of its own."""
         self._ranks[rank].send(message)
 
-    async def ask(self, ask: Ask) -> list[m.TierDone | None]:
-        """Every rank's answer; None: it is gone. Memory named there is the ranks' until this returns."""
+    def ask(self, ask: Ask) -> asyncio.Future[list[m.TierDone | None]]:
+        """All ranks are told in this very turn: what is asked later, they hear later. Every rank's answer; None: it is
+        gone. Memory named there is the ranks' until then."""
         ticket, answers = next(self._tickets), []
         for rank, client in enumerate(self._ranks):
             done: asyncio.Future[m.TierDone | None] = asyncio.get_running_loop().create_future()
@@ -39,7 +40,7 @@ class TierRanks:
                 continue
             self._asked[rank, ticket] = done
             client.send(ask(rank, ticket))
-        return list(await asyncio.gather(*answers))
+        return asyncio.gather(*answers)
 
     def said(self, rank: int, message: m.TierDone) -> None:
         """A rank's answer."""

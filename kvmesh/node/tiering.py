@@ -20,6 +20,7 @@ from kvmesh.kvcache.keys import split
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.node import messages as m
 from kvmesh.node.partitions import Partition, Partitions, unused
+from kvmesh.node.removals import Watch
 from kvmesh.node.segments import Rank
 from kvmesh.node.staging import Staging
 from kvmesh.node.tier_brain import TierSource
@@ -36,7 +37,8 @@ from kvmesh.node.tier_parts import (
     usage_of,
 )
 from kvmesh.node.tier_ranks import TierRanks, everywhere
-from kvmesh.rpc.errors import ConfigError, Unavailable
+from kvmesh.node.tier_removals import TierRemovals
+from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import store_pb2 as pb_store
@@ -48,8 +50,6 @@ NS = 1_000_000_000
 OPEN_S = 120.0
 WRITES = 2  # operations of one part at once: one is written while the next is made
 FRESH_S = 1.0  # so long a block that was read from below is left to whoever it was read for
-REMOVE_TRIES = 3
-REMOVE_S = 10.0
 CLOSE_S = 2.0
 
 
@@ -73,6 +73,7 @@ class Tiering:
         self._parts: dict[str, Part] = {}
         self._followed: dict[str, Followed] = {}  # by layout of the partition
         self._staging = Staging(partitions, settings.staging_percent, self.read, self.follow, self._spawn)
+        self._removals = TierRemovals(self._ranks, self._parts, settings.said)
         self._tasks: set[asyncio.Task[None]] = set()
         for partition in partitions.all():
             self._add(*home(partition))
@@ -104,12 +105,16 @@ class Tiering:
     def _add(self, layout: str, shard_bytes: int) -> Part:
         part = make_part(len(self._parts), layout, shard_bytes, len(self._ranks), self.tier)
         self._parts[layout] = part
-        self.source.parts.append(part.contents)
         return part
 
     def _open(self, part: Part) -> None:
         for rank in range(len(self._ranks)):
             self._ranks.send(rank, opening(self._settings, part, rank, len(self._ranks)))
+
+    def remember(self, removed: Watch) -> None:
+        """What is removed at this node, from now on: said once, before anything is. To be said where the tier may hold
+        blocks of layouts that it opens later, as an object store does."""
+        self._removals.unseen = removed
 
     def follow(self, partition: Partition) -> None:
         """From now on what is sealed there is written to the tier. Cheap; again and again for the same one is right."""
@@ -178,13 +183,27 @@ class Tiering:
             case m.TierOpened(_, number, why_not):
                 part = self._numbered(number)
                 part.unopened.discard(rank)
-                if not part.opened.done() and (why_not or not part.unopened):
-                    part.opened.set_result(why_not)
-                    for followed in self._followed.values():
-                        self._wake(followed)
+                if why_not or not part.unopened:
+                    self._all_opened(part, why_not)
             case _:
                 return False
         return True
+
+    def _all_opened(self, part: Part, why_not: str) -> None:
+        removed = [] if why_not or part.opened.done() else self._removals.lingering(part)
+        if removed:
+            self._spawn(self._purge(part, removed), "remove what was removed before")
+        elif not part.opened.done():
+            if why_not:
+                part.contents.clear()
+            else:
+                self.source.parts.append(part.contents)
+            part.opened.set_result(why_not)
+            for followed in self._followed.values():
+                self._wake(followed)
+
+    async def _purge(self, part: Part, removed: list[bytes]) -> None:
+        self._all_opened(part, await self._removals.purge(part, removed))
 
     def _numbered(self, number: int) -> Part:
         return next(part for part in self._parts.values() if part.number == number)
@@ -213,14 +232,17 @@ class Tiering:
                 return
             followed.writes += 1
             part.writing.update(dict.fromkeys(keys))
-            self._spawn(self._write(followed, keys, partition.store.borrow(keys)), "write behind")
+            self._spawn(self._write(followed, keys), "write behind")
 
     def _keeps(self, partition: Partition) -> bool:
         """Whether it is there still: a pool node gives up those that hold nothing."""
         return self._partitions.get(partition.layout) is partition
 
-    async def _write(self, followed: Followed, keys: list[bytes], extents: list[int]) -> None:
+    async def _write(self, followed: Followed, wanted: list[bytes]) -> None:
         part, partition, store = followed.part, followed.partition, followed.partition.store
+        # What is removed from now on, the ranks hear of after this.
+        keys = [key for key in wanted if store.holds(key)]
+        extents = store.borrow(keys)
         sizes = tuple(size or partition.shard_bytes for size in store.sizes(keys))
         packed, uses = b"".join(keys), [part.sketch.estimate(key) for key in keys]
 
@@ -229,11 +251,11 @@ class Tiering:
             return m.TierPut(ticket, part.tier, part.number, packed, offsets, sizes)
 
         try:
-            stored = everywhere(await self._ranks.ask(put))
+            stored = everywhere(await self._ranks.ask(put)) if keys else {}
         finally:
             store.release(extents)
             followed.writes -= 1
-            for key in keys:
+            for key in wanted:
                 del part.writing[key]
             followed.progress.set()
             followed.progress = asyncio.Event()
@@ -307,25 +329,7 @@ class Tiering:
     async def forget(self, keys: Sequence[bytes]) -> set[bytes]:
         """None is found in the tier from now on, nor after a restart; returns those that were. Unavailable: that could
         not be written; say it again. The caller has removed them from DRAM before."""
-        here: set[bytes] = set()
-        for part in self._parts.values():
-            there = [key for key in keys if part.contents.known(key) or key in part.writing]
-            here.update(there)
-            if there and not await self._removed(part, b"".join(there), len(there)):
-                raise Unavailable(f"{len(there)} removals could not be written to {self._settings.said}")
-        return here
-
-    async def _removed(self, part: Part, packed: bytes, count: int) -> bool:
-        def remove(rank: int, ticket: int) -> m.ToRank:
-            return m.TierRemove(ticket, part.tier, part.number, packed)
-
-        for _ in range(REMOVE_TRIES):
-            try:
-                if len(everywhere(await asyncio.wait_for(self._ranks.ask(remove), REMOVE_S))) == count:
-                    return True
-            except TimeoutError:
-                continue
-        return False
+        return await self._removals.forget(keys)
 
     # ── what is told of it ───────────────────────────────────────────────────────────────────────
 
