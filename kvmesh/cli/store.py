@@ -96,7 +96,8 @@ def ls(
     wide_enough(out)
     if keys:
         out.print(table)
-    note = f"{len(keys):,} blocks" + (f", and more: raise --limit {limit}" if more else "")
+    note = f"{len(keys):,} {'block' if len(keys) == 1 else 'blocks'}"
+    note += f", and more: raise --limit {limit}" if more else ""
     console(stderr=True).print(f"[dim]{note if keys else 'no blocks: `kvmesh store put FILE` makes one'}[/]")
 
 
@@ -126,7 +127,8 @@ def stat(
             out.print(store_top.screen(told, None, wide_enough(out)))
         return
     wanted = ref_of(ref)
-    places = run(store, run_dir, namespace or "", lambda client: client.locate_many([wanted]))[0]
+    looking = f"looking for {shown_ref(ref)}"
+    places = run(store, run_dir, namespace or "", lambda client: patiently(looking, client.locate_many([wanted])))[0]
     if not places:
         raise Unavailable(f"no node has {shown_ref(ref)}; `kvmesh store ls` lists what there is")
     if as_json:
@@ -175,8 +177,11 @@ def rm(
         told = {"copies": done.blocks, "acknowledged": done.acknowledged, "pending": done.pending}
         console().out(json.dumps(told, indent=2), highlight=False)
     else:
-        heard = ", ".join(done.acknowledged) or "no node"
-        console().print(f"{done.blocks:,} copies removed; acknowledged by {escape(heard)}")
+        copies = f"{done.blocks:,} {'copy' if done.blocks == 1 else 'copies'}"
+        heard = (
+            f"acknowledged by {', '.join(done.acknowledged)}" if done.acknowledged else "there was nothing to remove"
+        )
+        console().print(f"{copies} removed; {escape(heard)}")
         if done.pending:
             console().print(f"[yellow]not reached: {escape(', '.join(done.pending))}[/] (they will hear of it)")
     if done.pending:
@@ -213,7 +218,8 @@ def drain(
                     lambda rpc, s: rpc.Drain(request, timeout=s), client.config.timeout_s
                 )
             except (InvalidRequest, UnknownInstance) as error:
-                raise InvalidRequest(f"{error.message}; `kvmesh store top` shows the nodes", field="node") from None
+                text = error.message.replace("instance_id=", "node=", 1)
+                raise InvalidRequest(f"{text}; `kvmesh store top` shows the nodes", field="node") from None
             left = f"{told.sole_blocks:,} blocks lie only there, {told.moved:,} moved"
             if cancel or told.done:
                 return True, left

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from kvmesh.cli.console import console, one_line_errors
 from kvmesh.cli.store_target import (
@@ -73,8 +75,9 @@ def put(
         return
     console().out(told["key"], highlight=False)
     how = f"{size(len(data))} in {told['seconds'] * 1000:.1f} ms"
-    next_ = f"kvmesh store get {name or told['key']}"
-    console(stderr=True).print(f"[dim]{how}; get it with `{next_}`[/]")
+    whose = f" --namespace {shlex.quote(namespace)}" if namespace and name else ""
+    next_ = f"kvmesh store get {shlex.quote(name or told['key'])} -o FILE{whose}"
+    console(stderr=True).print(f"[dim]{how}; get it with `{escape(next_)}`[/]")
 
 
 @one_line_errors

@@ -14,7 +14,7 @@ import typer
 
 from kvmesh.cli import runs
 from kvmesh.cli.console import RunDir, console
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.rpc.errors import ConfigError, KvmeshError, NotLeader, Unavailable
 
 if TYPE_CHECKING:
     from kvmesh.kvcache.client import StoreClient
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PATIENCE_S = 2.0  # what takes longer says what it is at
+KNOCK_S = 6.0  # until then a master must answer: longer than the default lease of a leader that has just died
 
 StoreOption = Annotated[
     str | None,
@@ -64,7 +65,7 @@ def masters_of(store: str | None, run_dir: Path | None) -> str:
 
 @asynccontextmanager
 async def opened(store: str | None, run_dir: Path | None, namespace: str, **more: Any) -> AsyncIterator[StoreClient]:
-    """A client of it. ConfigError, TransferError."""
+    """A client of it, whose master has answered. ConfigError, TransferError; Unavailable: none does."""
     from kvmesh.kvcache.client import ClientConfig, StoreClient
 
     masters = masters_of(store, run_dir)
@@ -72,6 +73,15 @@ async def opened(store: str | None, run_dir: Path | None, namespace: str, **more
     if os.environ.get("KVMESH_NODE_ID"):
         settings["node_id"] = os.environ["KVMESH_NODE_ID"]
     async with StoreClient(ClientConfig(store=masters, namespace=namespace, **settings)) as client:
+        try:
+            await patiently(f"asking {masters}", client.directory.status(KNOCK_S))
+        except NotLeader:
+            why = "no store master leads: is their Redis there? `kvmesh status` shows them"
+            raise Unavailable(f"store={masters!r}: {why}", field="store") from None
+        except KvmeshError as error:
+            why = f"no store master answers there ({error.message.rsplit(': ', 1)[-1]})"
+            text = f"store={masters!r}: {why}; `kvmesh serve store` starts one, --store names another"
+            raise Unavailable(text, field="store") from None
         yield client
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from kvmesh.cli import store_target
 from kvmesh.cli.app import app
 from kvmesh.cli.store_bench import parsed
 from kvmesh.rpc.errors import ConfigError
@@ -39,7 +40,7 @@ def test_a_file_there_and_back(invoke: Invoke, tmp_path: Path) -> None:
     put = invoke("put", tmp_path / "in", "--name", "report", "--namespace", "n", "--pin")
     assert put.exit_code == 0, put.stderr
     key = put.stdout.strip()
-    assert "get it with `kvmesh store get report`" in put.stderr
+    assert "get it with `kvmesh store get report -o FILE --namespace n`" in put.stderr
     for ref in ("report", key):
         got = invoke("get", ref, "-o", tmp_path / "out", "--namespace", "n")
         assert got.exit_code == 0 and (tmp_path / "out").read_bytes() == data, got.stderr
@@ -53,7 +54,7 @@ def test_a_file_there_and_back(invoke: Invoke, tmp_path: Path) -> None:
     other = invoke("put", "-", "--name", "report", "--namespace", "n", input=b"other")
     assert other.exit_code == 1 and "name='report': stands for block" in other.stderr
     removed = invoke("rm", "report", "--namespace", "n")
-    assert removed.exit_code == 0 and "1 copies removed; acknowledged by " in removed.stdout
+    assert removed.exit_code == 0 and "1 copy removed; acknowledged by " in removed.stdout
     gone = invoke("get", "report", "-o", tmp_path / "none", "--namespace", "n")
     assert gone.exit_code == 1 and "kvmesh store ls" in gone.stderr and not (tmp_path / "none").exists()
 
@@ -87,7 +88,8 @@ def test_nodes_and_a_drain(invoke: Invoke) -> None:
     assert "draining" in invoke("stat").stdout
     assert "back in service" in invoke("drain", "a", "--cancel").stdout
     unknown = invoke("drain", "nobody")
-    assert unknown.exit_code == 1 and "kvmesh store top" in unknown.stderr
+    assert unknown.exit_code == 1 and "node='nobody': is no member" in unknown.stderr
+    assert "kvmesh store top" in unknown.stderr
 
 
 def test_bench(invoke: Invoke) -> None:
@@ -119,6 +121,17 @@ def test_without_a_store(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("KVMESH_STORE")
     result = invoke("ls")
     assert result.exit_code == 2 and "--store HOST:PORT" in result.stderr
+
+
+def test_an_address_where_no_master_answers_is_named_within_seconds(
+    invoke: Invoke, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_target, "KNOCK_S", 0.3)
+    node = json.loads(invoke("top", "--json").stdout)["stores"][0]["member"]["instance"]["address"]
+    for nobody, says in (("127.0.0.1:1", "refused"), (node, "Method not found")):  # a node is no master
+        result = invoke("ls", "--store", nobody)
+        assert result.exit_code == 1 and "--store names another" in result.stderr, result.stderr
+        assert f"store='{nobody}': no store master answers there" in result.stderr and says in result.stderr
 
 
 def test_sizes() -> None:

@@ -154,8 +154,13 @@ class Writer:
         nodes = order(pools, self._config.placement, total, largest, self._config.node_id, self._rng)
         if not nodes:
             self._directory.forget_pools()
-            why = f"none of {len(pools)} pool nodes takes {largest} bytes in one" if pools else "there is no pool node"
-            raise Unavailable(f"{why}: start one with `kvmesh serve pool --store {self._config.store}`")
+            start = f"`kvmesh serve pool --store {self._config.store}"
+            if not pools:
+                raise Unavailable(f"there is no pool node: start one with {start}`")
+            most = max((node.capacity_bytes for node in pools if not node.draining), default=0)
+            why = f"the largest has {most:,} in all" if most else "all of them drain"
+            text = f"none of {len(pools)} pool nodes takes {largest:,} bytes in one: {why}"
+            raise Unavailable(f"{text}; start one that does with {start} --memory-mb N`")
         for node in nodes:
             open_ = [i for i, put in enumerate(puts) if not put.held]
             if not open_:
