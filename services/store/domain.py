@@ -58,6 +58,7 @@ class Usage:
     tiers: tuple[TierUse, ...] = ()
     sending_bytes_per_s: int = 0  # to readers, recent mean
     leases: int = 0
+    writing: int = 0  # blocks that are being written now
 
 
 @dataclass(frozen=True)

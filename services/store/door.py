@@ -7,7 +7,6 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from kvmesh.kvcache.tiers import split_name
 from kvmesh.rpc.errors import InvalidRequest, NotLeader, Unavailable
 from kvmesh.rpc.masters import MAX_TERM
 from kvmesh.rpc.pb import store_pb2 as pb
@@ -26,9 +25,6 @@ class Door:
         self._leadership = leadership
         self._reign = reign
         self._address = address
-        self._announced: tuple[Reign | None, set[tuple[str, int]]] = None, set()
-        self._asked: tuple[Reign | None, int, int] = None, 0, 0
-        self._waited_for: list[str] = []
         for method in pb.DESCRIPTOR.services_by_name["StoreMaster"].methods:
             if method.name != "GetStatus":
                 setattr(self, method.name, self._guarded(method.name))
@@ -40,10 +36,8 @@ class Door:
             answer = await getattr(reign.servicer, name)(request, context)
             if self._leading() is not reign:
                 raise self._not_leader()
-            if isinstance(request, pb.AnnounceRequest):
-                self._note(reign, request.announcement, answer)
             if isinstance(answer, pb.FindResponse):
-                answer.rebuilding = reign.young() or bool(self._unheard(reign))
+                answer.rebuilding = reign.young() or bool(reign.state.policy.known.unheard)
             if answer is not None and "term" in answer.DESCRIPTOR.fields_by_name and not answer.term:
                 answer.term = reign.term
             return answer
@@ -58,7 +52,7 @@ class Door:
         answer = await reign.servicer.GetStatus(request, context)
         answer.term, answer.leader = reign.term, self._address()
         answer.leading = self._leadership.leads() and self._reign() is reign
-        answer.rebuilding.extend(self._unheard(reign))
+        answer.rebuilding.extend(reign.state.policy.known.unheard)
         return answer
 
     def _listen(self, request: Message) -> None:
@@ -85,24 +79,3 @@ class Door:
         leader = self._leadership.leader
         text = f"this store master does not lead; {leader} does" if leader else "this store master does not lead"
         return NotLeader(text, leader=leader)
-
-    def _unheard(self, reign: Reign) -> list[str]:
-        """Members that have not announced in full, found anew when there are others or one has said something new."""
-        heard = self._announced[1] if self._announced[0] is reign else set()
-        state = reign.state
-        if self._asked != (reign, state.membership, len(heard)):
-            lives = [(m.store_id, m.incarnation) for m in state.members]
-            self._waited_for = [life[0] for life in lives if life not in heard]
-            heard.intersection_update(lives)
-            self._asked = reign, state.membership, len(heard)
-        return self._waited_for
-
-    def _note(self, reign: Reign, said: pb.Announcement, answer: pb.AnnounceResponse) -> None:
-        """A store that has announced without a gap is known in full."""
-        if self._announced[0] is not reign:
-            self._announced = reign, set()
-        life = split_name(said.store_id)[0], said.incarnation
-        if answer.want_snapshot or said.more:
-            self._announced[1].discard(life)
-        else:
-            self._announced[1].add(life)

@@ -265,12 +265,12 @@ class MasterState:
         allowed = self.policy.heard(said)
         bounded = self.blocks.bounded(allowed)
         verdict, relays = self.blocks.apply(bounded)
-        shed = self.policy.took(said, verdict)
+        cut = len(allowed.sealed) - len(bounded.sealed)
+        shed = self.policy.took(said, verdict, cut)
         assert verdict is not Verdict.STALE, "a life that has ended leaves nothing in the map"
         for announcement in relays:
             self.seq += 1
             actions.append(Relay(self.seq, announcement))
-        cut = len(allowed.sealed) - len(bounded.sealed)
         wanted = verdict is Verdict.GAP or self.policy.wants_snapshot(said.store_id)
         actions.append(Heard(verdict, wanted, self.blocks.map.seq(said.store_id), cut, shed))
 

@@ -189,8 +189,8 @@ def test_a_new_leader_knows_what_was_kept() -> None:
 
 def test_allowances_never_make_more_than_the_quota() -> None:
     blocks = MasterMap()
-    quotas = Quotas(blocks)
     names = ["a", "b", "c"]
+    quotas = Quotas(blocks, names)
     rng = random.Random(3)
     held = {"a": 40, "b": 5, "c": 0}
     for name, count in held.items():

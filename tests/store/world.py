@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from kvmesh.kvcache.announce import Announcement, Announcer
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.tiers import Tier, store_name
-from services.store.domain import Announce, Beat, Heard, Join, Member, Publish, Refuse, Role, Usage
+from services.store.domain import Announce, Beat, Heard, Join, Member, Publish, Refuse, Role, TierUse, Usage
 from services.store.policy.brain import PolicyLimits
 from services.store.policy.tombstones import Tombstone
 from services.store.policy.work import Discard, Order, Pin, Pull, Trim
@@ -85,6 +85,7 @@ class Node:
         self.incarnation = 0
         self.removed_seq = 0
         self.frozen = False
+        self.writing = 0
         self.stores: dict[Tier, NodeStore] = {}
         self.restart(warm=False)
 
@@ -132,7 +133,8 @@ class Node:
     @property
     def usage(self) -> Usage:
         store = self.stores[Tier.DRAM]
-        return Usage(EXTENTS * 100, (EXTENTS - len(store.keys())) * 100, len(store.keys()))
+        below = tuple(TierUse(tier, 0, 0, len(self.stores[tier].keys()), 0, 0) for tier in self.tiers[1:])
+        return Usage(EXTENTS * 100, (EXTENTS - len(store.keys())) * 100, len(store.keys()), below, writing=self.writing)
 
 
 class World:

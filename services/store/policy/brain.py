@@ -18,6 +18,7 @@ from services.store.policy.drains import Drains
 from services.store.policy.farewells import Farewells
 from services.store.policy.grants import Grants
 from services.store.policy.heat import Heat
+from services.store.policy.known import Known
 from services.store.policy.master_map import MasterMap
 from services.store.policy.memory import Memory
 from services.store.policy.names import Names
@@ -58,25 +59,41 @@ class Policy:
         self._writes: list[Write] = []
         self.term = 1
         self.nodes = Nodes()
+        self.known = Known()
         self.grants = Grants(wall_ns)
         self.tombstones = Tombstones(retention_s=limits.tombstone_retention_s, max_keys=limits.max_tombstone_keys)
         self.farewells = Farewells()
         self.names = Names(
-            lambda key: blocks.mask(key) != 0,
+            self._somewhere,
             self.tombstones.covered_since,
             grace_s=limits.names_grace_s,
             most=limits.max_names,
         )
         self.heat = Heat(window_s=limits.hot_window_s, stride=limits.heat_stride)
         self.memory = Memory(blocks, self.heat, limits.max_map_bytes)
-        self.quotas = Quotas(blocks)
+        self.quotas = Quotas(blocks, self.known)
         settling = self._settling = Settling()
         copying = self._copying = Copying(self.nodes, settling, self.tombstones.covered_since)
         self.replicas = Replicas(self.nodes, self._holders, copying, settling, most=limits.max_targets)
-        self.drains = Drains(blocks, self.nodes, copying, settling)
+        self.drains = Drains(blocks, self.nodes, copying, settling, self._lacking)
 
     def _holders(self, key: bytes) -> set[str]:
         return {split_name(name)[0] for name in self._map.holders(key)}
+
+    def _somewhere(self, key: bytes) -> bool:
+        """Whether anybody holds it for all we know: what was left out for want of memory may be anything."""
+        return self._map.mask(key) != 0 or self.memory.missing > 0
+
+    def _lacking(self, instance_id: str) -> str:
+        """Why the map does not show all that this node has; "": it does."""
+        if instance_id not in self.known:
+            return "it has yet to announce all that it has"
+        for name in store_names(instance_id):
+            if self.memory.lacks(name):
+                return "the master's map leaves out some of its blocks: max_map_mb"
+            if self.known.is_cut(name):
+                return "it has more blocks than the master's map takes: max_store_blocks"
+        return ""
 
     def lead(self, term: int, kept: Mapping[str, Mapping[bytes, bytes]], now: float) -> list[str]:
         """This master leads under `term`, with what earlier leaders kept; what of it cannot be read."""
@@ -97,6 +114,8 @@ class Policy:
         """A life begins, or enters again."""
         self.tombstones.joined(member.instance_id, removed_seq)
         self.nodes.joined(member, member.instance_id in self.drains)
+        self.known.joined(member.instance_id)
+        self.drains.joined(member.instance_id)
 
     def beat(self, instance_id: str, usage: Usage | None, removed_seq: int) -> None:
         """It lives, and has applied tombstones up to `removed_seq`."""
@@ -104,11 +123,14 @@ class Policy:
         node = self.nodes.get(instance_id)
         if node is not None:
             node.usage = usage or node.usage
+            self.known.beat(instance_id, usage)
+            self.drains.beat(instance_id, usage)
 
     def ended(self, instance_id: str) -> None:
         """A life has ended."""
         self.tombstones.ended(instance_id)
         self.nodes.ended(instance_id)
+        self.known.ended(instance_id)
         self.quotas.ended(instance_id)
         self._settling.ended(instance_id)
         for name in store_names(instance_id):
@@ -152,17 +174,30 @@ class Policy:
         removed = said.removed if said.snapshot else said.removed + tuple(masked)
         return replace(said, sealed=sealed, removed=removed)
 
-    def took(self, said: Announcement, verdict: Verdict) -> int:
-        """What became of it in the map; how many replicas had to be left out for want of memory."""
+    def took(self, said: Announcement, verdict: Verdict, cut: int = 0) -> int:
+        """What became of it in the map, but for `cut` of its keys; how many replicas had to be left out for want of
+        memory."""
         if said.snapshot and said.part == 0 and verdict in (Verdict.APPLIED, Verdict.PARTIAL):
             self.tombstones.began_snapshot(said.store_id)
             self.farewells.settled(said.store_id)
             self.memory.began_snapshot(said.store_id)
+            self.known.cut(said.store_id, False)
+        if cut:
+            self.known.cut(said.store_id, True)
         # An old word that comes again says nothing of what became of a key since.
         news = verdict is Verdict.APPLIED or (verdict is Verdict.DUPLICATE and not (said.sealed or said.removed))
         if news and not said.snapshot:
             self.farewells.heard(said, self.tombstones.is_behind(split_name(said.store_id)[0]))
-        return self.memory.keep(self._rng)
+        shed = self.memory.keep(self._rng)
+        in_step = verdict is Verdict.APPLIED or (
+            verdict is Verdict.DUPLICATE and not said.snapshot and said.seq == self._map.seq(said.store_id)
+        )
+        if verdict is Verdict.GAP or self.wants_snapshot(said.store_id):
+            self.known.said(said.store_id, in_full=False)
+        elif in_step:
+            self.known.said(said.store_id, in_full=True)
+            self.drains.said(said.store_id)
+        return shed
 
     def wants_snapshot(self, store_id: str) -> bool:
         """Whether that store should say all that it has, though nothing that it said is missing."""

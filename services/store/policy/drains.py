@@ -1,20 +1,22 @@
 """Moving away what only one node holds, before it leaves.
 
 The store of a draining node is read slice by slice, again and again; what no other node holds (in whichever tier) is
-pulled by pool nodes. It is drained when a whole reading has found nothing, and nothing is under way. Two nodes that
-drain at once do not count for each other.
+pulled by pool nodes. It is drained when a whole reading has found nothing, and nothing is under way. Only readings
+count that have begun after the node knew that it drains, wrote nothing any more, and had announced in every tier since.
+Two nodes that drain at once do not count for each other.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
 from kvmesh.kvcache.keys import KEY_BYTES
-from kvmesh.kvcache.tiers import store_names
+from kvmesh.kvcache.tiers import split_name, store_name, store_names
 from kvmesh.rpc.errors import Overloaded
+from services.store.domain import Usage
 from services.store.policy.copying import Copying
 from services.store.policy.master_map import MasterMap
 from services.store.policy.nodes import Nodes
@@ -30,8 +32,13 @@ RETRY_S = (1.0, 30.0)
 
 @dataclass
 class Drain:
-    """`moved`: blocks that others have taken. `unread`: keys of this reading still to come."""
+    """`moved`: blocks that others have taken. `unread`: keys of this reading still to come. `beats`: of the node since
+    it joined, each of which is told that it drains. `awaited`: tiers that have yet to announce since it wrote nothing
+    any more; None: it may still write. `counts`: whether this reading may say that it is done."""
 
+    beats: int = 0
+    awaited: set[str] | None = None
+    counts: bool = False
     moved: int = 0
     done: bool = False
     why_not: str = ""
@@ -50,10 +57,18 @@ class Drain:
 
 
 class Drains:
-    """By instance id, whichever its life."""
+    """By instance id, whichever its life. `lacking(instance_id)`: why the map does not show all that it has, or ""."""
 
-    def __init__(self, blocks: MasterMap, nodes: Nodes, copying: Copying, settling: Settling) -> None:
+    def __init__(
+        self,
+        blocks: MasterMap,
+        nodes: Nodes,
+        copying: Copying,
+        settling: Settling,
+        lacking: Callable[[str], str],
+    ) -> None:
         self._map = blocks
+        self._lacking = lacking
         self._nodes = nodes
         self._copying = copying
         self._settling = settling
@@ -81,6 +96,30 @@ class Drains:
         self._mark(instance_id, False)
         return self._drains.pop(instance_id, None) is not None
 
+    # ── what the node says ───────────────────────────────────────────────────────────────────────────
+
+    def joined(self, instance_id: str) -> None:
+        """It enters, or enters again: nobody knows whether it has been told."""
+        if (drain := self._drains.get(instance_id)) is not None:
+            drain.beats, drain.awaited = 0, None
+
+    def beat(self, instance_id: str, usage: Usage | None) -> None:
+        """It beats, and is told that it drains. The next beat says that it has heard."""
+        drain = self._drains.get(instance_id)
+        if drain is None:
+            return
+        drain.beats += 1
+        if drain.beats < 2 or usage is None or usage.writing:
+            drain.awaited = None
+        elif drain.awaited is None:
+            drain.awaited = {instance_id, *(store_name(instance_id, use.tier) for use in usage.tiers)}
+
+    def said(self, store_id: str) -> None:
+        """One of its tiers has announced all that it has."""
+        drain = self._drains.get(split_name(store_id)[0])
+        if drain is not None and drain.awaited:
+            drain.awaited.discard(store_id)
+
     def ended(self, instance_id: str) -> bool:
         """A life is over; whether its drain is too: it was drained, and the name is free for another."""
         drain = self._drains.get(instance_id)
@@ -100,7 +139,8 @@ class Drains:
             return 0
         here = sum(self._map.count(name) for name in store_names(instance_id))
         unread = drain.unread if drain.reading else here
-        return min(max(here, len(drain.found) + len(drain.busy)), len(drain.found) + len(drain.busy) + unread)
+        known = len(drain.found) + len(drain.busy)
+        return max(1, min(max(here, known), known + unread))
 
     def tick(self, now: float, after: int, rng: random.Random) -> list[Order]:
         """What to order now. `after`: the last tombstone."""
@@ -115,6 +155,7 @@ class Drains:
         if not drain.reading:
             logs = [(name, self._map.log_of(name)) for name in store_names(instance_id)]
             drain.slices, drain.reading, drain.clean = [each for each in logs if each[1]], True, True
+            drain.counts = drain.awaited == set()
         left, staying = LOOK, self._staying()
         while drain.slices and left > 0 and len(drain.found) < MAX_FOUND:
             name, packed = drain.slices.pop()
@@ -127,8 +168,9 @@ class Drains:
                     drain.found[key] = None
                     drain.clean = False
         if not drain.slices and not drain.found and not drain.orders:
-            drain.done = drain.clean
-            drain.why_not = "" if drain.done else drain.why_not
+            lacking = self._lacking(instance_id) or ("" if drain.counts else "it has yet to say that it writes no more")
+            drain.done = drain.clean and not lacking
+            drain.why_not = lacking if drain.clean else drain.why_not
             drain.reading = False
 
     def _move(

@@ -60,6 +60,10 @@ class Memory:
         """It is no store any more."""
         self._missing.pop(store_id, None)
 
+    def lacks(self, store_id: str) -> bool:
+        """Whether some of its keys are left out."""
+        return store_id in self._missing
+
     def wants_snapshot(self, store_id: str) -> bool:
         """Whether something of it is missing and there is room for that again."""
         missing = self._missing.get(store_id, 0)

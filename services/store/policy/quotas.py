@@ -7,14 +7,16 @@ none), and a node that fills up gets more with every beat while there is any.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
+from kvmesh.kvcache.keys import TAG_BYTES
 from kvmesh.rpc.errors import Overloaded
 from services.store.policy.master_map import MasterMap
 
 MAX_QUOTAS = 256
 AGAIN_S = 10.0
+NO_QUOTAS = {bytes(TAG_BYTES): 0}  # an empty list would say nothing, and leave what an earlier leader set
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +31,10 @@ class Quota:
 class Quotas:
     """All that are set. What is used is counted by the map, O(1) a change."""
 
-    def __init__(self, blocks: MasterMap) -> None:
+    def __init__(self, blocks: MasterMap, known: Container[str]) -> None:
+        """`known`: instance ids of which all blocks are known."""
         self._map = blocks
+        self._known = known
         self._set: dict[bytes, Quota] = {}
         self._told: dict[str, tuple[dict[bytes, int], float]] = {}  # instance → what it was told last, and when
         self._lifted: dict[bytes, int] = {}  # tags that have none any more: 0
@@ -61,8 +65,12 @@ class Quotas:
 
     def news(self, instance_id: str, members: int, now: float) -> Mapping[bytes, int]:
         """Tag → allowance of this node, 0: none any more. All of them, when any has changed since it was told, and now
-        and then, as answers are lost."""
+        and then, as answers are lost. Nothing before all that it has is known: a new leader would take it for empty,
+        and have it evict what is there."""
+        if instance_id not in self._known:
+            return {}
         new = {tag: self._allowance(instance_id, quota, members) for tag, quota in self._set.items()} | self._lifted
+        new = new or NO_QUOTAS
         told, at = self._told.get(instance_id, ({}, now))
         if new == told and now - at < AGAIN_S:
             return {}
