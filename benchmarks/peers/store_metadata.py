@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 import time
 from typing import Any
 
@@ -77,13 +78,15 @@ class Talker(End):
         requests = []
         for _ in range(times):
             first = self.rng.randrange(max(1, len(self.keys) - batch))
-            requests.append(store_pb2.FindRequest(keys=b"".join(self.keys[first : first + batch])))
+            requests.append(store_pb2.FindRequest(keys=b"".join(self.keys[first : first + batch]), grouped=True))
 
         async def all_of_them() -> float:
             start = time.perf_counter()
             for request in requests:
                 answer = await self.rpc.Find(request, timeout=TIMEOUT_S)
-                if not all(one.holder for one in answer.replicas):
+                holders = [list(one.holder) for one in answer.groups]
+                found = [holders[at] for at in struct.unpack(f"<{batch}H", answer.group)]
+                if not all(found):
                     raise RuntimeError("Find: a key is missing")
             return time.perf_counter() - start
 

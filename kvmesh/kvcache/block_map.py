@@ -154,6 +154,11 @@ class BlockMap:
         """Bitset of the slots that hold `key`."""
         return self._masks.get(key, 0)
 
+    def masks(self, keys: Sequence[bytes]) -> list[int]:
+        """`mask` of each."""
+        get = self._masks.get
+        return [get(key, 0) for key in keys]
+
     def holders(self, key: bytes) -> list[str]:
         """The stores that hold `key`, by slot."""
         return [self.store_of(slot) for slot in _bits(self._masks.get(key, 0))]

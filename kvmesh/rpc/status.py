@@ -167,6 +167,9 @@ class errors_to_status(grpc.aio.ServerInterceptor):  # noqa: N801
     Covers unary-unary, unary-stream and stream-stream (and stream-unary) handlers, written as coroutines or
     as asynchronous generators."""
 
+    def __init__(self) -> None:
+        self._wrapped: dict[str, tuple[Any, Any]] = {}  # method → (its handler, the same guarded)
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
@@ -176,6 +179,9 @@ class errors_to_status(grpc.aio.ServerInterceptor):  # noqa: N801
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return None  # gRPC answers UNIMPLEMENTED
+        known = self._wrapped.get(handler_call_details.method)
+        if known is not None and known[0] is handler:
+            return known[1]
         sides = handler.request_streaming, handler.response_streaming
         kind = "_".join("stream" if streaming else "unary" for streaming in sides)
         behavior = getattr(handler, kind)
@@ -184,8 +190,10 @@ class errors_to_status(grpc.aio.ServerInterceptor):  # noqa: N801
         wrapped = _guard_stream(behavior, method) if generator else _guard_call(behavior, method)
         make = getattr(grpc, f"{kind}_rpc_method_handler")
         parse = handler.request_deserializer
-        return make(
+        made = make(
             wrapped,
             request_deserializer=parse if parse is None or handler.request_streaming else _readable(parse),
             response_serializer=handler.response_serializer,
         )
+        self._wrapped[method] = handler, made
+        return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -78,15 +79,9 @@ class Directory:
         complete = True
         deadline = time.monotonic() + timeout_s
         for some in _portions(keys):
-            request = pb.FindRequest(keys=b"".join(some))
+            request = pb.FindRequest(keys=b"".join(some), grouped=True)
             answer = await self.call(_ask("Find", request), _left(deadline))
-            if len(answer.replicas) != len(some):
-                raise TransferError(f"a Find that speaks of {len(answer.replicas)} keys, not of {len(some)}")
-            holders = [_holder(one) for one in answer.holders]
-            for replicas in answer.replicas:
-                tiers = replicas.tier or bytes([Tier.DRAM]) * len(replicas.holder)
-                pairs = zip(replicas.holder, tiers, strict=True)
-                found.append([Replica(holders[i], Tier(tier)) for i, tier in pairs])
+            found += _replicas(answer, len(some))
             complete &= not answer.rebuilding
         return found, complete
 
@@ -190,6 +185,22 @@ def _ask(method: str, request: Message) -> Callable[[Any, float], Awaitable[Any]
 
 def _left(deadline: float) -> float:
     return max(deadline - time.monotonic(), 0.001)
+
+
+def _replicas(answer: pb.FindResponse, keys: int) -> list[list[Replica]]:
+    """Of each key; keys of one group share a list. TransferError: the answer is not of so many keys."""
+    holders = [_holder(one) for one in answer.holders]
+    try:
+        groups = [
+            [
+                Replica(holders[i], Tier(tier))
+                for i, tier in zip(one.holder, one.tier or bytes([Tier.DRAM]) * len(one.holder), strict=True)
+            ]
+            for one in answer.groups
+        ]
+        return [groups[at] for at in struct.unpack(f"<{keys}H", answer.group)]
+    except (struct.error, IndexError, ValueError) as error:
+        raise TransferError(f"a Find of {keys} keys whose answer makes no sense: {error}") from None
 
 
 def _holder(one: pb.HolderInfo) -> Holder:

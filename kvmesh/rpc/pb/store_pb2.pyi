@@ -210,6 +210,7 @@ class StoreUsage(_message.Message):
     TIERS_FIELD_NUMBER: _builtins.int
     SENDING_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     LEASES_FIELD_NUMBER: _builtins.int
+    WRITING_FIELD_NUMBER: _builtins.int
     capacity_bytes: _builtins.int
     free_bytes: _builtins.int
     """not sealed, not being written"""
@@ -219,6 +220,8 @@ class StoreUsage(_message.Message):
     """to readers, recent mean"""
     leases: _builtins.int
     """open now"""
+    writing: _builtins.int
+    """blocks that are not sealed yet"""
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierUsage]:
         """below DRAM"""
@@ -232,10 +235,11 @@ class StoreUsage(_message.Message):
         tiers: _abc.Iterable[Global___TierUsage] | None = ...,
         sending_bytes_per_s: _builtins.int = ...,
         leases: _builtins.int = ...,
+        writing: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "capacity_bytes", b"capacity_bytes", "free_bytes", b"free_bytes", "leases", b"leases", "sending_bytes_per_s", b"sending_bytes_per_s", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "capacity_bytes", b"capacity_bytes", "free_bytes", b"free_bytes", "leases", b"leases", "sending_bytes_per_s", b"sending_bytes_per_s", "tiers", b"tiers", "writing", b"writing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -773,16 +777,20 @@ class FindRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEYS_FIELD_NUMBER: _builtins.int
+    GROUPED_FIELD_NUMBER: _builtins.int
     keys: _builtins.bytes
     """at most 4096"""
+    grouped: _builtins.bool
+    """answer with `groups` and `group` in the place of `replicas`"""
     def __init__(
         self,
         *,
         keys: _builtins.bytes = ...,
+        grouped: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grouped", b"grouped", "keys", b"keys"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -796,11 +804,15 @@ class FindResponse(_message.Message):
     REPLICAS_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
     REBUILDING_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     rebuilding: _builtins.bool
     """This master has led for less than a member's lease, or a member has not announced in full: a key without replicas may
     be held all the same. Who asks must not call it a miss.
     """
+    group: _builtins.bytes
+    """of each key, little-endian u16: index into `groups`"""
     @_builtins.property
     def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___HolderInfo]:
         """every node that holds any of them, at most 1024"""
@@ -809,6 +821,10 @@ class FindResponse(_message.Message):
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replicas]:
         """one per key"""
 
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___Replicas]:
+        """When the request says `grouped`: keys of the same holders share one entry, an object a key is what a Find costs most."""
+
     def __init__(
         self,
         *,
@@ -816,10 +832,12 @@ class FindResponse(_message.Message):
         replicas: _abc.Iterable[Global___Replicas] | None = ...,
         term: _builtins.int = ...,
         rebuilding: _builtins.bool = ...,
+        groups: _abc.Iterable[Global___Replicas] | None = ...,
+        group: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["holders", b"holders", "rebuilding", b"rebuilding", "replicas", b"replicas", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "groups", b"groups", "holders", b"holders", "rebuilding", b"rebuilding", "replicas", b"replicas", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
