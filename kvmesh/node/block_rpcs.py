@@ -11,7 +11,7 @@ from kvmesh.kvcache.tiers import Tier
 from kvmesh.node import puts
 from kvmesh.node.partitions import Partitions, holder, size_of, unused
 from kvmesh.node.removal_desk import SLICE
-from kvmesh.node.rpc_checks import MAX_KEYS, MAX_PREFIX, MS, Node, keys_in, layout_in, term_in, within
+from kvmesh.node.rpc_checks import MAX_KEYS, MAX_PREFIX, MS, Node, keys_in, layout_in, patience_s, term_in, within
 from kvmesh.rpc.errors import InvalidRequest
 from kvmesh.rpc.pb import blocks_pb2 as pb
 
@@ -86,7 +86,7 @@ class BlockRpcs:
         if kind == pb.PIN_KIND_UNSPECIFIED:
             raise InvalidRequest.of("kind", kind, "must be none, soft or hard")
         if kind == pb.PIN_KIND_HARD:
-            await node.stage(keys, layout, STAGE_S)
+            await node.stage(keys, layout, patience_s(context, STAGE_S))
         done = bytearray(len(keys))
         for partition in node.partitions.family(layout):
             mine = [at for at, key in enumerate(keys) if partition.store.holds(key)]

@@ -71,11 +71,11 @@ class CopyRpcs:
             raise Overloaded(f"{MAX_PUTS} puts are running here", retry_after_ms=50)
         self._puts += 1
         held, why_not = await _outliving(self._node.puts.put(job), self._put_ended)
-        self._node.leases_changed()
         return pb.PutBlocksResponse(held=held, why_not=why_not)
 
     def _put_ended(self) -> None:
         self._puts -= 1
+        self._node.leases_changed()  # soft pins end, though nobody waits for this put any more
 
     def _put_in(self, request: pb.PutBlocksRequest, now: int) -> PutJob:
         keys = keys_in(request.keys)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvmesh.kvcache.keys import KEY_BYTES, split
 from kvmesh.kvcache.sources import PullRange
@@ -107,6 +107,12 @@ def as_many(field: str, found: Sequence[object], keys: Iterable[bytes]) -> None:
     count = sum(1 for _ in keys)
     if len(found) != count:
         raise InvalidRequest(f"{field}: {len(found)} of them for {count} keys", field=field)
+
+
+def patience_s(context: Any, most: float) -> float:
+    """At most so long, and half of what the caller still waits: what can be said by then should reach it."""
+    left = None if context is None else context.time_remaining()
+    return most if left is None else min(most, left / 2)
 
 
 def term_in(terms: Terms, term: int) -> None:

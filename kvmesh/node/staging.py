@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 from kvmesh.kvcache.size_classes import size_class
@@ -53,12 +53,10 @@ class Staging:
             part.note(keys)
             below = [key for key in keys if key not in held and key in part.contents]
             waits.update(part.staging[key] for key in below if key in part.staging)
-            for partition, some in self._places(part, [key for key in below if key not in part.staging]):
-                begun = self._begin(partition, some)
-                if begun:
-                    task = self._spawn(self._stage(part, partition, begun, deadline_ns), "stage")
-                    part.staging.update(dict.fromkeys((key for key, _ in begun), task))
-                    waits.add(task)
+            for partition, begun in self._begun(part, [key for key in below if key not in part.staging]):
+                task = self._spawn(self._stage(part, partition, begun, deadline_ns), "stage")
+                part.staging.update(dict.fromkeys((key for key, _ in begun), task))
+                waits.add(task)
         if waits:
             await asyncio.wait(waits, timeout=timeout_s)
             held = dict.fromkeys(self._in_dram(layout, keys), parts[0].tier) | held
@@ -68,34 +66,36 @@ class Staging:
         stores = [partition.store for partition in self._partitions.family(layout)]
         return [key for key in keys if any(store.holds(key) for store in stores)]
 
-    def _places(self, part: Part, keys: list[bytes]) -> list[tuple[Partition, list[bytes]]]:
-        """Where blocks that lie below are to be read to."""
+    def _begun(self, part: Part, keys: list[bytes]) -> Iterator[tuple[Partition, list[tuple[bytes, int]]]]:
+        """What of these blocks, which lie below, is to be read now, and where to: nobody loses memory for the rest."""
         by_size: dict[int, list[bytes]] = {}
         for key in keys:
             size = part.shard_bytes or part.contents.sizes.get(key, 0)
             if size:  # else it went while its rank told of it
                 by_size.setdefault(part.shard_bytes or size_class(size), []).append(key)
-        found = []
         for size, some in by_size.items():
+            wanted = self._affordable(some, size)
+            if not wanted:
+                continue
             try:
-                partition = self._partitions.room(part.layout, size, len(some))
+                partition = self._partitions.room(part.layout, size, len(wanted))
             except (InvalidRequest, Overloaded) as error:
                 log.info("staging: %s", error)
                 continue
             self._follow(partition)
-            found.append((partition, some))
-        return found
+            extents = partition.store.begin(wanted)
+            begun = [(key, extent) for key, extent in zip(wanted, extents, strict=True) if extent is not None]
+            self._staged_bytes += len(begun) * partition.shard_bytes
+            if begun:
+                yield partition, begun
 
-    def _begin(self, partition: Partition, keys: list[bytes]) -> list[tuple[bytes, int]]:
+    def _affordable(self, keys: list[bytes], size: int) -> list[bytes]:
         """What the budget has room for, from the first on: a chain's head is of use without its tail."""
         budget = self._partitions.capacity_bytes * self._percent // 100 - self._staged_bytes
-        wanted = keys[: max(budget // partition.shard_bytes, 0 if self._staged_bytes else 1)]
+        wanted = keys[: max(budget // size, 0 if self._staged_bytes else 1)]
         if len(wanted) < len(keys):
             names.NODE_TIER_REFUSED.inc(len(keys) - len(wanted))
-        extents = partition.store.begin(wanted)
-        begun = [(key, extent) for key, extent in zip(wanted, extents, strict=True) if extent is not None]
-        self._staged_bytes += len(begun) * partition.shard_bytes
-        return begun
+        return wanted
 
     async def _stage(self, part: Part, partition: Partition, begun: list[tuple[bytes, int]], deadline_ns: int) -> None:
         keys, extents = [key for key, _ in begun], [extent for _, extent in begun]

@@ -145,10 +145,12 @@ class WriteBehind:
         usage = store.usage
         excess = usage.total - usage.unheld - usage.total * self._percent // 100 + extra
         excess = min(excess, MAX_LOOK)
-        if excess <= 0 or (self._added * SCAN_SHARE < excess and not extra and not self._late):
+        due = self._late or self._added * SCAN_SHARE >= excess
+        if excess <= 0 or not (due or extra):
             return
-        self._added, self._late = 0, False
-        self._refused.clear()
+        if due:
+            self._added, self._late = 0, False
+            self._refused.clear()
         self._queue.extend(store.coldest(excess))
 
 

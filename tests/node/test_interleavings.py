@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
@@ -15,13 +18,15 @@ from kvmesh.node.block_servicer import NodeStoreServicer
 from kvmesh.node.partitions import Partition
 from kvmesh.node.pool_partitions import PoolPartitions
 from kvmesh.node.removals import Watch
+from kvmesh.node.tier_brain import Contents, WriteBehind
 from kvmesh.node.tier_parts import TierSettings
 from kvmesh.node.tiering import Tiering
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from tests.node.putting import Caller, config, pool_and_caller
 from tests.node.stores import bench, keys_of, node, stub
-from tests.services import running
+from tests.node.test_tiers import fill_below
+from tests.services import running, until
 
 SHARD = 8192
 
@@ -212,3 +217,72 @@ async def test_a_pin_between_the_parts_of_a_great_removal_stays(monkeypatch: pyt
         assert (await servicer.Pin(pin, None)).done == b"\1", "told that it stays"
         gone = await removing
         assert (a.store.keys(), gone.removed, gone.spared) == ([keys[-1]], 11, bytes(11) + b"\1")
+
+
+async def test_staging_takes_no_more_memory_than_its_budget_has_room_for(tmp_path: Path) -> None:
+    settings = TierSettings(path=tmp_path, capacity_bytes=1 << 30, offload_percent=100, staging_percent=5, layouts=2)
+    made = Below(settings)
+    here, below = keys_of(*range(480)), keys_of(*range(1000, 1400))
+    made.disk.found = dict.fromkeys(below, SHARD)
+    made.partition("read")
+    store = made.partitions.room("kept", SHARD, len(here)).store
+    for at in range(0, len(here), 32):
+        made.partitions.room("kept", SHARD, 32)
+        seal(store, *here[at : at + 32])
+    assert len(store.keys()) > 440, "the memory is full"
+    before = len(store.keys())
+    staged = await made.tiering.stage("read", below, 5.0)
+    assert list(staged) == below[: len(staged)] and 20 <= len(staged) <= 25, "as much as the budget allows"
+    assert before - len(store.keys()) <= 64, "a run of slabs or two, for what was read"
+    await made.tiering.close()
+
+
+def test_what_a_tier_refuses_is_not_asked_again_by_those_who_wait_for_room() -> None:
+    store, there = NodeStore(8, high_percent=100, low_percent=100), Contents(1)
+    keys = keys_of(*range(8))
+    seal(store, *keys)
+    behind = WriteBehind(100, 64)
+    for _ in keys:
+        behind.added()
+    asked = behind.next(store, there, (), extra=4)
+    assert len(asked) == 4
+    behind.refused(asked)
+    assert behind.next(store, there, (), extra=4) == [], "it would be asked again and again as long as one waits"
+    behind.added()
+    behind.hurry()
+    assert behind.next(store, there, (), extra=4) == asked, "some time later"
+
+
+async def test_a_reader_of_little_patience_hears_of_what_is_in_memory(tmp_path: Path) -> None:
+    settings = TierSettings(path=tmp_path, capacity_bytes=16 << 20, offload_percent=0, staging_percent=50)
+    low, high = keys_of(*range(4)), keys_of(*range(10, 14))
+    async with bench() as desk, node("a", tiers=settings) as a, stub(a.address) as rpc:
+        await fill_below(a, desk, low)
+        await a.fill(desk, high)
+        request = pb.LeaseRequest(
+            reader="r", holder_incarnation=a.incarnation, keys=b"".join(high + low), lease_ms=30_000, layout=a.layout
+        )
+        os.kill(a.rank.pid, signal.SIGSTOP)
+        try:
+            answer = await rpc.Lease(request, timeout=0.95)  # less than it takes to give up the disk
+        finally:
+            os.kill(a.rank.pid, signal.SIGCONT)
+        assert answer.held == b"\1" * 4 + b"\0" * 4
+
+
+async def test_a_soft_pin_ends_though_its_putter_has_hung_up() -> None:
+    (key,) = keys_of("pinned")
+    slow = json.dumps({"rules": [{"kind": "delay", "op": "read", "delay_ms": 300}]})
+    async with pool_and_caller(fault=slow) as caller:
+        putting = caller.put([key], [300_000], pin=pb.PIN_KIND_SOFT, pin_ttl_ms=1)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(putting, 0.15)
+
+        async def sealed() -> bool:
+            return bool((await caller.rpc.Exists(pb.ExistsRequest(keys=key))).tiers[0])
+
+        async def unpinned() -> bool:
+            return not (await caller.counts()).soft_pinned
+
+        await until(sealed)
+        await until(unpinned)
