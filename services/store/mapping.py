@@ -70,6 +70,7 @@ def usage_in(usage: pb.StoreUsage) -> Usage:
         ),
         usage.sending_bytes_per_s,
         usage.leases,
+        usage.writing,
     )
 
 
@@ -92,6 +93,7 @@ def usage_out(usage: Usage) -> pb.StoreUsage:
         ],
         sending_bytes_per_s=usage.sending_bytes_per_s,
         leases=usage.leases,
+        writing=usage.writing,
     )
 
 
