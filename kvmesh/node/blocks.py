@@ -233,11 +233,12 @@ class Blocks:
     def usage(self) -> pb_store.StoreUsage:
         """For the master."""
         partitions = self.partitions
-        blocks = sum(partition.store.stats.sealed for partition in partitions.all())
+        stats = [partition.store.stats for partition in partitions.all()]
         return pb_store.StoreUsage(
             capacity_bytes=partitions.capacity_bytes,
             free_bytes=0 if self.draining else partitions.free_bytes,
-            blocks=blocks,
+            blocks=sum(each.sealed for each in stats),
+            writing=sum(each.writing for each in stats),
             sending_bytes_per_s=self._sending.bytes_per_s,
             tiers=[usage_of(self._tiering.counters)] if self._tiering is not None else [],
             leases=self.leases,
