@@ -84,15 +84,18 @@ class Blocks:
         self._announce_s = announce_ms / 1000
         self._peers = Peers(segments)
         self._tiering = Tiering(tiers, ref, ranks, partitions) if tiers is not None else None
-        self._pulls = Pulls(own.instance_id, ranks, segments, self._peers, lease_ms, self._tiering)
         self.terms = Terms()
         self.draining = False
         self.leasing = Leasing(partitions)
         self.sums = SumDesk(ranks)
         folder = tiers.path if tiers is not None and not tiers.url else None
         self.removals = RemovalDesk(partitions, self.forget, self.lower_keys, folder, again=returning is not None)
+        refuses = self.removals.refuses
+        self._pulls = Pulls(own.instance_id, ranks, segments, self._peers, lease_ms, refuses, self._tiering)
         self._returning = returning
         below = self._tiering
+        if below is not None and below.tier is Tier.OBJECT:
+            below.remember(self.removals.watch())
         self.puts = Puts(len(ranks), partitions, segments, self._pulls, self.sums, self.removals, below)
         self.copies = Copies(partitions, self._pulls, self._peers, self.removals, below, self.puts.freed)
         # What is announced looks like one store; see `announce.Source`.

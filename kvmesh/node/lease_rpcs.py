@@ -10,7 +10,7 @@ from typing import Any
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.node.leasing import Leased
 from kvmesh.node.partitions import Partition, size_of
-from kvmesh.node.rpc_checks import MS, Node, keys_in, lease_ms_in
+from kvmesh.node.rpc_checks import MS, Node, keys_in, lease_ms_in, patience_s
 from kvmesh.rpc.errors import InvalidRequest, KvmeshError, Overloaded, UnknownInstance
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.telemetry import names
@@ -38,7 +38,7 @@ class LeaseRpcs:
                 f"holder_incarnation={request.holder_incarnation}: this is another life of {node.ref.instance_id}",
                 field="holder_incarnation",
             )
-        tiers = await node.stage(keys, request.layout, STAGE_S)
+        tiers = await node.stage(keys, request.layout, patience_s(context, STAGE_S))
         if node.leasing.open >= MAX_LEASES:
             raise Overloaded(f"{MAX_LEASES} leases are open here", retry_after_ms=lease_ms)
         lease = node.leasing.lease(request.layout, keys, lease_ms * MS, self._clock_ns())
@@ -57,6 +57,7 @@ class LeaseRpcs:
                 tiers.get(key, Tier.DRAM) if place else 0 for key, place in zip(keys, lease.places, strict=True)
             ),
             nbytes=sizes,
+            removed_seq=node.removals.reached,  # no turn of the loop since the lease
         )
         for rank, (name, descriptor) in enumerate(node.segments):
             answer.ranks.add(

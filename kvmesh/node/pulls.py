@@ -59,6 +59,7 @@ class _Running:
     stop: asyncio.Event = field(default_factory=asyncio.Event)  # cancelled
     nbytes: int = 0  # from other nodes
     lower: set[int] = field(default_factory=set)  # positions that came from a lower tier of this node
+    removed_seqs: dict[int, int] = field(default_factory=dict)  # by position: how far its holder was
     causes: dict[str, None] = field(default_factory=dict)
 
     def left_ns(self) -> int:
@@ -66,8 +67,8 @@ class _Running:
 
 
 class Pulls:
-    """All pulls of one process. On the event loop; nothing here raises to its caller. `tiering`: what this node keeps
-    below DRAM, a source like any other."""
+    """All pulls of one process. On the event loop; nothing here raises to its caller. `refuses(key, removed_seq)`: see
+    `RemovalDesk`. `tiering`: what this node keeps below DRAM, a source like any other."""
 
     def __init__(
         self,
@@ -76,6 +77,7 @@ class Pulls:
         segments: Segments,
         peers: Peers,
         lease_ms: int,
+        refuses: Callable[[bytes, int], bool],
         tiering: Tiering | None = None,
     ) -> None:
         self.stats = PullStats()
@@ -84,6 +86,7 @@ class Pulls:
         self._segments = segments
         self._peers = peers
         self._lease_ms = lease_ms
+        self._refuses = refuses
         self._tiering = tiering
         self._tickets = itertools.count(1)
         self._reads: dict[tuple[int, int], asyncio.Future[m.PullEnded | None]] = {}  # (rank, ticket)
@@ -169,6 +172,7 @@ class Pulls:
         except Exception as error:
             log.exception("pull %d failed", job.ticket)
             record.causes[f"{type(error).__name__}: {error}"] = None
+        arrived -= self._removed(record)  # what is removed from now on will not be sealed either: it is being written
         took = time.monotonic_ns() - start
         cause = ""
         if len(arrived) < len(job.keys):
@@ -321,7 +325,16 @@ class Pulls:
             # Its segment may be broken: whoever comes next asks for descriptors again.
             self._peers.forget(peer)
         whole, cause = reader_lease.judge(lease, ended)
-        return {positions[lease.held[i]] for i in whole}, cause or reader_lease.partly(len(lease.held), len(keys))
+        seqs = {positions[lease.held[i]]: lease.removed_seq for i in whole}
+        record.removed_seqs |= seqs
+        return seqs.keys() - self._removed(record), cause or reader_lease.partly(len(lease.held), len(keys))
+
+    def _removed(self, record: _Running) -> set[int]:
+        """Positions that must not be sealed: removed here, while their holder had yet to hear of that."""
+        found = {at for at, seq in record.removed_seqs.items() if self._refuses(record.job.keys[at], seq)}
+        if found:
+            record.causes["removed, and the holder has yet to hear of it"] = None
+        return found
 
     async def _read(
         self, record: _Running, lease: ReaderLease, positions: list[int], deadline_ns: int

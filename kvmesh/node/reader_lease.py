@@ -31,7 +31,7 @@ MIN_RENEW_S = 0.005
 @dataclass(eq=False)
 class ReaderLease:
     """`held`: positions among the keys asked for; `offsets[rank][i]` of the i-th of them in `segments[rank]`.
-    `over`: the holder said so, whatever our count."""
+    `removed_seq`: what the holder had removed by then. `over`: the holder said so, whatever our count."""
 
     peer: Peer
     lease_id: int
@@ -40,6 +40,7 @@ class ReaderLease:
     held: tuple[int, ...] = ()
     offsets: tuple[tuple[int, ...], ...] = ()
     segments: tuple[str, ...] = ()
+    removed_seq: int = 0
     over: bool = False
 
     def holds_at(self, when_ns: int) -> bool:
@@ -88,6 +89,7 @@ async def ask(
         await give_back(lease, peers)
         raise
     lease.held = tuple(i for i, here in enumerate(answer.held) if here)
+    lease.removed_seq = answer.removed_seq
     lease.offsets = tuple(tuple(rank.offset) for rank in answer.ranks)
     return lease
 

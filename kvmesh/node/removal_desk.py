@@ -54,6 +54,15 @@ class RemovalDesk:
         """For the master."""
         return self._removals.applied
 
+    @property
+    def reached(self) -> int:
+        """For readers: all removals up to this one have been carried out."""
+        return self._removals.reached
+
+    def refuses(self, key: bytes, source_seq: int) -> bool:
+        """Whether this block, from a node that had `reached` that much, may have been removed here."""
+        return self._removals.refuses(key, source_seq)
+
     def watch(self) -> Watch:
         """What is removed from now on, until `unwatch`."""
         return self._removals.watch()
@@ -65,7 +74,12 @@ class RemovalDesk:
     async def remove(self, keys: Sequence[bytes], prefix: bytes = b"", seq: int = 0) -> int:
         """When it returns, none is found here any more, in any tier, nor after a restart; how many were. What is being
         written or pulled will not be sealed. Unavailable: not all could be written down, say it again."""
-        self._removals.removing(keys, prefix)
+        removed = await self._remove(keys, prefix, seq)
+        self._removals.direct(seq)
+        return removed
+
+    async def _remove(self, keys: Sequence[bytes], prefix: bytes, seq: int) -> int:
+        self._removals.removing(keys, prefix, seq)
         found = list(keys)
         if prefix:
             found = self._with(prefix)
@@ -74,7 +88,6 @@ class RemovalDesk:
             if start:
                 await asyncio.sleep(0)
             removed += await self._forget(found[start : start + SLICE])
-        self._removals.direct(seq)
         return removed
 
     async def apply(self, told: Sequence[pb_store.Tombstone]) -> None:
@@ -85,8 +98,11 @@ class RemovalDesk:
             if last <= self._removals.applied:
                 return
             for tombstone in self._removals.due(tombstones):
-                everything = () if tombstone.keys or tombstone.prefix else self._with(b"")
-                removed = await self.remove(tombstone.keys or everything, tombstone.prefix)
+                if tombstone.keys or tombstone.prefix:
+                    removed = await self._remove(tombstone.keys, tombstone.prefix, tombstone.seq)
+                else:
+                    self._removals.everything(tombstone.seq)
+                    removed = await self._remove(self._with(b""), b"", 0)
                 self._removals.done(tombstone.seq)
                 log.info("tombstone %d: %d blocks removed", tombstone.seq, removed)
             self._removals.done(last)

@@ -7,11 +7,13 @@ its tombstone, if it comes all the same, is passed over, as the block may have b
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 MAX_DIRECT = 65_536
+MAX_REMEMBERED = 1 << 17  # keys and prefixes: about 20 MB
+RECORD_KEYS = 8  # what a removal itself counts for, so that small ones are bounded too
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +43,66 @@ class Watch:
         return key in self._keys or any(key.startswith(prefix) for prefix in self._prefixes)
 
 
+class Remembered:
+    """What the master removed here, by its numbers, so that nothing of it comes back from a node that has yet to hear
+    of it. Up to `floor` it is forgotten what was removed: it may have been anything."""
+
+    def __init__(self, floor: int, most: int = MAX_REMEMBERED) -> None:
+        self.floor = floor
+        self.last = floor
+        self._most = most
+        self._size = 0
+        self._kept: OrderedDict[int, tuple[Sequence[bytes], bytes]] = OrderedDict()
+        self._keys: dict[bytes, int] = {}  # → the last that names it
+        self._prefixes: dict[bytes, int] = {}
+        self._lengths: Counter[int] = Counter()  # of prefixes
+
+    def note(self, seq: int, keys: Sequence[bytes], prefix: bytes) -> None:
+        """The removal with this number begins here."""
+        self.last = max(self.last, seq)
+        if seq <= self.floor or seq in self._kept:
+            return
+        self._kept[seq] = (keys, prefix)
+        self._size += RECORD_KEYS + len(keys)
+        for key in keys:
+            self._keys[key] = max(seq, self._keys.get(key, 0))
+        if prefix:
+            self._lengths[len(prefix)] += prefix not in self._prefixes
+            self._prefixes[prefix] = max(seq, self._prefixes.get(prefix, 0))
+        while self._size > self._most:
+            self._forget_oldest()
+
+    def everything(self, seq: int) -> None:
+        """The removal with this number is of all that there is."""
+        self.last, self.floor = max(self.last, seq), max(self.floor, seq)
+
+    def refuses(self, key: bytes, source_seq: int) -> bool:
+        """Whether `key`, from a node that had carried out removals up to `source_seq`, may have been removed."""
+        if source_seq >= self.last:
+            return False
+        if source_seq < self.floor or self._keys.get(key, 0) > source_seq:
+            return True
+        return any(self._prefixes.get(key[:length], 0) > source_seq for length in self._lengths)
+
+    def _forget_oldest(self) -> None:
+        seq, (keys, prefix) = self._kept.popitem(last=False)
+        self.floor = max(self.floor, seq)
+        self._size -= RECORD_KEYS + len(keys)
+        for key in keys:
+            if self._keys.get(key) == seq:
+                del self._keys[key]
+        if prefix and self._prefixes.get(prefix) == seq:
+            del self._prefixes[prefix]
+            self._lengths -= Counter((len(prefix),))  # drops what is 0
+
+
 class Removals:
     """Pure. `applied`: the last tombstone that earlier lives have applied to what outlives them, 0: none."""
 
     def __init__(self, applied: int = 0) -> None:
         self._applied = applied
+        self._reached = applied
+        self._remembered = Remembered(applied)
         self._direct: OrderedDict[int, None] = OrderedDict()
         self._watches: set[Watch] = set()
 
@@ -54,8 +111,14 @@ class Removals:
         """All tombstones up to this one have been."""
         return self._applied
 
+    @property
+    def reached(self) -> int:
+        """All removals up to this one have been carried out: the master asks directly in order, or not at all."""
+        return self._reached
+
     def direct(self, seq: int) -> None:
         """The removal with this number was carried out at the master's wish; 0: it has none."""
+        self._reached = max(self._reached, seq)
         if seq > self._applied:
             self._direct[seq] = None
             if len(self._direct) > MAX_DIRECT:
@@ -69,13 +132,25 @@ class Removals:
     def done(self, seq: int) -> None:
         """All tombstones up to this one have been applied."""
         self._applied = max(self._applied, seq)
+        self._reached = max(self._reached, seq)
         for known in [known for known in self._direct if known <= self._applied]:
             del self._direct[known]
 
-    def removing(self, keys: Sequence[bytes], prefix: bytes) -> None:
-        """These are being removed now: whoever watches will not seal them."""
+    def removing(self, keys: Sequence[bytes], prefix: bytes, seq: int = 0) -> None:
+        """These are being removed now: whoever watches will not seal them. `seq`: by the master's removal with this
+        number; nobody who has yet to hear of it can bring them back."""
+        if seq:
+            self._remembered.note(seq, keys, prefix)
         for watch in self._watches:
             watch.heard(keys, prefix)
+
+    def everything(self, seq: int) -> None:
+        """The removal with this number begins, of all that there is; say `removing` of all that is known, too."""
+        self._remembered.everything(seq)
+
+    def refuses(self, key: bytes, source_seq: int) -> bool:
+        """See `Remembered`; `source_seq` is what the source had `reached` when it held the key."""
+        return self._remembered.refuses(key, source_seq)
 
     def watch(self) -> Watch:
         """Until `unwatch`."""

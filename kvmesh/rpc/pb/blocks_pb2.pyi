@@ -96,6 +96,7 @@ class LeaseResponse(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
     NBYTES_FIELD_NUMBER: _builtins.int
+    REMOVED_SEQ_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """0: nothing is held, nothing is leased"""
     lease_ms: _builtins.int
@@ -104,6 +105,8 @@ class LeaseResponse(_message.Message):
     """one byte a key: 1 leased, 0 not here"""
     tiers: _builtins.bytes
     """one byte a key: Tier it was served from, 0 not here"""
+    removed_seq: _builtins.int
+    """the holder has carried out the master's removals up to here: who knows of a later one of"""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeasedRank]: ...
     @_builtins.property
@@ -119,10 +122,11 @@ class LeaseResponse(_message.Message):
         ranks: _abc.Iterable[Global___LeasedRank] | None = ...,
         tiers: _builtins.bytes = ...,
         nbytes: _abc.Iterable[_builtins.int] | None = ...,
+        removed_seq: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "lease_id", b"lease_id", "lease_ms", b"lease_ms", "nbytes", b"nbytes", "ranks", b"ranks", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "lease_id", b"lease_id", "lease_ms", b"lease_ms", "nbytes", b"nbytes", "ranks", b"ranks", "removed_seq", b"removed_seq", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
