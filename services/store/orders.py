@@ -31,7 +31,8 @@ T = TypeVar("T")
 REMOVE_S = 1.0
 ASK_S = 1.0
 PULL_MS = 10_000
-MAX_CALLS = 64  # at once, of all kinds
+MAX_CALLS = 64  # at once, and as many pulls, which take long
+WAIT_S = 1.0  # for one's turn; pulls wait as long as it takes
 MAX_CHANNELS = 256  # kept open
 
 
@@ -60,6 +61,7 @@ class Orders:
         self._leads = leads
         self._on_stale = on_stale
         self._calls = asyncio.Semaphore(MAX_CALLS)
+        self._pulls = asyncio.Semaphore(MAX_CALLS)
         self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
         self._users: dict[str, int] = {}
         self._lines: dict[str, _Line] = {}
@@ -163,8 +165,22 @@ class Orders:
         return None if answer is None else _said(pin.keys, answer.done)
 
     async def call(self, member: Member, method: str, request: Any, timeout_s: float) -> Any | None:
-        """One call at a node; None: it failed, or this master does not lead. Never raises but CancelledError."""
-        async with self._calls, self._channel(member.address) as channel:
+        """One call at a node; None: it failed, its turn did not come, or this master does not lead. Never raises but
+        CancelledError."""
+        turns = self._pulls if method == "Pull" else self._calls
+        try:
+            async with asyncio.timeout(None if method == "Pull" else WAIT_S):
+                await turns.acquire()
+        except TimeoutError:
+            names.STORE_ORDERS.labels(order=method.lower(), outcome="failed").inc()
+            return None
+        try:
+            return await self._called(member, method, request, timeout_s)
+        finally:
+            turns.release()
+
+    async def _called(self, member: Member, method: str, request: Any, timeout_s: float) -> Any | None:
+        async with self._channel(member.address) as channel:
             if not self._leads():
                 return None
             stub = pb_grpc.NodeStoreStub(channel)

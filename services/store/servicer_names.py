@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvmesh.kvcache.keys import KEY_BYTES
-from kvmesh.rpc.errors import InvalidRequest, KvmeshError
+from kvmesh.rpc.errors import InvalidRequest
 from kvmesh.rpc.pb import store_pb2 as pb
 from services.store.domain import Tick
 from services.store.policy import grants
@@ -40,12 +40,9 @@ class NamesServicer(Base):
         async with self._books:
             self._step(Tick())
             policy = self._state.policy
-            keys, writes = policy.bind(namespace, names, self._clock())
-            try:
-                await self._keep(writes)
-            except KvmeshError:
-                policy.unbind(namespace, [name for name, _ in names])  # as if it had not been asked
-                raise
+            keys, writes, bound = policy.bind(namespace, names, self._clock())
+            await self._keep(writes)
+            bound()  # nobody is told before, and nothing has changed when that failed
         return pb.BindResponse(keys=b"".join(keys))
 
     async def Resolve(self, request: pb.ResolveRequest, context: Any) -> pb.ResolveResponse:  # noqa: N802
@@ -53,12 +50,21 @@ class NamesServicer(Base):
         namespace = text("namespace", request.namespace, MAX_NAMESPACE_BYTES)
         _few("names", request.names)
         names = [text("names", name, MAX_NAME_BYTES, empty=False) for name in request.names]
-        self._step(Tick())
-        keys = [key or UNKNOWN for key in self._state.policy.names.resolve(namespace, names)]
-        if request.unbind:
-            async with self._books:
-                await self._keep(self._state.policy.unbind(namespace, names))
-        return pb.ResolveResponse(keys=b"".join(keys))
+        policy = self._state.policy
+        if not request.unbind:
+            self._step(Tick())
+            return _resolved(policy.names.resolve(namespace, names))
+        async with self._books:
+            self._step(Tick())
+            keys = policy.names.resolve(namespace, names)
+            writes, unbound = policy.unbind(namespace, names)
+            await self._keep(writes)
+            unbound()
+        return _resolved(keys)
+
+
+def _resolved(keys: Sequence[bytes | None]) -> pb.ResolveResponse:
+    return pb.ResolveResponse(keys=b"".join(key or UNKNOWN for key in keys))
 
 
 def _few(field: str, names: Sequence[object]) -> None:

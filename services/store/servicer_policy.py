@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from kvmesh.kvcache.keys import KEY_BYTES, TAG_BYTES
-from kvmesh.rpc.errors import InvalidRequest, UnknownInstance
+from kvmesh.rpc.errors import InvalidRequest, NotLeader, UnknownInstance
 from kvmesh.rpc.pb import store_pb2 as pb
 from services.store import mapping
 from services.store.checks import MAX_TEXT
@@ -36,7 +36,10 @@ class PolicyServicer(Base):
             tombstone, writes = state.policy.remove(keys, request.prefix, self._clock())
             await self._keep(writes)
             asked = self._orders.start(self._orders.remove(state, tombstone))
-        outcome = await asyncio.shield(asked)
+        await asyncio.wait({asked})
+        if asked.cancelled():
+            raise NotLeader("this store master leads no more; nodes will hear of the removal from the one that does")
+        outcome = asked.result()
         return pb.RemoveResponse(
             acknowledged=outcome.acknowledged, pending=outcome.pending, removed=outcome.blocks, seq=tombstone.seq
         )

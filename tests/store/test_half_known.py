@@ -142,11 +142,10 @@ def test_a_quota_that_an_earlier_leader_has_lifted_is_lifted_everywhere() -> Non
 def test_a_name_stands_while_its_block_may_be_among_those_left_out() -> None:
     made, _ = world(limits=PolicyLimits(max_map_bytes=600, names_grace_s=1.0))
     policy = made.state.policy
-    policy.bind("n", [("x", key(0))], made.now)
     run(made, 6)
     gone = [i for i in range(5) if not made.state.blocks.holders(key(i))]
     assert gone and policy.memory.missing
-    policy.bind("n", [("y", key(gone[0]))], made.now)
+    policy.bind("n", [("y", key(gone[0]))], made.now)[2]()
     made.now += 10
     assert policy.bind("n", [("y", key(99))], made.now)[0] == [key(gone[0])]
 

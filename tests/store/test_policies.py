@@ -50,7 +50,9 @@ class Held:
         )
 
     def bind(self, name: str, to: bytes, now: float, after: int = 0) -> bytes:
-        return self.names.bind("n", [(name, to)], after, now)[0][0]
+        keys, new, _ = self.names.bind("n", [(name, to)], after, now)
+        self.names.bound(new, after, now)
+        return keys[0]
 
 
 def test_the_first_binding_stands_while_its_block_is_somewhere() -> None:
@@ -63,7 +65,7 @@ def test_the_first_binding_stands_while_its_block_is_somewhere() -> None:
     assert held.bind("x", key(2), 32.0) == key(2)
     assert held.names.resolve("n", ["x", "y"]) == [key(2), None]
     assert held.names.resolve("other", ["x"]) == [None]
-    assert held.names.unbind("n", ["x", "y"]) == [("n", "x")]
+    held.names.unbound([("n", "x"), ("n", "y")])
     assert held.names.resolve("n", ["x"]) == [None]
 
 
@@ -163,7 +165,9 @@ def test_a_new_leader_knows_what_was_kept() -> None:
     gone, writes = old.remove([key(1)], b"", 11.0)
     keep(writes)
     keep(old.remove([], b"tag9", 11.0)[1])
-    keep(old.bind("ns", [("name", key(2))], 12.0)[1])
+    _, writes, bound = old.bind("ns", [("name", key(2))], 12.0)
+    bound()
+    keep(writes)
     keep(old.change_replicas([key(2), key(3)], 2, True, 12.0)[1])
     keep(old.change_replicas([key(3)], 0, False, 12.0)[1])
     keep(old.set_quota(Quota(b"tag1", 7, "näme")))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -236,17 +236,25 @@ class Policy:
 
     # ── names ────────────────────────────────────────────────────────────────────────────────────────
 
-    def bind(self, namespace: str, names: Sequence[tuple[str, bytes]], now: float) -> tuple[list[bytes], list[Write]]:
-        """What each name stands for now. Raises Overloaded: no room for so many."""
-        keys, new, dropped = self.names.bind(namespace, names, self.tombstones.last, now)
+    def bind(
+        self, namespace: str, names: Sequence[tuple[str, bytes]], now: float
+    ) -> tuple[list[bytes], list[Write], Callable[[], None]]:
+        """What each name stands for as soon as what is to be kept is kept; then the last one is to be called. Raises
+        Overloaded: no room for so many."""
+        after = self.tombstones.last
+        keys, new, dropped = self.names.bind(namespace, names, after, now)
         puts = {records.name_out(name): key for name, key in new.items()}
         drops = tuple(raw for name in dropped if (raw := records.name_out(name)) not in puts)
-        return keys, [Write(durable.NAME, puts, drops)] if puts or drops else []
+        return (
+            keys,
+            [Write(durable.NAME, puts, drops)] if puts or drops else [],
+            partial(self.names.bound, new, after, now),
+        )
 
-    def unbind(self, namespace: str, names: Sequence[str]) -> list[Write]:
-        """Forget these names."""
-        gone = self.names.unbind(namespace, names)
-        return [Write(durable.NAME, drops=tuple(map(records.name_out, gone)))] if gone else []
+    def unbind(self, namespace: str, names: Sequence[str]) -> tuple[list[Write], Callable[[], None]]:
+        """As `bind`, to forget these names. Also those that nobody here knows: an earlier try may have got halfway."""
+        gone = list(dict.fromkeys((namespace, name) for name in names))
+        return [Write(durable.NAME, drops=tuple(map(records.name_out, gone)))], partial(self.names.unbound, gone)
 
     # ── replicas, drains, quotas ─────────────────────────────────────────────────────────────────────
 

@@ -24,11 +24,11 @@ class Farewells:
 
     def dropped(self, store_id: str, keys: Iterable[bytes]) -> bool:
         """The map shows these no more. False: too many to wait for."""
-        keys = self._open.setdefault(store_id, {}) | dict.fromkeys(keys)
-        if len(keys) > MAX_OPEN:
+        still = self._open.setdefault(store_id, {})
+        still.update(dict.fromkeys(keys))
+        if len(still) > MAX_OPEN:
             self.settled(store_id)
             return False
-        self._open[store_id] = keys
         self._heard[store_id] = 0
         return True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvmesh.rpc.errors import Overloaded
@@ -49,9 +49,8 @@ class Names:
     def bind(
         self, namespace: str, names: Sequence[tuple[str, bytes]], after: int, now: float
     ) -> tuple[list[bytes], dict[Name, bytes], list[Name]]:
-        """(what each name stands for now, those that are new, those that were let go for room).
-
-        Raises Overloaded when there is no room; nothing is bound then."""
+        """(what each name will stand for, those that are new, those that were let go for room). Nothing is bound
+        before `bound` is told of the new ones. Raises Overloaded when there is no room."""
         fresh = {(namespace, name) for name, _ in names} - self._bound.keys()
         dropped = self._make_room(len(fresh), now)
         new: dict[Name, bytes] = {}
@@ -60,23 +59,26 @@ class Names:
             name = (namespace, text)
             known = self._bound.get(name)
             if known is None or not self._stands(known, now):
-                self._bound[name] = known = Binding(key, now, after)
-                self._bound.move_to_end(name)
-                new[name] = key
-            keys.append(known.key)
+                keys.append(new.setdefault(name, key))
+            else:
+                keys.append(known.key)
         return keys, new, dropped
+
+    def bound(self, new: Mapping[Name, bytes], after: int, now: float) -> None:
+        """From now on these names stand for these keys."""
+        for name, key in new.items():
+            self._bound[name] = Binding(key, now, after)
+            self._bound.move_to_end(name)
 
     def resolve(self, namespace: str, names: Sequence[str]) -> list[bytes | None]:
         """What each name stands for."""
         found = [self._bound.get((namespace, name)) for name in names]
         return [b.key if b is not None and not self._removed_since(b.key, b.after) else None for b in found]
 
-    def unbind(self, namespace: str, names: Iterable[str]) -> list[Name]:
-        """Forget them; those that were bound."""
-        gone = [name for text in names if (name := (namespace, text)) in self._bound]
-        for name in dict.fromkeys(gone):
-            del self._bound[name]
-        return gone
+    def unbound(self, names: Iterable[Name]) -> None:
+        """Forget them."""
+        for name in names:
+            self._bound.pop(name, None)
 
     def _stands(self, binding: Binding, now: float) -> bool:
         if self._removed_since(binding.key, binding.after):

@@ -13,6 +13,7 @@ had applied it, may have missed some that nobody knows any more. It is told to r
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -120,7 +121,8 @@ class Tombstones:
         applied = self._applied.get(instance_id)
         if applied is None or applied < self.floor:
             return False
-        return next((each.seq for each in self._kept if each.seq > applied), 0) == seq
+        at = self._after(applied)
+        return at < len(self._kept) and self._kept[at].seq == seq
 
     def has_applied(self, instance_id: str, seq: int) -> bool:
         """False also for one that is no member."""
@@ -139,13 +141,17 @@ class Tombstones:
             return [Tombstone(self.floor)]
         found: list[Tombstone] = []
         size = 0
-        for each in self._kept:
-            if each.seq > reported:
-                size += RECORD_KEYS + len(each.keys)
-                if each.seq == self._asking.get(instance_id) or (found and size > most):
-                    break
-                found.append(each)
+        for at in range(self._after(reported), len(self._kept)):
+            each = self._kept[at]
+            size += RECORD_KEYS + len(each.keys)
+            if each.seq == self._asking.get(instance_id) or (found and size > most):
+                break
+            found.append(each)
         return found
+
+    def _after(self, seq: int) -> int:
+        """Where in `_kept` those begin that are newer."""
+        return bisect_right(self._kept, seq, key=lambda each: each.seq)
 
     # ── announcements ────────────────────────────────────────────────────────────────────────────────
 
@@ -156,10 +162,7 @@ class Tombstones:
             return set()
         if applied < self.floor:
             return set(keys)
-        newer = [prefix for prefix, seq in self._prefixes.items() if seq > applied]
-        return {
-            key for key in keys if self._keys.get(key, 0) > applied or any(key.startswith(prefix) for prefix in newer)
-        }
+        return {key for key in keys if self._covered(key) > applied}
 
     def owes(self, store_id: str) -> None:
         """Something that it said was masked."""
@@ -178,9 +181,14 @@ class Tombstones:
         """Whether a tombstone newer than `seq` removed `key`."""
         if self.last <= seq:
             return False
-        if self._keys.get(key, 0) > seq:
-            return True
-        return any(said > seq and key.startswith(prefix) for prefix, said in self._prefixes.items())
+        return self._covered(key) > seq
+
+    def _covered(self, key: bytes) -> int:
+        """The last tombstone that removed `key`, 0: none that is known. O(its length), however many there are."""
+        last = self._keys.get(key, 0)
+        if self._prefixes:
+            last = max(last, *(self._prefixes.get(key[:size], 0) for size in range(1, len(key) + 1)))
+        return last
 
     # ── bounds ───────────────────────────────────────────────────────────────────────────────────────
 

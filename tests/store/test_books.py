@@ -1,0 +1,187 @@
+"""What is kept for the next leader, when keeping it fails; calls that are cut short by the end of a reign; many
+tombstones."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import pytest
+
+from kvmesh.rpc.errors import NotLeader, Unavailable
+from kvmesh.rpc.pb import store_pb2 as pb
+from services.store.durable import MemoryDurable
+from services.store.orders import Orders
+from services.store.policy.farewells import Farewells
+from services.store.policy.tombstones import Tombstones
+from services.store.servicer import StoreMasterServicer
+from services.store.state import MasterState
+from services.store.stream import Watchers
+from tests.store.mesh import joining, keys
+
+
+class Failing(MemoryDurable):
+    """Keeps nothing while `lost`; `under_way` lets others run first."""
+
+    lost = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.under_way = asyncio.Event()
+        self.goes_on = asyncio.Event()
+        self.goes_on.set()
+
+    async def put(self, kind: str, items: Mapping[bytes, bytes], term: int) -> None:
+        self.under_way.set()
+        await self.goes_on.wait()
+        if self.lost:
+            raise Unavailable("redis: no answer")
+        await super().put(kind, items, term)
+
+    async def delete(self, kind: str, keys: Collection[bytes], term: int) -> None:
+        if self.lost:
+            raise Unavailable("redis: no answer")
+        await super().delete(kind, keys, term)
+
+
+def servicer(durable: Failing) -> Any:
+    return StoreMasterServicer(
+        MasterState(lease_s=60, stall_s=60),
+        Watchers(
+            incarnation=1,
+            interval_s=1,
+            max_events=9,
+            max_bytes=99,
+            max_watchers=1,
+            leads=lambda: True,
+            term=lambda: 1,
+        ),
+        incarnation=1,
+        heartbeat_interval_ms=100,
+        lease_ms=60_000,
+        clock=time.monotonic,
+        leads=lambda: True,
+        durable=durable,
+        orders=Orders(lambda: True, lambda: None),
+    )
+
+
+def binding(**names: bytes) -> pb.BindRequest:
+    return pb.BindRequest(namespace="n", names=[pb.NamedKey(name=name, key=key) for name, key in names.items()])
+
+
+async def test_a_binding_that_could_not_be_kept_leaves_the_others_as_they_were() -> None:
+    one, two, three = keys(3, salt=1)
+    durable = Failing()
+    master = servicer(durable)
+    await master.Bind(binding(x=one), None)
+    durable.lost = True
+    with pytest.raises(Unavailable):
+        await master.Bind(binding(x=two, y=two), None)
+    durable.lost = False
+    assert (await master.Bind(binding(x=three), None)).keys == one, "it stood all the time"
+    await master.close()
+
+
+async def test_nobody_is_told_of_a_binding_that_is_not_kept() -> None:
+    (one,) = keys(1, salt=1)
+    durable = Failing()
+    master = servicer(durable)
+    durable.goes_on.clear()
+    durable.lost = True
+    bind = asyncio.ensure_future(master.Bind(binding(x=one), None))
+    await durable.under_way.wait()
+    found = await master.Resolve(pb.ResolveRequest(namespace="n", names=["x"]), None)
+    assert found.keys == bytes(16)
+    durable.goes_on.set()
+    with pytest.raises(Unavailable):
+        await bind
+    await master.close()
+
+
+async def test_an_unbinding_that_got_halfway_is_made_good_by_the_next() -> None:
+    """Else the next leader would bind the name again."""
+    (one,) = keys(1, salt=1)
+    durable = Failing()
+    master = servicer(durable)
+    await master.Bind(binding(x=one), None)
+    durable.lost = True
+    unbind = pb.ResolveRequest(namespace="n", names=["x"], unbind=True)
+    with pytest.raises(Unavailable):
+        await master.Resolve(unbind, None)
+    durable.lost = False
+    await master.Resolve(unbind, None)
+    assert (await durable.load())["name"] == {}
+    await master.close()
+
+
+async def test_a_removal_that_a_reign_does_not_survive_goes_to_the_next_leader() -> None:
+    """Whoever asked hears that this master leads no more, and asks another one."""
+    master = servicer(Failing())
+    began = asyncio.Event()
+
+    async def silent(*args: Any) -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    master._orders.call = silent
+    await master.Join(joining("a"), None)
+    removal = asyncio.ensure_future(master.Remove(pb.RemoveRequest(keys=b"".join(keys(1))), None))
+    await began.wait()
+    await master.close()
+    with pytest.raises(NotLeader):
+        await removal
+
+
+class Counted(int):
+    """A number that counts how often it is compared."""
+
+    compared = 0
+
+    def __gt__(self, other: int) -> bool:
+        Counted.compared += 1
+        return int(self) > int(other)
+
+    def __lt__(self, other: int) -> bool:
+        Counted.compared += 1
+        return int(self) < int(other)
+
+
+def test_many_tombstones_cost_no_more_than_few() -> None:
+    """Single removals for an hour: each one, and each heartbeat, must not read through all of them."""
+    tombstones = Tombstones()
+    tombstones.joined("a", 0)
+    tombstones.joined("behind", 0)
+    count = 20_000
+    for i in range(count):
+        made = tombstones.add(1, [i.to_bytes(16, "big")], b"", 0.0)
+        tombstones.applied("a", made.seq)
+        tombstones.reported("a", made.seq)
+    tombstones.add(1, [bytes(16)], b"", 0.0)
+    tombstones._applied["a"] = tombstones._reported["a"] = Counted(tombstones._applied["a"])
+    assert tombstones.is_next("a", tombstones.last) and not tombstones.is_next("behind", tombstones.last)
+    assert [each.seq for each in tombstones.newer("a")] == [tombstones.last]
+    assert Counted.compared < 100
+    few = tombstones.newer("behind", most=50)
+    assert [each.keys[0] for each in few] == [i.to_bytes(16, "big") for i in range(len(few))] and len(few) == 5
+
+
+def test_many_prefixes_cost_no_more_than_few() -> None:
+    tombstones = Tombstones()
+    for i in range(5_000):
+        tombstones.add(1, (), i.to_bytes(4, "big"), 0.0)
+    first = tombstones.last - 4_999
+    keys_ = [i.to_bytes(4, "big") + bytes(12) for i in (0, 7, 4_999, 5_000)]
+    assert [tombstones.covered_since(key, first + 6) for key in keys_] == [False, True, True, False]
+    tombstones.joined("a", first + 6)
+    assert tombstones.masked("a", keys_) == set(keys_[1:3])
+
+
+def test_farewells_grow_by_what_is_new() -> None:
+    farewells = Farewells()
+    farewells.dropped("a", [bytes(16)])
+    before = farewells._open["a"]
+    farewells.dropped("a", [b"1" * 16])
+    assert farewells._open["a"] is before and len(before) == 2
