@@ -15,10 +15,11 @@ from kvmesh.kvcache.client.directory import Directory
 from kvmesh.kvcache.client.hints import Hints
 from kvmesh.kvcache.client.lease import LAYOUT
 from kvmesh.kvcache.client.peers import Peer, Peers
+from kvmesh.kvcache.client.reading import REBUILD_S, REBUILDING
 from kvmesh.kvcache.client.writing import Pin
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.rpc import status
-from kvmesh.rpc.errors import KvmeshError, Overloaded
+from kvmesh.rpc.errors import KvmeshError, Overloaded, Unavailable
 from kvmesh.rpc.pb import blocks_pb2 as pb
 
 T = TypeVar("T")
@@ -45,23 +46,26 @@ class Holding:
         self._here = here
 
     async def places(self, keys: Sequence[bytes], deadline: float) -> dict[bytes, list[Place]]:
-        """Who says that it has each key, the nearest first; nodes that do not answer are left out."""
+        """Who says that it has each key, the nearest first; nodes that do not answer are left out. Unavailable: nobody
+        says so of one, and the master has not heard from everybody."""
         found: dict[bytes, list[Place]] = {key: [] for key in keys}
 
         async def ask(peer: Peer, holder: Holder, some: list[bytes], left_s: float) -> None:
             answer = await peer.stub.Exists(pb.ExistsRequest(keys=b"".join(some)), timeout=left_s)
             for key, tier, nbytes in zip(some, answer.tiers, answer.nbytes, strict=True):
                 if tier:
-                    found[key].append(Place(holder, Tier(tier), nbytes))
+                    place = Place(holder, Tier(tier), nbytes)
+                    if place not in found[key]:  # it may be asked again
+                        found[key].append(place)
 
-        await self._everybody(keys, deadline, ask)
+        await self._known(lambda: all(found.values()), keys, deadline, ask)
         for some in found.values():
             some.sort(key=lambda place: (self._here.distance(place.holder), place.tier, place.holder.store_id))
         return found
 
     async def pin(self, keys: Sequence[bytes], kind: Pin, ttl_ms: int, deadline: float) -> dict[bytes, int]:
-        """How many nodes have done it. Overloaded: one has too much pinned."""
-        done = dict.fromkeys(keys, 0)
+        """How many nodes have done it. Overloaded: one has too much pinned. Unavailable as `places`."""
+        done: dict[bytes, set[str]] = {key: set() for key in keys}
 
         async def ask(peer: Peer, holder: Holder, some: list[bytes], left_s: float) -> None:
             request = pb.PinBlocksRequest(
@@ -69,26 +73,44 @@ class Holding:
             )
             answer = await peer.stub.Pin(request, timeout=left_s)
             for key, did in zip(some, answer.done, strict=True):
-                done[key] += bool(did)
+                if did:
+                    done[key].add(holder.store_id)
 
-        for error in await self._everybody(keys, deadline, ask):
+        for error in await self._known(lambda: all(done.values()), keys, deadline, ask):
             if isinstance(error, Overloaded):
                 raise error
-        return done
+        return {key: len(nodes) for key, nodes in done.items()}
+
+    async def _known(
+        self,
+        enough: Callable[[], bool],
+        keys: Sequence[bytes],
+        deadline: float,
+        ask: Callable[[Peer, Holder, list[bytes], float], Awaitable[None]],
+    ) -> list[KvmeshError]:
+        """`_everybody`, again until it was `enough` or the master has heard from everybody."""
+        while True:
+            errors, complete = await self._everybody(keys, deadline, ask)
+            if complete or enough():
+                return errors
+            if time.monotonic() + REBUILD_S >= deadline:
+                raise Unavailable(REBUILDING)
+            await asyncio.sleep(REBUILD_S)
 
     async def _everybody(
         self,
         keys: Sequence[bytes],
         deadline: float,
         ask: Callable[[Peer, Holder, list[bytes], float], Awaitable[None]],
-    ) -> list[KvmeshError]:
+    ) -> tuple[list[KvmeshError], bool]:
         """Each holder about what it is said to have, by the master or by what was put or read just now, beside one
-        another; what went wrong."""
+        another; what went wrong, and whether the master has heard from everybody."""
         keys = list(dict.fromkeys(keys))
         if not keys:
-            return []
+            return [], True
         left_s = max(deadline - time.monotonic(), 0.001)
-        replicas: list[list[Replica]] = (await self._directory.find(keys, left_s))[0]
+        replicas: list[list[Replica]]
+        replicas, complete = await self._directory.find(keys, left_s)
         lives: dict[tuple[str, int], Holder] = {}
         asked: dict[Holder, dict[bytes, None]] = {}  # two tiers of a node are one node to ask
         now = time.monotonic()
@@ -106,4 +128,4 @@ class Holding:
                     errors.append(status.from_rpc_error(error))
 
         await asyncio.gather(*(one(holder, list(some)) for holder, some in asked.items()))
-        return errors
+        return errors, complete

@@ -14,6 +14,7 @@ from kvmesh.kvcache.client import StoreClient, SyncStoreClient, memory
 from kvmesh.kvcache.client.calls import every, turn
 from kvmesh.kvcache.client.config import ClientConfig
 from kvmesh.kvcache.client.memory import Memory
+from kvmesh.kvcache.tiers import Tier
 from kvmesh.rpc.errors import DeadlinePassed, Unavailable
 from kvmesh.transfer import EngineConfig, TransferEngine
 from services.store.config import StoreConfig
@@ -145,3 +146,25 @@ async def test_a_removal_by_name_can_be_said_again(monkeypatch: pytest.MonkeyPat
         assert await client.get(key) is None and await client.get("mine") is None
         await client.put(b"else", name="mine")
         assert await client.get("mine") == b"else"
+
+
+async def test_nobody_is_said_to_have_it_before_all_were_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`exists` and `pin` believe a master that rebuilds as little as `get` does."""
+    async with stores("a") as made, made.client(namespace="rebuilds") as client:
+        key = await client.put(b"here")
+        find, asked = client.directory.find, 0
+
+        async def rebuilding(keys: Any, timeout_s: float) -> Any:
+            nonlocal asked
+            asked += 1
+            if asked % 3:
+                return [[] for _ in keys], False
+            return await find(keys, timeout_s)
+
+        monkeypatch.setattr(client.directory, "find", rebuilding)
+        monkeypatch.setattr(client._hints, "of", lambda key, now: ())
+        assert await client.exists(key) is Tier.DRAM
+        assert await client.pin(key, ttl_ms=1_000) == [1]
+        asked = 0
+        with pytest.raises(Unavailable, match="not heard from all"):
+            await client.exists(key, timeout_ms=60)
