@@ -1,10 +1,9 @@
-"""Runs all tests, for `make test`: what needs one core in two lanes side by side, then what starts whole meshes alone.
+"""Runs all tests, for `make test`: folder by folder in two lanes side by side, then what starts whole meshes alone.
 
-    lane 1: tests/rdma, a guest with one CPU ──────────┐
-    lane 2: tests of one process, folder by folder ────┴─▶ the rest, one after the other
+    lanes: tests/rdma (a guest with one CPU), tests/transfer, tests/node ... ──▶ marked `mesh`, and storms: one by one
 
-The verdict of every lane is shown, failures in full, as soon as it ends. Ctrl-C and SIGTERM end them all. The exit
-status is that of the first lane that failed. With arguments it is pytest with these arguments, nothing else.
+What a folder's tests printed is shown as soon as they end. Ctrl-C and SIGTERM end them all. The exit status is that of
+the first that failed. With arguments it is pytest with these arguments, nothing else.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
-GUEST = ["tests/rdma"]
-ONE_PROCESS = [
-    f"tests/{name}"
-    for name in ("kvcache", "sim", "conductor", "gateway", "prefill", "decode", "rpc", "telemetry", "engine")
-]
+LANES = 2
+# What takes long first, so that the lanes end together; folders that are not named are found by themselves.
+LONG_FIRST = ("rdma", "node", "transfer", "kvcache", "cli", "store", "sim", "prefill", "decode", "gateway")
+ALONE = ("chaos",)
 POLL_S = 0.5
 SIGN_OF_LIFE_S = 60.0
 NO_TESTS = 5  # pytest's status
@@ -74,23 +72,36 @@ class Lane:
         self._output.close()
 
 
-def run(lanes: list[Lane]) -> int:
-    """Wait for all of them, showing each as it ends; the first bad status."""
-    bad, told, left = 0, time.monotonic(), list(lanes)
+def run(waiting: list[tuple[str, list[str]]], lanes: int) -> int:
+    """All of them, so many at once, showing each as it ends; the first bad status."""
+    bad, told = 0, time.monotonic()
+    running: list[Lane] = []
     try:
-        while left:
+        while waiting or running:
+            while waiting and len(running) < lanes:
+                running.append(Lane(*waiting.pop(0)))
             time.sleep(POLL_S)
-            for lane in [lane for lane in left if lane.ended()]:
-                left.remove(lane)
-                bad = bad or lane.show()
+            for lane in [lane for lane in running if lane.ended()]:
+                running.remove(lane)
+                bad = lane.show() or bad
+                lane.kill()
             if time.monotonic() - told > SIGN_OF_LIFE_S:
                 told = time.monotonic()
-                for lane in left:
+                for lane in running:
                     print(f"── {lane.name}: {lane.last_line()}", flush=True)
     finally:
-        for lane in lanes:
+        for lane in running:
             lane.kill()
     return bad
+
+
+def parts() -> list[str]:
+    """Everything under tests/ that pytest may be given, what takes long first."""
+    tests = ROOT / "tests"
+    found = [path.name for path in tests.iterdir() if path.is_dir() and any(path.rglob("test_*.py"))]
+    found += [path.name for path in tests.glob("test_*.py")]
+    order = {name: at for at, name in enumerate(LONG_FIRST)}
+    return sorted((name for name in found if name not in ALONE), key=lambda name: (order.get(name, len(order)), name))
 
 
 def main() -> int:
@@ -98,10 +109,12 @@ def main() -> int:
         return subprocess.call([sys.executable, "-m", "pytest", "-q", *sys.argv[1:]], cwd=ROOT)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     started = time.monotonic()
-    first = run([Lane("rdma guest", GUEST), Lane("one process", ONE_PROCESS)])
-    ignored = [f"--ignore={path}" for path in (*GUEST, *ONE_PROCESS)]
-    second = run([Lane("many processes", ignored)])
-    print(f"── all tests: {'passed' if not first + second else 'FAILED'} in {time.monotonic() - started:.0f} s")
+    side_by_side = [(name, ["-m", "not mesh", f"tests/{name}"]) for name in parts()]
+    alone = [("meshes", ["-m", "mesh", *(f"--ignore=tests/{name}" for name in ALONE)])]
+    alone += [(name, [f"tests/{name}"]) for name in ALONE]
+    first = run(side_by_side, LANES)
+    second = run(alone, 1)
+    print(f"── all tests: {'FAILED' if first or second else 'passed'} in {time.monotonic() - started:.0f} s")
     return first or second
 
 
