@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from kvmesh.cli.serve import config_class
 from kvmesh.cli.settings import MeshSettings, Served
@@ -20,6 +21,7 @@ from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.server import check_port, join
 
 LOCALHOST = "127.0.0.1"
+REDIS_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,29 @@ def check_front_ports(settings: MeshSettings) -> None:
                 raise
             flag = f"--{key.replace('_', '-')}"
             raise ConfigError(f"{err.message}; choose another with {flag}", field=key) from None
+
+
+def check_redis(settings: MeshSettings) -> None:
+    """Raise ConfigError unless somebody listens where a Redis of somebody else's should be: without it no master leads.
+    The password of a URL is not repeated."""
+    if settings.redis in ("", "auto"):
+        return
+    parts = urlsplit(settings.redis)
+    try:
+        host, port = parts.hostname or LOCALHOST, parts.port or 6379
+    except ValueError:  # of the port
+        host, port = "", 0
+    if not host or parts.scheme not in ("redis", "rediss", "unix"):
+        shown = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+        why = "must be auto, redis://host:port/0, rediss://... or unix://..."
+        raise ConfigError(f"redis={shown!r}: {why}", field="redis")
+    if parts.scheme == "unix":
+        return
+    try:
+        socket.create_connection((host, port), REDIS_S).close()
+    except OSError as err:
+        why = f"nothing answers at {join(host, port)} ({err.strerror or err})"
+        raise ConfigError(f"redis: {why}; start a Redis there, or let --redis auto do it", field="redis") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,10 +99,11 @@ def up(settings: MeshSettings, *, prompt: bool, leave: bool) -> int:
     out.print("[dim]starting ...[/]" if out.is_terminal else "starting ...")
 
     from kvmesh.cli import mesh as meshes
-    from kvmesh.cli.plan import check_front_ports
+    from kvmesh.cli.plan import check_front_ports, check_redis
     from kvmesh.cli.screen import Progress
 
     check_front_ports(settings)
+    check_redis(settings)
     if settings.api_keys:  # a bad file is told before anything is started
         from services.gateway.key_file import KeyFile
 

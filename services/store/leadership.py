@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from services.store.leader import Ask, Event, Heard, Lead, Leader, Release, Rise, StepDown, Stop, Tick
+from services.store.leader import Ask, Event, Heard, Lead, Leader, Release, Rise, Silent, StepDown, Stop, Tick
 from services.store.redis_lease import RedisLease
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class Leadership:
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
+        self._silent = False  # Redis did not answer when it was asked last
 
     # ── questions ────────────────────────────────────────────────────────────────────────────────────
 
@@ -123,7 +124,14 @@ class Leadership:
 
     async def _ask(self, ask: Ask) -> None:
         assert self._lease is not None, "only who competes asks"
-        self._step(await self._lease.ask(ask))
+        answer = await self._lease.ask(ask)
+        if (silent := isinstance(answer, Silent)) != self._silent:
+            self._silent = silent
+            if isinstance(answer, Silent):
+                log.warning("%s: while it is away no master can begin to lead", answer.why)
+            else:
+                log.info("redis answers again")
+        self._step(answer)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

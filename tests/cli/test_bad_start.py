@@ -115,6 +115,19 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(starts: Starts, service
     assert line == f"{key}={ports[key]}: the port is in use on 127.0.0.1"
 
 
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("redis://:secret@127.0.0.1:1/0", "redis: nothing answers at 127.0.0.1:1 ("),
+        ("http://x:secret@here", "redis='http://here': must be auto, redis://"),
+        ("redis://127.0.0.1:x", "redis='redis://127.0.0.1:x': must be auto, redis://"),
+    ],
+)
+def test_up_tells_of_a_redis_that_is_not_there_and_keeps_its_password(starts: Starts, url: str, says: str) -> None:
+    line = starts.refused("up", "--redis", url, "--masters=2", "--http-port=0", "--grpc-port=0")
+    assert line.startswith(says) and "secret" not in line
+
+
 def test_a_host_that_is_not_here_is_named(starts: Starts) -> None:
     line = starts.refused("serve", "store", "--host=192.0.2.1")
     assert line == "host='192.0.2.1': is no address of this machine"
