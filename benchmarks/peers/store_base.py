@@ -19,7 +19,7 @@ class StoreEnd(End):
     def __init__(self, nbytes: int) -> None:
         self.source, self.target = self.memories(nbytes)
         self.memory = self.source
-        self._put_sets: list[list[str]] = []
+        self.put_sets: list[Any] = []  # handles
         self._number = 0
 
     def memories(self, nbytes: int) -> tuple[Memory, Memory]:
@@ -47,16 +47,16 @@ class StoreEnd(End):
             if op == "put":
                 self._number += 1
                 names = [f"{os.getpid()}-{self._number}-{i}" for i in range(count)]
-                self._put_sets.append(self.put(names, length))
+                self.put_sets.append(self.put(names, length))
             else:
-                self.get(self._put_sets[-1], length)
+                self.get(self.put_sets[-1], length)
         return start, time.perf_counter()
 
     def drop(self) -> None:
         """What was put is gone."""
-        for handle in self._put_sets:
+        for handle in self.put_sets:
             self.remove(handle)
-        self._put_sets.clear()
+        self.put_sets.clear()
 
     def check(self, count: int, length: int, seed: int) -> bool:
         """Whether random values come back as they were put."""

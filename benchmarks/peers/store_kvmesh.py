@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import uvloop
@@ -25,16 +26,28 @@ class Client(StoreEnd):
             one.fill(1)
         return made[0], made[1]
 
-    def put(self, names: list[str], length: int) -> list[bytes]:
-        puts = self.loop.run_until_complete(self.client.put_many_from(_spans(self.buffers[0], len(names), length)))
+    def turn(self, op: str, count: int, length: int, times: int) -> tuple[float, float]:
+        """On the loop from begin to end: entering it anew with each call is no part of a store."""
+        return self.loop.run_until_complete(self._turn(op, count, length, times))
+
+    async def _turn(self, op: str, count: int, length: int, times: int) -> tuple[float, float]:
+        start = time.perf_counter()
+        for _ in range(times):
+            if op == "put":
+                self.put_sets.append(await self._put(count, length))
+            else:
+                await self._get(self.put_sets[-1], length)
+        return start, time.perf_counter()
+
+    async def _put(self, count: int, length: int) -> list[bytes]:
+        puts = await self.client.put_many_from(_spans(self.buffers[0], count, length))
         for one in puts:
             if not one.held:
                 raise RuntimeError(f"put: {one.cause}")
         return [one.key for one in puts]
 
-    def get(self, handle: list[bytes], length: int) -> None:
-        spans = _spans(self.buffers[1], len(handle), length)
-        for one in self.loop.run_until_complete(self.client.get_many_into(handle, spans)):
+    async def _get(self, keys: list[bytes], length: int) -> None:
+        for one in await self.client.get_many_into(keys, _spans(self.buffers[1], len(keys), length)):
             if one.nbytes != length:
                 raise RuntimeError(f"get: {one.nbytes} bytes: {one.cause}")
 

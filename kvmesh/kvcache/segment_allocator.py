@@ -23,7 +23,7 @@ class SegmentAllocator:
         for tree in (self._left, self._right, self._best):
             tree[self._leaves : self._leaves + total] = [1] * total
         for node in range(self._leaves - 1, 0, -1):
-            self._join(node)
+            self._join(node, self._leaves >> node.bit_length())
 
     @property
     def total(self) -> int:
@@ -136,23 +136,20 @@ class SegmentAllocator:
                 high -= 1
                 self._fill(high, span * free)
             low, high, span = low // 2, high // 2, span * 2
-        for leaf in (self._leaves + first, self._leaves + first + n - 1):
-            for shift in range(1, leaf.bit_length()):
-                node = leaf >> shift
+        low, high = self._leaves + first, self._leaves + first + n - 1
+        for shift in range(1, low.bit_length()):
+            for node in {low >> shift, high >> shift}:
                 start = (node << shift) - self._leaves
                 if not first <= start <= start + (1 << shift) <= first + n:  # else it was filled as one
-                    self._join(node)
+                    self._join(node, 1 << shift - 1)
 
     def _fill(self, node: int, length: int) -> None:
         self._left[node] = self._right[node] = self._best[node] = length
 
-    def _join(self, node: int) -> None:
-        """What a node knows, from its two parts."""
-        low, high, half = 2 * node, 2 * node + 1, self._span(node) // 2
+    def _join(self, node: int, half: int) -> None:
+        """What a node knows, from its two parts of so many units."""
+        low, high = 2 * node, 2 * node + 1
         left, right = self._left, self._right
         left[node] = left[low] if left[low] < half else half + left[high]
         right[node] = right[high] if right[high] < half else half + right[low]
         self._best[node] = max(self._best[low], self._best[high], right[low] + left[high])
-
-    def _span(self, node: int) -> int:
-        return self._leaves >> (node.bit_length() - 1)

@@ -91,8 +91,8 @@ class Shortsighted(SegmentAllocator):
 class OneSided(SegmentAllocator):
     """Runs across the middle of a part are not seen."""
 
-    def _join(self, node: int) -> None:
-        super()._join(node)
+    def _join(self, node: int, half: int) -> None:
+        super()._join(node, half)
         self._best[node] = max(self._best[2 * node], self._best[2 * node + 1], self._left[node], self._right[node])
 
 

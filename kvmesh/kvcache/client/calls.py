@@ -39,9 +39,10 @@ async def whole(work: Coroutine[Any, Any, T]) -> T:
 async def every(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Results of all, beside one another; when one raises, or this is cancelled, the others have ended as well: they
     use the same memory."""
+    works = list(works)
+    if len(works) == 1:
+        return [await works[0]]
     tasks = [asyncio.ensure_future(work) for work in works]
-    if len(tasks) == 1:
-        return [await tasks[0]]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
@@ -56,8 +57,11 @@ async def turn(of: asyncio.Lock | asyncio.Semaphore, deadline: float) -> AsyncIt
     """One's turn, waited for no longer than until `deadline`. DeadlinePassed: it has not come."""
     seconds = left(deadline)
     try:
-        async with asyncio.timeout(seconds):
-            await of.acquire()
+        if of.locked():
+            async with asyncio.timeout(seconds):
+                await of.acquire()
+        else:
+            await of.acquire()  # at once
     except TimeoutError:
         raise DeadlinePassed("other operations of this client have taken all of its time") from None
     try:
