@@ -241,7 +241,7 @@ def mooncake_master() -> Iterator[tuple[str, str, dict[str, str]]]:
     print(f"Mooncake: {mooncake_env.PACKAGE} {version}")
     port, metrics = free_port(), free_port()
     argv = [str(Path(python).with_name("mooncake_master")), "--rpc_port", str(port), "--metrics_port", str(metrics)]
-    with running([*argv, "--default_kv_lease_ttl", "1000"], {**env, "GLOG_minloglevel": "3"}):
+    with running([*argv, "--default_kv_lease_ttl", "10000"], {**env, "GLOG_minloglevel": "3"}):
         accepts(port)
         yield f"127.0.0.1:{port}", python, env
 
