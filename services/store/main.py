@@ -92,7 +92,7 @@ class Master(runner.Service):
 
     def _lead(self, term: int) -> None:
         if self._redis is None:
-            self._begin(term, nothing())
+            self._begin(self._made(term, nothing()))
         else:
             self._spawn(self._take_over(term), "take over")
 
@@ -105,12 +105,18 @@ class Master(runner.Service):
                 log.warning("cannot load what earlier leaders kept: %s", err)
                 await asyncio.sleep(LOAD_RETRY_S)
                 continue
+            # A million names take many seconds: the lease is to be renewed meanwhile.
+            reign = await asyncio.to_thread(self._made, term, kept)
             if self.leadership.leads() and self.leadership.term == term:
-                self._begin(term, kept)
+                self._begin(reign)
             return
 
-    def _begin(self, term: int, kept: Kept) -> None:
-        self.reign = Reign(
+    def _begin(self, reign: Reign) -> None:
+        self.reign = reign
+        reign.begin()
+
+    def _made(self, term: int, kept: Kept) -> Reign:
+        return Reign(
             self._config,
             term=term,
             kept=kept,

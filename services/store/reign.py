@@ -39,7 +39,8 @@ class Reign:
         self._clock = clock
         self._may_lead = may_lead
         self._ended = False
-        self._known_from = clock() + config.lease_ms / 1000
+        self._lease_s = config.lease_ms / 1000
+        self._known_from = float("inf")
         self.incarnation = secrets.randbits(63) | 1
         self.state = MasterState(
             lease_s=config.lease_ms / 1000,
@@ -85,6 +86,10 @@ class Reign:
     def leads(self) -> bool:
         """Whether this reign goes on, at this moment."""
         return not self._ended and self._may_lead()
+
+    def begin(self) -> None:
+        """From now on members find it. On the event loop; making a reign may be left to a thread."""
+        self._known_from = self._clock() + self._lease_s
 
     def young(self) -> bool:
         """Whether members of the reign before may not have found this one yet; those that live find it within a

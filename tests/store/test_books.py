@@ -4,16 +4,21 @@ tombstones."""
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Collection, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvmesh.rpc.errors import NotLeader, Unavailable
 from kvmesh.rpc.pb import store_pb2 as pb
+from services.store.config import StoreConfig
 from services.store.durable import MemoryDurable
+from services.store.main import Master
 from services.store.orders import Orders
+from services.store.policy.brain import Policy
 from services.store.policy.farewells import Farewells
 from services.store.policy.tombstones import Tombstones
 from services.store.servicer import StoreMasterServicer
@@ -185,3 +190,27 @@ def test_farewells_grow_by_what_is_new() -> None:
     before = farewells._open["a"]
     farewells.dropped("a", [b"1" * 16])
     assert farewells._open["a"] is before and len(before) == 2
+
+
+async def test_much_that_was_kept_is_read_beside_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million names take longer than a lease: a master that read them on its event loop would never lead for long.
+    However long it takes, members have a lease from then on to find it."""
+    now, threads = 0.0, []
+
+    def slow(self: Policy, *args: Any) -> list[str]:
+        nonlocal now
+        now += 1_000
+        threads.append(threading.get_ident())
+        return []
+
+    monkeypatch.setattr(Policy, "lead", slow)
+    master = Master(StoreConfig(redis="redis://127.0.0.1:9/0"), clock=lambda: now)
+    leading = SimpleNamespace(leads=lambda: True, term=5)
+    monkeypatch.setattr(master, "leadership", leading)
+    master._durable = MemoryDurable()
+    await master._take_over(5)
+    assert threads and threads[0] != threading.get_ident()
+    assert master.reign is not None and master.reign.young()
+    now += 1_000
+    assert not master.reign.young()
+    await master.reign.close()
