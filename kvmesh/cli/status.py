@@ -38,10 +38,10 @@ def status(
 ) -> None:
     """Show services, instances and their load, what every node store holds, and where prompts found their prefixes.
 
-    pages, extents: available/all. blocks: sealed/all; of a pool node that does not hold blocks of exactly one model,
-    sealed in all its memory. device, host, remote, hits: share of the prompt tokens of an instance, since its start,
-    found in its device pages, its own host segment, other nodes, all together. tier: what a node keeps below its
-    memory; block: how long reading one block of it is expected to take.
+    free pages, free extents: of all there are; cached blocks that may go count as free. blocks: sealed/all; of a pool
+    node that does not hold blocks of exactly one model, sealed in all its memory. device, host, remote, hits: share of
+    the prompt tokens of an instance, since its start, found in its device pages, its own host segment, other nodes,
+    all together. tier: what a node keeps below its memory; block: how long reading one block of it is expected to take.
 
     Leaves with 1 when a service does not answer. Examples:
 
@@ -167,7 +167,7 @@ def _instances(instances: list[dict[str, Any]], width: int) -> RenderableType:
     notes = {_id(one): _notes(one, one["pools"]) for one in instances}
     beside = width >= _WIDE  # a narrow screen has no room for them in the table
     more = [""] if beside else []
-    table = _table("instance", *kind, "state", "queued", "run", "wait", "pages", "extents", "silent", *more)
+    table = _table("instance", *kind, "state", "queued", "run", "wait", "free pages", "free extents", "silent", *more)
     for one in sorted(instances, key=lambda one: (one["model"], one["role"] != "ROLE_PREFILL", _id(one))):
         load, pools = one.get("load", {}), one["pools"]
         broken = "error" in pools

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from kvmesh.cli.console import console, one_line_errors, wide_enough
 from kvmesh.cli.store_target import RunDirOption, StoreOption, opened, size
+from kvmesh.rpc.errors import KvmeshError
 
 if TYPE_CHECKING:
     from kvmesh.kvcache.client import StoreClient
@@ -56,11 +57,18 @@ async def _top(interval: float, once: bool, store: str | None, run_dir: Any, as_
             out.print(screen(told, None, wide_enough(out)))
             return
         before: dict[str, Any] | None = None
+        gone = ""
         with Live(console=out, auto_refresh=False, screen=out.is_terminal) as live:
             while True:
-                live.update(screen(told, before, out.width), refresh=True)
+                shown = screen(told, before, out.width)
+                live.update(
+                    Group(f"[red]no store master answers: {escape(gone)}[/]", shown) if gone else shown, refresh=True
+                )
                 await asyncio.sleep(interval)
-                before, told = told, await look(client)
+                try:
+                    before, told, gone = told, await look(client), ""
+                except KvmeshError as error:  # one that is started again, or follows, is shown as soon as it answers
+                    gone = error.message
 
 
 async def look(client: StoreClient) -> dict[str, Any]:
