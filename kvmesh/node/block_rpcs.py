@@ -9,7 +9,7 @@ from typing import Any
 
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.node import puts
-from kvmesh.node.partitions import Partitions, holder, size_of, unused
+from kvmesh.node.partitions import Partitions, size_of, unused
 from kvmesh.node.removal_desk import SLICE
 from kvmesh.node.rpc_checks import MAX_KEYS, MAX_PREFIX, MS, Node, keys_in, layout_in, patience_s, term_in, within
 from kvmesh.rpc.errors import InvalidRequest
@@ -17,6 +17,7 @@ from kvmesh.rpc.pb import blocks_pb2 as pb
 
 LIST_KEYS = MAX_KEYS
 MAX_U32 = (1 << 32) - 1
+TURN = 2048  # keys looked at in one turn of the loop
 STAGE_S = 1.0  # that a hard pin may wait for blocks to come from below DRAM
 
 
@@ -34,8 +35,12 @@ class BlockRpcs:
         layouts: dict[str, int] = {}
         answer = pb.ExistsResponse()
         tiers = bytearray()
-        for key in keys:
-            found = holder(node.partitions, layout, key)
+        family = node.partitions.family(layout)
+        for at, key in enumerate(keys):
+            if at % TURN == TURN - 1:
+                await asyncio.sleep(0)
+                family = node.partitions.family(layout)
+            found = next((found for found in family if found.store.holds(key)), None)
             below = node.below(layout, key) if found is None else (Tier.DRAM, found.shown_layout, size_of(found, key))
             tiers.append(0 if below is None else below[0])
             answer.nbytes.append(0 if below is None else below[2])
@@ -77,14 +82,15 @@ class BlockRpcs:
         return pinned
 
     async def Pin(self, request: pb.PinBlocksRequest, context: Any) -> pb.PinBlocksResponse:  # noqa: N802
-        """Blocks in DRAM; for a hard pin those below it are brought there first. Raises InvalidRequest, Overloaded (too
-        much would be pinned hard: none of these is then, but perhaps those of another size)."""
+        """Blocks in DRAM; for a hard pin those below it are brought there first. Raises InvalidRequest, StaleTerm,
+        Overloaded (too much would be pinned hard: none of these is then, but perhaps those of another size)."""
         node = self._node
         keys = keys_in(request.keys)
         layout = layout_in(request.layout, any_=True)
         kind, ttl_ns = pin_in("kind", request.kind, "ttl_ms", request.ttl_ms)
         if kind == pb.PIN_KIND_UNSPECIFIED:
             raise InvalidRequest.of("kind", kind, "must be none, soft or hard")
+        term_in(node.terms, request.term)
         if kind == pb.PIN_KIND_HARD:
             await node.stage(keys, layout, patience_s(context, STAGE_S))
         done = bytearray(len(keys))

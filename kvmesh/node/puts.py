@@ -11,10 +11,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvmesh.kvcache.size_classes import BYTES, size_class
 from kvmesh.kvcache.store_stats import StoreExhausted
 from kvmesh.node import messages as m
 from kvmesh.node.partitions import Partition, Partitions, holder
@@ -166,8 +167,8 @@ class Puts:
         if self._tiering is None:
             return
         job, waits = putting.job, []
-        for size in dict.fromkeys(job.sizes):
-            count = sum(found == size for found in job.sizes)
+        alike = size_class if job.layout == BYTES else int
+        for size, count in Counter(map(alike, job.sizes)).items():
             with contextlib.suppress(Overloaded):
                 partition = self._partitions.room(job.layout, size, count)
                 self._tiering.follow(partition)

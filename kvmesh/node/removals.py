@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 MAX_DIRECT = 65_536
+MAX_WATCHED = 1 << 18
+MAX_PREFIXES = 1024
 MAX_REMEMBERED = 1 << 17  # keys and prefixes: about 20 MB
 RECORD_KEYS = 8  # what a removal itself counts for, so that small ones are bounded too
 
@@ -26,21 +28,31 @@ class Tombstone:
 
 
 class Watch:
-    """What is removed while something that will be sealed later is under way."""
+    """What is removed while something that will be sealed later is under way. Bounded: beyond MAX_WATCHED keys or
+    MAX_PREFIXES everything counts as removed."""
 
     def __init__(self) -> None:
         self._keys: set[bytes] = set()
-        self._prefixes: list[bytes] = []
+        self._prefixes: dict[bytes, None] = {}
+        self._all = False
 
     def heard(self, keys: Sequence[bytes], prefix: bytes) -> None:
         """These are being removed."""
         self._keys.update(keys)
         if prefix:
-            self._prefixes.append(prefix)
+            self._prefixes[prefix] = None
+        if self._all or len(self._keys) > MAX_WATCHED or len(self._prefixes) > MAX_PREFIXES:
+            self.heard_all()
+
+    def heard_all(self) -> None:
+        """Everything is."""
+        self._all = True
+        self._keys.clear()
+        self._prefixes.clear()
 
     def gone(self, key: bytes) -> bool:
         """Whether it was removed since."""
-        return key in self._keys or any(key.startswith(prefix) for prefix in self._prefixes)
+        return self._all or key in self._keys or any(key.startswith(prefix) for prefix in self._prefixes)
 
 
 class Remembered:
@@ -147,6 +159,8 @@ class Removals:
     def everything(self, seq: int) -> None:
         """The removal with this number begins, of all that there is; say `removing` of all that is known, too."""
         self._remembered.everything(seq)
+        for watch in self._watches:
+            watch.heard_all()
 
     def refuses(self, key: bytes, source_seq: int) -> bool:
         """See `Remembered`; `source_seq` is what the source had `reached` when it held the key."""

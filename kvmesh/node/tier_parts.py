@@ -160,7 +160,7 @@ def layouts_found(settings: TierSettings) -> list[tuple[str, int]]:
         size, _, layout = (identity_of(Path(folder.path)) or "").partition(" ")
         if not (size.isdecimal() and layout):
             continue  # not ours
-        if len(kept) < settings.layouts:
+        if len(kept) < settings.layouts and layout not in dict(kept):
             kept.append((layout, int(size)))
         else:
             log.warning("ssd_layouts=%d: %s goes, with blocks of %r", settings.layouts, folder.path, layout)

@@ -128,7 +128,7 @@ class Orders:
             case Trim() as trim:
                 done = await self._trim(state, trim)
             case Pin() as pin:
-                done = await self._pin(pin)
+                done = await self._pin(state, pin)
             case Discard(holder, keys):
                 done = await self._drop(state, holder, keys)
         order.then(done or frozenset(), done is not None, clock())
@@ -159,9 +159,10 @@ class Orders:
         answer = await self.call(holder, "Remove", request, REMOVE_S)
         return None if answer is None else frozenset(keys) - _said(keys, answer.spared)
 
-    async def _pin(self, pin: Pin) -> frozenset[bytes] | None:
+    async def _pin(self, state: MasterState, pin: Pin) -> frozenset[bytes] | None:
         kind = pb.PIN_KIND_HARD if pin.hard else pb.PIN_KIND_NONE
-        answer = await self.call(pin.holder, "Pin", pb.PinBlocksRequest(keys=b"".join(pin.keys), kind=kind), ASK_S)
+        request = pb.PinBlocksRequest(keys=b"".join(pin.keys), kind=kind, term=state.policy.term)
+        answer = await self.call(pin.holder, "Pin", request, ASK_S)
         return None if answer is None else _said(pin.keys, answer.done)
 
     async def call(self, member: Member, method: str, request: Any, timeout_s: float) -> Any | None:

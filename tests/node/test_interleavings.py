@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvmesh.kvcache.node_store import NodeStore
-from kvmesh.node import block_rpcs, pool, removal_desk
+from kvmesh.node import block_rpcs, pool, removal_desk, removals
 from kvmesh.node import messages as m
 from kvmesh.node.block_servicer import NodeStoreServicer
 from kvmesh.node.partitions import Partition
@@ -286,3 +286,32 @@ async def test_a_soft_pin_ends_though_its_putter_has_hung_up() -> None:
 
         await until(sealed)
         await until(unpinned)
+
+
+def test_a_watch_is_bounded_and_hears_of_a_clean_slate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(removals, "MAX_WATCHED", 3)
+    made = removals.Removals()
+    few, many, slate = made.watch(), Watch(), made.watch()
+    a, b = keys_of("a", "b")
+    few.heard([a], b"")
+    assert few.gone(a) and not few.gone(b)
+    many.heard(keys_of(*range(4)), b"")
+    assert many.gone(b), "who cannot remember says yes"
+    made.everything(7)
+    assert slate.gone(a) and few.gone(b), "a clean slate: also what nobody knows of"
+
+
+async def test_a_put_of_many_lengths_waits_once_for_each_size_of_extents(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[int] = []
+
+    async def room(self: Tiering, partition: Partition, blocks: int, wait_s: float) -> None:
+        asked.append(blocks)
+
+    monkeypatch.setattr(Tiering, "room", room)
+    keys, sizes = keys_of(*range(300)), list(range(1, 12_000, 40))
+    async with pool_and_caller(memory_mb=16, ssd_path=str(tmp_path), ssd_capacity_mb=64) as caller:
+        assert all((await caller.put(keys, sizes)).held)
+        assert len(asked) == 3 and sum(asked) == 300
+        await caller.check(keys)

@@ -325,6 +325,8 @@ async def test_orders_of_a_master_of_yesterday_are_refused() -> None:
         nowhere = pb_common.InstanceRef(instance_id="x", address="127.0.0.1:1", incarnation=1)
         pull = pb.PullBlocksRequest(keys=keys_of("no")[0], holders=[nowhere], timeout_ms=100, term=6)
         assert isinstance(await refused(caller.rpc.Pull(pull)), StaleTerm)
+        unpin = pb.PinBlocksRequest(keys=keys[0], kind=pb.PIN_KIND_NONE, term=6)
+        assert isinstance(await refused(caller.rpc.Pin(unpin)), StaleTerm)
         assert await held(caller, keys) == b"\1"
         assert (await caller.counts()).term == 7
         await caller.rpc.Remove(pb.RemoveBlocksRequest(keys=keys[0]))  # nobody's order

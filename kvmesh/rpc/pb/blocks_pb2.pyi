@@ -636,10 +636,13 @@ class PinBlocksRequest(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
     keys: _builtins.bytes
     layout: _builtins.str
     kind: Global___PinKind.ValueType
     ttl_ms: _builtins.int
+    term: _builtins.int
+    """of the master that orders it; 0: nobody's order. FAILED_PRECONDITION: a later one leads"""
     def __init__(
         self,
         *,
@@ -647,10 +650,11 @@ class PinBlocksRequest(_message.Message):
         layout: _builtins.str = ...,
         kind: Global___PinKind.ValueType = ...,
         ttl_ms: _builtins.int = ...,
+        term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "kind", b"kind", "layout", b"layout", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "kind", b"kind", "layout", b"layout", "term", b"term", "ttl_ms", b"ttl_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
