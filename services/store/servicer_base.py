@@ -44,12 +44,13 @@ class Base(pb_grpc.StoreMasterServicer):
                 await self._durable.delete(write.kind, write.drops, self.term)
 
     async def _keep_meanwhile(self, writes: Sequence[Write]) -> None:
-        """As `_keep`, when nobody waits for it: what is kept too long does no harm."""
+        """As `_keep`, when nobody waits for it: what is kept too long does no harm, or is tried again."""
         try:
             async with self._books:
                 await self._keep(writes)
         except KvmeshError as error:
             log.warning("what was forgotten is still kept: %s", error)
+            self._state.policy.not_kept(writes)
 
 
 def text(field: str, value: str, most: int, *, empty: bool = True) -> str:

@@ -68,6 +68,7 @@ class PolicyServicer(Base):
             if name not in policy.drains and self._state.known(name) is None:
                 raise UnknownInstance(f"instance_id={name[:MAX_TEXT]!r}: is no member", field="instance_id")
             await self._keep(policy.drain(name, request.cancel))
+            policy.drains.kept(name)
         drain = policy.drains.get(name)
         if drain is None:
             return pb.DrainResponse()

@@ -214,3 +214,42 @@ async def test_much_that_was_kept_is_read_beside_the_lease(monkeypatch: pytest.M
     now += 1_000
     assert not master.reign.young()
     await master.reign.close()
+
+
+async def test_a_drain_that_could_not_be_kept_is_kept_by_the_next_try() -> None:
+    durable = Failing()
+    master = servicer(durable)
+    await master.Join(joining("a"), None)
+    drain, cancel = pb.DrainRequest(instance_id="a"), pb.DrainRequest(instance_id="a", cancel=True)
+    durable.lost = True
+    with pytest.raises(Unavailable):
+        await master.Drain(drain, None)
+    durable.lost = False
+    await master.Drain(drain, None)
+    assert (await durable.load())["drain"] == {b"a": b""}
+    durable.lost = True
+    with pytest.raises(Unavailable):
+        await master.Drain(cancel, None)
+    durable.lost = False
+    await master.Drain(cancel, None)
+    assert (await durable.load())["drain"] == {}
+    await master.close()
+
+
+async def test_a_drain_that_is_over_does_not_begin_again_under_the_next_leader() -> None:
+    """Its node has left, was looked after, and comes back under its name."""
+    durable = Failing()
+    master = servicer(durable)
+    await master.Join(joining("a"), None)
+    await master.Drain(pb.DrainRequest(instance_id="a"), None)
+    master._state.policy.drains.get("a").done = True
+    durable.lost = True
+    await master.Leave(pb.LeaveRequest(instance=joining("a").member.instance), None)
+    master.tick()
+    await asyncio.gather(*master._orders._tasks)
+    assert (await durable.load())["drain"] == {b"a": b""}
+    durable.lost = False
+    master.tick()
+    await asyncio.gather(*master._orders._tasks)
+    assert (await durable.load())["drain"] == {}
+    await master.close()

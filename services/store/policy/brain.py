@@ -56,7 +56,7 @@ class Policy:
         self._map = blocks
         self._rng = random.Random(seed)
         self._hot_lookups = limits.hot_lookups
-        self._writes: list[Write] = []
+        self._left: set[str] = set()  # drained nodes that have gone, and whose drains are still kept
         self.term = 1
         self.nodes = Nodes()
         self.known = Known()
@@ -137,7 +137,7 @@ class Policy:
             self.memory.ended(name)
             self.farewells.settled(name)
         if self.drains.ended(instance_id):
-            self._writes.append(Write(durable.DRAIN, drops=(instance_id.encode(),)))
+            self._left.add(instance_id)
 
     def allowances(self, instance_id: str, now: float) -> Mapping[bytes, int]:
         """Of this node, when it is to be told: see Quotas.news."""
@@ -151,8 +151,13 @@ class Policy:
         after = self.tombstones.last
         orders = [*self.replicas.tick(now, after, self._rng), *self.drains.tick(now, after, self._rng)]
         orders += [Order(discard, lambda done, answered, now: None) for discard in self._copying.discards()]
-        writes, self._writes = self._writes, []
+        left, self._left = {name for name in self._left if name not in self.drains}, set()
+        writes = [Write(durable.DRAIN, drops=tuple(name.encode() for name in left))] if left else []
         return orders, writes + self.retire(now)
+
+    def not_kept(self, writes: Sequence[Write]) -> None:
+        """Of `tick`: a drain that is over and still kept would begin again under the next leader."""
+        self._left.update(name.decode() for write in writes if write.kind == durable.DRAIN for name in write.drops)
 
     def asked(self, keys: Sequence[bytes], now: float) -> None:
         """Somebody wants to know where these are."""
@@ -269,11 +274,12 @@ class Policy:
         return counts, [Write(durable.TARGET, dict.fromkeys(keys, records.target_out(replicas, hard)))]
 
     def drain(self, instance_id: str, cancel: bool) -> list[Write]:
-        """Begin, or cancel. Raises Overloaded: too many drain."""
+        """Begin, or cancel. Again as long as `drains` has not heard that it is kept. Raises Overloaded: too many
+        drain."""
         if cancel:
-            if self.drains.cancel(instance_id):
-                return [Write(durable.DRAIN, drops=(instance_id.encode(),))]
-        elif self.drains.begin(instance_id):
+            self.drains.cancel(instance_id)
+            return [Write(durable.DRAIN, drops=(instance_id.encode(),))]
+        if self.drains.begin(instance_id):
             return [Write(durable.DRAIN, {instance_id.encode(): b""})]
         return []
 

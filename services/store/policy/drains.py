@@ -36,6 +36,7 @@ class Drain:
     it joined, each of which is told that it drains. `awaited`: tiers that have yet to announce since it wrote nothing
     any more; None: it may still write. `counts`: whether this reading may say that it is done."""
 
+    kept: bool = False
     beats: int = 0
     awaited: set[str] | None = None
     counts: bool = False
@@ -79,22 +80,27 @@ class Drains:
 
     def load(self, instance_ids: Iterable[str]) -> None:
         """What an earlier leader left."""
-        self._drains.update((name, Drain()) for name in instance_ids)
+        self._drains.update((name, Drain(kept=True)) for name in instance_ids)
 
     def begin(self, instance_id: str) -> bool:
-        """Whether that is news. Raises Overloaded: too many drain."""
-        if instance_id in self._drains:
-            return False
+        """Whether that has yet to be `kept`. Raises Overloaded: too many drain."""
+        if (known := self._drains.get(instance_id)) is not None:
+            return not known.kept
         if len(self._drains) >= MAX_DRAINS:
             raise Overloaded(f"{MAX_DRAINS} nodes drain already")
         self._drains[instance_id] = Drain()
         self._mark(instance_id, True)
         return True
 
-    def cancel(self, instance_id: str) -> bool:
-        """It stays. What is under way goes on. Whether it was draining."""
+    def kept(self, instance_id: str) -> None:
+        """The next leader will know of it."""
+        if (drain := self._drains.get(instance_id)) is not None:
+            drain.kept = True
+
+    def cancel(self, instance_id: str) -> None:
+        """It stays. What is under way goes on."""
         self._mark(instance_id, False)
-        return self._drains.pop(instance_id, None) is not None
+        self._drains.pop(instance_id, None)
 
     # ── what the node says ───────────────────────────────────────────────────────────────────────────
 

@@ -14,6 +14,7 @@ from services.store.policy.master_map import ENTRY_BYTES, REPLICA_BYTES, MasterM
 
 SAMPLE = 2
 ROUND = 1024
+MAX_ROUNDS = 128  # in one step; the rest with the next announcement
 LOW = 0.9  # there is room again below this share of the limit
 
 
@@ -40,9 +41,12 @@ class Memory:
             self._missing[said.store_id] = max(1, missing - unknown)
 
     def keep(self, rng: random.Random) -> int:
-        """Leave out as much as is needed; how many replicas that were."""
+        """Leave out as much as is needed, up to MAX_ROUNDS of it: more than an announcement brings. How many replicas
+        that were."""
         shed = 0
-        while self.limit_bytes and self._map.bound_bytes > self.limit_bytes:
+        for _ in range(MAX_ROUNDS if self.limit_bytes else 0):
+            if self._map.bound_bytes <= self.limit_bytes:
+                break
             if self._map.sweep(ROUND):
                 continue  # what nobody sees goes first
             excess = self._map.bound_bytes - self.limit_bytes
