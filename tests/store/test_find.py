@@ -1,0 +1,41 @@
+"""Find: both forms of its answer say the same, and what BlockMap says."""
+
+from __future__ import annotations
+
+import random
+import struct
+
+from kvmesh.kvcache.announce import Announcement
+from kvmesh.kvcache.tiers import Tier, store_name
+from kvmesh.rpc.pb import store_pb2 as pb
+from services.store.domain import Announce, Join, Member, Role
+from services.store.servicer_find import found
+from services.store.state import MasterState
+
+Place = tuple[str, int]
+
+
+def named(answer: pb.FindResponse, replicas: pb.Replicas) -> list[Place]:
+    return [(answer.holders[at].member.store_id, tier) for at, tier in zip(replicas.holder, replicas.tier, strict=True)]
+
+
+def test_grouped_answers_say_the_same() -> None:
+    rng = random.Random(5)
+    keys = [rng.randbytes(16) for _ in range(300)]
+    state = MasterState(lease_s=2.0, stall_s=1e9)
+    held: dict[bytes, list[Place]] = {key: [] for key in keys}
+    for i, name in enumerate(("a", "b", "c")):
+        list(state.step(Join(Member(name, f"h:{i + 1}", 1, Role.POOL, "node", name)), 0.0))
+        for tier in (Tier.DRAM, Tier.SSD):
+            some = rng.sample(keys, 120)
+            said = Announcement(store_name(name, tier), 1, 1, tuple(some), (), True, 0, False)
+            list(state.step(Announce(said), 0.0))
+            for key in some:
+                held[key].append((name, int(tier)))
+    plain, grouped = found(state, keys), found(state, keys, grouped=True)
+    assert not plain.groups and not plain.group and not grouped.replicas
+    group = struct.unpack(f"<{len(keys)}H", grouped.group)
+    assert len(grouped.groups) == len(set(group)) < len(keys)
+    for key, replicas, at in zip(keys, plain.replicas, group, strict=True):
+        assert sorted(named(plain, replicas)) == sorted(held[key])
+        assert sorted(named(grouped, grouped.groups[at])) == sorted(held[key])
