@@ -85,10 +85,10 @@ class Orders:
                 await channel.close(None)
 
     async def remove(self, state: MasterState, tombstone: Tombstone) -> Removed:
-        """Ask every member to apply the tombstone. Never raises."""
-        members = state.members
+        """Ask every member to apply the tombstone; who is away is pending. Never raises."""
+        members, away = state.members, state.policy.tombstones.away(tombstone.at)
         answers = await asyncio.gather(*(self._remove_at(state, member, tombstone) for member in members))
-        outcome = Removed()
+        outcome = Removed(pending=away)
         for member, count in zip(members, answers, strict=True):
             if count is None:
                 outcome.pending.append(member.store_id)

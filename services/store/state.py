@@ -287,7 +287,7 @@ class MasterState:
         del self._lives[life.member.instance_id]
         life.ended = self.blocks.ends(life.member.store_id)
         self.blocks.drop(life.member.store_id)
-        self.policy.ended(life.member.instance_id)
+        self.policy.ended(life.member.instance_id, self._stepped_at or 0.0)
         self._publish(change, life.member, actions)
 
     def _publish(self, change: Change, member: Member, actions: list[Action]) -> None:

@@ -21,7 +21,7 @@ from services.store.policy.names import Names
 from services.store.policy.nodes import Nodes
 from services.store.policy.quotas import Quota, Quotas
 from services.store.policy.records import Write
-from services.store.policy.tombstones import Tombstones
+from services.store.policy.tombstones import MAX_AWAY, Tombstones
 from services.store.policy.work import Pull
 from services.store.state import MasterState
 
@@ -102,7 +102,7 @@ def test_who_missed_what_is_forgotten_starts_from_nothing() -> None:
     first = books.add(1, [key(1)], b"", 0.0)
     assert (first.seq >> 32, books.newer("a")) == (1, [first])
     books.reported("a", first.seq)
-    books.ended("b")  # away, and has not heard of it
+    books.ended("b", 0.0)  # away, and has not heard of it
     assert books.retire(10.0) == [] and books.retire(10.1) == [first]
     second = books.add(2, [], b"tag2", 11.0)
     assert second.seq >> 32 == 2
@@ -115,7 +115,7 @@ def test_who_missed_what_is_forgotten_starts_from_nothing() -> None:
         assert books.newer(name) == [second]
         assert books.masked(name, [key(7), key(7, b"tag2")]) == {key(7, b"tag2")}
     books.reported("a", second.seq)
-    books.ended("a")
+    books.ended("a", 0.0)
     books.joined("a", 0)  # another life that reports nothing: the last one had applied it
     assert books.newer("a") == [second]
 
@@ -350,3 +350,20 @@ def test_pages_of_keys_cover_each_key_once() -> None:
             while page := blocks.page(name, prefix, found[-1] if found else b"", 7):
                 found += page
             assert found == sorted(k for k in mine if k.startswith(prefix))
+
+
+def test_who_left_within_the_retention_is_away_until_it_is_back() -> None:
+    kept = Tombstones(retention_s=100.0)
+    for name in ("a", "b", "c"):
+        kept.joined(name, 0)
+    assert kept.away(0.0) == []
+    kept.ended("a", 10.0)
+    kept.ended("b", 50.0)
+    assert kept.away(60.0) == ["b", "a"] and kept.away(111.0) == ["b"]
+    kept.joined("b", 0)
+    assert kept.away(60.0) == ["a"]
+    kept.ended("b", 70.0)
+    assert kept.away(71.0) == ["b", "a"] and kept.away(171.0) == []
+    for i in range(MAX_AWAY + 5):
+        kept.ended(f"n{i}", 80.0)
+    assert len(kept.away(80.0)) == MAX_AWAY

@@ -1134,6 +1134,9 @@ class RemoveResponse(_message.Message):
     REMOVED_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
     removed: _builtins.int
+    """lost or let go within `tombstone_s` are among them, the last 1024: they may
+    come back with what they had
+    """
     seq: _builtins.int
     @_builtins.property
     def acknowledged(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -1141,7 +1144,7 @@ class RemoveResponse(_message.Message):
 
     @_builtins.property
     def pending(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """they could not be asked; the tombstone waits for them"""
+        """they could not be asked; the tombstone waits for them. Members that this leader"""
 
     def __init__(
         self,

@@ -63,6 +63,7 @@ class Policy:
         self.grants = Grants(wall_ns)
         self.tombstones = Tombstones(retention_s=limits.tombstone_retention_s, max_keys=limits.max_tombstone_keys)
         self.farewells = Farewells()
+        blocks.forgotten = self._dropped
         self.names = Names(
             self._somewhere,
             self.tombstones.covered_since,
@@ -126,9 +127,9 @@ class Policy:
             self.known.beat(instance_id, usage)
             self.drains.beat(instance_id, usage)
 
-    def ended(self, instance_id: str) -> None:
+    def ended(self, instance_id: str, now: float) -> None:
         """A life has ended."""
-        self.tombstones.ended(instance_id)
+        self.tombstones.ended(instance_id, now)
         self.nodes.ended(instance_id)
         self.known.ended(instance_id)
         self.quotas.ended(instance_id)
@@ -219,17 +220,19 @@ class Policy:
         `keys` or a `prefix` of 1 to 16 bytes."""
         made = self.tombstones.add(self.term, keys, prefix, now)
         if prefix:
-            gone = self._map.forget_prefix(prefix)
+            self._map.forget_prefix(prefix)
             targets = self.replicas.removed_prefix(prefix)
         else:
-            gone = self._map.forget(keys)
+            for store_id, some in self._map.forget(keys).items():
+                self._dropped(store_id, some)
             targets = self.replicas.removed(keys)
-        for store_id, some in gone.items():
-            if not self.farewells.dropped(store_id, some):
-                self.tombstones.owes(store_id)
         key, value = records.tombstone_out(made)
         writes = [Write(durable.TOMBSTONE, {key: value}), *self.retire(now)]
         return made, [*writes, Write(durable.TARGET, drops=tuple(targets))] if targets else writes
+
+    def _dropped(self, store_id: str, keys: Sequence[bytes]) -> None:
+        if not self.farewells.dropped(store_id, keys):
+            self.tombstones.owes(store_id)
 
     def retire(self, now: float) -> list[Write]:
         """Tombstones that need not or cannot be kept any longer."""

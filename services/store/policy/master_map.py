@@ -1,10 +1,15 @@
-"""The master's block map: also counts by tenant's tag, and forgets keys of all stores at once."""
+"""The master's block map: also counts by tenant's tag, and forgets keys of all stores at once.
+
+All that begin with a prefix vanish from every answer in one step and are cleared away later: a sweep of that prefix
+masks them in the slots that it has yet to go through. What is added to such a slot meanwhile is shown, and spared.
+"""
 
 from __future__ import annotations
 
 import random
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,13 +27,37 @@ LOG_SLACK_BYTES = 18 << 10
 TAG_ENTRY_BYTES = 160  # of one tag in one store's counts: key, int and its share of the dict
 
 
+FIRST_KEYS = 1024  # of a prefix, swept at once
+STEP_KEYS = 2048  # ... and in one step: each costs more than one of a store that is gone
+SCAN_KEYS = 65_536  # of a log, looked through in one step
+SCAN_COST = 1024  # keys that could be taken out meanwhile
+MAX_SWEEPS = 64  # with more, the oldest is ended in one go
+
+
+@dataclass(slots=True)
+class _Sweep:
+    """Of one prefix, slot by slot, the lowest first."""
+
+    prefix: bytes
+    bits: int  # slots that it has not been through
+    spared: dict[bytes, int] = field(default_factory=dict)  # key → slots that it came to meanwhile
+    log: bytes | None = None  # of the lowest slot; None: not begun
+    at: int = 0
+    found: bytes = b""  # of what it has looked through, still to be taken out
+
+
 class MasterMap(SteadyBlockMap):
     """`apply` and `drop` cost as in SteadyBlockMap, besides O(watched tags) when a store's content changes as a whole.
 
-    A slot keeps its content for life, whichever store shows it: counts by tag are kept by slot."""
+    A slot keeps its content for life, whichever store shows it: counts by tag are kept by slot. `forgotten` hears what
+    a sweep took out of a store. `mask`, `holders`, `held`, `page` and `sample` show nothing of what a sweep has yet to
+    take out; counts include it."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.forgotten: Callable[[str, list[bytes]], None] = lambda store_id, keys: None
+        self.first_keys = FIRST_KEYS
+        self._sweeps: deque[_Sweep] = deque()
         self._tags: defaultdict[int, dict[bytes, int]] = defaultdict(dict)  # slot → tag → keys
         self._tag_entries = 0
         self._watched: dict[bytes, int] = {}  # tag → replicas shown
@@ -74,15 +103,41 @@ class MasterMap(SteadyBlockMap):
                 left ^= low
         return gone
 
-    def forget_prefix(self, prefix: bytes) -> dict[str, list[bytes]]:
-        """As `forget`, of all keys that begin so. O(keys of the stores that have any), in numpy, and O(1) for each
-        that is forgotten."""
-        keys: dict[bytes, None] = {}
-        for store in self._slots:
-            if store is not None and self._may_have(store, prefix):
-                packed = self._beginning(store, prefix).tobytes()
-                keys.update(dict.fromkeys(split(packed)))
-        return self.forget(keys)
+    def forget_prefix(self, prefix: bytes) -> None:
+        """As `forget`, of all keys that begin so. O(stores); the rest waits for `sweep`. `forgotten` hears of it."""
+        ghosts = {ghost.slot for ghost in self._retired}
+        stores = [store for store in self._slots if store is not None and store.slot not in ghosts]
+        bits = sum(store.bit for store in stores if self._may_have(store, prefix))
+        if bits:
+            self._sweeps.append(_Sweep(prefix, bits))
+            self._sweep_prefixes(self.first_keys)
+        while len(self._sweeps) > MAX_SWEEPS:
+            self._sweep_prefixes(SCAN_COST)
+
+    @property
+    def sweeping(self) -> bool:
+        """Whether keys that are shown no more are still counted."""
+        return bool(self._sweeps)
+
+    def sweep(self, max_keys: int) -> bool:
+        """See SteadyBlockMap; what begins with a forgotten prefix, too."""
+        more = super().sweep(max_keys)
+        if not more:
+            self._sweep_prefixes(min(max_keys, STEP_KEYS))
+        return more or bool(self._sweeps)
+
+    def mask(self, key: bytes) -> int:
+        """Bitset of the slots that hold `key`."""
+        mask = super().mask(key)
+        return mask & ~self._swept(key) if mask and self._sweeps else mask
+
+    def held(self, store_id: str, packed: bytes) -> list[bytes]:
+        """Those of `packed` that the store holds now."""
+        found = super().held(store_id, packed)
+        if not found or not self._sweeps:
+            return found
+        bit = self._stores[store_id].bit
+        return [key for key in found if not self._swept(key) & bit]
 
     # ── memory ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -101,7 +156,7 @@ class MasterMap(SteadyBlockMap):
         for store in rng.choices(stores, [store.count for store in stores], k=2 * count):
             at = rng.randrange(len(store.log) // KEY_BYTES) * KEY_BYTES
             key = bytes(store.log[at : at + KEY_BYTES])
-            if self._masks.get(key, 0) & store.bit:
+            if self.mask(key) & store.bit:
                 found[key] = None
                 if len(found) == count:
                     break
@@ -112,7 +167,7 @@ class MasterMap(SteadyBlockMap):
         store = self._stores.get(store_id)
         if store is None or not self._may_have(store, prefix):
             return []
-        words = self._beginning(store, prefix)
+        words = _beginning(bytes(store.log), prefix)
         order = words[:, :8].copy().view(">u8").ravel().astype(np.uint64)
         if len(after) >= 8:
             above = order >= int.from_bytes(after[:8], "big")
@@ -148,15 +203,70 @@ class MasterMap(SteadyBlockMap):
 
     # ── inner ────────────────────────────────────────────────────────────────────────────────────────
 
+    def _swept(self, key: bytes) -> int:
+        """Slots that hold it only because a sweep has yet to go through them."""
+        gone = 0
+        for sweep in self._sweeps:
+            if key.startswith(sweep.prefix):
+                gone |= sweep.bits & ~sweep.spared.get(key, 0)
+        return gone
+
+    def _sweep_prefixes(self, max_keys: int) -> None:
+        """About as much work as taking out so many keys."""
+        left = max_keys
+        while self._sweeps and left > 0:
+            sweep = self._sweeps[0]
+            bit = sweep.bits & -sweep.bits
+            store = self._slots[bit.bit_length() - 1] if bit else None
+            if not bit:
+                self._sweeps.popleft()
+            elif store is None:
+                sweep.bits ^= bit
+                sweep.log, sweep.found = None, b""
+            elif sweep.found:
+                some = sweep.found[: left * KEY_BYTES]
+                sweep.found = sweep.found[len(some) :]
+                left -= len(some) // KEY_BYTES
+                self._take_out(sweep, store, some)
+            elif sweep.log is None:
+                sweep.log, sweep.at = bytes(store.log), 0  # as it moves while it is shortened
+                left -= SCAN_COST
+            elif sweep.at < len(sweep.log):
+                window = sweep.log[sweep.at : sweep.at + SCAN_KEYS * KEY_BYTES]
+                sweep.at += len(window)
+                sweep.found = _beginning(window, sweep.prefix).tobytes()
+                left -= SCAN_COST
+            else:
+                sweep.bits ^= bit
+                sweep.log = None
+
+    def _take_out(self, sweep: _Sweep, store: _Store, packed: bytes) -> None:
+        masks, bit, spared = self._masks, store.bit, sweep.spared
+        gone = [k for k in dict.fromkeys(split(packed)) if masks.get(k, 0) & bit and not spared.get(k, 0) & bit]
+        self._remove(store, gone)
+        known = self._stores.get(store.store_id) is store or self._gathering.get(store.store_id) is store
+        if gone and known:
+            self.forgotten(store.store_id, gone)
+
+    def _add(self, store: _Store, keys: Iterable[bytes]) -> None:
+        if self._sweeps:
+            keys = list(keys)
+            self._remove(store, self._spared(store, keys))
+        super()._add(store, keys)
+
+    def _spared(self, store: _Store, keys: Sequence[bytes]) -> dict[bytes, None]:
+        """From now on no sweep that is under way takes these out of that store, not even when its slot has got another
+        content since; those that one had masked there."""
+        masked: dict[bytes, None] = {}
+        for sweep in self._sweeps:
+            if sweep.bits & store.bit:
+                some = [k for k in keys if k.startswith(sweep.prefix) and not sweep.spared.get(k, 0) & store.bit]
+                masked.update(dict.fromkeys(some))
+                sweep.spared.update((key, sweep.spared.get(key, 0) | store.bit) for key in some)
+        return masked
+
     def _may_have(self, store: _Store, prefix: bytes) -> bool:
         return len(prefix) < TAG_BYTES or prefix[:TAG_BYTES] in self._tags.get(store.slot, {})
-
-    def _beginning(self, store: _Store, prefix: bytes) -> NDArray[np.uint8]:
-        """[n, 16]: keys of its log that begin with `prefix`, also some that it no longer holds, and some twice."""
-        words = np.frombuffer(bytes(store.log), np.uint8).reshape(-1, KEY_BYTES)
-        for at, byte in enumerate(prefix):
-            words = words[words[:, at] == byte]
-        return words
 
     def _changed(self, store: _Store, packed: bytes, sign: int) -> None:
         counts, shown = self._tags[store.slot], not store.bit & self._hidden and MARK not in store.store_id
@@ -176,6 +286,14 @@ class MasterMap(SteadyBlockMap):
         for tag in self._watched if MARK not in shown.store_id else ():
             self._watched[tag] += after.get(tag, 0) - before.get(tag, 0)
         super()._swap(shown, other)
+
+
+def _beginning(log: bytes, prefix: bytes) -> NDArray[np.uint8]:
+    """[n, 16]: keys of a log that begin with `prefix`, also some that its store no longer holds, and some twice."""
+    words = np.frombuffer(log, np.uint8).reshape(-1, KEY_BYTES)
+    for at, byte in enumerate(prefix):
+        words = words[words[:, at] == byte]
+    return words
 
 
 def _tally(packed: bytes) -> dict[bytes, int]:

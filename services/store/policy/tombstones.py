@@ -22,6 +22,7 @@ TERM_SHIFT = 32
 MAX_ANSWER_KEYS = 65_536  # in one answer to a node: 1 MiB
 RECORD_KEYS = 8  # what a tombstone itself counts for, so that small ones are bounded too
 MAX_LEFT = 10_000  # names of earlier members
+MAX_AWAY = 1024  # of them, in the answer to a removal
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,9 @@ class Tombstones:
         self._applied: dict[str, int] = {}
         self._reported: dict[str, int] = {}  # never more than applied
         self._asking: dict[str, int] = {}  # which one a member is being asked to apply
-        self._left: OrderedDict[str, int] = OrderedDict()  # what earlier members had applied
+        self._left: OrderedDict[str, tuple[int, float]] = (
+            OrderedDict()
+        )  # what earlier members had applied, and since when
         self._owing: set[str] = set()  # stores of which something was masked
         self.floor = 0
         self.last = 0
@@ -84,18 +87,29 @@ class Tombstones:
     def joined(self, instance_id: str, applied: int) -> None:
         """A life begins and says what it has applied."""
         known = min(applied, self.last)
-        if self._left.get(instance_id, 0) >= self.floor:
+        if self._left.get(instance_id, (0, 0.0))[0] >= self.floor:
             known = max(known, self.floor)  # an earlier life had applied what is forgotten
         self._applied[instance_id] = self._reported[instance_id] = known
 
-    def ended(self, instance_id: str) -> None:
+    def ended(self, instance_id: str, now: float) -> None:
         """It is a member no more."""
-        self._left[instance_id] = self._applied.pop(instance_id, 0)
+        self._left[instance_id] = (self._applied.pop(instance_id, 0), now)
         self._left.move_to_end(instance_id)
         if len(self._left) > MAX_LEFT:
             self._left.popitem(last=False)
         self._reported.pop(instance_id, None)
         self._owing = {name for name in self._owing if _instance(name) != instance_id}
+
+    def away(self, now: float) -> list[str]:
+        """Members of the last `retention_s` that are none now, and may come back with what they had: the last MAX_AWAY
+        of them. Those of an earlier leader are not known."""
+        found: list[str] = []
+        for name, (_, since) in reversed(self._left.items()):
+            if now - since > self._retention_s or len(found) == MAX_AWAY:
+                break
+            if name not in self._applied:
+                found.append(name)
+        return found
 
     def reported(self, instance_id: str, seq: int) -> None:
         """A member says that it has applied all up to `seq`."""
