@@ -58,11 +58,13 @@ class PullCancel(Message, frozen=True):
 
 
 class Sum(Message, frozen=True):
-    """xxh3_64 of each span of our host region. Answer Summed; until then nobody may write there."""
+    """xxh3_64 of each span of our host region. Answer Summed; until then nobody may write there. What has not begun at
+    `deadline_ns` is given up: nobody waits for it any more."""
 
     ticket: int
     offsets: tuple[int, ...]  # in our own segment
     sizes: tuple[int, ...]
+    deadline_ns: int
 
 
 # ── rank → front ──────────────────────────────────────────────────────────────────────────────────

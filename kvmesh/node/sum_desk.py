@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Sequence
 
 from kvmesh.node import messages as m
@@ -29,7 +30,7 @@ class SumDesk:
         done: asyncio.Future[m.Summed] = asyncio.get_running_loop().create_future()
         self._waiting[rank, ticket] = done
         offsets, sizes = tuple(offset for offset, _ in spans), tuple(size for _, size in spans)
-        self._ranks[rank].send(m.Sum(ticket, offsets, sizes))
+        self._ranks[rank].send(m.Sum(ticket, offsets, sizes, time.monotonic_ns() + int(timeout_s * 1e9)))
         try:
             said = await asyncio.wait_for(done, timeout_s)
         except TimeoutError:

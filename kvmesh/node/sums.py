@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 import xxhash
@@ -42,6 +43,9 @@ class Sums:
 
     def _run(self) -> None:
         while (asked := self._asked.get()) is not None and not self._closed:
+            if time.monotonic_ns() > asked.deadline_ns:
+                self._send(m.Summed(asked.ticket, (), "not within its time"))
+                continue
             try:
                 self._send(m.Summed(asked.ticket, tuple(map(self._sum, asked.offsets, asked.sizes))))
             except Exception as error:  # whatever the front said, this rank goes on

@@ -6,10 +6,12 @@ import asyncio
 import json
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.node import block_rpcs, pool, removal_desk, removals
@@ -18,13 +20,16 @@ from kvmesh.node.block_servicer import NodeStoreServicer
 from kvmesh.node.partitions import Partition
 from kvmesh.node.pool_partitions import PoolPartitions
 from kvmesh.node.removals import Watch
+from kvmesh.node.sums import Sums
 from kvmesh.node.tier_brain import Contents, WriteBehind
 from kvmesh.node.tier_parts import TierSettings
 from kvmesh.node.tiering import Tiering
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import common_pb2 as pb_common
+from kvmesh.transfer import EngineConfig, TransferEngine
 from tests.node.putting import Caller, config, pool_and_caller
 from tests.node.stores import bench, keys_of, node, stub
+from tests.node.stores import until as eventually
 from tests.node.test_tiers import fill_below
 from tests.services import running, until
 
@@ -315,3 +320,22 @@ async def test_a_put_of_many_lengths_waits_once_for_each_size_of_extents(
         assert all((await caller.put(keys, sizes)).held)
         assert len(asked) == 3 and sum(asked) == 300
         await caller.check(keys)
+
+
+async def test_sums_that_nobody_waits_for_any_more_are_not_taken() -> None:
+    engine = TransferEngine("sums@1", EngineConfig(transports=("shm",)))
+    said: list[m.ToFront] = []
+    try:
+        region = engine.allocate(8192, "cpu:0")
+        sums = Sums(region, said.append)
+        now = time.monotonic_ns()
+        sums.add(m.Sum(1, (region.base_offset,), (4096,), now - 1))
+        sums.add(m.Sum(2, (region.base_offset,), (4096,), now + 60_000_000_000))
+        await eventually(lambda: len(said) == 2)
+        sums.close()
+        late, good = said
+        assert isinstance(late, m.Summed) and isinstance(good, m.Summed)
+        assert (late.ticket, late.sums, bool(late.cause)) == (1, (), True)
+        assert good.sums == (xxhash.xxh3_64_intdigest(bytes(4096)),)
+    finally:
+        await asyncio.to_thread(engine.close)
