@@ -86,6 +86,7 @@ class StoreClient:
         await self._reader.close()
         await self._peers.close()
         await self._directory.close()
+        await self._memory.close()
         await asyncio.to_thread(self._engine.close)
 
     # ── memory ───────────────────────────────────────────────────────────────────────────────────

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvmesh.kvcache.segment_allocator import SegmentAllocator
-from kvmesh.rpc.errors import DeadlinePassed, InvalidRequest, Overloaded
+from kvmesh.rpc.errors import DeadlinePassed, InvalidRequest, Overloaded, TransferError
 from kvmesh.transfer import Region, TransferEngine
 
 INLINE_COPY = 2 << 20  # larger copies go to a thread: the event loop has others to serve
@@ -108,6 +108,8 @@ class Memory:
         self._waiting: deque[tuple[int, asyncio.Future[int]]] = deque()
         self._tickets = _whole(engine.allocate(TICKETS * _TICKET.size))
         self._slots = list(range(TICKETS))
+        self._leaving: deque[Region] = deque()  # given back, and perhaps still being read
+        self._letting_go: asyncio.Task[None] | None = None
         self._state = 1
         self._descriptor = (0, b"")
 
@@ -186,11 +188,28 @@ class Memory:
     def give_back(self, staged: Staged) -> None:
         """Nobody reads or writes it any more."""
         if staged.own is not None:
-            self._engine.unregister_memory(staged.own)
-            self._state += 1
+            self._leaving.append(staged.own)
+            if self._letting_go is None or self._letting_go.done():
+                self._letting_go = asyncio.get_running_loop().create_task(self._let_go(), name="unregister")
             return
         self._units.release(staged.span.start // UNIT)
         self._serve()
+
+    async def _let_go(self) -> None:
+        """A node that froze within its READ keeps memory busy, for seconds: the loop must not wait for it. What is
+        still busy then is tried again with the next, and goes with the client at the latest."""
+        for _ in range(len(self._leaving)):
+            region = self._leaving.popleft()
+            try:
+                await _in_thread(partial(self._engine.unregister_memory, region))
+                self._state += 1
+            except TransferError:
+                self._leaving.append(region)
+
+    async def close(self) -> None:
+        """Nothing of it runs any more; the engine's end takes the memory."""
+        if self._letting_go is not None:
+            await ended(self._letting_go)
 
     def _serve(self) -> None:
         while self._waiting:

@@ -15,7 +15,7 @@ from kvmesh.kvcache.client.calls import every, turn
 from kvmesh.kvcache.client.config import ClientConfig
 from kvmesh.kvcache.client.memory import Memory
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.rpc.errors import DeadlinePassed, Unavailable
+from kvmesh.rpc.errors import DeadlinePassed, TransferError, Unavailable
 from kvmesh.transfer import EngineConfig, TransferEngine
 from services.store.config import StoreConfig
 from services.store.main import run as run_store
@@ -168,3 +168,29 @@ async def test_nobody_is_said_to_have_it_before_all_were_heard(monkeypatch: pyte
         asked = 0
         with pytest.raises(Unavailable, match="not heard from all"):
             await client.exists(key, timeout_ms=60)
+
+
+async def test_memory_that_a_frozen_node_still_reads_stalls_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine waits for the reader, and gives up after a while; meanwhile the loop goes on, and later it is tried
+    again."""
+    engine = TransferEngine("client:frozen", EngineConfig(transports=("tcp",)))
+    try:
+        own = Memory(engine, MIB)
+        regions = len(engine.local_descriptor().regions)
+        unregister, loop_thread, frozen = engine.unregister_memory, threading.get_ident(), True
+
+        def slow(region: Any) -> None:
+            assert threading.get_ident() != loop_thread, "the event loop waits"
+            if frozen:
+                raise TransferError("is still being read")
+            unregister(region)
+
+        monkeypatch.setattr(engine, "unregister_memory", slow)
+        own.give_back(await own.stage(2 * MIB, time.monotonic() + 60))
+        await own.close()
+        frozen = False
+        own.give_back(await own.stage(2 * MIB, time.monotonic() + 60))
+        await own.close()
+        assert len(engine.local_descriptor().regions) == regions
+    finally:
+        engine.close()
