@@ -50,6 +50,7 @@ class SlowDisk:
         self.log: list[m.ToRank] = []
         self.reads: list[tuple[m.TierGet, list[tuple[int, bytes, int]]]] = []
         self.blocks: dict[int, dict[bytes, tuple[bytes, int]]] = {}
+        self.unwanted: set[tuple[int, bytes]] = set()  # (ticket, key): removed before it was written
 
     def send(self, message: m.ToRank, /) -> None:
         if isinstance(message, m.TierGet):
@@ -67,8 +68,6 @@ class SlowDisk:
                 if self.blocks[message.part].pop(name, None):
                     self.say(m.TierChanged(message.tier, message.part, b"", name))
         self.log.append(message)
-
-    unwanted: set[tuple[int, bytes]] = set()  # noqa: RUF012
 
     def say(self, message: m.ToFront) -> None:
         assert self.tiering is not None
@@ -92,7 +91,8 @@ class SlowDisk:
                     self.blocks.setdefault(part, {})
                     self.say(m.TierOpened(tier, part))
                 case m.TierPut(ticket, tier, part, keys, offsets, sizes):
-                    done, told = [], []
+                    stored: list[int] = []
+                    told: list[tuple[bytes, int]] = []
                     for at, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
                         name = keys[at * 16 : at * 16 + 16]
                         if (ticket, name) in self.unwanted or self.rng.random() < 0.1:
@@ -100,11 +100,11 @@ class SlowDisk:
                         if name not in self.blocks[part]:
                             self.blocks[part][name] = (self.memory.read(offset, size), size)
                             told.append((name, size))
-                        done.append(at)
+                        stored.append(at)
                     if told:
                         packed = b"".join(name for name, _ in told)
                         self.say(m.TierChanged(tier, part, packed, b"", tuple(size for _, size in told)))
-                    self.say(m.TierDone(ticket, tuple(done), tuple(sizes[at] for at in done), 0, 1))
+                    self.say(m.TierDone(ticket, tuple(stored), tuple(sizes[at] for at in stored), 0, 1))
                 case m.TierRemove(ticket, _, _, keys):
                     count = len(keys) // 16
                     self.say(m.TierDone(ticket, tuple(range(count)), (0,) * count, 0, 1))
@@ -122,7 +122,6 @@ class Storm:
         self.memory = Memory()
         self.partitions = PoolPartitions(0, REGION, high_percent=95, low_percent=85, lease_seed=seed)
         self.disk = SlowDisk(self.memory, self.rng)
-        self.disk.unwanted = set()
         settings = TierSettings(path=path, capacity_bytes=1 << 30, offload_percent=20, staging_percent=30, layouts=3)
         ref = pb_common.InstanceRef(instance_id="a", address="h:1", incarnation=1)
         self.tiering = self.disk.tiering = Tiering(settings, lambda: ref, [self.disk], self.partitions)
@@ -228,10 +227,9 @@ class Storm:
             assert not part.writing and not part.staging
             assert set(part.contents.keys()) == set(self.disk.blocks[part.number]), name
         for key, version in self.gone.items():
-            for part in self.disk.blocks.values():
-                assert key not in part or int.from_bytes(part[key][0][16:], "big") >= version, (
-                    "removed, and on the disk"
-                )
+            for blocks in self.disk.blocks.values():
+                written = blocks[key][0] if key in blocks else self.value(key, version)
+                assert int.from_bytes(written[16:], "big") >= version, "removed, and on the disk"
             where = holder(self.partitions, "", key)
             if where is not None:
                 (extent,) = where.store.borrow([key])
