@@ -20,7 +20,7 @@ from kvmesh.node.pool_partitions import PoolPartitions
 from kvmesh.node.rank_client import RankClient
 from kvmesh.node.registration import Registrar
 from kvmesh.node.segments import Segments
-from kvmesh.node.tier_config import checked_id
+from kvmesh.node.tier_config import checked_id, make_ssd_folder
 from kvmesh.node.warm import Warm
 from kvmesh.node.warm_pool import WarmPool
 from kvmesh.node.warm_segment import POOL_SLOT_BYTES
@@ -83,6 +83,8 @@ class PoolNode:
         config = self.config
         tasks: list[asyncio.Task[None]] = []
         server: Server | None = None
+        if config.ssd_path:
+            make_ssd_folder(config.ssd_path)
         self._rank.spawn(1)
         try:
             await self._rank.configure(self._configure(), ALLOCATE_TIMEOUT_S)

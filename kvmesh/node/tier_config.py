@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,6 +78,16 @@ class TierConfig(TransferConfig):
             layouts=layouts,
             url=self.object_url,
         )
+
+
+def make_ssd_folder(ssd_path: str) -> None:
+    """For a pool node, which opens a tier only when there is what to keep. ConfigError: it cannot be written to."""
+    try:
+        Path(ssd_path).mkdir(parents=True, exist_ok=True)
+        if not os.access(ssd_path, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ConfigError(f"ssd_path={ssd_path!r}: {error.strerror}", field="ssd_path") from None
 
 
 def checked_id(instance_id: str, node_id: str, role: str) -> str:

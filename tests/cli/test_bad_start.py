@@ -142,6 +142,11 @@ def test_a_member_without_its_master_does_not_wait_for_ever(starts: Starts, serv
     assert line == f"store={address!r}: must be HOST:PORT (--store)"
 
 
+def test_a_pool_node_refuses_an_ssd_folder_that_cannot_be_made(starts: Starts) -> None:
+    line = starts.refused("serve", "pool", "--store=127.0.0.1:1", "--memory-mb=16", "--ssd-path=/proc/none")
+    assert line == "ssd_path='/proc/none': No such file or directory"
+
+
 @pytest.mark.parametrize("service", ["gateway", "prefill", "decode"])
 def test_nothing_can_be_placed_without_a_conductor(starts: Starts, service: str) -> None:
     free = ["--port=0", "--http-port=0"] if service == "gateway" else []
