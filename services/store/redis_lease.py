@@ -72,11 +72,22 @@ return 0
 """
 
 
+def without_password(url: str) -> str:
+    """As it may be shown: whatever stands before the last "@" is left out but for a user's name."""
+    credentials, at, rest = url.rpartition("@")
+    if not at:
+        return url
+    scheme, sep, user = credentials.rpartition("://")
+    return f"{scheme}{sep}{user.partition(':')[0]}:***@{rest}"
+
+
 def check_url(url: str) -> None:
     """Raises ConfigError naming `redis` when the URL cannot be one."""
     parts = urlsplit(url)
     if parts.scheme not in ("redis", "rediss", "unix"):
-        raise ConfigError(f"redis={url!r}: must be redis://host:port/0, rediss://... or unix://...", field="redis")
+        raise ConfigError(
+            f"redis={without_password(url)!r}: must be redis://host:port/0, rediss://... or unix://...", field="redis"
+        )
 
 
 class Redis:
@@ -96,7 +107,7 @@ class Redis:
                 url, socket_timeout=None, socket_connect_timeout=timeout_s, retry_on_timeout=False
             )
         except ValueError as err:
-            raise ConfigError(f"redis={url!r}: {err}", field="redis") from None
+            raise ConfigError(f"redis={without_password(url)!r}: {err}", field="redis") from None
         self.timeout_s = timeout_s
         self._prefix = f"kvmesh:{mesh}:"
 

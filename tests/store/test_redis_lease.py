@@ -16,7 +16,7 @@ from services.store import durable, main
 from services.store.config import StoreConfig
 from services.store.durable import Durable, MemoryDurable, nothing
 from services.store.leader import Ask, Granted, Held, Silent
-from services.store.redis_lease import Redis, RedisDurable, RedisLease
+from services.store.redis_lease import Redis, RedisDurable, RedisLease, check_url
 from tests.redis_server import RedisServer, needs_redis, redis_server
 from tests.services import running
 from tests.store.mesh import TIMEOUT, joining
@@ -175,3 +175,14 @@ async def test_a_lone_master_rises_above_what_nodes_have_heard() -> None:
         absurd.term = 1 << 40
         error = await failing(stub.Join(absurd, timeout=TIMEOUT))
         assert isinstance(error, InvalidRequest) and error.field == "term"
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [("http://u:hunter2@h/0", "http://u:***@h/0"), ("u:hunter2@h", "u:***@h"), ("ftp://:hun@ter2@h", "ftp://:***@h")],
+)
+def test_a_bad_url_is_named_without_its_password(url: str, shown: str) -> None:
+    with pytest.raises(ConfigError, match="redis=") as refused:
+        check_url(url)
+    assert shown in refused.value.message
+    assert "hun" not in refused.value.message
