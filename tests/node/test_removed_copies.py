@@ -217,7 +217,7 @@ RIGHT_FORGET = Remembered._forget_oldest
 )
 def test_the_model_notices(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, broken: Any) -> None:
     monkeypatch.setattr(owner, name, broken)
-    quick = settings(MODEL, max_examples=400, derandomize=True, phases=[Phase.generate])
+    quick = settings(MODEL, max_examples=2000, derandomize=True, phases=[Phase.generate])
     with pytest.raises(AssertionError):
         run(9, monkeypatch, quick)
 
