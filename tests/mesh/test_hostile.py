@@ -184,6 +184,12 @@ async def test_node_store(name: str, mesh: Running) -> None:
         ),
         "ListBlocks": blocks_pb2.ListBlocksRequest(),
         "GetStore": blocks_pb2.GetNodeStoreRequest(),
+        "Exists": blocks_pb2.ExistsRequest(keys=key, layout="?"),
+        "Remove": blocks_pb2.RemoveBlocksRequest(keys=b"q" * 16, term=1),
+        "Pin": blocks_pb2.PinBlocksRequest(keys=b"q" * 16, layout="?", kind=blocks_pb2.PIN_KIND_SOFT, ttl_ms=50),
+        "Put": blocks_pb2.PutBlocksRequest(
+            keys=b"q" * 16, layout="bytes", segment="x/0@1", offset=[0], nbytes=[64], read_within_ms=50
+        ),
     }
     nodes = service(blocks_pb2, "NodeStore")
     async with connect(address) as channel:
@@ -214,6 +220,16 @@ async def test_store_master_and_conductor(mesh: Running) -> None:
         "Watch": store_pb2.WatchRequest(),
         "Lookup": store_pb2.LookupRequest(keys=b"k" * 16),
         "GetStatus": store_pb2.GetStoreStatusRequest(),
+        "Find": store_pb2.FindRequest(keys=b"k" * 16),
+        "ListKeys": store_pb2.ListKeysRequest(prefix=b"kkkk", limit=9),
+        "Grant": store_pb2.GrantRequest(count=7),
+        "Bind": store_pb2.BindRequest(namespace="n", names=[store_pb2.NamedKey(name="x", key=b"k" * 16)]),
+        "Resolve": store_pb2.ResolveRequest(namespace="n", names=["x", "y"]),
+        "Remove": store_pb2.RemoveRequest(keys=b"k" * 16),
+        "ChangeReplica": store_pb2.ChangeReplicaRequest(keys=b"k" * 16, replicas=2, hard=True),
+        "Drain": store_pb2.DrainRequest(instance_id="stranger"),
+        "SetQuota": store_pb2.SetQuotaRequest(quota=store_pb2.Quota(tag=b"kkkk", blocks=9, name="t")),
+        "ListQuotas": store_pb2.ListQuotasRequest(),
     }
     async with connect(mesh.mesh.addresses["store"]) as channel:
         await hostile.assault(channel, service(store_pb2, "StoreMaster"), master, seed=3, rounds=15, borne=ENDS)

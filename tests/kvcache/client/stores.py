@@ -11,9 +11,11 @@ from typing import Any
 from kvmesh.kvcache.client import ClientConfig, StoreClient
 from kvmesh.node import pool
 from kvmesh.node.pool_config import PoolConfig
+from kvmesh.rpc import channels
+from kvmesh.rpc.pb import store_pb2, store_pb2_grpc
 from services.store.config import StoreConfig
 from services.store.main import run as run_store
-from tests.services import Running, running
+from tests.services import Running, running, until
 
 MIB = 1 << 20
 
@@ -52,7 +54,16 @@ async def stores(*nodes: str, memory_mb: int = 32, **settings: Any) -> AsyncIter
                 **settings,
             )
             made.nodes[name] = await stack.enter_async_context(running(pool.run, node))
+        await until(lambda: _joined(made))
         yield made
+
+
+async def _joined(made: Stores) -> bool:
+    """Whether the master knows every node, and what each of them has: before, clients are told that there is none."""
+    async with channels.connect(made.address) as channel:
+        stub = store_pb2_grpc.StoreMasterStub(channel)
+        told = await stub.GetStatus(store_pb2.GetStoreStatusRequest(), timeout=5, wait_for_ready=True)
+    return {store.member.store_id for store in told.stores if store.usage.capacity_bytes} == set(made.nodes)
 
 
 def values(seed: int, *sizes: int) -> list[bytes]:
