@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from kvmesh.cli import store_bench, store_data, store_top
+from kvmesh.cli import store_bench, store_data, store_policy, store_top
 from kvmesh.cli.console import console, one_line_errors, wide_enough
-from kvmesh.cli.store_target import Namespace, RunDirOption, StoreOption, opened, patiently, ref_of, shown_ref, size
+from kvmesh.cli.store_target import Namespace, RunDirOption, StoreOption, patiently, ref_of, run, shown_ref, size
 from kvmesh.rpc.errors import ConfigError, InvalidRequest, Unavailable, UnknownInstance
 
 if TYPE_CHECKING:
     from kvmesh.kvcache.client import Place, StoreClient
-
-T = TypeVar("T")
 
 LIST_PAGE = 4096
 POLL_S = 0.2
@@ -33,26 +30,20 @@ A REF is a block's key (32 hex digits) or a name that `put --name` gave it. The 
 
     kvmesh store get report -o copy.pdf
 
+    kvmesh store pin report
+
     kvmesh store top
 """
 
 app = typer.Typer(help=HELP, no_args_is_help=True)
 
 
-def run(store: str | None, run_dir: Any, namespace: str, work: Callable[[StoreClient], Awaitable[T]], **more: Any) -> T:
-    """`work(client)` to its end. KvmeshError."""
-
-    async def all_of_it() -> T:
-        async with opened(store, run_dir, namespace, **more) as client:
-            return await work(client)
-
-    return asyncio.run(all_of_it())
-
-
 @app.command("ls")
 @one_line_errors
 def ls(
-    prefix: Annotated[str, typer.Argument(help="Only keys that begin with these hex digits.")] = "",
+    prefix: Annotated[
+        str, typer.Argument(help="Only keys that begin with these hex digits: whole bytes, two digits each.")
+    ] = "",
     limit: Annotated[int, typer.Option(help="At most so many keys.", min=1)] = 100,
     namespace: Namespace = None,
     store: StoreOption = None,
@@ -240,10 +231,12 @@ def drain(
 
 
 def _prefix(text: str) -> bytes:
-    try:
-        return bytes.fromhex(text)
-    except ValueError:
-        raise InvalidRequest.of("prefix", text, "must be hex digits, two for each byte") from None
+    if text.strip("0123456789abcdefABCDEF"):
+        raise InvalidRequest.of("prefix", text, "must be hex digits, two for each byte")
+    if len(text) % 2:
+        why = f"has {len(text)} hex digits; a store looks up whole bytes: leave the last digit out, or add the next one"
+        raise InvalidRequest.of("prefix", text, why)
+    return bytes.fromhex(text)
 
 
 def _plain(place: Place) -> dict[str, Any]:
@@ -266,5 +259,9 @@ def _table(*columns: str) -> Table:
 
 app.command("put", help=store_data.PUT_HELP)(store_data.put)
 app.command("get", help=store_data.GET_HELP)(store_data.get)
+app.command("pin", help=store_policy.PIN_HELP)(store_policy.pin)
+app.command("unpin", help=store_policy.UNPIN_HELP)(store_policy.unpin)
+app.command("replicas", help=store_policy.REPLICAS_HELP)(store_policy.replicas)
+app.command("quota", help=store_policy.QUOTA_HELP)(store_policy.quota)
 app.command("top", help=store_top.HELP)(store_top.top)
 app.command("bench", help=store_bench.HELP)(store_bench.bench)

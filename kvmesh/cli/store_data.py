@@ -24,8 +24,9 @@ from kvmesh.cli.store_target import (
     ref_of,
     shown_ref,
     size,
+    with_advice,
 )
-from kvmesh.rpc.errors import ConfigError, InvalidRequest, Unavailable
+from kvmesh.rpc.errors import ConfigError, InvalidRequest, KvmeshError, Unavailable
 
 PUT_HELP = """Put a file (or - for standard input) into the pool as one block; prints its key.
 
@@ -66,7 +67,10 @@ def put(
             start = time.perf_counter()
             kind = Pin.HARD if pin else None
             work = client.put(data, name=name, replace=replace, pin=kind)
-            key = await patiently(f"putting {size(len(data))}", work)
+            try:
+                key = await patiently(f"putting {size(len(data))}", work)
+            except KvmeshError as error:
+                raise with_advice(error) from None
             return {"key": key.hex(), "name": name, "bytes": len(data), "seconds": time.perf_counter() - start}
 
     told = asyncio.run(work())

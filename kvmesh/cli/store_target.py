@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -50,6 +50,14 @@ def shown_ref(text: str) -> str:
     return f"block {text}" if _KEY.fullmatch(text) else f"a block of the name {text!r}"
 
 
+def with_advice(error: KvmeshError) -> KvmeshError:
+    """The same; where a limit of pins refuses, with what can be done."""
+    if "hard_pins=" in error.message:
+        advice = "`kvmesh store unpin` some, or give pool nodes more memory (`kvmesh serve pool --memory-mb`)"
+        error = type(error)(f"{error.message}; {advice}", field=error.field)
+    return error
+
+
 def masters_of(store: str | None, run_dir: Path | None) -> str:
     """Addresses, and this process secured as that store wants it. ConfigError: none is named, and none runs here."""
     if store:
@@ -83,6 +91,16 @@ async def opened(store: str | None, run_dir: Path | None, namespace: str, **more
             text = f"store={masters!r}: {why}; `kvmesh serve store` starts one, --store names another"
             raise Unavailable(text, field="store") from None
         yield client
+
+
+def run(store: str | None, run_dir: Any, namespace: str, work: Callable[[StoreClient], Awaitable[T]], **more: Any) -> T:
+    """`work(client)` to its end. KvmeshError."""
+
+    async def all_of_it() -> T:
+        async with opened(store, run_dir, namespace, **more) as client:
+            return await work(client)
+
+    return asyncio.run(all_of_it())
 
 
 async def patiently(what: str, work: Awaitable[T]) -> T:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 2.0
 WIDE = 100
+NEXT_LINE = "\n       "  # under the words beside "leader" and "map"
 COLUMNS = ("node", "role", "state", "blocks", "memory", "free", "below", "hits", "sending", "leases", "pulled")
 LEFT = ("node", "role", "state", "below")
 HELP = """Show every node of the store, refreshed: blocks, memory, tiers, hit rate, traffic, leases; and who leads.
@@ -120,17 +121,23 @@ def screen(told: dict[str, Any], before: dict[str, Any] | None, width: int) -> R
         if "error" in one["node"]
     ]
     nobody = "[yellow]no node has joined: start one with[/] kvmesh serve pool"
-    return Group(_head(told), "", table if stores else nobody, *errors)
+    return Group(_head(told, width), "", table if stores else nobody, *errors)
 
 
-def _head(told: dict[str, Any]) -> str:
+def _head(told: dict[str, Any], width: int) -> str:
+    """A narrow screen has each line in two."""
     leader = told["leader"] or (told["masters"] if told["leading"] else "nobody")
-    lines = [f"[bold]leader[/] {escape(leader)}  term {told['term']}  masters {escape(told['masters'])}"]
+    wide = width >= WIDE
+    lines = [
+        f"[bold]leader[/] {escape(leader)}  term {told['term']}"
+        f"{'  ' if wide else NEXT_LINE}masters {escape(told['masters'])}"
+    ]
     blocks, replicas = told["blocks"], told["replicas"]
     each = f" ({replicas / blocks:.2f} each)" if blocks else ""
     limit = f" of {size(told['map_limit_bytes'])}" if told["map_limit_bytes"] else ""
     lines.append(
-        f"[bold]map[/]    {blocks:,} blocks, {replicas:,} replicas{each}, {size(told['map_bytes'])}{limit}, "
+        f"[bold]map[/]    {blocks:,} blocks, {replicas:,} replicas{each},"
+        f"{' ' if wide else NEXT_LINE}{size(told['map_bytes'])}{limit}, "
         f"{told['names']:,} names, {told['tombstones']:,} tombstones"
     )
     if told["shed"]:

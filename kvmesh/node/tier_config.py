@@ -13,6 +13,8 @@ from kvmesh.node.tier_parts import TierSettings
 from kvmesh.node.transfer_config import TransferConfig
 from kvmesh.rpc.errors import ConfigError
 
+OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "https", "http")  # that obstore takes
+
 
 @dataclass(frozen=True, kw_only=True)
 class TierConfig(TransferConfig):
@@ -47,6 +49,8 @@ class TierConfig(TransferConfig):
         if self.ssd_path and self.ssd_offload_percent > low_percent:
             why = f"above store_low_percent ({low_percent}): blocks would be evicted before they are copied"
             raise ConfigError(f"ssd_offload_percent={self.ssd_offload_percent}: {why}", field="ssd_offload_percent")
+        if self.object_url:
+            check_object_url(self.object_url)
 
     object_url: str = field(
         default="",
@@ -78,6 +82,18 @@ class TierConfig(TransferConfig):
             layouts=layouts,
             url=self.object_url,
         )
+
+
+def check_object_url(object_url: str) -> None:
+    """Before the library sees it, which a pool node asks with its first block only. ConfigError: it cannot be one."""
+    scheme, mark, rest = object_url.partition("://")
+    if not mark or scheme.lower() not in OBJECT_SCHEMES:
+        why = f"must be like s3://bucket/prefix; schemes: {', '.join(OBJECT_SCHEMES)}"
+    elif not rest.strip("/"):
+        why = f"names no bucket: must be like {scheme}://bucket/prefix"
+    else:
+        return
+    raise ConfigError(f"object_url={object_url!r}: {why}", field="object_url")
 
 
 def make_ssd_folder(ssd_path: str) -> None:

@@ -145,6 +145,8 @@ def test_a_member_without_its_master_does_not_wait_for_ever(starts: Starts, serv
 def test_a_pool_node_refuses_an_ssd_folder_that_cannot_be_made(starts: Starts) -> None:
     line = starts.refused("serve", "pool", "--store=127.0.0.1:1", "--memory-mb=16", "--ssd-path=/proc/none")
     assert line == "ssd_path='/proc/none': No such file or directory"
+    line = starts.refused("serve", "pool", "--store=127.0.0.1:1", "--memory-mb=16", "--object-url=ftp://x")
+    assert line.startswith("object_url='ftp://x': must be like s3://bucket/prefix; schemes: s3, ")
 
 
 @pytest.mark.parametrize("service", ["gateway", "prefill", "decode"])

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from kvmesh.cli import store_target
+from kvmesh.cli import store_target, store_top
 from kvmesh.cli.app import app
 from kvmesh.cli.store_bench import parsed
+from kvmesh.kvcache.keys import tenant_tag
 from kvmesh.rpc.errors import ConfigError
 from tests.kvcache.client.threads import in_thread
 
@@ -92,6 +95,75 @@ def test_nodes_and_a_drain(invoke: Invoke) -> None:
     assert "kvmesh store top" in unknown.stderr
 
 
+def test_pins_and_replicas(invoke: Invoke) -> None:
+    put = invoke("put", "-", "--name", "kept", "--namespace", "p", input=random.Random(2).randbytes(1000))
+    key = put.stdout.strip()
+    pinned = invoke("pin", "kept", key, "--namespace", "p")
+    assert pinned.exit_code == 0 and pinned.stdout == f"kept: pinned at 1 node\n{key}: pinned at 1 node\n", (
+        pinned.stderr
+    )
+    assert json.loads(invoke("unpin", "kept", "--namespace", "p", "--json").stdout) == [{"ref": "kept", "nodes": 1}]
+    assert invoke("unpin", "nobody").stdout == "nobody: nothing to unpin, no node has it in memory\n"
+    assert invoke("pin", key, "--ttl", "60").stdout == f"{key}: pinned for 60 s at 1 node\n"
+    half = invoke("pin", key, "nothing", "--hard", "--namespace", "p")
+    assert half.exit_code == 1 and "pinned at 1 node" in half.stdout
+    assert "no node has pinned a block of the name 'nothing'; `kvmesh store stat`" in half.stderr
+
+    for _ in range(200):  # nodes announce every 5 ms
+        said = invoke("replicas", "kept", key, "2", "--namespace", "p").stdout.splitlines()
+        if said[0] != "kept: at 0 nodes now, 2 wanted":
+            break
+    assert said[0].endswith("now, 2 wanted") and len(said) == 2
+    for _ in range(500):
+        if len(json.loads(invoke("stat", key, "--json").stdout)["replicas"]) == 2:
+            break
+    lifted = invoke("replicas", key, "0", "--json")
+    assert json.loads(lifted.stdout) == [{"ref": key, "nodes": 2}], lifted.stderr
+    nobody = invoke("replicas", "nothing", "1", "--namespace", "p")
+    assert nobody.exit_code == 1 and "no node has a block of the name 'nothing'" in nobody.stderr
+
+
+def test_a_limit_of_pins_says_what_to_do_next(invoke: Invoke) -> None:
+    keys = [invoke("put", "-", input=random.Random(seed).randbytes(7 << 20)).stdout.strip() for seed in range(20, 26)]
+    said = invoke("pin", *keys)  # 42 MiB of 64; half may be
+    invoke("rm", *keys)
+    assert said.exit_code == 1 and said.stdout == ""
+    (line,) = said.stderr.splitlines()
+    assert "hard_pins=" in line and "at most" in line
+    assert line.endswith("`kvmesh store unpin` some, or give pool nodes more memory (`kvmesh serve pool --memory-mb`)")
+
+
+def test_quotas(invoke: Invoke) -> None:
+    assert "kvmesh store quota NAMESPACE BLOCKS" in invoke("quota").stderr
+    invoke("put", "-", "--namespace", "q", input=b"quota")
+    tag = tenant_tag("q").hex()
+    for _ in range(200):
+        (told,) = json.loads(invoke("quota", "q", "1500", "--json").stdout)
+        if told["used"]:
+            break
+    assert told == {"namespace": "q", "tag": tag, "limit": 1500, "used": 1}
+    assert invoke("quota", "", "7").exit_code == 0
+    rows = [line.split() for line in invoke("quota").stdout.splitlines()]
+    assert [tag, "1,500", "1", "(0%)"] in [row[1:] for row in rows] and {row[0] for row in rows[1:]} == {"q", "none"}
+    assert len(json.loads(invoke("quota", "q", "--json").stdout)) == 1
+    for namespace in ("q", ""):
+        assert f"namespace '{namespace}' has no quota" in invoke("quota", namespace, "0").stderr
+    assert json.loads(invoke("quota", "--json").stdout) == []
+
+
+def test_top_fits_80_columns() -> None:
+    told = {
+        "leader": "10.11.12.13:7002", "leading": True, "term": 1763764012, "rebuilding": [], "stores": [], "asked": 0.0,
+        "masters": "10.11.12.13:7002,10.11.12.14:7002", "blocks": 10_000_000, "replicas": 20_000_000, "shed": 0,
+        "map_bytes": 1023.9 * (1 << 20), "map_limit_bytes": 4 << 30, "names": 1_048_576, "tombstones": 1_048_576,
+    }  # fmt: skip
+    wide = Console(width=160, file=io.StringIO())
+    wide.print(store_top.screen(told, None, 80))
+    shown = wide.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, shown.splitlines())) <= 80, shown
+    assert "4.0 GiB, 1,048,576 names, 1,048,576 tombstones" in shown
+
+
 def test_bench(invoke: Invoke) -> None:
     result = invoke("bench", "--size", "4k,64k", "--batch", "1,4", "--seconds", "0.05", "--json")
     assert result.exit_code == 0, result.stderr
@@ -108,6 +180,15 @@ def test_bench(invoke: Invoke) -> None:
         (["rm", "--all"], 2, "--namespace"),
         (["put", "/no/such/file"], 2, "file='/no/such/file': No such file"),
         (["ls", "xyz"], 1, "prefix='xyz': must be hex digits"),
+        (["ls", "abc"], 1, "prefix='abc': has 3 hex digits; a store looks up whole bytes"),
+        (["pin", "x", "--ttl", "5", "--hard"], 2, "ttl=5: a hard pin has no end"),
+        (["pin", "x", "--ttl", "0"], 2, "ttl=0: must be in 0.001.."),
+        (["pin", "x", "--ttl", "nan"], 2, "ttl=nan: must be in 0.001.."),
+        (["pin"], 2, "Missing argument"),
+        (["replicas", "x", "0", "--hard"], 2, "hard=True: N is 0"),
+        (["replicas", "x"], 2, "N"),
+        (["quota", "x", "99999999999999999999"], 1, "blocks=99999999999999999999: must be in 0.."),
+        (["quota", "\udcff", "1"], 2, "namespace='\\udcff': is not UTF-8"),
         (["bench", "--size", "1x"], 2, "size='1x': must be a number"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvmesh.kvcache.tiers import Tier
+from kvmesh.node.config import InstanceConfig
 from kvmesh.node.pool_config import PoolConfig
 from kvmesh.node.tier_parts import TierSettings
 from kvmesh.rpc.errors import ConfigError
@@ -69,3 +71,18 @@ async def test_a_store_that_is_not_there_is_refused_by_name(settings: TierSettin
     with pytest.raises(ConfigError, match="one tier below its memory") as refused:
         PoolConfig(ssd_path="/tmp/x", object_url="s3://b/x").tiers(2)
     assert refused.value.field == "object_url"
+
+
+@pytest.mark.parametrize("config", [PoolConfig, InstanceConfig])
+def test_what_can_be_no_object_store_is_refused_before_anything_starts(
+    config: type[PoolConfig | InstanceConfig],
+) -> None:
+    for url, why in (
+        ("ftp://x", "must be like s3://bucket/prefix; schemes: s3, "),
+        ("bucket", "must be like s3://bucket/prefix; schemes: s3, "),
+        ("s3://", "names no bucket: must be like s3://bucket/prefix"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(f"object_url={url!r}: {why}")) as refused:
+            config(object_url=url).check_tiers(90)
+        assert refused.value.field == "object_url"
+    config(object_url="S3://bucket").check_tiers(90)

@@ -3,7 +3,7 @@
 from kvmesh.kvcache.client.calls import Source, Target
 from kvmesh.kvcache.client.client import StoreClient
 from kvmesh.kvcache.client.config import ClientConfig
-from kvmesh.kvcache.client.directory import Removed
+from kvmesh.kvcache.client.directory import Quota, Removed
 from kvmesh.kvcache.client.holding import Place
 from kvmesh.kvcache.client.memory import Buffer, Data, Span
 from kvmesh.kvcache.client.naming import content_key
@@ -22,6 +22,7 @@ __all__ = [
     "Place",
     "Policy",
     "Put",
+    "Quota",
     "Ref",
     "Removed",
     "Source",

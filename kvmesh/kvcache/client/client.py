@@ -22,7 +22,7 @@ from typing import Any
 from kvmesh.kvcache.client.calls import Source, Target, left, source_of, turn, whole
 from kvmesh.kvcache.client.choice import Here, Replica
 from kvmesh.kvcache.client.config import ClientConfig, split_list
-from kvmesh.kvcache.client.directory import Directory, Removed
+from kvmesh.kvcache.client.directory import Directory, Quota, Removed
 from kvmesh.kvcache.client.hints import Hints
 from kvmesh.kvcache.client.holding import Holding, Place
 from kvmesh.kvcache.client.memory import Buffer, Data, Memory, Span
@@ -343,6 +343,15 @@ class StoreClient:
         known = [key for key in keys if key is not None]
         found = dict(zip(known, (await self._directory.find(known, left(deadline)))[0], strict=True)) if known else {}
         return [found[key] if key is not None else [] for key in keys]
+
+    async def quotas(self, *, timeout_ms: int | None = None) -> list[Quota]:
+        """Of every namespace that has one, with what it uses now."""
+        return await self._directory.quotas(left(self._deadline(timeout_ms)))
+
+    async def set_quota(self, namespace: str, blocks: int, *, timeout_ms: int | None = None) -> None:
+        """So many blocks in memory over all nodes, copies counted, for it and for the tenant of that salt; 0: no limit
+        any more. Nodes hear of it with their next heartbeats. Overloaded: too many are set."""
+        await self._directory.set_quota(namespace, blocks, left(self._deadline(timeout_ms)))
 
     @property
     def tag(self) -> bytes:

@@ -50,6 +50,10 @@ class ClientConfig:
     def __post_init__(self) -> None:
         if not self.store.strip():
             raise ConfigError("store='': name a store master as HOST:PORT", field="store")
+        try:
+            self.namespace.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"namespace={self.namespace!r}: is not UTF-8", field="namespace") from None
         choices: dict[str, tuple[str, ...]] = {"keys": KEYS, "placement": POLICIES}
         for key, names in choices.items():
             if getattr(self, key) not in names:

@@ -16,9 +16,9 @@ from google.protobuf.message import Message
 from kvmesh.kvcache.client.calls import turn
 from kvmesh.kvcache.client.choice import Holder, Replica
 from kvmesh.kvcache.client.placement import Candidate
-from kvmesh.kvcache.keys import KEY_BYTES, split
+from kvmesh.kvcache.keys import KEY_BYTES, split, tenant_tag
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.rpc.errors import NotLeader, TransferError
+from kvmesh.rpc.errors import InvalidRequest, NotLeader, TransferError
 from kvmesh.rpc.masters import Caller, Masters
 from kvmesh.rpc.pb import common_pb2, store_pb2_grpc
 from kvmesh.rpc.pb import store_pb2 as pb
@@ -28,6 +28,8 @@ T = TypeVar("T")
 MAX_KEYS = 4096  # of one Find, Bind or Resolve
 FLEET_S = 1.0  # figures of pool nodes are used so long: nodes report about as often
 NOTHING = bytes(KEY_BYTES)
+MAX_QUOTA = (1 << 63) - 1
+QUOTA_NAME_BYTES = 256  # a master takes; it is for people
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,17 @@ class Removed:
     acknowledged: tuple[str, ...] = ()
     pending: tuple[str, ...] = ()
     blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """`blocks`: that a namespace may have in memory over all nodes, copies counted. `used_blocks`: that it has now.
+    `namespace`: as who set it called it; the `tag` is what counts."""
+
+    namespace: str
+    tag: bytes
+    blocks: int
+    used_blocks: int
 
 
 @dataclass(slots=True)
@@ -164,6 +177,22 @@ class Directory:
             answer = await self.call(_ask("ChangeReplica", request), _left(deadline))
             live += answer.replicas
         return live
+
+    async def quotas(self, timeout_s: float) -> list[Quota]:
+        """All that are set."""
+        answer = await self.call(_ask("ListQuotas", pb.ListQuotasRequest()), timeout_s)
+        return [Quota(one.quota.name, one.quota.tag, one.quota.blocks, one.used_blocks) for one in answer.quotas]
+
+    async def set_quota(self, namespace: str, blocks: int, timeout_s: float) -> None:
+        """0: none from now on. InvalidRequest: no such number or name. Overloaded: there are too many."""
+        if not 0 <= blocks <= MAX_QUOTA:
+            raise InvalidRequest.of("blocks", blocks, f"must be in 0..{MAX_QUOTA}")
+        try:
+            name = namespace.encode()[:QUOTA_NAME_BYTES].decode(errors="ignore")
+        except UnicodeEncodeError:
+            raise InvalidRequest.of("namespace", namespace, "is not UTF-8") from None
+        quota = pb.Quota(tag=tenant_tag(namespace), blocks=blocks, name=name)
+        await self.call(_ask("SetQuota", pb.SetQuotaRequest(quota=quota)), timeout_s)
 
     async def list_keys(self, prefix: bytes, after: bytes, limit: int, timeout_s: float) -> tuple[list[bytes], bytes]:
         """(some keys that begin with `prefix`, what to go on behind; empty: that was all)."""

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, TypeVarTuple
 from kvmesh.kvcache.client.calls import Source, Target
 from kvmesh.kvcache.client.client import StoreClient
 from kvmesh.kvcache.client.config import ClientConfig
-from kvmesh.kvcache.client.directory import Removed
+from kvmesh.kvcache.client.directory import Quota, Removed
 from kvmesh.kvcache.client.holding import Place
 from kvmesh.kvcache.client.memory import Buffer
 from kvmesh.kvcache.client.ownkeys import Ref
@@ -157,6 +157,12 @@ class SyncStoreClient:
 
     def prefetch(self, refs: Sequence[Ref], policy: Policy = Policy.BEST_EFFORT, **options: Any) -> list[bool]:
         return self._run(self.client.prefetch(refs, policy, **options))
+
+    def quotas(self, **options: Any) -> list[Quota]:
+        return self._run(self.client.quotas(**options))
+
+    def set_quota(self, namespace: str, blocks: int, **options: Any) -> None:
+        self._run(self.client.set_quota(namespace, blocks, **options))
 
     def counters(self) -> dict[str, int]:
         return self._run(_called(self.client.counters))

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvmesh.kvcache.client import Pin, Policy, StoreClient, SyncStoreClient, content_key
+from kvmesh.kvcache.client import Pin, Policy, Quota, StoreClient, SyncStoreClient, content_key
 from kvmesh.kvcache.client.config import ClientConfig
+from kvmesh.kvcache.keys import tenant_tag
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.rpc.errors import DeadlinePassed, InvalidRequest, Overloaded, Unavailable
 from tests.kvcache.client.stores import MIB, Stores, stores, values
@@ -211,6 +212,28 @@ async def test_pins_and_replicas(two: Stores) -> None:
         assert await client.unpin(keys[0], content_key(b"none")) == [1, 0]
         await client.change_replica(keys, 2)
         await until(lambda: everywhere(client, keys))
+
+
+async def test_quotas(two: Stores) -> None:
+    """Beside those of other tests; set under one client's namespace, which need not be the one they are for."""
+    long = "ü" * 200
+    async with two.client(namespace="other") as client:
+        await client.set_quota("counted", 5)
+        await client.set_quota(long, 6)
+        told = {one.tag: one for one in await client.quotas()}
+        assert told[tenant_tag("counted")] == Quota("counted", tenant_tag("counted"), 5, 0)
+        assert told[tenant_tag(long)].namespace == "ü" * 128 and told[tenant_tag(long)].blocks == 6
+        for blocks in (-1, 1 << 63):
+            with pytest.raises(InvalidRequest, match=f"blocks={blocks}: must be in 0"):
+                await client.set_quota("counted", blocks)
+
+        def blocking() -> list[bytes]:
+            with SyncStoreClient(ClientConfig(store=two.address, staging_mb=4)) as sync:
+                sync.set_quota("counted", 0)
+                return [one.tag for one in sync.quotas()]
+
+        assert await asyncio.to_thread(blocking) == [tenant_tag(long)]
+        await client.set_quota(long, 0)
 
 
 async def test_a_full_store_says_so_and_hard_pins_stay() -> None:
