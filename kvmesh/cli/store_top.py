@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from kvmesh.cli.console import console, one_line_errors, wide_enough
 from kvmesh.cli.store_target import RunDirOption, StoreOption, opened, size
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 2.0
 WIDE = 100
-NEXT_LINE = "\n       "  # under the words beside "leader" and "map"
 COLUMNS = ("node", "role", "state", "blocks", "memory", "free", "below", "hits", "sending", "leases", "pulled")
 LEFT = ("node", "role", "state", "below")
 HELP = """Show every node of the store, refreshed: blocks, memory, tiers, hit rate, traffic, leases; and who leads.
@@ -125,26 +125,26 @@ def screen(told: dict[str, Any], before: dict[str, Any] | None, width: int) -> R
 
 
 def _head(told: dict[str, Any], width: int) -> str:
-    """A narrow screen has each line in two."""
     leader = told["leader"] or (told["masters"] if told["leading"] else "nobody")
-    wide = width >= WIDE
-    lines = [
-        f"[bold]leader[/] {escape(leader)}  term {told['term']}"
-        f"{'  ' if wide else NEXT_LINE}masters {escape(told['masters'])}"
-    ]
+    leads = f"[bold]leader[/] {escape(leader)}  term {told['term']}"
+    lines = [_fit(leads, f"  masters {escape(told['masters'])}", width)]
     blocks, replicas = told["blocks"], told["replicas"]
     each = f" ({replicas / blocks:.2f} each)" if blocks else ""
     limit = f" of {size(told['map_limit_bytes'])}" if told["map_limit_bytes"] else ""
-    lines.append(
-        f"[bold]map[/]    {blocks:,} blocks, {replicas:,} replicas{each},"
-        f"{' ' if wide else NEXT_LINE}{size(told['map_bytes'])}{limit}, "
-        f"{told['names']:,} names, {told['tombstones']:,} tombstones"
-    )
+    held = f"[bold]map[/]    {blocks:,} blocks, {replicas:,} replicas{each},"
+    rest = f" {size(told['map_bytes'])}{limit}, {told['names']:,} names, {told['tombstones']:,} tombstones"
+    lines.append(_fit(held, rest, width))
     if told["shed"]:
         lines.append(f"[yellow]{told['shed']:,} of the coldest keys were left out of the map: its memory is full[/]")
     if told["rebuilding"]:
         lines.append(f"[yellow]rebuilding: not heard in full from {escape(', '.join(told['rebuilding']))}[/]")
     return "\n".join(lines)
+
+
+def _fit(first: str, second: str, width: int) -> str:
+    """One line, or two where that is too long: the second under the words beside "leader" and "map"."""
+    line = first + second
+    return line if Text.from_markup(line).cell_len <= width else f"{first}\n       {second.lstrip()}"
 
 
 def _row(
