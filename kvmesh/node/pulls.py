@@ -14,11 +14,10 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
-import grpc.aio
 import msgspec
 
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
@@ -30,13 +29,10 @@ from kvmesh.node.peers import Peer, Peers
 from kvmesh.node.reader_lease import NS, ReaderLease, Terms
 from kvmesh.node.segments import Rank, Segments
 from kvmesh.node.tiering import Tiering
-from kvmesh.rpc import status
-from kvmesh.rpc.errors import KvmeshError, RequestCancelled, TransferError, Unavailable, UnknownInstance
+from kvmesh.rpc.errors import KvmeshError, TransferError, Unavailable, UnknownInstance
 from kvmesh.telemetry import names, spans
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 CALL_S = 1.0  # a holder that has not answered a lease by then is passed over
 LOWER_CALL_S = 5.0  # ... one that has to read from its disk first
@@ -308,7 +304,9 @@ class Pulls:
         keys = [record.job.keys[p] for p in positions]
         most_s = CALL_S if source.tier is Tier.DRAM else LOWER_CALL_S
         timeout_s = max(min(most_s, (deadline_ns - time.monotonic_ns()) / NS), 0.001)
-        lease = await _unless(record.stop, reader_lease.ask(terms, source, keys, peer, self._peers, timeout_s))
+        lease = await reader_lease.unless(
+            record.stop, reader_lease.ask(terms, source, keys, peer, self._peers, timeout_s)
+        )
         if lease is None:
             return set(), "holds none of them"
         # Held by this pull itself too: the peer may be forgotten while ranks read from it.
@@ -381,20 +379,3 @@ class Pulls:
 
 def _covers(source: PullRange, block: int) -> bool:
     return source.first_block <= block < source.first_block + source.blocks
-
-
-async def _unless(stop: asyncio.Event, call: Awaitable[T]) -> T:
-    """The call's answer, unless `stop` is set first. Raises KvmeshError."""
-    answer = asyncio.ensure_future(call)
-    stopping = asyncio.ensure_future(stop.wait())
-    try:
-        waits: set[asyncio.Future[Any]] = {answer, stopping}
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            answer.cancel()
-            raise RequestCancelled("the pull was cancelled")
-        return answer.result()
-    except grpc.aio.AioRpcError as error:
-        raise status.from_rpc_error(error) from None
-    finally:
-        stopping.cancel()

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import grpc.aio
 
@@ -17,11 +18,13 @@ from kvmesh.kvcache.sources import PullRange
 from kvmesh.node import messages as m
 from kvmesh.node.peers import Peer, Peers
 from kvmesh.rpc import status
-from kvmesh.rpc.errors import TransferError, UnknownInstance
+from kvmesh.rpc.errors import RequestCancelled, TransferError, UnknownInstance
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.telemetry import names
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 NS = 1_000_000_000
 RELEASE_S = 1.0
@@ -161,3 +164,20 @@ def _check(answer: pb.LeaseResponse, keys: int, ranks: int) -> None:
         raise TransferError(f"blocks of {len(answer.ranks)} ranks, not of {ranks}")
     if any(len(rank.offset) != held for rank in answer.ranks):
         raise TransferError("a lease whose offsets do not match its blocks")
+
+
+async def unless(stop: asyncio.Event, call: Awaitable[T]) -> T:
+    """The call's answer, unless `stop` is set first. Raises KvmeshError."""
+    answer = asyncio.ensure_future(call)
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        waits: set[asyncio.Future[Any]] = {answer, stopping}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            answer.cancel()
+            raise RequestCancelled("the pull was cancelled")
+        return answer.result()
+    except grpc.aio.AioRpcError as error:
+        raise status.from_rpc_error(error) from None
+    finally:
+        stopping.cancel()

@@ -3,6 +3,7 @@
 #
 #   JOBS=n                      compilers at a time (default: all CPUs, at low priority)
 #   RDMA_GUEST_SOURCE=tarball  a linux-*.tar.xz to use instead of Debian's
+#   RDMA_GUEST_MIRROR=url      where Debian's packages come from (default: what apt uses here)
 #   RDMA_GUEST_SUITE=suite     where linux-source is looked for (default: trixie-backports; it must be 6.19 or newer: the
 #                               architecture's seccomp mode and its registers wider than AVX came then)
 set -euo pipefail
@@ -34,12 +35,14 @@ if [ -z "$SOURCE" ]; then
 fi
 if [ -z "$SOURCE" ]; then
   need apt-get apt; need dpkg-deb dpkg
-  mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 2>/dev/null | sort -u | grep -E '/debian/?$' | head -1 || true)
+  mirror=${RDMA_GUEST_MIRROR:-}
+  [ -n "$mirror" ] || mirror=$(apt-get indextargets --format '$(REPO_URI)' 'Created-By: Packages' 2>/dev/null | sort -u | grep -E '/debian/?$' | head -1 || true)
+  [ -n "$mirror" ] || fail "apt knows no Debian mirror; name one: RDMA_GUEST_MIRROR=http://.../debian"
   suite=${RDMA_GUEST_SUITE:-trixie-backports}
-  echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] ${mirror:-http://deb.debian.org/debian} $suite main" >"$WORK/sources.list"
+  echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror $suite main" >"$WORK/sources.list"
   private_apt "$suite" "$WORK/sources.list"
   package=$(apt-cache "${APT[@]}" search --names-only '^linux-source-[0-9.]+$' | cut -d' ' -f1 | sort -V | tail -1)
-  [ -n "$package" ] || { tail -3 "$CACHE/apt/$suite/update.log" >&2; fail "no linux-source in $suite of ${mirror:-deb.debian.org}"; }
+  [ -n "$package" ] || { tail -3 "$CACHE/apt/$suite/update.log" >&2; fail "no linux-source in $suite of $mirror"; }
   say "fetching $package"
   unpack_packages "$WORK/source" "$package"
   SOURCE=$(find "$WORK/source" -name 'linux-source-*.tar.xz' | sort -V | tail -1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from kvmesh.rpc.errors import InvalidRequest, KvmeshError
@@ -17,7 +18,7 @@ from services.store.state import MasterState
 log = logging.getLogger(__name__)
 
 
-class Base(pb_grpc.StoreMasterServicer):
+class Base(pb_grpc.StoreMasterServicer, ABC):
     """Its attributes are set by `StoreMasterServicer`."""
 
     _state: MasterState
@@ -31,9 +32,9 @@ class Base(pb_grpc.StoreMasterServicer):
         """Under which this master leads, or led last."""
         return self._state.policy.term
 
+    @abstractmethod
     def _step(self, event: Event) -> Heard | None:
         """Apply one event now. Raises what the brain refuses, NotLeader."""
-        raise NotImplementedError
 
     async def _keep(self, writes: Sequence[Write]) -> None:
         """To be known to the next leader before anybody is answered. Raises StaleTerm, Unavailable."""
