@@ -770,3 +770,98 @@ class PutBlocksResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PutBlocksResponse: _TypeAlias = PutBlocksResponse  # noqa: Y015
+
+@_typing.final
+class DoorsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DoorsRequest: _TypeAlias = DoorsRequest  # noqa: Y015
+
+@_typing.final
+class DoorsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    MACHINE_FIELD_NUMBER: _builtins.int
+    NETWORK_FIELD_NUMBER: _builtins.int
+    CALLS_PATH_FIELD_NUMBER: _builtins.int
+    CALLS_PORT_FIELD_NUMBER: _builtins.int
+    INDEX_PATH_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.int
+    machine: _builtins.str
+    """the boot that the paths below belong to, as in segment descriptors"""
+    network: _builtins.str
+    """the network namespace in which a path that begins with "@" can be found"""
+    calls_path: _builtins.str
+    """AF_UNIX stream socket that takes calls of this service in frames; empty: none"""
+    calls_port: _builtins.int
+    """the same over TCP, at this node's address; 0: none"""
+    index_path: _builtins.str
+    """AF_UNIX socket that hands over the index of what lies in memory here; empty: none"""
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.int = ...,
+        machine: _builtins.str = ...,
+        network: _builtins.str = ...,
+        calls_path: _builtins.str = ...,
+        calls_port: _builtins.int = ...,
+        index_path: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls_path", b"calls_path", "calls_port", b"calls_port", "incarnation", b"incarnation", "index_path", b"index_path", "machine", b"machine", "network", b"network"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DoorsResponse: _TypeAlias = DoorsResponse  # noqa: Y015
+
+@_typing.final
+class TouchBlocksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    HOLDER_INCARNATION_FIELD_NUMBER: _builtins.int
+    keys: _builtins.bytes
+    """at most 65536"""
+    layout: _builtins.str
+    holder_incarnation: _builtins.int
+    def __init__(
+        self,
+        *,
+        keys: _builtins.bytes = ...,
+        layout: _builtins.str = ...,
+        holder_incarnation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder_incarnation", b"holder_incarnation", "keys", b"keys", "layout", b"layout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TouchBlocksRequest: _TypeAlias = TouchBlocksRequest  # noqa: Y015
+
+@_typing.final
+class TouchBlocksResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TouchBlocksResponse: _TypeAlias = TouchBlocksResponse  # noqa: Y015

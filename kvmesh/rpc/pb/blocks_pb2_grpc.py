@@ -86,6 +86,16 @@ class NodeStoreStub:
                 request_serializer=kvmesh_dot_v1_dot_blocks__pb2.PutBlocksRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_blocks__pb2.PutBlocksResponse.FromString,
                 _registered_method=True)
+        self.Doors = channel.unary_unary(
+                '/kvmesh.v1.NodeStore/Doors',
+                request_serializer=kvmesh_dot_v1_dot_blocks__pb2.DoorsRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_blocks__pb2.DoorsResponse.FromString,
+                _registered_method=True)
+        self.Touch = channel.unary_unary(
+                '/kvmesh.v1.NodeStore/Touch',
+                request_serializer=kvmesh_dot_v1_dot_blocks__pb2.TouchBlocksRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_blocks__pb2.TouchBlocksResponse.FromString,
+                _registered_method=True)
 
 
 class NodeStoreServicer:
@@ -163,6 +173,20 @@ class NodeStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Doors(self, request, context):
+        """Shorter ways to this life than gRPC, for callers of these very methods. All of them are optional.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Touch(self, request, context):
+        """These were read without a lease (see index_path): they are not the next to be evicted.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -215,6 +239,16 @@ def add_NodeStoreServicer_to_server(servicer, server):
                     servicer.Put,
                     request_deserializer=kvmesh_dot_v1_dot_blocks__pb2.PutBlocksRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_blocks__pb2.PutBlocksResponse.SerializeToString,
+            ),
+            'Doors': grpc.unary_unary_rpc_method_handler(
+                    servicer.Doors,
+                    request_deserializer=kvmesh_dot_v1_dot_blocks__pb2.DoorsRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_blocks__pb2.DoorsResponse.SerializeToString,
+            ),
+            'Touch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Touch,
+                    request_deserializer=kvmesh_dot_v1_dot_blocks__pb2.TouchBlocksRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_blocks__pb2.TouchBlocksResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -489,6 +523,60 @@ class NodeStore:
             '/kvmesh.v1.NodeStore/Put',
             kvmesh_dot_v1_dot_blocks__pb2.PutBlocksRequest.SerializeToString,
             kvmesh_dot_v1_dot_blocks__pb2.PutBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Doors(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.NodeStore/Doors',
+            kvmesh_dot_v1_dot_blocks__pb2.DoorsRequest.SerializeToString,
+            kvmesh_dot_v1_dot_blocks__pb2.DoorsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Touch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.NodeStore/Touch',
+            kvmesh_dot_v1_dot_blocks__pb2.TouchBlocksRequest.SerializeToString,
+            kvmesh_dot_v1_dot_blocks__pb2.TouchBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

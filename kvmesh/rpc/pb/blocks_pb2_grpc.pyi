@@ -58,6 +58,10 @@ class NodeStoreStub:
     """Take blocks out of the caller's own registered memory (nobody writes into another's) and seal them. The memory must
     not change until the answer; a caller that got none must leave it alone for `read_within_ms` from its request on.
     """
+    Doors: _grpc.UnaryUnaryMultiCallable[_blocks_pb2.DoorsRequest, _blocks_pb2.DoorsResponse]
+    """Shorter ways to this life than gRPC, for callers of these very methods. All of them are optional."""
+    Touch: _grpc.UnaryUnaryMultiCallable[_blocks_pb2.TouchBlocksRequest, _blocks_pb2.TouchBlocksResponse]
+    """These were read without a lease (see index_path): they are not the next to be evicted."""
 
 @_typing.type_check_only
 class NodeStoreAsyncStub(NodeStoreStub):
@@ -89,6 +93,10 @@ class NodeStoreAsyncStub(NodeStoreStub):
     """Take blocks out of the caller's own registered memory (nobody writes into another's) and seal them. The memory must
     not change until the answer; a caller that got none must leave it alone for `read_within_ms` from its request on.
     """
+    Doors: _aio.UnaryUnaryMultiCallable[_blocks_pb2.DoorsRequest, _blocks_pb2.DoorsResponse]  # type: ignore[assignment]
+    """Shorter ways to this life than gRPC, for callers of these very methods. All of them are optional."""
+    Touch: _aio.UnaryUnaryMultiCallable[_blocks_pb2.TouchBlocksRequest, _blocks_pb2.TouchBlocksResponse]  # type: ignore[assignment]
+    """These were read without a lease (see index_path): they are not the next to be evicted."""
 
 class NodeStoreServicer(metaclass=_abc_1.ABCMeta):
     """The node store of one instance or pool node: it alone allocates, seals, leases, evicts and frees in its segment.
@@ -177,5 +185,21 @@ class NodeStoreServicer(metaclass=_abc_1.ABCMeta):
         """Take blocks out of the caller's own registered memory (nobody writes into another's) and seal them. The memory must
         not change until the answer; a caller that got none must leave it alone for `read_within_ms` from its request on.
         """
+
+    @_abc_1.abstractmethod
+    def Doors(
+        self,
+        request: _blocks_pb2.DoorsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_blocks_pb2.DoorsResponse, _abc.Awaitable[_blocks_pb2.DoorsResponse]]:
+        """Shorter ways to this life than gRPC, for callers of these very methods. All of them are optional."""
+
+    @_abc_1.abstractmethod
+    def Touch(
+        self,
+        request: _blocks_pb2.TouchBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_blocks_pb2.TouchBlocksResponse, _abc.Awaitable[_blocks_pb2.TouchBlocksResponse]]:
+        """These were read without a lease (see index_path): they are not the next to be evicted."""
 
 def add_NodeStoreServicer_to_server(servicer: NodeStoreServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
