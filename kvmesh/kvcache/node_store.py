@@ -216,6 +216,17 @@ class NodeStore(SealedBlocks):
         until_ns = now + duration_ns
         return Lease(self._leases.open(extents, until_ns), found, until_ns)
 
+    def read(self, keys: Iterable[bytes]) -> None:
+        """These were read without a lease, each for itself: hits, and used now, the first of them last. Those that are
+        not sealed are passed over."""
+        found = [key for key in keys if key in self._sealed]
+        self._hits += len(found)
+        if self._order.counts:
+            for key in reversed(found):
+                self.touch((key,))
+        else:
+            self.touch(found)
+
     def renew(self, lease_id: int, duration_ns: int, now: int) -> int | None:
         """Its new end: `now + duration_ns`, or the old one if that is later. None: that lease is over."""
         return self._leases.renew(lease_id, now + duration_ns, now)

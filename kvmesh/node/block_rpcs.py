@@ -12,7 +12,7 @@ from kvmesh.node import puts
 from kvmesh.node.partitions import Partitions, size_of, unused
 from kvmesh.node.removal_desk import SLICE
 from kvmesh.node.rpc_checks import MAX_KEYS, MAX_PREFIX, MS, Node, keys_in, layout_in, patience_s, term_in, within
-from kvmesh.rpc.errors import InvalidRequest
+from kvmesh.rpc.errors import InvalidRequest, UnknownInstance
 from kvmesh.rpc.pb import blocks_pb2 as pb
 
 LIST_KEYS = MAX_KEYS
@@ -48,6 +48,21 @@ class BlockRpcs:
         answer.tiers = bytes(tiers)
         answer.layouts.extend(layouts)
         return answer
+
+    async def Touch(self, request: pb.TouchBlocksRequest, context: Any) -> pb.TouchBlocksResponse:  # noqa: N802
+        """Those that are not here are passed over. Raises InvalidRequest, UnknownInstance (another life)."""
+        keys = keys_in(request.keys)
+        layout = layout_in(request.layout, any_=True)
+        own = self._node.ref
+        if request.holder_incarnation != own.incarnation:
+            why = f"this is another life of {own.instance_id}"
+            raise UnknownInstance(f"holder_incarnation={request.holder_incarnation}: {why}", field="holder_incarnation")
+        for start in range(0, len(keys), TURN):
+            if start:
+                await asyncio.sleep(0)
+            for partition in self._node.partitions.family(layout):
+                partition.store.read(keys[start : start + TURN])
+        return pb.TouchBlocksResponse()
 
     async def Remove(self, request: pb.RemoveBlocksRequest, context: Any) -> pb.RemoveBlocksResponse:  # noqa: N802
         """Raises InvalidRequest, StaleTerm; Unavailable: a lower tier could not write it down, ask again."""
@@ -115,6 +130,10 @@ class BlockRpcs:
     async def GetStore(self, request: pb.GetNodeStoreRequest, context: Any) -> pb.GetNodeStoreResponse:  # noqa: N802
         """Counts of now and since the start."""
         return self._node.counters
+
+    async def Doors(self, request: pb.DoorsRequest, context: Any) -> pb.DoorsResponse:  # noqa: N802
+        """Shorter ways to this life, as many as there are."""
+        return self._node.doors
 
 
 def pin_in(field: str, kind: int, ttl_field: str, ttl_ms: int) -> tuple[int, int]:

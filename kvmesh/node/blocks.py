@@ -273,6 +273,10 @@ class Blocks:
         return [(rank.ready.engine_name, rank.ready.descriptor) for rank in self._ranks]
 
     @property
+    def doors(self) -> pb.DoorsResponse:
+        return pb.DoorsResponse(incarnation=self.ref.incarnation)
+
+    @property
     def announced_seq(self) -> int:
         return self._announcer.seq
 

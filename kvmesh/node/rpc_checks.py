@@ -64,6 +64,9 @@ class Node(Protocol):
     def counters(self) -> pb.GetNodeStoreResponse: ...
 
     @property
+    def doors(self) -> pb.DoorsResponse: ...
+
+    @property
     def announced_seq(self) -> int: ...
 
 

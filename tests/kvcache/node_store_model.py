@@ -124,6 +124,15 @@ class Model(Reference):
         self.order.touch(keys, use)
 
     @rule(keys=SOME_KEYS | ANY_KEYS)
+    def read(self, keys: list[bytes]) -> None:
+        self.sync()
+        found, hits = [key for key in keys if key in self.sealed], self.store.stats.hits
+        self.store.read(keys)
+        assert self.store.stats.hits == hits + len(found)
+        for key in reversed(found):
+            self.order.touch([key], True)
+
+    @rule(keys=SOME_KEYS | ANY_KEYS)
     def cool(self, keys: list[bytes]) -> None:
         self.sync()
         self.store.cool(keys)

@@ -75,6 +75,11 @@ def remove(**changes: object) -> pb.RemoveBlocksRequest:
     return pb.RemoveBlocksRequest(**(good | changes))  # type: ignore[arg-type]
 
 
+def touch(**changes: object) -> pb.TouchBlocksRequest:
+    good: dict[str, object] = {"keys": KEYS[0], "layout": LAYOUT, "holder_incarnation": 7}
+    return pb.TouchBlocksRequest(**(good | changes))  # type: ignore[arg-type]
+
+
 def pin(**changes: object) -> pb.PinBlocksRequest:
     good: dict[str, object] = {"keys": keys_of("unknown")[0], "kind": pb.PIN_KIND_SOFT, "ttl_ms": 50}
     return pb.PinBlocksRequest(**(good | changes))  # type: ignore[arg-type]
@@ -109,6 +114,20 @@ async def test_a_lease_says_what_is_held_and_where(holder: Node) -> None:
         await rpc.ReleaseLease(pb.ReleaseBlocksRequest(lease_id=answer.lease_id))
         over = await refused(rpc.RenewLease(pb.RenewBlocksRequest(lease_id=answer.lease_id, lease_ms=700)))
         assert isinstance(over, UnknownInstance) and "lease_id" in over.message
+    untouched(holder)
+
+
+async def test_what_was_touched_is_not_the_next_to_go(holder: Node) -> None:
+    before = holder.store.stats.hits
+    assert holder.store.coldest(4) == KEYS
+    async with stub(holder.address) as rpc:
+        await rpc.Touch(touch(keys=KEYS[1] + keys_of("unknown")[0] + KEYS[0]))
+        assert holder.store.stats.hits == before + 2
+        assert holder.store.coldest(4) == [KEYS[2], KEYS[3], KEYS[0], KEYS[1]]
+        await rpc.Touch(touch(keys=KEYS[2], layout="another"))
+        assert holder.store.stats.hits == before + 2, "of that layout there is nothing here"
+        await rpc.Touch(touch(keys=KEYS[2], layout=""))
+        assert holder.store.coldest(4) == [KEYS[3], KEYS[0], KEYS[1], KEYS[2]]
     untouched(holder)
 
 
@@ -187,6 +206,11 @@ async def test_a_lease_that_nobody_gives_back_ends_by_itself(holder: Node) -> No
         (put(pin=9), "pin", InvalidRequest),
         (put(pin=pb.PIN_KIND_SOFT), "pin_ttl_ms", InvalidRequest),
         (put(ticket=1, ticket_offset=1 << 63), "ticket_offset", InvalidRequest),
+        (touch(keys=b""), "keys", InvalidRequest),
+        (touch(keys=KEYS[0] * 2), "keys", InvalidRequest),
+        (touch(keys=bytes(17)), "keys", InvalidRequest),
+        (touch(holder_incarnation=8), "holder_incarnation", UnknownInstance),
+        (touch(layout="x" * 1025), "layout", InvalidRequest),
         (pb.RenewBlocksRequest(lease_id=0xFFFFFFFFFFFFFFFF, lease_ms=5), "lease_id", UnknownInstance),
         (pb.RenewBlocksRequest(lease_id=1, lease_ms=0), "lease_ms", InvalidRequest),
     ],
@@ -202,9 +226,10 @@ async def test_bad_input_is_refused_by_name(
         pb.RemoveBlocksRequest: "Remove",
         pb.PinBlocksRequest: "Pin",
         pb.PutBlocksRequest: "Put",
+        pb.TouchBlocksRequest: "Touch",
     }
     async with stub(holder.address) as rpc:
-        error = await refused(getattr(rpc, method[type(request_)])(request_))  # type: ignore[index]
+        error = await refused(getattr(rpc, method[type(request_)])(request_))
         assert isinstance(error, kind), error
         assert error.field == field and field.split(".")[0] in error.message
         untouched(holder)
@@ -224,12 +249,26 @@ async def test_random_bytes_on_every_call(holder: Node) -> None:
         "Remove": pb.RemoveBlocksRequest(keys=keys_of("unknown")[0], seq=3),
         "Pin": pb.PinBlocksRequest(keys=keys_of("unknown")[0], kind=pb.PIN_KIND_SOFT, ttl_ms=5),
         "Put": put(read_within_ms=20),
+        "Touch": touch(),
+        "Doors": pb.DoorsRequest(),
         "ListBlocks": pb.ListBlocksRequest(),
         "GetStore": pb.GetNodeStoreRequest(),
     }
     try:
         await hostile.assault(channel, service, valid, seed=11)
-        for method in ("Lease", "RenewLease", "ReleaseLease", "Pull", "GetStore", "Exists", "Remove", "Pin", "Put"):
+        for method in (
+            "Lease",
+            "RenewLease",
+            "ReleaseLease",
+            "Pull",
+            "GetStore",
+            "Exists",
+            "Remove",
+            "Pin",
+            "Put",
+            "Touch",
+            "Doors",
+        ):
             call: Callable[..., object] = channel.unary_unary(f"/kvmesh.v1.NodeStore/{method}")
             for size in (0, 1, 7, 64, 1_000, 100_000):
                 try:
