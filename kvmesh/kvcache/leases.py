@@ -110,6 +110,10 @@ class Coverage:
         """Extents with one at least."""
         return len(self._counts)
 
+    def count(self, extent: int) -> int:
+        """On this one."""
+        return self._counts.get(extent, 0)
+
     def add(self, extents: Iterable[int]) -> None:
         """One more on each."""
         for extent in extents:

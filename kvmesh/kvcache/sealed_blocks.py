@@ -178,6 +178,11 @@ class SealedBlocks:
         """Whether each is here and pinned hard."""
         return [key in self._pins.hard for key in keys]
 
+    def leased(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether each is here and under a lease."""
+        hard, sealed = self._pins.hard, self._sealed
+        return [key in sealed and self._coverage.count(sealed[key]) > (key in hard) for key in keys]
+
     def pin_hard(self, keys: Sequence[bytes]) -> list[bool]:
         """Those of `keys` that are sealed are not evicted until `unpin`, `remove` or `drop_all`. Whether each is
         pinned. Overloaded, and none is, when that would pass the limit."""

@@ -18,6 +18,7 @@ from kvmesh.rpc.pb import blocks_pb2 as pb
 LIST_KEYS = MAX_KEYS
 MAX_U32 = (1 << 32) - 1
 TURN = 2048  # keys looked at in one turn of the loop
+PINNED, LEASED = 1, 2  # why a removal spared a block
 STAGE_S = 1.0  # that a hard pin may wait for blocks to come from below DRAM
 
 
@@ -66,35 +67,42 @@ class BlockRpcs:
 
     async def Remove(self, request: pb.RemoveBlocksRequest, context: Any) -> pb.RemoveBlocksResponse:  # noqa: N802
         """Raises InvalidRequest, StaleTerm; Unavailable: a lower tier could not write it down, ask again."""
-        if request.spare_pinned and not request.keys:
-            raise InvalidRequest("spare_pinned: only with keys", field="spare_pinned")
+        for field in ("spare_pinned", "spare_leased"):
+            if getattr(request, field) and not request.keys:
+                raise InvalidRequest(f"{field}: only with keys", field=field)
         if bool(request.keys) == bool(request.prefix):
             raise InvalidRequest("keys: either these or a prefix is to be named", field="keys")
         keys = keys_in(request.keys) if request.keys else []
         if len(request.prefix) > MAX_PREFIX:
             raise InvalidRequest(f"prefix: {len(request.prefix)} bytes, not 1..{MAX_PREFIX}", field="prefix")
         term_in(self._node.terms, request.term)
-        if not request.spare_pinned:
+        if not (request.spare_pinned or request.spare_leased):
             removed = await self._node.removals.remove(keys, request.prefix, request.seq)
             return pb.RemoveBlocksResponse(removed=removed)
         removed, spared = 0, bytearray()
         for start in range(0, len(keys), SLICE):
             await asyncio.sleep(0)
             some = keys[start : start + SLICE]
-            stay = self._pinned_hard(some)
+            stay = self._sparing(some, request.spare_pinned, request.spare_leased)
             spared += stay
             last = start + SLICE >= len(keys)
-            # From the look at pins to the removal nothing else runs: no pin comes in between.
+            # From this look to the removal nothing else runs: no pin or lease comes in between.
             rest = [key for key, stays in zip(some, stay, strict=True) if not stays]
             removed += await self._node.removals.remove(rest, seq=request.seq if last else 0)
         return pb.RemoveBlocksResponse(removed=removed, spared=bytes(spared))
 
-    def _pinned_hard(self, keys: list[bytes]) -> bytearray:
-        pinned = bytearray(len(keys))
+    def _sparing(self, keys: list[bytes], pinned: bool, leased: bool) -> bytearray:
+        """Of each key: PINNED or LEASED, when such are to stay, else 0."""
+        stay = bytearray(len(keys))
         for partition in self._node.partitions.all():
-            for at, yes in enumerate(partition.store.pinned_hard(keys)):
-                pinned[at] |= yes
-        return pinned
+            held = partition.store.leased(keys) if leased else [False] * len(keys)
+            hard = partition.store.pinned_hard(keys) if pinned else [False] * len(keys)
+            for at, (under_lease, under_pin) in enumerate(zip(held, hard, strict=True)):
+                if under_pin:
+                    stay[at] = PINNED
+                elif under_lease and not stay[at]:
+                    stay[at] = LEASED
+        return stay
 
     async def Pin(self, request: pb.PinBlocksRequest, context: Any) -> pb.PinBlocksResponse:  # noqa: N802
         """Blocks in DRAM; for a hard pin those below it are brought there first. Raises InvalidRequest, StaleTerm,

@@ -145,17 +145,20 @@ class Orders:
         return None if answer is None else _said(pull.keys, answer.held)
 
     async def _trim(self, state: MasterState, trim: Trim) -> frozenset[bytes] | None:
-        """Nothing is removed that one of the others has not confirmed just now."""
+        """Nothing is removed that one of the others has not confirmed just now, or that somebody moves or reads."""
         keys = trim.keys
         for keeper in trim.keepers:
             answer = await self.call(keeper, "Exists", pb.ExistsRequest(keys=b"".join(keys)), ASK_S) if keys else None
             keys = tuple(key for key in keys if answer is not None and key in _said(keys, answer.tiers))
-        return await self._drop(state, trim.holder, keys, trim.spare) if keys else frozenset()
+        return await self._drop(state, trim.holder, keys, leased=True, pinned=trim.spare) if keys else frozenset()
 
     async def _drop(
-        self, state: MasterState, holder: Member, keys: tuple[bytes, ...], spare: bool = False
+        self, state: MasterState, holder: Member, keys: tuple[bytes, ...], *, leased: bool = False, pinned: bool = False
     ) -> frozenset[bytes] | None:
-        request = pb.RemoveBlocksRequest(keys=b"".join(keys), term=state.policy.term, spare_pinned=spare)
+        """`leased`, `pinned`: such are spared."""
+        request = pb.RemoveBlocksRequest(
+            keys=b"".join(keys), term=state.policy.term, spare_leased=leased, spare_pinned=pinned
+        )
         answer = await self.call(holder, "Remove", request, REMOVE_S)
         return None if answer is None else frozenset(keys) - _said(keys, answer.spared)
 

@@ -187,6 +187,8 @@ class Reference(RuleBasedStateMachine):
             len(self.tombs),
         )
         assert stats.sealed_bytes == sum(self.sizes.values())
+        under_lease = {extent for holder in self.leases() for extent in holder.extents}
+        assert self.store.leased(list(self.sealed)) == [extent in under_lease for extent in self.sealed.values()]
         assert self.store.sizes(list(self.sealed)) == [self.sizes[key] for key in self.sealed]
         for key, extent in self.sealed.items():
             assert self.memory[extent] == key, "a block with another block's bytes"

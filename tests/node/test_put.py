@@ -301,6 +301,26 @@ async def test_a_removal_that_spares_hard_pins() -> None:
         assert (gone.removed, gone.spared) == (1, b"")
 
 
+async def test_a_removal_that_spares_what_is_leased() -> None:
+    async with pool_and_caller() as caller:
+        keys = keys_of("both", "leased", "pinned", "free")
+        await caller.put([keys[0], keys[2]], [300_000, 5_000], pin=pb.PIN_KIND_HARD)
+        await caller.put([keys[1], keys[3]], [300_000, 5_000])
+        lease = await caller.lease(keys[:2])
+        packed = b"".join(keys)
+        gone = await caller.rpc.Remove(pb.RemoveBlocksRequest(keys=packed, spare_pinned=True, spare_leased=True))
+        assert (gone.removed, gone.spared) == (1, b"\1\2\1\0")
+        await caller.put(keys[3:], [5_000])
+        gone = await caller.rpc.Remove(pb.RemoveBlocksRequest(keys=packed, spare_leased=True))
+        assert (gone.removed, gone.spared) == (2, b"\2\2\0\0"), "a pin alone does not keep it"
+        await caller.read(keys[:2], lease)
+        await caller.release(lease)
+        gone = await caller.rpc.Remove(pb.RemoveBlocksRequest(keys=packed, spare_leased=True))
+        assert (gone.removed, gone.spared) == (2, bytes(4)) and await held(caller, keys) == bytes(4)
+        wrong = await refused(caller.rpc.Remove(pb.RemoveBlocksRequest(prefix=b"abcd", spare_leased=True)))
+        assert isinstance(wrong, InvalidRequest) and wrong.field == "spare_leased"
+
+
 async def test_no_room_is_one_clear_error_after_a_bounded_wait() -> None:
     async with pool_and_caller() as caller:
         keys = keys_of(*range(3))

@@ -578,6 +578,7 @@ class RemoveBlocksRequest(_message.Message):
     TERM_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
     SPARE_PINNED_FIELD_NUMBER: _builtins.int
+    SPARE_LEASED_FIELD_NUMBER: _builtins.int
     keys: _builtins.bytes
     prefix: _builtins.bytes
     """all keys that begin with these 1..16 bytes (4: a tenant's tag); either this or `keys`"""
@@ -587,6 +588,8 @@ class RemoveBlocksRequest(_message.Message):
     """of the tombstone, in the order of the master; 0: none"""
     spare_pinned: _builtins.bool
     """of `keys`: what is pinned hard here stays, in every tier"""
+    spare_leased: _builtins.bool
+    """of `keys`: what somebody has leased stays. Who removes a copy because there is another one"""
     def __init__(
         self,
         *,
@@ -595,10 +598,11 @@ class RemoveBlocksRequest(_message.Message):
         term: _builtins.int = ...,
         seq: _builtins.int = ...,
         spare_pinned: _builtins.bool = ...,
+        spare_leased: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "prefix", b"prefix", "seq", b"seq", "spare_pinned", b"spare_pinned", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "prefix", b"prefix", "seq", b"seq", "spare_leased", b"spare_leased", "spare_pinned", b"spare_pinned", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -613,7 +617,7 @@ class RemoveBlocksResponse(_message.Message):
     removed: _builtins.int
     """how many were here"""
     spared: _builtins.bytes
-    """with spare_pinned: one byte a key: 1 pinned hard here, and not removed"""
+    """with spare_pinned or spare_leased: one byte a key: 1 pinned hard here, 2 leased: not removed"""
     def __init__(
         self,
         *,
