@@ -172,7 +172,7 @@ def cache(
     from kvmesh.sim import trace as traces
 
     policies, capacities = policies_of(policy), capacities_of(capacity)
-    prompts = [request.hash_ids for request in traces.read(trace, block_tokens)]
+    prompts = [request.hash_ids for request in traces.read(trace, block_tokens, by_time=False)]
     if not prompts:
         raise ConfigError(f"trace={str(trace)!r}: holds no request", field="trace")
     blocks = sum(map(len, prompts))

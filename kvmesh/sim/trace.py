@@ -46,7 +46,7 @@ def parse(line: str, index: int, trace_block: int = TRACE_BLOCK) -> TraceRequest
 
     try:
         told = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter: nested too deeply to be a request
         raise refuse("line", line.strip(), "is not JSON") from None
     if not isinstance(told, dict):
         raise refuse("line", told, "must be an object")
@@ -65,16 +65,16 @@ def parse(line: str, index: int, trace_block: int = TRACE_BLOCK) -> TraceRequest
     return TraceRequest(index, float(told["timestamp"]), length, told["output_length"], tuple(ids))
 
 
-def read(path: Path, trace_block: int = TRACE_BLOCK) -> Iterator[TraceRequest]:
+def read(path: Path, trace_block: int = TRACE_BLOCK, *, by_time: bool = True) -> Iterator[TraceRequest]:
     """The requests of a file, in its order; empty lines are passed over. ConfigError: unreadable, a bad line, or
-    a timestamp before the one above it."""
+    (`by_time`) a timestamp before the one above it."""
     try:
         with path.open(encoding="utf-8") as file:
             before = 0.0
             for index, line in enumerate(file):
                 if line.strip():
                     request = parse(line, index, trace_block)
-                    if request.at_ms < before:
+                    if by_time and request.at_ms < before:
                         why = f"earlier than the line above ({before:g})"
                         raise ConfigError(f"trace line {index + 1}: timestamp={request.at_ms:g}: {why}")
                     before = request.at_ms

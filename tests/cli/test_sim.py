@@ -89,6 +89,22 @@ def test_a_trace_that_is_none_is_named(invoke: Invoke, tmp_path: Path) -> None:
     assert (gone.exit_code, "No such file" in gone.stderr) == (2, True)
 
 
+def test_a_bad_line_is_named_and_the_order_is_the_files(invoke: Invoke, trace: Path) -> None:
+    """A hit rate goes by the order of the lines, whatever times they bear."""
+    good = trace.read_text()
+    lines = good.splitlines()
+    trace.write_text("\n".join(line.replace('"timestamp": ', '"timestamp": 9') for line in lines[:2]))
+    with trace.open("a") as file:
+        file.write("\n" + "\n".join(lines[2:]) + "\n")
+    rows = [line.split() for line in invoke(trace, "--policy", "lfu", "--capacity", "3").stdout.splitlines()]
+    assert ["lfu", "0.5000"] in rows
+    for bad, words in (("[" * 100_000, "is not JSON"), ('{"timestamp": 1}', "input_length=None: must be a number")):
+        trace.write_text(good + bad + "\n")
+        result = invoke(trace)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "trace line 5: " in result.stderr and words in result.stderr and "Traceback" not in result.stderr
+
+
 def test_progress_waits_for_two_seconds_and_goes_to_standard_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,6 +36,7 @@ def test_a_line_is_read() -> None:
     ("text", "words"),
     [
         ("{", "trace line 5: line='{': is not JSON"),
+        ("[" * 200_000, "is not JSON"),
         ("[1]", "must be an object"),
         (line(timestamp=-1), "timestamp=-1: must be a number of at least 0"),
         (line(timestamp=float("nan")), "timestamp=nan"),
