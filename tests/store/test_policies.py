@@ -165,18 +165,20 @@ def test_a_new_leader_knows_what_was_kept() -> None:
     gone, writes = old.remove([key(1)], b"", 11.0)
     keep(writes)
     keep(old.remove([], b"tag9", 11.0)[1])
-    _, writes, bound = old.bind("ns", [("name", key(2))], 12.0)
+    _, writes, bound = old.bind("ns", [("name", key(2)), ("gone", key(4))], 12.0)
     bound()
     keep(writes)
+    keep(old.remove([key(4)], b"", 12.0)[1])
     keep(old.change_replicas([key(2), key(3)], 2, True, 12.0)[1])
     keep(old.change_replicas([key(3)], 0, False, 12.0)[1])
     keep(old.set_quota(Quota(b"tag1", 7, "näme")))
     keep(old.drain("a", cancel=False))
     new = Policy(MasterMap(), PolicyLimits(), wall_ns=10**9)
     assert new.lead(4, kept, 100.0) == []
-    assert new.tombstones.floor == forgotten.seq and len(new.tombstones) == 2
+    assert new.tombstones.floor == forgotten.seq and len(new.tombstones) == 3
     assert new.remove([key(5)], b"", 101.0)[0].seq >> 32 == 4
-    assert new.names.resolve("ns", ["name"]) == [key(2)]
+    assert new.names.resolve("ns", ["name", "gone"]) == [key(2), None]
+    assert new.bind("ns", [("gone", key(6))], 101.0)[0] == [key(6)]
     assert len(new.replicas) == 1
     assert [quota for quota, _ in new.quotas.all()] == [Quota(b"tag1", 7, "näme")]
     new.joined(member("a"), forgotten.seq)

@@ -103,7 +103,7 @@ class Policy:
         tombstones = records.readable(kept, durable.TOMBSTONE, partial(records.tombstone_in, now=now), bad)
         floors = records.readable(kept, durable.SETTING, records.floor_in, bad)
         self.tombstones.load(tombstones, max(floors, default=0))
-        self.names.load(records.readable(kept, durable.NAME, records.binding_in, bad), self.tombstones.last, now)
+        self.names.load(records.readable(kept, durable.NAME, records.binding_in, bad), now)
         self.replicas.load(records.readable(kept, durable.TARGET, records.target_in, bad))
         self.quotas.load(records.readable(kept, durable.QUOTA, records.quota_in, bad))
         self.drains.load(raw.decode(errors="replace") for raw in kept.get(durable.DRAIN, {}))
@@ -251,7 +251,7 @@ class Policy:
         Overloaded: no room for so many."""
         after = self.tombstones.last
         keys, new, dropped = self.names.bind(namespace, names, after, now)
-        puts = {records.name_out(name): key for name, key in new.items()}
+        puts = {records.name_out(name): records.binding_out(key, after) for name, key in new.items()}
         drops = tuple(raw for name in dropped if (raw := records.name_out(name)) not in puts)
         return (
             keys,

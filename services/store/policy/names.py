@@ -42,9 +42,10 @@ class Names:
     def __len__(self) -> int:
         return len(self._bound)
 
-    def load(self, bound: Iterable[tuple[Name, bytes]], after: int, now: float) -> None:
-        """What an earlier leader left. Nobody has announced yet: the grace begins anew."""
-        self._bound.update((name, Binding(key, now, after)) for name, key in bound)
+    def load(self, bound: Iterable[tuple[Name, bytes, int]], now: float) -> None:
+        """What an earlier leader left: (name, key, the last tombstone then). Nobody has announced yet: the grace begins
+        anew."""
+        self._bound.update((name, Binding(key, now, after)) for name, key, after in bound)
 
     def bind(
         self, namespace: str, names: Sequence[tuple[str, bytes]], after: int, now: float

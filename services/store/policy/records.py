@@ -47,10 +47,15 @@ def name_out(name: Name) -> bytes:
     return "\0".join(name).encode()
 
 
-def binding_in(raw: bytes, key: bytes) -> tuple[Name, bytes]:
-    """(name, key). ValueError: not one that we wrote."""
+def binding_out(key: bytes, after: int) -> bytes:
+    """What a name stands for, and the last tombstone then: a later one ends it, whoever leads by then."""
+    return key + _SEQ.pack(after)
+
+
+def binding_in(raw: bytes, value: bytes) -> tuple[Name, bytes, int]:
+    """(name, key, the last tombstone then). ValueError, struct.error: not one that we wrote."""
     namespace, _, text = raw.decode().partition("\0")
-    return (namespace, text), _key(key)
+    return (namespace, text), _key(value[:KEY_BYTES]), int(_SEQ.unpack(value[KEY_BYTES:])[0])
 
 
 def seq_out(seq: int) -> bytes:
