@@ -121,6 +121,13 @@ class EvictionOrder(ABC, Generic[K]):
         """Whether it is idle."""
         return key in self._lane_of
 
+    def place(self, key: K) -> int | None:
+        """Of an idle block: lower ones go earlier, of those of its class (cooled ones are alike). None: not idle."""
+        number = self._lane_of.get(key)
+        if number is None:
+            return None
+        return _COOLED if number == _COOLED else self._lanes[number][key]
+
     @property
     def spared(self) -> int:
         """Idle blocks that are spared."""

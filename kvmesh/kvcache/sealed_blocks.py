@@ -65,7 +65,7 @@ class SealedBlocks:
         self._new: dict[bytes, None] = {}
         self._gone: dict[bytes, None] = {}
         self._evicted = 0
-        self.journal: Journal | None = None
+        self.journals: list[Journal] = []
         self.on_added: Callable[[bytes], None] | None = None  # a block is sealed; it may say `replicated`, nothing else
 
     @property
@@ -216,6 +216,10 @@ class SealedBlocks:
         """Keys of the up to `n` blocks that will be evicted first, in that order."""
         return list(itertools.islice(self._order, max(n, 0)))
 
+    def place(self, key: bytes) -> int | None:
+        """See `quotas.Store`."""
+        return self._order.place(key)
+
     def cool(self, keys: Sequence[bytes]) -> None:
         """Idle ones of these, not pinned, go first from now on, in this order: a copy of them lies elsewhere. (To copy
         them was a use, which had made them the last to go.)"""
@@ -259,8 +263,8 @@ class SealedBlocks:
     def _add(self, key: bytes, extent: int, length: int, nbytes: int | None) -> None:
         self._sealed[key] = extent
         self._key_of[extent] = key
-        if self.journal is not None:
-            self.journal.sealed(key, extent, nbytes)
+        for journal in self.journals:
+            journal.sealed(key, extent, nbytes)
         self._tombs.discard(extent)
         if nbytes is not None and nbytes != self._block_bytes:
             self._short[key] = nbytes
@@ -291,8 +295,8 @@ class SealedBlocks:
         held = self._pool.refcount(extent) > 0
         if held:
             self._tombs.add(extent)
-        if self.journal is not None:
-            self.journal.gone(key, extent, held)
+        for journal in self.journals:
+            journal.gone(key, extent, held)
         if key in self._new:
             del self._new[key]
         else:

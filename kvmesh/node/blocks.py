@@ -32,6 +32,7 @@ from kvmesh.node.partitions import Partitions
 from kvmesh.node.peers import Peers
 from kvmesh.node.pulls import Pulls
 from kvmesh.node.puts import Puts
+from kvmesh.node.quota_desk import QuotaDesk
 from kvmesh.node.rank_client import RankClient
 from kvmesh.node.registration import Registrar
 from kvmesh.node.removal_desk import RemovalDesk
@@ -109,6 +110,7 @@ class Blocks:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = 0
         self._sending = Sending()
+        self._quotas = QuotaDesk(partitions, self._spawn)
         self._burying: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._closed = False
@@ -227,10 +229,7 @@ class Blocks:
             self.draining = answer.draining
             log.info("this node %s", "drains: it takes no more blocks" if self.draining else "drains no more")
         if answer.quotas:
-            limits = {quota.tag: quota.blocks for quota in answer.quotas}
-            quotas = self.partitions.quotas
-            quotas.limit(limits, [partition.store for partition in self.partitions.all()])
-            quotas.enforce()  # the rest second by second
+            self._quotas.told({quota.tag: quota.blocks for quota in answer.quotas})
 
     @property
     def usage(self) -> pb_store.StoreUsage:
@@ -355,7 +354,7 @@ class Blocks:
             self._peers.tidy()
             self.puts.tidy()
             self._sending.count(self.partitions)
-            self.partitions.quotas.enforce()
+            self._quotas.enforce()
             self.partitions.settle()
             if self._tiering is not None:
                 self._tiering.tidy()

@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvmesh.kvcache import quotas as quotas_module
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.quotas import STEP, TagQuotas
 from tests.kvcache.tracing import lines
@@ -49,6 +50,7 @@ def test_used_ones_and_pinned_ones_go_last() -> None:
     quotas, (store,) = stores(16)
     seal(store, *(key(A, n) for n in range(4)))
     quotas.limit({A: 4}, [store])
+    assert not quotas.enforce(), "all of it is in order at once"
     held = store.hold([key(A, 0)])
     store.pin([key(A, 1)], 10, now=0)
     store.pin_hard([key(A, 2)])
@@ -171,11 +173,93 @@ def test_a_seal_costs_the_same_however_many_blocks_there_are() -> None:
     assert cost(10_000) == cost(1_000)
 
 
+def drained(quotas: TagQuotas) -> int:
+    """How many calls it took."""
+    calls = 1
+    while quotas.enforce():
+        calls += 1
+    return calls
+
+
+def test_a_new_limit_costs_the_same_at_once_however_many_blocks_there_are() -> None:
+    """What is looked at is bounded in every call, and blocks go in the order of their use once all are looked at."""
+
+    def most(blocks: int) -> int:
+        quotas, (store,) = stores(blocks)
+        seal(store, *(key(A, n) for n in range(blocks)))
+        order = store.coldest(blocks)
+        costs = [lines(lambda: quotas.limit({A: blocks - 100}, [store]))]
+        while quotas.count(A) > blocks - 100:
+            costs.append(lines(lambda: quotas.enforce() and None))
+        assert store.coldest(blocks) == order[100:], "others than the coldest went"
+        return max(costs)
+
+    assert most(16_000) < 1.3 * most(8_000)
+
+
+class Slow(Model):
+    """The same while tags are being put in order, a key or two at a time."""
+
+    @rule(limits=st.dictionaries(st.sampled_from([A, B]), st.integers(0, 4)))
+    def limit(self, limits: dict[bytes, int]) -> None:
+        self.limits = {}  # nothing has to go before all is in order
+        self.quotas.limit(limits, self.stores)
+
+    @rule()
+    def enforce(self) -> None:
+        self.quotas.enforce()
+
+    @rule()
+    def enforce_all(self) -> None:
+        drained(self.quotas)
+        self.limits = dict(self.quotas.limits)
+        for tag, blocks in self.limits.items():
+            assert self.sealed(tag) <= blocks or not self.evictable(tag)
+
+    def teardown(self) -> None:
+        if hasattr(self, "stores"):
+            self.enforce_all()
+            self.agrees()
+
+
+@pytest.fixture
+def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quotas_module, "LOOK", 2)
+
+
+@pytest.mark.usefixtures("slowly")
+class TestSlow(Slow.TestCase):  # type: ignore[misc, valid-type]
+    settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.usefixtures("slowly")
+def test_what_is_used_while_a_tag_is_put_in_order_goes_last() -> None:
+    quotas, (store,) = stores(32)
+    seal(store, *(key(A, n) for n in range(8)))
+    quotas.limit({A: 5}, [store])
+    assert quotas.enforce() and quotas.count(A) == 8, "nothing goes before all are known"
+    store.touch([key(A, 0)])
+    store.remove([key(A, 5)])
+    seal(store, key(A, 8))
+    assert quotas.count(A) == 8
+    drained(quotas)
+    assert {n for n in range(9) if store.holds(key(A, n))} == {0, 4, 6, 7, 8}
+    quotas.check_integrity([store])
+
+
 def test_a_great_excess_goes_in_steps() -> None:
     quotas, (store,) = stores(1000)
     seal(store, *(key(A, n) for n in range(600)))
     quotas.limit({A: 100}, [store])
-    calls = 1
-    while quotas.enforce():
-        calls += 1
+    calls = drained(quotas)
     assert quotas.count(A) == 100 and calls == -(-500 // STEP)
+
+
+def test_what_cannot_go_is_not_tried_without_end() -> None:
+    quotas, (store,) = stores(100)
+    seal(store, *(key(A, n) for n in range(20)))
+    held = store.hold([key(A, n) for n in range(20)])
+    quotas.limit({A: 3}, [store])
+    assert not quotas.enforce() and quotas.count(A) == 20
+    store.release(held)
+    assert drained(quotas) == 1 and quotas.count(A) == 3
