@@ -177,8 +177,8 @@ class NodeStore(SealedBlocks):
         """Whether each was here. None is found any more, pinned or not, and what is being written will not be sealed.
         Extents that others hold, lease or write stay theirs until they let go."""
         here, keys = [], list(keys)
-        if self.journal is not None:
-            self.journal.removed(keys)
+        for journal in self.journals:
+            journal.removed(keys)
         for key in keys:
             here.append(key in self._sealed or (key in self._writing and key not in self._orphans))
             if key in self._sealed:

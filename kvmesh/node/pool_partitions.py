@@ -47,7 +47,7 @@ class PoolPartitions:
         self._seed = lease_seed
         self._changed: dict[bytes, None] = {}  # of partitions that are gone
         self._quotas = TagQuotas()
-        self.on_partition: Callable[[SlabPartition], None] | None = None  # of each that comes up, empty
+        self.on_partition: list[Callable[[SlabPartition], None]] = []  # each hears of each that comes up, empty
 
     @property
     def source(self) -> Source:
@@ -201,8 +201,8 @@ class PoolPartitions:
             **self._settings,
         )
         partition = SlabPartition(layout, shard_bytes, store)
-        if self.on_partition is not None:
-            self.on_partition(partition)
+        for heard in self.on_partition:
+            heard(partition)
         self._partitions[layout] = partition
         return partition
 

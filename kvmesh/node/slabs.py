@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,7 @@ LONGEST = 8  # ... if a run at most so many times as long as it must be can have
 
 
 class SlabStore(NodeStore):
-    """A node store that tells which extents are used. `used`: of those just sealed or leased."""
+    """A node store that tells which extents are used. `used`: of those just sealed, leased or read."""
 
     def __init__(self, used: Callable[[Sequence[int]], None], **settings: Any) -> None:
         super().__init__(0, **settings)
@@ -44,6 +44,11 @@ class SlabStore(NodeStore):
         lease = super().lease(keys, duration_ns, now)
         self._used([extent for extent in lease.extents if extent is not None])
         return lease
+
+    def read(self, keys: Iterable[bytes]) -> None:
+        found = [key for key in keys if key in self._sealed]
+        super().read(found)
+        self._used([self._sealed[key] for key in reversed(found)])
 
     def _add(self, key: bytes, extent: int, length: int, nbytes: int | None) -> None:
         self._used((extent,))

@@ -61,7 +61,7 @@ class WarmPool:
         self._base = base
         self._layouts = Layouts(Path(warm.folder) / "layouts.json", warm.segments, partitions.slab_bytes)
         self._stores: dict[str, WarmStore] = {}
-        partitions.on_partition = self._journal
+        partitions.on_partition.append(self._journal)
         self._restore()
 
     def _journal(self, partition: SlabPartition) -> None:

@@ -50,7 +50,7 @@ class WarmStore:
         self._answers = 0  # of those, from all ranks, that are to come
         self._back: list[tuple[Entry, int]] = []  # adopted, and held until `let_go`
         self._adopting = False
-        store.journal = self
+        store.journals.append(self)
 
     # ── Journal ───────────────────────────────────────────────────────────────────────────────────
 
@@ -145,7 +145,8 @@ class WarmStore:
 
     def close(self) -> None:
         """What the store does from now on is written down no more."""
-        self._store.journal = None
+        if self in self._store.journals:
+            self._store.journals.remove(self)
 
     # ── inner ─────────────────────────────────────────────────────────────────────────────────────
 
