@@ -18,12 +18,12 @@ import obstore
 import xxhash
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 
+from kvmesh.kvcache.keys import KEY_BYTES
 from kvmesh.kvcache.object_store.config import ObjectConfig
 from kvmesh.rpc.errors import ConfigError, Unavailable
 
 HEAD = struct.Struct("<8s16sQQ8x")  # magic, key, bytes, xxh3_64
 MAGIC = b"kvm-obj1"
-KEY_BYTES = 16
 DELETE_KEYS = 1000  # in one request
 
 

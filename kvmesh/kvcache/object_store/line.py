@@ -48,6 +48,6 @@ class Line:
         self._most = (config.queue_ops + threads, config.queue_bytes)
 
     def full(self, nbytes: int) -> bool:
-        ops, limit = self._most
         """Whether no more work with so many bytes is taken."""
+        ops, limit = self._most
         return len(self.open) >= ops or (self.nbytes + nbytes > limit and bool(self.open))

@@ -25,15 +25,27 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
 from kvmesh.kvcache.node_store import Changes
-from kvmesh.kvcache.object_store.client import KEY_BYTES, Client, Damaged
+from kvmesh.kvcache.object_store.client import Client, Damaged
 from kvmesh.kvcache.object_store.config import ObjectConfig
 from kvmesh.kvcache.object_store.line import Counts, Line, ObjectStats
-from kvmesh.rpc.errors import InvalidRequest, Unavailable
+from kvmesh.kvcache.tier_calls import (
+    Buffer,
+    NetChanges,
+    Teller,
+    answered,
+    checked_key,
+    expired,
+    follow,
+    payload,
+    right_length,
+    target,
+)
+from kvmesh.rpc.errors import Unavailable
 
 log = logging.getLogger(__name__)
 
-Buffer = bytes | bytearray | memoryview
 REST_S = 2.0
+MAX_DOUBTFUL = 1 << 16
 
 
 class ObjectTier:
@@ -50,15 +62,16 @@ class ObjectTier:
         self.config = config
         self._client = Client(config)
         self._clock = clock
-        self._on_changes = on_changes
         self._lock = threading.RLock()
+        self._teller = Teller(self._lock, on_changes)
         self._index: dict[bytes, int] = dict(self._client.list())
         self._live_bytes = sum(self._index.values())
-        self._new: dict[bytes, None] = dict.fromkeys(self._index)
-        self._gone: dict[bytes, None] = {}
-        self._said = False
+        self._changes = NetChanges()
+        for key in self._index:
+            self._changes.came(key)
         self._writing: dict[bytes, Future[bool]] = {}
         self._removing: dict[bytes, int] = {}  # → removals under way
+        self._doubtful: dict[bytes, None] = {}  # a put or a deletion failed: the object may be there, now or later
         self._rest_until = 0
         self._counts = Counts()
         self._closed = False
@@ -82,7 +95,7 @@ class ObjectTier:
 
     def put_many(self, blocks: Sequence[tuple[bytes, Buffer]], *, deadline_ns: int | None = None) -> list[Future[bool]]:
         """As many futures, in order."""
-        checked = [(_checked(key), _payload("data", data)) for key, data in blocks]
+        checked = [(checked_key(key), payload("data", data)) for key, data in blocks]
         return [self._put_one(key, view, deadline_ns) for key, view in checked]
 
     def get_into(self, key: bytes, into: memoryview, *, deadline_ns: int | None = None) -> Future[bool]:
@@ -94,14 +107,9 @@ class ObjectTier:
         self, blocks: Sequence[tuple[bytes, memoryview]], *, deadline_ns: int | None = None
     ) -> list[Future[bool]]:
         """As many futures, in order."""
-        checked = []
-        for key, into in blocks:
-            if memoryview(into).readonly:
-                raise InvalidRequest.of("into", "read-only memory", "must be writable")
-            view, length = _payload("into", into), self.length(_checked(key))
-            if length is not None and length != len(view):
-                raise InvalidRequest.of("into", f"{len(view)} bytes", f"the block has {length}")
-            checked.append((bytes(key), view))
+        checked = [(checked_key(key), target(into)) for key, into in blocks]
+        for key, view in checked:
+            right_length(view, self.length(key))
         return [self._get_one(key, view, deadline_ns) for key, view in checked]
 
     def contains(self, key: bytes) -> bool:
@@ -112,6 +120,16 @@ class ObjectTier:
         """Bytes of the block; None: it is not here."""
         return self._index.get(key)
 
+    def may_hold(self, key: bytes) -> bool:
+        """Whether a removal has anything to do: the object is here, is being written or deleted, or may be there."""
+        with self._lock:
+            return any(key in known for known in (self._index, self._writing, self._removing, self._doubtful))
+
+    @property
+    def resting(self) -> bool:
+        """Whether the store is left alone for now, after a failure."""
+        return self._clock() < self._rest_until
+
     def keys(self) -> list[bytes]:
         """Of all blocks. O(blocks)."""
         with self._lock:
@@ -120,10 +138,10 @@ class ObjectTier:
     def remove(self, keys: Iterable[bytes]) -> Future[bool]:
         """None of them is found here from now on. True: they are deleted, nobody finds them after a start; False: that
         failed, say it again."""
-        checked = [_checked(key) for key in keys]
+        checked = [checked_key(key) for key in keys]
         with self._lock:
             if self._closed:
-                return _answer(False)
+                return answered(False)
             for key in checked:
                 self._forget(key)
                 self._removing[key] = self._removing.get(key, 0) + 1
@@ -136,10 +154,8 @@ class ObjectTier:
     def take_changes(self) -> Changes:
         """How `keys` differs from what it was at the last call; the first call: from none."""
         with self._lock:
-            self._said = False
-            changes = Changes(tuple(self._new), tuple(self._gone))
-            self._new, self._gone = {}, {}
-            return changes
+            self._teller.taken()
+            return self._changes.take()
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -148,7 +164,7 @@ class ObjectTier:
         with self._lock:
             waiting = [*self._puts.open, *self._removed]
             if self._closed:
-                return _answer(True)
+                return answered(True)
             return self._later(lambda: not wait(waiting, self._patience_s).not_done)
 
     def stats(self) -> ObjectStats:
@@ -159,7 +175,7 @@ class ObjectTier:
                 live_bytes=self._live_bytes,
                 waiting_gets=len(self._gets.open),
                 waiting_puts=len(self._puts.open),
-                resting=self._clock() < self._rest_until,
+                resting=self.resting,
                 counts=replace(self._counts),
             )
 
@@ -188,13 +204,13 @@ class ObjectTier:
         with self._lock:
             if key in self._index:
                 self._counts.present += 1
-                return _answer(True)
+                return answered(True)
             first = self._writing.get(key)
             if first is not None:
                 self._counts.present += 1
-                return _follow(first)
+                return follow(first, Future())
             if self._refused(self._puts, len(data)) or key in self._removing:
-                return _answer(False)
+                return answered(False)
             future = self._submit(self._puts, len(data), lambda: self._upload(key, data, deadline_ns))
             self._writing[key] = future
             future.add_done_callback(lambda _: self._written(key))
@@ -204,16 +220,16 @@ class ObjectTier:
         with self._lock:
             if key not in self._index:
                 self._counts.misses += 1
-                return _answer(False)
+                return answered(False)
             if self._refused(self._gets, len(into)):
-                return _answer(False)
+                return answered(False)
             return self._submit(self._gets, len(into), lambda: self._download(key, into, deadline_ns))
 
     def _refused(self, line: Line, nbytes: int) -> bool:
         """With the lock."""
         if self._closed:
             return True
-        if self._clock() < self._rest_until:
+        if self.resting:
             self._counts.resting += 1
         elif line.full(nbytes):
             self._counts.busy += 1
@@ -241,6 +257,7 @@ class ObjectTier:
             self._client.put(key, data)
         except Exception as error:
             self._failed("put", error)
+            self._doubt([key])
             return False
         with self._lock:
             self._counts.written_bytes += len(data)
@@ -249,10 +266,7 @@ class ObjectTier:
             self._counts.stored += 1
             self._index[key] = len(data)
             self._live_bytes += len(data)
-            if key in self._gone:
-                del self._gone[key]
-            else:
-                self._new[key] = None
+            self._changes.came(key)
         self._tell()
         return True
 
@@ -290,7 +304,17 @@ class ObjectTier:
                 self._removing[key] -= 1
                 if not self._removing[key]:
                     del self._removing[key]
+                if done:
+                    self._doubtful.pop(key, None)
+            if not done:
+                self._doubt(keys)
         return done
+
+    def _doubt(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            self._doubtful.update(dict.fromkeys(keys))
+            while len(self._doubtful) > MAX_DOUBTFUL:
+                del self._doubtful[next(iter(self._doubtful))]
 
     def _later(self, run: Callable[[], bool]) -> Future[bool]:
         """With the lock: after all removals asked for before."""
@@ -305,7 +329,7 @@ class ObjectTier:
             now = self._clock()
             if self._closed:
                 return False
-            if deadline_ns is not None and now >= deadline_ns:
+            if expired(deadline_ns, now):
                 self._counts.expired += 1
                 return False
             if now < self._rest_until:
@@ -334,48 +358,11 @@ class ObjectTier:
         if nbytes is None:
             return
         self._live_bytes -= nbytes
-        if key in self._new:
-            del self._new[key]
-        else:
-            self._gone[key] = None
+        self._changes.went(key)
 
     def _written(self, key: bytes) -> None:
         with self._lock:
             self._writing.pop(key, None)
 
     def _tell(self) -> None:
-        with self._lock:
-            tell = bool(self._new or self._gone) and not self._said and self._on_changes is not None
-            self._said = self._said or tell
-        if tell and self._on_changes is not None:
-            self._on_changes()
-
-
-def _answer(value: bool) -> Future[bool]:
-    future: Future[bool] = Future()
-    future.set_result(value)
-    return future
-
-
-def _follow(first: Future[bool]) -> Future[bool]:
-    """As another put of the same block ends."""
-    future: Future[bool] = Future()
-    future.set_running_or_notify_cancel()
-    first.add_done_callback(lambda done: future.set_result(not done.cancelled() and done.result()))
-    return future
-
-
-def _payload(field: str, data: Buffer) -> memoryview:
-    view = memoryview(data)
-    if not view.c_contiguous:
-        raise InvalidRequest.of(field, view.strides, "must be contiguous")
-    view = view.cast("B")
-    if not len(view):
-        raise InvalidRequest.of(field, "0 bytes", "must not be empty")
-    return view
-
-
-def _checked(key: bytes) -> bytes:
-    if len(key) != KEY_BYTES:
-        raise InvalidRequest.of("key", key.hex(), f"must be {KEY_BYTES} bytes")
-    return bytes(key)
+        self._teller.tell(lambda: bool(self._changes))

@@ -15,7 +15,7 @@ from kvmesh.kvcache.ssd.core import Core, Put
 from kvmesh.kvcache.ssd.disk import Scratch
 from kvmesh.kvcache.ssd.files import BucketFile
 from kvmesh.kvcache.ssd.format import BLOCK, REMOVED, RecordHeader, checksum, pack_footer, pack_record, pages
-from kvmesh.kvcache.ssd.plans import Closing, Place, Reinsert, Slot
+from kvmesh.kvcache.ssd.plans import Closing, Demote, Place, Reinsert, Slot
 from kvmesh.kvcache.ssd.readers import read_run
 from kvmesh.kvcache.ssd.vectors import write_vector
 
@@ -92,6 +92,8 @@ class Appender:
             return False
         if isinstance(step, Reinsert):
             self._reinsert(step)
+        elif isinstance(step, Demote):
+            self._demote(step)
         else:
             self._core.drop(step)
         return True
@@ -204,6 +206,9 @@ class Appender:
     def _force(self) -> bool:
         with self._core.lock:
             step = self._core.brain.force()
+        if isinstance(step, Demote):
+            self._demote(step)
+            return True
         if step is not None:
             self._core.drop(step)
         return step is not None
@@ -256,6 +261,38 @@ class Appender:
             self._core.counts.read_bytes += sum(len(record.data) for record in records)
         for first in range(0, len(records), BATCH_RECORDS):
             self.append(records[first : first + BATCH_RECORDS])
+
+    def _demote(self, step: Demote) -> None:
+        """Read what goes and offer it to the tier below, as long as that has room."""
+        core, sink = self._core, self._core.below
+        assert sink is not None
+        for key, place in step.blocks:
+            if not sink.admit(key, place.length):
+                continue
+            # Admitted first: who removes it after this look tells the sink too.
+            with core.lock:
+                here = core.brain.is_at(key, place)
+            data = self._read_whole(key, place) if here else None
+            if data is None:
+                sink.withdraw(key)
+            else:
+                sink.offer(key, data)
+
+    def _read_whole(self, key: bytes, place: Place) -> bytearray | None:
+        """Its bytes, verified; None: the disk, or what is on it, has failed."""
+        data = bytearray(place.length)
+        view = memoryview(data)
+        try:
+            read_run(self._core.files, (place,), (view,), self._scratch)
+        except OSError as error:
+            self._core.lose(place.bucket, error)
+            return None
+        if checksum(view) != place.checksum:
+            self._core.corrupt(key, place)
+            return None
+        with self._core.lock:
+            self._core.counts.read_bytes += place.length
+        return data
 
 
 def _header(record: Record, slot: Slot) -> RecordHeader:

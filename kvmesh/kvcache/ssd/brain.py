@@ -1,7 +1,8 @@
 """Where blocks lie in the SSD tier, where the next goes, and what makes room. Pure: no I/O, no clock, no randomness.
 
 Buckets are a queue: records are appended to the newest (the *open* one), and the oldest goes as a whole when space runs
-short, its hot records being appended anew before (`Reinsert`, then `Drop`). Reasons for whole buckets in order of age:
+short, its hot records being appended anew before, and what else is worth it being offered to the tier below
+(`Reinsert`, `Demote`, then `Drop`). Reasons for whole buckets in order of age:
 the device sees long appends and whole files that vanish, which its own garbage collection likes; no free-space map has
 to survive a crash; a removed key stays removed, since what tells so lies in a younger bucket than what it removed; and
 re-insertion of what was read since makes a CLOCK of it, at a bounded price in writes (`reinsert_percent` of a bucket).
@@ -13,22 +14,26 @@ re-insertion of what was read since makes a CLOCK of it, at a bounded price in w
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvmesh.kvcache.node_store import Changes
 from kvmesh.kvcache.ssd.bucket import Bucket
 from kvmesh.kvcache.ssd.format import Entry, footer_bytes, record_bytes
-from kvmesh.kvcache.ssd.plans import Closing, Drop, Limits, Place, Reinsert, Slot
+from kvmesh.kvcache.ssd.plans import Closing, Demote, Drop, Limits, Place, Reinsert, Slot
+from kvmesh.kvcache.tier_calls import NetChanges
 
 HITS_KEPT = 3  # of a re-inserted record: it may survive so many more rounds without being read
 
 
 class Brain:
-    """One tier's index and log. One owner, or a lock around each call. Every call O(1) a key, but for `next_step` and
-    `discard`: O(records of one bucket)."""
+    """One tier's index and log. One owner, or a lock around each call. Every call O(1) a key, but for `next_step`,
+    `force` and `discard`: O(records of one bucket). `worth`: whether a block that goes is to be offered to the tier
+    below; None: there is none."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, worth: Callable[[bytes], bool] | None = None) -> None:
         self.limits = limits
+        self._worth = worth
+        self._offered = 0  # the bucket whose last step was a `Demote`
         self.evicted = self.reinserted = 0  # blocks, since the start
         self._index: dict[bytes, int] = {}  # bucket << 32 | ordinal
         self._pending: dict[bytes, int] = {}  # being written → ticket
@@ -41,9 +46,7 @@ class Brain:
         self._victim: int | None = None
         self._hot: deque[tuple[bytes, Place, int]] = deque()  # of the victim, with hits
         self._evicting = False
-        # Difference to the last `take_changes`, in order; no key is in both.
-        self._new: dict[bytes, None] = {}
-        self._gone: dict[bytes, None] = {}
+        self._changes = NetChanges()
 
     # ── look-up ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -141,7 +144,7 @@ class Brain:
         if bucket is None or not wanted:
             return False
         self._index[key] = self._add(bucket, Entry(key, slot.offset, length, checksum), 0)
-        self._note_new(key)
+        self._changes.came(key)
         return True
 
     def is_at(self, key: bytes, place: Place) -> bool:
@@ -168,7 +171,7 @@ class Brain:
             if key in self._index:
                 self._forget(key)
                 del self._index[key]
-                self._note_gone(key)
+                self._changes.went(key)
 
     def bury(self, slot: Slot, keys: Sequence[bytes]) -> bool:
         """The record that says they are removed is written. False: its bucket was lost meanwhile, say it again."""
@@ -192,7 +195,7 @@ class Brain:
             if entry.key in self._index:
                 self._forget(entry.key)
             else:
-                self._note_new(entry.key)
+                self._changes.came(entry.key)
             self._index[entry.key] = self._add(bucket, entry, 0)
         if not bucket.live:
             self._empty.append(number)
@@ -238,7 +241,7 @@ class Brain:
             if not bucket.live:
                 self._empty.append(number)
 
-    def next_step(self, max_bytes: int) -> Reinsert | Drop | None:
+    def next_step(self, max_bytes: int) -> Reinsert | Demote | Drop | None:
         """What to do next to make room; a `Reinsert` holds at most `max_bytes` of payload, or one block."""
         if self._victim is None:
             if (empty := self._next_empty()) is not None:
@@ -253,12 +256,13 @@ class Brain:
             if self.is_at(key, place):
                 blocks.append((key, place, hits))
                 size += place.length
-        return Reinsert(tuple(blocks)) if blocks else self._evict(self._victim)
+        return Reinsert(tuple(blocks)) if blocks else self._leave(self._victim)
 
-    def force(self) -> Drop | None:
-        """No room for the next bucket: the oldest goes at once, hot or not. None: there is none that could."""
+    def force(self) -> Demote | Drop | None:
+        """No room for the next bucket: the oldest goes, hot or not, with this step or the next one. None: there is
+        none that could."""
         oldest = next((bucket.number for bucket in self._buckets.values() if bucket.closed), None)
-        return None if oldest is None else self._evict(oldest)
+        return None if oldest is None else self._leave(oldest)
 
     def discard(self, number: int) -> Drop:
         """All blocks of this bucket are lost or evicted now; its bytes count until `gone`."""
@@ -268,7 +272,7 @@ class Brain:
         for ordinal in self._alive(bucket):
             key = bucket.keys[ordinal]
             del self._index[key]
-            self._note_gone(key)
+            self._changes.went(key)
         if number == self._victim:
             self._victim = None
             self._hot.clear()
@@ -290,21 +294,20 @@ class Brain:
 
     def take_changes(self) -> Changes:
         """How the keys that can be found differ from what they were at the last call; the first call: from none."""
-        changes = Changes(tuple(self._new), tuple(self._gone))
-        self._new, self._gone = {}, {}
-        return changes
+        return self._changes.take()
 
     @property
     def changed(self) -> bool:
         """Whether `take_changes` has something to tell."""
-        return bool(self._new or self._gone)
+        return bool(self._changes)
 
     def check_integrity(self) -> None:
         """AssertionError unless index, buckets and accounts agree. O(blocks)."""
         assert self._used == sum(bucket.size for bucket in self._buckets.values())
         assert self.used_bytes <= self.limits.capacity_bytes, (self.used_bytes, self.limits.capacity_bytes)
         assert list(self._buckets) == sorted(self._buckets) and not self._buckets.keys() & self._going.keys()
-        assert not self._index.keys() & self._pending.keys() and not self._new.keys() & self._gone.keys()
+        assert not self._index.keys() & self._pending.keys()
+        self._changes.check()
         for bucket in self._buckets.values():
             alive = self._alive(bucket)
             assert bucket.live == len(alive)
@@ -377,18 +380,15 @@ class Brain:
         )
         return True
 
+    def _leave(self, number: int) -> Demote | Drop:
+        """What a bucket ends with: once an offer of what is worth it, then its end."""
+        if self._worth is not None and self._offered != number:
+            self._offered, bucket = number, self._buckets[number]
+            going = [ordinal for ordinal in self._alive(bucket) if self._worth(bucket.keys[ordinal])]
+            if going:
+                return Demote(tuple((bucket.keys[ordinal], self._place(number, ordinal)) for ordinal in going))
+        return self._evict(number)
+
     def _evict(self, number: int) -> Drop:
         self.evicted += self._buckets[number].live
         return self.discard(number)
-
-    def _note_new(self, key: bytes) -> None:
-        if key in self._gone:
-            del self._gone[key]
-        else:
-            self._new[key] = None
-
-    def _note_gone(self, key: bytes) -> None:
-        if key in self._new:
-            del self._new[key]
-        else:
-            self._gone[key] = None

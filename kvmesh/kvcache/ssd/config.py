@@ -31,6 +31,7 @@ class SsdConfig:
     reinsert_percent: int = 25
     reinsert_hits: int = 1
     admit_uses: int = 0  # a block is put only if its key was used so often lately (0..15); 0: always
+    demote_uses: int = 1  # what is evicted goes to the tier below if it was used so often since; 0: all of it
     threads: int = 4  # that read
     queue_ops: int = 1024  # waiting gets, and as many puts
     queue_bytes: int = 256 << 20
@@ -43,6 +44,7 @@ class SsdConfig:
     def __post_init__(self) -> None:
         known: list[tuple[str, Callable[[Any], bool], str]] = [
             ("admit_uses", lambda n: 0 <= n <= 15, "must be 0..15"),
+            ("demote_uses", lambda n: 0 <= n < 15, "must be 0..14"),
             ("threads", lambda n: 1 <= n <= 64, "must be 1..64"),
             ("queue_ops", lambda n: n >= 1, "must be at least 1"),
             ("queue_bytes", lambda n: n >= 1, "must be at least 1"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kvmesh.kvcache.ssd.brain import Brain
@@ -13,6 +13,7 @@ from kvmesh.kvcache.ssd.disk import MEDIUM
 from kvmesh.kvcache.ssd.files import BucketFiles
 from kvmesh.kvcache.ssd.plans import Drop, Place
 from kvmesh.kvcache.ssd.sketch import FrequencySketch
+from kvmesh.kvcache.tier_calls import Sink, Teller
 
 log = logging.getLogger(__name__)
 
@@ -91,20 +92,17 @@ class Core:
     on_changes: Callable[[], None] | None
     counts: Counts = field(default_factory=Counts)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    said: bool = False  # `on_changes` was called and `take_changes` was not
+    below: Sink | None = None  # takes what is evicted and worth it
+    teller: Teller = field(init=False)
     files: BucketFiles = field(init=False)
     bury: Callable[[Remove], None] = field(init=False)  # to the writer
 
+    def __post_init__(self) -> None:
+        self.teller = Teller(self.lock, self.on_changes)
+
     def tell(self) -> None:
         """Say that the keys have changed, once until they are taken. Without the lock."""
-        with self.lock:
-            news = self.brain.changed and not self.said
-            self.said = self.said or news
-        if news and self.on_changes is not None:
-            try:
-                self.on_changes()
-            except Exception:
-                log.exception("on_changes")
+        self.teller.tell(lambda: self.brain.changed)
 
     def gone(self, number: int) -> None:
         """The space of a dropped bucket is free."""
@@ -144,16 +142,3 @@ class Core:
             log.warning("block %s in bucket %d is damaged", key.hex(), place.bucket)
             self.bury(Remove((key,)))
             self.tell()
-
-
-def expired(deadline_ns: int | None, now: int) -> bool:
-    """Whether it is too late to begin."""
-    return deadline_ns is not None and deadline_ns <= now
-
-
-def resolve(future: Future[bool], value: bool) -> None:
-    """One that its owner cancelled stays so."""
-    try:
-        future.set_result(value)
-    except InvalidStateError:
-        pass

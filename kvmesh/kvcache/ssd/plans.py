@@ -87,6 +87,13 @@ class Reinsert:
 
 
 @dataclass(frozen=True, slots=True)
+class Demote:
+    """These go with their bucket: offer them to the tier below first, those that are still where it says."""
+
+    blocks: tuple[tuple[bytes, Place], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Drop:
     """The file of this bucket goes; say `gone` when its space is free."""
 

@@ -7,12 +7,13 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from kvmesh.kvcache.ssd.core import Core, Get, expired, resolve
+from kvmesh.kvcache.ssd.core import Core, Get
 from kvmesh.kvcache.ssd.disk import Scratch
 from kvmesh.kvcache.ssd.files import BucketFiles
 from kvmesh.kvcache.ssd.format import PAGE, checksum, record_bytes
 from kvmesh.kvcache.ssd.plans import Place
 from kvmesh.kvcache.ssd.vectors import read_vector
+from kvmesh.kvcache.tier_calls import expired, resolve
 
 log = logging.getLogger(__name__)
 

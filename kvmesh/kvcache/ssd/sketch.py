@@ -39,6 +39,11 @@ class FrequencySketch:
         if self._used >= self._period:
             self._halve()
 
+    def at_least(self, key: bytes, uses: int) -> None:
+        """Elsewhere `key` was seen in use so often lately: no fewer are known here from now on. No use by itself."""
+        for cell in self._cells(key):
+            self._counts[cell] = max(self._counts[cell], min(uses, CAP))
+
     def estimate(self, key: bytes) -> int:
         """About how often `key` was used lately, 0..15."""
         counts = self._counts

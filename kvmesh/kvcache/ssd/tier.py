@@ -25,20 +25,19 @@ from dataclasses import dataclass, replace
 from kvmesh.kvcache.node_store import Changes
 from kvmesh.kvcache.ssd.brain import Brain
 from kvmesh.kvcache.ssd.config import SsdConfig
-from kvmesh.kvcache.ssd.core import Core, Counts, Flush, Get, Put, Remove, resolve
+from kvmesh.kvcache.ssd.core import Core, Counts, Flush, Get, Put, Remove
 from kvmesh.kvcache.ssd.disk import Disk, why_not_direct
 from kvmesh.kvcache.ssd.files import BucketFiles
 from kvmesh.kvcache.ssd.folder import Folder
-from kvmesh.kvcache.ssd.format import KEY_BYTES
+from kvmesh.kvcache.ssd.plans import Drop
 from kvmesh.kvcache.ssd.readers import Readers
 from kvmesh.kvcache.ssd.recovery import Recovery, RecoveryReport
 from kvmesh.kvcache.ssd.sketch import FrequencySketch
 from kvmesh.kvcache.ssd.writer import Writer
-from kvmesh.rpc.errors import ConfigError, InvalidRequest, Unavailable
+from kvmesh.kvcache.tier_calls import Buffer, Sink, checked_key, follow, payload, resolve, right_length, target
+from kvmesh.rpc.errors import ConfigError, Unavailable
 
 log = logging.getLogger(__name__)
-
-Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,8 @@ class SsdStats:
 
 class SsdTier:
     """See above. Thread-safe. ConfigError: see `SsdConfig` and `Folder`; OSError: the folder cannot be read.
-    `on_changes()` is called from a thread of the tier when `take_changes` has news, once until that is called."""
+    `on_changes()` is called from a thread of the tier when `take_changes` has news, once until that is called. `below`:
+    is offered what is evicted and was used `demote_uses` times beside having been put."""
 
     def __init__(
         self,
@@ -71,13 +71,16 @@ class SsdTier:
         on_changes: Callable[[], None] | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
         disk: Disk | None = None,
+        below: Sink | None = None,
     ) -> None:
         self.config = config
         disk = disk or Disk()
         self._folder = Folder(config.path, config.identity, config.on_mismatch)
         try:
             self.why_not_direct = _direct(config, disk)
-            self._core = core = Core(Brain(config.limits), FrequencySketch(config.sketch_keys), clock, on_changes)
+            sketch, least = FrequencySketch(config.sketch_keys), config.demote_uses
+            worth = (lambda key: not least or sketch.estimate(key) > least) if below is not None else None
+            self._core = core = Core(Brain(config.limits, worth), sketch, clock, on_changes, below=below)
             core.files = BucketFiles(
                 self._folder, disk, core.gone, direct=not self.why_not_direct, max_open=config.max_open_files
             )
@@ -113,7 +116,7 @@ class SsdTier:
 
     def put_many(self, blocks: Sequence[tuple[bytes, Buffer]], *, deadline_ns: int | None = None) -> list[Future[bool]]:
         """As many futures, in order. Side by side they lie best for `get_many_into`: put a chain in its order."""
-        checked = [(self._key(key), self._payload("data", data)) for key, data in blocks]
+        checked = [(checked_key(key), payload("data", data, self._max_length)) for key, data in blocks]
         futures: list[Future[bool]] = []
         puts: list[Put] = []
         with self._core.lock:
@@ -137,15 +140,14 @@ class SsdTier:
         self, blocks: Sequence[tuple[bytes, memoryview]], *, deadline_ns: int | None = None
     ) -> list[Future[bool]]:
         """As many futures, in order; what lies side by side is read in one call."""
-        checked = [(self._key(key), self._target(into)) for key, into in blocks]
+        checked = [(checked_key(key), target(into, self._max_length)) for key, into in blocks]
         gets: list[Get] = []
         misses: list[Future[bool]] = []
         futures: list[Future[bool]] = []
         with self._core.lock:
             places = [self._core.brain.lookup(key) for key, _ in checked]
             for (_, view), place in zip(checked, places, strict=True):
-                if place is not None and place.length != len(view):
-                    raise InvalidRequest.of("into", f"{len(view)} bytes", f"the block has {place.length}")
+                right_length(view, None if place is None else place.length)
             for (key, view), place in zip(checked, places, strict=True):
                 self._core.sketch.add(key)
                 future: Future[bool] = Future()
@@ -178,7 +180,7 @@ class SsdTier:
     def remove(self, keys: Iterable[bytes]) -> Future[bool]:
         """None of them is found from now on (reads that have begun end). True: nor after a restart or a power loss;
         False: that could not be written, say it again."""
-        checked = [self._key(key) for key in keys]
+        checked = [checked_key(key) for key in keys]
         future: Future[bool] = Future()
         future.set_running_or_notify_cancel()
         if not checked:
@@ -195,7 +197,7 @@ class SsdTier:
     def take_changes(self) -> Changes:
         """How `keys` differs from what it was at the last call; the first call: from none."""
         with self._core.lock:
-            self._core.said = False
+            self._core.teller.taken()
             return self._core.brain.take_changes()
 
     # ── advice: how often keys were used lately ──────────────────────────────────────────────────────
@@ -205,6 +207,11 @@ class SsdTier:
         with self._core.lock:
             for key in keys:
                 self._core.sketch.add(key)
+
+    def used(self, key: bytes, uses: int) -> None:
+        """It was seen in use so often elsewhere: what is put here now is no stranger."""
+        with self._core.lock:
+            self._core.sketch.at_least(key, uses)
 
     def uses(self, key: bytes) -> int:
         """About how often it was used lately, 0..15."""
@@ -272,7 +279,8 @@ class SsdTier:
         recovery = Recovery(self._folder, files, brain, self.config.verify)
         report = recovery.run()
         while brain.used_bytes > self.config.capacity_bytes and (step := brain.force()) is not None:
-            files.drop(step.bucket)  # it was made smaller
+            if isinstance(step, Drop):  # it was made smaller; nothing is demoted before there is a writer
+                files.drop(step.bucket)
         report.blocks = len(brain)
         if report.blocks or report.unusable:
             log.info("%s: %s", self.config.path, report)
@@ -302,8 +310,7 @@ class SsdTier:
                 future.set_result(False)
             else:
                 core.counts.present += 1
-                future.set_running_or_notify_cancel()
-                first.add_done_callback(lambda done: resolve(future, _stored(done)))
+                follow(first, future)
             return None
         self._writing[key] = future
         future.add_done_callback(lambda done: self._written(key, done))
@@ -326,29 +333,6 @@ class SsdTier:
                     self._core.counts.busy += len(part)
                 for get in part:
                     resolve(get.future, False)
-
-    def _payload(self, field: str, data: Buffer) -> memoryview:
-        view = memoryview(data)
-        if not view.c_contiguous:
-            raise InvalidRequest.of(field, view.strides, "must be contiguous")
-        view = view.cast("B")
-        if not 0 < len(view) <= self._max_length:
-            raise InvalidRequest.of(field, f"{len(view)} bytes", f"must be 1..{self._max_length}")
-        return view
-
-    def _target(self, into: memoryview) -> memoryview:
-        if memoryview(into).readonly:
-            raise InvalidRequest.of("into", "read-only memory", "must be writable")
-        return self._payload("into", into)
-
-    def _key(self, key: bytes) -> bytes:
-        if len(key) != KEY_BYTES:
-            raise InvalidRequest.of("key", key.hex(), f"must be {KEY_BYTES} bytes")
-        return bytes(key)
-
-
-def _stored(future: Future[bool]) -> bool:
-    return not future.cancelled() and future.result()
 
 
 def _direct(config: SsdConfig, disk: Disk) -> str:

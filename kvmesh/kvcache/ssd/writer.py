@@ -13,8 +13,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvmesh.kvcache.ssd.appender import BATCH_BYTES, BATCH_RECORDS, Appender, Record
-from kvmesh.kvcache.ssd.core import Core, Flush, Put, Remove, expired, resolve
+from kvmesh.kvcache.ssd.core import Core, Flush, Put, Remove
 from kvmesh.kvcache.ssd.format import KEY_BYTES, checksum
+from kvmesh.kvcache.tier_calls import expired, resolve
 
 log = logging.getLogger(__name__)
 
