@@ -336,18 +336,22 @@ class ListBlocksResponse(_message.Message):
 
     KEYS_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
     keys: _builtins.bytes
     seq: _builtins.int
-    """of the last announcement batch that includes them"""
+    """of the last announcement batch of this tier that includes them"""
+    tier: _common_pb2.Tier.ValueType
+    """that they lie in; of each tier there is at least one message"""
     def __init__(
         self,
         *,
         keys: _builtins.bytes = ...,
         seq: _builtins.int = ...,
+        tier: _common_pb2.Tier.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "seq", b"seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "seq", b"seq", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -466,6 +470,8 @@ class TierCounters(_message.Message):
     READ_NS_FIELD_NUMBER: _builtins.int
     BYTES_PER_S_FIELD_NUMBER: _builtins.int
     WHY_NOT_FIELD_NUMBER: _builtins.int
+    DEMOTED_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
     tier: _common_pb2.Tier.ValueType
     capacity_bytes: _builtins.int
     used_bytes: _builtins.int
@@ -483,6 +489,10 @@ class TierCounters(_message.Message):
     """of reads, recent mean"""
     why_not: _builtins.str
     """not in use, or slower than it could be, and why"""
+    demoted: _builtins.int
+    """blocks that came from the tier above, which evicted them"""
+    dropped: _builtins.int
+    """... that were to come and did not: no room on the way, or this tier failed"""
     def __init__(
         self,
         *,
@@ -499,10 +509,12 @@ class TierCounters(_message.Message):
         read_ns: _builtins.int = ...,
         bytes_per_s: _builtins.int = ...,
         why_not: _builtins.str = ...,
+        demoted: _builtins.int = ...,
+        dropped: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes_per_s", b"bytes_per_s", "capacity_bytes", b"capacity_bytes", "evicted", b"evicted", "hits", b"hits", "misses", b"misses", "promoted", b"promoted", "read_bytes", b"read_bytes", "read_ns", b"read_ns", "tier", b"tier", "used_bytes", b"used_bytes", "why_not", b"why_not", "written_bytes", b"written_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes_per_s", b"bytes_per_s", "capacity_bytes", b"capacity_bytes", "demoted", b"demoted", "dropped", b"dropped", "evicted", b"evicted", "hits", b"hits", "misses", b"misses", "promoted", b"promoted", "read_bytes", b"read_bytes", "read_ns", b"read_ns", "tier", b"tier", "used_bytes", b"used_bytes", "why_not", b"why_not", "written_bytes", b"written_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

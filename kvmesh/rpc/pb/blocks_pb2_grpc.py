@@ -132,7 +132,7 @@ class NodeStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListBlocks(self, request, context):
-        """Every sealed key: the truth that the master's map should equal.
+        """Every sealed key, tier by tier, the fastest first: the truth that the master's map should equal.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -45,7 +45,7 @@ class NodeStoreStub:
     Pull: _grpc.UnaryUnaryMultiCallable[_blocks_pb2.PullBlocksRequest, _blocks_pb2.PullBlocksResponse]
     """Ask this node to copy blocks from others into its own segment (nobody writes into another's)."""
     ListBlocks: _grpc.UnaryStreamMultiCallable[_blocks_pb2.ListBlocksRequest, _blocks_pb2.ListBlocksResponse]
-    """Every sealed key: the truth that the master's map should equal."""
+    """Every sealed key, tier by tier, the fastest first: the truth that the master's map should equal."""
     GetStore: _grpc.UnaryUnaryMultiCallable[_blocks_pb2.GetNodeStoreRequest, _blocks_pb2.GetNodeStoreResponse]
     Exists: _grpc.UnaryUnaryMultiCallable[_blocks_pb2.ExistsRequest, _blocks_pb2.ExistsResponse]
     """Which of these blocks are here, where, and how long. No use of them: nothing is touched."""
@@ -80,7 +80,7 @@ class NodeStoreAsyncStub(NodeStoreStub):
     Pull: _aio.UnaryUnaryMultiCallable[_blocks_pb2.PullBlocksRequest, _blocks_pb2.PullBlocksResponse]  # type: ignore[assignment]
     """Ask this node to copy blocks from others into its own segment (nobody writes into another's)."""
     ListBlocks: _aio.UnaryStreamMultiCallable[_blocks_pb2.ListBlocksRequest, _blocks_pb2.ListBlocksResponse]  # type: ignore[assignment]
-    """Every sealed key: the truth that the master's map should equal."""
+    """Every sealed key, tier by tier, the fastest first: the truth that the master's map should equal."""
     GetStore: _aio.UnaryUnaryMultiCallable[_blocks_pb2.GetNodeStoreRequest, _blocks_pb2.GetNodeStoreResponse]  # type: ignore[assignment]
     Exists: _aio.UnaryUnaryMultiCallable[_blocks_pb2.ExistsRequest, _blocks_pb2.ExistsResponse]  # type: ignore[assignment]
     """Which of these blocks are here, where, and how long. No use of them: nothing is touched."""
@@ -142,7 +142,7 @@ class NodeStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _blocks_pb2.ListBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_blocks_pb2.ListBlocksResponse], _abc.AsyncIterator[_blocks_pb2.ListBlocksResponse]]:
-        """Every sealed key: the truth that the master's map should equal."""
+        """Every sealed key, tier by tier, the fastest first: the truth that the master's map should equal."""
 
     @_abc_1.abstractmethod
     def GetStore(
