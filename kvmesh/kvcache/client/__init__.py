@@ -6,6 +6,7 @@ from kvmesh.kvcache.client.config import ClientConfig
 from kvmesh.kvcache.client.directory import Quota, Removed
 from kvmesh.kvcache.client.holding import Place
 from kvmesh.kvcache.client.memory import Buffer, Data, Span
+from kvmesh.kvcache.client.moving import Moved
 from kvmesh.kvcache.client.naming import content_key
 from kvmesh.kvcache.client.ownkeys import Ref
 from kvmesh.kvcache.client.prefetching import Policy
@@ -18,6 +19,7 @@ __all__ = [
     "ClientConfig",
     "Data",
     "Got",
+    "Moved",
     "Pin",
     "Place",
     "Policy",

@@ -8,23 +8,15 @@ import logging
 import time
 from collections.abc import Sequence
 
-import grpc
-
 from kvmesh.kvcache.client.choice import Here, Holder, Replica
 from kvmesh.kvcache.client.directory import Directory
 from kvmesh.kvcache.client.hints import Hints
 from kvmesh.kvcache.client.peers import Peers
 from kvmesh.kvcache.client.placement import Candidate
-from kvmesh.rpc import status
+from kvmesh.kvcache.client.pulling import AT_ONCE, PULL_MS, portions, pull
 from kvmesh.rpc.errors import KvmeshError, Unavailable
-from kvmesh.rpc.pb import blocks_pb2 as pb
-from kvmesh.rpc.pb import common_pb2
 
 log = logging.getLogger(__name__)
-
-PULL_BLOCKS = 512  # of one call
-PULL_MS = 60_000  # at most
-AT_ONCE = 4  # calls
 
 
 class Policy(enum.Enum):
@@ -79,14 +71,14 @@ class Prefetcher:
     async def _pull(
         self, near: Candidate, wanted: dict[bytes, list[Replica]], had: dict[bytes, bool], timeout_s: float
     ) -> None:
-        keys = list(wanted)
         turns = asyncio.Semaphore(AT_ONCE)
         deadline = time.monotonic() + timeout_s
 
-        async def some(part: list[bytes]) -> None:
+        async def some(part: Sequence[bytes]) -> None:
             async with turns:
                 try:
-                    held = await self._ask(near, part, wanted, deadline)
+                    holders = (replica.holder for key in part for replica in wanted[key])
+                    held = await pull(self._peers, near.address, part, holders, deadline)
                 except KvmeshError as error:
                     log.info("prefetch of %d blocks to %s: %s", len(part), near.store_id, error.message)
                     return
@@ -97,27 +89,7 @@ class Prefetcher:
                     nearer = Replica(Holder(near.store_id, near.address, near.incarnation, near.node_id))
                     self._hints.learn(key, [nearer, *wanted[key]], now)
 
-        await asyncio.gather(*(some(keys[at : at + PULL_BLOCKS]) for at in range(0, len(keys), PULL_BLOCKS)))
-
-    async def _ask(
-        self, near: Candidate, part: list[bytes], wanted: dict[bytes, list[Replica]], deadline: float
-    ) -> bytes:
-        lives = {(r.holder.store_id, r.holder.incarnation): r.holder for key in part for r in wanted[key]}
-        left_s = max(deadline - time.monotonic(), 0.001)
-        request = pb.PullBlocksRequest(
-            keys=b"".join(part),
-            holders=[
-                common_pb2.InstanceRef(instance_id=h.store_id, address=h.address, incarnation=h.incarnation)
-                for h in lives.values()
-            ],
-            timeout_ms=max(1, min(int(left_s * 1000), PULL_MS)),
-            background=True,
-        )
-        async with self._peers.use(near.address) as peer:
-            try:
-                return (await peer.stub.Pull(request, timeout=left_s + 1)).held
-            except grpc.RpcError as error:
-                raise status.from_rpc_error(error) from None
+        await asyncio.gather(*map(some, portions(list(wanted))))
 
     async def close(self) -> None:
         """Nobody waits for what is under way; the node goes on by itself."""

@@ -19,6 +19,7 @@ from kvmesh.kvcache.client.config import ClientConfig
 from kvmesh.kvcache.client.directory import Quota, Removed
 from kvmesh.kvcache.client.holding import Place
 from kvmesh.kvcache.client.memory import Buffer
+from kvmesh.kvcache.client.moving import Moved
 from kvmesh.kvcache.client.ownkeys import Ref
 from kvmesh.kvcache.client.prefetching import Policy
 from kvmesh.kvcache.client.reading import Got
@@ -154,6 +155,12 @@ class SyncStoreClient:
 
     def change_replica(self, refs: Sequence[Ref], replicas: int, **options: Any) -> list[int]:
         return self._run(self.client.change_replica(refs, replicas, **options))
+
+    def copy(self, refs: Sequence[Ref], *, to: str, **options: Any) -> list[Moved]:
+        return self._run(self.client.copy(refs, to=to, **options))
+
+    def move(self, refs: Sequence[Ref], *, to: str, source: str | None = None, **options: Any) -> list[Moved]:
+        return self._run(self.client.move(refs, to=to, source=source, **options))
 
     def prefetch(self, refs: Sequence[Ref], policy: Policy = Policy.BEST_EFFORT, **options: Any) -> list[bool]:
         return self._run(self.client.prefetch(refs, policy, **options))

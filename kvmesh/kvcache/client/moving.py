@@ -1,0 +1,270 @@
+"""Copies and moves of blocks to a node that the caller names.
+
+A copy is pulled by its receiver. A move is a copy that is there, and then the end of the old one. In between the new
+one is leased, and the old holder spares what is leased where it lies: of two who move a block past one another one is
+told so and comes again, and a master that trims copies leaves the new one alone. So at no moment has nobody the block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+
+from kvmesh.kvcache.client.choice import Holder, Replica
+from kvmesh.kvcache.client.directory import Directory
+from kvmesh.kvcache.client.hints import Hints
+from kvmesh.kvcache.client.holding import Holding, Place
+from kvmesh.kvcache.client.peers import Peers
+from kvmesh.kvcache.client.pulling import AT_ONCE, portions, pull
+from kvmesh.rpc import status
+from kvmesh.rpc.errors import DeadlinePassed, InvalidRequest, KvmeshError
+from kvmesh.rpc.pb import blocks_pb2 as pb
+
+GUARD_MS = 3_000  # the new copy is leased so long: also a moment after the old one has gone, as a master may be about
+# to trim the new one who has just heard that the old one is there
+CALL_S = 2.0  # a node that has not answered by then has not done it
+AGAIN_S = (0.02, 0.5)  # after which what was leased is tried again: doubling, up to the second
+PINNED, LEASED = 1, 2  # why a node spared a block
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What became of one block. `held`: the receiver has it now. `source`: the node whose copy has gone; "": none has.
+    `pinned`: its hard pin came along. `cause`: why not all that was asked for was done; "": it was."""
+
+    key: bytes
+    held: bool = False
+    source: str = ""
+    pinned: bool = False
+    cause: str = ""
+
+
+NO_BLOCK = Moved(b"", cause="no block has that name")
+
+
+@dataclass(slots=True)
+class _Work:
+    """One call's. `source`: as the caller named it. `places`: who said that he has each key; `done`: what is known of
+    it by now."""
+
+    to: Holder
+    deadline: float
+    moving: bool = False
+    source: str | None = None
+    places: dict[bytes, list[Place]] = field(default_factory=dict)
+    done: dict[bytes, Moved] = field(default_factory=dict)
+
+    def note(self, key: bytes, **changes: object) -> None:
+        self.done[key] = replace(self.done[key], **changes)  # type: ignore[arg-type]
+
+    def others(self, key: bytes) -> list[Holder]:
+        return [place.holder for place in self.places[key] if place.holder.store_id != self.to.store_id]
+
+    def leaving(self, key: bytes) -> list[Holder]:
+        """Whose copy may be meant to go."""
+        return [one for one in self.others(key) if self.source in (None, one.store_id)]
+
+    def here(self, key: bytes) -> bool:
+        return len(self.others(key)) < len(self.places[key])
+
+    def unclear(self, key: bytes) -> str:
+        """Why nothing can be done with it."""
+        if not self.places[key]:
+            return "no node has it"
+        leaving = self.leaving(key)
+        if self.moving and len(leaving) > 1:
+            names = ", ".join(sorted(one.store_id for one in leaving))
+            return f"{names} have it: name the one whose copy is to go"
+        if self.moving and not leaving and not self.here(key):
+            return f"{self.source} does not have it"
+        return ""
+
+
+@dataclass(slots=True)
+class _Guard:
+    """Leases at the receiver: of `keys`, until then (monotonic)."""
+
+    keys: list[bytes]
+    leases: list[int]
+    until: float
+
+
+class Mover:
+    """On the event loop. `rng`: how long those who are in each other's way wait."""
+
+    def __init__(self, peers: Peers, directory: Directory, holding: Holding, hints: Hints, rng: random.Random) -> None:
+        self._peers = peers
+        self._directory = directory
+        self._holding = holding
+        self._hints = hints
+        self._rng = rng
+
+    async def copy(self, keys: Sequence[bytes], to: str, deadline: float) -> dict[bytes, Moved]:
+        """Of each key. InvalidRequest: no such node."""
+        work = _Work(await self._node(to, deadline), deadline)
+        await self._copy(work, dict.fromkeys(keys))
+        return work.done
+
+    async def move(self, keys: Sequence[bytes], to: str, source: str | None, deadline: float) -> dict[bytes, Moved]:
+        """As `copy`; a copy that is in use when it is to go is tried again until `deadline`."""
+        if source == to:
+            raise InvalidRequest.of("source", source, "is the node to which the blocks are to be moved")
+        work = _Work(await self._node(to, deadline), deadline, True, source)
+        await self._copy(work, dict.fromkeys(keys))
+        todo, wait = list(work.done), AGAIN_S[0]
+        while todo := await self._all_handed_over(work, todo):
+            if time.monotonic() + wait > deadline:
+                break
+            await asyncio.sleep(wait * self._rng.uniform(0.5, 1))
+            wait = min(2 * wait, AGAIN_S[1])
+            try:
+                await self._copy(work, todo)  # whoever moved them the other way may have removed the new copy
+            except KvmeshError:
+                break  # what has been done so far is known
+        return work.done
+
+    async def _node(self, name: str, deadline: float) -> Holder:
+        told = await self._directory.status(max(deadline - time.monotonic(), 0.001))
+        members = {one.member.store_id or one.member.instance.instance_id: one.member for one in told.stores}
+        if (found := members.get(name)) is None:
+            raise InvalidRequest.of("to", name, f"no such node; there are {', '.join(sorted(members)) or 'none'}")
+        return Holder(name, found.instance.address, found.instance.incarnation, found.node_id)
+
+    # ── copies ───────────────────────────────────────────────────────────────────────────────────────
+
+    async def _copy(self, work: _Work, keys: Iterable[bytes]) -> None:
+        """What is missing is pulled; never raises for one block."""
+        keys = list(keys)
+        work.places |= await self._holding.places(keys, work.deadline)
+        wanted = []
+        for key in keys:
+            why, here = work.unclear(key), work.here(key)
+            work.done[key] = replace(work.done.get(key, Moved(key)), held=here, cause=why)
+            if not (why or here):
+                wanted.append(key)
+        turns = asyncio.Semaphore(AT_ONCE)
+
+        async def some(part: Sequence[bytes]) -> None:
+            holders = [holder for key in part for holder in work.others(key)]
+            why = "it could not be read in time, was removed meanwhile, or does not fit there"
+            held = bytes(len(part))
+            async with turns:
+                try:
+                    held = await pull(self._peers, work.to.address, part, holders, work.deadline)
+                except KvmeshError as error:
+                    why = error.message
+            now = time.monotonic()
+            for key, here in zip(part, held, strict=True):
+                work.note(key, held=bool(here), cause="" if here else f"{work.to.store_id} has not taken it: {why}")
+                if here:  # the master will hear of it soon
+                    self._hints.learn(key, [Replica(work.to), *map(Replica, work.others(key))], now)
+
+        await asyncio.gather(*map(some, portions(wanted)))
+
+    # ── the end of the old copy ──────────────────────────────────────────────────────────────────────
+
+    async def _all_handed_over(self, work: _Work, keys: Iterable[bytes]) -> list[bytes]:
+        """What is at the receiver goes where it came from; what is to be tried again."""
+        by_source: dict[Holder, list[bytes]] = {}
+        for key in keys:
+            if work.done[key].held and not work.done[key].cause:
+                for old in work.leaving(key):
+                    by_source.setdefault(old, []).append(key)
+        parts = [(old, part) for old, some in by_source.items() for part in portions(some)]
+        ends = await asyncio.gather(*(self._handed_over(work, old, part) for old, part in parts))
+        return [key for some in ends for key in some]
+
+    async def _handed_over(self, work: _Work, old: Holder, keys: Sequence[bytes]) -> list[bytes]:
+        """Have `old` let go of what the receiver has under lease; which were in use there, or have left the receiver
+        meanwhile."""
+        again: list[bytes] = []
+        try:
+            guard = await self._guard(work, keys)
+            left = [key for key in keys if key not in set(guard.keys)]
+            for key in left:
+                work.note(key, held=False, cause=f"{work.to.store_id} has let go of it again")
+            spared = await self._let_go(work, old, guard.keys, guard.until, pinned=True)
+            if hard := [key for key, why in spared.items() if why == PINNED]:
+                spared |= await self._let_go(work, old, await self._pin(work, hard), guard.until, pinned=False)
+            again = left + [key for key, why in spared.items() if why == LEASED]
+            if guard.leases and len(again) > len(left):  # whoever moves them the other way must find them free
+                await self._guard(work, [key for key in keys if work.done[key].source])
+                request = pb.ReleaseBlocksRequest(lease_id=guard.leases[0], also=guard.leases[1:])
+                await self._ask(work.to, "ReleaseLease", request, work.deadline)
+        except KvmeshError as error:
+            for key in keys:
+                if not work.done[key].source:
+                    work.note(key, cause=f"the copy at {old.store_id} stays: {error.message}")
+        return again
+
+    async def _guard(self, work: _Work, keys: Sequence[bytes]) -> _Guard:
+        """Those that the receiver has are leased, and nobody gives the leases back. KvmeshError."""
+        guard = _Guard([], [], time.monotonic() + GUARD_MS / 1000)
+        if not keys:
+            return guard
+        told = await self._ask(work.to, "Exists", pb.ExistsRequest(keys=b"".join(keys)), work.deadline)
+        by_layout: dict[str, list[bytes]] = {}
+        for key, tier, at in zip(keys, told.tiers, told.layout, strict=True):
+            if tier:
+                by_layout.setdefault(told.layouts[at], []).append(key)
+        for layout, some in by_layout.items():
+            request = pb.LeaseRequest(
+                reader="move",
+                holder_incarnation=work.to.incarnation,
+                keys=b"".join(some),
+                lease_ms=GUARD_MS,
+                layout=layout,
+            )
+            asked = time.monotonic()
+            answer = await self._ask(work.to, "Lease", request, work.deadline)
+            if answer.lease_id:
+                guard.keys.extend(key for key, here in zip(some, answer.held, strict=True) if here)
+                guard.leases.append(answer.lease_id)
+                guard.until = min(guard.until, asked + answer.lease_ms * 0.0009)
+        return guard
+
+    async def _pin(self, work: _Work, keys: Sequence[bytes]) -> list[bytes]:
+        """Those that are pinned hard at the receiver now. KvmeshError."""
+        request = pb.PinBlocksRequest(keys=b"".join(keys), kind=pb.PIN_KIND_HARD)
+        answer = await self._ask(work.to, "Pin", request, work.deadline)
+        pinned = [key for key, done in zip(keys, answer.done, strict=True) if done]
+        for key in pinned:
+            work.note(key, pinned=True)
+        return pinned
+
+    async def _let_go(
+        self, work: _Work, old: Holder, keys: Sequence[bytes], until: float, *, pinned: bool
+    ) -> dict[bytes, int]:
+        """Why `old` has not removed some of them. `until`: when the guard ends. `pinned`: those that are pinned hard
+        there are to stay. KvmeshError."""
+        if not keys:
+            return {}
+        request = pb.RemoveBlocksRequest(keys=b"".join(keys), spare_leased=True, spare_pinned=pinned)
+        answer = await self._ask(old, "Remove", request, min(until, work.deadline))
+        spared = dict(zip(keys, answer.spared, strict=True))
+        for key, why in spared.items():
+            if not why:
+                work.note(key, source=old.store_id, cause="")
+                self._hints.forget_holder(key, {old.store_id})
+            else:
+                in_use = "it is in use there" if why == LEASED else "it could not be pinned at its new place"
+                work.note(key, cause=f"the copy at {old.store_id} stays: {in_use}")
+        return {key: why for key, why in spared.items() if why}
+
+    async def _ask(self, node: Holder, method: str, request: Message, deadline: float) -> Any:
+        """KvmeshError."""
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise DeadlinePassed("there is no time left for it")
+        async with self._peers.use(node.address) as peer:
+            try:
+                return await getattr(peer.stub, method)(request, timeout=min(CALL_S, left_s))
+            except grpc.RpcError as error:
+                raise status.from_rpc_error(error) from None
