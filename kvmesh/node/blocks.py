@@ -26,6 +26,7 @@ from kvmesh.node.announcing import Announcing
 from kvmesh.node.block_rpcs import counted
 from kvmesh.node.block_servicer import SERVICE, NodeStoreServicer
 from kvmesh.node.copies import Copies
+from kvmesh.node.doors import Doors
 from kvmesh.node.leasing import Leasing
 from kvmesh.node.offload import Offload
 from kvmesh.node.partitions import Partitions
@@ -90,7 +91,7 @@ class Blocks:
         self.leasing = Leasing(partitions)
         self.sums = SumDesk(ranks)
         folder = tiers.path if tiers is not None and not tiers.url else None
-        self.removals = RemovalDesk(partitions, self.forget, self.lower_keys, folder, again=returning is not None)
+        self.removals = RemovalDesk(partitions, self.forget, self._lower_names, folder, again=returning is not None)
         refuses = self.removals.refuses
         self._pulls = Pulls(own.instance_id, ranks, segments, self._peers, lease_ms, refuses, self._tiering)
         self._returning = returning
@@ -104,6 +105,7 @@ class Blocks:
         self._lower_tiers: dict[Tier, Announcer] = {}
         self._announcing: Announcing | None = None
         self._servicer = NodeStoreServicer(self)
+        self.doors = Doors(self._servicer, own.incarnation)
         self._offload: Offload | None = None
         if offload_percent < 100:
             self._offload = Offload(partitions.all()[0], offload_percent, self._peers, ref, random.Random())
@@ -256,6 +258,7 @@ class Blocks:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.doors.close()
         if self._tiering is not None:
             await self._tiering.close()
         await self._pulls.close()
@@ -270,10 +273,6 @@ class Blocks:
     @property
     def segments(self) -> Sequence[tuple[str, bytes]]:
         return [(rank.ready.engine_name, rank.ready.descriptor) for rank in self._ranks]
-
-    @property
-    def doors(self) -> pb.DoorsResponse:
-        return pb.DoorsResponse(incarnation=self.ref.incarnation)
 
     @property
     def announced_seq(self) -> int:
@@ -320,8 +319,12 @@ class Blocks:
         return self._tiering.below(layout, key) if self._tiering is not None else None
 
     def lower_keys(self) -> list[bytes]:
-        """Of all blocks in tiers below DRAM, or about to come back from an earlier life. O(blocks)."""
-        below = self._tiering.source.keys() if self._tiering is not None else []
+        """Of all blocks in tiers below DRAM. O(blocks)."""
+        return self._tiering.source.keys() if self._tiering is not None else []
+
+    def _lower_names(self) -> list[bytes]:
+        """See `RemovalDesk`."""
+        below = self._tiering.source.named() if self._tiering is not None else []
         return below if self._returning is None else [*below, *self._returning()]
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────

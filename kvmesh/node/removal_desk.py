@@ -1,4 +1,10 @@
-"""Carries out removals in every tier of this node, and remembers beside its SSD which tombstones it has applied."""
+"""Carries out removals in every tier of this node, and remembers beside its SSD which tombstones it has applied.
+
+A removal by prefix lists in its first turn, by copying whole tables, every key that is sealed, being written or in a
+lower tier; it looks through these names, and removes key by key in all tiers at once, in later turns. So a block of
+then goes whichever tier it moves to meanwhile, and one that came later stays, unless it has the key of one that goes:
+both were put before the removal was acknowledged. What was under way when it began is not sealed, see `Watch`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +25,8 @@ from kvmesh.rpc.pb import store_pb2 as pb_store
 log = logging.getLogger(__name__)
 
 FILE = "removed_seq"
-SLICE = 4096  # keys in one turn of the loop
+SLICE = 4096  # keys removed in one turn of the loop
+LOOK = 16_384  # keys compared with a prefix in one turn: about a millisecond
 
 
 class Forget(Protocol):
@@ -29,9 +36,9 @@ class Forget(Protocol):
 
 
 class RemovalDesk:
-    """`folder`: of the SSD tier, None: there is none, and what was removed is gone with the process. `again`: all
-    tombstones are wanted again, as something may come back that was not there when they were applied. ConfigError: the
-    number there cannot be read."""
+    """`lower_keys`: of all blocks below DRAM, also of those that only some ranks have. `folder`: of the SSD tier, None:
+    there is none, and what was removed is gone with the process. `again`: all tombstones are wanted again, as something
+    may come back that was not there when they were applied. ConfigError: the number there cannot be read."""
 
     def __init__(
         self,
@@ -80,14 +87,9 @@ class RemovalDesk:
 
     async def _remove(self, keys: Sequence[bytes], prefix: bytes, seq: int) -> int:
         self._removals.removing(keys, prefix, seq)
-        found = list(keys)
-        if prefix:
-            found = self._with(prefix)
         removed = 0
-        for start in range(0, len(found), SLICE):
-            if start:
-                await asyncio.sleep(0)
-            removed += await self._forget(found[start : start + SLICE])
+        async for some in _matching(self._names(), prefix) if prefix else _slices(keys):
+            removed += await self._forget(some)
         return removed
 
     async def apply(self, told: Sequence[pb_store.Tombstone]) -> None:
@@ -102,7 +104,7 @@ class RemovalDesk:
                     removed = await self._remove(tombstone.keys, tombstone.prefix, tombstone.seq)
                 else:
                     self._removals.everything(tombstone.seq)
-                    removed = await self._remove(self._with(b""), b"", 0)
+                    removed = await self._remove(self._names(), b"", 0)
                 self._removals.done(tombstone.seq)
                 log.info("tombstone %d: %d blocks removed", tombstone.seq, removed)
             self._removals.done(last)
@@ -112,13 +114,29 @@ class RemovalDesk:
                 except OSError as error:
                     raise Unavailable(f"removed_seq={last} could not be written to {self._path}: {error}") from error
 
-    def _with(self, prefix: bytes) -> list[bytes]:
-        """Every key that begins so: sealed, being written, or in a lower tier. O(blocks)."""
-        known = dict.fromkeys(key for key in self._lower_keys() if key.startswith(prefix))
+    def _names(self) -> list[bytes]:
+        """Every key that is sealed, being written, or in a lower tier; some twice. Of a million some 10 ms."""
+        names = self._lower_keys()
         for partition in self._partitions.all():
-            here = (*partition.store.keys(), *partition.store.written())
-            known.update(dict.fromkeys(key for key in here if key.startswith(prefix)))
-        return list(known)
+            names += partition.store.keys()
+            names += partition.store.written()
+        return names
+
+
+async def _slices(keys: Sequence[bytes]) -> AsyncIterator[Sequence[bytes]]:
+    for start in range(0, len(keys), SLICE):
+        if start:
+            await asyncio.sleep(0)
+        yield keys[start : start + SLICE]
+
+
+async def _matching(names: Sequence[bytes], prefix: bytes) -> AsyncIterator[Sequence[bytes]]:
+    for start in range(0, len(names), LOOK):
+        if start:
+            await asyncio.sleep(0)
+        found = list(dict.fromkeys([name for name in names[start : start + LOOK] if name.startswith(prefix)]))
+        async for some in _slices(found):
+            yield some
 
 
 def _read(path: Path | None) -> int:

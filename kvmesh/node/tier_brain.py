@@ -38,6 +38,10 @@ class Contents:
         """O(blocks)."""
         return [key for key, ranks in self._ranks.items() if ranks == self._all]
 
+    def named(self) -> list[bytes]:
+        """Of blocks that any rank has. A copy of a table: 10 ns a block."""
+        return list(self._ranks)
+
     def changed(
         self, rank: int, sealed: Sequence[bytes], removed: Iterable[bytes], sizes: Sequence[int] = ()
     ) -> Changes:
@@ -97,6 +101,10 @@ class TierSource:
     def keys(self) -> list[bytes]:
         """O(blocks)."""
         return list(dict.fromkeys(itertools.chain.from_iterable(part.keys() for part in self.parts)))
+
+    def named(self) -> list[bytes]:
+        """Of blocks that any rank has, some twice. A copy of tables: 10 ns a block."""
+        return list(itertools.chain.from_iterable(part.named() for part in self.parts))
 
     def holds(self, key: bytes) -> bool:
         """Whether any part has it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.node import removal_desk
 from kvmesh.node.partitions import OnePartition, Partition
 from kvmesh.node.removal_desk import FILE, RemovalDesk
 from kvmesh.node.removals import Removals, Tombstone
@@ -110,15 +111,16 @@ class Bench:
         self.partitions = OnePartition(Partition("l", 4096, self.store, (0,)))
         self.below: set[bytes] = set()
         self.broken = False
-        self.desk = RemovalDesk(self.partitions, self.forget, lambda: list(self.below), folder)
+        self.desk = RemovalDesk(self.partitions, self.forget, lambda: sorted(self.below), folder)
 
     async def forget(self, keys: Sequence[bytes], /) -> int:
         here = {key for key, was in zip(keys, self.store.remove(keys), strict=True) if was}
+        if not self.broken:  # told in the turn in which memory lets go
+            here |= self.below.intersection(keys)
+            self.below.difference_update(keys)
         await asyncio.sleep(0)
         if self.broken:
             raise Unavailable("the disk")
-        here |= self.below.intersection(keys)
-        self.below.difference_update(keys)
         return len(here)
 
     def seal(self, *keys: bytes) -> None:
@@ -195,3 +197,51 @@ async def test_a_great_removal_lets_others_run() -> None:
     assert await made.desk.remove(list(made.below)) == 10_000
     task.cancel()
     assert turns >= 3 and not made.below
+
+
+async def looking(monkeypatch: pytest.MonkeyPatch, made: Bench) -> AsyncIterator[int]:
+    """Removes all that begins with "gone", two names a turn, yielding after each turn until it has returned."""
+    monkeypatch.setattr(removal_desk, "LOOK", 2)
+    removing = asyncio.ensure_future(made.desk.remove([], b"gone"))
+    turn = 0
+    while not removing.done():
+        await asyncio.sleep(0)
+        turn += 1
+        yield turn
+    await removing
+
+
+def named(*numbers: int, head: bytes = b"gone") -> list[bytes]:
+    return [head + number.to_bytes(12, "big") for number in numbers]
+
+
+async def test_a_prefix_is_looked_for_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Bench()
+    made.seal(*named(*range(10), head=b"stay"), *named(1, 2))
+    made.below |= {*named(*range(10), head=b"stay"), *named(2, 3)}
+    turns = [turn async for turn in looking(monkeypatch, made)]
+    assert len(turns) > 10, "24 names, two a turn"
+    assert set(made.store.keys()) == made.below == set(named(*range(10), head=b"stay"))
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+async def test_what_moves_or_comes_while_a_prefix_is_looked_for(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """Whenever it happens: what was there goes, whichever tier it is in by then, and what is new stays."""
+    made = Bench()
+    up, down, written, fresh = named(1, 2, 3, 4)
+    made.below |= {up, *named(*range(6), head=b"stay")}
+    made.seal(down, *named(*range(6), head=b"Stay"))
+    made.store.begin([written])
+    last = 0
+    async for turn in looking(monkeypatch, made):
+        last = turn
+        if turn == at:
+            made.seal(fresh)
+            if up in made.below:
+                made.below.remove(up)
+                made.seal(up)
+            if made.store.remove([down]) == [True]:
+                made.below.add(down)
+    assert last >= 8, "it was over before that"
+    assert not made.store.seal(written)
+    assert {key for key in (up, down, written, fresh) if made.store.holds(key) or key in made.below} == {fresh}
