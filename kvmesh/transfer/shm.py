@@ -14,11 +14,13 @@ import contextlib
 import os
 import secrets
 import socket
+from collections.abc import Sequence
 
 from kvmesh.rpc.errors import TransferError
 from kvmesh.transfer import wire
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.dialing import DialingTransport
+from kvmesh.transfer.memory import Mapping
 from kvmesh.transfer.segment import LocalRegion, RegionInfo, SegmentDescriptor, machine_id, network_id
 from kvmesh.transfer.serving import Server
 from kvmesh.transfer.shm_copy import Copiers, by_cores
@@ -80,6 +82,11 @@ class ShmTransport(DialingTransport):
     def new_path(self, descriptor: SegmentDescriptor, rail: Rail) -> ShmPath:
         return ShmPath(self, descriptor)
 
+    def mapped(self, segment: str, rail: Rail, offset: int, nbytes: int) -> tuple[Mapping, int] | None:
+        """See `mapped` of the module."""
+        path = self._paths.get((segment, rail))
+        return path.mapped(offset, nbytes) if isinstance(path, ShmPath) else None
+
     def assist(self, frame: Frame, seconds: float) -> None:
         path = self._paths.get((frame.lane.name, frame.rail))
         if isinstance(path, ShmPath):
@@ -102,3 +109,13 @@ class ShmTransport(DialingTransport):
         if self.config.shm_dir:
             with contextlib.suppress(OSError):
                 os.unlink(self._address)
+
+
+def mapped(rails: Sequence[Rail], segment: str, offset: int, nbytes: int) -> tuple[Mapping, int] | None:
+    """The peer's memory at these offsets of an open segment, as it is mapped here since something there was read: the
+    read-only map, which stays for as long as somebody holds it (close the segment or not), and the address in it of
+    `offset`. None: nothing of that region was read over shm yet. Nothing says when the peer writes there."""
+    for rail in rails:
+        if isinstance(rail.transport, ShmTransport):
+            return rail.transport.mapped(segment, rail, offset, nbytes)
+    return None

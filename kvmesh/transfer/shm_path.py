@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from kvmesh.transfer import wire
 from kvmesh.transfer.dialing import connect_patiently
+from kvmesh.transfer.memory import Mapping
 from kvmesh.transfer.segment import SegmentDescriptor
 from kvmesh.transfer.shm_answers import Answers
 from kvmesh.transfer.shm_read import OWN_READ_BYTES, Reader
@@ -95,6 +96,11 @@ class ShmPath:
         with self.changed:
             found = self._maps.find(base, length) if self.ready else None
         return found is not None and self._reader.read_here(frame, found[0], base)
+
+    def mapped(self, offset: int, nbytes: int) -> tuple[Mapping, int] | None:
+        """See `shm.mapped`."""
+        with self.changed:
+            return self._maps.find(offset, nbytes) if self.ready else None
 
     def recall(self, frame: Frame) -> bool:
         with self.changed:

@@ -1,0 +1,171 @@
+"""A table in shared memory that says where sealed blocks lie: one process writes it, others read it, nobody waits.
+
+    header   magic, buckets, ended, beat
+    bucket   │ entry │ entry │ ... 8 of them        entry: version, key, offset, nbytes (0: empty)
+
+A key stands in one of two buckets, which follow from the key; where both are full it does not stand there at all. So
+a look-up costs at most two buckets, and so does every change.
+
+Each entry is a seqlock. Its version is odd while it is being changed, and never has the same value twice:
+
+    reader: version, key, offset, nbytes ─▶ copy the block ─▶ version again: the same, and the bytes are the block's
+    writer: void the entry ─▶ (only now) give the block's memory to anybody else
+
+This rests on loads and stores that others see in program order (x86-64 promises it) and on 8 aligned bytes being one
+load or store, which `struct` makes of a native "Q". Elsewhere (`SUPPORTED`) there is no such table.
+"""
+
+from __future__ import annotations
+
+import platform
+import struct
+
+from kvmesh.kvcache.keys import KEY_BYTES
+
+SUPPORTED = platform.machine() in ("x86_64", "AMD64")
+STALE_NS = 2_000_000_000  # an index whose writer has not beaten for so long is not believed: it hears of no removal
+
+_MAGIC = b"kvindex1"
+_HEAD = struct.Struct("@8sQQQ")
+_HEAD_BYTES = 64
+_ENDED, _BEAT = 16, 24  # in the header
+_ENTRY = struct.Struct(f"@Q{KEY_BYTES}sQQ")
+_WIDTH = 8
+_BUCKET_BYTES = _WIDTH * _ENTRY.size
+_WORD = struct.Struct("@Q")
+_WORDS = struct.Struct("@QQ")
+_BODY = struct.Struct(f"@{KEY_BYTES}sQQ")
+_SIZES = struct.Struct("@" + f"{_ENTRY.size - 8}xQ" * _WIDTH)
+_NOTHING = bytes(KEY_BYTES)
+_MIX = 0x9E3779B97F4A7C15
+
+Found = tuple[int, int, int, int]  # where the entry stands, its version, offset, bytes
+
+
+def index_bytes(blocks: int) -> int:
+    """Of a table that has room for so many, as a rule: when so many are in it, a few in a thousand are not."""
+    return _HEAD_BYTES + -(-blocks * 5 // (4 * _WIDTH)) * _BUCKET_BYTES
+
+
+class _Table:
+    def __init__(self, memory: memoryview, buckets: int) -> None:
+        self._memory = memory
+        self._buckets = buckets
+
+    def _place(self, key: bytes) -> tuple[int, int]:
+        """(where its entry stands, 0); or, when it has none, (0, its number)."""
+        number = int.from_bytes(key[8:], "big")
+        at = _HEAD_BYTES + number % self._buckets * _BUCKET_BYTES
+        bucket = self._memory[at : at + _BUCKET_BYTES].tobytes()
+        found = bucket.find(key)
+        if found >= 0:
+            if found % _ENTRY.size == 8:
+                return at + found - 8, 0
+            if (entry := _aligned(bucket, key, found)) >= 0:
+                return at + entry, 0
+        at = _second(number, self._buckets)
+        bucket = self._memory[at : at + _BUCKET_BYTES].tobytes()
+        entry = _aligned(bucket, key, 0)
+        return (0, number) if entry < 0 else (at + entry, 0)
+
+
+def _second(number: int, buckets: int) -> int:
+    return _HEAD_BYTES + ((number * _MIX & (1 << 64) - 1) >> 20) % buckets * _BUCKET_BYTES
+
+
+def _aligned(bucket: bytes, key: bytes, start: int) -> int:
+    """The entry of this key, -1: none. Its bytes may stand across others' fields too."""
+    found = bucket.find(key, start)
+    while found >= 0 and found % _ENTRY.size != 8:
+        found = bucket.find(key, found + 1)
+    return found - 8 if found >= 0 else -1
+
+
+class IndexWriter(_Table):
+    """The one writer of a table in `memory` (zeroed, writable, aligned to 8 bytes), on one thread. `blocks`: that are
+    in it; `refused`: those for which there was no room, since the start."""
+
+    def __init__(self, memory: memoryview) -> None:
+        buckets = (len(memory) - _HEAD_BYTES) // _BUCKET_BYTES
+        if buckets < 1:
+            raise ValueError(f"{len(memory)} bytes: no room for a bucket")
+        super().__init__(memory, buckets)
+        self.blocks = 0
+        self.refused = 0
+        _HEAD.pack_into(memory, 0, _MAGIC, buckets, 0, 0)
+
+    def put(self, key: bytes, offset: int, nbytes: int) -> bool:
+        """This block is sealed there; in the place of what was known of it. False: no room for it."""
+        at, number = self._place(key) if key != _NOTHING else (0, -1)
+        if not at:
+            at = self._free(number) if number >= 0 else 0
+            if not at:
+                self.refused += 1
+                return False
+            self.blocks += 1
+        self._write(at, key, offset, nbytes)
+        return True
+
+    def drop(self, key: bytes, offset: int) -> bool:
+        """It lies no more at `offset`: whoever reads there from now on finds out. False: it was not in the table, or
+        lies elsewhere."""
+        at = self._place(key)[0] if key != _NOTHING else 0
+        if not at or _WORD.unpack_from(self._memory, at + 24)[0] != offset:
+            return False
+        self._write(at, _NOTHING, 0, 0)
+        self.blocks -= 1
+        return True
+
+    def beat(self, now_ns: int) -> None:
+        """The writer lives, at this time (monotonic)."""
+        _WORD.pack_into(self._memory, _BEAT, now_ns)
+
+    def end(self) -> None:
+        """Nobody is to believe anything in it any more."""
+        _WORD.pack_into(self._memory, _ENDED, 1)
+
+    def _free(self, number: int) -> int:
+        """An empty entry in the first bucket, else in the second; 0: none."""
+        for at in (_HEAD_BYTES + number % self._buckets * _BUCKET_BYTES, _second(number, self._buckets)):
+            sizes = _SIZES.unpack_from(self._memory, at)
+            if 0 in sizes:
+                return at + sizes.index(0) * _ENTRY.size
+        return 0
+
+    def _write(self, at: int, key: bytes, offset: int, nbytes: int) -> None:
+        memory = self._memory
+        version = _WORD.unpack_from(memory, at)[0]
+        _WORD.pack_into(memory, at, version + 1)
+        _BODY.pack_into(memory, at + 8, key, offset, nbytes)
+        _WORD.pack_into(memory, at, version + 2)
+
+
+class IndexReader(_Table):
+    """Reads somebody else's table; any thread. ValueError: it is none."""
+
+    def __init__(self, memory: memoryview) -> None:
+        magic, buckets = _HEAD.unpack_from(memory, 0)[:2] if len(memory) >= _HEAD_BYTES else (b"", 0)
+        if magic != _MAGIC or not 0 < buckets <= (len(memory) - _HEAD_BYTES) // _BUCKET_BYTES:
+            raise ValueError(f"{len(memory)} bytes that are no index")
+        super().__init__(memory, buckets)
+
+    def current(self, now_ns: int) -> bool:
+        """Whether its writer was at work just now (monotonic ns), and has not ended it."""
+        ended, beat = _WORDS.unpack_from(self._memory, _ENDED)
+        return not ended and -STALE_NS < now_ns - beat < STALE_NS
+
+    def look(self, key: bytes) -> Found | None:
+        """Where this block lies, if it is in the table. Offset and size may be wrong as long as nobody has asked
+        whether it is `still` so."""
+        at = self._place(key)[0]
+        if not at:
+            return None
+        version, found, offset, nbytes = _ENTRY.unpack_from(self._memory, at)
+        if version & 1 or not nbytes or found != key:
+            return None
+        return at, version, offset, nbytes
+
+    def still(self, at: int, version: int) -> bool:
+        """Whether nothing has happened to this entry since it was looked up: what was read of the block meanwhile is
+        the block."""
+        return bool(_WORD.unpack_from(self._memory, at)[0] == version)
