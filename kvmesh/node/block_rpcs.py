@@ -141,7 +141,7 @@ class BlockRpcs:
 
     async def Doors(self, request: pb.DoorsRequest, context: Any) -> pb.DoorsResponse:  # noqa: N802
         """Shorter ways to this life, as many as there are."""
-        return self._node.doors
+        return self._node.doors.told()
 
 
 def pin_in(field: str, kind: int, ttl_field: str, ttl_ms: int) -> tuple[int, int]:

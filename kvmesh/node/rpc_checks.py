@@ -29,6 +29,13 @@ MAX_U63 = (1 << 63) - 1
 MS = 1_000_000
 
 
+class Told(Protocol):
+    """What the servicers need of `Doors`."""
+
+    def told(self) -> pb.DoorsResponse:
+        """What callers hear of the doors to this life."""
+
+
 class Node(Protocol):
     """What the servicers need of `Blocks`."""
 
@@ -40,6 +47,9 @@ class Node(Protocol):
     removals: RemovalDesk
     sums: SumDesk
     terms: Terms
+
+    @property
+    def doors(self) -> Told: ...
 
     @property
     def ref(self) -> pb_common.InstanceRef: ...
@@ -62,9 +72,6 @@ class Node(Protocol):
 
     @property
     def counters(self) -> pb.GetNodeStoreResponse: ...
-
-    @property
-    def doors(self) -> pb.DoorsResponse: ...
 
     @property
     def announced_seq(self) -> int: ...

@@ -77,6 +77,15 @@ class TransferConfig(ServiceConfig):
     rdma_retry_cnt: int = field(default=6, metadata={"help": "... so often (0..6), before its rail is down."})
     fault: str = field(default="", metadata={"help": "JSON for the fault transport (tests)."})
     advertise_host: str = field(default="", metadata={"help": "Host that peers dial; empty: host."})
+    door_port: int = field(
+        default=0,
+        metadata={
+            "help": "TCP port of the store's door, a shorter way than gRPC for those who can reach it; 0 picks a free "
+            "one, -1: none.",
+            "min": -1,
+            "max": 65535,
+        },
+    )
 
     @property
     def transport_list(self) -> tuple[str, ...]:

@@ -104,9 +104,8 @@ async def abort(context: Any, err: KvmeshError) -> NoReturn:
     raise AssertionError("abort returned")
 
 
-async def _fail(context: Any, method: str, err: Exception) -> NoReturn:
-    if isinstance(err, grpc.aio.AbortError | grpc.aio.UsageError):
-        raise err  # the handler ended the call itself
+def named(method: str, err: Exception) -> KvmeshError:
+    """What a caller of `method` is told of what its handler raised; a defect is logged."""
     if isinstance(err, grpc.RpcError):
         err = from_rpc_error(err)
     if isinstance(err, DecodeError):  # not the service's fault: wrong bytes, or text that is not UTF-8
@@ -114,7 +113,13 @@ async def _fail(context: Any, method: str, err: Exception) -> NoReturn:
     if not isinstance(err, KvmeshError):
         log.error("%s failed: %s", method, err, exc_info=err)
         err = InternalError(f"{method.rsplit('/', 1)[-1]} failed: {type(err).__name__}: {err}")
-    await abort(context, err)
+    return err
+
+
+async def _fail(context: Any, method: str, err: Exception) -> NoReturn:
+    if isinstance(err, grpc.aio.AbortError | grpc.aio.UsageError):
+        raise err  # the handler ended the call itself
+    await abort(context, named(method, err))
 
 
 _Behavior = Callable[[Any, Any], Any]

@@ -8,8 +8,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import grpc
-
 from kvmesh.kvcache.client.choice import Here, Holder, Replica
 from kvmesh.kvcache.client.directory import Directory
 from kvmesh.kvcache.client.hints import Hints
@@ -18,7 +16,6 @@ from kvmesh.kvcache.client.peers import Peer, Peers
 from kvmesh.kvcache.client.reading import REBUILD_S, REBUILDING
 from kvmesh.kvcache.client.writing import Pin
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.rpc import status
 from kvmesh.rpc.errors import KvmeshError, Overloaded, Unavailable
 from kvmesh.rpc.pb import blocks_pb2 as pb
 
@@ -51,7 +48,7 @@ class Holding:
         found: dict[bytes, list[Place]] = {key: [] for key in keys}
 
         async def ask(peer: Peer, holder: Holder, some: list[bytes], left_s: float) -> None:
-            answer = await peer.stub.Exists(pb.ExistsRequest(keys=b"".join(some)), timeout=left_s)
+            answer = await peer.call("Exists", pb.ExistsRequest(keys=b"".join(some)), left_s)
             for key, tier, nbytes in zip(some, answer.tiers, answer.nbytes, strict=True):
                 if tier:
                     place = Place(holder, Tier(tier), nbytes)
@@ -71,7 +68,7 @@ class Holding:
             request = pb.PinBlocksRequest(
                 keys=b"".join(some), layout=LAYOUT, kind=pb.PinKind.ValueType(kind), ttl_ms=ttl_ms
             )
-            answer = await peer.stub.Pin(request, timeout=left_s)
+            answer = await peer.call("Pin", request, left_s)
             for key, did in zip(some, answer.done, strict=True):
                 if did:
                     done[key].add(holder.store_id)
@@ -124,8 +121,8 @@ class Holding:
             async with self._peers.use(holder.address) as peer:
                 try:
                     await ask(peer, holder, some, min(CALL_S, max(deadline - time.monotonic(), 0.001)))
-                except grpc.RpcError as error:
-                    errors.append(status.from_rpc_error(error))
+                except KvmeshError as error:
+                    errors.append(error)
 
         await asyncio.gather(*(one(holder, list(some)) for holder, some in asked.items()))
         return errors, complete

@@ -13,14 +13,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import grpc
-
 from kvmesh.kvcache.client.choice import Holder
 from kvmesh.kvcache.client.gather import Shard
 from kvmesh.kvcache.client.memory import ended
 from kvmesh.kvcache.client.peers import Peer, Peers
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.rpc import status
 from kvmesh.rpc.errors import KvmeshError, TransferError, UnknownInstance
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.transfer import BatchId, TransferEngine, TransferRequest, TransferState
@@ -82,9 +79,9 @@ class Releases:
 
     async def _call(self, address: str, ids: list[int]) -> None:
         async with self._peers.use(address) as peer:
-            with contextlib.suppress(grpc.RpcError):
+            with contextlib.suppress(KvmeshError):
                 request = pb.ReleaseBlocksRequest(lease_id=ids[0], also=ids[1:])
-                await peer.stub.ReleaseLease(request, timeout=RELEASE_S)
+                await peer.call("ReleaseLease", request, RELEASE_S)
 
     async def close(self) -> None:
         """What is due is sent; ends within RELEASE_S."""
@@ -122,10 +119,7 @@ async def ask(
         want_descriptors=known is None,
         want_checksums=checksums,
     )
-    try:
-        answer = await peer.stub.Lease(request, timeout=min(CALL_S, timeout_s))
-    except grpc.RpcError as error:
-        raise status.from_rpc_error(error) from None
+    answer: pb.LeaseResponse = await peer.call("Lease", request, min(CALL_S, timeout_s))
     if not answer.lease_id:
         return None
     lease = Lease(peer, answer.lease_id, _until(asked_ns, answer.lease_ms), answer.lease_ms, "", [], {}, {})
@@ -228,9 +222,9 @@ async def _renewed(lease: Lease, lease_ms: int) -> bool:
         return False
     request = pb.RenewBlocksRequest(lease_id=lease.lease_id, lease_ms=lease_ms)
     try:
-        answer = await lease.peer.stub.RenewLease(request, timeout=(lease.until_ns - asked_ns) * 1e-9)
-    except grpc.RpcError as error:
-        lease.over = isinstance(status.from_rpc_error(error), UnknownInstance)
+        answer = await lease.peer.call("RenewLease", request, (lease.until_ns - asked_ns) * 1e-9)
+    except KvmeshError as error:
+        lease.over = isinstance(error, UnknownInstance)
         return not lease.over
     lease.granted_ms = answer.lease_ms
     lease.until_ns = max(lease.until_ns, _until(asked_ns, answer.lease_ms))

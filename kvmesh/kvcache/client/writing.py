@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import grpc
 import xxhash
 
 from kvmesh.kvcache.client.calls import every
@@ -24,7 +23,6 @@ from kvmesh.kvcache.client.lease import LAYOUT
 from kvmesh.kvcache.client.memory import Data, Memory, Span, Staged, copy
 from kvmesh.kvcache.client.peers import Peer, Peers
 from kvmesh.kvcache.client.placement import Candidate, order
-from kvmesh.rpc import status
 from kvmesh.rpc.errors import DeadlinePassed, InvalidRequest, KvmeshError, Overloaded, Unavailable, UnknownInstance
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.transfer import TransferEngine
@@ -231,10 +229,7 @@ class Writer:
         )
         with self._memory.ticket() as ticket:
             request.ticket, request.ticket_offset = ticket.value, ticket.offset
-            try:
-                answer = await peer.stub.Put(request, timeout=within_ms / 1000 + ANSWER_S)
-            except grpc.RpcError as error:
-                raise status.from_rpc_error(error) from None
+            answer: pb.PutBlocksResponse = await peer.call("Put", request, within_ms / 1000 + ANSWER_S)
         if len(answer.held) != len(blocks):
             raise Unavailable(f"a Put that speaks of {len(answer.held)} blocks, not of {len(blocks)}")
         return answer

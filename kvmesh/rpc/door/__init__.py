@@ -1,0 +1,5 @@
+"""Doors: a gRPC service's unary methods over a plain socket, for callers to whom a call's own cost matters.
+
+The messages, the servicer, the errors and the deadlines are those of gRPC; what differs is only how they travel.
+Whoever cannot reach a door, or finds it closed or silent, calls over gRPC: see `caller.Caller`.
+"""

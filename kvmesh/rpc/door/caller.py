@@ -1,0 +1,125 @@
+"""Calls of one service at one address: through its door when there is one, else over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+
+from kvmesh.rpc import status
+from kvmesh.rpc.door.client import Door, Way, dial
+from kvmesh.rpc.door.frames import MAX_FRAME
+from kvmesh.rpc.door.methods import unary
+from kvmesh.rpc.errors import InternalError, KvmeshError
+
+log = logging.getLogger(__name__)
+
+DIAL_S = 2.0
+PAUSE_S = 1.0  # after a door that led nowhere, or broke; doubled up to MAX_PAUSE_S while none answers
+MAX_PAUSE_S = 60.0
+_ROOM = 256  # of a frame, beside the message
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The doors of the life that answers at an address now, the best first."""
+
+    life: int
+    ways: tuple[Way, ...]
+
+
+class Caller:
+    """Of one address. The first calls go over `channel` (which its owner closes), while a door is looked for in the
+    background; later ones too whenever no door is open. `find` asks, over gRPC, where the doors are; it raises
+    KvmeshError. On one event loop; `close` it."""
+
+    def __init__(
+        self, channel: grpc.aio.Channel, service: ServiceDescriptor, find: Callable[[Caller], Awaitable[Found]]
+    ) -> None:
+        self._channel = channel
+        self._methods = unary(service)
+        self._find = find
+        self._stubs: dict[str, Any] = {}
+        self._door: Door | None = None
+        self._seeking: asyncio.Task[None] | None = None
+        self._seek_at = 0.0
+        self._pause_s = PAUSE_S
+        self._closed = False
+
+    @property
+    def by_door(self) -> bool:
+        """Whether a call of now would go through a door."""
+        return self._door is not None and self._door.usable
+
+    async def call(self, name: str, request: Message, timeout_s: float) -> Any:
+        """The answer. Raises KvmeshError: the service's own, Unavailable or DeadlinePassed; whichever way it went."""
+        door = self._door
+        if door is None or not door.usable:
+            self._seek()
+            return await self.over_grpc(name, request, timeout_s)
+        method = self._methods[name]
+        body = request.SerializeToString()
+        if len(body) > MAX_FRAME - _ROOM:
+            return await self.over_grpc(name, request, timeout_s)
+        told = await door.call(method.wire, body, timeout_s)
+        try:
+            return method.response.FromString(told)
+        except DecodeError as error:
+            raise InternalError(f"{name}: an answer that cannot be read: {error}") from None
+
+    async def over_grpc(self, name: str, request: Message, timeout_s: float) -> Any:
+        """As `call`, through no door."""
+        stub = self._stubs.get(name)
+        if stub is None:
+            method = self._methods[name]
+            stub = self._stubs[name] = self._channel.unary_unary(
+                method.path,
+                request_serializer=method.request.SerializeToString,
+                response_deserializer=method.response.FromString,
+            )
+        try:
+            return await stub(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise status.from_rpc_error(error) from None
+
+    async def close(self) -> None:
+        """Calls that wait at a door hear Unavailable. Idempotent."""
+        self._closed = True
+        if self._seeking is not None:
+            self._seeking.cancel()
+            await asyncio.gather(self._seeking, return_exceptions=True)
+        if self._door is not None:
+            self._door.close()
+
+    def _seek(self) -> None:
+        """Look for a door, unless that is being done or was done in vain a moment ago."""
+        if self._closed or (self._seeking is not None and not self._seeking.done()):
+            return
+        door, now = self._door, time.monotonic()
+        if door is not None:
+            if door.open:
+                return  # full, or silent for now
+            self._door = None
+            self._rest(door.answered, now)
+        if now >= self._seek_at:
+            self._seeking = asyncio.get_running_loop().create_task(self._sought(), name="seek door")
+
+    def _rest(self, good: bool, now: float) -> None:
+        self._pause_s = PAUSE_S if good else min(2 * self._pause_s, MAX_PAUSE_S)
+        self._seek_at = now + self._pause_s
+
+    async def _sought(self) -> None:
+        try:
+            found = await self._find(self)
+            self._door = await dial(found.ways, found.life, DIAL_S)
+        except KvmeshError as error:
+            log.debug("no door: %s", error.message)
+            self._rest(False, time.monotonic())

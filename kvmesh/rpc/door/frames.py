@@ -1,0 +1,98 @@
+"""Frames of a door: calls and their answers on one connection.
+
+    caller ── HELLO ──▶ ◀── HELLO ──           this protocol, and the life that is meant
+           ── CALL ───▶ ◀── ANSWER | ERROR ──  any number under way, answered in any order
+           ── CANCEL ─▶                        nobody waits for that call any more
+
+A frame is a header of 16 bytes, the method's name (of a CALL) and a body: the protobuf message that gRPC would carry,
+or of an ERROR an ErrorDetail. Little-endian.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+HELLO, CALL, ANSWER, ERROR, CANCEL = range(1, 6)
+MAX_FRAME = 16 << 20  # name and body; larger messages go over gRPC
+
+_HEADER = struct.Struct("<IIBBHI")  # bytes after it, call, kind, length of the name, 0, ms left to the caller
+_MAGIC = b"kvmesh-door-1\0\0\0"
+_LIFE = struct.Struct("<Q")
+HELLO_BYTES = len(_MAGIC) + _LIFE.size
+_MAX_MS = (1 << 32) - 1
+
+
+class BadFrame(Exception):
+    """What came is no frame. The connection ends, and those who wait on it hear `Unavailable`."""
+
+
+class Frame(NamedTuple):
+    kind: int
+    call: int
+    body: bytes = b""
+    name: bytes = b""
+    ms: int = 0
+
+
+def encode(kind: int, call: int, body: bytes = b"", name: bytes = b"", ms: int = 0) -> bytes:
+    """`ms` beyond 49 days are cut to that."""
+    return b"".join(
+        (_HEADER.pack(len(name) + len(body), call, kind, len(name), 0, min(ms, _MAX_MS)), name, body),
+    )
+
+
+def hello(life: int) -> bytes:
+    """What each side says first. `life`: of the process behind the door."""
+    return encode(HELLO, 0, _MAGIC + _LIFE.pack(life))
+
+
+def life_of(frame: Frame) -> int:
+    """The life that a HELLO means. BadFrame: it is none."""
+    if frame.kind != HELLO or len(frame.body) != HELLO_BYTES or not frame.body.startswith(_MAGIC):
+        raise BadFrame(f"a greeting of kind {frame.kind} with {len(frame.body)} bytes")
+    life: int = _LIFE.unpack_from(frame.body, len(_MAGIC))[0]
+    return life
+
+
+class Reader:
+    """Bytes of a stream to frames. `most`: bytes after a header; may be changed between two `feed`s."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._kept = bytearray()
+        self._need = _HEADER.size  # bytes of the next frame, as far as they are known
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """The frames that are complete now. BadFrame: there can be no more."""
+        if not self._kept:
+            frames, used = self._cut(data)
+            if used < len(data):
+                self._kept += data[used:]
+            return frames
+        self._kept += data
+        if len(self._kept) < self._need:
+            return []
+        frames, used = self._cut(bytes(self._kept))
+        del self._kept[:used]
+        return frames
+
+    def _cut(self, data: bytes) -> tuple[list[Frame], int]:
+        """The whole frames of `data`, and where the first one begins that is not."""
+        frames: list[Frame] = []
+        at, size, end = 0, _HEADER.size, len(data)
+        while end - at >= size:
+            length, call, kind, name, zero, ms = _HEADER.unpack_from(data, at)
+            if not HELLO <= kind <= CANCEL or zero or name > length or (name and kind != CALL):
+                raise BadFrame(f"kind={kind}, name={name}, length={length}: no such frame")
+            if length > self.most:
+                raise BadFrame(f"length={length}: at most {self.most} bytes in a frame")
+            body = at + size + name
+            stop = at + size + length
+            if stop > end:
+                self._need = stop - at
+                return frames, at
+            frames.append(Frame(kind, call, data[body:stop], data[at + size : body], ms))
+            at = stop
+        self._need = size
+        return frames, at
