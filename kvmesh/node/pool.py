@@ -95,6 +95,7 @@ class PoolNode:
             port = await listening.start()
             server = listening
             self.address = f"{config.advertise_host or config.host}:{port}"
+            await blocks.doors.open(config.host, config.door_port)
             registrar = Registrar.pool_node(
                 self.ref, config.node_id, config.store, lambda: blocks.usage, blocks.terms, blocks
             )
