@@ -76,6 +76,21 @@ class SegmentAllocator:
         self._free += n
         return n
 
+    def divide(self, first: int, n: int) -> None:
+        """The run that begins there becomes runs of `n` units each. ValueError: no run begins there, or its length is
+        no multiple of n."""
+        length = self._runs.get(first)
+        if length is None or n < 1 or length % n:
+            raise ValueError(f"unit {first}: no run of a multiple of {n} units begins there")
+        self._runs.update(dict.fromkeys(range(first, first + length, n), n))
+        # They may go back one by one: all parts of the long run that stand above theirs must be true from now on.
+        above = {node for at in range(first, first + length, n) for node in self._parts(at, n)}
+        for node in above:
+            self._fill(node, 0)
+        while above := {node >> 1 for node in above if self._within(node >> 1, first, length)}:
+            for node in above:
+                self._fill(node, 0)
+
     def check_integrity(self) -> None:
         """AssertionError unless the tree agrees with the runs. O(total)."""
         taken = bytearray(self._total)
@@ -127,21 +142,33 @@ class SegmentAllocator:
     def _set(self, first: int, n: int, free: int) -> None:
         """Mark units: whole parts at once, from the outside in, then what stands above them. What is below a part that
         is taken as one is left as it was: nobody looks there until all of it is free again."""
-        low, high, span = self._leaves + first, self._leaves + first + n, 1
-        while low < high:
-            if low & 1:
-                self._fill(low, span * free)
-                low += 1
-            if high & 1:
-                high -= 1
-                self._fill(high, span * free)
-            low, high, span = low // 2, high // 2, span * 2
+        for node in self._parts(first, n):
+            self._fill(node, (self._leaves >> node.bit_length() - 1) * free)
         low, high = self._leaves + first, self._leaves + first + n - 1
         for shift in range(1, low.bit_length()):
             for node in {low >> shift, high >> shift}:
-                start = (node << shift) - self._leaves
-                if not first <= start <= start + (1 << shift) <= first + n:  # else it was filled as one
+                if not self._within(node, first, n):  # else it was filled as one
                     self._join(node, 1 << shift - 1)
+
+    def _parts(self, first: int, n: int) -> list[int]:
+        """The largest parts that make up these units."""
+        found = []
+        low, high = self._leaves + first, self._leaves + first + n
+        while low < high:
+            if low & 1:
+                found.append(low)
+                low += 1
+            if high & 1:
+                high -= 1
+                found.append(high)
+            low, high = low // 2, high // 2
+        return found
+
+    def _within(self, node: int, first: int, n: int) -> bool:
+        """Whether all of a part is among these units."""
+        shift = self._leaves.bit_length() - node.bit_length()
+        start = (node << shift) - self._leaves
+        return first <= start <= start + (1 << shift) <= first + n
 
     def _fill(self, node: int, length: int) -> None:
         self._left[node] = self._right[node] = self._best[node] = length

@@ -91,7 +91,7 @@ class PoolPartitions:
             raise InvalidRequest.of(
                 "shard_bytes", shard_bytes, f"blocks of this layout have {partition.shard_bytes} bytes here"
             )
-        while unused(partition) < blocks and self._slabs.grow(partition):
+        while (lacking := blocks - unused(partition)) > 0 and self._slabs.grow(partition, lacking):
             pass
         for _ in range(MOVES):
             if unused(partition) >= blocks or not self._slabs.move(partition, partition.store.free < blocks):

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvmesh.node import messages as m
 from kvmesh.node import transfer_metrics
@@ -21,6 +21,16 @@ log = logging.getLogger(__name__)
 
 SOCKET_BUFFER_BYTES = 4 << 20
 EXIT_GRACE_S = 2.0
+TUNABLES = "GLIBC_TUNABLES"
+STREAMING = "glibc.cpu.x86_non_temporal_threshold"
+STREAMING_BYTES = 512 << 10  # below a piece of the transfer engine's copies (1 MiB)
+
+
+def streaming_copies(env: Mapping[str, str]) -> str:
+    """glibc's tunables with which memmove of STREAMING_BYTES and more stores past the cache, without reading first what
+    it overwrites: right for a process that only stores. What the user has set stays; elsewhere it means nothing."""
+    known = env.get(TUNABLES, "")
+    return known if STREAMING in known else ":".join(filter(None, (known, f"{STREAMING}={STREAMING_BYTES:#x}")))
 
 
 class RankClient:
@@ -55,8 +65,9 @@ class RankClient:
     def pid(self) -> int:
         return self._process.pid if self._process else 0
 
-    def spawn(self, threads: int) -> None:
-        """Start the process (spawned, never forked: the front has threads of its own)."""
+    def spawn(self, threads: int, streaming: bool = False) -> None:
+        """Start the process (spawned, never forked: the front has threads of its own). `streaming`: its large copies go
+        past the cache, see `streaming_copies`."""
         self._loop = asyncio.get_running_loop()
         self._ready = self._loop.create_future()
         ours, theirs = socket.socketpair()
@@ -66,6 +77,8 @@ class RankClient:
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
             env[name] = str(threads)
         env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        if streaming:
+            env[TUNABLES] = streaming_copies(env)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "kvmesh.node.rank", str(theirs.fileno())],

@@ -126,13 +126,20 @@ class Slabs:
             run.used = self._uses
             self._coldest.move_to_end(run)
 
-    def grow(self, owner: SlabPartition) -> bool:
-        """One more run out of free slabs; False: there is none that is long enough."""
+    def grow(self, owner: SlabPartition, blocks: int) -> bool:
+        """One more run out of free slabs, or several that lie side by side, no more than so many blocks need; False:
+        there is none that is long enough."""
         for slabs in self._lengths(owner.shard_bytes):
-            first = self._free.allocate(slabs)
-            if first is not None:
-                self._give(owner, first, slabs)
-                return True
+            extents = slabs * self.slab_bytes // owner.shard_bytes
+            runs = min(-(-blocks // extents), self._free.largest // slabs)
+            if runs < 1:
+                continue
+            first = self._free.allocate(runs * slabs)
+            assert first is not None, "the longest run is there"
+            self._free.divide(first, slabs)
+            for at in range(first, first + runs * slabs, slabs):
+                self._give(owner, at, slabs)
+            return True
         return False
 
     def claim(self, owner: SlabPartition, first: int, slabs: int) -> Run:

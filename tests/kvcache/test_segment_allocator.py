@@ -60,6 +60,18 @@ class Units(RuleBasedStateMachine):
         assert self.made.release(first) == n
         self.owner[first : first + n] = [0] * n
 
+    @precondition(lambda self: self.runs)
+    @rule(data=st.data(), n=st.integers(0, 4))
+    def divide(self, data: st.DataObject, n: int) -> None:
+        first = data.draw(st.sampled_from(sorted(self.runs)))
+        length = self.runs[first]
+        if n < 1 or length % n:
+            with pytest.raises(ValueError, match=f"unit {first}"):
+                self.made.divide(first, n)
+        else:
+            self.made.divide(first, n)
+            self.runs |= dict.fromkeys(range(first, first + length, n), n)
+
     @rule(first=st.integers(0, 41))
     def release_what_is_no_run(self, first: int) -> None:
         if first not in self.runs:

@@ -82,6 +82,25 @@ def test_a_layout_that_holds_nothing_gives_its_memory_to_another() -> None:
     assert second.store.total == 4
 
 
+def test_many_blocks_at_once_get_as_many_runs_as_one_by_one() -> None:
+    """Some slabs in the middle are somebody else's: the memory for the others is no one stretch."""
+    made = pool(8 * MIB)
+    slab = made.slab_bytes
+    other, _ = made.claim("other", 65_536, 3 * MIB // slab, 1)
+    fill(other, keys_of("other"))
+    partition = made.room("a", 1 << 20, 6)
+    assert isinstance(partition, SlabPartition)
+    assert partition.store.free == 6, "each of them has its place, on both sides"
+    assert len(partition.runs) == 6 and {run.slabs for run in partition.runs} == {MIB // slab}
+    keys = keys_of(*range(6))
+    fill(partition, keys)
+    assert {partition.store.withdrawable(run.numbers) for run in partition.runs} == {True}, "they go one by one"
+    free = made.free_bytes
+    partition.store.remove(keys)
+    made.settle()
+    assert made.free_bytes == free + 6 * MIB
+
+
 def fill_with(made: PoolPartitions, nbytes: int, names: range) -> list[bytes]:
     """One put after the other; those that found room."""
     keys = []
