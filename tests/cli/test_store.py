@@ -123,6 +123,43 @@ def test_pins_and_replicas(invoke: Invoke) -> None:
     assert nobody.exit_code == 1 and "no node has a block of the name 'nothing'" in nobody.stderr
 
 
+def test_copies_and_moves(invoke: Invoke, tmp_path: Path) -> None:
+    data = random.Random(4).randbytes(70_000)
+    (tmp_path / "in").write_bytes(data)
+    assert invoke("put", tmp_path / "in", "--name", "moved", "--namespace", "m", "--pin").exit_code == 0
+
+    def stat() -> list[str]:
+        told = json.loads(invoke("stat", "moved", "--namespace", "m", "--json").stdout)
+        return sorted(one["node"] for one in told["replicas"])
+
+    (old,) = stat()
+    new = "b" if old == "a" else "a"
+    copied = invoke("copy", "moved", new, "--namespace", "m")
+    assert (copied.exit_code, copied.stdout) == (0, f"moved: copied to {new}\n"), copied.stderr
+    assert stat() == ["a", "b"]
+    moved = invoke("move", "moved", new, "--from", old, "--namespace", "m")
+    assert (moved.exit_code, moved.stdout) == (0, f"moved: moved from {old} to {new}, with its hard pin\n"), (
+        moved.stderr
+    )
+    assert stat() == [new]
+    again = invoke("move", "moved", new, "--namespace", "m", "--json")
+    assert json.loads(again.stdout) == [{"ref": "moved", "held": True, "from": None, "pinned": False, "cause": ""}]
+    got = invoke("get", "moved", "--namespace", "m", "-o", tmp_path / "out")
+    assert got.exit_code == 0 and (tmp_path / "out").read_bytes() == data
+
+    some = invoke("copy", "moved", "no-such-name", new, "--namespace", "m")
+    assert some.exit_code == 1 and "moved: copied to" in some.stdout
+    assert "no-such-name: not copied: no block has that name" in some.stdout
+    assert "1 of 2 is not copied as wished, 'no-such-name' among them" in some.stderr
+    for wrong, says in (
+        (("copy", "moved", "nowhere"), "node='nowhere': no such node; there are a, b"),
+        (("move", "moved", "a", "--from", "a"), "--from='a': is the node to which"),
+    ):
+        told = invoke(*wrong, "--namespace", "m")
+        assert told.exit_code == 1 and says in told.stderr and "Traceback" not in told.stderr
+    assert invoke("unpin", "moved", "--namespace", "m").exit_code == 0
+
+
 def test_a_limit_of_pins_says_what_to_do_next(invoke: Invoke) -> None:
     keys = [invoke("put", "-", input=random.Random(seed).randbytes(7 << 20)).stdout.strip() for seed in range(20, 26)]
     said = invoke("pin", *keys)  # 42 MiB of 64; half may be
