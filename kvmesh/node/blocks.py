@@ -27,6 +27,7 @@ from kvmesh.node.block_rpcs import counted
 from kvmesh.node.block_servicer import SERVICE, NodeStoreServicer
 from kvmesh.node.copies import Copies
 from kvmesh.node.doors import Doors
+from kvmesh.node.elsewhere import Elsewhere
 from kvmesh.node.leasing import Leasing
 from kvmesh.node.offload import Offload
 from kvmesh.node.partitions import Partitions
@@ -177,7 +178,15 @@ class Blocks:
         )
         for announcer in self._lower_tiers.values():
             announcing.add(announcer)
+        elsewhere = Elsewhere(
+            self._ref().instance_id,
+            self.partitions,
+            lambda layout, key: self.below(layout, key) is not None,
+            registrar.masters,
+            lambda: registrar.registered["store"],
+        )
         self._spawn(announcing.run(), "announce")
+        self._spawn(elsewhere.run(), "ask who else has the coldest blocks")
         self._spawn(self._tidy(), "tidy node store")
         if self._offload is not None:
             self._spawn(self._offload.run(), "offload")

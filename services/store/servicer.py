@@ -206,7 +206,8 @@ class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
         """At most MAX_HOLDERS of each key. Raises InvalidRequest."""
         keys = mapping.packed_keys("keys", request.keys, MAX_LOOKUP_KEYS)
         self._step(Tick())
-        self._state.policy.asked(keys, self._clock())
+        if not request.uncounted:
+            self._state.policy.asked(keys, self._clock())
         holders = self._state.blocks.store_ids
         return pb.LookupResponse(holders=[pb.Holders(store_ids=holders(key)[:MAX_HOLDERS]) for key in keys])
 

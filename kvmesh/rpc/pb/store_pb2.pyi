@@ -597,16 +597,20 @@ class LookupRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEYS_FIELD_NUMBER: _builtins.int
+    UNCOUNTED_FIELD_NUMBER: _builtins.int
     keys: _builtins.bytes
     """16 bytes each, at most 4096 of them"""
+    uncounted: _builtins.bool
+    """nobody wants these blocks: neither does it make them hot, nor keep them in a map that is full"""
     def __init__(
         self,
         *,
         keys: _builtins.bytes = ...,
+        uncounted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "uncounted", b"uncounted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
