@@ -1,29 +1,38 @@
-"""What is left when the storm is over: `survey` waits for all to settle, then asks everybody."""
+"""What is left when the storm is over: `survey` waits for all to settle, then asks everybody; `farewell` drains a node
+and kills it."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable
 
 import grpc.aio
 
 from kvmesh.kvcache.keys import split
 from kvmesh.rpc.pb import store_pb2, store_pb2_grpc
-from tests.chaos.harness import NODES, Cluster
-from tests.chaos.history import Aftermath, NodeAfter
+from tests.chaos.draining import call_off, drained
+from tests.chaos.harness import NODES, Cluster, Striker
+from tests.chaos.history import Aftermath, History, LimitAfter, NodeAfter
+from tests.chaos.limits import LAST, LimitWork
 from tests.chaos.probe import CALL_S, Probe, by_hex, leaks_of
+from tests.chaos.workload import Driver, get
 
 SETTLE_S = 30.0
 EMPTY_S = 20.0  # leases end, pulls end, tombstones arrive
 AGREE_S = 15.0
 FIND = 4096
+DRAIN_S = 30.0
 
 
-async def survey(cluster: Cluster, probe: Probe, used: Collection[bytes], clock_s: float) -> Aftermath:
+async def survey(
+    cluster: Cluster, probe: Probe, used: Collection[bytes], limited: LimitWork, clock_s: float
+) -> Aftermath:
     """`used`: every key that there was. AssertionError: no master leads, or a node is not known to it, after
-    SETTLE_S."""
+    SETTLE_S; or the limit is not taken."""
     await cluster.settled(SETTLE_S)
+    limit = await _limit(cluster, probe, limited)
     unusable = {name: await probe.works(_channel(cluster, name)) for name in NODES}
     leaks = {name: await _empty(cluster, probe, name) for name in NODES}
     deadline = time.monotonic() + AGREE_S
@@ -39,7 +48,47 @@ async def survey(cluster: Cluster, probe: Probe, used: Collection[bytes], clock_
         blocks = by_hex(await probe.read(_channel(cluster, name), listed[name]))
         keys = frozenset(key.hex() for key in listed[name])
         nodes[name] = NodeAfter(blocks, keys, leaks[name], unusable[name])
-    return Aftermath(clock_s, nodes, tuple(await cluster.leaders()), mapped)
+    return Aftermath(clock_s, nodes, tuple(await cluster.leaders()), mapped, limit)
+
+
+async def farewell(cluster: Cluster, striker: Striker, driver: Driver, history: History, spared: str) -> str:
+    """The node that was given most of what is pinned hard is drained and killed; then all of that is read. Why the node
+    was not drained in time; "": it was."""
+    pinned = Counter(op.holder for op in history.ops if op.pinned and op.outcome == "ok")
+    leaver = max((name for name in NODES if name != spared), key=lambda name: pinned[name])
+    kept = {op.key for op in history.ops if op.pinned and op.holder == leaver}
+    began = history.clock()
+    if not await drained(cluster.store, leaver, DRAIN_S):
+        return f"{leaver} was not drained within {DRAIN_S} s"
+    await striker.lose(leaver, began)
+    await call_off(cluster.store, leaver, DRAIN_S)
+    await cluster.settled(SETTLE_S)
+    for key in sorted(kept):
+        await get(history, driver, "farewell", [key], CALL_S)
+    return ""
+
+
+async def _limit(cluster: Cluster, probe: Probe, limited: LimitWork) -> LimitAfter:
+    """Set for the last time, and given time; then lifted."""
+    tag = bytes.fromhex(limited.tag)
+
+    async def held() -> dict[str, int]:
+        found = {name: await probe.holds(_channel(cluster, name), ()) for name in NODES}
+        return {name: sum(key.startswith(tag) for key in keys) for name, keys in found.items()}
+
+    await limited.settle(LAST)
+    for _ in range(2 * LAST):
+        await limited.put()
+    deadline = time.monotonic() + AGREE_S
+    while sum((here := await held()).values()) > LAST + len(NODES) and time.monotonic() < deadline:
+        await limited.put()
+    told = await limited.told()
+    await limited.settle(0)
+    lifted, deadline = 0, time.monotonic() + AGREE_S
+    while (lifted := sum((await held()).values())) <= LAST + len(NODES) and time.monotonic() < deadline:
+        await limited.put()
+    await limited.settle(LAST)
+    return LimitAfter(limited.tag, LAST, told, here, lifted)
 
 
 def _channel(cluster: Cluster, name: str) -> grpc.aio.Channel:

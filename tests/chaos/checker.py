@@ -8,12 +8,16 @@ remove     after a remove that store h acknowledged, no get that was invoked aft
 miss       "not there" is claimed of no block that was put with a hard pin at h (acknowledged before the get began) and
            was not being removed, while h was neither robbed of its memory since, nor out of reach during the get or
            `recovery_s` before it. It makes no difference who leads: a reader that cannot know says so by an error. A
-           put that ended less than `announced_s` before the get need not be known yet.
-last       such a block is at h at the end, if h kept its memory.
+           put that ended less than `announced_s` before the get need not be known yet. A node that was drained is
+           robbed of nothing: what it had is elsewhere, as long as no other node has been robbed since the drain began.
+last       such a block is at h at the end, if h kept its memory; at somebody, if h was drained.
 removed    a block whose removal h acknowledged, and that was not put again, is not at h at the end.
+unbound, lost: of names, see name_rules.
 owners     all nodes that hold a key at the end hold the same bytes, and somebody put them.
 granted    no number is granted twice.
 answered   every operation ends within its deadline (and `grace_s`), with what was asked for, a miss, or a named error.
+limit      at the end the nodes hold no more blocks of a tenant than were allowed last, and one a node; the master tells
+           that limit; when it is lifted, more are kept again.
 after      every node is usable and has no leaks, one master leads, its map equals what the nodes list.
 """
 
@@ -24,29 +28,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tests.chaos.history import INF, Aftermath, Disturbance, History, NodeAfter, Op
+from tests.chaos.name_rules import check_names
+from tests.chaos.violation import Violation
 
 MAX_SHOWN = 40
+_AWAY = ("memory", "reach")
 NOBODY = NodeAfter({})
 
 
 @dataclass(frozen=True)
 class Rules:
-    """`recovery_s`: how long after the end of a disturbance a node may still be unknown to whoever is asked."""
+    """`recovery_s`: how long after the end of a disturbance a node may still be unknown to whoever is asked.
+    `names_grace_s`: so long a name stands for a block that is nowhere."""
 
     recovery_s: float = 10.0
     announced_s: float = 2.0
     grace_s: float = 5.0
-
-
-@dataclass(frozen=True)
-class Violation:
-    rule: str
-    key: str
-    text: str
-    ops: tuple[Op, ...] = ()
-
-    def __str__(self) -> str:
-        return f"[{self.rule}] {self.key[:16] or '-'}: {self.text}"
+    names_grace_s: float = 30.0
 
 
 def check(history: History, aftermath: Aftermath | None, rules: Rules | None = None) -> list[Violation]:
@@ -62,7 +60,9 @@ def check(history: History, aftermath: Aftermath | None, rules: Rules | None = N
             owners[op.digest].add(op.key)
     found = list(_answered(history.ops, rules))
     found += _granted([op for op in history.ops if op.kind == "grant"])
+    removed = [op for op in history.ops if op.kind == "remove"]
     for key, ops in by_key.items():
+        found += check_names(ops, removed, rules.names_grace_s)
         puts = [op for op in ops if op.kind == "put"]
         gets = [op for op in ops if op.kind == "get"]
         removes = [op for op in ops if op.kind == "remove"]
@@ -77,6 +77,7 @@ def check(history: History, aftermath: Aftermath | None, rules: Rules | None = N
             found += _last(key, puts, removes, nodes, aftermath)
     if aftermath is not None:
         found += _owners(by_key, aftermath)
+        found += _limit([op for op in history.ops if op.kind == "limit"], aftermath)
         found += _after(aftermath)
     return found
 
@@ -93,9 +94,22 @@ class _Nodes:
     def robbed(self, node: str, start: float, end: float) -> bool:
         return any(d.harm == "memory" and d.start <= end and d.end >= start for d in self._of[node])
 
+    def lost(self, node: str, since: float, until: float) -> bool:
+        """Whether a block that lay there alone may be nowhere: the node was robbed, and it was not moved before."""
+        robbed = [d.start for d in self._of[node] if d.harm == "memory" and d.start <= until and d.end >= since]
+        if not robbed:
+            return False
+        drains = [d for d in self._of[node] if d.harm == "drained" and d.start >= since and d.end == min(robbed)]
+        return not drains or any(self.robbed(other, drains[0].start, until) for other in self._of if other != node)
+
+    def away(self, node: str, since: float, start: float, end: float) -> bool:
+        """Whether who has what lay there alone at `since` may not be reached at some time of start..end."""
+        here = [node] if not self.robbed(node, since, end) else [name for name in self._of if name != node]
+        return any(self.unreachable(name, start, end) for name in here)
+
     def unreachable(self, node: str, start: float, end: float) -> bool:
         """At some time of it, or until shortly before."""
-        return any(d.start <= end and d.end + self._recovery_s >= start for d in self._of[node] if d.harm != "master")
+        return any(d.start <= end and d.end + self._recovery_s >= start for d in self._of[node] if d.harm in _AWAY)
 
 
 # ── one get ───────────────────────────────────────────────────────────────────────────────────────
@@ -128,9 +142,9 @@ def _after_remove(get: Op, removes: Sequence[Op], puts: Sequence[Op]) -> Iterato
 def _missed(get: Op, puts: Sequence[Op], removes: Sequence[Op], nodes: _Nodes) -> Iterator[Violation]:
     for put in _kept(puts, removes, get.invoked, get.completed):
         here = put.holder
-        if nodes.robbed(here, put.invoked, get.completed):
+        if nodes.lost(here, put.invoked, get.completed) or _pends(put, removes, get.completed):
             continue
-        if not nodes.unreachable(here, get.invoked, get.completed):
+        if not nodes.away(here, put.invoked, get.invoked, get.completed):
             text = f"pinned hard at {here}, which nobody disturbed, and a get says it is nowhere: {get}"
             yield Violation("miss", get.key, text, (put, get))
             return
@@ -152,9 +166,13 @@ def _last(
     key: str, puts: Sequence[Op], removes: Sequence[Op], nodes: _Nodes, aftermath: Aftermath
 ) -> Iterator[Violation]:
     for put in _kept(puts, removes, aftermath.when, INF):
-        after = aftermath.nodes.get(put.holder)
-        if not nodes.robbed(put.holder, put.invoked, INF) and (after is None or key not in after.blocks):
-            yield Violation("last", key, f"pinned hard at {put.holder}, and it is not there: {put}", (put,))
+        moved = nodes.robbed(put.holder, put.invoked, INF)
+        if nodes.lost(put.holder, put.invoked, INF) or (moved and _pends(put, removes, INF)):
+            continue
+        here = [aftermath.nodes.get(put.holder)] if not moved else list(aftermath.nodes.values())
+        if not any(after is not None and key in after.blocks for after in here):
+            text = f"pinned hard at {put.holder}{', which was drained' if moved else ''}, and it is not there: {put}"
+            yield Violation("last", key, text, (put,))
     for remove in removes:
         if remove.completed >= aftermath.when:
             continue
@@ -162,6 +180,26 @@ def _last(
         for store in remove.acknowledged:
             if not again and key in aftermath.nodes.get(store, NOBODY).blocks:
                 yield Violation("removed", key, f"{store} acknowledged its removal and holds it: {remove}", (remove,))
+
+
+def _pends(put: Op, removes: Sequence[Op], until: float) -> bool:
+    """Whether a node that the block may have been moved to may still hear of a removal that came before the put."""
+    return any(r.invoked <= until and (r.pending or r.outcome != "ok") for r in removes)
+
+
+def _limit(limits: Sequence[Op], aftermath: Aftermath) -> Iterator[Violation]:
+    after = aftermath.limit
+    if after is None:
+        return
+    allowed, last = after.blocks, limits[-1:]
+    if not last or last[0].outcome != "ok" or last[0].digest != str(allowed):
+        yield Violation("limit", after.tag, f"{allowed} blocks are not what was set last", tuple(last))
+    if after.told != allowed:
+        yield Violation("limit", after.tag, f"{allowed} blocks were allowed last, and the master says {after.told}")
+    if sum(after.held.values()) > allowed + len(after.held):
+        yield Violation("limit", after.tag, f"{after.held}: more than {allowed} blocks")
+    if after.lifted <= allowed + len(after.held):
+        yield Violation("limit", after.tag, f"{after.lifted} blocks are kept without a limit, as with {allowed}")
 
 
 def _owners(by_key: dict[str, list[Op]], aftermath: Aftermath) -> Iterator[Violation]:

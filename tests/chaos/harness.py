@@ -1,10 +1,15 @@
-"""Three masters, Redis, five pool nodes, each in a place of its own; and the hand that strikes them."""
+"""Three masters, Redis, five pool nodes, and the hand that strikes them.
+
+Nodes differ: some have an SSD, some keep their memory over a kill -9, the READs of some misfare all their lives, and
+some live beside the clients, on the same machine, so that all that is nearer than tcp is used too.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import random
+import re
 import signal
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -18,27 +23,36 @@ from kvmesh.cli.plan import Ports
 from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import store_pb2, store_pb2_grpc
 from kvmesh.transfer import TransferEngine
-from tests.chaos import processes
+from tests.chaos import processes, rot, tmpfs
+from tests.chaos.draining import call_off, drained
 from tests.chaos.history import INF, Disturbance, History
-from tests.chaos.nemesis import LEADER, Schedule, Step
+from tests.chaos.nemesis import LEADER, NODE_FAULTS, Schedule, Step
 from tests.chaos.network import Loopback, Namespaces, network
 from tests.chaos.processes import Process
 
 MASTERS = ("m0", "m1", "m2")
 NODES = ("n0", "n1", "n2", "n3", "n4")
 WITH_SSD = ("n0", "n2")
+WARM = ("n1", "n4")
+FAULTY = ("n0", "n1", "n3")
+NEAR = ("n3", "n4")
+NEAR_HOST = "host-near"  # node_id of what lives beside the clients
 LEASE_MS = 1500  # of members at the master
 LEADER_LEASE_MS = 1500
 MEMORY_MB = 8  # little: blocks must go, or move to SSD
 SSD_MB = 64
 ASK_S = 1.0
+CALL_OFF_S = 20.0
+CAME_BACK = re.compile(r"warm segment: (\d+) of \d+ blocks are here again")
 
 
 class Cluster:
     """All processes of one storm. Times are of `history.clock`."""
 
-    def __init__(self, net: Loopback, folder: Path) -> None:
+    def __init__(self, net: Loopback, folder: Path, seed: int) -> None:
         self.net = net
+        self.kept = tmpfs.folder()
+        self._seed = seed
         self.folder = folder
         ports = Ports()
         redis_port = ports.take()
@@ -63,10 +77,14 @@ class Cluster:
         flags: dict[str, object] = {
             "store": self.store,
             "instance_id": name,
-            "node_id": f"host-{name}",
+            "node_id": NEAR_HOST if name in NEAR else f"host-{name}",
             "memory_mb": MEMORY_MB,
-            "transports": "tcp",
+            "transports": "shm,tcp" if name in NEAR else "tcp",
         }
+        if name in WARM:
+            flags["warm_segment"] = self.kept / name
+        if name in FAULTY:
+            flags["fault"] = f'{{"seed": {self._seed}, "rules": [{", ".join(NODE_FAULTS)}]}}'
         if name in WITH_SSD:
             flags |= {"ssd_path": self.folder / f"{name}.ssd", "ssd_capacity_mb": SSD_MB}
         return flags
@@ -129,17 +147,23 @@ class Cluster:
             self._channels[address] = connect(address)
         return self._channels[address]
 
+    def came_back(self) -> dict[str, int]:
+        """Blocks that nodes found in their memory after a kill, of all lives."""
+        logs = {name: self.nodes[name].log.read_text(errors="replace") for name in WARM}
+        return {name: sum(map(int, CAME_BACK.findall(text))) for name, text in logs.items()}
+
     async def close(self) -> None:
         await asyncio.gather(*(channel.close(grace=None) for channel in self._channels.values()))
         for process in self.all():
             process.end()
+        tmpfs.drop(self.kept)
 
 
 @asynccontextmanager
-async def cluster(folder: Path) -> AsyncIterator[Cluster]:
+async def cluster(folder: Path, seed: int) -> AsyncIterator[Cluster]:
     """Started; on leaving, nothing of it is left."""
-    with network(["redis", *MASTERS, *NODES]) as net:
-        made = Cluster(net, folder)
+    with network(["redis", *MASTERS, *(node for node in NODES if node not in NEAR)]) as net:
+        made = Cluster(net, folder, seed)
         try:
             await made.start()
             yield made
@@ -195,9 +219,11 @@ class Striker:
 
     def _note(self, blow: _Blow, end: float) -> None:
         step = blow.step
+        if step.blow == "drain":
+            return None  # told by itself: who drains can be asked, and has what it had
         words = f"{step.blow}{' ' + step.rule if step.rule else ''}{' from ' + step.peer if step.peer else ''}"
         if blow.target in NODES:
-            harm = "memory" if step.blow == "kill" else "reach"
+            harm = "memory" if step.blow in ("kill", "rot") else "reach"
             if step.peer in NODES:
                 return self._add(f"({blow.target})", "reach", blow.start, end, words)  # clients and masters reach it
         else:
@@ -224,6 +250,36 @@ class Striker:
         await asyncio.sleep(step.seconds)
         process.start()
         await process.ready()
+
+    async def _rot(self, target: str, step: Step) -> None:
+        """What it left behind does not stay as it was."""
+        process, made = self._process(target), self._cluster
+        await process.kill()
+        await asyncio.sleep(step.seconds)
+        if target in WITH_SSD:
+            rot.disk(made.folder / f"{target}.ssd", self._random)
+        if target in WARM:  # who reads by shm still reads what a dead node has leased: its memory stays
+            rot.memory(made.kept / target, self._random, tables_only=target in NEAR)
+        process.start()
+        await process.ready()
+
+    async def _drain(self, target: str, step: Step) -> None:
+        """Its only copies move elsewhere; then it goes, and comes back as another."""
+        began = self._history.clock()
+        if await drained(self._cluster.store, target, step.seconds):
+            await self.lose(target, began)
+        await call_off(self._cluster.store, target, CALL_OFF_S)
+
+    async def lose(self, target: str, began: float) -> None:
+        """A node that has been drained since `began` is killed, and comes back."""
+        process, went = self._process(target), self._history.clock()
+        self._add(target, "drained", began, went, "drain")
+        try:
+            await process.kill()
+            process.start()
+            await process.ready()
+        finally:
+            self._add(target, "memory", went, self._history.clock(), "kill when drained")
 
     async def _restart_redis(self, target: str, step: Step) -> None:
         await self._kill(target, step)

@@ -14,9 +14,9 @@ from typing import Literal
 
 INF = float("inf")
 
-Kind = Literal["put", "get", "remove", "grant"]
-Outcome = Literal["pending", "ok", "miss", "error"]
-Harm = Literal["memory", "reach", "master"]  # see Disturbance
+Kind = Literal["put", "get", "remove", "grant", "bind", "unbind", "resolve", "limit"]
+Outcome = Literal["pending", "ok", "miss", "taken", "error"]
+Harm = Literal["memory", "reach", "master", "drained"]  # see Disturbance
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> str:
@@ -29,7 +29,11 @@ class Op:
     """One operation of one client.
 
     `holder`, `tier`: of a get, who served it; of a put, who sealed it. `digest`: of what was put or got.
-    `acknowledged`, `pending`: of a remove, the stores' names as the master answered. A grant's `key` is its number."""
+    `acknowledged`, `pending`: of a remove, the stores' names as the master answered. A grant's `key` is its number.
+
+    Of names: `key` is the name, `digest` the block's key that it was bound to, was found to stand for, or stood for
+    when it was unbound ("": none). A bind that may `replace` unbinds first; "taken": it did not, or not in the end.
+    Of a limit: `key` is the tenant's tag, `digest` the number of blocks."""
 
     number: int
     client: str
@@ -44,6 +48,7 @@ class Op:
     holder: str = ""
     tier: str = ""
     pinned: bool = False  # hard
+    replace: bool = False
     acknowledged: tuple[str, ...] = ()
     pending: tuple[str, ...] = ()
 
@@ -51,7 +56,7 @@ class Op:
         """After this it changes nothing any more (a removal: at store `at`). Whatever failed or has no answer may be
         carried out by somebody at any later time; a store that has not acknowledged a removal has still to hear of it,
         also when it was no member, and named nowhere."""
-        if self.outcome != "ok" or (self.kind == "remove" and at not in self.acknowledged):
+        if self.outcome not in ("ok", "taken") or (self.kind == "remove" and at not in self.acknowledged):
             return INF
         return self.completed
 
@@ -59,7 +64,7 @@ class Op:
         end = f"{self.completed:9.3f}" if self.completed < INF else "        …"
         where = f" at {self.holder}/{self.tier}" if self.holder else ""
         extra = f" acknowledged={list(self.acknowledged)} pending={list(self.pending)}" if self.kind == "remove" else ""
-        pin = " hard" if self.pinned else ""
+        pin = " hard" if self.pinned else " replacing" if self.replace else ""
         return (
             f"{self.invoked:9.3f}–{end} {self.client:>9} {self.kind:<6} {self.key[:16]}{pin} → {self.outcome}{where}"
             f"{' ' + self.digest if self.digest else ''}{extra}{' ' + self.error if self.error else ''}"
@@ -71,7 +76,8 @@ class Disturbance:
     """What the nemesis did to one process between two times.
 
     "memory": what it held is gone, or may be. "reach": it could not be asked, or not by all. "master": no node's, but
-    who leads was (or had to be) changed: `target` is a master or Redis."""
+    who leads was (or had to be) changed: `target` is a master or Redis. "drained": what it alone held was moved to
+    others between `start` and `end`, when "memory" began."""
 
     target: str
     harm: Harm
@@ -92,10 +98,18 @@ class History:
     disturbances: list[Disturbance] = field(default_factory=list)
 
     def begin(
-        self, client: str, kind: Kind, key: str, timeout_s: float, *, digest: str = "", pinned: bool = False
+        self,
+        client: str,
+        kind: Kind,
+        key: str,
+        timeout_s: float,
+        *,
+        digest: str = "",
+        pinned: bool = False,
+        replace: bool = False,
     ) -> Op:
         now = self.clock()
-        op = Op(len(self.ops), client, kind, key, now, now + timeout_s, digest=digest, pinned=pinned)
+        op = Op(len(self.ops), client, kind, key, now, now + timeout_s, digest=digest, pinned=pinned, replace=replace)
         self.ops.append(op)
         return op
 
@@ -133,6 +147,18 @@ class NodeAfter:
 
 
 @dataclass(frozen=True)
+class LimitAfter:
+    """Of the tenant `tag` (hex). `blocks`: allowed last; `told`: what the master says is allowed. `held`: node →
+    blocks in its memory. `lifted`: blocks in memory when the limit had been lifted and more were put."""
+
+    tag: str
+    blocks: int
+    told: int
+    held: dict[str, int]
+    lifted: int
+
+
+@dataclass(frozen=True)
 class Aftermath:
     """`when`: the blocks were read after this. `mapped`: node → the keys that the master believes it holds."""
 
@@ -140,3 +166,4 @@ class Aftermath:
     nodes: dict[str, NodeAfter]
     leaders: tuple[str, ...]
     mapped: dict[str, frozenset[str]]
+    limit: LimitAfter | None = None

@@ -1,7 +1,8 @@
 """What is done to the processes and links, and when: a schedule made of a seed. Pure; `harness.py` carries it out.
 
 Every schedule leaves one node alone (`Schedule.spared`): there is always an undisturbed holder. At most
-`MAX_DOWN` nodes and all but one master are away at once. "leader" stands for whoever leads when the blow falls.
+`MAX_DOWN` nodes and all but one master are away at once, and one node more drains. "leader" stands for whoever leads
+when the blow falls.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Blow = Literal["kill", "freeze", "restart-redis", "cut", "cut-one-way", "slow", "reads"]
+Blow = Literal["kill", "rot", "drain", "freeze", "restart-redis", "cut", "cut-one-way", "slow", "reads"]
 MAX_DOWN = 2
 LEADER = "leader"
 
@@ -26,11 +27,23 @@ READ_FAULTS = (
     '{"kind": "bandwidth", "op": "read", "bandwidth_mbps": 8}',
 )
 
+# What READs of nodes suffer as long as they live: of puts out of clients, and of copies from one another. Wrong bytes
+# only where the client gives checksums with its puts: no other put promises to notice.
+NODE_FAULTS = (
+    '{"kind": "corrupt", "peer": "client:client-*", "op": "read", "probability": 0.05}',
+    '{"kind": "drop", "peer": "[cn]*", "op": "read", "probability": 0.02}',
+    '{"kind": "down", "peer": "[cn]*", "op": "read", "probability": 0.03}',
+    '{"kind": "duplicate", "peer": "[cn]*", "op": "read", "probability": 0.1}',
+    '{"kind": "delay", "peer": "[cn]*", "op": "read", "delay_ms": 5, "jitter_ms": 400, "probability": 0.1}',
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """At `at` (seconds from the start) `target` is struck; `seconds` later it is made good (started again, continued,
-    linked). `peer`: of a cut, whom `target` cannot reach ("": anybody). `rule`: of "reads"."""
+    linked). `peer`: of a cut, whom `target` cannot reach ("": anybody). `rule`: of "reads". "rot": killed, and some of
+    what it left on disk or in shared memory is changed before it comes back. "drain": if it is done within `seconds`,
+    the node is killed and comes back at once; else the drain is called off."""
 
     at: float
     blow: Blow
@@ -67,29 +80,38 @@ def make(
     *,
     redis: bool = True,
     links: bool = True,
+    near: Sequence[str] = (),
 ) -> Schedule:
-    """Blows until `duration_s`, one every second or so. The first ones are of every kind, in an order of the seed's."""
+    """Blows until `duration_s`, one every second or so. The first ones are of every kind, in an order of the seed's;
+    one that cannot be now comes as soon as it can. `near`: nodes that have no link of their own."""
     rng = random.Random(f"chaos {seed}")
     spared = rng.choice(nodes)
-    maker = _Maker(rng, list(masters), [n for n in nodes if n != spared], duration_s)
+    maker = _Maker(rng, list(masters), [n for n in nodes if n != spared], [*near], duration_s)
     kinds = [maker.kill_leader, maker.freeze_leader, maker.kill_node, maker.freeze_node, maker.reads]
+    kinds += [maker.rot, maker.drain]
     kinds += [maker.restart_redis] * redis + [maker.cut, maker.cut_master, maker.slow] * links
     rng.shuffle(kinds)
     at = rng.uniform(0.5, 1.5)
-    turn = 0
+    first = list(kinds)
     while at < duration_s:
-        kind = kinds[turn] if turn < len(kinds) else rng.choice(kinds)
-        kind(at)
-        turn += 1
+        for kind in first or [rng.choice(kinds)]:
+            steps = len(maker.steps)
+            kind(at)
+            if len(maker.steps) > steps:
+                first = [one for one in first if one != kind]
+                break
         at += rng.uniform(0.4, 2.0)
     return Schedule(seed, spared, tuple(maker.steps))
 
 
 class _Maker:
-    def __init__(self, rng: random.Random, masters: list[str], nodes: list[str], duration_s: float) -> None:
+    def __init__(
+        self, rng: random.Random, masters: list[str], nodes: list[str], near: list[str], duration_s: float
+    ) -> None:
         self.rng = rng
         self.masters = masters
         self.nodes = nodes
+        self.linked = [node for node in nodes if node not in near]
         self.duration_s = duration_s
         self.steps: list[Step] = []
         self._busy: dict[str, float] = {}  # target → until when
@@ -104,21 +126,30 @@ class _Maker:
     def kill_node(self, at: float) -> None:
         self._node(at, "kill", self.rng.uniform(0.1, 2.0))
 
+    def rot(self, at: float) -> None:
+        self._node(at, "rot", self.rng.uniform(0.1, 1.0))
+
+    def drain(self, at: float) -> None:
+        """Beside what is away: a node that drains is there, until it is done."""
+        free = [node for node in self.nodes if self._busy.get(node, 0.0) <= at]
+        if free and not any(step.blow == "drain" and step.until > at for step in self.steps):
+            self._add(Step(at, "drain", self.rng.choice(free), self.rng.uniform(4.0, 8.0)))
+
     def freeze_node(self, at: float) -> None:
         self._node(at, "freeze", self.rng.uniform(0.2, 5.0))
 
     def cut(self, at: float) -> None:
         """A node from everybody, from one other node, or from one master; both ways or one."""
-        peer = self.rng.choice(["", *self.masters, *self.nodes])
+        peer = self.rng.choice(["", *self.masters, *self.linked])
         blow: Blow = "cut-one-way" if peer and self.rng.random() < 0.5 else "cut"
-        self._node(at, blow, self.rng.uniform(0.5, 5.0), peer)
+        self._node(at, blow, self.rng.uniform(0.5, 5.0), peer, self.linked)
 
     def cut_master(self, at: float) -> None:
         """Who leads, from Redis or from everybody."""
         self._leader(at, "cut", self.rng.uniform(1.0, 6.0), self.rng.choice(["", "redis"]))
 
     def slow(self, at: float) -> None:
-        self._node(at, "slow", self.rng.uniform(0.5, 4.0))
+        self._node(at, "slow", self.rng.uniform(0.5, 4.0), among=self.linked)
 
     def reads(self, at: float) -> None:
         rule = self.rng.choice(READ_FAULTS)
@@ -133,9 +164,11 @@ class _Maker:
         if away < len(self.masters) - 1:
             self.steps.append(self._bounded(Step(at, blow, LEADER, seconds, peer)))
 
-    def _node(self, at: float, blow: Blow, seconds: float, peer: str = "") -> None:
-        free = [node for node in self.nodes if self._busy.get(node, 0.0) <= at and node != peer]
-        if free and sum(self._busy.get(node, 0.0) > at for node in self.nodes) < MAX_DOWN:
+    def _node(self, at: float, blow: Blow, seconds: float, peer: str = "", among: Sequence[str] | None = None) -> None:
+        nodes = self.nodes if among is None else among
+        free = [node for node in nodes if self._busy.get(node, 0.0) <= at and node != peer]
+        away = {step.target for step in self.steps if step.until > at and step.blow != "drain"} & {*self.nodes}
+        if free and len(away) < MAX_DOWN:
             self._add(Step(at, blow, self.rng.choice(free), seconds, peer))
 
     def _add(self, step: Step) -> None:

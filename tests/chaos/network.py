@@ -5,7 +5,8 @@
     n0 ─ eth0 ─ veth ────┘
 
 Cuts: a host's port leaves the bridge (nothing passes, its link stays up), or a host's route to another becomes a black
-hole (one way: what the other sends arrives). Slow: a token bucket on what the hub sends to it and what it sends.
+hole (one way: what the other sends arrives). Slow: a token bucket on what the hub sends to it and what it sends. Who is
+named no host here lives beside this process, and shares its sockets' names: its memory can be mapped.
 """
 
 from __future__ import annotations
@@ -96,10 +97,10 @@ class Namespaces(Loopback):
         run("ip", "-n", self._name(host), *words)
 
     def address(self, host: str) -> str:
-        return f"{self._net}.{self._hosts[host]}"
+        return f"{self._net}.{self._hosts[host]}" if host in self._hosts else self.me
 
     def inside(self, host: str) -> list[str]:
-        return ["ip", "netns", "exec", self._name(host)]
+        return ["ip", "netns", "exec", self._name(host)] if host in self._hosts else []
 
     # ── faults ────────────────────────────────────────────────────────────────────────────────────
 
@@ -121,6 +122,8 @@ class Namespaces(Loopback):
 
     def heal(self, host: str) -> None:
         """Whatever was done to it here ends."""
+        if host not in self._hosts:
+            return
         for peer in self._cut.pop(host, set()):
             if peer:
                 self._ip(host, "route", "delete", "blackhole", f"{self.address(peer)}/32")

@@ -23,6 +23,7 @@ SMALL = (1_000, 4_096, 20_000, 65_536, 200_000)
 LARGE = (300_000, 500_000, 700_000)
 PAUSE_S = (0.0, 0.04)
 OP_S = 8.0
+BATCH = 4
 REMEMBERED = 200  # granted keys that readers ask for
 
 
@@ -30,7 +31,7 @@ REMEMBERED = 200  # granted keys that readers ask for
 class Got:
     """`data` None: a miss."""
 
-    data: bytes | None
+    data: bytes | memoryview | None
     holder: str = ""
     tier: str = ""
 
@@ -46,7 +47,8 @@ class Driver(Protocol):
     async def grant(self, timeout_s: float) -> str:
         """A key that nobody else gets."""
 
-    async def get(self, key: str, timeout_s: float) -> Got: ...
+    async def get(self, keys: Sequence[str], timeout_s: float) -> list[Got | KvmeshError]:
+        """Each, in one call."""
 
     async def remove(self, key: str, timeout_s: float) -> tuple[Sequence[str], Sequence[str]]:
         """(who acknowledged, who could not be asked)."""
@@ -57,7 +59,7 @@ class Driver(Protocol):
 class Workload:
     """Some workers over some drivers, until `stop`. Anything but a KvmeshError ends the storm: it is a bug."""
 
-    def __init__(self, history: History, drivers: Sequence[Driver], seed: int, workers: int = 8) -> None:
+    def __init__(self, history: History, drivers: Sequence[Driver], seed: int, workers: int = 10) -> None:
         self._history = history
         self._drivers = drivers
         self._workers = workers
@@ -69,6 +71,11 @@ class Workload:
         self._granted: deque[str] = deque(maxlen=REMEMBERED)
         self.stop = asyncio.Event()
 
+    @property
+    def keys(self) -> list[str]:
+        """Of what is put and removed, then of what stands."""
+        return [*self._shared, *self._standing]
+
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
             for i in range(self._workers):
@@ -79,21 +86,24 @@ class Workload:
         driver = self._drivers[number % len(self._drivers)]
         client = f"worker-{number}"
         for key in self._standing[number :: self._workers]:
-            await self._put(driver, client, key, self._values[key], True)
+            await put(self._history, driver, client, key, self._values[key], True, OP_S)
         while not self.stop.is_set():
             dice = rng.random()
             if dice < 0.24:
                 key = rng.choice(self._shared)
-                await self._put(driver, client, key, self._values[key], rng.random() < 0.35)
+                await put(self._history, driver, client, key, self._values[key], rng.random() < 0.35, OP_S)
             elif dice < 0.27:
                 key = rng.choice(self._standing)
-                await self._put(driver, client, key, self._values[key], True)
+                await put(self._history, driver, client, key, self._values[key], True, OP_S)
             elif dice < 0.34:
                 await self._put_granted(driver, client, rng)
             elif dice < 0.60:
-                await self._get(driver, client, rng.choice(self._standing))
+                await get(self._history, driver, client, [rng.choice(self._standing)], OP_S)
+            elif dice < 0.84:
+                await get(self._history, driver, client, [self._pick(rng)], OP_S)
             elif dice < 0.90:
-                await self._get(driver, client, self._pick(rng))
+                keys = [*rng.sample(self._standing, BATCH), *(self._pick(rng) for _ in range(BATCH))]
+                await get(self._history, driver, client, list(dict.fromkeys(keys)), OP_S)
             elif dice < 0.97:
                 await self._remove(driver, client, self._pick(rng))
             else:
@@ -107,15 +117,6 @@ class Workload:
 
     # ── operations ────────────────────────────────────────────────────────────────────────────────
 
-    async def _put(self, driver: Driver, client: str, key: str, data: bytes, pinned: bool) -> None:
-        op = self._history.begin(client, "put", key, OP_S, digest=digest_of(data), pinned=pinned)
-        try:
-            holder = await driver.put(key, data, pinned=pinned, timeout_s=OP_S)
-        except KvmeshError as error:
-            self._history.end(op, "error", error=_named(error))
-        else:
-            self._history.end(op, "ok", holder=holder)
-
     async def _put_granted(self, driver: Driver, client: str, rng: random.Random) -> None:
         try:
             key = await driver.grant(OP_S)
@@ -123,20 +124,8 @@ class Workload:
             return  # nothing was promised
         self._history.end(self._history.begin(client, "grant", key, OP_S), "ok")
         data = rng.randbytes(rng.choice(LARGE))
-        await self._put(driver, client, key, data, rng.random() < 0.05)
+        await put(self._history, driver, client, key, data, rng.random() < 0.05, OP_S)
         self._granted.append(key)
-
-    async def _get(self, driver: Driver, client: str, key: str) -> None:
-        op = self._history.begin(client, "get", key, OP_S)
-        try:
-            got = await driver.get(key, OP_S)
-        except KvmeshError as error:
-            self._history.end(op, "error", error=_named(error))
-            return
-        if got.data is None:
-            self._history.end(op, "miss")
-        else:
-            self._history.end(op, "ok", digest=digest_of(got.data), holder=got.holder, tier=got.tier)
 
     async def _remove(self, driver: Driver, client: str, key: str) -> None:
         op = self._history.begin(client, "remove", key, OP_S)
@@ -152,6 +141,35 @@ class Workload:
             await driver.replicate(key, replicas, OP_S)
         except KvmeshError:
             return  # nothing was promised
+
+
+async def put(
+    history: History, driver: Driver, client: str, key: str, data: bytes, pinned: bool, timeout_s: float
+) -> None:
+    """One block, and what became of it into the history."""
+    op = history.begin(client, "put", key, timeout_s, digest=digest_of(data), pinned=pinned)
+    try:
+        holder = await driver.put(key, data, pinned=pinned, timeout_s=timeout_s)
+    except KvmeshError as error:
+        history.end(op, "error", error=_named(error))
+    else:
+        history.end(op, "ok", holder=holder)
+
+
+async def get(history: History, driver: Driver, client: str, keys: Sequence[str], timeout_s: float) -> None:
+    """Some blocks in one call, each of which is an operation of its own in the history."""
+    ops = [history.begin(client, "get", key, timeout_s) for key in keys]
+    try:
+        found = await driver.get(keys, timeout_s)
+    except KvmeshError as error:
+        found = [error] * len(keys)
+    for op, got in zip(ops, found, strict=True):
+        if isinstance(got, KvmeshError):
+            history.end(op, "error", error=_named(got))
+        elif got.data is None:
+            history.end(op, "miss")
+        else:
+            history.end(op, "ok", digest=digest_of(got.data), holder=got.holder, tier=got.tier)
 
 
 def _named(error: KvmeshError) -> str:
