@@ -7,16 +7,19 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 import grpc.aio
 
 from kvmesh.kvcache.keys import split
 from kvmesh.rpc.pb import store_pb2, store_pb2_grpc
+from tests.chaos.checker import Rules, check
 from tests.chaos.draining import call_off, drained
 from tests.chaos.harness import NODES, Cluster, Striker
 from tests.chaos.history import Aftermath, History, LimitAfter, NodeAfter
 from tests.chaos.limits import LAST, LimitWork
 from tests.chaos.probe import CALL_S, Probe, by_hex, leaks_of
+from tests.chaos.violation import Violation
 from tests.chaos.workload import Driver, get
 
 SETTLE_S = 30.0
@@ -24,6 +27,7 @@ EMPTY_S = 20.0  # leases end, pulls end, tombstones arrive
 AGREE_S = 15.0
 FIND = 4096
 DRAIN_S = 30.0
+FAREWELL = "farewell"
 
 
 async def survey(
@@ -51,21 +55,24 @@ async def survey(
     return Aftermath(clock_s, nodes, tuple(await cluster.leaders()), mapped, limit)
 
 
-async def farewell(cluster: Cluster, striker: Striker, driver: Driver, history: History, spared: str) -> str:
-    """The node that was given most of what is pinned hard is drained and killed; then all of that is read. Why the node
-    was not drained in time; "": it was."""
+async def farewell(
+    cluster: Cluster, striker: Striker, driver: Driver, history: History, spared: str, rules: Rules
+) -> list[Violation]:
+    """When all has settled, the node that was given most of what is pinned hard is drained and killed; then all of that
+    is read, and nothing is an excuse any more. AssertionError as `survey`."""
     pinned = Counter(op.holder for op in history.ops if op.pinned and op.outcome == "ok")
     leaver = max((name for name in NODES if name != spared), key=lambda name: pinned[name])
     kept = {op.key for op in history.ops if op.pinned and op.holder == leaver}
     began = history.clock()
     if not await drained(cluster.store, leaver, DRAIN_S):
-        return f"{leaver} was not drained within {DRAIN_S} s"
+        return [Violation("after", "", f"{leaver} was not drained within {DRAIN_S} s")]
     await striker.lose(leaver, began)
     await call_off(cluster.store, leaver, DRAIN_S)
     await cluster.settled(SETTLE_S)
     for key in sorted(kept):
-        await get(history, driver, "farewell", [key], CALL_S)
-    return ""
+        await get(history, driver, FAREWELL, [key], CALL_S)
+    found = check(history, None, replace(rules, recovery_s=0.0))
+    return [one for one in found if one.key in kept and any(op.client == FAREWELL for op in one.ops)]
 
 
 async def _limit(cluster: Cluster, probe: Probe, limited: LimitWork) -> LimitAfter:

@@ -13,7 +13,7 @@ import grpc.aio
 
 from kvmesh.rpc.errors import KvmeshError
 from tests.chaos import nemesis
-from tests.chaos.after import farewell, survey
+from tests.chaos.after import FAREWELL, farewell, survey
 from tests.chaos.checker import Rules, check, explain
 from tests.chaos.drivers import NearDriver, drivers
 from tests.chaos.harness import MASTERS, NEAR, NEAR_HOST, NODES, Striker, cluster
@@ -59,12 +59,7 @@ async def storm(seed: int, duration_s: float, folder: Path) -> str:
                     used = {bytes.fromhex(op.key) for op in history.ops if op.kind in ("put", "get", "remove")}
                     after = await survey(made, probe, used, limits, history.clock())
                     found = check(history, after, RULES)
-                    before = len(history.ops)
-                    why_not = await farewell(made, striker, several[0], history, schedule.spared)
-                    if why_not:
-                        found.append(Violation("after", "", why_not))
-                    last = {op.key for op in history.ops[before:]}
-                    found += [one for one in check(history, None, RULES) if one.rule == "miss" and one.key in last]
+                    found += await farewell(made, striker, several[0], history, schedule.spared, RULES)
                 except (AssertionError, grpc.aio.AioRpcError, KvmeshError):
                     told = traceback.format_exc(limit=-3)
                     found = [*check(history, None, RULES), Violation("after", "", f"the survey failed: {told}")]
@@ -102,6 +97,7 @@ def _tell(history: History, schedule: nemesis.Schedule, warm: dict[str, int]) ->
         "ends": dict(sorted(ends.items())),
         "errors": dict(sorted(errors.items())),
         "served by": dict(sorted(served.items())),
+        "of a drained node": dict(Counter(op.outcome for op in history.ops if op.client == FAREWELL)),
         "came back with their nodes": warm,
         "blows": [f"{one.what} {one.target}" for one in history.disturbances],
     }
