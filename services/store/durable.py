@@ -11,8 +11,8 @@ from typing import Protocol
 from kvmesh.rpc.errors import StaleTerm
 
 QUOTA, NAME, TARGET, SETTING = "quota", "name", "target", "setting"
-TOMBSTONE, DRAIN = "tombstone", "drain"
-KINDS = (QUOTA, NAME, TARGET, SETTING, TOMBSTONE, DRAIN)
+TOMBSTONE, DRAIN, UNPIN = "tombstone", "drain", "unpin"
+KINDS = (QUOTA, NAME, TARGET, SETTING, TOMBSTONE, DRAIN, UNPIN)
 
 Kept = dict[str, dict[bytes, bytes]]  # by kind; every kind is there
 

@@ -28,6 +28,8 @@ MAX_HOLDERS = 64
 COMPLAIN_S = 60.0  # a word on what is left out
 SWEEP_KEYS = 8192  # of a store that is gone, in one turn of the loop: some milliseconds
 
+SWEEP_TARGETS = 2048
+
 
 class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
     """Of one reign, `incarnation`. `clock` gives monotonic seconds; `leads`: whether it goes on at this moment."""
@@ -73,17 +75,22 @@ class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
         orders, writes = self._state.policy.tick(self._clock())
         for order in orders:
             self._orders.start(self._orders.carry_out(self._state, order, self._clock))
-        if writes:
+        if writes or (self._state.policy.owes and not self._owing):
             self._orders.start(self._keep_meanwhile(writes))
         idle = self._sweeping is None or self._sweeping.done()
-        if idle and self._state.blocks.sweep(SWEEP_KEYS):
+        if idle and self._swept():
             self._sweeping = asyncio.create_task(self._sweep(), name="sweep")
 
     async def _sweep(self) -> None:
         more = True
         while more:
             await asyncio.sleep(0)
-            more = self._state.blocks.sweep(SWEEP_KEYS)
+            more = self._swept()
+
+    def _swept(self) -> bool:
+        """A slice of what is gone; whether there is more."""
+        more = self._state.blocks.sweep(SWEEP_KEYS)
+        return self._state.policy.replicas.sweep(SWEEP_TARGETS) or more
 
     def _step(self, event: Event) -> Heard | None:
         """What the brain answers; its refusal is raised."""

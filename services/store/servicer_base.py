@@ -25,6 +25,7 @@ class Base(pb_grpc.StoreMasterServicer, ABC):
     _clock: Callable[[], float]
     _durable: Durable
     _orders: Orders
+    _owing = False  # what the policy owes is being kept
     _books: asyncio.Lock  # one change of what is kept at a time: what is not kept yet is told to nobody
 
     @property
@@ -45,13 +46,18 @@ class Base(pb_grpc.StoreMasterServicer, ABC):
                 await self._durable.delete(write.kind, write.drops, self.term)
 
     async def _keep_meanwhile(self, writes: Sequence[Write]) -> None:
-        """As `_keep`, when nobody waits for it: what is kept too long does no harm, or is tried again."""
+        """As `_keep`, when nobody waits for it, and what the policy owes: what is kept too long does no harm, or is
+        tried again."""
+        self._owing, every = True, list(writes)
         try:
             async with self._books:
-                await self._keep(writes)
+                every += self._state.policy.owed()
+                await self._keep(every)
         except KvmeshError as error:
             log.warning("what was forgotten is still kept: %s", error)
-            self._state.policy.not_kept(writes)
+            self._state.policy.not_kept(every)
+        finally:
+            self._owing = False
 
 
 def text(field: str, value: str, most: int, *, empty: bool = True) -> str:

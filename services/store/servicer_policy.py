@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from kvmesh.kvcache.keys import KEY_BYTES, TAG_BYTES
-from kvmesh.rpc.errors import InvalidRequest, NotLeader, UnknownInstance
+from kvmesh.rpc.errors import InvalidRequest, KvmeshError, NotLeader, UnknownInstance
 from kvmesh.rpc.pb import store_pb2 as pb
 from services.store import mapping
 from services.store.checks import MAX_TEXT
@@ -56,7 +56,11 @@ class PolicyServicer(Base):
         async with self._books:
             self._step(Tick())
             counts, writes = self._state.policy.change_replicas(keys, request.replicas, request.hard, self._clock())
-            await self._keep(writes)
+            try:
+                await self._keep(writes)
+            except KvmeshError:
+                self._state.policy.not_kept(writes)
+                raise
         return pb.ChangeReplicaResponse(replicas=counts)
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:  # noqa: N802

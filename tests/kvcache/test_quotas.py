@@ -190,7 +190,7 @@ def test_a_new_limit_costs_the_same_at_once_however_many_blocks_there_are() -> N
         order = store.coldest(blocks)
         costs = [lines(lambda: quotas.limit({A: blocks - 100}, [store]))]
         while quotas.count(A) > blocks - 100:
-            costs.append(lines(lambda: quotas.enforce() and None))
+            costs.append(lines(quotas.enforce))
         assert store.coldest(blocks) == order[100:], "others than the coldest went"
         return max(costs)
 

@@ -8,8 +8,8 @@ from types import FrameType
 from typing import Any
 
 
-def lines(work: Callable[[], None]) -> int:
-    """Lines of Python that `work` executes in kvcache."""
+def lines(work: Callable[[], object], where: str = "kvcache") -> int:
+    """Lines of Python that `work` executes in files whose paths hold `where`."""
     count = 0
 
     def local(frame: FrameType, event: str, arg: object) -> Any:
@@ -18,7 +18,7 @@ def lines(work: Callable[[], None]) -> int:
         return local
 
     def enter(frame: FrameType, event: str, arg: object) -> Any:
-        return local if "kvcache" in frame.f_code.co_filename else None
+        return local if where in frame.f_code.co_filename else None
 
     before = sys.gettrace()
     sys.settrace(enter)

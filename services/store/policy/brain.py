@@ -30,6 +30,8 @@ from services.store.policy.settling import Settling
 from services.store.policy.tombstones import Tombstone, Tombstones
 from services.store.policy.work import Order
 
+MAX_OWED = 4096  # records in one write
+
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLimits:
@@ -75,7 +77,14 @@ class Policy:
         self.quotas = Quotas(blocks, self.known)
         settling = self._settling = Settling()
         copying = self._copying = Copying(self.nodes, settling, self.tombstones.covered_since)
-        self.replicas = Replicas(self.nodes, self._holders, copying, settling, most=limits.max_targets)
+        self.replicas = Replicas(
+            self.nodes,
+            self._holders,
+            copying,
+            settling,
+            most=limits.max_targets,
+            unheard=lambda: self.known.unheard,
+        )
         self.drains = Drains(blocks, self.nodes, copying, settling, self._lacking)
 
     def _holders(self, key: bytes) -> set[str]:
@@ -104,7 +113,9 @@ class Policy:
         floors = records.readable(kept, durable.SETTING, records.floor_in, bad)
         self.tombstones.load(tombstones, max(floors, default=0))
         self.names.load(records.readable(kept, durable.NAME, records.binding_in, bad), now)
-        self.replicas.load(records.readable(kept, durable.TARGET, records.target_in, bad))
+        targets = records.readable(kept, durable.TARGET, records.target_in, bad)
+        self.replicas.load(targets, self.tombstones.covered_since)
+        self.replicas.unpins.load(records.readable(kept, durable.UNPIN, records.unpin_in, bad))
         self.quotas.load(records.readable(kept, durable.QUOTA, records.quota_in, bad))
         self.drains.load(raw.decode(errors="replace") for raw in kept.get(durable.DRAIN, {}))
         return bad
@@ -156,9 +167,37 @@ class Policy:
         writes = [Write(durable.DRAIN, drops=tuple(name.encode() for name in left))] if left else []
         return orders, writes + self.retire(now)
 
+    @property
+    def owes(self) -> bool:
+        """Whether `owed` has anything."""
+        return self.replicas.owes or self.replicas.unpins.owes
+
+    def owed(self) -> list[Write]:
+        """What is to be kept or forgotten besides, as of now: to be asked for in the turn in which it is written, as
+        somebody may wish for it again."""
+        found = []
+        if ended := self.replicas.take_ended(MAX_OWED):
+            found.append(Write(durable.TARGET, drops=tuple(ended)))
+        if unpins := self._unpins():
+            found.append(unpins)
+        return found
+
+    def _unpins(self) -> Write | None:
+        changed = self.replicas.unpins.take_changed()
+        puts = {records.unpin_out(each): b"" for each in changed if each in self.replicas.unpins}
+        drops = tuple(records.unpin_out(each) for each in changed if each not in self.replicas.unpins)
+        return Write(durable.UNPIN, puts, drops) if changed else None
+
     def not_kept(self, writes: Sequence[Write]) -> None:
-        """Of `tick`: a drain that is over and still kept would begin again under the next leader."""
-        self._left.update(name.decode() for write in writes if write.kind == durable.DRAIN for name in write.drops)
+        """Of `tick`, `owed` and `change_replicas`: a drain that is over and still kept would begin again under the next
+        leader, a pin that is to be undone would stay."""
+        for write in writes:
+            if write.kind == durable.DRAIN:
+                self._left.update(name.decode() for name in write.drops)
+            elif write.kind == durable.TARGET:
+                self.replicas.not_kept(write.drops)
+            elif write.kind == durable.UNPIN:
+                self.replicas.unpins.not_kept(records.unpin_in(raw, b"") for raw in (*write.puts, *write.drops))
 
     def asked(self, keys: Sequence[bytes], now: float) -> None:
         """Somebody wants to know where these are."""
@@ -220,8 +259,9 @@ class Policy:
         `keys` or a `prefix` of 1 to 16 bytes."""
         made = self.tombstones.add(self.term, keys, prefix, now)
         if prefix:
+            targets: list[bytes] = []
             self._map.forget_prefix(prefix)
-            targets = self.replicas.removed_prefix(prefix)
+            self.replicas.removed_prefix(prefix, made.seq)
         else:
             for store_id, some in self._map.forget(keys).items():
                 self._dropped(store_id, some)
@@ -270,11 +310,14 @@ class Policy:
         self, keys: Sequence[bytes], replicas: int, hard: bool, now: float
     ) -> tuple[list[int], list[Write]]:
         """How many live nodes have each now. Raises Overloaded: too many targets."""
-        self.replicas.change(keys, replicas, hard)
+        after = self.tombstones.last
+        self.replicas.change(keys, replicas, hard, after)
         counts = [len(self.replicas.now(key, now)) for key in keys]
+        unpins = self._unpins()
+        writes = [unpins] if unpins is not None else []  # before the target goes: it must not be lost between
         if not replicas:
-            return counts, [Write(durable.TARGET, drops=tuple(dict.fromkeys(keys)))]
-        return counts, [Write(durable.TARGET, dict.fromkeys(keys, records.target_out(replicas, hard)))]
+            return counts, [*writes, Write(durable.TARGET, drops=tuple(dict.fromkeys(keys)))]
+        return counts, [*writes, Write(durable.TARGET, dict.fromkeys(keys, records.target_out(replicas, hard, after)))]
 
     def drain(self, instance_id: str, cancel: bool) -> list[Write]:
         """Begin, or cancel. Again as long as `drains` has not heard that it is kept. Raises Overloaded: too many

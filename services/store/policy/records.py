@@ -11,6 +11,7 @@ from kvmesh.kvcache.keys import KEY_BYTES, TAG_BYTES, split
 from services.store.policy.names import Name
 from services.store.policy.quotas import Quota
 from services.store.policy.tombstones import Tombstone
+from services.store.policy.unpins import Pinned
 
 FLOOR = b"tombstone_floor"
 _SEQ = struct.Struct(">Q")
@@ -84,17 +85,29 @@ def tombstone_in(key: bytes, value: bytes, now: float) -> Tombstone:
     raise ValueError(f"a tombstone begins with {kind!r}")
 
 
-def target_out(replicas: int, hard: bool) -> bytes:
-    """Of one key."""
-    return _TARGET.pack(replicas, hard)
+def target_out(replicas: int, hard: bool, after: int) -> bytes:
+    """Of one key; `after`: the last tombstone then."""
+    return _TARGET.pack(replicas, hard) + _SEQ.pack(after)
 
 
-def target_in(key: bytes, value: bytes) -> tuple[bytes, int, bool]:
-    """(key, replicas, hard). ValueError, struct.error: not one that we wrote."""
-    replicas, hard = _TARGET.unpack(value)
+def target_in(key: bytes, value: bytes) -> tuple[bytes, int, bool, int]:
+    """(key, replicas, hard, after). ValueError, struct.error: not one that we wrote."""
+    replicas, hard = _TARGET.unpack(value[: _TARGET.size])
     if replicas < 1:
         raise ValueError("no replicas")
-    return _key(key), replicas, bool(hard)
+    return _key(key), replicas, bool(hard), int(_SEQ.unpack(value[_TARGET.size :])[0])
+
+
+def unpin_out(pinned: Pinned) -> bytes:
+    """Of one key at one life."""
+    (instance_id, incarnation), key = pinned
+    return key + _SEQ.pack(incarnation) + instance_id.encode()
+
+
+def unpin_in(raw: bytes, value: bytes) -> Pinned:
+    """The inverse. ValueError, struct.error: not one that we wrote."""
+    key, rest = _key(raw[:KEY_BYTES]), raw[KEY_BYTES:]
+    return (rest[_SEQ.size :].decode(), int(_SEQ.unpack(rest[: _SEQ.size])[0])), key
 
 
 def quota_out(quota: Quota) -> tuple[bytes, bytes]:

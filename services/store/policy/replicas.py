@@ -4,12 +4,15 @@ Every tick looks at some of the keys that have a target, the newest wishes first
 node pulls a copy) or too much (the least useful copy goes, once all others are confirmed). One order at a time for a
 key; what failed is tried again after a time that doubles up to RETRY_S[1], at another node. What was acknowledged
 counts before the map shows it, and no longer than SETTLE_S.
+
+A wish ends with its block's removal. One by prefix ends all in one step, which `sweep` clears away over many.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,27 +22,29 @@ from services.store.domain import Role
 from services.store.policy.copying import Copying
 from services.store.policy.nodes import AVOID_S, Nodes
 from services.store.policy.settling import Settling
+from services.store.policy.swept import Swept
+from services.store.policy.unpins import Life, Unpins
 from services.store.policy.work import MAX_KEYS, Order, Pin, Pull, Then, Trim, Work
 
 LOOK = 1024  # keys in one tick
 MAX_ORDERS = 32  # under way
 RETRY_S = (0.5, 60.0)
 PIN_AGAIN_S = 120.0  # a block that went and came again at a node has lost its pin there
-MAX_UNPINS = 1 << 16  # yet to be undone, at nodes that are away too
 MAX_HOT = 1024
 HOT_REPLICAS = 4  # a hot block gets no more copies than make so many
 HOT_S = 60.0
 
-Life = tuple[str, int]  # instance id, incarnation
-
 
 @dataclass(slots=True)
 class Target:
-    """`replicas` nodes, 1 or more. `pinned`: the lives at which it is pinned hard for all we know; `ever`: at which it
-    was pinned at any time."""
+    """`replicas` nodes, 1 or more. `after`: the last tombstone then; a later one that covers the block ends it.
+    `pinned`: the lives at which it is pinned hard for all we know; `ever`: at which it was pinned at any time, by this
+    leader; `inherited`: earlier leaders may have pinned it elsewhere."""
 
     replicas: int
     hard: bool = False
+    after: int = 0
+    inherited: bool = False
     pinned: set[Life] = field(default_factory=set)
     ever: set[Life] = field(default_factory=set)
     pin_again_at: float = float("-inf")
@@ -57,7 +62,7 @@ class _Needs:
 
 
 class Replicas:
-    """`holders(key)`: instance ids by the map, in whichever tier."""
+    """`holders(key)`: instance ids by the map, in whichever tier; `unheard()`: of those that may have anything."""
 
     def __init__(
         self,
@@ -67,16 +72,20 @@ class Replicas:
         settling: Settling,
         *,
         most: int = 1 << 20,
+        unheard: Callable[[], Iterable[str]] = tuple,
     ) -> None:
         self._nodes = nodes
         self._holders = holders
         self._copying = copying
         self._settling = settling
         self._most = most
-        self._targets: dict[bytes, Target] = {}
+        self._unheard = unheard
+        self._targets: OrderedDict[bytes, Target] = OrderedDict()
+        self._swept = Swept()
+        self._ended: dict[bytes, None] = {}  # targets that are over, and kept still
         self._hot: OrderedDict[bytes, tuple[Target, float]] = OrderedDict()  # until when
         self._queue: OrderedDict[bytes, None] = OrderedDict()  # every key of both
-        self._unpin: deque[tuple[Life, bytes]] = deque(maxlen=MAX_UNPINS)
+        self.unpins = Unpins(nodes)
         self._busy: set[bytes] = set()
         self._orders = 0
 
@@ -85,26 +94,37 @@ class Replicas:
 
     # ── wishes ───────────────────────────────────────────────────────────────────────────────────────
 
-    def load(self, targets: Iterable[tuple[bytes, int, bool]]) -> None:
-        """What an earlier leader left."""
-        for key, replicas, hard in targets:
-            self._targets[key] = Target(replicas, hard)
+    def load(
+        self, targets: Iterable[tuple[bytes, int, bool, int]], removed_since: Callable[[bytes, int], bool]
+    ) -> None:
+        """What an earlier leader left. Of a removal by prefix it may not have got to forget all."""
+        for key, replicas, hard, after in targets:
+            if removed_since(key, after):
+                self._ended[key] = None
+                continue
+            self._targets[key] = Target(replicas, hard, after, inherited=hard)
             self._queue[key] = None
 
-    def change(self, keys: Sequence[bytes], replicas: int, hard: bool) -> None:
-        """`replicas` 0: no target any more. Raises Overloaded: too many keys have one, nothing is changed."""
+    def change(self, keys: Sequence[bytes], replicas: int, hard: bool, after: int = 0) -> None:
+        """`replicas` 0: no target any more; `after`: the last tombstone. Raises Overloaded: too many keys have one,
+        nothing is changed."""
         fresh = sum(key not in self._targets for key in keys) if replicas else 0
         if len(self._targets) + fresh > self._most:
             raise Overloaded(f"{len(self._targets)} blocks have a target of replicas, at most {self._most}")
         for key in keys:
             known = self._targets.pop(key, None)
-            ever = set() if known is None else known.ever
+            ever, inherited = (set(), False) if known is None else (known.ever, known.inherited)
             if not (replicas and hard):
-                self._unpin.extend((life, key) for life in ever)
-                ever = set()
+                self.unpins.add(ever | (self._may_have(key) if inherited else set()), key)
+                ever, inherited = set(), False
             if replicas:
-                self._targets[key] = Target(replicas, hard, ever=ever)
+                self._targets[key] = Target(replicas, hard, after, inherited, ever=ever)
                 self._soon(key)
+
+    def _may_have(self, key: bytes) -> set[Life]:
+        """The lives that have it, or have yet to say what they have: what is pinned hard is where it was pinned."""
+        names = {*self._holders(key), *self._unheard()}
+        return {(name, node.member.incarnation) for name in names if (node := self._nodes.get(name)) is not None}
 
     def hot(self, key: bytes, now: float) -> None:
         """It is asked for much: one copy more than there are now, for HOT_S."""
@@ -124,9 +144,39 @@ class Replicas:
                 gone.append(key)
         return gone
 
-    def removed_prefix(self, prefix: bytes) -> list[bytes]:
-        """As `removed`. O(targets)."""
-        return self.removed([key for key in (*self._targets, *self._hot) if key.startswith(prefix)])
+    def removed_prefix(self, prefix: bytes, seq: int) -> None:
+        """As `removed`, of all that begin so and were wished for before this tombstone. The rest waits for `sweep`."""
+        for key in [key for key in self._hot if key.startswith(prefix)]:
+            del self._hot[key]
+        self._swept.begin(prefix, seq, len(self._targets))
+
+    def sweep(self, most: int) -> bool:
+        """Clear away up to `most` targets that are over; whether there is more."""
+        for key in self._swept.step(self._targets, lambda target: target.after, most):
+            del self._targets[key]
+            self._ended[key] = None
+        return bool(self._swept)
+
+    def target(self, key: bytes) -> Target | None:
+        """What is wished for; None: nothing."""
+        found = self._targets.get(key)
+        return None if found is None or self._swept.covers(key, found.after) else found
+
+    @property
+    def owes(self) -> bool:
+        """Whether any target need not be kept any more."""
+        return bool(self._ended)
+
+    def take_ended(self, most: int) -> list[bytes]:
+        """Keys of targets that need not be kept any more, up to `most`."""
+        some = list(itertools.islice(self._ended, most))
+        for key in some:
+            del self._ended[key]
+        return [key for key in some if self.target(key) is None]
+
+    def not_kept(self, ended: Iterable[bytes]) -> None:
+        """They are kept still."""
+        self._ended.update(dict.fromkeys(ended))
 
     def now(self, key: bytes, now: float) -> set[str]:
         """Live nodes that have it, or are about to."""
@@ -142,7 +192,7 @@ class Replicas:
         needs = _Needs()
         for _ in range(min(LOOK, len(self._queue))):
             key, _ = self._queue.popitem(last=False)
-            if key in self._targets or key in self._hot:
+            if self.target(key) is not None or key in self._hot:
                 self._queue[key] = None
                 if key not in self._busy:
                     self._look(key, now, needs)
@@ -166,7 +216,7 @@ class Replicas:
 
     def _look(self, key: bytes, now: float, needs: _Needs) -> None:
         """What this key needs first."""
-        target, hot = self._targets.get(key), self._hot.get(key)
+        target, hot = self.target(key), self._hot.get(key)
         state = target or (hot[0] if hot else None)
         assert state is not None, "a key with a wish"
         holders = self.now(key, now)
@@ -209,26 +259,16 @@ class Replicas:
         return (node.member.role is Role.POOL, -node.free_bytes, name)
 
     def _unpins(self, now: float) -> list[Order]:
-        by_life: dict[Life, list[bytes]] = {}
-        for _ in range(min(LOOK, len(self._unpin))):
-            life, key = self._unpin.popleft()
-            node, target = self._nodes.get(life[0]), self._targets.get(key)
-            if (target is not None and target.hard) or (node is not None and node.member.incarnation != life[1]):
-                continue  # it is wished for again, or its pins ended with that life
-            if node is None:
-                self._unpin.append((life, key))  # no member now: the same life may join again
-                continue
-            keys = by_life.setdefault(life, [])
-            if key in self._busy or now < node.avoid_until or len(keys) >= MAX_KEYS:
-                self._unpin.append((life, key))
-            else:
-                keys.append(key)
         orders = []
-        for (name, _), keys in by_life.items():
-            if keys and (holder := self._copying.members((name,))):
+        for (name, _), keys in self.unpins.due(self._busy, self._is_pinned, now).items():
+            if holder := self._copying.members((name,)):
                 pin = Pin(holder[0], tuple(keys), hard=False)
                 orders.append(self._order(pin, partial(self._unpinned, pin)))
         return orders
+
+    def _is_pinned(self, key: bytes) -> bool:
+        target = self.target(key)
+        return target is not None and target.hard
 
     def _order(self, work: Work, then: Then) -> Order:
         self._orders += 1
@@ -246,7 +286,7 @@ class Replicas:
     def _pulled(self, work: Pull, done: frozenset[bytes], answered: bool, now: float) -> None:
         self._copying.ended(work, done, answered, now)
         for key in done:
-            if (target := self._targets.get(key)) is not None:
+            if (target := self.target(key)) is not None:
                 target.pinned.discard((work.receiver.instance_id, work.receiver.incarnation))
         self._judge(work.keys, done, now)
 
@@ -257,26 +297,27 @@ class Replicas:
     def _pinned(self, work: Pin, done: frozenset[bytes], answered: bool, now: float) -> None:
         life = (work.holder.instance_id, work.holder.incarnation)
         for key in done:
-            target = self._targets.get(key)
+            target = self.target(key)
             if target is not None and target.hard:
                 target.pinned.add(life)
                 target.ever.add(life)
             else:
-                self._unpin.append((life, key))
+                self.unpins.add((life,), key)
         self._judge(work.keys, done, now)
 
     def _unpinned(self, work: Pin, done: frozenset[bytes], answered: bool, now: float) -> None:
         """A node that did not answer is asked again, as long as it lives."""
         node = self._nodes.get(work.holder.instance_id)
-        if not answered and node is not None and node.member == work.holder:
+        if answered:
+            self.unpins.done((work.holder.instance_id, work.holder.incarnation), work.keys)
+        elif node is not None and node.member == work.holder:
             node.avoid_until = now + AVOID_S
-            self._unpin.extend(((node.member.instance_id, node.member.incarnation), key) for key in work.keys)
 
     def _judge(self, asked: Iterable[bytes], done: frozenset[bytes], now: float) -> None:
         """Those that are done may need more at once, the others are tried again later."""
         for key in asked:
             hot = self._hot.get(key)
-            state = self._targets.get(key) or (hot[0] if hot else None)
+            state = self.target(key) or (hot[0] if hot else None)
             if state is None:
                 continue
             if key in done:
