@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,8 @@ SLAB_BYTES = 1 << 20  # the usual one ...
 FEW_SLABS = 64  # ... where there are so many
 MIN_SLAB_BYTES = 256 << 10
 PAGE = 4096
-CANDIDATES = 32  # cold runs looked at for one move
+CANDIDATES = 32  # cold runs that may go, looked at for one move
+PASSED_OVER = 256  # ... and others that stood before them
 NEVER = 1 << 62
 WASTE = 8  # at most an eighth of a run should be no extent's ...
 LONGEST = 8  # ... if a run at most so many times as long as it must be can have that
@@ -166,7 +167,7 @@ class Slabs:
         owner's own. False: nothing may go."""
         slabs = self._lengths(owner.shard_bytes)[-1]
         for spared in (False, True) if must else (False,):
-            for run in itertools.islice(self._coldest, CANDIDATES):
+            for run in self._cold(spared):
                 if run.owner is owner:
                     if must:
                         continue
@@ -183,11 +184,23 @@ class Slabs:
 
     def drop(self) -> bool:
         """The run that was used longest ago goes, with its blocks; False: none may go that no pin spares."""
-        for run in itertools.islice(self._coldest, CANDIDATES):
-            if run.owner.store.withdrawable(run.numbers):
-                self._withdraw(run, spared=False)
-                return True
+        for run in self._cold(spared=False):
+            self._withdraw(run, spared=False)
+            return True
         return False
+
+    def _cold(self, spared: bool) -> Iterator[Run]:
+        """Runs that may go, the coldest first. Those before them that may not (pinned, mostly) go to the warm end: else
+        as many as are looked at would hide all that is idle behind them."""
+        found = 0
+        for run in list(itertools.islice(self._coldest, CANDIDATES + PASSED_OVER)):
+            if run.owner.store.withdrawable(run.numbers, spared=spared):
+                yield run
+                found += 1
+                if found == CANDIDATES:
+                    return
+            else:
+                self._coldest.move_to_end(run)
 
     def give_back(self, owner: SlabPartition) -> None:
         """All runs of a partition that is no more."""
