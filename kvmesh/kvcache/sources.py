@@ -70,8 +70,8 @@ class Lower(Protocol):
 
 
 def ranges_with(hints: tuple[PullRange, ...], lower: Lower | None, keys: Sequence[bytes]) -> tuple[PullRange, ...]:
-    """Who is asked, in order, for a prompt with these blocks: others' DRAM, what lies here below, the other hints."""
+    """Who is asked, in order, for a prompt with these blocks: others' DRAM, then tier by tier what lies here below and
+    the other hints."""
     if lower is None:
         return hints
-    dram = tuple(hint for hint in hints if hint.tier is Tier.DRAM)
-    return dram + lower.ranges(keys) + tuple(hint for hint in hints if hint.tier is not Tier.DRAM)
+    return tuple(sorted((*lower.ranges(keys), *hints), key=lambda source: source.tier))

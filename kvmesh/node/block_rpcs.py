@@ -130,10 +130,11 @@ class BlockRpcs:
     async def ListBlocks(  # noqa: N802
         self, request: pb.ListBlocksRequest, context: Any
     ) -> AsyncIterator[pb.ListBlocksResponse]:
-        """All keys as they are now, in messages of at most LIST_KEYS."""
-        keys, seq = self._node.partitions.source.keys(), self._node.announced_seq
-        for start in range(0, len(keys) or 1, LIST_KEYS):
-            yield pb.ListBlocksResponse(keys=b"".join(keys[start : start + LIST_KEYS]), seq=seq)
+        """All keys of all tiers as they are now, in messages of at most LIST_KEYS."""
+        for tier, keys, seq in self._node.listed():
+            for start in range(0, len(keys) or 1, LIST_KEYS):
+                packed = b"".join(keys[start : start + LIST_KEYS])
+                yield pb.ListBlocksResponse(keys=packed, seq=seq, tier=tier.value)  # type: ignore[arg-type]
 
     async def GetStore(self, request: pb.GetNodeStoreRequest, context: Any) -> pb.GetNodeStoreResponse:  # noqa: N802
         """Counts of now and since the start."""

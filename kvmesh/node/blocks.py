@@ -42,7 +42,7 @@ from kvmesh.node.segments import Segments
 from kvmesh.node.sending import Sending
 from kvmesh.node.sum_desk import SumDesk
 from kvmesh.node.terms import Terms
-from kvmesh.node.tier_parts import TierSettings, usage_of
+from kvmesh.node.tier_parts import TierSettings
 from kvmesh.node.tiering import Tiering
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
@@ -97,7 +97,7 @@ class Blocks:
         self._pulls = Pulls(own.instance_id, ranks, segments, self._peers, lease_ms, refuses, self._tiering)
         self._returning = returning
         below = self._tiering
-        if below is not None and below.tier is Tier.OBJECT:
+        if below is not None and any(level.tier is Tier.OBJECT for level in below.levels):
             below.remember(self.removals.watch())
         self.puts = Puts(len(ranks), partitions, segments, self._pulls, self.sums, self.removals, below)
         self.copies = Copies(partitions, self._pulls, self._peers, self.removals, below, self.puts.freed)
@@ -165,7 +165,8 @@ class Blocks:
         """Recover what lies below DRAM; before the server listens. ConfigError names ssd_path."""
         if self._tiering is not None:
             await self._tiering.open()
-            self.announce_tier(self._tiering.tier, self._tiering.source)
+            for level in self._tiering.levels:
+                self.announce_tier(level.tier, level.source)
 
     def start(self, registrar: Registrar) -> None:
         """The server listens and the address is known: announce, offload, tidy."""
@@ -253,7 +254,7 @@ class Blocks:
             blocks=sum(each.sealed for each in stats),
             writing=sum(each.writing for each in stats),
             sending_bytes_per_s=self._sending.bytes_per_s,
-            tiers=[usage_of(self._tiering.counters)] if self._tiering is not None else [],
+            tiers=self._tiering.usages if self._tiering is not None else [],
             leases=self.leases,
         )
 
@@ -283,9 +284,11 @@ class Blocks:
     def segments(self) -> Sequence[tuple[str, bytes]]:
         return [(rank.ready.engine_name, rank.ready.descriptor) for rank in self._ranks]
 
-    @property
-    def announced_seq(self) -> int:
-        return self._announcer.seq
+    def listed(self) -> list[tuple[Tier, Sequence[bytes], int]]:
+        """Each tier's keys as they are now, and its last announcement, the fastest first. O(blocks)."""
+        levels = self._tiering.levels if self._tiering is not None else []
+        lower = [(level.tier, level.source.keys(), self._lower_tiers[level.tier].seq) for level in levels]
+        return [(Tier.DRAM, self.partitions.source.keys(), self._announcer.seq), *lower]
 
     @property
     def counters(self) -> pb.GetNodeStoreResponse:
@@ -300,7 +303,7 @@ class Blocks:
             answer.shard_bytes = self.partitions.all()[0].shard_bytes
         answer.term = self.terms.highest
         if self._tiering is not None:
-            answer.tiers.append(self._tiering.counters)
+            answer.tiers.extend(self._tiering.counters)
         return answer
 
     async def stage(self, keys: Sequence[bytes], layout: str, timeout_s: float) -> dict[bytes, Tier]:
@@ -329,11 +332,11 @@ class Blocks:
 
     def lower_keys(self) -> list[bytes]:
         """Of all blocks in tiers below DRAM. O(blocks)."""
-        return self._tiering.source.keys() if self._tiering is not None else []
+        return self._tiering.keys() if self._tiering is not None else []
 
     def _lower_names(self) -> list[bytes]:
         """See `RemovalDesk`."""
-        below = self._tiering.source.named() if self._tiering is not None else []
+        below = self._tiering.named() if self._tiering is not None else []
         return below if self._returning is None else [*below, *self._returning()]
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────

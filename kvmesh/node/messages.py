@@ -33,8 +33,10 @@ from kvmesh.node.store_messages import Summed as Summed
 from kvmesh.node.tier_messages import TierChanged as TierChanged
 from kvmesh.node.tier_messages import TierDone as TierDone
 from kvmesh.node.tier_messages import TierGet as TierGet
+from kvmesh.node.tier_messages import TierMoving as TierMoving
 from kvmesh.node.tier_messages import TierOpen as TierOpen
 from kvmesh.node.tier_messages import TierOpened as TierOpened
+from kvmesh.node.tier_messages import TierProbe as TierProbe
 from kvmesh.node.tier_messages import TierPut as TierPut
 from kvmesh.node.tier_messages import TierRemove as TierRemove
 from kvmesh.node.tier_messages import TierStats as TierStats
@@ -210,6 +212,7 @@ ToRank = (
     | TierOpen
     | TierPut
     | TierGet
+    | TierProbe
     | TierRemove
     | WarmSum
     | WarmVerify
@@ -349,6 +352,7 @@ ToFront = (
     | PullEnded
     | Summed
     | TierOpened
+    | TierMoving
     | TierDone
     | TierChanged
     | TierStats

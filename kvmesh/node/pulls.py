@@ -56,6 +56,7 @@ class _Running:
     nbytes: int = 0  # from other nodes
     lower: set[int] = field(default_factory=set)  # positions that came from a lower tier of this node
     removed_seqs: dict[int, int] = field(default_factory=dict)  # by position: how far its holder was
+    hung: set[int] = field(default_factory=set)  # positions whose memory a tier that hangs may still write to
     causes: dict[str, None] = field(default_factory=dict)
 
     def left_ns(self) -> int:
@@ -212,7 +213,7 @@ class Pulls:
                     record.causes[f"{type(error).__name__}: {error}"] = None
                 got = set() if error is not None else task.result()
                 arrived |= got
-                missing |= mine - got
+                missing |= mine - got - record.hung
 
     async def _guarded(self, record: _Running, source: PullRange, positions: list[int], spare: bool) -> set[int]:
         """What of `positions` came from this holder; never raises. `spare`: somebody else could be asked afterwards,
@@ -245,14 +246,16 @@ class Pulls:
         return got
 
     async def _below(self, record: _Running, source: PullRange, positions: list[int], deadline_ns: int) -> set[int]:
-        """What of `positions` a lower tier of this very node brought. Not cut short: memory that was given to the tier
-        comes back with its answer."""
+        """What of `positions` a lower tier of this very node brought. Not cut short before its deadline, nor cancelled:
+        memory that was given to the tier comes back with its answer."""
         start, job = time.monotonic_ns(), record.job
         keys, extents = [job.keys[p] for p in positions], [job.extents[p] for p in positions]
         sizes: dict[int, int] = {}
         cause = "nothing is kept below DRAM here"
         if self._tiering is not None and source.tier is not Tier.DRAM:
-            sizes, cause = await self._tiering.read(record.partition, keys, extents, deadline_ns)
+            read = await self._tiering.read(record.partition, keys, extents, deadline_ns, source.tier)
+            sizes, cause = read.arrived, read.cause
+            record.hung.update(positions if read.hung else ())
         if cause:
             record.causes[f"{source.instance_id}: {cause}"] = None
         got = {positions[at] for at in sizes}

@@ -42,6 +42,7 @@ URGENT = (
     m.Sum,
     m.TierPut,
     m.TierGet,
+    m.TierProbe,
     m.TierRemove,
     m.OpenSegment,
     m.CloseSegment,

@@ -73,8 +73,8 @@ class Node(Protocol):
     @property
     def counters(self) -> pb.GetNodeStoreResponse: ...
 
-    @property
-    def announced_seq(self) -> int: ...
+    def listed(self) -> list[tuple[Tier, Sequence[bytes], int]]:
+        """(tier, keys, seq of its last announcement), the fastest first."""
 
 
 def keys_in(packed: bytes) -> list[bytes]:

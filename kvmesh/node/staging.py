@@ -15,6 +15,7 @@ from kvmesh.kvcache.size_classes import size_class
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.node.partitions import Partition, Partitions
 from kvmesh.node.tier_parts import Part
+from kvmesh.node.tier_reads import Read
 from kvmesh.rpc.errors import InvalidRequest, Overloaded
 from kvmesh.telemetry import names
 
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 
 NS = 1_000_000_000
 
-Read = Callable[[Partition, Sequence[bytes], Sequence[int], int], Awaitable[tuple[dict[int, int], str]]]
+ReadFrom = Callable[[Part, Partition, Sequence[bytes], Sequence[int], int], Awaitable[Read]]
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 
 
@@ -31,7 +32,7 @@ class Staging:
     `Tiering`'s."""
 
     def __init__(
-        self, partitions: Partitions, percent: int, read: Read, follow: Callable[[Partition], None], spawn: Spawn
+        self, partitions: Partitions, percent: int, read: ReadFrom, follow: Callable[[Partition], None], spawn: Spawn
     ) -> None:
         self._partitions = partitions
         self._percent = percent
@@ -43,24 +44,38 @@ class Staging:
     async def stage(
         self, parts: Sequence[Part], layout: str, keys: Sequence[bytes], timeout_s: float
     ) -> dict[bytes, Tier]:
-        """For a reader's lease: bring what only `parts` have into DRAM, as far as the budget goes and the time. Returns
-        where each key of those that are in DRAM now was found. `layout` "": any. Whoever is cancelled while waiting
-        stops nothing."""
+        """For a reader's lease: bring what only `parts` have (the fastest tier first) into DRAM, as far as the budget
+        goes and the time. Returns where each key of those that are in DRAM now was found. `layout` "": any. What one
+        tier fails to give, the next one is asked for. Whoever is cancelled while waiting stops nothing."""
         held = dict.fromkeys(self._in_dram(layout, keys), Tier.DRAM)
+        found: dict[bytes, Tier] = {}  # where each was last asked for
+        asked: set[tuple[int, bytes]] = set()
+        refused: set[bytes] = set()  # over the budget
         deadline_ns = time.monotonic_ns() + int(timeout_s * NS)
-        waits: set[asyncio.Task[None]] = set()
-        for part in parts:
-            part.note(keys)
-            below = [key for key in keys if key not in held and key in part.contents]
-            waits.update(part.staging[key] for key in below if key in part.staging)
-            for partition, begun in self._begun(part, [key for key in below if key not in part.staging]):
-                task = self._spawn(self._stage(part, partition, begun, deadline_ns), "stage")
-                part.staging.update(dict.fromkeys((key for key, _ in begun), task))
-                waits.add(task)
-        if waits:
-            await asyncio.wait(waits, timeout=timeout_s)
-            held = dict.fromkeys(self._in_dram(layout, keys), parts[0].tier) | held
+        while (left_s := (deadline_ns - time.monotonic_ns()) / NS) > 0 or not asked:
+            waits: set[asyncio.Task[None]] = set()
+            taken = held.keys() | refused
+            for at, part in enumerate(parts):
+                below = [key for key in keys if key not in taken and key in part.contents and (at, key) not in asked]
+                taken.update(below)
+                asked.update((at, key) for key in below)
+                waits.update(self._from(part, below, deadline_ns))
+                found.update(dict.fromkeys(below, part.tier))
+                refused.update(key for key in below if key not in part.staging)
+            if not waits:
+                break
+            await asyncio.wait(waits, timeout=max(left_s, 0))
+            held = {key: found.get(key, Tier.DRAM) for key in self._in_dram(layout, keys)} | held
         return held
+
+    def _from(self, part: Part, keys: list[bytes], deadline_ns: int) -> set[asyncio.Task[None]]:
+        """The reads of these out of one tier, those under way too."""
+        waits = {part.staging[key] for key in keys if key in part.staging}
+        for partition, begun in self._begun(part, [key for key in keys if key not in part.staging]):
+            task = self._spawn(self._stage(part, partition, begun, deadline_ns), "stage")
+            part.staging.update(dict.fromkeys((key for key, _ in begun), task))
+            waits.add(task)
+        return waits
 
     def _in_dram(self, layout: str, keys: Sequence[bytes]) -> list[bytes]:
         stores = [partition.store for partition in self._partitions.family(layout)]
@@ -101,7 +116,7 @@ class Staging:
         keys, extents = [key for key, _ in begun], [extent for _, extent in begun]
         arrived: dict[int, int] = {}
         try:
-            arrived, _ = await self._read(partition, keys, extents, deadline_ns)
+            arrived = (await self._read(part, partition, keys, extents, deadline_ns)).arrived
         finally:
             self._staged_bytes -= len(begun) * partition.shard_bytes
             for at in reversed(range(len(keys))):  # the head of a chain is to live longest

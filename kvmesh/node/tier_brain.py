@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from kvmesh.kvcache.node_store import Changes, NodeStore
 from kvmesh.kvcache.ssd.sketch import FrequencySketch
@@ -26,10 +26,11 @@ class Contents:
         self._ranks: dict[bytes, int] = {}
         self.sizes: dict[bytes, int] = {}  # of blocks of which they were told
         self._touched: dict[bytes, None] = {}  # came or went since `take_touched`
+        self._moving: dict[bytes, int] = {}  # on their way from the tier above → ranks
         self._there = 0
 
-    def __contains__(self, key: bytes) -> bool:
-        return self._ranks.get(key) == self._all
+    def __contains__(self, key: object) -> bool:
+        return self._ranks.get(key) == self._all  # type: ignore[call-overload, no-any-return]
 
     def __len__(self) -> int:
         return self._there
@@ -38,9 +39,13 @@ class Contents:
         """O(blocks)."""
         return [key for key, ranks in self._ranks.items() if ranks == self._all]
 
+    def any_key(self) -> bytes | None:
+        """Of some block that every rank has; None: there is none. O(1), but where ranks differ much."""
+        return next((key for key, ranks in self._ranks.items() if ranks == self._all), None)
+
     def named(self) -> list[bytes]:
-        """Of blocks that any rank has. A copy of a table: 10 ns a block."""
-        return list(self._ranks)
+        """Of blocks that any rank has, or is about to have. A copy of a table: 10 ns a block."""
+        return [*self._ranks, *self._moving]
 
     def changed(
         self, rank: int, sealed: Sequence[bytes], removed: Iterable[bytes], sizes: Sequence[int] = ()
@@ -67,14 +72,25 @@ class Contents:
         self._touched.update(dict.fromkeys((*went, *came)))
         return Changes(tuple(came), tuple(went))
 
+    def moving(self, rank: int, keys: Iterable[bytes], over: bool) -> None:
+        """At this rank they are on their way from the tier above, or are no more."""
+        for key in keys:
+            ranks = self._moving.get(key, 0)
+            ranks = ranks & ~(1 << rank) if over else ranks | 1 << rank
+            if ranks:
+                self._moving[key] = ranks
+            else:
+                self._moving.pop(key, None)
+
     def known(self, key: bytes) -> bool:
-        """Whether any rank has it."""
-        return key in self._ranks
+        """Whether any rank has it, or is about to."""
+        return key in self._ranks or key in self._moving
 
     def clear(self) -> None:
         """The ranks are gone."""
         self._touched.update(dict.fromkeys(self.keys()))
         self._ranks.clear()
+        self._moving.clear()
         self.sizes.clear()
         self._there = 0
 
@@ -136,16 +152,24 @@ class WriteBehind:
         """The tier did not take these: full queue, no space."""
         self._refused.update(dict.fromkeys(keys))
 
-    def next(self, store: NodeStore, there: Contents, writing: Iterable[bytes], extra: int = 0) -> list[bytes]:
+    def next(
+        self,
+        store: NodeStore,
+        there: Container[bytes],
+        writing: Iterable[bytes],
+        extra: int = 0,
+        takes: Callable[[bytes], bool] = lambda key: True,
+    ) -> list[bytes]:
         """At most `most` blocks; [] when there is nothing to do before more are sealed. `writing`: on their way.
-        `extra`: so many more blocks are about to come."""
+        `extra`: so many more blocks are about to come. `takes`: whether the tier could ever hold a block."""
         if not self._queue:
             self._look(store, extra)
         busy = set(writing)
         keys: list[bytes] = []
         while self._queue and len(keys) < self._most:
             key = self._queue.popleft()
-            if key not in there and key not in busy and key not in self._refused and store.holds(key):
+            wanted = key not in there and key not in busy and key not in self._refused
+            if wanted and store.holds(key) and takes(key):
                 keys.append(key)
         return keys
 
@@ -179,7 +203,7 @@ class Promotion:
     def waiting(self) -> bool:
         return bool(self._fresh)
 
-    def settle(self, store: NodeStore, there: Contents, before: int) -> int:
+    def settle(self, store: NodeStore, there: Container[bytes], before: int) -> int:
         """Judge what was sealed until `before`, so that whoever it was read for has had the time to use it. A block
         used less than the one that would go next goes before that one; all are known to lie below too. Returns how
         many stay."""

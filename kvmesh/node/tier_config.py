@@ -55,8 +55,17 @@ class TierConfig(TransferConfig):
     object_url: str = field(
         default="",
         metadata={
-            "help": "Object storage below the host memory (s3://bucket/prefix), in place of an SSD tier; empty: none. "
+            "help": "Object storage (s3://bucket/prefix) below the SSD tier, or below the host memory; empty: none. "
             "Credentials and endpoint as AWS's own tools take them (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL ...)."
+        },
+    )
+
+    object_demote_uses: int = field(
+        default=1,
+        metadata={
+            "help": "What the SSD tier evicts goes to object storage if it was used so often lately; 0: all of it.",
+            "min": 0,
+            "max": 14,
         },
     )
 
@@ -67,20 +76,17 @@ class TierConfig(TransferConfig):
 
     def tiers(self, layouts: int = 0) -> TierSettings | None:
         """Below DRAM; None: nothing. `layouts`: see TierSettings."""
-        if self.ssd_path and self.object_url:
-            raise ConfigError(
-                f"object_url={self.object_url!r}: a node has one tier below its memory, and ssd_path={self.ssd_path!r}",
-                field="object_url",
-            )
-        if not (self.ssd_path or self.object_url):
-            return None
+        objects, shared = None, (self.ssd_offload_percent, self.ssd_staging_percent, layouts)
+        if self.object_url:
+            objects = TierSettings(Path(), 0, *shared, url=self.object_url)
+        if not self.ssd_path:
+            return objects
         return TierSettings(
-            path=Path(self.ssd_path).absolute() if self.ssd_path else Path(),
-            capacity_bytes=self.ssd_capacity_mb << 20 if self.ssd_path else 0,
-            offload_percent=self.ssd_offload_percent,
-            staging_percent=self.ssd_staging_percent,
-            layouts=layouts,
-            url=self.object_url,
+            Path(self.ssd_path).absolute(),
+            self.ssd_capacity_mb << 20,
+            *shared,
+            below=objects,
+            demote_uses=self.object_demote_uses,
         )
 
 

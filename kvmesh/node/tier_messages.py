@@ -1,5 +1,6 @@
 """What front and rank say about tiers below DRAM. A rank's tier has one *part* for each layout of shards that its node
-keeps (an instance has part 0). Keys travel packed, 16 bytes each. Part of `kvmesh.node.messages`.
+keeps (an instance has part 0), with one number in every tier. Keys travel packed, 16 bytes each. Part of
+`kvmesh.node.messages`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from kvmesh.node.store_messages import Message
 class TierOpen(Message, frozen=True):
     """Recover what lies at `path` and take puts from now on. TierChanged says what there is, then TierOpened answers.
     `identity`: what the blocks belong to beyond their keys; `room`: bytes of the largest. `tier` is a
-    kvmesh.kvcache.tiers.Tier."""
+    kvmesh.kvcache.tiers.Tier; `below`: the one that gets what this one evicts and was used `demote_uses` times, 0:
+    none. That one is opened first."""
 
     tier: int
     part: int
@@ -21,11 +23,13 @@ class TierOpen(Message, frozen=True):
     capacity_bytes: int
     room: int
     mixed: bool = False  # blocks of many sizes: TierChanged tells them
+    below: int = 0
+    demote_uses: int = 0
 
 
 class TierPut(Message, frozen=True):
     """Store blocks: key i is the `sizes[i]` bytes at `offsets[i]` of this rank's segment, in its host region. Answer
-    TierDone; until then nobody may change or free that memory."""
+    TierDone; until then nobody may change or free that memory. `uses`: how often each was used lately (0..15)."""
 
     ticket: int
     tier: int
@@ -33,6 +37,7 @@ class TierPut(Message, frozen=True):
     keys: bytes
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+    uses: bytes = b""
 
 
 class TierGet(Message, frozen=True):
@@ -56,6 +61,15 @@ class TierRemove(Message, frozen=True):
     tier: int
     part: int
     keys: bytes
+
+
+class TierProbe(Message, frozen=True):
+    """Read this block, for nobody: does the tier answer? TierDone: position 0, or none."""
+
+    ticket: int
+    tier: int
+    part: int
+    key: bytes
 
 
 # ── rank → front ──────────────────────────────────────────────────────────────────────────────────
@@ -89,6 +103,16 @@ class TierChanged(Message, frozen=True):
     sizes: tuple[int, ...] = ()  # of what is sealed, when they differ
 
 
+class TierMoving(Message, frozen=True):
+    """These are on their way into this tier from the one above, which may let go of them from now on; `over`: they have
+    arrived (a TierChanged came first), or never will."""
+
+    tier: int
+    part: int
+    keys: bytes
+    over: bool = False
+
+
 class TierStats(Message, frozen=True):
     """Now, and counts since the start."""
 
@@ -104,3 +128,5 @@ class TierStats(Message, frozen=True):
     evicted: int
     failed: int  # I/O errors and damaged blocks
     why_not: str = ""  # slower than it could be, or refusing puts for now
+    demoted: int = 0  # blocks that came from the tier above
+    dropped: int = 0  # ... that were to come, and did not

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
 import logging
@@ -24,6 +25,8 @@ from kvmesh.kvcache.tiers import Tier
 from kvmesh.node import messages as m
 from kvmesh.node.partitions import Partition
 from kvmesh.node.tier_brain import Contents, Promotion, ReadTime, WriteBehind
+from kvmesh.node.tier_sizes import largest_block
+from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import store_pb2 as pb_store
@@ -36,11 +39,11 @@ SKETCH_KEYS = 1 << 17
 MIXED_BYTES, MIXED_SHARE = 16 << 20, 64  # the largest block of "bytes" that goes below, and of all it may take
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TierSettings:
     """What `--ssd-*` or `--object-*` say. `capacity_bytes`: of all ranks and layouts together; 0: as much as there is.
     `layouts` 0: an instance, which has one and a folder without a name for it. `url`: of an object store; `path` is
-    nothing then."""
+    nothing then. `below`: another tier, which gets what this one evicts and was used `demote_uses` times."""
 
     path: Path
     capacity_bytes: int
@@ -48,6 +51,13 @@ class TierSettings:
     staging_percent: int
     layouts: int = 0
     url: str = ""
+    below: TierSettings | None = None
+    demote_uses: int = 1
+
+    @property
+    def chain(self) -> list[TierSettings]:
+        """This tier and all below it, the fastest first."""
+        return [self, *(self.below.chain if self.below is not None else ())]
 
     @property
     def tier(self) -> Tier:
@@ -63,6 +73,13 @@ class TierSettings:
 
 
 @dataclass(eq=False)
+class Health:
+    """`failing`: why a tier is passed over for now; "": it is not."""
+
+    failing: str = ""
+
+
+@dataclass(eq=False)
 class Part:
     """One layout's blocks in one tier. `shard_bytes` 0: they differ, the layout is "bytes"."""
 
@@ -73,6 +90,8 @@ class Part:
     opened: asyncio.Future[str]  # by every rank: why it is not in use, "" when it is
     tier: Tier = Tier.SSD
     sketch: FrequencySketch = field(default_factory=lambda: FrequencySketch(SKETCH_KEYS))
+    health: Health = field(default_factory=Health)  # of the tier
+    largest: int = MIXED_BYTES  # bytes of the largest block that it can ever hold
     unopened: set[int] = field(default_factory=set)  # ranks
     stats: dict[int, m.TierStats] = field(default_factory=dict)  # rank → its last word
     reads: ReadTime = field(default_factory=ReadTime)
@@ -83,7 +102,8 @@ class Part:
     @property
     def ready(self) -> bool:
         """Whether it takes operations."""
-        return self.opened.done() and not self.opened.cancelled() and not self.opened.result()
+        open_ = self.opened.done() and not self.opened.cancelled() and not self.opened.result()
+        return open_ and not self.health.failing
 
     @property
     def why_not(self) -> str:
@@ -91,7 +111,7 @@ class Part:
         if not self.opened.done():
             return "being recovered"
         said = (stats.why_not for stats in self.stats.values())
-        return self.opened.result() or "; ".join(dict.fromkeys(filter(None, said)))
+        return self.opened.result() or self.health.failing or "; ".join(dict.fromkeys(filter(None, said)))
 
     def note(self, keys: Iterable[bytes]) -> None:
         """A request uses these."""
@@ -100,11 +120,13 @@ class Part:
 
 
 class Followed:
-    """One partition, and what is decided of its blocks. Forgotten with the partition."""
+    """One partition, and what is decided of its blocks. Forgotten with the partition. `part`: of the first tier below;
+    `parts`: of all."""
 
-    def __init__(self, partition: Partition, part: Part, offload_percent: int) -> None:
+    def __init__(self, partition: Partition, parts: Sequence[Part], offload_percent: int) -> None:
         self.partition = partition
-        self.part = part
+        self.parts = parts
+        self.part = part = parts[0]
         most = max(1, min(MAX_BLOCKS, MAX_BYTES // partition.shard_bytes))
         self.behind = WriteBehind(offload_percent, most)
         self.promotion = Promotion(part.sketch)
@@ -113,11 +135,26 @@ class Followed:
         self.woken = False
         self.progress = asyncio.Event()  # some write has ended
 
+    def __contains__(self, key: object) -> bool:
+        """Whether any tier has this block."""
+        return any(key in part.contents for part in self.parts)
 
-def make_part(number: int, layout: str, shard_bytes: int, ranks: int, tier: Tier) -> Part:
+    def takes(self, key: bytes) -> bool:
+        """Whether the first tier could ever hold this block of the partition."""
+        if self.partition.shard_bytes <= self.part.largest:
+            return True
+        (size,) = self.partition.store.sizes([key])
+        return (size or self.partition.shard_bytes) <= self.part.largest
+
+
+def make_part(settings: TierSettings, health: Health, number: int, layout: str, shard_bytes: int, ranks: int) -> Part:
     """Not opened yet."""
     opened = asyncio.get_running_loop().create_future()
-    return Part(number, layout, shard_bytes, Contents(ranks), opened, tier, unopened=set(range(ranks)))
+    part = Part(number, layout, shard_bytes, Contents(ranks), opened, settings.tier, health=health)
+    part.unopened.update(range(ranks))
+    with contextlib.suppress(ConfigError):  # which a rank says of it, when it is opened
+        part.largest = largest_block(opening(settings, part, 0, ranks))
+    return part
 
 
 def home(partition: Partition) -> tuple[str, int]:
@@ -138,7 +175,9 @@ def opening(settings: TierSettings, part: Part, rank: int, ranks: int) -> m.Tier
         path /= hashlib.sha256(identity(part.layout, part.shard_bytes).encode()).hexdigest()[:32]
     capacity = settings.capacity_bytes // ranks // max(settings.layouts, 1)
     room = part.shard_bytes or min(MIXED_BYTES, capacity // MIXED_SHARE)
-    return m.TierOpen(part.tier, part.number, str(path), owner, capacity, room, not part.shard_bytes)
+    below = settings.below.tier if settings.below is not None else 0
+    mixed = not part.shard_bytes
+    return m.TierOpen(part.tier, part.number, str(path), owner, capacity, room, mixed, int(below), settings.demote_uses)
 
 
 def identity(layout: str, shard_bytes: int) -> str:
@@ -169,39 +208,47 @@ def layouts_found(settings: TierSettings) -> list[tuple[str, int]]:
 
 
 class OwnTier:
-    """`kvmesh.kvcache.sources.Lower` of an instance."""
+    """`kvmesh.kvcache.sources.Lower` of an instance. `parts()`: of its layout, in tiers that answer, the fastest first;
+    `note`: is told which blocks requests use."""
 
-    def __init__(self, part: Part, ref: Callable[[], pb_common.InstanceRef]) -> None:
-        self._part = part
+    def __init__(
+        self,
+        parts: Callable[[], Sequence[Part]],
+        ref: Callable[[], pb_common.InstanceRef],
+        note: Callable[[Iterable[bytes]], None],
+    ) -> None:
+        self._parts = parts
         self._ref = ref
+        self._note = note
 
     def holds(self, key: bytes) -> bool:
         """See `Lower`."""
-        return key in self._part.contents
+        return any(key in part.contents for part in self._parts())
 
     def ranges(self, keys: Sequence[bytes]) -> tuple[PullRange, ...]:
-        """See `Lower`: one for each run of blocks."""
-        own, there = self._ref(), self._part.contents
+        """See `Lower`: one for each run of blocks in each tier; who fails to read one there asks the next."""
+        own = self._ref()
         where = (own.instance_id, own.address, own.incarnation)
         found: list[PullRange] = []
-        for here, run in itertools.groupby(enumerate(keys), lambda at: at[1] in there):
-            if here:
-                blocks = [block for block, _ in run]
-                found.append(PullRange(*where, blocks[0], len(blocks), self._part.tier))
+        for part in self._parts():
+            for here, run in itertools.groupby(enumerate(keys), lambda at, part=part: at[1] in part.contents):  # type: ignore[misc]
+                if here:
+                    blocks = [block for block, _ in run]
+                    found.append(PullRange(*where, blocks[0], len(blocks), part.tier))
         return tuple(found)
 
     def note(self, keys: Sequence[bytes]) -> None:
         """See `Lower`."""
-        self._part.note(keys)
+        self._note(keys)
 
 
-def counters_of(tier: Tier, settings: TierSettings, parts: Sequence[Part]) -> pb.TierCounters:
+def counters_of(settings: TierSettings, parts: Sequence[Part]) -> pb.TierCounters:
     """All parts together; a read is told as of the slowest."""
     stats = [stats for part in parts for stats in part.stats.values()]
     reads = [(p.reads.read_ns, p.reads.bytes_per_s) for p in parts if p.reads.bytes_per_s]
     read_ns, bytes_per_s = min(reads, key=lambda read: read[1], default=(0, 0))
     return pb.TierCounters(
-        tier=tier.value,  # type: ignore[arg-type]
+        tier=settings.tier.value,  # type: ignore[arg-type]
         capacity_bytes=settings.capacity_bytes,
         used_bytes=sum(s.used_bytes for s in stats),
         blocks=sum(len(part.contents) for part in parts),
@@ -211,6 +258,8 @@ def counters_of(tier: Tier, settings: TierSettings, parts: Sequence[Part]) -> pb
         read_bytes=sum(s.read_bytes for s in stats),
         evicted=sum(s.evicted for s in stats),
         promoted=sum(part.promoted for part in parts),
+        demoted=sum(s.demoted for s in stats),
+        dropped=sum(s.dropped for s in stats),
         read_ns=read_ns,
         bytes_per_s=bytes_per_s,
         why_not="; ".join(dict.fromkeys(part.why_not for part in parts if part.why_not)),

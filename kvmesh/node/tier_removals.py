@@ -7,10 +7,11 @@ remembered, and is removed there before the place is in use.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from kvmesh.node import messages as m
 from kvmesh.node.removals import Watch
+from kvmesh.node.tier_level import Level
 from kvmesh.node.tier_parts import Part
 from kvmesh.node.tier_ranks import TierRanks, everywhere
 from kvmesh.rpc.errors import Unavailable
@@ -23,30 +24,49 @@ Answers = asyncio.Future[list[m.TierDone | None]]
 
 
 class TierRemovals:
-    """Of one node's tier, its parts by layout. `said`: the tier as its user set it. `unseen`: what was removed since
-    the node came up; none: nothing comes back with a part that is opened."""
+    """Of one node's tiers. `unseen`: what was removed since the node came up; none: nothing comes back with a part that
+    is opened."""
 
-    def __init__(self, ranks: TierRanks, parts: Mapping[str, Part], said: str) -> None:
+    def __init__(self, ranks: TierRanks, levels: Sequence[Level]) -> None:
         self._ranks = ranks
-        self._parts = parts
-        self._said = said
+        self._levels = levels
+        self._undone: dict[Part, dict[bytes, None]] = {}  # could not be written down: found no more, but on the medium
         self.unseen: Watch | None = None
 
     async def forget(self, keys: Sequence[bytes]) -> set[bytes]:
         """See `Tiering.forget`."""
         here: set[bytes] = set()
-        told: list[tuple[Part, bytes, Answers]] = []
-        # All parts are told in the turn in which DRAM has let go: nothing can be read from one to come back.
-        for part in self._parts.values():
-            there = [key for key in keys if part.contents.known(key) or key in part.writing]
-            if there:
-                here.update(there)
-                packed = b"".join(there)
-                told.append((part, packed, self._tell(part, packed)))
-        done = await asyncio.gather(*(self._done(*each) for each in told))
-        if not all(done):
-            raise Unavailable(f"removals of {len(here)} blocks could not all be written to {self._said}")
+        told: list[tuple[Level, Part, list[bytes], Answers]] = []
+        above: dict[str, set[bytes]] = {}  # by layout: what a faster tier was told, which may just be handing it on
+        # All parts are told in the turn in which DRAM has let go: nothing can be read from one to come back. The faster
+        # tier first: from then on it hands nothing on.
+        for level in self._levels:
+            for layout, part in level.parts.items():
+                undone, handed = self._undone.get(part, {}), above.setdefault(layout, set())
+                known = {key for key in keys if part.contents.known(key) or key in part.writing or key in undone}
+                here |= known
+                handed |= known
+                there = [key for key in keys if key in handed]
+                if there:
+                    told.append((level, part, there, self._tell(part, b"".join(there))))
+        done = await asyncio.gather(*(self._forgotten(part, there, answers) for _, part, there, answers in told))
+        failed = {level.settings.said for (level, *_), good in zip(told, done, strict=True) if not good}
+        if failed:
+            raise Unavailable(f"removals of {len(here)} blocks could not all be written to {' and '.join(failed)}")
         return here
+
+    async def _forgotten(self, part: Part, keys: Sequence[bytes], answers: Answers) -> bool:
+        """Whether these are removed for good; if not, that is still to be done when somebody asks again."""
+        good = await self._done(part, b"".join(keys), answers)
+        undone = self._undone.setdefault(part, {})
+        for key in keys:
+            if good:
+                undone.pop(key, None)
+            else:
+                undone[key] = None
+        if not undone:
+            del self._undone[part]
+        return good
 
     def lingering(self, part: Part) -> list[bytes]:
         """What a part that has just been opened holds, though it was removed here. O(blocks)."""

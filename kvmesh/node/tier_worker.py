@@ -13,28 +13,25 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvmesh.kvcache.keys import split
 from kvmesh.kvcache.node_store import Changes
-from kvmesh.kvcache.ssd import SsdConfig, SsdStats, SsdTier
+from kvmesh.kvcache.ssd import SsdStats, SsdTier
 from kvmesh.kvcache.ssd.folder import FolderInUse
-from kvmesh.kvcache.ssd.format import PAGE, record_bytes
+from kvmesh.kvcache.tier_calls import Sink
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.node import messages as m
+from kvmesh.node.tier_sizes import ssd_config
 from kvmesh.rpc.errors import ConfigError, InvalidRequest, KvmeshError, Unavailable
 from kvmesh.transfer import Region
 
 if TYPE_CHECKING:
-    from kvmesh.kvcache.object_store import ObjectTier
+    from kvmesh.kvcache.object_store import Demotion, ObjectTier
 
 log = logging.getLogger("kvmesh.rank")
 
 CHANGES = 8192  # keys in one message: some milliseconds of the front's loop
-BUCKETS = 32  # a tier has about so many, where they need not be larger than MAX_BUCKET or too small for RECORDS
-RECORDS = 8
-MAX_BUCKET = 256 << 20
 IN_USE_S = 10.0  # a killed process keeps its lock until the kernel has taken it apart
 AGAIN_S = 0.05
 CLOSE_S = 10.0
@@ -55,13 +52,15 @@ class TierWorker:
         """Whether it was for a tier; returns at once."""
         match message:
             case m.TierOpen():
-                part = self._parts[message.tier, message.part] = _Part(message, self._send, self._closing)
+                below = self._parts[message.below, message.part] if message.below else None
+                part = self._parts[message.tier, message.part] = _Part(message, self._send, self._closing, below)
                 part.start()
-            case m.TierPut(ticket, tier, part_id, keys, offsets, sizes):
-                done = _Operation(ticket, sizes, self._send)
-                self._put(self._parts.get((tier, part_id)), done, split(keys), offsets, sizes)
+            case m.TierPut():
+                self._put(self._parts.get((message.tier, message.part)), message)
             case m.TierGet():
                 self._get(self._parts.get((message.tier, message.part)), message)
+            case m.TierProbe(ticket, tier, part_id, key):
+                self._probe(self._parts.get((tier, part_id)), ticket, key)
             case m.TierRemove(ticket, tier, part_id, keys):
                 self._remove(self._parts.get((tier, part_id)), ticket, split(keys))
             case _:
@@ -91,9 +90,9 @@ class TierWorker:
             raise InvalidRequest.of("offsets", offset, f"{nbytes} bytes there are not in the host region")
         return region.memory[at : at + nbytes]
 
-    def _put(
-        self, part: _Part | None, done: _Operation, keys: list[bytes], offsets: Sequence[int], sizes: Sequence[int]
-    ) -> None:
+    def _put(self, part: _Part | None, put: m.TierPut) -> None:
+        keys, sizes = split(put.keys), put.sizes
+        done = _Operation(put.ticket, sizes, self._send)
         tier = part.tier if part is not None else None
         if part is None or tier is None:
             done.end()
@@ -101,7 +100,10 @@ class TierWorker:
         try:
             most = tier.config.limits.max_length if isinstance(tier, SsdTier) else part.room
             fits = [at for at, size in enumerate(sizes) if size <= most]
-            futures = tier.put_many([(keys[at], self._memory(offsets[at], sizes[at])) for at in fits])
+            if isinstance(tier, SsdTier):
+                for at in fits if put.uses else ():
+                    tier.used(keys[at], put.uses[at])
+            futures = tier.put_many([(keys[at], self._memory(put.offsets[at], sizes[at])) for at in fits])
         except (InvalidRequest, IndexError) as error:
             log.error("put: %s", error)
             done.end()
@@ -127,18 +129,38 @@ class TierWorker:
             return
         done.wait(futures, here)
 
+    def _probe(self, part: _Part | None, ticket: int, key: bytes) -> None:
+        tier = part.tier if part is not None else None
+        length = (tier.length(key) or 0) if tier is not None else 0
+        done = _Operation(ticket, [length], self._send)
+        if tier is None or not length:
+            done.end()
+            return
+        done.wait([tier.get_into(key, memoryview(bytearray(length)))], [0])
+
     def _remove(self, part: _Part | None, ticket: int, keys: list[bytes]) -> None:
         done = _Operation(ticket, [0] * len(keys), self._send)
         tier = part.tier if part is not None else None
+        if part is not None and part.demotion is not None:
+            part.demotion.remove(keys)  # the tier above was told before
+            if tier is None:  # what it turns out to hold is looked through when it is open
+                done.end(range(len(keys)))
+                return
         if part is None or tier is None:
             done.end()
             return
+        there = keys
+        if not isinstance(tier, SsdTier):
+            there = [key for key in keys if tier.may_hold(key)]
+            if not there:
+                done.end(range(len(keys)))
+                return
 
         def removed(future: Future[bool]) -> None:
             part.tell()  # before the answer: what was stored earlier must not be heard of later
             done.end(range(len(keys)) if future.result() else ())
 
-        tier.remove(keys).add_done_callback(removed)
+        tier.remove(there).add_done_callback(removed)
 
 
 class _Operation:
@@ -183,9 +205,11 @@ class _Operation:
 class _Part:
     """One folder. `tier` is None until it is recovered, and again from `close` on."""
 
-    def __init__(self, opening: m.TierOpen, send: Send, closing: threading.Event) -> None:
+    def __init__(self, opening: m.TierOpen, send: Send, closing: threading.Event, below: _Part | None) -> None:
         self.tier: SsdTier | ObjectTier | None = None
         self.room = opening.room
+        self.demotion: Demotion | None = None  # into this part
+        self._sink: Sink | None = below.sink() if below is not None else None
         self._opening = opening
         self._send = send
         self._closing = closing
@@ -194,6 +218,24 @@ class _Part:
 
     def start(self) -> None:
         self._thread.start()
+
+    def sink(self) -> Sink | None:
+        """Takes what the tier above evicts; None: the library for that is missing, which `start` says."""
+        try:
+            from kvmesh.kvcache.object_store import Demotion, ObjectTier
+        except ImportError:
+            return None
+
+        def tier() -> ObjectTier | None:
+            return self.tier if isinstance(self.tier, ObjectTier) else None
+
+        self.demotion = Demotion(tier, self._moving)
+        return self.demotion
+
+    def _moving(self, key: bytes, over: bool) -> None:
+        if over:
+            self.tell()  # who hears that it is over knows whether the block is there
+        self._send(m.TierMoving(self._opening.tier, self._opening.part, key, over))
 
     def tell(self) -> None:
         """Send what has changed. Any thread."""
@@ -232,7 +274,7 @@ class _Part:
         until = time.monotonic() + IN_USE_S
         while True:
             try:
-                return SsdTier(config, on_changes=self.tell)
+                return SsdTier(config, on_changes=self.tell, below=self._sink)
             except FolderInUse:
                 if time.monotonic() > until or self._closing.wait(AGAIN_S):
                     raise
@@ -251,7 +293,9 @@ class _Part:
         if not isinstance(s, SsdStats):
             c, why = s.counts, "the object store has failed: left alone for now" if s.resting else ""
             traffic = (s.live_bytes, s.blocks, c.hits, c.misses, c.written_bytes, c.read_bytes)
-            return m.TierStats(o.tier, o.part, 0, *traffic, 0, c.io_errors + c.corrupt, why)
+            d = self.demotion
+            moved = (d.demoted, d.dropped) if d is not None else (0, 0)
+            return m.TierStats(o.tier, o.part, 0, *traffic, 0, c.io_errors + c.corrupt, why, *moved)
         return m.TierStats(
             o.tier,
             o.part,
@@ -276,16 +320,3 @@ class _Part:
                 tier.close(CLOSE_S)
             except Unavailable as error:
                 log.error("%s", error)
-
-
-def ssd_config(opening: m.TierOpen) -> SsdConfig:
-    """Buckets as large as they are good for the device, and small enough that there are many. ConfigError."""
-    bucket = min(MAX_BUCKET, opening.capacity_bytes // BUCKETS) // PAGE * PAGE
-    least = RECORDS * (record_bytes(opening.room) + PAGE)
-    return SsdConfig(
-        path=Path(opening.path),
-        capacity_bytes=opening.capacity_bytes,
-        identity=opening.identity,
-        bucket_bytes=max(bucket, least, 16 * PAGE),
-        on_mismatch="refuse",
-    )

@@ -1,6 +1,7 @@
 """All I/O around the tiers below DRAM of one node: front's side. The ranks own folders and bytes (`tier_worker`).
 
     seal ─▶ WriteBehind ─▶ TierPut (extents borrowed meanwhile) ─▶ TierChanged ─▶ announced, `replicated`
+                                └─ the first tier's own eviction ─▶ TierMoving ─▶ the next tier (rank to rank)
     own pulls ─▶ read ─▶ TierGet into the job's extents
     others' leases ─▶ stage ─▶ begin, TierGet, seal ─▶ leased like any other block
 
@@ -23,22 +24,11 @@ from kvmesh.node.partitions import Partition, Partitions, unused
 from kvmesh.node.removals import Watch
 from kvmesh.node.segments import Rank
 from kvmesh.node.staging import Staging
-from kvmesh.node.tier_brain import TierSource
-from kvmesh.node.tier_parts import (
-    Followed,
-    OwnTier,
-    Part,
-    TierSettings,
-    counters_of,
-    home,
-    layouts_found,
-    make_part,
-    opening,
-    usage_of,
-)
+from kvmesh.node.tier_level import Level
+from kvmesh.node.tier_parts import Followed, OwnTier, Part, TierSettings, home, layouts_found, usage_of
 from kvmesh.node.tier_ranks import TierRanks, everywhere
+from kvmesh.node.tier_reads import Read, TierReads
 from kvmesh.node.tier_removals import TierRemovals
-from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import store_pb2 as pb_store
@@ -49,13 +39,14 @@ log = logging.getLogger(__name__)
 NS = 1_000_000_000
 OPEN_S = 120.0
 WRITES = 2  # operations of one part at once: one is written while the next is made
+WRITE_S = 60.0  # a write that has not ended by then: the tier is passed over
 FRESH_S = 1.0  # so long a block that was read from below is left to whoever it was read for
 CLOSE_S = 2.0
 
 
 class Tiering:
-    """One node's SSD, or its place in an object store: in use from `open` on. `follow`: said of every partition that
-    comes up later."""
+    """One node's tiers below DRAM, the fastest first: in use from `open` on. What DRAM evicts goes to the first; what
+    that evicts, to the second. `follow`: said of every partition that comes up later."""
 
     def __init__(
         self,
@@ -64,16 +55,15 @@ class Tiering:
         ranks: Sequence[Rank],
         partitions: Partitions,
     ) -> None:
-        self.tier = settings.tier
-        self.source = TierSource()
         self._settings = settings
         self._ref = ref
         self._ranks = TierRanks(ranks)
         self._partitions = partitions
-        self._parts: dict[str, Part] = {}
+        self.levels = [Level(each, self._ranks) for each in settings.chain]
         self._followed: dict[str, Followed] = {}  # by layout of the partition
-        self._staging = Staging(partitions, settings.staging_percent, self.read, self.follow, self._spawn)
-        self._removals = TierRemovals(self._ranks, self._parts, settings.said)
+        self._reads = TierReads(self._ranks, self._spawn, lambda _: self._wake_all())
+        self._staging = Staging(partitions, settings.staging_percent, self._read, self.follow, self._spawn)
+        self._removals = TierRemovals(self._ranks, self.levels)
         self._tasks: set[asyncio.Task[None]] = set()
         for partition in partitions.all():
             self._add(*home(partition))
@@ -82,73 +72,64 @@ class Tiering:
     # ── life ─────────────────────────────────────────────────────────────────────────────────────
 
     async def open(self) -> None:
-        """Recover what the disk holds. ConfigError names ssd_path: a folder cannot be used."""
+        """Recover what the tiers hold. ConfigError names ssd_path or object_url: it cannot be used."""
         if self._settings.layouts:
             try:
                 for layout, shard_bytes in await asyncio.to_thread(layouts_found, self._settings):
                     self._add(layout, shard_bytes)
             except OSError as error:
-                raise self._refused(str(error)) from error
-        parts = list(self._parts.values())
-        for part in parts:
-            self._open(part)
-        if parts:
-            await asyncio.wait([part.opened for part in parts], timeout=OPEN_S)
-        for part in parts:
+                raise self.levels[0].refused(str(error)) from error
+        layouts = list(self.levels[0].parts)
+        for layout in layouts:
+            self._open(layout)
+        waited = [(level, level.parts[layout]) for level in self.levels for layout in layouts]
+        if waited:
+            await asyncio.wait([part.opened for _, part in waited], timeout=OPEN_S)
+        for level, part in waited:
             if not part.ready:
-                raise self._refused(part.why_not)
+                raise level.refused(part.why_not)
 
-    def _refused(self, why: str) -> ConfigError:
-        field = "object_url" if self._settings.url else "ssd_path"
-        return ConfigError(f"{self._settings.said}: {why}", field=field)
+    def _add(self, layout: str, shard_bytes: int) -> None:
+        number = len(self.levels[0].parts)
+        for level in self.levels:
+            level.add(number, layout, shard_bytes)
 
-    def _add(self, layout: str, shard_bytes: int) -> Part:
-        part = make_part(len(self._parts), layout, shard_bytes, len(self._ranks), self.tier)
-        self._parts[layout] = part
-        return part
-
-    def _open(self, part: Part) -> None:
-        for rank in range(len(self._ranks)):
-            self._ranks.send(rank, opening(self._settings, part, rank, len(self._ranks)))
+    def _open(self, layout: str) -> None:
+        for level in reversed(self.levels):  # what takes what another one evicts, before that one
+            level.open(level.parts[layout])
 
     def remember(self, removed: Watch) -> None:
-        """What is removed at this node, from now on: said once, before anything is. To be said where the tier may hold
+        """What is removed at this node, from now on: said once, before anything is. To be said where a tier may hold
         blocks of layouts that it opens later, as an object store does."""
         self._removals.unseen = removed
 
     def follow(self, partition: Partition) -> None:
-        """From now on what is sealed there is written to the tier. Cheap; again and again for the same one is right."""
+        """From now on what is sealed there is written below. Cheap; again and again for the same one is right."""
         if partition.store.on_added is not None:
             return
         layout, shard_bytes = home(partition)
-        part = self._parts.get(layout)
-        if part is None:
-            if len(self._parts) >= max(self._settings.layouts, 1):
+        if layout not in self.levels[0].parts:
+            if len(self.levels[0].parts) >= max(self._settings.layouts, 1):
                 return  # the tier is for others; GetStore says so
-            part = self._add(layout, shard_bytes)
-            self._open(part)
-        followed = self._followed[partition.layout] = Followed(partition, part, self._settings.offload_percent)
+            self._add(layout, shard_bytes)
+            self._open(layout)
+        parts = [level.parts[layout] for level in self.levels]
+        followed = self._followed[partition.layout] = Followed(partition, parts, self._settings.offload_percent)
 
         def added(key: bytes) -> None:
-            if key in followed.part.contents:
+            if key in followed:
                 followed.promotion.sealed(key, time.monotonic_ns())
-            else:
+            if key not in followed.part.contents:
                 followed.behind.added()
                 self._wake(followed)
 
         partition.store.on_added = added
 
-    def _part_of(self, partition: Partition) -> Part | None:
-        part = self._parts.get(home(partition)[0])
-        return part if part is not None and part.ready else None
-
     def ranks_lost(self, cause: str) -> None:
         """Nothing will be answered any more, and nobody can read what lies there."""
         self._ranks.lose(cause)
-        for part in self._parts.values():
-            part.contents.clear()
-            if not part.opened.done():
-                part.opened.set_result(cause)
+        for level in self.levels:
+            level.lost(cause)
 
     async def close(self) -> None:
         """End what is under way; what a rank keeps for too long ends as if it were gone. Bounded."""
@@ -176,12 +157,12 @@ class Tiering:
         match message:
             case m.TierDone():
                 self._ranks.said(rank, message)
-            case m.TierChanged(_, number):
-                self._changed(self._numbered(number), rank, message)
-            case m.TierStats(_, number):
-                self._numbered(number).stats[rank] = message
-            case m.TierOpened(_, number, why_not):
-                part = self._numbered(number)
+            case m.TierChanged(tier):
+                self._changed(self._level(tier).numbered(message.part), rank, message)
+            case m.TierStats(tier) | m.TierMoving(tier):
+                self._level(tier).told(rank, message)
+            case m.TierOpened(tier, number, why_not):
+                part = self._level(tier).numbered(number)
                 part.unopened.discard(rank)
                 if why_not or not part.unopened:
                     self._all_opened(part, why_not)
@@ -197,23 +178,24 @@ class Tiering:
             if why_not:
                 part.contents.clear()
             else:
-                self.source.parts.append(part.contents)
+                self._level(part.tier).source.parts.append(part.contents)
             part.opened.set_result(why_not)
-            for followed in self._followed.values():
-                self._wake(followed)
+            self._wake_all()
 
     async def _purge(self, part: Part, removed: list[bytes]) -> None:
         self._all_opened(part, await self._removals.purge(part, removed))
 
-    def _numbered(self, number: int) -> Part:
-        return next(part for part in self._parts.values() if part.number == number)
+    def _level(self, tier: int) -> Level:
+        return next(level for level in self.levels if level.tier == tier)
 
     def _changed(self, part: Part, rank: int, message: m.TierChanged) -> None:
         if self._ranks.lost:
             return
         changes = part.contents.changed(rank, split(message.sealed), split(message.removed), message.sizes)
+        others = [level.parts[part.layout].contents for level in self.levels if level.tier != part.tier]
+        gone = [key for key in changes.removed if not any(key in other for other in others)]
         for partition in self._partitions.family(part.layout):
-            partition.store.replicated(changes.removed, False)
+            partition.store.replicated(gone, False)
             partition.store.replicated(changes.sealed)
 
     # ── writes ───────────────────────────────────────────────────────────────────────────────────
@@ -223,11 +205,15 @@ class Tiering:
             followed.woken = True
             asyncio.get_running_loop().call_soon(self._pump, followed)
 
+    def _wake_all(self) -> None:
+        for followed in self._followed.values():
+            self._wake(followed)
+
     def _pump(self, followed: Followed) -> None:
         followed.woken = False
         part, partition = followed.part, followed.partition
         while part.ready and followed.writes < WRITES and not self._ranks.lost and self._keeps(partition):
-            keys = followed.behind.next(partition.store, part.contents, part.writing, followed.wanted)
+            keys = followed.behind.next(partition.store, part.contents, part.writing, followed.wanted, followed.takes)
             if not keys:
                 return
             followed.writes += 1
@@ -244,14 +230,14 @@ class Tiering:
         keys = [key for key in wanted if store.holds(key)]
         extents = store.borrow(keys)
         sizes = tuple(size or partition.shard_bytes for size in store.sizes(keys))
-        packed, uses = b"".join(keys), [part.sketch.estimate(key) for key in keys]
+        packed, uses = b"".join(keys), bytes(part.sketch.estimate(key) for key in keys)
 
         def put(rank: int, ticket: int) -> m.ToRank:
             offsets = tuple(partition.offset(rank, extent) for extent in extents)
-            return m.TierPut(ticket, part.tier, part.number, packed, offsets, sizes)
+            return m.TierPut(ticket, part.tier, part.number, packed, offsets, sizes, uses)
 
         try:
-            stored = everywhere(await self._ranks.ask(put)) if keys else {}
+            stored = everywhere(await self._written(keys, put)) if keys else {}
         finally:
             store.release(extents)
             followed.writes -= 1
@@ -265,6 +251,19 @@ class Tiering:
         names.NODE_TIER_WRITTEN.labels(tier=part.tier.name.lower()).inc(len(stored))
         self._partitions.settle()
         self._wake(followed)
+
+    async def _written(self, keys: Sequence[bytes], put: Callable[[int, int], m.ToRank]) -> list[m.TierDone | None]:
+        asked = self._ranks.ask(put)
+        done, _ = await asyncio.wait({asked}, timeout=WRITE_S)
+        if not done:
+            self._reads.fail(self.levels[0], f"a write of {len(keys)} blocks has not ended in {WRITE_S:g} s")
+        return await asked  # the memory is the tier's until then
+
+    def takes(self, layout: str, nbytes: int) -> bool:
+        """Whether a block of so many bytes can ever be written below DRAM; whoever puts larger ones has no reason to
+        wait for that. A layout that is not here yet: yes."""
+        part = self.levels[0].parts.get(layout)
+        return part is None or nbytes <= part.largest
 
     async def room(self, partition: Partition, blocks: int, wait_s: float) -> None:
         """Wait until so many more blocks would evict none that the tier is still to take, at most `wait_s`."""
@@ -287,47 +286,42 @@ class Tiering:
     # ── reads ────────────────────────────────────────────────────────────────────────────────────
 
     async def read(
-        self, partition: Partition, keys: Sequence[bytes], extents: Sequence[int], deadline_ns: int
-    ) -> tuple[dict[int, int], str]:
-        """Blocks into extents that the caller has begun: (position → bytes of what arrived, why not all). The extents
-        are the tier's until this returns: let nobody cancel it. Nothing new is begun after `deadline_ns`."""
-        part = self._part_of(partition)
+        self, partition: Partition, keys: Sequence[bytes], extents: Sequence[int], deadline_ns: int, tier: Tier
+    ) -> Read:
+        """Blocks of one tier into extents that the caller has begun. Nothing new is begun after `deadline_ns`."""
+        layout = home(partition)[0]
+        part = next((part for level in self.levels if level.tier is tier for part in level.ready(layout)), None)
         if part is None:
-            return {}, f"no {self.tier.name.lower()} tier is in use here"
-        packed = b"".join(keys)
+            return Read(cause=f"no {tier.name.lower()} tier is in use here")
+        return await self._read(part, partition, keys, extents, deadline_ns)
 
-        def get(rank: int, ticket: int) -> m.ToRank:
-            offsets = tuple(partition.offset(rank, extent) for extent in extents)
-            return m.TierGet(ticket, part.tier, part.number, packed, offsets, partition.shard_bytes, deadline_ns)
-
-        answers = await self._ranks.ask(get)
-        arrived = everywhere(answers)
-        label = part.tier.name.lower()
-        names.NODE_TIER_READ.labels(tier=label, outcome="hit").inc(len(arrived))
-        names.NODE_TIER_READ.labels(tier=label, outcome="miss").inc(len(keys) - len(arrived))
-        said = [answer for answer in answers if answer is not None]
-        if arrived and len(arrived) == len(keys):
-            took = max(answer.end_ns - answer.start_ns for answer in said)
-            part.reads.add(sum(sum(answer.sizes) for answer in said), took)
-            names.NODE_TIER_READ_SECONDS.labels(tier=label).observe(took / NS)
-        return arrived, self._ranks.lost or ("" if len(arrived) == len(keys) else f"{label} had {len(arrived)} of them")
+    async def _read(
+        self, part: Part, partition: Partition, keys: Sequence[bytes], extents: Sequence[int], deadline_ns: int
+    ) -> Read:
+        return await self._reads.read(self._level(part.tier), part, partition, keys, extents, deadline_ns)
 
     def below(self, layout: str, key: bytes) -> tuple[Tier, str, int] | None:
-        """(tier, layout, bytes of a shard) of a block that lies there; `layout` "": of any. None: it does not."""
-        for name, part in self._parts.items():
-            if layout in ("", name) and part.ready and key in part.contents:
-                return part.tier, name, part.shard_bytes or part.contents.sizes.get(key, 0)
+        """(tier, layout, bytes of a shard) of a block that lies there, in the fastest one; `layout` "": of any. None:
+        it does not."""
+        for part in self._ready(layout):
+            if key in part.contents:
+                return part.tier, part.layout, part.shard_bytes or part.contents.sizes.get(key, 0)
         return None
 
     async def stage(self, layout: str, keys: Sequence[bytes], timeout_s: float) -> dict[bytes, Tier]:
         """See `Staging.stage`."""
-        parts = [part for name, part in self._parts.items() if layout in ("", name) and part.ready]
-        return await self._staging.stage(parts, layout, keys, timeout_s)
+        for name, part in self.levels[0].parts.items():
+            if layout in ("", name):
+                part.note(keys)
+        return await self._staging.stage(self._ready(layout), layout, keys, timeout_s)
+
+    def _ready(self, layout: str) -> list[Part]:
+        return [part for level in self.levels for part in level.ready(layout)]
 
     # ── removal ──────────────────────────────────────────────────────────────────────────────────
 
     async def forget(self, keys: Sequence[bytes]) -> set[bytes]:
-        """None is found in the tier from now on, nor after a restart; returns those that were. Unavailable: that could
+        """None is found in any tier from now on, nor after a restart; returns those that were. Unavailable: that could
         not be written; say it again. The caller has removed them from DRAM before."""
         return await self._removals.forget(keys)
 
@@ -335,8 +329,16 @@ class Tiering:
 
     def lower(self, layout: str) -> OwnTier | None:
         """For the brain of the instance that keeps this layout."""
-        part = self._parts.get(layout)
-        return OwnTier(part, self._ref) if part is not None else None
+        first = self.levels[0].parts.get(layout)
+        return OwnTier(lambda: self._ready(layout), self._ref, first.note) if first is not None else None
+
+    def keys(self) -> list[bytes]:
+        """Of all blocks in all tiers. O(blocks)."""
+        return list(dict.fromkeys(key for level in self.levels for key in level.source.keys()))  # noqa: SIM118
+
+    def named(self) -> list[bytes]:
+        """Of blocks that any rank has in any tier, or that move there, some twice. A copy of tables."""
+        return [key for level in self.levels for key in level.source.named()]
 
     def tidy(self) -> None:
         """Now and then: what becomes of blocks that were read from below."""
@@ -349,28 +351,30 @@ class Tiering:
             if followed.behind.hurry():
                 self._wake(followed)
             if followed.promotion.waiting:
-                part.promoted += followed.promotion.settle(store, part.contents, before)
-        label = self.tier.name.lower()
-        names.NODE_TIER_BLOCKS.labels(tier=label).set(sum(len(part.contents) for part in self._parts.values()))
-        names.NODE_TIER_USED.labels(tier=label).set(self.counters.used_bytes)
+                part.promoted += followed.promotion.settle(store, followed, before)
+        for level in self.levels:
+            level.gauge()
 
     @property
-    def usage(self) -> pb_store.TierUsage:
-        """For master and conductor: what it holds, and what a read takes."""
-        return usage_of(self.counters)
+    def usages(self) -> list[pb_store.TierUsage]:
+        """For master and conductor: what each tier holds, and what a read takes."""
+        return [usage_of(level.counters) for level in self.levels]
 
     @property
-    def counters(self) -> pb.TierCounters:
-        """For GetStore."""
-        told = counters_of(self.tier, self._settings, list(self._parts.values()))
-        strangers = len({home(partition)[0] for partition in self._partitions.all()} - self._parts.keys())
-        if strangers:
-            told.why_not = f"{strangers} layouts more than ssd_layouts={self._settings.layouts} are kept in DRAM alone"
-        told.why_not = self._ranks.lost or told.why_not
+    def counters(self) -> list[pb.TierCounters]:
+        """For GetStore: each tier's."""
+        told = [level.counters for level in self.levels]
+        strangers = len({home(partition)[0] for partition in self._partitions.all()} - self.levels[0].parts.keys())
+        for each in told:
+            if strangers:
+                each.why_not = (
+                    f"{strangers} layouts more than ssd_layouts={self._settings.layouts} are kept in DRAM alone"
+                )
+            each.why_not = self._ranks.lost or each.why_not
         return told
 
 
 def _would_lose(followed: Followed, blocks: int) -> bool:
-    """Whether so many more blocks would evict one that the tier lacks."""
+    """Whether so many more blocks would evict one that no tier has, and the first could take."""
     going = followed.partition.store.coldest(blocks - unused(followed.partition))
-    return any(key not in followed.part.contents for key in going)
+    return any(key not in followed and followed.takes(key) for key in going)

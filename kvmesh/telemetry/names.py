@@ -274,6 +274,9 @@ NODE_OFFLOADED = _counter("node_offloaded_blocks_total", "Cold blocks that pool 
 NODE_TIER_BLOCKS = _gauge("node_tier_blocks_count", "Blocks in this tier of the node.", "tier")
 NODE_TIER_USED = _gauge("node_tier_used_bytes", "Bytes that this tier takes.", "tier")
 NODE_TIER_WRITTEN = _counter("node_tier_written_blocks_total", "Blocks copied to this tier.", "tier")
+NODE_TIER_DEMOTED = _counter(
+    "node_tier_demoted_blocks_total", "Blocks that the tier above evicted and were to come here.", "tier", "outcome"
+)
 NODE_TIER_READ = _counter("node_tier_read_blocks_total", "Blocks asked of this tier.", "tier", "outcome")
 NODE_TIER_READ_SECONDS = _histogram(
     "node_tier_read_seconds", "A read asked of the ranks until answered.", _WAIT, "tier"

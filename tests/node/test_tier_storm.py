@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvmesh.kvcache.size_classes import BYTES
+from kvmesh.kvcache.tiers import Tier
 from kvmesh.node import messages as m
 from kvmesh.node.leasing import Leasing
 from kvmesh.node.partitions import Partition, holder
@@ -90,7 +91,7 @@ class SlowDisk:
                 case m.TierOpen(tier, part):
                     self.blocks.setdefault(part, {})
                     self.say(m.TierOpened(tier, part))
-                case m.TierPut(ticket, tier, part, keys, offsets, sizes):
+                case m.TierPut(ticket, tier, part, keys, offsets, sizes, _):
                     stored: list[int] = []
                     told: list[tuple[bytes, int]] = []
                     for at, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
@@ -113,7 +114,7 @@ class SlowDisk:
             if self.blocks[part]:
                 name = self.rng.choice(list(self.blocks[part]))
                 del self.blocks[part][name]
-                self.say(m.TierChanged(1, part, b"", name))
+                self.say(m.TierChanged(Tier.SSD, part, b"", name))
 
 
 class Storm:
@@ -126,7 +127,7 @@ class Storm:
         ref = pb_common.InstanceRef(instance_id="a", address="h:1", incarnation=1)
         self.tiering = self.disk.tiering = Tiering(settings, lambda: ref, [self.disk], self.partitions)
         self.leasing = Leasing(self.partitions)
-        self.desk = RemovalDesk(self.partitions, self.forget, self.tiering.source.keys, None)
+        self.desk = RemovalDesk(self.partitions, self.forget, self.tiering.named, None)
         self.version = dict.fromkeys(KEYS, 0)  # of the last removal that was asked for
         self.gone: dict[bytes, int] = {}  # acknowledged: nothing put before may be read
         self.now = 1
@@ -223,7 +224,7 @@ class Storm:
             usage = store.usage
             assert (usage.writing, usage.held, usage.leased, store.stats.leases) == (0, 0, 0, 0), usage
         assert self.tiering._staging._staged_bytes == 0
-        for name, part in self.tiering._parts.items():
+        for name, part in self.tiering.levels[0].parts.items():
             assert not part.writing and not part.staging
             assert set(part.contents.keys()) == set(self.disk.blocks[part.number]), name
         for key, version in self.gone.items():

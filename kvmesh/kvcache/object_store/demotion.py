@@ -19,12 +19,20 @@ QUEUE_BYTES = 128 << 20  # copies in memory
 
 
 class Demotion:
-    """A `tier_calls.Sink`. `tier()`: where it goes; None: not in use now."""
+    """A `tier_calls.Sink`. `tier()`: where it goes; None: not in use now. `moving(key, over)`: said when a block is
+    admitted, before the tier above lets go of it, and, `over`, when it lies here or never will: whoever keeps books of
+    keys that may have to be removed misses none. Called from any thread, without a lock."""
 
-    def __init__(self, tier: Callable[[], ObjectTier | None], max_bytes: int = QUEUE_BYTES) -> None:
+    def __init__(
+        self,
+        tier: Callable[[], ObjectTier | None],
+        moving: Callable[[bytes, bool], None] = lambda key, over: None,
+        max_bytes: int = QUEUE_BYTES,
+    ) -> None:
         self.demoted = 0  # blocks that arrived
         self.dropped = 0  # blocks worth it that did not: no room, the store failed or was not there, damaged
         self._tier = tier
+        self._moving = moving
         self._max_bytes = max_bytes
         self._lock = threading.RLock()  # taken before the tier's
         self._held: dict[bytes, int] = {}  # admitted → bytes, until its put has ended
@@ -48,17 +56,21 @@ class Demotion:
                 return False
             self._held[key] = nbytes
             self._bytes += nbytes
-            return True
+        self._moving(key, False)
+        return True
 
     def offer(self, key: bytes, data: bytearray) -> None:
         """See `Sink`."""
         tier = self._tier()
+        put: Future[bool] | None = None
         with self._lock:
-            if tier is None or key in self._removed:
-                self._end(key, False)
-                return
             # Under the lock: a removal comes before, and is seen here, or after, and the tier has heard of the put.
-            tier.put(key, data).add_done_callback(partial(self._put_ended, key))
+            if tier is not None and key not in self._removed:
+                put = tier.put(key, data)
+        if put is None:
+            self._end(key, False)
+        else:
+            put.add_done_callback(partial(self._put_ended, key))
 
     def withdraw(self, key: bytes) -> None:
         """See `Sink`."""
@@ -80,3 +92,6 @@ class Demotion:
             elif key not in self._removed:
                 self.dropped += 1
             self._removed.discard(key)
+        tier = self._tier()
+        if stored or tier is None or not tier.doubtful(key):  # of a doubtful one nobody may forget that it may be there
+            self._moving(key, True)

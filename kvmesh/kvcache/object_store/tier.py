@@ -125,6 +125,11 @@ class ObjectTier:
         with self._lock:
             return any(key in known for known in (self._index, self._writing, self._removing, self._doubtful))
 
+    def doubtful(self, key: bytes) -> bool:
+        """Whether a put or a deletion of it has failed, so that the object may be there, now or later."""
+        with self._lock:
+            return key in self._doubtful
+
     @property
     def resting(self) -> bool:
         """Whether the store is left alone for now, after a failure."""
