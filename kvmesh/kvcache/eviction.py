@@ -103,6 +103,10 @@ class EvictionOrder(ABC, Generic[K]):
         if not elsewhere or self._life + self.price(key) // 2 < self._lanes[lane][key] >> _TIME_BITS:
             self.put(key)
 
+    def has_copy(self, key: K) -> bool:
+        """Whether `copied` has said so."""
+        return key in self._copied
+
     def spare(self, key: K, spared: bool) -> None:
         """It goes when nothing else is left, or (no longer) in its turn, as if used now."""
         if spared == (key in self._spared):

@@ -233,6 +233,15 @@ class SealedBlocks:
             if key in self._sealed:
                 self._order.copied(key, elsewhere)
 
+    def extents_of(self, keys: Iterable[bytes]) -> list[int]:
+        """Where those of `keys` lie that are sealed here."""
+        return [self._sealed[key] for key in keys if key in self._sealed]
+
+    def have_copies(self, extents: Iterable[int]) -> bool:
+        """Whether copies of all blocks in these lie elsewhere, as `replicated` has it."""
+        keys = (self._key_of.get(extent) for extent in extents)
+        return all(key is None or self._order.has_copy(key) for key in keys)
+
     def evict_one(self, key: bytes, *, spared: bool) -> bool | None:
         """See `quotas.Store`."""
         if key not in self._order:

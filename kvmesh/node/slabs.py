@@ -127,6 +127,12 @@ class Slabs:
             run.used = self._uses
             self._coldest.move_to_end(run)
 
+    def cool(self, owner: SlabPartition, extents: Iterable[int]) -> None:
+        """Runs around these that hold nothing but blocks with copies elsewhere go before all others."""
+        for run in reversed(list(dict.fromkeys(map(owner.run_of, extents)))):
+            if owner.store.have_copies(run.numbers):
+                self._coldest.move_to_end(run, last=False)
+
     def grow(self, owner: SlabPartition, blocks: int) -> bool:
         """One more run out of free slabs, or several that lie side by side, no more than so many blocks need; False:
         there is none that is long enough."""

@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
+from kvmesh.kvcache.size_classes import BYTES
 from kvmesh.node import elsewhere
 from kvmesh.node.elsewhere import Elsewhere
+from kvmesh.node.pool_partitions import PoolPartitions
 from kvmesh.rpc import channels
 from kvmesh.rpc.masters import Masters
 from kvmesh.rpc.pb import store_pb2, store_pb2_grpc
@@ -17,7 +19,9 @@ from services.store.config import StoreConfig
 from tests.node.stores import Bench, Node, bench, keys_of, node, until
 from tests.services import running
 from tests.services import until as until_so
+from tests.store.mesh import Node as Announcer
 
+MIB = 1 << 20
 MASTER = StoreConfig(heartbeat_interval_ms=100, lease_ms=5_000)
 
 
@@ -105,6 +109,35 @@ async def test_a_copy_in_its_own_lower_tier_stays_one(monkeypatch: pytest.Monkey
         assert await made.turn()
         assert set(a.store.coldest(2)) == set(keys[6:])
         await made._caller.close()
+
+
+async def test_whole_runs_of_a_pool_go_first_when_others_have_all_that_is_in_them() -> None:
+    """16 MiB in runs of 256 KiB, four blocks each; the colder half nobody else has."""
+    async with running(main.run, MASTER) as service, channels.connect(service.address) as channel:
+        made = PoolPartitions(0, 16 * MIB, high_percent=95, low_percent=90, lease_seed=1)
+        sole, shared = keys_of(*range(96)), keys_of(*range(100, 220))
+        seal_in(made, [*sole, *shared])
+        a, b = Announcer(channel, "a"), Announcer(channel, "b")
+        for each, keys in ((a, [*sole, *shared]), (b, shared[:-2])):
+            await each.join()
+            each.seal(keys)
+            await each.announce()
+        asking = Elsewhere("a", made, lambda layout, key: False, Masters(service.address), lambda: True)
+        assert await asking.turn()
+        await asking._caller.close()
+        seal_in(made, keys_of(*range(300, 400)))
+        (partition,) = made.all()
+        assert all(map(partition.store.holds, sole))
+        assert all(map(partition.store.holds, shared[-4:])), "nobody else has two of these four"
+        assert sum(map(partition.store.holds, shared)) < 60
+
+
+def seal_in(made: PoolPartitions, keys: list[bytes]) -> None:
+    for key in keys:
+        partition = made.room(BYTES, 65_536, 1)
+        assert partition.store.begin([key]) != [None]
+        partition.store.seal(key)
+        made.settle()
 
 
 async def test_a_master_that_does_not_answer_changes_nothing_and_is_asked_again(
