@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import random
 import struct
+from typing import Any
 
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.tiers import Tier, store_name
+from kvmesh.rpc import channels
 from kvmesh.rpc.pb import store_pb2 as pb
+from kvmesh.rpc.pb import store_pb2_grpc
+from kvmesh.rpc.server import Server
+from services.store import main
+from services.store.config import StoreConfig
 from services.store.domain import Announce, Join, Member, Role
 from services.store.servicer_find import found
 from services.store.state import MasterState
+from tests.store.mesh import keys as numbered
 
 Place = tuple[str, int]
 
@@ -39,3 +46,23 @@ def test_grouped_answers_say_the_same() -> None:
     for key, replicas, at in zip(keys, plain.replicas, group, strict=True):
         assert sorted(named(plain, replicas)) == sorted(held[key])
         assert sorted(named(grouped, grouped.groups[at])) == sorted(held[key])
+
+
+async def test_who_only_wants_to_know_warms_nothing() -> None:
+    service = main.Master(StoreConfig())
+    server = Server("127.0.0.1", 0)
+    service.add_to(server)
+    await server.start()
+    try:
+        assert service.reign is not None
+        heat = service.reign.state.policy.heat
+        async with channels.connect(server.address) as channel:
+            stub: Any = store_pb2_grpc.StoreMasterStub(channel)
+            packed = b"".join(numbered(4096))
+            await stub.Lookup(pb.LookupRequest(keys=packed, uncounted=True), timeout=10)
+            assert len(heat) == 0
+            await stub.Lookup(pb.LookupRequest(keys=packed), timeout=10)
+            assert len(heat) > 100
+    finally:
+        await service.close()
+        await server.stop(0)
