@@ -15,6 +15,7 @@ from collections.abc import Callable
 from kvmesh.kvcache.sources import Pulled
 from kvmesh.node import messages as m
 from kvmesh.node.blocks import Blocks
+from kvmesh.node.index import NodeIndex, index_of
 from kvmesh.node.pool_config import PoolConfig
 from kvmesh.node.pool_partitions import PoolPartitions
 from kvmesh.node.rank_client import RankClient
@@ -70,6 +71,7 @@ class PoolNode:
         self._rank = RankClient(0, self._said, self._rank_lost)
         self._blocks: Blocks | None = None
         self._warm: Warm | None = None
+        self._index: NodeIndex | None = None
         self._lost = asyncio.Event()
         self._cause = ""
         self._stop = asyncio.Event()
@@ -85,11 +87,13 @@ class PoolNode:
         server: Server | None = None
         if config.ssd_path:
             make_ssd_folder(config.ssd_path)
-        self._rank.spawn(1)
+        self._rank.spawn(1, streaming=True)
         try:
             await self._rank.configure(self._configure(), ALLOCATE_TIMEOUT_S)
             blocks = self._blocks = self._attach()
             await blocks.open_tiers()
+            if self._index is not None:
+                blocks.doors.index_path = self._index.open()
             listening = Server(config.host, config.port)
             blocks.add_to(listening)
             port = await listening.start()
@@ -113,6 +117,8 @@ class PoolNode:
         finally:
             for task in tasks:
                 task.cancel()
+            if self._index is not None:
+                self._index.close()
             await asyncio.gather(*tasks, return_exceptions=True)
             if self._blocks is not None:
                 await self._blocks.close()
@@ -175,6 +181,8 @@ class PoolNode:
             lease_seed=self.incarnation,
             eviction=c.store_eviction,
         )
+        # Before the memory of an earlier life comes back: it is found like any other.
+        self._index = index_of(c.transport_list, self.instance_id, self.incarnation, ready, partitions)
         if c.warm_segment:
             self._warm = Warm(c.warm_segment, [self._rank], ready.host_bytes // POOL_SLOT_BYTES, self.incarnation)
             WarmPool(self._warm, partitions, ready.extent_base_offset)
@@ -200,6 +208,8 @@ class PoolNode:
         self._cause = cause
         self._lost.set()
         log.error("%s", cause)
+        if self._index is not None:
+            self._index.close()  # before the next life may have the memory
         if self._warm is not None:
             self._warm.close()  # the memory is still there, for the next life
         if self._blocks is not None:

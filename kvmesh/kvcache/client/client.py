@@ -15,6 +15,7 @@ import asyncio
 import os
 import random
 import secrets
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -28,6 +29,7 @@ from kvmesh.kvcache.client.holding import Holding, Place
 from kvmesh.kvcache.client.memory import Buffer, Data, Memory, Span
 from kvmesh.kvcache.client.moving import Mover
 from kvmesh.kvcache.client.naming import check_name
+from kvmesh.kvcache.client.near import Near
 from kvmesh.kvcache.client.ownkeys import OwnKeys, Ref
 from kvmesh.kvcache.client.peers import Peers
 from kvmesh.kvcache.client.prefetching import Prefetcher
@@ -63,7 +65,8 @@ class StoreClient(Upkeep):
         self._hints = Hints(config.locations)
         here = Here(config.node_id, frozenset({config.host, config.advertise_host} - {""}))
         shared = (config, self._engine, self._memory, self._peers, self._directory, self._hints)
-        self._reader = Reader(*shared, here)
+        self._near = Near(config, self._engine, self._memory, self._peers)
+        self._reader = Reader(*shared, here, self._near.met)
         self._writer = Writer(*shared)
         self._prefetcher = Prefetcher(self._peers, self._directory, self._hints, here)
         self._holding = Holding(self._peers, self._directory, self._hints, here)
@@ -86,6 +89,7 @@ class StoreClient(Upkeep):
             return
         self._closed = True
         await self._prefetcher.close()
+        await self._near.close()
         await self._reader.close()
         await self._peers.close()
         await self._directory.close()
@@ -193,7 +197,14 @@ class StoreClient(Upkeep):
         async with turn(self._turns, wish.deadline):
             done = await self._writer.put_spans(blocks, wish) + await self._writer.put_data(items, wish)
         by_key = {put.key: put for put in done}
+        self._met(keys)
         return [by_key[key] for key in keys]
+
+    def _met(self, keys: Sequence[bytes]) -> None:
+        """Nodes that have just taken some of these."""
+        now = time.monotonic()
+        for address in {replica.holder.address for key in keys for replica in self._hints.of(key, now)}:
+            self._near.met(address)
 
     def content_key(self, data: Source) -> bytes:
         """The key of exactly these bytes in this client's namespace."""
@@ -246,14 +257,32 @@ class StoreClient(Upkeep):
     async def _get(
         self, refs: Sequence[Ref], targets: Sequence[Span] | None, verify: bool | None, deadline: float
     ) -> list[Got]:
-        keys = await self._keys.resolved(refs, deadline)
+        check = self.config.verify if verify is None else verify
+        plan = None if check else self._near.plan(refs, targets)
+        if plan is None:
+            keys = await self._keys.resolved(refs, deadline)
+            if not check and any(isinstance(ref, str) for ref in refs):
+                plan = self._near.plan(keys, targets)
+            if plan is None:
+                return await self._ask(keys, targets, check, deadline)
+        here = await self._near.read(plan)
+        got = [one for one in here if one is not None]
+        if len(got) < len(here):
+            rest = [i for i, one in enumerate(here) if one is None]
+            others = None if targets is None else [targets[i] for i in rest]
+            asked = iter(await self._ask([plan.keys[i] for i in rest], others, check, deadline))
+            got = [next(asked) if one is None else one for one in here]
+        return got
+
+    async def _ask(
+        self, keys: Sequence[bytes | None], targets: Sequence[Span] | None, check: bool, deadline: float
+    ) -> list[Got]:
         first: dict[bytes, int] = {}  # equal blocks are read once
         for i, key in enumerate(keys):
             if key is not None:
                 first.setdefault(key, i)
         spans = None if targets is None else [targets[i] for i in first.values()]
         async with turn(self._turns, deadline):
-            check = self.config.verify if verify is None else verify
             read = dict(zip(first, await whole(self._reader.read(list(first), spans, deadline, check)), strict=True))
         for i, key in enumerate(keys if targets is not None else ()):
             if targets is not None and key is not None and first[key] != i and read[key].here:
@@ -289,12 +318,25 @@ class StoreClient(Upkeep):
         """The master's own calls."""
         return self._directory
 
+    def at_hand(self, refs: Sequence[Ref], targets: Sequence[Target] | None) -> list[Got] | None:
+        """What `get_many` or `get_many_into` gives, if all of it lies in memory that is mapped here: read by the thread
+        that calls this, which may be any. None: call those."""
+        if self._closed or self.config.verify or (targets is not None and len(targets) != len(refs)):
+            return None
+        spans = None if targets is None else [one.span() if isinstance(one, Buffer) else one for one in targets]
+        plan = self._near.plan(refs, spans)
+        if plan is None or plan.missing:
+            return None
+        got = [one for one in self._near.read_here(plan) if one is not None]
+        return got if len(got) == len(refs) else None
+
     def counters(self) -> dict[str, int]:
         """Since this client's start."""
         read, wrote = self._reader.stats, self._writer.stats
         return {
-            "blocks_got": read.blocks,
-            "bytes_got": read.nbytes,
+            "blocks_got": read.blocks + self._near.hits,
+            "bytes_got": read.nbytes + self._near.nbytes,
+            "near_hits": self._near.hits,
             "misses": read.misses,
             "failed_replicas": read.failed_replicas,
             "gathered": read.gathered,

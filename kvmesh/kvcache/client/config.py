@@ -45,6 +45,9 @@ class ClientConfig:
     )
     concurrency: int = field(default=64, metadata={"help": "Operations under way at once; others wait."})
     fault: str = field(default="", metadata={"help": "JSON for the fault transport (tests)."})
+    near: bool = field(
+        default=True, metadata={"help": "Read what nodes of this machine have in memory without asking them (shm)."}
+    )
     locations: int = field(default=65_536, metadata={"help": "Blocks whose holders are remembered for some seconds."})
 
     def __post_init__(self) -> None:

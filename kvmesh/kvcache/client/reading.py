@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,7 +90,9 @@ class Reader:
         directory: Directory,
         hints: Hints,
         here: Here,
+        met: Callable[[str], None],
     ) -> None:
+        """`met`: hears the address of each node that gave something."""
         self.stats = ReadStats()
         self._config = config
         self._engine = engine
@@ -99,6 +101,7 @@ class Reader:
         self._directory = directory
         self._hints = hints
         self._here = here
+        self._met = met
         self._rng = random.Random()
         self._releases = leases.Releases(peers)
 
@@ -174,6 +177,8 @@ class Reader:
             except KvmeshError as error:
                 cause = error.message
             missing = [p for p in some if not job.got[p].here]
+            if len(missing) < len(some):
+                self._met(holder.address)
             job.failed.setdefault(holder, set()).update(missing)
             for position in missing:
                 one = job.got[position]

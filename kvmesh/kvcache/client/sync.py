@@ -1,6 +1,7 @@
 """`StoreClient` for programs without an event loop: the same methods, blocking, safe to call from many threads.
 
-One thread of its own runs the loop; a call costs one hand-over to it and one back.
+One thread of its own runs the loop; a call costs one hand-over to it and one back. Gets of what lies in mapped memory
+need neither: the calling thread copies it.
 """
 
 from __future__ import annotations
@@ -121,16 +122,20 @@ class SyncStoreClient:
         return self._run(self.client.grant(n, **options))
 
     def get(self, ref: Ref, **options: Any) -> bytes | None:
-        return self._run(self.client.get(ref, **options))
+        here = None if options else self.client.at_hand([ref], None)
+        return here[0].data if here else self._run(self.client.get(ref, **options))
 
     def get_many(self, refs: Sequence[Ref], **options: Any) -> list[Got]:
-        return self._run(self.client.get_many(refs, **options))
+        here = None if options else self.client.at_hand(refs, None)
+        return here or self._run(self.client.get_many(refs, **options))
 
     def get_into(self, ref: Ref, target: Target, **options: Any) -> Got:
-        return self._run(self.client.get_into(ref, target, **options))
+        here = None if options else self.client.at_hand([ref], [target])
+        return here[0] if here else self._run(self.client.get_into(ref, target, **options))
 
     def get_many_into(self, refs: Sequence[Ref], targets: Sequence[Target], **options: Any) -> list[Got]:
-        return self._run(self.client.get_many_into(refs, targets, **options))
+        here = None if options else self.client.at_hand(refs, targets)
+        return here or self._run(self.client.get_many_into(refs, targets, **options))
 
     def exists(self, ref: Ref, **options: Any) -> Tier | None:
         return self._run(self.client.exists(ref, **options))
