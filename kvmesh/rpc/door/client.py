@@ -99,8 +99,7 @@ class Door(asyncio.Protocol):
 
     # ── the connection ───────────────────────────────────────────────────────────────────────────
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
         transport.set_write_buffer_limits(high=_BUFFERED)
         transport.write(frames.hello(self._life))

@@ -124,8 +124,7 @@ class _Accepted(asyncio.Protocol):
 
     # ── the connection ───────────────────────────────────────────────────────────────────────────
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport
         if not _same_user(transport):
             return self.end("another user's")
