@@ -35,7 +35,7 @@ class BlockRpcs:
         layout = layout_in(request.layout, any_=True)
         layouts: dict[str, int] = {}
         answer = pb.ExistsResponse()
-        tiers = bytearray()
+        tiers, pinned = bytearray(), bytearray()
         family = node.partitions.family(layout)
         for at, key in enumerate(keys):
             if at % TURN == TURN - 1:
@@ -46,7 +46,9 @@ class BlockRpcs:
             tiers.append(0 if below is None else below[0])
             answer.nbytes.append(0 if below is None else below[2])
             answer.layout.append(0 if below is None else layouts.setdefault(below[1], len(layouts)))
-        answer.tiers = bytes(tiers)
+            if request.want_pinned:
+                pinned.append(found is not None and found.store.pinned_hard([key])[0])
+        answer.tiers, answer.pinned = bytes(tiers), bytes(pinned)
         answer.layouts.extend(layouts)
         return answer
 

@@ -20,7 +20,7 @@ from kvmesh.node.removal_desk import RemovalDesk
 from kvmesh.node.removals import Watch
 from kvmesh.node.tiering import Tiering
 from kvmesh.rpc import status
-from kvmesh.rpc.errors import InvalidRequest
+from kvmesh.rpc.errors import InvalidRequest, Overloaded
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.transfer import TrafficClass
 
@@ -34,7 +34,8 @@ NS = 1_000_000_000
 @dataclass(frozen=True)
 class Wish:
     """What somebody wants copied. `layout` "": as each holder has it, if it fits here. `shard_bytes` means nothing
-    then, nor for layout "bytes"."""
+    then, nor for layout "bytes". `pins`: what its holder has pinned hard is pinned hard here, or not sealed; only with
+    layout "" or "bytes"."""
 
     keys: tuple[bytes, ...]
     ranges: tuple[PullRange, ...]
@@ -42,6 +43,7 @@ class Wish:
     shard_bytes: int
     timeout_ms: int
     traffic_class: int = TrafficClass.BACKGROUND
+    pins: bool = False
 
 
 @dataclass
@@ -52,6 +54,7 @@ class _Group:
     shard_bytes: int
     keys: list[bytes] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
+    pinned: set[bytes] = field(default_factory=set)
 
 
 class Copies:
@@ -109,9 +112,10 @@ class Copies:
                 break
             try:
                 async with self._peers.use(source.address) as peer:
-                    request = pb.ExistsRequest(keys=b"".join(open_), layout=wish.layout)
+                    request = pb.ExistsRequest(keys=b"".join(open_), layout=wish.layout, want_pinned=wish.pins)
                     answer = await peer.stub.Exists(request, timeout=min(left_s, CALL_S))
                 rows = list(zip(open_, answer.tiers, answer.nbytes, answer.layout, strict=True))
+                hard = {key for key, pinned in zip(open_, answer.pinned, strict=False) if pinned}
                 told = [(key, answer.layouts[at], size) for key, tier, size, at in rows if tier and size]
             except (grpc.aio.AioRpcError, ValueError, IndexError) as error:
                 why = status.from_rpc_error(error) if isinstance(error, grpc.aio.AioRpcError) else error
@@ -123,6 +127,8 @@ class Copies:
                 group.keys.append(key)
                 if layout == BYTES:
                     group.sizes.append(size)
+                if key in hard:
+                    group.pinned.add(key)
             known = {key for key, _, _ in told}
             open_ = [key for key in open_ if key not in known]
         return list(groups.values())
@@ -156,8 +162,10 @@ class Copies:
         def pulled(said: Pulled) -> None:
             arrived = set(said.arrived)
             for i, key in enumerate(job.keys):
-                if i in arrived and not watch.gone(key):
+                if i in arrived and not watch.gone(key) and self._may_seal(group, partition, key):
                     partition.store.seal(key, sizes.get(key))
+                    if key in group.pinned:
+                        partition.store.pin_hard([key])
                 else:
                     partition.store.abandon(key)
             if not done.done():
@@ -165,6 +173,16 @@ class Copies:
 
         self._pulls.start(job, partition, pulled)
         await done
+
+    def _may_seal(self, group: _Group, partition: Partition, key: bytes) -> bool:
+        """Whether it may be pinned, if it must be."""
+        try:
+            if key in group.pinned:
+                self._partitions.may_pin(partition, 1)
+        except Overloaded as error:
+            log.info("not copied, as it is pinned where it is: %s", error.message)
+            return False
+        return True
 
     async def _room(self, group: _Group) -> Partition:
         def room() -> Partition:

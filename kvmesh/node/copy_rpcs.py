@@ -55,7 +55,9 @@ class CopyRpcs:
         if self._pulls >= MAX_PULLS:
             raise Overloaded(f"{MAX_PULLS} pulls are running here", retry_after_ms=100)
         klass = TrafficClass.BACKGROUND if request.background else TrafficClass.PREFETCH
-        wish = Wish(tuple(keys), tuple(ranges), layout, request.shard_bytes, request.timeout_ms, klass)
+        if request.pins and layout:
+            raise InvalidRequest.of("layout", layout, "must be empty with pins")
+        wish = Wish(tuple(keys), tuple(ranges), layout, request.shard_bytes, request.timeout_ms, klass, request.pins)
         self._pulls += 1
         return pb.PullBlocksResponse(held=await _outliving(node.copies.pull(wish), self._pull_ended))
 

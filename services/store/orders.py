@@ -140,6 +140,7 @@ class Orders:
             timeout_ms=PULL_MS,
             term=state.policy.term,
             background=True,
+            pins=pull.pins,
         )
         answer = await self.call(pull.receiver, "Pull", request, PULL_MS / 1000 + 1)
         return None if answer is None else _said(pull.keys, answer.held)

@@ -15,6 +15,7 @@ import pytest
 
 from kvmesh.kvcache.client import ClientConfig, StoreClient
 from kvmesh.rpc import channels
+from kvmesh.rpc.pb import blocks_pb2, blocks_pb2_grpc
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 from tests.chaos.network import Loopback
@@ -45,6 +46,13 @@ class Mesh:
         """What the master says."""
         found = await self.master.Find(pb.FindRequest(keys=b"".join(keys)), timeout=TIMEOUT)
         return [sorted(found.holders[at].member.store_id for at in each.holder) for each in found.replicas]
+
+    async def hard_pinned(self, name: str) -> int:
+        """Blocks of that node."""
+        async with channels.connect(self.nodes[name].address) as channel:
+            node: Any = blocks_pb2_grpc.NodeStoreStub(channel)
+            told = await node.GetStore(blocks_pb2.GetNodeStoreRequest(), timeout=TIMEOUT)
+            return int(told.hard_pinned)
 
     async def at(self, keys: list[bytes], count: int) -> list[list[str]]:
         """Until master and nodes agree that each key is at so many nodes."""
@@ -113,12 +121,17 @@ async def copies_are_made_and_removed_and_moved_away(mesh: Mesh) -> None:
     only_there = [put.key for put in more_puts if put.store_id == leaving]
     held = zip(keys, await mesh.truth(*keys), strict=True)
     only_there += [key for key, nodes in held if nodes == [leaving]]
+    assert await mesh.client.pin(only_there[0]) == [1]
 
     async def drained() -> bool:
         done = await mesh.master.Drain(pb.DrainRequest(instance_id=leaving), timeout=TIMEOUT)
         return bool(done.done and not done.sole_blocks and done.moved >= len(only_there))
 
     await until(drained)
+    (taker,) = (set(nodes) - {leaving} for nodes in await mesh.truth(only_there[0]))
+    assert [await mesh.hard_pinned(name) for name in NODES if name != leaving] == [
+        int(name in taker) for name in NODES if name != leaving
+    ]
     await mesh.nodes[leaving].kill()
     async with StoreClient(ClientConfig(store=mesh.client.config.store, staging_mb=4, node_id="other")) as stranger:
         assert await data_of(stranger, keys + [put.key for put in more_puts]) == values + more

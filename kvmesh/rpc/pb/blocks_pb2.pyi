@@ -262,6 +262,7 @@ class PullBlocksRequest(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
     BACKGROUND_FIELD_NUMBER: _builtins.int
+    PINS_FIELD_NUMBER: _builtins.int
     keys: _builtins.bytes
     layout: _builtins.str
     """of the shards; empty: as each holder has it (it is asked), one that fits here"""
@@ -272,6 +273,8 @@ class PullBlocksRequest(_message.Message):
     """of the master that orders it; 0: no order of a master. FAILED_PRECONDITION: a newer one is known"""
     background: _builtins.bool
     """replication: after handoffs and reads that somebody waits for"""
+    pins: _builtins.bool
+    """what its holder has pinned hard is pinned hard here too, or not taken; only without `layout`"""
     @_builtins.property
     def holders(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.InstanceRef]:
         """tried in this order"""
@@ -286,10 +289,11 @@ class PullBlocksRequest(_message.Message):
         timeout_ms: _builtins.int = ...,
         term: _builtins.int = ...,
         background: _builtins.bool = ...,
+        pins: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["background", b"background", "holders", b"holders", "keys", b"keys", "layout", b"layout", "shard_bytes", b"shard_bytes", "term", b"term", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["background", b"background", "holders", b"holders", "keys", b"keys", "layout", b"layout", "pins", b"pins", "shard_bytes", b"shard_bytes", "term", b"term", "timeout_ms", b"timeout_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -526,18 +530,21 @@ class ExistsRequest(_message.Message):
 
     KEYS_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    WANT_PINNED_FIELD_NUMBER: _builtins.int
     keys: _builtins.bytes
     layout: _builtins.str
     """empty: of any"""
+    want_pinned: _builtins.bool
     def __init__(
         self,
         *,
         keys: _builtins.bytes = ...,
         layout: _builtins.str = ...,
+        want_pinned: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "layout", b"layout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "layout", b"layout", "want_pinned", b"want_pinned"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -551,8 +558,11 @@ class ExistsResponse(_message.Message):
     NBYTES_FIELD_NUMBER: _builtins.int
     LAYOUTS_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
     tiers: _builtins.bytes
     """one byte a key: the fastest Tier that has it, 0 not here"""
+    pinned: _builtins.bytes
+    """one byte a key: 1 pinned hard here; when asked for"""
     @_builtins.property
     def nbytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of its shard, one a key, 0 not here"""
@@ -572,10 +582,11 @@ class ExistsResponse(_message.Message):
         nbytes: _abc.Iterable[_builtins.int] | None = ...,
         layouts: _abc.Iterable[_builtins.str] | None = ...,
         layout: _abc.Iterable[_builtins.int] | None = ...,
+        pinned: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "layouts", b"layouts", "nbytes", b"nbytes", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "layouts", b"layouts", "nbytes", b"nbytes", "pinned", b"pinned", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

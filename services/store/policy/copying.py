@@ -21,10 +21,17 @@ class Copying:
         self._discards: list[Discard] = []
 
     def begin(
-        self, sources: Sequence[str], keys: Sequence[bytes], after: int, now: float, rng: random.Random
+        self,
+        sources: Sequence[str],
+        keys: Sequence[bytes],
+        after: int,
+        now: float,
+        rng: random.Random,
+        *,
+        pins: bool = False,
     ) -> Pull | None:
         """A pool node that is none of `sources` pulls the first MAX_KEYS of `keys` from them. None: nobody has room.
-        `after`: the last tombstone."""
+        `after`: the last tombstone. `pins`: see Pull."""
         receiver = self._nodes.receiver(sources, now, rng)
         holders = [node for name in sources if (node := self._nodes.get(name)) is not None]
         if receiver is None or not holders:
@@ -34,7 +41,7 @@ class Copying:
         nbytes = len(some) * max(node.mean_block_bytes for node in holders)
         receiver.pledged += nbytes
         receiver.pulls += 1
-        return Pull(receiver.member, tuple(node.member for node in holders), some, nbytes, after)
+        return Pull(receiver.member, tuple(node.member for node in holders), some, nbytes, after, pins)
 
     def ended(self, work: Pull, done: frozenset[bytes], answered: bool, now: float) -> None:
         """`done`: those that are there now. A receiver that did not answer gets nothing for a while."""

@@ -186,7 +186,7 @@ class Drains:
             keys = self._still(instance_id, drain, now)
             if not keys:
                 continue
-            pull = self._copying.begin((instance_id,), keys, after, now, rng)
+            pull = self._copying.begin((instance_id,), keys, after, now, rng, pins=True)
             if pull is None:
                 drain.why_not = "no other pool node has room or answers"
                 return

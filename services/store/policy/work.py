@@ -13,13 +13,14 @@ MAX_KEYS = 64  # of one order
 @dataclass(frozen=True)
 class Pull:
     """`receiver` copies `keys`, about `nbytes`, from `holders`, tried in this order. `after`: the last tombstone when
-    it was ordered."""
+    it was ordered. `pins`: what is pinned hard there is pinned hard here too, or not copied."""
 
     receiver: Member
     holders: tuple[Member, ...]
     keys: tuple[bytes, ...]
     nbytes: int
     after: int
+    pins: bool = False
 
 
 @dataclass(frozen=True)
