@@ -232,6 +232,7 @@ class Placed:
     pulls: tuple[PullRange, ...] = ()
     decode_pulls: tuple[PullRange, ...] = ()
     load_until: int | None = None  # see `Placement` in conductor.proto
+    decode_load_until: int | None = None
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,8 @@ class Ledger:
         model = p.instance.model
         block_bytes = model.block_tokens * model.kv_bytes_per_token
         sent = lives_of((*p.legs, *choice.decode_legs))
-        self.outgoing.add(name, [Load(life, n * block_bytes) for life, n in sent.items()], now + 2 * p.fetch_s)
+        fetch_s = max(p.fetch_s, choice.decode_load_s)
+        self.outgoing.add(name, [Load(life, n * block_bytes) for life, n in sent.items()], now + 2 * fetch_s)
         holders = len({leg.holder.ref.life for leg in p.legs if not leg.own})
         self._placed[name] = _Placed(
             p.instance, d.instance, p.ahead_bytes, holders, p.tier is not Tier.DRAM, _only(p.legs)

@@ -211,6 +211,7 @@ def placement_out(placed: Placed) -> pb.Placement:
         pulls=[range_out(r) for r in placed.pulls],
         decode_pulls=[range_out(r) for r in placed.decode_pulls],
         load_until=placed.load_until,
+        decode_load_until=placed.decode_load_until,
     )
 
 

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from kvmesh.rpc.errors import Overloaded
 from services.conductor import decodes as decoding
 from services.conductor import prefills as prefilling
+from services.conductor.decode_loads import decode_load
 from services.conductor.decodes import DecodeChoice
 from services.conductor.domain import Fetch, Refuse, Schedule
 from services.conductor.index import Place
@@ -34,6 +35,8 @@ class Choice:
     decode_legs: tuple[Leg, ...] = ()  # what decode fetches itself
     decode_fetched_to: int = 0
     load_until: int | None = None  # see `Placement` in conductor.proto
+    decode_load_until: int | None = None
+    decode_load_s: float = 0.0  # what decode reads out of its own lower tiers
 
     @property
     def ttft_s(self) -> float:
@@ -91,10 +94,21 @@ def choose(
     prefill = _pick_prefill(weighed_prefills, decode.landing_wait_s, terms)
     if isinstance(prefill, Refuse):
         return Weighed(prefill, weighed_prefills, weighed_decodes, decode)
-    legs, end = _decode_pulls(prefill, decode, places[decode.instance.ref.instance_id], mesh)
+    place, slo_s = places[decode.instance.ref.instance_id], terms.ttft_slo_s - decode.landing_wait_s
+    legs, end = _decode_pulls(prefill, decode, place, mesh)
     of = next(c for c in weighed_prefills if c.instance is prefill.instance)
-    until = of.load_until(prefill, terms.ttft_slo_s - decode.landing_wait_s)
-    return Weighed(Choice(prefill, decode, legs, end, until), weighed_prefills, weighed_decodes, decode)
+    until = of.load_until(prefill, slo_s)
+    load = decode_load(request, prefill, decode, place, mesh, max(end, decode.at_decode), slo_s)
+    chosen = Choice(
+        replace(prefill, tail_s=load.tail_s),
+        decode,
+        (*legs, *load.legs),
+        max(end, load.until),
+        until,
+        load.limit,
+        load.load_s,
+    )
+    return Weighed(chosen, weighed_prefills, weighed_decodes, decode)
 
 
 def _decode_pulls(
@@ -102,7 +116,7 @@ def _decode_pulls(
 ) -> tuple[tuple[Leg, ...], int]:
     """Blocks that prefill has to fetch, decode fetches from the holder too if it lacks them: a chain of two transfers
     would bring them later. Only directly behind what decode has, so that prefill pushes one piece, and only out of
-    memory: what lies below, prefill fetches first and pushes."""
+    memory: what lies below at others, prefill fetches first and pushes."""
     if not prefill.legs or not prefill.local_blocks <= decode.at_decode < prefill.fetched_to:
         return (), 0
     own = Place(place.sealed)

@@ -163,7 +163,7 @@ def _ends(
     if not mesh.lower or all(leg.tier is Tier.DRAM for leg in legs):
         return [(legs, end)]
     ends = {leg.first for leg in legs} | {_hidden(instance, mesh, legs, local, end, now)}
-    return [(legs, end)] + [(_cut(legs, until), until) for until in sorted(ends - {local, end})]
+    return [(legs, end)] + [(cut(legs, until), until) for until in sorted(ends - {local, end})]
 
 
 def _hidden(instance: Instance, mesh: Mesh, legs: tuple[Leg, ...], local: int, end: int, now: float) -> int:
@@ -172,14 +172,15 @@ def _hidden(instance: Instance, mesh: Mesh, legs: tuple[Leg, ...], local: int, e
     low, high = local, end
     while low < high:
         middle = (low + high + 1) // 2
-        if _fetching(instance, mesh, _cut(legs, middle), now).fetch_s <= queue_s:
+        if _fetching(instance, mesh, cut(legs, middle), now).fetch_s <= queue_s:
             low = middle
         else:
             high = middle - 1
     return low
 
 
-def _cut(legs: tuple[Leg, ...], end: int) -> tuple[Leg, ...]:
+def cut(legs: tuple[Leg, ...], end: int) -> tuple[Leg, ...]:
+    """Their parts before block `end`."""
     return tuple(leg.until(end) for leg in legs if leg.first < end)
 
 

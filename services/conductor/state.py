@@ -289,6 +289,7 @@ class ConductorState:
             "prefill_ms": p.prefill_s * 1000,
             "transfer_tail_ms": p.tail_s * 1000,
             "landing_wait_ms": d.landing_wait_s * 1000,
+            "decode_load_ms": choice.decode_load_s * 1000,
         }
         blocks = p.instance.blocks_for(request.prompt_tokens)
         return Placed(
@@ -302,6 +303,7 @@ class ConductorState:
             tuple(leg.range for leg in p.legs),
             tuple(leg.range for leg in choice.decode_legs),
             choice.load_until,
+            choice.decode_load_until,
         )
 
     # ── forgetting ────────────────────────────────────────────────────────────────────────────────

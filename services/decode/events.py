@@ -60,6 +60,7 @@ class Spec:
     chain_digest: bytes = b""  # 32 bytes that the answer's first key is chained from; empty: its blocks are not sealed
     tail: bytes = b""  # the prompt's tokens after its last full block, packed
     pulls: tuple[PullRange, ...] = ()  # where blocks lie that we are to fetch: hints
+    load_until: int | None = None  # blocks from here on are not read out of our own lower tiers: a push is faster
     carry: Any = None
 
 

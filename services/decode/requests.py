@@ -78,6 +78,7 @@ def check_start(start: decode_pb2.StartRequest, instance: Instance, now: int, ca
         chain_digest=start.chain_digest,
         tail=start.token_ids[blocks * instance.block_tokens * keys.TOKEN_BYTES :],
         pulls=_pulls(start, blocks, instance),
+        load_until=start.placement.decode_load_until if start.placement.HasField("decode_load_until") else None,
         carry=carry,
     )
 

@@ -78,6 +78,7 @@ class Pulls:
             end = min(r.first_block + r.blocks, len(keys))
             named[r.first_block : end] = b"\1" * (end - r.first_block)
         lower = self.lower
+        below = len(keys) if h.spec.load_until is None else h.spec.load_until
         for block, key in enumerate(keys if any(named) or lower is not None else ()):
             if store.holds(key):
                 continue
@@ -86,10 +87,10 @@ class Pulls:
                 if ticket is not None:  # else it is a copy of our own, done in a moment
                     h.pulling.add(ticket)
                     self._pulls[ticket].waiting[h.handle] = h
-            elif not (named[block] or (lower is not None and lower.holds(key))) or len(wanted) >= room:
-                break
-            else:
+            elif len(wanted) < room and (named[block] or (lower is not None and block < below and lower.holds(key))):
                 wanted.append(block)
+            else:
+                break
         return wanted
 
     def ended(self, result: Pulled) -> list[int]:

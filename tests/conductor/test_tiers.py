@@ -247,8 +247,6 @@ def test_decode_is_not_sent_to_a_disk() -> None:
     seal(brain, "pool0", X)
     placed = brain.placed(LONG, keys=X)
     assert (placed.decode_pulls, placed.sources) == ((), b"")
-    seal(brain, "d0", X)
-    assert brain.placed(LONG, keys=X, request_id="r").sources == b""
 
 
 def test_a_pull_that_waited_for_a_disk_says_nothing_of_the_wires() -> None:

@@ -128,6 +128,7 @@ class Story:
             chain_digest=name.encode().ljust(32) if chain else b"",
             tail=bytes(4 * (prompt % block)) if chain else b"",
             pulls=tuple(pull_range(text) for text in options.get("pull", "").split(",") if text),
+            load_until=int(options["until"]) if "until" in options else None,
         )
         before = set(self.state.requests)
         outputs = self.state.step(i.Admit(SESSION, slot, int(options.get("peer", "1")), spec, self.now), self.now)

@@ -376,6 +376,7 @@ class Placement(_message.Message):
     PULLS_FIELD_NUMBER: _builtins.int
     DECODE_PULLS_FIELD_NUMBER: _builtins.int
     LOAD_UNTIL_FIELD_NUMBER: _builtins.int
+    DECODE_LOAD_UNTIL_FIELD_NUMBER: _builtins.int
     predicted_ttft_ms: _builtins.int
     predicted_tbt_ms: _builtins.int
     predicted_cached_tokens: _builtins.int
@@ -385,6 +386,8 @@ class Placement(_message.Message):
     """From this prompt block on prefill reads nothing out of lower tiers of its own, though they have it: computing is
     faster. Absent: whatever it finds there.
     """
+    decode_load_until: _builtins.int
+    """The same for decode's own lower tiers: prefill pushes what lies there from this block on. Absent: whatever it finds."""
     @_builtins.property
     def prefill(self) -> _common_pb2.InstanceRef: ...
     @_builtins.property
@@ -409,13 +412,19 @@ class Placement(_message.Message):
         pulls: _abc.Iterable[_common_pb2.PullRange] | None = ...,
         decode_pulls: _abc.Iterable[_common_pb2.PullRange] | None = ...,
         load_until: _builtins.int | None = ...,
+        decode_load_until: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_load_until", b"_load_until", "decode", b"decode", "load_until", b"load_until", "prefill", b"prefill"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_decode_load_until", b"_decode_load_until", "_load_until", b"_load_until", "decode", b"decode", "decode_load_until", b"decode_load_until", "load_until", b"load_until", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_load_until", b"_load_until", "decode", b"decode", "decode_pulls", b"decode_pulls", "load_until", b"load_until", "predicted_cached_tokens", b"predicted_cached_tokens", "predicted_tbt_ms", b"predicted_tbt_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "prefill", b"prefill", "pulls", b"pulls", "sources", b"sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_load_until", b"_decode_load_until", "_load_until", b"_load_until", "decode", b"decode", "decode_load_until", b"decode_load_until", "decode_pulls", b"decode_pulls", "load_until", b"load_until", "predicted_cached_tokens", b"predicted_cached_tokens", "predicted_tbt_ms", b"predicted_tbt_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "prefill", b"prefill", "pulls", b"pulls", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__decode_load_until: _TypeAlias = _typing.Literal["decode_load_until"]  # noqa: Y015
+    _WhichOneofArgType__decode_load_until: _TypeAlias = _typing.Literal["_decode_load_until", b"_decode_load_until"]  # noqa: Y015
     _WhichOneofReturnType__load_until: _TypeAlias = _typing.Literal["load_until"]  # noqa: Y015
     _WhichOneofArgType__load_until: _TypeAlias = _typing.Literal["_load_until", b"_load_until"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__decode_load_until) -> _WhichOneofReturnType__decode_load_until | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__load_until) -> _WhichOneofReturnType__load_until | None: ...
 
 Global___Placement: _TypeAlias = Placement  # noqa: Y015
