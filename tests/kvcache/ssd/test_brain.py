@@ -7,7 +7,7 @@ import pytest
 from kvmesh.kvcache.node_store import Changes
 from kvmesh.kvcache.ssd.brain import Brain
 from kvmesh.kvcache.ssd.format import KEY_BYTES, PAGE, Entry, footer_bytes, record_bytes
-from kvmesh.kvcache.ssd.plans import Drop, Limits, Reinsert
+from kvmesh.kvcache.ssd.plans import Demote, Drop, Limits, Reinsert
 from tests.kvcache.ssd.support import key
 
 BUCKET = 16 * PAGE  # holds six records of one page: header, 6 * 2 pages, footer of 2
@@ -31,9 +31,9 @@ def put(brain: Brain, n: int, length: int = PAGE) -> None:
     assert brain.commit(key(n), ticket, brain.append(length), length, n)
 
 
-def filled(buckets: int, limits: Limits = LIMITS) -> Brain:
+def filled(buckets: int, limits: Limits = LIMITS, worth: set[bytes] | None = None) -> Brain:
     """Closed buckets of six blocks each, and one more open with a single block."""
-    brain = Brain(limits)
+    brain = Brain(limits, None if worth is None else worth.__contains__)
     for n in range(6 * buckets + 1):
         put(brain, n)
     return brain
@@ -114,6 +114,29 @@ def test_blocks_that_were_read_are_appended_again_before_their_bucket_goes() -> 
     assert moved is not None and moved.bucket == 8
     assert held(brain) == [1, 4, *range(6, 43)]
     assert (brain.evicted, brain.reinserted) == (4, 2)
+    brain.check_integrity()
+
+
+def test_what_is_worth_it_is_offered_below_once_before_its_bucket_goes() -> None:
+    worth = {key(1), key(3), key(4)}
+    brain = filled(7, worth=worth)
+    brain.hit(key(1))
+    step = brain.next_step(1 << 20)
+    assert isinstance(step, Reinsert)
+    [(k, place, hits)] = step.blocks
+    assert brain.move(k, place, brain.append(PAGE), hits), "it stays, so it is not offered"
+    brain.remove([key(4)])
+    step = brain.next_step(1 << 20)
+    assert isinstance(step, Demote)
+    assert [(k, place.bucket, place.length) for k, place in step.blocks] == [(key(3), 1, PAGE)]
+    assert key(3) in brain and brain.evicted == 0, "until it goes it is found"
+    assert brain.next_step(1 << 20) == Drop(1)
+    assert key(3) not in brain
+    worth.add(key(7))
+    step = brain.force()
+    assert isinstance(step, Demote) and [k for k, _ in step.blocks] == [key(7)]
+    assert brain.force() == Drop(2)
+    assert brain.force() == Drop(3), "nothing of it is worth it"
     brain.check_integrity()
 
 

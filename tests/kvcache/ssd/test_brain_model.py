@@ -14,7 +14,7 @@ from hypothesis.stateful import run_state_machine_as_test as run
 
 from kvmesh.kvcache.ssd.brain import HITS_KEPT, Brain
 from kvmesh.kvcache.ssd.format import KEY_BYTES, PAGE, Entry, footer_bytes, record_bytes
-from kvmesh.kvcache.ssd.plans import Drop, Limits, Place, Reinsert, Slot
+from kvmesh.kvcache.ssd.plans import Demote, Drop, Limits, Place, Reinsert, Slot
 from tests.kvcache.ssd.support import key
 
 SETTINGS = settings(max_examples=100, stateful_step_count=60, deadline=None)
@@ -60,10 +60,13 @@ class Model(RuleBasedStateMachine):
         reinsert=st.sampled_from([0, 25, 50]),
         hits=st.integers(1, 2),
         exact=st.booleans(),
+        below=st.booleans(),
     )
-    def begin_life(self, low: int, reinsert: int, hits: int, exact: bool) -> None:
+    def begin_life(self, low: int, reinsert: int, hits: int, exact: bool, below: bool) -> None:
         self.limits = Limits(6 * BUCKET, BUCKET, 100, low, reinsert, hits)
-        self.brain = self.make(self.limits)
+        self.worth = {key(n) for n in range(0, 15, 2)} if below else set()
+        self.brain = self.make(self.limits, self.worth.__contains__ if below else None)
+        self.offered: set[int] = set()  # buckets
         self.exact = exact  # no bucket is ever lost
         self.disk: dict[int, File] = {}
         self.live: dict[bytes, Written] = {}
@@ -129,9 +132,13 @@ class Model(RuleBasedStateMachine):
             assert self.used() + BUCKET + BUCKET * len(self.going) > self.limits.capacity_bytes
             closed = [number for number in sorted(self.disk) if self.disk[number].closed]
             step = self.brain.force()
+            if isinstance(step, Demote):
+                self.check_offer(step, closed[0])
+                step = self.brain.force()
             assert step == (Drop(closed[0]) if closed else None)
             if step is None:
                 return False
+            self.check_offered(step.bucket)
             self.gone(step.bucket)
             self.free(step.bucket)
         number = self.brain.reserve()
@@ -229,14 +236,32 @@ class Model(RuleBasedStateMachine):
             elif self.alive(step.bucket):
                 self.check_victim(step.bucket)
                 assert not [k for k in self.expected or [] if self.where.get(k) == step.bucket]
+            self.check_offered(step.bucket)
             self.gone(step.bucket)
             if not leave:
                 self.free(step.bucket)
+        elif isinstance(step, Demote):
+            assert oldest is not None
+            self.check_victim(oldest)
+            assert not [k for k in self.expected or [] if self.where.get(k) == oldest]
+            self.check_offer(step, oldest)
         elif isinstance(step, Reinsert):
             self.check_victim(step.blocks[0][1].bucket)
             assert len(step.blocks) == 1 or sum(place.length for _, place, _ in step.blocks) <= max_bytes
             for k, place, hits in step.blocks:
                 self.copy(k, place, hits)
+
+    def check_offer(self, step: Demote, number: int) -> None:
+        """Once a bucket, just what is worth it, and where it lies."""
+        assert number not in self.offered
+        self.offered.add(number)
+        told = [(k, place.bucket, place.offset, place.length) for k, place in step.blocks]
+        worthy = [r for r in self.alive(number) if r.keys[0] in self.worth]
+        assert told == [(r.keys[0], number, r.offset, r.length) for r in worthy] and told
+        assert all(self.brain.is_at(k, place) for k, place in step.blocks)
+
+    def check_offered(self, number: int) -> None:
+        assert number in self.offered or not [r for r in self.alive(number) if r.keys[0] in self.worth]
 
     def check_victim(self, number: int) -> None:
         """It is the oldest closed one, room is short, and what is hot in it is known from now on."""
@@ -383,9 +408,14 @@ class LeaksSpace(Brain):
         self._used += PAGE
 
 
+class OffersNothing(Brain):
+    def _leave(self, number: int) -> Demote | Drop:
+        return self._evict(number)
+
+
 BROKEN: list[type[Brain]] = [
     ForgetsWhatItRemoved, DropsEmptyOnesWithRemovals, TakesTheYoungest, NoRoomForFooters,
-    IgnoresRemovalWhileWriting, LeaksSpace,
+    IgnoresRemovalWhileWriting, LeaksSpace, OffersNothing,
 ]  # fmt: skip
 
 
