@@ -53,18 +53,19 @@ class BlockRpcs:
         return answer
 
     async def Touch(self, request: pb.TouchBlocksRequest, context: Any) -> pb.TouchBlocksResponse:  # noqa: N802
-        """Those that are not here are passed over. Raises InvalidRequest, UnknownInstance (another life)."""
-        keys = keys_in(request.keys)
+        """Once for each read; the first is the most recent. Those that are not here are passed over. Raises
+        InvalidRequest, UnknownInstance (another life)."""
+        keys = keys_in(request.keys, once=False)
         layout = layout_in(request.layout, any_=True)
         own = self._node.ref
         if request.holder_incarnation != own.incarnation:
             why = f"this is another life of {own.instance_id}"
             raise UnknownInstance(f"holder_incarnation={request.holder_incarnation}: {why}", field="holder_incarnation")
-        for start in range(0, len(keys), TURN):
-            if start:
-                await asyncio.sleep(0)
+        for start in reversed(range(0, len(keys), TURN)):
             for partition in self._node.partitions.family(layout):
                 partition.store.read(keys[start : start + TURN])
+            if start:
+                await asyncio.sleep(0)
         return pb.TouchBlocksResponse()
 
     async def Remove(self, request: pb.RemoveBlocksRequest, context: Any) -> pb.RemoveBlocksResponse:  # noqa: N802

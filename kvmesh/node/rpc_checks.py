@@ -77,14 +77,14 @@ class Node(Protocol):
         """(tier, keys, seq of its last announcement), the fastest first."""
 
 
-def keys_in(packed: bytes) -> list[bytes]:
-    """Packed keys, each once. InvalidRequest."""
+def keys_in(packed: bytes, *, once: bool = True) -> list[bytes]:
+    """Packed keys, each `once` at most. InvalidRequest."""
     if not packed or len(packed) % KEY_BYTES:
         raise InvalidRequest(f"keys: {len(packed)} bytes, not one or more times {KEY_BYTES}", field="keys")
     if len(packed) > MAX_KEYS * KEY_BYTES:
         raise InvalidRequest(f"keys: {len(packed) // KEY_BYTES} keys, at most {MAX_KEYS} in one call", field="keys")
     keys = split(packed)
-    if len(set(keys)) != len(keys):
+    if once and len(set(keys)) != len(keys):
         raise InvalidRequest("keys: one of them stands there twice", field="keys")
     return keys
 

@@ -128,6 +128,10 @@ async def test_what_was_touched_is_not_the_next_to_go(holder: Node) -> None:
         assert holder.store.stats.hits == before + 2, "of that layout there is nothing here"
         await rpc.Touch(touch(keys=KEYS[2], layout=""))
         assert holder.store.coldest(4) == [KEYS[3], KEYS[0], KEYS[1], KEYS[2]]
+        before = holder.store.stats.hits
+        await rpc.Touch(touch(keys=KEYS[0] + KEYS[3] + KEYS[3]))
+        assert holder.store.stats.hits == before + 3, "once for each read"
+        assert holder.store.coldest(4) == [KEYS[1], KEYS[2], KEYS[3], KEYS[0]]
     untouched(holder)
 
 
