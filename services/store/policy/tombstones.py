@@ -21,6 +21,7 @@ from dataclasses import dataclass
 TERM_SHIFT = 32
 MAX_ANSWER_KEYS = 65_536  # in one answer to a node: 1 MiB
 RECORD_KEYS = 8  # what a tombstone itself counts for, so that small ones are bounded too
+MAX_RETIRED = 16_384  # keys, by their age, in one step: some ten milliseconds
 MAX_LEFT = 10_000  # names of earlier members
 MAX_AWAY = 1024  # of them, in the answer to a removal
 
@@ -207,16 +208,18 @@ class Tombstones:
     # ── bounds ───────────────────────────────────────────────────────────────────────────────────────
 
     def retire(self, now: float) -> list[Tombstone]:
-        """Let go of the oldest that need not or cannot be kept."""
+        """Let go of the oldest that need not (a bounded number; the next call goes on) or cannot be kept."""
         slowest = min(self._reported.values(), default=self.last)
         gone = []
+        left = MAX_RETIRED
         while self._kept:
             oldest = self._kept[0]
             old = oldest.seq <= slowest and now - oldest.at > self._retention_s
-            if not old and (self._size <= self._max_keys or len(self._kept) == 1):
+            if not (old and left > 0) and (self._size <= self._max_keys or len(self._kept) == 1):
                 break
             gone.append(self._kept.popleft())
             self._size -= RECORD_KEYS + len(oldest.keys)
+            left -= RECORD_KEYS + len(oldest.keys)
             self.floor = oldest.seq
             for key in oldest.keys:
                 if self._keys.get(key) == oldest.seq:
