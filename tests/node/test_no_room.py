@@ -10,7 +10,6 @@ import pytest
 from kvmesh.node.pool_partitions import PoolPartitions
 from kvmesh.rpc import status
 from kvmesh.rpc.errors import Overloaded
-from kvmesh.rpc.pb import blocks_pb2 as pb
 from tests.node.putting import pool_and_caller
 from tests.node.stores import keys_of
 from tests.services import until
