@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvmesh.kvcache.keys import KEY_BYTES
+from kvmesh.kvcache.keys import KEY_BYTES, split
 from kvmesh.rpc.errors import InvalidRequest
 from kvmesh.rpc.pb import store_pb2 as pb
 from services.store.domain import Tick
@@ -51,13 +51,14 @@ class NamesServicer(Base):
         _few("names", request.names)
         names = [text("names", name, MAX_NAME_BYTES, empty=False) for name in request.names]
         policy = self._state.policy
+        wanted = _wanted(request, len(names))
         if not request.unbind:
             self._step(Tick())
             return _resolved(policy.names.resolve(namespace, names))
         async with self._books:
             self._step(Tick())
             keys = policy.names.resolve(namespace, names)
-            writes, unbound = policy.unbind(namespace, names)
+            writes, unbound = policy.unbind(namespace, names, wanted)
             await self._keep(writes)
             unbound()
         return _resolved(keys)
@@ -65,6 +66,16 @@ class NamesServicer(Base):
 
 def _resolved(keys: Sequence[bytes | None]) -> pb.ResolveResponse:
     return pb.ResolveResponse(keys=b"".join(key or UNKNOWN for key in keys))
+
+
+def _wanted(request: pb.ResolveRequest, names: int) -> list[bytes | None] | None:
+    """What each name must stand for to be forgotten, None: for nothing; none: that does not matter."""
+    if not request.keys:
+        return None
+    if not request.unbind or len(request.keys) != names * KEY_BYTES:
+        why = f"has {len(request.keys)} bytes; with unbind {KEY_BYTES} for each of {names} names, else none"
+        raise InvalidRequest.of("keys", request.keys[:24], why)
+    return [None if key == UNKNOWN else key for key in split(request.keys)]
 
 
 def _few(field: str, names: Sequence[object]) -> None:

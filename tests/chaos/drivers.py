@@ -81,7 +81,8 @@ class ClientDriver:
 
     async def resolve(self, name: str, *, unbind: bool, timeout_s: float) -> str:
         namespace = self.client.config.namespace
-        (key,) = await self.client.directory.resolve(namespace, [name], timeout_s, unbind=unbind)
+        ask = self.client.directory.unbind if unbind else self.client.directory.resolve
+        (key,) = await ask(namespace, [name], timeout_s)
         return "" if key is None else key.hex()
 
 

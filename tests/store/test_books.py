@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.rpc.errors import NotLeader, Unavailable
+from kvmesh.rpc.errors import InvalidRequest, NotLeader, Unavailable
 from kvmesh.rpc.pb import store_pb2 as pb
 from services.store.config import StoreConfig
 from services.store.durable import MemoryDurable
@@ -119,6 +119,33 @@ async def test_an_unbinding_that_got_halfway_is_made_good_by_the_next() -> None:
     durable.lost = False
     await master.Resolve(unbind, None)
     assert (await durable.load())["name"] == {}
+    await master.close()
+
+
+async def test_a_name_is_forgotten_only_while_it_stands_for_what_the_caller_saw() -> None:
+    """Two who replace a name at the same time: the first one's new binding is not the other's to end."""
+    one, two, three = keys(3, salt=1)
+    durable = Failing()
+    master = servicer(durable)
+    await master.Bind(binding(x=one, y=one), None)
+
+    def unbind(*wanted: bytes) -> pb.ResolveRequest:
+        return pb.ResolveRequest(namespace="n", names=["x", "y"][: len(wanted)], unbind=True, keys=b"".join(wanted))
+
+    assert (await master.Resolve(unbind(one), None)).keys == one
+    await master.Bind(binding(x=two), None)
+    assert (await master.Resolve(unbind(one, bytes(16)), None)).keys == two + one, "neither was meant"
+    assert (await master.Bind(binding(x=three, y=three), None)).keys == two + one
+    assert len((await durable.load())["name"]) == 2
+    await master.Remove(pb.RemoveRequest(keys=one), None)
+    await master.Resolve(unbind(bytes(16), bytes(16)), None)
+    assert [name[2:] for name in (await durable.load())["name"]] == [b"x"], "its block is there no more"
+    for request in (
+        pb.ResolveRequest(namespace="n", names=["x"], unbind=True, keys=one + two),
+        pb.ResolveRequest(namespace="n", names=["x"], keys=one),
+    ):
+        with pytest.raises(InvalidRequest, match="keys"):
+            await master.Resolve(request, None)
     await master.close()
 
 

@@ -139,20 +139,34 @@ class Directory:
             bound |= zip((name for name, _ in some), split(answer.keys), strict=True)
         return bound
 
-    async def resolve(
-        self, namespace: str, names: Sequence[str], timeout_s: float, *, unbind: bool = False
-    ) -> list[bytes | None]:
-        """The key of each name; None: it is bound to none. `unbind`: forget them."""
+    async def resolve(self, namespace: str, names: Sequence[str], timeout_s: float) -> list[bytes | None]:
+        """The key of each name; None: it is bound to none."""
         found: list[bytes | None] = []
         deadline = time.monotonic() + timeout_s
         for some in _portions(names):
-            request = pb.ResolveRequest(namespace=namespace, names=some, unbind=unbind)
-            answer = await self.call(_ask("Resolve", request), _left(deadline))
-            keys = split(answer.keys)
-            if len(keys) != len(some):
-                raise TransferError(f"a Resolve that speaks of {len(keys)} names, not of {len(some)}")
-            found += [None if key == NOTHING else key for key in keys]
+            found += await self._resolve(pb.ResolveRequest(namespace=namespace, names=some), deadline)
         return found
+
+    async def unbind(
+        self, namespace: str, names: Mapping[str, bytes | None] | Sequence[str], timeout_s: float
+    ) -> list[bytes | None]:
+        """As `resolve`, and forget them: of a mapping those that stand for this key then, None: whose block has been
+        removed. So what somebody else has bound meanwhile stays."""
+        found: list[bytes | None] = []
+        deadline = time.monotonic() + timeout_s
+        for some in _portions(list(names)):
+            request = pb.ResolveRequest(namespace=namespace, names=some, unbind=True)
+            if isinstance(names, Mapping):
+                request.keys = b"".join(names[name] or NOTHING for name in some)
+            found += await self._resolve(request, deadline)
+        return found
+
+    async def _resolve(self, request: pb.ResolveRequest, deadline: float) -> list[bytes | None]:
+        answer = await self.call(_ask("Resolve", request), _left(deadline))
+        keys = split(answer.keys)
+        if len(keys) != len(request.names):
+            raise TransferError(f"a Resolve that speaks of {len(keys)} names, not of {len(request.names)}")
+        return [None if key == NOTHING else key for key in keys]
 
     async def remove(self, timeout_s: float, *, keys: Sequence[bytes] = (), prefix: bytes = b"") -> Removed:
         """Everywhere: these keys, or all that begin with `prefix`."""

@@ -72,7 +72,7 @@ class OwnKeys:
         bound = await self._directory.bind(space, named, left(deadline))
         taken = [name for name, key in named.items() if bound[name] != key]
         if taken and replace:
-            await self._directory.resolve(space, taken, left(deadline), unbind=True)
+            await self._directory.unbind(space, {name: bound[name] for name in taken}, left(deadline))
             bound |= await self._directory.bind(space, {name: named[name] for name in taken}, left(deadline))
             taken = [name for name in taken if bound[name] != named[name]]
         if taken:
@@ -81,9 +81,8 @@ class OwnKeys:
 
     async def unbind_removed(self, names: Sequence[str], deadline: float) -> None:
         """Forget those of them whose blocks have been removed; one that somebody has bound anew since stays."""
-        found = dict(zip(names, await self.resolved(names, deadline), strict=True))
-        if gone := [name for name, key in found.items() if key is None]:
-            await self._directory.resolve(self._config.namespace, gone, left(deadline), unbind=True)
+        if names:
+            await self._directory.unbind(self._config.namespace, dict.fromkeys(names), left(deadline))
 
     async def resolved(self, refs: Sequence[Ref], deadline: float) -> list[bytes | None]:
         """The key of each; None: a name that is bound to none."""

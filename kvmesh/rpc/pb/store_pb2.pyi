@@ -1017,9 +1017,12 @@ class ResolveRequest(_message.Message):
     NAMESPACE_FIELD_NUMBER: _builtins.int
     NAMES_FIELD_NUMBER: _builtins.int
     UNBIND_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     unbind: _builtins.bool
     """forget them, after answering"""
+    keys: _builtins.bytes
+    """with `unbind`: 16 bytes a name, which it must stand for to be forgotten; zeros: for nothing, as its"""
     @_builtins.property
     def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -1028,10 +1031,11 @@ class ResolveRequest(_message.Message):
         namespace: _builtins.str = ...,
         names: _abc.Iterable[_builtins.str] | None = ...,
         unbind: _builtins.bool = ...,
+        keys: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names", "namespace", b"namespace", "unbind", b"unbind"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "names", b"names", "namespace", b"namespace", "unbind", b"unbind"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

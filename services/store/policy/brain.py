@@ -299,10 +299,15 @@ class Policy:
             partial(self.names.bound, new, after, now),
         )
 
-    def unbind(self, namespace: str, names: Sequence[str]) -> tuple[list[Write], Callable[[], None]]:
-        """As `bind`, to forget these names. Also those that nobody here knows: an earlier try may have got halfway."""
-        gone = list(dict.fromkeys((namespace, name) for name in names))
-        return [Write(durable.NAME, drops=tuple(map(records.name_out, gone)))], partial(self.names.unbound, gone)
+    def unbind(
+        self, namespace: str, names: Sequence[str], keys: Sequence[bytes | None] | None = None
+    ) -> tuple[list[Write], Callable[[], None]]:
+        """As `bind`, to forget these names, only those that stand for the key given (None: for nothing). Also those
+        that nobody here knows: an earlier try may have got halfway."""
+        gone = [(namespace, name) for name in names] if keys is None else self.names.ends(namespace, names, keys)
+        gone = list(dict.fromkeys(gone))
+        writes = [Write(durable.NAME, drops=tuple(map(records.name_out, gone)))] if gone else []
+        return writes, partial(self.names.unbound, gone)
 
     # ── replicas, drains, quotas ─────────────────────────────────────────────────────────────────────
 

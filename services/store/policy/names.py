@@ -76,6 +76,11 @@ class Names:
         found = [self._bound.get((namespace, name)) for name in names]
         return [b.key if b is not None and not self._removed_since(b.key, b.after) else None for b in found]
 
+    def ends(self, namespace: str, names: Sequence[str], keys: Sequence[bytes | None]) -> list[Name]:
+        """Those of `names` that stand for the key given, None: for nothing."""
+        pairs = zip(names, self.resolve(namespace, names), keys, strict=True)
+        return [(namespace, name) for name, key, wanted in pairs if key == wanted]
+
     def unbound(self, names: Iterable[Name]) -> None:
         """Forget them."""
         for name in names:

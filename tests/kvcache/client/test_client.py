@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -136,6 +137,27 @@ async def test_names(two: Stores) -> None:
         assert await client.get("report") is None and await client.get(key) == a
         with pytest.raises(InvalidRequest, match="name=''"):
             await client.get("")
+
+
+@pytest.mark.parametrize("what", ["replace", "remove"])
+async def test_a_name_that_somebody_binds_anew_meanwhile_is_theirs(two: Stores, what: str) -> None:
+    """Whoever replaces a name, or removes its block, unbinds what it has seen, and nothing that came since."""
+    a, b, c = values(70, 1000, 2000, 3000)
+    async with two.client(namespace=what) as one, two.client(namespace=what) as other:
+        await one.put(a, name="report")
+        unbind = one._directory.unbind
+
+        async def late(*args: Any) -> Any:
+            await other.put(c, name="report", replace=True)
+            return await unbind(*args)
+
+        one._directory.unbind = late  # type: ignore[method-assign, assignment]
+        if what == "replace":
+            with pytest.raises(InvalidRequest, match="stands for block"):
+                await one.put(b, name="report", replace=True)
+        else:
+            await one.remove("report")
+        assert await one.get("report") == c
 
 
 async def test_removed_blocks_are_missed_and_can_be_put_again(two: Stores) -> None:
