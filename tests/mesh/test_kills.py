@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300), pyte
 
 MeshFactory = Callable[..., AbstractAsyncContextManager[Running]]
 DEADLINE_S = 30.0
+STORE_LEASE_S = 2.0  # of its members, and of the conductor's
 
 
 def prompts(count: int, length: int = 90) -> list[list[int]]:
@@ -76,6 +77,33 @@ async def test_kill_of_a_service_in_the_middle_of_requests(service: str, small_m
     await small_mesh.restarted(service, before)
     again = await small_mesh.client.generate(prompts(1)[0], 48)
     assert (again.error, again.tokens) == (None, expected[0].tokens)
+    await small_mesh.settled()
+
+
+async def test_while_no_master_answers_new_requests_are_served_with_what_there_is(small_mesh: Running) -> None:
+    """Frozen for longer than anybody's term: prefixes that lie here are found, new ones computed."""
+    long = prompts(1, 150)[0]
+    first = await small_mesh.client.generate(long, 8, cache_salt="frozen")
+    fresh = [await small_mesh.client.generate(p, 8, cache_salt="before") for p in prompts(4)]
+    pid = small_mesh.pid("store")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        during = []
+        until = asyncio.get_running_loop().time() + 2.5 * STORE_LEASE_S
+        while asyncio.get_running_loop().time() < until:
+            again = await small_mesh.client.generate(long, 8, cache_salt="frozen")
+            assert (again.error, again.tokens) == (None, first.tokens)
+            assert again.cached_tokens >= 128, "its blocks are known without a master"
+            during.append(again)
+        new = await asyncio.gather(
+            *(small_mesh.client.generate(p, 8, cache_salt="during") for p in prompts(4)),
+        )
+        assert [(a.error, a.tokens) for a in new] == [(None, a.tokens) for a in fresh]
+        assert len(during) > 3
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    after = await small_mesh.client.generate(long, 8, cache_salt="frozen")
+    assert (after.error, after.tokens) == (None, first.tokens)
     await small_mesh.settled()
 
 
