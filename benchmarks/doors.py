@@ -34,8 +34,8 @@ async def measure(master: str, rounds: int, calls: int) -> dict[str, float]:
     async with StoreClient(ClientConfig(store=master)) as client:
         key = await client.put(bytes(range(256)))
         async with asyncio.timeout(CALL_S):
-            while not (places := (await client.locate_many([key]))[0]):
-                await asyncio.sleep(0.01)
+            while not (places := (await client.locate_many([key]))[0]):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)  # until it is announced
         holder = places[0].holder
         async with channels.connect(holder.address) as channel:
             request = pb.LeaseRequest(

@@ -45,7 +45,7 @@ class Door(asyncio.Protocol):
         self.greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._life = life
         self._loop = asyncio.get_running_loop()
-        self._reader = frames.Reader(frames.HELLO_BYTES)
+        self._reader = frames.Reader()
         self._transport: asyncio.Transport | None = None
         self._pending: dict[int, _Pending] = {}
         self._ids = itertools.count(1)
@@ -126,7 +126,6 @@ class Door(asyncio.Protocol):
         if not self._open:
             if frames.life_of(frame) != self._life:
                 raise frames.BadFrame("another life answers")
-            self._reader.most = frames.MAX_FRAME
             self._open = True
             if not self.greeted.done():
                 self.greeted.set_result(None)

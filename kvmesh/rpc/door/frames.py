@@ -56,10 +56,11 @@ def life_of(frame: Frame) -> int:
 
 
 class Reader:
-    """Bytes of a stream to frames. `most`: bytes after a header; may be changed between two `feed`s."""
+    """Bytes of a stream to frames, of which the first is a HELLO. `most`: bytes after a header of the others."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, most: int = MAX_FRAME) -> None:
+        self._most = HELLO_BYTES  # of the next one: a stranger makes nobody keep more
+        self._later = most
         self._kept = bytearray()
         self._need = _HEADER.size  # bytes of the next frame, as far as they are known
 
@@ -85,14 +86,14 @@ class Reader:
             length, call, kind, name, zero, ms = _HEADER.unpack_from(data, at)
             if not HELLO <= kind <= CANCEL or zero or name > length or (name and kind != CALL):
                 raise BadFrame(f"kind={kind}, name={name}, length={length}: no such frame")
-            if length > self.most:
-                raise BadFrame(f"length={length}: at most {self.most} bytes in a frame")
+            if length > self._most:
+                raise BadFrame(f"length={length}: at most {self._most} bytes in this frame")
             body = at + size + name
             stop = at + size + length
             if stop > end:
                 self._need = stop - at
                 return frames, at
             frames.append(Frame(kind, call, data[body:stop], data[at + size : body], ms))
-            at = stop
+            at, self._most = stop, self._later
         self._need = size
         return frames, at

@@ -115,7 +115,7 @@ class _Accepted(asyncio.Protocol):
 
     def __init__(self, server: DoorServer) -> None:
         self._server = server
-        self._reader = frames.Reader(frames.HELLO_BYTES)
+        self._reader = frames.Reader()
         self._transport: asyncio.Transport | None = None
         self._calls: dict[int, tuple[asyncio.Task[None], float]] = {}  # those that wait, and until when
         self._sweep = Sweep(self._due)
@@ -194,7 +194,6 @@ class _Accepted(asyncio.Protocol):
         assert self._stranger is not None
         self._stranger.cancel()
         self._stranger = None
-        self._reader.most = frames.MAX_FRAME
         self._send(frames.hello(life))
         return None
 
