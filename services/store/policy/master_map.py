@@ -51,7 +51,7 @@ class MasterMap(SteadyBlockMap):
 
     A slot keeps its content for life, whichever store shows it: counts by tag are kept by slot. `forgotten` hears what
     a sweep took out of a store. `mask`, `holders`, `held`, `page` and `sample` show nothing of what a sweep has yet to
-    take out; counts include it."""
+    take out, nor do counts: only what is masked by prefixes longer than a tag is counted until it is found."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,6 +60,8 @@ class MasterMap(SteadyBlockMap):
         self._sweeps: deque[_Sweep] = deque()
         self._tags: defaultdict[int, dict[bytes, int]] = defaultdict(dict)  # slot → tag → keys
         self._tag_entries = 0
+        self._masked: defaultdict[int, Counter[bytes]] = defaultdict(Counter)  # slot → tag → keys masked by short ones
+        self._taking = False  # all that is removed now is masked by a short prefix
         self._watched: dict[bytes, int] = {}  # tag → replicas shown
 
     # ── tags ─────────────────────────────────────────────────────────────────────────────────────────
@@ -80,7 +82,17 @@ class MasterMap(SteadyBlockMap):
     def tagged_at(self, store_id: str, tag: bytes) -> int:
         """Keys with this tag in one store."""
         store = self._stores.get(store_id)
-        return 0 if store is None else self._tags.get(store.slot, {}).get(tag, 0)
+        return 0 if store is None else self._shown_at(store.slot, tag)
+
+    def count(self, store_id: str) -> int:
+        """Keys of a store; 0 for an unknown one. O(tags that are being swept there)."""
+        store = self._stores.get(store_id)
+        return 0 if store is None else store.count - self._masked_at(store.slot)
+
+    @property
+    def replicas(self) -> int:
+        """Keys of all stores together. O(stores)."""
+        return super().replicas - sum(self._masked_at(store.slot) for store in self._stores.values())
 
     # ── keys of all stores ───────────────────────────────────────────────────────────────────────────
 
@@ -104,19 +116,23 @@ class MasterMap(SteadyBlockMap):
         return gone
 
     def forget_prefix(self, prefix: bytes) -> None:
-        """As `forget`, of all keys that begin so. O(stores); the rest waits for `sweep`. `forgotten` hears of it."""
+        """As `forget`, of all keys that begin so. O(stores), O(their tags) with a prefix shorter than a tag; the rest
+        waits for `sweep`. `forgotten` hears of it."""
         ghosts = {ghost.slot for ghost in self._retired}
         stores = [store for store in self._slots if store is not None and store.slot not in ghosts]
         bits = sum(store.bit for store in stores if self._may_have(store, prefix))
         if bits:
             self._sweeps.append(_Sweep(prefix, bits))
+            for store in stores if len(prefix) <= TAG_BYTES else ():
+                if store.bit & bits:
+                    self._mask(store, prefix)
             self._sweep_prefixes(self.first_keys)
         while len(self._sweeps) > MAX_SWEEPS:
             self._sweep_prefixes(SCAN_COST)
 
     @property
     def sweeping(self) -> bool:
-        """Whether keys that are shown no more are still counted."""
+        """Whether keys that are shown no more are still there."""
         return bool(self._sweeps)
 
     def sweep(self, max_keys: int) -> bool:
@@ -196,6 +212,9 @@ class MasterMap(SteadyBlockMap):
             counted = dict(self._tags.get(slot, {}))
             true = Counter(key[:TAG_BYTES] for key in self._keys_of(store)) if store is not None else {}
             assert counted == dict(true), f"slot {slot}: counts by tag"
+            swept = [key for key in self._keys_of(store) if self._swept(key, TAG_BYTES) & store.bit] if store else []
+            masked = +self._masked.get(slot, Counter())
+            assert masked == Counter(key[:TAG_BYTES] for key in swept), f"slot {slot}: what is masked"
         assert self._tag_entries == sum(map(len, self._tags.values()))
         for tag, count in self._watched.items():
             names = (name for name in self._stores if MARK not in name)
@@ -203,13 +222,45 @@ class MasterMap(SteadyBlockMap):
 
     # ── inner ────────────────────────────────────────────────────────────────────────────────────────
 
-    def _swept(self, key: bytes) -> int:
-        """Slots that hold it only because a sweep has yet to go through them."""
+    def _swept(self, key: bytes, longest: int = KEY_BYTES) -> int:
+        """Slots that hold it only because a sweep, of a prefix of at most `longest` bytes, has yet to go through
+        them."""
         gone = 0
         for sweep in self._sweeps:
-            if key.startswith(sweep.prefix):
+            if key.startswith(sweep.prefix) and len(sweep.prefix) <= longest:
                 gone |= sweep.bits & ~sweep.spared.get(key, 0)
         return gone
+
+    def _shown_at(self, slot: int, tag: bytes) -> int:
+        masked = self._masked[slot][tag] if slot in self._masked else 0
+        return self._tags.get(slot, {}).get(tag, 0) - masked
+
+    def _masked_at(self, slot: int) -> int:
+        return sum(self._masked[slot].values()) if slot in self._masked else 0
+
+    def _mask(self, store: _Store, prefix: bytes) -> None:
+        """Nothing that begins so is shown there any more."""
+        tags, masked = self._tags.get(store.slot, {}), self._masked[store.slot]
+        counted = not store.bit & self._hidden and MARK not in store.store_id
+        for tag in [prefix] if len(prefix) == TAG_BYTES else [tag for tag in tags if tag.startswith(prefix)]:
+            if counted and tag in self._watched:
+                self._watched[tag] -= self._shown_at(store.slot, tag)
+            masked[tag] = tags.get(tag, 0)
+
+    def _unmasked(self, store: _Store, tag: bytes, keys: int, packed: bytes) -> int:
+        """Of `keys` keys with this tag that have gone, all those of `packed`: how many were masked."""
+        masked = self._masked.get(store.slot)
+        if masked is None or not masked[tag]:
+            return 0
+        if not self._taking:
+            own = (key for key in split(packed) if key[:TAG_BYTES] == tag)
+            keys = sum(bool(self._swept(key, TAG_BYTES) & store.bit) for key in own)
+        masked[tag] -= keys
+        if not masked[tag]:
+            del masked[tag]
+            if not masked:
+                del self._masked[store.slot]
+        return keys
 
     def _sweep_prefixes(self, max_keys: int) -> None:
         """About as much work as taking out so many keys."""
@@ -243,7 +294,9 @@ class MasterMap(SteadyBlockMap):
     def _take_out(self, sweep: _Sweep, store: _Store, packed: bytes) -> None:
         masks, bit, spared = self._masks, store.bit, sweep.spared
         gone = [k for k in dict.fromkeys(split(packed)) if masks.get(k, 0) & bit and not spared.get(k, 0) & bit]
+        self._taking = len(sweep.prefix) <= TAG_BYTES
         self._remove(store, gone)
+        self._taking = False
         known = self._stores.get(store.store_id) is store or self._gathering.get(store.store_id) is store
         if gone and known:
             self.forgotten(store.store_id, gone)
@@ -251,19 +304,17 @@ class MasterMap(SteadyBlockMap):
     def _add(self, store: _Store, keys: Iterable[bytes]) -> None:
         if self._sweeps:
             keys = list(keys)
-            self._remove(store, self._spared(store, keys))
+            self._remove(store, [key for key in keys if self._swept(key) & store.bit])
+            self._spare(store, keys)
         super()._add(store, keys)
 
-    def _spared(self, store: _Store, keys: Sequence[bytes]) -> dict[bytes, None]:
+    def _spare(self, store: _Store, keys: Sequence[bytes]) -> None:
         """From now on no sweep that is under way takes these out of that store, not even when its slot has got another
-        content since; those that one had masked there."""
-        masked: dict[bytes, None] = {}
+        content since."""
         for sweep in self._sweeps:
             if sweep.bits & store.bit:
-                some = [k for k in keys if k.startswith(sweep.prefix) and not sweep.spared.get(k, 0) & store.bit]
-                masked.update(dict.fromkeys(some))
+                some = [key for key in keys if key.startswith(sweep.prefix)]
                 sweep.spared.update((key, sweep.spared.get(key, 0) | store.bit) for key in some)
-        return masked
 
     def _may_have(self, store: _Store, prefix: bytes) -> bool:
         return len(prefix) < TAG_BYTES or prefix[:TAG_BYTES] in self._tags.get(store.slot, {})
@@ -278,13 +329,13 @@ class MasterMap(SteadyBlockMap):
             else:
                 del counts[tag]
                 self._tag_entries -= 1
+            masked = self._unmasked(store, tag, n, packed) if sign < 0 else 0
             if shown and tag in self._watched:
-                self._watched[tag] += sign * n
+                self._watched[tag] += sign * n + masked
 
     def _swap(self, shown: _Store, other: _Store) -> None:
-        before, after = self._tags.get(shown.slot, {}), self._tags.get(other.slot, {})
         for tag in self._watched if MARK not in shown.store_id else ():
-            self._watched[tag] += after.get(tag, 0) - before.get(tag, 0)
+            self._watched[tag] += self._shown_at(other.slot, tag) - self._shown_at(shown.slot, tag)
         super()._swap(shown, other)
 
 
