@@ -51,6 +51,14 @@ class StoreConfig(ServiceConfig):
             "metavar": "redis://HOST:PORT/0",
         },
     )
+    state_path: str = field(
+        default="",
+        metadata={
+            "help": "File in which the only master keeps what no node knows (names, quotas, removals, ...) over a "
+            "restart; empty: nothing is kept without redis.",
+            "metavar": "FILE",
+        },
+    )
     mesh: str = field(default="default", metadata={"help": "Name of the mesh in Redis, the same at all its masters."})
     leader_lease_ms: int = field(
         default=2000, metadata={"help": "A leader silent for longer is replaced, in ms.", "min": 100}
@@ -81,5 +89,8 @@ class StoreConfig(ServiceConfig):
         if self.redis and not self.advertise and self.host in ("", "0.0.0.0", "::"):
             text = f"advertise='': with redis, and listening on {self.host!r}, say at which host:port others reach this"
             raise ConfigError(text, field="advertise")
+        if self.state_path and self.redis:
+            text = f"state_path={self.state_path!r}: with redis everything is kept there; leave one of them out"
+            raise ConfigError(text, field="state_path")
         if self.leader_lease_ms < 100:
             raise ConfigError(f"leader_lease_ms={self.leader_lease_ms}: must be at least 100", field="leader_lease_ms")

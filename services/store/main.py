@@ -16,9 +16,10 @@ from kvmesh.rpc.server import Server
 from services.store.config import StoreConfig
 from services.store.door import Door
 from services.store.durable import Durable, Kept, MemoryDurable, nothing
-from services.store.leadership import Leadership
+from services.store.leadership import Leadership, first_term
 from services.store.redis_lease import Redis, RedisDurable, RedisLease
 from services.store.reign import Reign
+from services.store.state_file import StateFile
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class Master(runner.Service):
     """One life of the store master in this process: it leads, or stands by. `reign`: while it leads."""
 
     def __init__(self, config: StoreConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        """Without Redis it leads at once. Raises ConfigError: a setting of Redis is wrong."""
+        """Without Redis it leads at once. Raises ConfigError: a setting of Redis is wrong, or the state file is."""
         super().__init__("store", tick_s=min(TICK_S, config.heartbeat_interval_ms / 1000))
         self._config = config
         self._clock = clock
@@ -49,8 +50,12 @@ class Master(runner.Service):
             lease_s = config.leader_lease_ms / 1000
             self._redis = Redis(config.redis, config.mesh, lease_s / 3)
             self._durable = RedisDurable(self._redis)
+        self._file = StateFile(config.state_path) if config.state_path else None
+        if self._file is not None:
+            self._durable = self._file
         self.reign: Reign | None = None
-        self.leadership = Leadership(lease_s, self._lead, self._rise, self._end)
+        first = max(first_term(), self._file.term + 1 if self._file is not None else 0)
+        self.leadership = Leadership(lease_s, self._lead, self._rise, self._end, first=first)
         if lease_s is None:
             self.leadership.begin()
 
@@ -87,12 +92,14 @@ class Master(runner.Service):
             await self.reign.close()
         if self._redis is not None:
             await self._redis.close()
+        if self._file is not None:
+            await self._file.close()
 
     # ── what leadership says ─────────────────────────────────────────────────────────────────────────
 
     def _lead(self, term: int) -> None:
         if self._redis is None:
-            self._begin(self._made(term, nothing()))
+            self._begin(self._made(term, nothing() if self._file is None else self._file.begin(term)))
         else:
             self._spawn(self._take_over(term), "take over")
 

@@ -143,6 +143,9 @@ async def test_books_in_redis_refuse_a_leader_of_yesterday(server: RedisServer) 
         ({"advertise": "here"}, "advertise='here'"),
         ({"redis": "redis://h/0", "host": "0.0.0.0"}, "advertise=''"),
         ({"leader_lease_ms": 5}, "leader_lease_ms=5"),
+        ({"redis": "redis://h/0", "state_path": "x"}, "state_path='x': with redis"),
+        ({"state_path": "/nowhere/at/all"}, "state_path='/nowhere/at/all': "),
+        ({"state_path": __file__}, "state_path="),
     ],
 )
 def test_bad_settings_are_named(settings: dict[str, Any], text: str) -> None:

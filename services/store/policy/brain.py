@@ -30,6 +30,7 @@ from services.store.policy.settling import Settling
 from services.store.policy.tombstones import Tombstone, Tombstones
 from services.store.policy.work import Order
 
+EPOCH_NS = 1_577_836_800 * 10**9  # as terms of wall clocks count: see leadership
 MAX_OWED = 4096  # records in one write
 
 
@@ -63,7 +64,11 @@ class Policy:
         self.nodes = Nodes()
         self.known = Known()
         self.grants = Grants(wall_ns)
-        self.tombstones = Tombstones(retention_s=limits.tombstone_retention_s, max_keys=limits.max_tombstone_keys)
+        self.tombstones = Tombstones(
+            retention_s=limits.tombstone_retention_s,
+            max_keys=limits.max_tombstone_keys,
+            wall_ns=max(0, wall_ns - EPOCH_NS),
+        )
         self.farewells = Farewells()
         blocks.forgotten = self._dropped
         self.names = Names(

@@ -40,12 +40,25 @@ class Tombstone:
         return key in self.keys if self.keys else key.startswith(self.prefix)
 
 
+def first_seq(term: int, wall_ns: int) -> int:
+    """Of a term. Where terms are seconds of the wall clock, two lives may have the same one: the lower half is then
+    the part of that second which was over, so that the later life's numbers are higher. What a node has applied would
+    count for the other's."""
+    seconds, ns = divmod(wall_ns, 10**9)
+    if seconds == term:
+        return (term << TERM_SHIFT) + (ns << TERM_SHIFT) // 10**9
+    late = seconds == term + 1  # the second was over before the clock was read again
+    return (term << TERM_SHIFT) + (0xFFFF0000 if late else 0)
+
+
 class Tombstones:
     """All that are kept, and how far each member is."""
 
-    def __init__(self, *, retention_s: float = 3600.0, max_keys: int = 1 << 20) -> None:
+    def __init__(self, *, retention_s: float = 3600.0, max_keys: int = 1 << 20, wall_ns: int = 0) -> None:
+        """`wall_ns`: of the wall clock, since the epoch of terms; see `first_seq`."""
         self._retention_s = retention_s
         self._max_keys = max_keys
+        self._wall_ns = wall_ns
         self._kept: deque[Tombstone] = deque()
         self._size = 0
         self._keys: dict[bytes, int] = {}  # → seq of the last one that names it
@@ -71,7 +84,7 @@ class Tombstones:
 
     def add(self, term: int, keys: Sequence[bytes], prefix: bytes, now: float) -> Tombstone:
         """A new one, of the highest seq there is."""
-        made = Tombstone(max(self.last + 1, term << TERM_SHIFT), tuple(keys), prefix, now)
+        made = Tombstone(max(self.last + 1, first_seq(term, self._wall_ns)), tuple(keys), prefix, now)
         self._keep(made)
         return made
 
