@@ -130,8 +130,8 @@ class Reader:
         return job.got
 
     async def _find(self, job: _Job, open_: Collection[int]) -> None:
-        """Ask the master, once, about those for which nobody is left to ask; again while it has not heard from
-        everybody and knows of nobody."""
+        """Ask the master about those for which nobody is left to ask: once when it has heard from everybody; until
+        then again, also when all that it knew of have been asked in vain."""
         while True:
             lost = [p for p in open_ if p not in job.asked and not self._askable(job, p)]
             if not lost:
@@ -143,12 +143,13 @@ class Reader:
                 one = job.got[position]
                 if replicas or complete:
                     one.cause = one.cause if replicas and one.cause != REBUILDING else ""
-                    job.asked.add(position)
                     job.known[position] = replicas
                     self._hints.learn(key, replicas, now)
-                else:
-                    one.cause = REBUILDING
-            if complete or any(found) or now + REBUILD_S >= job.deadline:
+                if complete:
+                    job.asked.add(position)
+                elif not self._askable(job, position):
+                    one.cause = one.cause or REBUILDING
+            if complete or any(self._askable(job, p) for p in lost) or now + REBUILD_S >= job.deadline:
                 return
             await asyncio.sleep(REBUILD_S)
 

@@ -12,6 +12,7 @@ import pytest
 
 from kvmesh.kvcache.client import StoreClient, SyncStoreClient, memory
 from kvmesh.kvcache.client.calls import every, turn
+from kvmesh.kvcache.client.choice import Holder, Replica
 from kvmesh.kvcache.client.config import ClientConfig
 from kvmesh.kvcache.client.memory import Memory
 from kvmesh.kvcache.tiers import Tier
@@ -20,7 +21,7 @@ from kvmesh.transfer import EngineConfig, TransferEngine
 from services.store.config import StoreConfig
 from services.store.main import run as run_store
 from tests.kvcache.client.stores import MIB, stores, values
-from tests.services import running
+from tests.services import running, until
 
 
 async def _turns() -> None:
@@ -168,6 +169,32 @@ async def test_nobody_is_said_to_have_it_before_all_were_heard(monkeypatch: pyte
         asked = 0
         with pytest.raises(Unavailable, match="not heard from all"):
             await client.exists(key, timeout_ms=60)
+
+
+async def test_a_block_is_nowhere_only_if_all_were_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one holder that a new master knows of has it no more; others have yet to tell it what they have."""
+    async with stores("a", "b") as made, made.client(namespace="rebuilds", transports="tcp") as client:
+        (put,) = await client.put_many([b"here"])
+        key, find, asked = put.key, client.directory.find, 0
+        (other,) = (one for one in await client.directory.pools(10) if one.store_id != put.store_id)
+        stranger = Replica(Holder(other.store_id, other.address, other.incarnation, other.node_id))
+
+        async def announced() -> bool:
+            return bool((await find([key], 10))[0][0])
+
+        await until(announced)
+
+        async def rebuilding(keys: Any, timeout_s: float) -> Any:
+            nonlocal asked
+            asked += 1
+            return await find(keys, timeout_s) if asked == 3 else ([[stranger] for _ in keys], False)
+
+        monkeypatch.setattr(client.directory, "find", rebuilding)
+        monkeypatch.setattr(client._hints, "of", lambda key, now: ())
+        assert await client.get(key) == b"here"
+        asked = 3
+        with pytest.raises(Unavailable, match="not heard from all"):
+            await client.get(key, timeout_ms=300)
 
 
 async def test_memory_that_a_frozen_node_still_reads_stalls_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
