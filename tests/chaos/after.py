@@ -4,6 +4,7 @@ and kills it."""
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -20,7 +21,7 @@ from tests.chaos.history import Aftermath, History, LimitAfter, NodeAfter
 from tests.chaos.limits import LAST, LimitWork
 from tests.chaos.probe import CALL_S, Probe, by_hex, leaks_of
 from tests.chaos.violation import Violation
-from tests.chaos.workload import Driver, get
+from tests.chaos.workload import LARGE, Driver, get, put
 
 SETTLE_S = 30.0
 EMPTY_S = 20.0  # leases end, pulls end, tombstones arrive
@@ -28,6 +29,7 @@ AGREE_S = 15.0
 FIND = 4096
 DRAIN_S = 30.0
 FAREWELL = "farewell"
+CROWD = 80  # blocks that press on the memory
 
 
 async def survey(
@@ -58,8 +60,9 @@ async def survey(
 async def farewell(
     cluster: Cluster, striker: Striker, driver: Driver, history: History, spared: str, rules: Rules
 ) -> list[Violation]:
-    """When all has settled, the node that was given most of what is pinned hard is drained and killed; then all of that
-    is read, and nothing is an excuse any more. AssertionError as `survey`."""
+    """When all has settled, the node that was given most of what is pinned hard is drained and killed, the others are
+    filled with what is not pinned; then all of that is read, and nothing is an excuse any more. AssertionError as
+    `survey`."""
     pinned = Counter(op.holder for op in history.ops if op.pinned and op.outcome == "ok")
     leaver = max((name for name in NODES if name != spared), key=lambda name: pinned[name])
     kept = {op.key for op in history.ops if op.pinned and op.holder == leaver}
@@ -69,6 +72,9 @@ async def farewell(
     await striker.lose(leaver, began)
     await call_off(cluster.store, leaver, DRAIN_S)
     await cluster.settled(SETTLE_S)
+    for _ in range(CROWD):
+        key, data = await driver.grant(CALL_S), os.urandom(LARGE[-1])
+        await put(history, driver, FAREWELL, key, data, False, CALL_S)
     for key in sorted(kept):
         await get(history, driver, FAREWELL, [key], CALL_S)
     found = check(history, None, replace(rules, recovery_s=0.0))
@@ -80,8 +86,7 @@ async def _limit(cluster: Cluster, probe: Probe, limited: LimitWork) -> LimitAft
     tag = bytes.fromhex(limited.tag)
 
     async def held() -> dict[str, int]:
-        found = {name: await probe.holds(_channel(cluster, name), ()) for name in NODES}
-        return {name: sum(key.startswith(tag) for key in keys) for name, keys in found.items()}
+        return {name: await probe.in_memory(_channel(cluster, name), tag) for name in NODES}
 
     await limited.settle(LAST)
     for _ in range(2 * LAST):

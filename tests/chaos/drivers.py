@@ -102,7 +102,6 @@ class NearDriver(ClientDriver):
                 staging_mb=16,
                 lease_ms=2000,
                 read_within_ms=2000,
-                fault="{}",
             )
         )
         self._free: asyncio.LifoQueue[Buffer] = asyncio.LifoQueue()

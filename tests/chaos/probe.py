@@ -51,6 +51,16 @@ class Probe:
             held.update(key for key, tier in zip(some, answer.tiers, strict=True) if tier)
         return sorted(held)
 
+    async def in_memory(self, channel: grpc.aio.Channel, tag: bytes) -> int:
+        """Blocks with this tag, those on an SSD only not counted."""
+        stub = blocks_pb2_grpc.NodeStoreStub(channel)
+        held = [key for key in await self.holds(channel, ()) if key.startswith(tag)]
+        tiers = b""
+        for at in range(0, len(held), EXISTS):
+            request = pb.ExistsRequest(keys=b"".join(held[at : at + EXISTS]))
+            tiers += (await stub.Exists(request, timeout=CALL_S)).tiers
+        return tiers.count(Tier.DRAM)
+
     async def pools(self, channel: grpc.aio.Channel) -> pb.GetNodeStoreResponse:
         stub = blocks_pb2_grpc.NodeStoreStub(channel)
         return await stub.GetStore(pb.GetNodeStoreRequest(), timeout=CALL_S)  # type: ignore[no-any-return]

@@ -45,9 +45,11 @@ async def storm(seed: int, duration_s: float, folder: Path) -> str:
                 keys = [*work.keys[:KEYS], work.keys[-1]]
                 names = NameWork(history, several, keys, seed, work.stop)
                 limits = LimitWork(history, limited, seed, work.stop)
+                near = [client for client in clients if isinstance(client, NearDriver)]
+                readers = [work.read(client, i) for i, client in enumerate(near)]
                 engines = [client.engine for client in clients if not isinstance(client, NearDriver)]
                 striker = Striker(made, history, schedule, engines)
-                working = asyncio.create_task(_together(work.run(), names.run(), limits.run()))
+                working = asyncio.create_task(_together(work.run(), names.run(), limits.run(), *readers))
                 try:
                     await asyncio.sleep(CALM_S)
                     await _either(asyncio.create_task(striker.run()), working)
@@ -63,10 +65,12 @@ async def storm(seed: int, duration_s: float, folder: Path) -> str:
                 except (AssertionError, grpc.aio.AioRpcError, KvmeshError):
                     told = traceback.format_exc(limit=-3)
                     found = [*check(history, None, RULES), Violation("after", "", f"the survey failed: {told}")]
+                near_hits = [client.client.counters()["near_hits"] for client in near]
             warm = made.came_back()
         finally:
             probe.close()
     _tell(history, schedule, warm)
+    print(f"  read without a lease: {near_hits}")
     if not found:
         return ""
     return explain(found, history, seed)
@@ -97,7 +101,7 @@ def _tell(history: History, schedule: nemesis.Schedule, warm: dict[str, int]) ->
         "ends": dict(sorted(ends.items())),
         "errors": dict(sorted(errors.items())),
         "served by": dict(sorted(served.items())),
-        "of a drained node": dict(Counter(op.outcome for op in history.ops if op.client == FAREWELL)),
+        "of a drained node": dict(Counter(f"{op.kind} {op.outcome}" for op in history.ops if op.client == FAREWELL)),
         "came back with their nodes": warm,
         "blows": [f"{one.what} {one.target}" for one in history.disturbances],
     }

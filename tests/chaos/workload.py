@@ -22,6 +22,7 @@ STANDING_VALUES = 16
 SMALL = (1_000, 4_096, 20_000, 65_536, 200_000)
 LARGE = (300_000, 500_000, 700_000)
 PAUSE_S = (0.0, 0.04)
+READER_PAUSE_S = (0.0, 0.03)
 OP_S = 8.0
 BATCH = 4
 REMEMBERED = 200  # granted keys that readers ask for
@@ -80,6 +81,14 @@ class Workload:
         async with asyncio.TaskGroup() as group:
             for i in range(self._workers):
                 group.create_task(self._work(i))
+
+    async def read(self, driver: Driver, number: int) -> None:
+        """One more, who only reads, many at once: what is there now, and what goes while it is read."""
+        rng = random.Random(f"reader {self._seed} {number}")
+        while not self.stop.is_set():
+            keys = [self._pick(rng) for _ in range(2 * BATCH)] + rng.sample(self._standing, 2)
+            await get(self._history, driver, f"reader-{number}", list(dict.fromkeys(keys)), OP_S)
+            await asyncio.sleep(rng.uniform(*READER_PAUSE_S))
 
     async def _work(self, number: int) -> None:
         rng = random.Random(f"worker {self._seed} {number}")
