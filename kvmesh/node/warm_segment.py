@@ -4,7 +4,8 @@
     <warm_segment>/rank-N.sums  of its blocks (`warm_table`)
 
 Sums are taken by a thread of its own, which is in nobody's way: hashing lets the GIL go and costs 0.1 s a GB. (It has
-no lower priority than others: it would keep the GIL, once taken, for as long as it waits for a core.)
+no lower priority than others: it would keep the GIL, once taken, for as long as it waits for a core.) What it has not
+got to when its extent is sealed again is not summed at all: no more wait than there are extents.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import queue
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -78,7 +78,9 @@ class WarmSegment:
         self._region = region
         self._sums = sums
         self._send = send
-        self._waiting: queue.SimpleQueue[m.WarmSum | None] = queue.SimpleQueue()
+        self._waiting: OrderedDict[int, m.WarmRow] = OrderedDict()  # by slot, of which only the last sealing counts
+        self._changed = threading.Condition()
+        self._ended = False
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
         self._spawn(self._summing, "warm sums")
@@ -86,8 +88,11 @@ class WarmSegment:
     def handle(self, message: m.ToRank) -> bool:
         """Whether it was for us; returns at once."""
         match message:
-            case m.WarmSum():
-                self._waiting.put(message)
+            case m.WarmSum(rows):
+                with self._changed:
+                    for row in rows:
+                        self._waiting[row.slot] = row
+                    self._changed.notify()
             case m.WarmVerify(rows, deadline_ns):
                 cut = deque(_cut(rows))
                 for _ in range(min(VERIFIERS, os.cpu_count() or 1, len(cut))):
@@ -98,7 +103,9 @@ class WarmSegment:
 
     def close(self) -> None:
         """What waits is summed yet, for up to CLOSE_S."""
-        self._waiting.put(None)
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
         until = time.monotonic() + CLOSE_S
         self._threads[0].join(CLOSE_S)
         self._closing.set()
@@ -120,14 +127,17 @@ class WarmSegment:
         return xxhash.xxh3_64_intdigest(memory[row.offset : row.offset + row.nbytes])
 
     def _summing(self) -> None:
-        while (message := self._waiting.get()) is not None:
-            for row in message.rows:
-                if self._closing.is_set():
-                    return
-                try:
-                    self._sums.put(row.slot, row.life, row.serial, self._sum(row))
-                except ValueError as error:
-                    log.error("warm segment: %s", error)
+        while (row := self._next()) is not None and not self._closing.is_set():
+            try:
+                self._sums.put(row.slot, row.life, row.serial, self._sum(row))
+            except ValueError as error:
+                log.error("warm segment: %s", error)
+
+    def _next(self) -> m.WarmRow | None:
+        """The one that waits longest; None: this is the end, and none is left."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._ended)
+            return self._waiting.popitem(last=False)[1] if self._waiting else None
 
     def _verifying(self, cut: deque[list[m.WarmRow]], deadline_ns: int) -> None:
         while not self._closing.is_set():

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvmesh.node.warm_segment import host_region
+from kvmesh.node import messages as m
+from kvmesh.node.warm_segment import WarmSegment, host_region
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.transfer import EngineConfig, TransferEngine, TransferRequest, segment_file
 from kvmesh.transfer.api import Opcode
@@ -176,3 +178,31 @@ def test_a_folder_in_use_or_on_a_disk_is_refused_by_its_setting(folder: Path, mo
                 host_region(two, 1 << 20, "cpu:0", configure(bad, 1), "x", 16, lambda _: None)
             assert refused.value.field == "warm_segment" and bad in refused.value.message
         warm.close()
+
+
+def test_sums_that_wait_are_no_more_than_extents_and_the_last_sealing_gets_its_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that gets no core while blocks are sealed again and again: what has been superseded is not summed."""
+    go, begun, summed = threading.Event(), threading.Event(), list[m.WarmRow]()
+    real = WarmSegment._sum
+
+    def slow(self: WarmSegment, row: m.WarmRow) -> int:
+        begun.set()
+        go.wait()
+        summed.append(row)
+        return real(self, row)
+
+    monkeypatch.setattr(WarmSegment, "_sum", slow)
+    with TransferEngine("a", EngineConfig(transports=("shm",))) as one:
+        region, warm = host_region(one, 1 << 20, "cpu:0", configure(str(folder), 1, 1 << 20), "x", 16, lambda _: None)
+        assert warm is not None and region.memory is not None
+        rows = [m.WarmRow(n % 16, (n % 16) * 4096, 4096, 7, n) for n in range(4000)]
+        warm.handle(m.WarmSum(tuple(rows[:1])))
+        begun.wait()
+        for at in range(1, 4000, 10):
+            warm.handle(m.WarmSum(tuple(rows[at : at + 10])))
+        assert len(warm._waiting) == 16
+        go.set()
+        warm.close()
+        assert summed[0] == rows[0] and sorted(summed[1:], key=lambda row: row.slot) == rows[-16:]
