@@ -18,13 +18,13 @@ from kvmesh.rpc import status
 from kvmesh.rpc.door.client import Door, Way, dial
 from kvmesh.rpc.door.frames import MAX_FRAME
 from kvmesh.rpc.door.methods import unary
-from kvmesh.rpc.errors import InternalError, KvmeshError
+from kvmesh.rpc.errors import InternalError, KvmeshError, ProtocolMismatch
 
 log = logging.getLogger(__name__)
 
 DIAL_S = 2.0
-PAUSE_S = 1.0  # after a door that led nowhere, or broke; doubled up to MAX_PAUSE_S while none answers
-MAX_PAUSE_S = 60.0
+PAUSE_S = 0.5  # after a door that broke, or an address that does not answer; for doors that lead nowhere doubled ...
+MAX_PAUSE_S = 30.0  # ... up to this
 _ROOM = 256  # of a frame, beside the message
 
 
@@ -119,6 +119,10 @@ class Caller:
     async def _sought(self) -> None:
         try:
             found = await self._find(self)
+        except KvmeshError as error:
+            self._rest(not isinstance(error, ProtocolMismatch), time.monotonic())
+            return
+        try:
             self._door = await dial(found.ways, found.life, DIAL_S)
         except KvmeshError as error:
             log.debug("no door: %s", error.message)
