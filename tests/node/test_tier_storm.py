@@ -43,20 +43,23 @@ class Memory:
 
 
 class SlowDisk:
-    """A rank's tiers: does what it was told much later, in order for writes and removals, reads whenever."""
+    """A rank's tiers: does what it was told much later, in order for writes and removals, reads whenever. `chain`: what
+    the first one evicts goes to the second one, much later."""
 
-    def __init__(self, memory: Memory, rng: random.Random) -> None:
-        self.memory, self.rng = memory, rng
+    def __init__(self, memory: Memory, rng: random.Random, chain: bool) -> None:
+        self.memory, self.rng, self.chain = memory, rng, chain
         self.tiering: Tiering | None = None
         self.log: list[m.ToRank] = []
         self.reads: list[tuple[m.TierGet, list[tuple[int, bytes, int]]]] = []
-        self.blocks: dict[int, dict[bytes, tuple[bytes, int]]] = {}
+        self.blocks: dict[tuple[int, int], dict[bytes, tuple[bytes, int]]] = {}  # (tier, part) → key → value, bytes
+        self.moving: list[tuple[int, bytes, tuple[bytes, int]]] = []  # (part, key, block) on its way down
+        self.demoted = 0
         self.unwanted: set[tuple[int, bytes]] = set()  # (ticket, key): removed before it was written
 
     def send(self, message: m.ToRank, /) -> None:
         if isinstance(message, m.TierGet):
             names = [message.keys[at : at + 16] for at in range(0, len(message.keys), 16)]
-            here = self.blocks.get(message.part, {})
+            here = self.blocks.get((message.tier, message.part), {})
             found = [(at, name, here[name][1]) for at, name in enumerate(names) if name in here]
             self.reads.append((message, found))
             return
@@ -64,9 +67,13 @@ class SlowDisk:
             for at in range(0, len(message.keys), 16):
                 name = message.keys[at : at + 16]
                 for waiting in self.log:
-                    if isinstance(waiting, m.TierPut) and waiting.part == message.part:
+                    if isinstance(waiting, m.TierPut) and (waiting.tier, waiting.part) == (message.tier, message.part):
                         self.unwanted.add((waiting.ticket, name))
-                if self.blocks[message.part].pop(name, None):
+                if message.tier == Tier.OBJECT:
+                    for move in [move for move in self.moving if move[:2] == (message.part, name)]:
+                        self.moving.remove(move)
+                        self.say(m.TierMoving(Tier.OBJECT, message.part, name, True))
+                if self.blocks[message.tier, message.part].pop(name, None):
                     self.say(m.TierChanged(message.tier, message.part, b"", name))
         self.log.append(message)
 
@@ -75,11 +82,15 @@ class SlowDisk:
         asyncio.get_running_loop().call_soon(self.tiering.rank_said, 0, message)
 
     def work(self) -> None:
-        if self.reads and self.rng.random() < 0.5:
+        if self.moving and self.rng.random() < 0.2:
+            self.arrive()
+        elif self.chain and self.rng.random() < 0.2:
+            self.evict()
+        elif self.reads and self.rng.random() < 0.5:
             get, found = self.reads.pop(self.rng.randrange(len(self.reads)))
             done = []
             for at, name, size in found:
-                block = self.blocks[get.part].get(name)
+                block = self.blocks[get.tier, get.part].get(name)
                 # A read that finds nothing leaves anything behind.
                 self.memory.write(get.offsets[at], size, block[0] if block else b"rubbish")
                 if block:
@@ -89,7 +100,7 @@ class SlowDisk:
             message = self.log.pop(0)
             match message:
                 case m.TierOpen(tier, part):
-                    self.blocks.setdefault(part, {})
+                    self.blocks.setdefault((tier, part), {})
                     self.say(m.TierOpened(tier, part))
                 case m.TierPut(ticket, tier, part, keys, offsets, sizes, _):
                     stored: list[int] = []
@@ -98,8 +109,8 @@ class SlowDisk:
                         name = keys[at * 16 : at * 16 + 16]
                         if (ticket, name) in self.unwanted or self.rng.random() < 0.1:
                             continue
-                        if name not in self.blocks[part]:
-                            self.blocks[part][name] = (self.memory.read(offset, size), size)
+                        if name not in self.blocks[tier, part]:
+                            self.blocks[tier, part][name] = (self.memory.read(offset, size), size)
                             told.append((name, size))
                         stored.append(at)
                     if told:
@@ -109,21 +120,40 @@ class SlowDisk:
                 case m.TierRemove(ticket, _, _, keys):
                     count = len(keys) // 16
                     self.say(m.TierDone(ticket, tuple(range(count)), (0,) * count, 0, 1))
-        elif self.blocks and self.rng.random() < 0.2:  # its own eviction
-            part = self.rng.choice(list(self.blocks))
-            if self.blocks[part]:
-                name = self.rng.choice(list(self.blocks[part]))
-                del self.blocks[part][name]
-                self.say(m.TierChanged(Tier.SSD, part, b"", name))
+        elif self.rng.random() < 0.2:
+            self.evict()
+
+    def arrive(self) -> None:
+        """The end of one way down."""
+        part, name, block = self.moving.pop(self.rng.randrange(len(self.moving)))
+        if self.rng.random() < 0.8:  # else the store has failed
+            self.demoted += 1
+            self.blocks[Tier.OBJECT, part][name] = block
+            self.say(m.TierChanged(Tier.OBJECT, part, name, b"", (block[1],)))
+        self.say(m.TierMoving(Tier.OBJECT, part, name, True))
+
+    def evict(self) -> None:
+        """A tier's own."""
+        here = [place for place, blocks in self.blocks.items() if blocks]
+        if not here:
+            return
+        tier, part = self.rng.choice(here)
+        name = self.rng.choice(list(self.blocks[tier, part]))
+        block = self.blocks[tier, part].pop(name)
+        if self.chain and tier == Tier.SSD and name not in self.blocks[Tier.OBJECT, part]:
+            self.say(m.TierMoving(Tier.OBJECT, part, name))
+            self.moving.append((part, name, block))
+        self.say(m.TierChanged(tier, part, b"", name))
 
 
 class Storm:
-    def __init__(self, seed: int, path: Path) -> None:
+    def __init__(self, seed: int, path: Path, chain: bool) -> None:
         self.rng = random.Random(seed)
         self.memory = Memory()
         self.partitions = PoolPartitions(0, REGION, high_percent=95, low_percent=85, lease_seed=seed)
-        self.disk = SlowDisk(self.memory, self.rng)
-        settings = TierSettings(path=path, capacity_bytes=1 << 30, offload_percent=20, staging_percent=30, layouts=3)
+        self.disk = SlowDisk(self.memory, self.rng, chain)
+        objects = TierSettings(Path(), 0, 20, 30, layouts=3, url="memory://x") if chain else None
+        settings = TierSettings(path, 1 << 30, 20, 30, layouts=3, below=objects)
         ref = pb_common.InstanceRef(instance_id="a", address="h:1", incarnation=1)
         self.tiering = self.disk.tiering = Tiering(settings, lambda: ref, [self.disk], self.partitions)
         self.leasing = Leasing(self.partitions)
@@ -213,7 +243,7 @@ class Storm:
             self.gone[key] = max(self.gone.get(key, 0), version)
 
     async def quiet(self) -> None:
-        while self.tasks or self.disk.log or self.disk.reads or self.tiering._tasks:
+        while self.tasks or self.disk.log or self.disk.reads or self.tiering._tasks or self.disk.moving:
             self.disk.work()
             await asyncio.sleep(0)
 
@@ -224,9 +254,11 @@ class Storm:
             usage = store.usage
             assert (usage.writing, usage.held, usage.leased, store.stats.leases) == (0, 0, 0, 0), usage
         assert self.tiering._staging._staged_bytes == 0
-        for name, part in self.tiering.levels[0].parts.items():
-            assert not part.writing and not part.staging
-            assert set(part.contents.keys()) == set(self.disk.blocks[part.number]), name
+        for level in self.tiering.levels:
+            for name, part in level.parts.items():
+                assert not part.writing and not part.staging
+                assert set(part.contents.keys()) == set(self.disk.blocks[part.tier, part.number]), name
+                assert part.contents.named() == part.contents.keys(), "nothing moves any more"
         for key, version in self.gone.items():
             for blocks in self.disk.blocks.values():
                 written = blocks[key][0] if key in blocks else self.value(key, version)
@@ -239,9 +271,11 @@ class Storm:
                 assert int.from_bytes(found[16:], "big") >= version, "removed, and in memory"
 
 
-@pytest.mark.parametrize("seed", range(4))
-async def test_a_storm(seed: int, tmp_path: Path) -> None:
-    storm = Storm(seed, tmp_path)
+@pytest.mark.parametrize(("seed", "chain"), [(0, False), (1, True), (2, False), (3, True)])
+async def test_a_storm(seed: int, chain: bool, tmp_path: Path) -> None:
+    storm = Storm(seed, tmp_path, chain)
+    if chain:
+        storm.tiering.remember(storm.desk.watch())
     errors: list[BaseException] = []
 
     def ended(task: asyncio.Task[None]) -> None:
@@ -265,5 +299,5 @@ async def test_a_storm(seed: int, tmp_path: Path) -> None:
     await storm.quiet()
     assert not errors, errors
     storm.check()
-    assert storm.read > 1000 and storm.disk.blocks
+    assert storm.read > 1000 and storm.disk.blocks and (storm.disk.demoted > 20) == chain
     await storm.tiering.close()
