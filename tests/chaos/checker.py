@@ -259,10 +259,10 @@ def _granted(grants: Sequence[Op]) -> Iterator[Violation]:
 
 
 def explain(violations: Sequence[Violation], history: History, seed: int) -> str:
-    """The seed, each violation with its key's history, and the nemesis' log."""
+    """The seed, each violation with what it rests on (*) and its key's history, and the nemesis' log."""
     lines = [f"{len(violations)} violations; seed {seed} (KVMESH_CHAOS_SEED={seed})"]
     for violation in violations[:5]:
-        lines += ["", str(violation)]
+        lines += ["", str(violation), *(f"* {op}" for op in violation.ops)]
         ops = history.of(violation.key) if violation.key else []
         lines += [f"  {op}" for op in ops[-MAX_SHOWN:]]
     if len(violations) > 5:
