@@ -71,6 +71,9 @@ class Disk:
                     here = self.blocks[message.part]
                     done = tuple(at for at, name in enumerate(names) if name in here)
                     self.say(m.TierDone(message.ticket, done, tuple(here[names[at]] for at in done), 0, 1))
+                case m.TierProbe(ticket, _, part, key):
+                    found = (0,) if key in self.blocks[part] else ()
+                    self.say(m.TierDone(ticket, found, (SHARD,) * len(found), 0, 1))
                 case m.TierRemove(ticket, tier, part, keys):
                     names = [keys[at : at + 16] for at in range(0, len(keys), 16)]
                     gone = [name for name in names if self.blocks[part].pop(name, None)]
