@@ -112,6 +112,10 @@ class PrefixCache:
             self._drop(doubted[key])
         return len(doubted)
 
+    def keys(self) -> list[bytes]:
+        """Of all cached blocks."""
+        return list(self._blocks)
+
     def _drop(self, block: _Block) -> None:
         """One without children."""
         del self._blocks[block.key], self._by_page[block.page]

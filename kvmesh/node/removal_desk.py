@@ -18,7 +18,7 @@ from typing import Protocol
 
 from kvmesh.kvcache.keys import split
 from kvmesh.node.partitions import Partitions
-from kvmesh.node.removals import Removals, Tombstone, Watch
+from kvmesh.node.removals import Gone, Removals, Tombstone, Watch
 from kvmesh.rpc.errors import ConfigError, Unavailable
 from kvmesh.rpc.pb import store_pb2 as pb_store
 
@@ -55,6 +55,9 @@ class RemovalDesk:
         self._path = None if folder is None else folder / FILE
         self._removals = Removals(0 if again else _read(self._path))
         self._applying = asyncio.Lock()
+        # Those who keep copies that no store knows of. They hear of each block in the turn in which it goes, and of a
+        # prefix first.
+        self.listeners: list[Callable[[Gone], None]] = []
 
     @property
     def removed_seq(self) -> int:
@@ -87,10 +90,17 @@ class RemovalDesk:
 
     async def _remove(self, keys: Sequence[bytes], prefix: bytes, seq: int) -> int:
         self._removals.removing(keys, prefix, seq)
+        if prefix:
+            self._tell(Gone(frozenset(), prefix))
         removed = 0
         async for some in _matching(self._names(), prefix) if prefix else _slices(keys):
+            self._tell(Gone(frozenset(some)))
             removed += await self._forget(some)
         return removed
+
+    def _tell(self, gone: Gone) -> None:
+        for listener in self.listeners:
+            listener(gone)
 
     async def apply(self, told: Sequence[pb_store.Tombstone]) -> None:
         """Tombstones of a master's answer. Unavailable: not all could be written down."""
@@ -104,6 +114,7 @@ class RemovalDesk:
                     removed = await self._remove(tombstone.keys, tombstone.prefix, tombstone.seq)
                 else:
                     self._removals.everything(tombstone.seq)
+                    self._tell(Gone(frozenset(), b""))
                     removed = await self._remove(self._names(), b"", 0)
                 self._removals.done(tombstone.seq)
                 log.info("tombstone %d: %d blocks removed", tombstone.seq, removed)

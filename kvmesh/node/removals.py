@@ -27,6 +27,21 @@ class Tombstone:
     prefix: bytes = b""
 
 
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """Blocks that nobody may find here any more: these, and all that begin with `prefix` (None: no others)."""
+
+    keys: frozenset[bytes]
+    prefix: bytes | None = None
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self.keys or (self.prefix is not None and key.startswith(self.prefix))
+
+    def first(self, chain: Sequence[bytes]) -> int:
+        """Which of these is the first to go; their number when none does."""
+        return next((at for at, key in enumerate(chain) if key in self), len(chain))
+
+
 class Watch:
     """What is removed while something that will be sealed later is under way. Bounded: beyond MAX_WATCHED keys or
     MAX_PREFIXES everything counts as removed."""

@@ -55,6 +55,8 @@ class Core:
         self.state = DecodeState(limits, shape, store)
         self.blocks = front.attach(store, self._pulled)
         self.state.pulls.lower = self.blocks.lower
+        self.state.refuses = self.blocks.removals.refuses
+        self.blocks.removals.listeners.append(lambda gone: self.feed(i.Removed(gone)))
         self.observer = Observer(self.state)
         self.handoffs = Handoffs(self._hello, self.feed, connect_s)
         self.wake: dict[int, asyncio.Event] = {}  # by session: its outbox has something

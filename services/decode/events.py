@@ -73,6 +73,7 @@ class BeginFill:
     """The request has reached the head of prefill's queue: reserve the landing."""
 
     num_blocks: int
+    removed_seq: int = 0  # of the last removal that prefill had carried out when the request came to it
 
 
 @dataclass(frozen=True, slots=True)

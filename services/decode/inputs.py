@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvmesh.kvcache import sources
 from kvmesh.node.messages import ToFront, ToRank
+from kvmesh.node.removals import Gone
 from kvmesh.rpc.errors import KvmeshError
 from services.decode import events as e
 from services.decode.handoff import Handoff
@@ -115,9 +116,16 @@ class Pulled:
     result: sources.Pulled
 
 
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """These are being removed from this node's store, everywhere in it, in this very turn."""
+
+    gone: Gone
+
+
 Input = (
     SessionOpened | SessionClosed | Admit | Refuse | CancelSlot | AddCredit | PeerReady | PeerGone | FromPrefill
-    | FromRank | Tick | CloseDoor | EndAll | Pulled
+    | FromRank | Tick | CloseDoor | EndAll | Pulled | Removed
 )  # fmt: skip
 
 # ── out ───────────────────────────────────────────────────────────────────────────────────────────

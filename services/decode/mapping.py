@@ -116,7 +116,7 @@ def from_prefill(message: prefill_pb2.HandoffEvent) -> tuple[int, e.Event] | Non
     """(handle, event); None for a kind that this build does not know."""
     match message.WhichOneof("kind"):
         case "begin_fill":
-            return message.begin_fill.handle, e.BeginFill(message.begin_fill.num_blocks)
+            return message.begin_fill.handle, e.BeginFill(message.begin_fill.num_blocks, message.begin_fill.removed_seq)
         case "renew":
             renew = message.renew
             return renew.handle, e.RenewLease(renew.handoff_epoch, renew.progress_bytes)

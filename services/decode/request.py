@@ -72,6 +72,7 @@ class Request:
         self.chain = Chain(spec.block_keys, spec.chain_digest, spec.tail, shape.block_tokens)
         self.pulling: set[int] = set()  # pulls that its landing waits for
         self.seal_at = NEVER  # `made` from which on another block is full
+        self.sealable = NEVER  # leading blocks that the store may have: what was removed since does not come back
         self.failed = False  # a step failed: its KV is not to be trusted
         # the state's own bookkeeping
         self.peer = 0

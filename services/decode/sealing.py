@@ -54,11 +54,12 @@ class Sealing:
         h.seal_at = NEVER
         if h.chain.pending is not None:
             h.seal_at = (len(keys) + 1) * h.shape.block_tokens - h.spec.prompt_tokens + 1
-        return self._copy(keys, h.pages, room)
+        return self._copy(keys[: h.sealable], h.pages, room)
 
     def last(self, h: Request, pages: Sequence[int], room: int) -> m.SealCopy | None:
         """The same for one that has ended, whose `pages` nobody touches any more and are about to be given back."""
-        return self._copy(h.chain.upto(h.context // h.shape.block_tokens), pages, room, last=True)
+        keys = h.chain.upto(h.context // h.shape.block_tokens)
+        return self._copy(keys[: h.sealable], pages, room, last=True)
 
     def _copy(self, keys: list[bytes], pages: Sequence[int], room: int, *, last: bool = False) -> m.SealCopy | None:
         """In order: a block without those before it is of no use to anybody."""

@@ -41,6 +41,8 @@ class DecodeState:
         self.requests = self.scheduler.requests
         self.sessions: dict[int, Outbox] = {}
         self.steps: deque[tuple[int, int, int]] = deque(maxlen=MAX_SAMPLES)  # (batch, context_tokens, duration_ns)
+        # Whether a block, from a node that had carried out removals up to that number, may have been removed here.
+        self.refuses: Callable[[bytes, int], bool] = lambda key, source_seq: False
         self._door: KvmeshError | None = None
         self._handles = itertools.count(1)
         self._by_epoch: dict[int, Handoff] = {}
@@ -181,6 +183,8 @@ class DecodeState:
             h.writers = self._writers.get(event.peer, ())
             if not h.writers:
                 return  # its hello comes first, always
+            seq, keys = event.event.removed_seq, h.chain.keys
+            h.sealable = min(h.sealable, next((at for at, key in enumerate(keys) if self.refuses(key, seq)), NEVER))
         self._run(h, event.event, now)
 
     # ── ranks ────────────────────────────────────────────────────────────────────────────────────
@@ -276,6 +280,11 @@ class DecodeState:
                 self.scheduler.file(self.requests[handle])
         self.scheduler.dirty = True
 
+    def _removed(self, event: i.Removed, now: int) -> None:
+        for h in self.requests.values():
+            if (first := event.gone.first(h.chain.keys)) < len(h.chain.keys):
+                h.sealable = min(h.sealable, first)
+
     def _end_all(self, event: i.EndAll, now: int) -> None:
         sealing = self.scheduler.sealing
         sealing.closed = True
@@ -315,7 +324,7 @@ class DecodeState:
 
     def _do_keep_extents(self, h: Handoff, action: e.KeepExtents, now: int) -> None:
         # Without a first token the step that computed the prompt may have failed after its bytes were on their way.
-        known = h.context // self.shape.block_tokens if h.first is not None else 0
+        known = min(h.context // self.shape.block_tokens, h.sealable) if h.first is not None else 0
         store, keys = self.scheduler.extents, h.chain.upto(known)
         own = range(action.shared, min(len(keys), len(action.extents)))
         for block in reversed(own):
@@ -369,6 +378,7 @@ _HANDLERS: dict[type[Any], Callable[[DecodeState, Any, int], None]] = {
     i.CloseDoor: DecodeState._close_door,
     i.EndAll: DecodeState._end_all,
     i.Pulled: DecodeState._pulled,
+    i.Removed: DecodeState._removed,
 }
 _ACTIONS: dict[type[Any], Callable[[DecodeState, Handoff, Any, int], None]] = {
     e.OpenWindow: DecodeState._do_open,

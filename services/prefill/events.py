@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from kvmesh.kvcache import sources
 from kvmesh.node import messages as m
+from kvmesh.node.removals import Gone
 from kvmesh.rpc.errors import KvmeshError
 from kvmesh.transfer import Carried
 
@@ -30,6 +31,7 @@ class Start:
     deadline_ns: int = 0
     priority: int = 0  # smaller goes first
     pulls: tuple[sources.PullRange, ...] = ()  # where missing blocks may lie; a hint
+    removed_seq: int = 0  # of the last removal that this node had carried out when it came
     load_until: int | None = None  # blocks from here on are not read out of its own lower tiers: computing is faster
     traceparent: str = ""
 
@@ -94,6 +96,13 @@ class Pulled:
 
 
 @dataclass(frozen=True, slots=True)
+class Removed:
+    """These are being removed from this node's store, everywhere in it, in this very turn."""
+
+    gone: Gone
+
+
+@dataclass(frozen=True, slots=True)
 class RankLost:
     """A rank process ended: its pages and whatever it was pushing are gone."""
 
@@ -131,6 +140,7 @@ Event = (
     | StreamBroken
     | FromRank
     | Pulled
+    | Removed
     | RankLost
     | RanksSilent
     | RanksBack
@@ -168,6 +178,7 @@ class CancelPull:
 class SendBeginFill:
     handle: int
     num_blocks: int
+    removed_seq: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,7 @@ class Handoff:
     loading: int = 0  # ticket of the LoadCopy at the ranks; 0: none
     steps: set[int] = field(default_factory=set)  # at the ranks, not answered
     chunks: int = 0
+    sealable: int = 1 << 62  # leading blocks that others may have of it: what was removed since does not come back
     promised_from: int = 0  # blocks from here on are promised to requests with the same prefix
 
     begin_sent_ns: int = 0

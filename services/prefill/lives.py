@@ -9,6 +9,7 @@ from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import PrefixCache
 from kvmesh.node import messages as m
+from kvmesh.node.removals import Gone
 from kvmesh.rpc.errors import HandoffLost, InternalError, KvmeshError
 from services.prefill import events as ev
 from services.prefill.blocks import SharedBlocks
@@ -104,7 +105,7 @@ class Lives:
         h.loading = 0
         h.ready_tokens = end * self._block
         h.found = replace(h.found, load_from_ns=load.from_ns, load_until_ns=load.until_ns)
-        self.cache.insert(h.start.block_keys[:end], h.pages[:end], start=load.first)
+        self._cache(h, end, load.first)
         if not h.ending:
             self._unpromise(h, end)
         self.settle(h)
@@ -114,9 +115,9 @@ class Lives:
         assert not h.loading, "a step was answered before the load that it was sent after"
         h.computed_tokens = chunk.end
         full = chunk.end // self._block
-        self.cache.insert(h.start.block_keys[:full], h.pages[:full], start=h.promised_from)
+        self._cache(h, full, h.promised_from)
         self._unpromise(h, full)
-        self.blocks.seal(h.start.block_keys[:full], chunk.start // self._block, h.pages)
+        self.blocks.seal(h.start.block_keys[: min(full, h.sealable)], chunk.start // self._block, h.pages)
         if not chunk.last:
             return
         if sampled is None:
@@ -126,6 +127,20 @@ class Lives:
         h.sampled_ns = end_ns
         queue, prefill = max(h.first_step_ns - h.arrived_ns, 0), h.sampled_ns - h.first_step_ns
         self.tell(h, ev.SendFirstToken(h.handle, sampled, h.found, queue, prefill))
+
+    def _cache(self, h: Handoff, end: int, start: int) -> None:
+        end = min(end, h.sealable)
+        self.cache.insert(h.start.block_keys[:end], h.pages[:end], start=min(start, end))
+
+    def removed(self, gone: Gone) -> None:
+        """What lies in pages is not matched any more, and whoever has it there tells nobody of it."""
+        if gone.prefix is None:
+            self.cache.forget(list(gone.keys))
+        else:
+            self.cache.forget([key for key in self.cache.keys() if key in gone])  # noqa: SIM118
+        for h in self.handoffs.values():
+            if (first := gone.first(h.start.block_keys)) < len(h.start.block_keys):
+                h.sealable = min(h.sealable, first)
 
     def _unpromise(self, h: Handoff, until: int | None = None) -> None:
         keys = h.start.block_keys[h.promised_from : until]

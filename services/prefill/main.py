@@ -112,6 +112,9 @@ class Instance:
         runner = Runner(state, front.ranks, front.segments, reporter, readies[0].fingerprint, front.urge)
         runner.puller = blocks = front.attach(store, runner.pulled)
         state.lower = blocks.lower
+        removals = blocks.removals
+        runner.reached = lambda: removals.reached
+        removals.listeners.append(lambda gone: runner.feed(ev.Removed(gone)))
         return runner
 
     async def _watch(self, stop: asyncio.Event, runner: Runner) -> None:

@@ -7,7 +7,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kvmesh.kvcache.sources import Pulled, PullJob
@@ -85,6 +85,7 @@ class Runner:
         self.idle = asyncio.Event()  # no handoff is left
         self.idle.set()
         self.puller: Puller | None = None  # set before the first stream: it needs `pulled` to be made
+        self.reached: Callable[[], int] = lambda: 0  # the last of the master's removals that was carried out here
         self._ranks = ranks
         self._segments = segments
         self._fingerprint = fingerprint
@@ -211,6 +212,7 @@ class Runner:
         try:
             own, life = self.reporter.instance_id, spans.traceparent(origin.life)
             start = wire.start_in(request, handle, stream.number, self._fingerprint, own, now, life)
+            start = replace(start, removed_seq=self.reached())
         except KvmeshError as error:
             self.reporter.refused(origin, error.code, now)
             failed = wire.event_out(ev.SendFailed(handle, error, drained=True), request.handle)

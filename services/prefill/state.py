@@ -155,6 +155,8 @@ class PrefillState:
                 self._from_rank(rank, message, now)
             case ev.Pulled(result):
                 self._lives.blocks.pulled(result)
+            case ev.Removed(gone):
+                self._lives.removed(gone)
             case ev.RankLost(_, cause):
                 self._refusing = cause
                 self._steps.clear()
@@ -236,7 +238,7 @@ class PrefillState:
             h.chunks += 1
             if h.chunks == 1:
                 h.begin_sent_ns = now
-                self._lives.tell(h, ev.SendBeginFill(h.handle, len(h.pages)))
+                self._lives.tell(h, ev.SendBeginFill(h.handle, len(h.pages), h.start.removed_seq))
         message = m.PrefillStep(number, tuple(self._item(chunk) for chunk in chunks))
         self._lives.actions.extend(ev.ToRank(rank, message) for rank in range(self.config.world))
 

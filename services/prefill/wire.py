@@ -92,8 +92,8 @@ def landing_in(landing: pb.Landing, handle: int) -> ev.Landing:
 def event_out(action: ev.Action, handle: int) -> pb.HandoffEvent | None:
     """What decode is told, under the stream's own handle; None for what is not for decode."""
     match action:
-        case ev.SendBeginFill(_, blocks):
-            return pb.HandoffEvent(begin_fill=pb.BeginFill(handle=handle, num_blocks=blocks))
+        case ev.SendBeginFill(_, blocks, removed):
+            return pb.HandoffEvent(begin_fill=pb.BeginFill(handle=handle, num_blocks=blocks, removed_seq=removed))
         case ev.SendRenew(_, epoch, done):
             return pb.HandoffEvent(renew=pb.RenewLease(handle=handle, handoff_epoch=epoch, progress_bytes=done))
         case ev.SendFirstToken():

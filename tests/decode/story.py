@@ -8,7 +8,10 @@ A file is blocks of `command(s)`, a line `----`, the expected output, an empty l
             [pull=0-1@h1,2-2@h2: decode is to fetch these blocks of the prompt]
     have A B                    the node store holds these blocks already
     below A B                   the own SSD holds these
-    begin-fill a | renew a bytes=10 | first-token a 42 | fill-done a | drained a | failed a drained=yes
+    remove A B | remove-from A  these are removed; all whose keys begin so
+    heard 5 A B                 removal 5 of these blocks was carried out before
+    begin-fill a [removed=5: the last that prefill has carried out]
+    renew a bytes=10 | first-token a 42 | fill-done a | drained a | failed a drained=yes
     late begin-fill a ...       the same for a request that may be gone
     peer-lost 1 | gateway-gone | cancel a | credit a 3
     loaded a | sealed | pulled all | pulled 0,2 | pulled none | rank-lost
@@ -28,6 +31,7 @@ from pathlib import Path
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
 from kvmesh.node import messages as m
+from kvmesh.node.removals import Gone
 from kvmesh.rpc.errors import HandoffLost, InvalidRequest, RequestCancelled, Unavailable
 from services.decode import events as e
 from services.decode import inputs as i
@@ -73,6 +77,12 @@ class Story:
             below = self.state.pulls.lower = Below()
             below.keys.update(key(letter) for letter in positional)
             return []
+        if name.startswith("remove"):
+            return self._remove([key(letter) for letter in positional], name == "remove-from")
+        if name == "heard":
+            gone = {key(letter) for letter in positional[1:]}
+            self.state.refuses = lambda one, seq: one in gone and seq < int(positional[0])
+            return []
         if name == "wait":
             return self._wait(int(positional[0]))
         if name == "start":
@@ -110,6 +120,11 @@ class Story:
         assert None not in self.store.begin(keys)
         for found in keys:
             self.store.seal(found)
+
+    def _remove(self, keys: list[bytes], prefix: bool) -> list[str]:
+        found = [*self.store.keys(), *self.store.written()]
+        self.store.remove([one for one in found if one.startswith(keys[0])] if prefix else keys)
+        return self._feed(i.Removed(Gone(frozenset(() if prefix else keys), keys[0] if prefix else None)))
 
     def _start(self, name: str, options: dict[str, str]) -> list[str]:
         slot = len(self.slots) + 1
@@ -178,7 +193,7 @@ class Story:
         epoch = int(options.get("epoch", h.epoch))
         match name:
             case "begin-fill":
-                return e.BeginFill(int(options.get("blocks", h.prompt_blocks)))
+                return e.BeginFill(int(options.get("blocks", h.prompt_blocks)), int(options.get("removed", 0)))
             case "renew":
                 return e.RenewLease(epoch, int(options.get("bytes", "1")))
             case "first-token":

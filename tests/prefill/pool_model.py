@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvmesh.kvcache.sources import Pulled, PullJob
 from kvmesh.node import messages as m
+from kvmesh.node.removals import Gone
 from services.prefill import events as ev
 from tests.lower import Below
 from tests.prefill.script import BOOT_NS, make_state, prompt
@@ -39,6 +40,7 @@ class SharedPool(RuleBasedStateMachine):
         self.cancelled: set[int] = set()
         self.content: dict[int, tuple[int, ...]] = {}  # page → tokens [0, end of its block)
         self.extents: dict[int, tuple[int, ...]] = {}  # extent → likewise
+        self.removed: dict[bytes, int] = {}  # key → how many requests had come when it was removed
 
     def step(self, event: ev.Event) -> None:
         raise NotImplementedError
@@ -130,6 +132,22 @@ class SharedPool(RuleBasedStateMachine):
         own = tuple(at for at in arrived if self.below.holds(job.keys[at]))
         self.step(ev.Pulled(Pulled(job.ticket, tuple(arrived), 64 * (len(arrived) - len(own)), 0, lower=own)))
 
+    @precondition(lambda self: self.starts)
+    @rule(data=st.data(), by_prefix=st.booleans())
+    def is_removed(self, data: st.DataObject, by_prefix: bool) -> None:
+        """In every tier, in one turn; with all that its key is a prefix of, or alone."""
+        known = {key for start in self.starts.values() for key in start.block_keys}
+        if not known:
+            return
+        key = data.draw(st.sampled_from(sorted(known)))
+        keys = {one for one in known if one.startswith(key)} if by_prefix else {key}
+        store = self.state.store
+        here = {*store.keys(), *store.written()}
+        store.remove([one for one in keys if one in here])
+        self.below.keys -= keys
+        self.removed.update(dict.fromkeys(keys, len(self.starts)))
+        self.step(ev.Removed(Gone(frozenset(() if by_prefix else keys), key if by_prefix else None)))
+
     # ── what must hold ───────────────────────────────────────────────────────────────────────────
 
     @invariant()
@@ -147,6 +165,13 @@ class SharedPool(RuleBasedStateMachine):
             holders[extent] += 1
         for extent in range(self.extents_total):
             assert store._pool.refcount(extent) == holders[extent], f"extent {extent}: {holders[extent]} holders"
+
+    @invariant()
+    def what_was_removed_comes_back_with_a_later_request_alone(self) -> None:
+        for key, starts in self.removed.items():
+            if len(self.starts) == starts:
+                assert not self.state.store.holds(key), f"{key!r} is sealed again"
+                assert key not in self.state.cache.keys(), f"{key!r} is in pages"  # noqa: SIM118
 
     @invariant()
     def nobody_waits_for_a_pull_that_is_over(self) -> None:

@@ -156,7 +156,7 @@ class Player:
                 ) + ("" if job.traffic_class == TrafficClass.HANDOFF else " prefetch")
             case ev.CancelPull(ticket):
                 return f"cancel pull {ticket}"
-            case ev.SendBeginFill(handle, blocks):
+            case ev.SendBeginFill(handle, blocks, _):
                 return f"decode: {handle} BeginFill blocks={blocks}"
             case ev.SendRenew(handle, epoch, done):
                 return f"decode: {handle} RenewLease epoch={epoch} bytes={done}"

@@ -343,18 +343,22 @@ class BeginFill(_message.Message):
 
     HANDLE_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    REMOVED_SEQ_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     num_blocks: _builtins.int
     """of the prompt, the last may be partial"""
+    removed_seq: _builtins.int
+    """prefill had carried out the master's removals up to here when the request came: who knows"""
     def __init__(
         self,
         *,
         handle: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
+        removed_seq: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "num_blocks", b"num_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "num_blocks", b"num_blocks", "removed_seq", b"removed_seq"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
