@@ -92,12 +92,13 @@ class Blocks:
         self.leasing = Leasing(partitions)
         self.sums = SumDesk(ranks)
         folder = tiers.path if tiers is not None and not tiers.url else None
-        self.removals = RemovalDesk(partitions, self.forget, self._lower_names, folder, again=returning is not None)
+        again = returning is not None or (tiers is not None and tiers.opens_later)
+        self.removals = RemovalDesk(partitions, self.forget, self._lower_names, folder, again=again)
         refuses = self.removals.refuses
         self._pulls = Pulls(own.instance_id, ranks, segments, self._peers, lease_ms, refuses, self._tiering)
         self._returning = returning
         below = self._tiering
-        if below is not None and any(level.tier is Tier.OBJECT for level in below.levels):
+        if tiers is not None and below is not None and any(each.url for each in tiers.chain):
             below.remember(self.removals.watch())
         self.puts = Puts(len(ranks), partitions, segments, self._pulls, self.sums, self.removals, below)
         self.copies = Copies(partitions, self._pulls, self._peers, self.removals, below, self.puts.freed)

@@ -60,6 +60,12 @@ class TierSettings:
         return [self, *(self.below.chain if self.below is not None else ())]
 
     @property
+    def opens_later(self) -> bool:
+        """Whether removals of an earlier life may be unknown to what is opened in this one: an object store keeps
+        layouts that nobody has asked for yet."""
+        return bool(self.layouts) and any(each.url for each in self.chain)
+
+    @property
     def tier(self) -> Tier:
         """Which one it is."""
         return Tier.OBJECT if self.url else Tier.SSD

@@ -284,3 +284,9 @@ def test_sources_are_asked_tier_by_tier_and_here_before_elsewhere() -> None:
     assert asked == [
         ("other", Tier.DRAM), ("me", Tier.SSD), ("other", Tier.SSD), ("me", Tier.OBJECT), ("other", Tier.OBJECT),
     ]  # fmt: skip
+
+
+def test_a_pool_node_asks_for_all_tombstones_again_as_it_may_open_layouts_that_missed_some(tmp_path: Path) -> None:
+    both = {"ssd_path": str(tmp_path), "object_url": "s3://b/x"}
+    told = [PoolConfig(**words).tiers(layouts) for words, layouts in ((both, 2), (both, 0), ({"ssd_path": "/x"}, 2))]  # type: ignore[arg-type]
+    assert [made is not None and made.opens_later for made in told] == [True, False, False]
