@@ -15,6 +15,7 @@ from kvmesh.node import messages as m
 
 HEADER = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 << 20
+RECEIVE_BYTES = 64 << 10  # as a rule one message; for much more malloc asks the kernel each time
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -78,7 +79,7 @@ class RankPort:
     def receive(self, timeout_ms: int | None) -> list[m.ToRank]:
         """Everything that has arrived; waits up to `timeout_ms` (None: for ever) for the first."""
         while self._poll.poll(timeout_ms):
-            data = self._sock.recv(1 << 20)
+            data = self._sock.recv(RECEIVE_BYTES)
             if not data:
                 raise SystemExit(0)
             found: list[m.ToRank] = self._frames.feed(data)

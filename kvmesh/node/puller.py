@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 
 from kvmesh.node import messages as m
 from kvmesh.rpc.errors import TransferError
-from kvmesh.transfer import BatchId, Carried, Region, TransferEngine, TransferRequest, TransferState
+from kvmesh.transfer import BatchId, Carried, Region, TransferEngine, TransferRequest, TransferState, copy_mapped, peek
 from kvmesh.transfer.api import Opcode
 
 log = logging.getLogger("kvmesh.rank")
 
 BATCH_BYTES = 32 << 20
+COPY_BYTES = 1 << 20  # at most copied by the thread that takes commands: others wait as long
 GUARD = -1  # stands for the position of a batch that reads a guard
 GUARD_BYTES = 8
 GUARDS = 512  # of pulls at once
@@ -37,7 +38,7 @@ class _Pull:
     cause: str = ""
     carried: Carried = field(default_factory=Carried)
     last_ns: int = 0  # the last byte that arrived
-    guard: int = GUARD  # slot of its guard in our scratch memory
+    guard: int = GUARD  # slot of its guard in our scratch memory, while it is read
     guarding: bool = False  # the guard is being read
 
     def size(self, at: int) -> int:
@@ -46,7 +47,7 @@ class _Pull:
 
 class Puller:
     """All pulls of this rank into `region`. Guards are read into memory of its own, which is there once one is asked
-    for."""
+    for. `copy_bytes`: what is mapped here and no more than that is copied by the main thread itself, at once."""
 
     def __init__(
         self,
@@ -54,11 +55,13 @@ class Puller:
         region: Region,
         send: Callable[[m.ToFront], None],
         clock_ns: Callable[[], int] = time.monotonic_ns,
+        copy_bytes: int = COPY_BYTES,
     ) -> None:
         self._engine = engine
         self._region = region
         self._send = send
         self._clock_ns = clock_ns
+        self._copy_bytes = copy_bytes
         self._lock = threading.RLock()
         self._pulls: dict[int, _Pull] = {}
         self._scratch: Region | None = None
@@ -69,25 +72,57 @@ class Puller:
         return len(self._pulls)
 
     def open(self, spec: m.PullOpen) -> None:
-        """Post all of it, batch by batch."""
+        """Copy all of it, where that can be done at once, or post it batch by batch."""
+        pull = _Pull(spec, self._clock_ns())
         with self._lock:
-            pull = self._pulls[spec.ticket] = _Pull(spec, self._clock_ns())
-            try:
-                self._check(spec)
-                if spec.guard:
-                    pull.guard = self._slot()
+            self._pulls[spec.ticket] = pull
+        try:
+            self._check(spec)
+            if self._copy(pull):
+                return
+            with self._lock:
                 count = max(1, BATCH_BYTES // spec.shard_bytes)
                 for first in range(0, len(spec.offsets), count):
                     if pull.cause:
                         break
                     self._read(pull, first, min(first + count, len(spec.offsets)))
-            except TransferError as error:
-                self._failed(pull, error.message)
-            except Exception as error:  # whatever the front said, this rank goes on
-                log.exception("pull %d", spec.ticket)
-                self._failed(pull, f"{type(error).__name__}: {error}")
+        except TransferError as error:
+            self._failed(pull, error.message)
+        except Exception as error:  # whatever the front said, this rank goes on
+            log.exception("pull %d", spec.ticket)
+            self._failed(pull, f"{type(error).__name__}: {error}")
+        self._posted(pull)
+
+    def _posted(self, pull: _Pull) -> None:
+        with self._lock:
             pull.posting = False
             self._settle(pull)
+
+    def _copy(self, pull: _Pull) -> bool:
+        """Out of memory that is mapped here, in this thread: whether that settles it. Not under our lock: it takes
+        milliseconds."""
+        spec, shift = pull.spec, self._region.address - self._region.base_offset
+        lengths = spec.sizes or (spec.shard_bytes,) * len(spec.offsets)
+        if not lengths or sum(lengths) > self._copy_bytes or self._clock_ns() >= spec.deadline_ns:
+            return False
+        addresses = [offset + shift for offset in spec.landing]
+
+        def done(cause: str, carried: Carried) -> None:
+            now = self._clock_ns()
+            with self._lock:
+                if now > spec.deadline_ns:
+                    pull.cause = pull.cause or "not within its time"
+                elif cause:
+                    pull.cause = pull.cause or cause
+                else:
+                    pull.arrived.extend(range(len(lengths)))
+                    pull.last_ns = now
+                pull.carried += carried
+            self._posted(pull)
+
+        return copy_mapped(
+            self._engine, spec.segment, self._region, addresses, spec.offsets, lengths, spec.traffic_class, done
+        )
 
     def cancel(self, ticket: int) -> None:
         with self._lock:
@@ -134,13 +169,30 @@ class Puller:
 
     def _read_guard(self, pull: _Pull) -> None:
         """Everything else is here, or will never be."""
-        spec, scratch = pull.spec, self._scratch
+        spec = pull.spec
+        pull.guard = self._slot()
+        scratch = self._scratch
         assert scratch is not None and scratch.memory is not None
         at = pull.guard * GUARD_BYTES
         scratch.memory[at : at + GUARD_BYTES] = bytes(GUARD_BYTES)
         address = scratch.address + at
         request = TransferRequest(Opcode.READ, address, spec.segment, spec.guard_offset, GUARD_BYTES)
         self._submit(pull, GUARD, [request])
+
+    def _peeked(self, pull: _Pull) -> bool:
+        """Whether the guard could be read at once, without a transfer; its pull has lost everything if it has
+        changed."""
+        found = peek(self._engine, pull.spec.segment, pull.spec.guard_offset, GUARD_BYTES)
+        if found is None:
+            return False
+        if int.from_bytes(found, "little") != pull.spec.guard:
+            self._given_up(pull)
+        return True
+
+    @staticmethod
+    def _given_up(pull: _Pull, cause: str = "its owner has given up") -> None:
+        pull.arrived.clear()
+        pull.cause = pull.cause or cause
 
     def _guard_holds(self, pull: _Pull) -> bool:
         assert self._scratch is not None and self._scratch.memory is not None
@@ -169,10 +221,10 @@ class Puller:
             statuses = self._engine.statuses(batch)
             if first == GUARD:
                 done = statuses[0].state is TransferState.COMPLETED
-                if not done or not self._guard_holds(pull):
-                    pull.arrived.clear()
-                    cause = statuses[0].cause or statuses[0].state.value
-                    pull.cause = pull.cause or ("its owner has given up" if done else cause)
+                if not done:
+                    self._given_up(pull, statuses[0].cause or statuses[0].state.value)
+                elif not self._guard_holds(pull):
+                    self._given_up(pull)
                 self._close_guard(pull)
             elif now > pull.spec.deadline_ns:
                 pull.cause = pull.cause or "not within its time"
@@ -193,25 +245,25 @@ class Puller:
             pull.guard = GUARD
 
     def _failed(self, pull: _Pull, cause: str) -> None:
-        pull.cause = pull.cause or cause
-        for batch in list(pull.batches):
-            # Cancelling one may end others, and their callbacks run right here: those are freed already.
-            if batch in pull.batches:
-                self._engine.cancel(batch)
+        with self._lock:
+            pull.cause = pull.cause or cause
+            for batch in list(pull.batches):
+                # Cancelling one may end others, and their callbacks run right here: those are freed already.
+                if batch in pull.batches:
+                    self._engine.cancel(batch)
 
     def _settle(self, pull: _Pull) -> None:
         if pull.posting or pull.batches or self._pulls.get(pull.spec.ticket) is not pull:
             return
         spec = pull.spec
-        if pull.guard != GUARD and pull.arrived and not pull.guarding:
+        if spec.guard and pull.arrived and not pull.guarding:
             pull.guarding = True
             try:
-                self._read_guard(pull)
+                if not self._peeked(pull):
+                    self._read_guard(pull)
+                    return  # its end settles this pull, or has done so
             except TransferError as error:
-                pull.cause = pull.cause or error.message
-                pull.arrived.clear()
-            else:
-                return  # its end settles this pull, or has done so
+                self._given_up(pull, error.message)
         self._close_guard(pull)
         del self._pulls[spec.ticket]
         arrived = tuple(sorted(pull.arrived))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 from kvmesh.node import messages as m
 from kvmesh.node import transfer_metrics
-from kvmesh.node.ipc import Frames, frame
+from kvmesh.node.ipc import RECEIVE_BYTES, Frames, frame
 from kvmesh.rpc.errors import BY_CODE, InternalError, KvmeshError
 
 log = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ class RankClient:
     def _readable(self) -> None:
         assert self._sock is not None
         try:
-            data = self._sock.recv(1 << 20)
+            data = self._sock.recv(RECEIVE_BYTES)
         except BlockingIOError:
             return
         except OSError as error:

@@ -17,6 +17,8 @@ from kvmesh.rpc.errors import ConfigError, TransferError
 
 log = logging.getLogger("kvmesh.rank")
 
+COPY_BYTES = 32 << 20  # some milliseconds: this thread has nothing else to do that could not wait so long
+
 
 class StoreWorker:
     """The rank's state, with the same face as `worker.Worker`. All methods run on the main thread."""
@@ -43,7 +45,7 @@ class StoreWorker:
             self.engine.close()
             raise
         self._send = send
-        self.puller = Puller(self.engine, self._region, send)
+        self.puller = Puller(self.engine, self._region, send, copy_bytes=COPY_BYTES)
         self.sums = Sums(self._region, send)
         self.tiers = TierWorker(self._region, send)
         self._load_ms = int((time.monotonic() - started) * 1000)

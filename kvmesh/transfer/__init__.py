@@ -19,6 +19,7 @@ from kvmesh.transfer.api import (
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.engine import TransferEngine
 from kvmesh.transfer.groups import GroupLanding, GroupWrite
+from kvmesh.transfer.mapped import copy_mapped, peek
 from kvmesh.transfer.segment import RegionInfo, SegmentDescriptor
 
 __all__ = [
@@ -39,4 +40,6 @@ __all__ = [
     "TransferRequest",
     "TransferState",
     "TransferStatus",
+    "copy_mapped",
+    "peek",
 ]

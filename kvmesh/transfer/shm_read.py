@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-OWN_READ_BYTES = 256 << 10  # takes the caller no longer than waking another thread
+OWN_READ_BYTES = 1 << 20  # takes the caller hardly longer than waking another thread
 
 
 class Reader:

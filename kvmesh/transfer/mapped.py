@@ -1,0 +1,119 @@
+"""READs of what is mapped already, without a transfer: no batch, no frame, one copy.
+
+Only over shm, where the peer's region is mapped read-only and its owner is connected. Whoever gets False or None reads
+with a batch, which connects, maps, and survives what goes wrong.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvmesh.rpc.errors import TransferError
+from kvmesh.transfer.api import Carried, Region, TransferState
+from kvmesh.transfer.dealing import rank_of
+from kvmesh.transfer.engine import TransferEngine
+from kvmesh.transfer.memory import Mapping, copy_runs
+from kvmesh.transfer.shm import ShmTransport
+from kvmesh.transfer.shm_copy import Job
+from kvmesh.transfer.stats import bytes_counter
+from kvmesh.transfer.transport import Kind, Rail
+
+log = logging.getLogger(__name__)
+
+MAX_PEEK_BYTES = 4096
+
+
+def peek(engine: TransferEngine, segment: str, offset: int, nbytes: int) -> bytes | None:
+    """A few bytes of an open segment as they are now: read after all that this thread, or one whose word it has, has
+    read before. None: they are not mapped. TransferError: the segment is not open, or these are more than
+    MAX_PEEK_BYTES."""
+    if not 0 < nbytes <= MAX_PEEK_BYTES:
+        raise TransferError(f"nbytes={nbytes}: not in 1..{MAX_PEEK_BYTES}", field="nbytes")
+    found = _mapped(engine, segment, offset, nbytes)
+    return None if found is None else ctypes.string_at(found.address, nbytes)
+
+
+def copy_mapped(
+    engine: TransferEngine,
+    segment: str,
+    local: Region,
+    addresses: Sequence[int],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    traffic_class: int,
+    done: Callable[[str, Carried], None],
+) -> bool:
+    """Copies from a peer's `offsets` to `addresses` in the own region `local`, in this thread; large ones with others'
+    help. `done(cause, how)` is called once, when nothing touches the memory any more, on one of them: cause "" when
+    every byte is there. False: not all of it lies in one mapped region, and nothing was or will be touched.
+    TransferError: the segment is not open, an address is not in `local`, a length is not positive."""
+    if not addresses or min(lengths) < 1:
+        raise TransferError(f"lengths={list(lengths)!r}: at least one, each positive", field="length")
+    ends = map(sum, zip(addresses, lengths, strict=True))
+    if min(addresses) < local.address or max(ends) > local.address + local.length:
+        raise TransferError("local_address: not all of it in the own region", field="local_address")
+    first = min(offsets)
+    found = _mapped(engine, segment, first, max(map(sum, zip(offsets, lengths, strict=True))) - first)
+    mine = engine.segment.use(local.base_offset, local.length) if found is not None else None
+    if found is None or mine is None:
+        return False
+    start, total, copiers = time.monotonic(), sum(lengths), found.transport.copiers
+
+    def over(error: BaseException | None) -> None:
+        engine.segment.unuse(mine)
+        if error is None:
+            _count(engine, segment, found.rail, rank_of(traffic_class), len(lengths), total, time.monotonic() - start)
+        done("" if error is None else str(error), Carried(((str(found.rail), total if error is None else 0),)))
+
+    sources = [found.address + offset - first for offset in offsets]
+    if copiers.wants(total):
+        job = Job(addresses, sources, lengths, over)
+        copiers.start(job)
+        while job.work():
+            pass
+        return True
+    try:
+        copy_runs(addresses, sources, lengths)
+    except Exception as error:
+        log.exception("a copy from %s failed", segment)
+        over(error)
+    else:
+        over(None)
+    return True
+
+
+class _Found(NamedTuple):
+    rail: Rail
+    transport: ShmTransport
+    mapping: Mapping  # stays mapped while somebody holds it
+    address: int  # of the offset that was asked for
+
+
+def _mapped(engine: TransferEngine, segment: str, offset: int, nbytes: int) -> _Found | None:
+    """Over the preferred way, if that is shm."""
+    rails = engine.rails(segment)
+    transport = rails[0].transport if rails else None
+    if not isinstance(transport, ShmTransport):
+        return None
+    found = transport.mapped(segment, rails[0], offset, nbytes)
+    return None if found is None else _Found(rails[0], transport, *found)
+
+
+def _count(
+    engine: TransferEngine, segment: str, rail: Rail, rank: int, parts: int, nbytes: int, seconds: float
+) -> None:
+    """In the engine's figures it is one frame that was answered."""
+    core = engine._core
+    with core.lock:
+        lane = core.lanes.get(segment)
+        way = lane.ways.get(rail) if lane is not None else None
+        if way is not None:
+            way.class_bytes[rank] += nbytes
+            way.nic.meter.arrived(Kind.READ, rank, nbytes, parts, seconds)
+        finals = (rank, TransferState.COMPLETED)
+        core.finals[finals] = core.finals.get(finals, 0) + parts
+        core.count(bytes_counter(rail.transport.name, Kind.READ), nbytes)
