@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
+STEP_EXTENTS = 4096  # given back by one `expire`, or few more: some milliseconds
 _U64 = (1 << 64) - 1
 
 
@@ -181,9 +182,16 @@ class LeaseBook:
         return self._closed(lease_id)
 
     def expire(self, now: int, most: int | None = None) -> list[tuple[int, ...]]:
-        """End those whose time is over at `now`, at most so many; returns the extents of each, in order of their
-        ends."""
-        return [self._closed(lease_id) for lease_id in self._ends.due(now, most)]
+        """End those whose time is over at `now`, at most so many, and no more once they have STEP_EXTENTS extents
+        together; returns the extents of each, in order of their ends. `most` none: all."""
+        if most is None:
+            return [self._closed(lease_id) for lease_id in self._ends.due(now)]
+        over: list[tuple[int, ...]] = []
+        extents = 0
+        while len(over) < most and extents < STEP_EXTENTS and (due := self._ends.due(now, 1)):
+            over.append(self._closed(due[0]))
+            extents += len(over[-1])
+        return over
 
     def finalize(self) -> None:
         """No lease that is open now can be renewed any more."""

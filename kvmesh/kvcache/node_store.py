@@ -238,8 +238,9 @@ class NodeStore(SealedBlocks):
         return bool(extents)
 
     def expire(self, now: int, most: int | None = None) -> int:
-        """End leases and soft pins whose time is over, at most so many of each; returns how many leases. Until it is
-        called, their blocks stay. While there is more, `next_expiry` lies in the past."""
+        """End leases and soft pins whose time is over, at most so many of each, and of leases that hold much fewer (see
+        `LeaseBook`); returns how many leases. Until it is called, their blocks stay. While there is more, `next_expiry`
+        lies in the past."""
         over = self._leases.expire(now, most)
         for extents in over:
             self.release(extents)

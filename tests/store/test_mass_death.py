@@ -21,6 +21,7 @@ from services.store import main
 from services.store.config import StoreConfig
 from services.store.domain import Announce, Beat, Change, Join, Member, Publish, Refuse, Role, Tick
 from services.store.state import MAX_ENDS, MasterState
+from tests.kvcache.tracing import lines
 from tests.store.mesh import TIMEOUT, Node, Watcher, keys
 
 LEASE = 2.0
@@ -141,3 +142,21 @@ async def test_others_are_answered_while_a_thousand_are_buried(
     await asking
     assert any(1 < count < MANY for count in left), f"answered only before and after: {left}"
     await watcher.until(lambda: set(watcher.members) == {"alive"})
+
+
+def test_ending_one_costs_the_same_however_many_end_and_whatever_they_held() -> None:
+    """The most that any one step does, in lines of code, when a thousand terms end at once."""
+
+    def most(count: int, held: int) -> int:
+        state = crowd(count)
+        packed = keys(held)
+        for i in range(0, count, 10):
+            state.step(Announce(Announcement(f"m{i}", 1, 1, tuple(packed), snapshot=True)), 0.0)
+        costs = [lines(lambda: state.step(Tick(), 5.0), "services/store")]  # this finds them all
+        while state.overdue:
+            costs.append(lines(lambda: state.step(Tick(), 5.0), "services/store"))
+        assert len(costs) >= count // MAX_ENDS
+        return max(costs[1:])
+
+    small = most(256, 10)
+    assert most(1024, 10) <= 1.1 * small and most(1024, 500) <= 1.1 * small
