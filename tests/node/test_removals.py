@@ -15,7 +15,7 @@ from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.node import removal_desk
 from kvmesh.node.partitions import OnePartition, Partition
 from kvmesh.node.removal_desk import FILE, RemovalDesk
-from kvmesh.node.removals import Removals, Tombstone
+from kvmesh.node.removals import Gone, Removals, Tombstone
 from kvmesh.rpc.errors import ConfigError, Unavailable
 from kvmesh.rpc.pb import store_pb2 as pb_store
 from tests.node.stores import keys_of
@@ -131,6 +131,31 @@ class Bench:
 
 def told(seq: int, *keys: bytes, prefix: bytes = b"") -> pb_store.Tombstone:
     return pb_store.Tombstone(seq=seq, keys=b"".join(keys), prefix=prefix)
+
+
+async def test_whoever_keeps_copies_elsewhere_hears_of_each_block_while_it_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(removal_desk, "SLICE", 2)
+    made = Bench()
+    keys = keys_of(*"abcde")
+    made.seal(*keys[:4])
+    heard: list[Gone] = []
+
+    def listen(gone: Gone) -> None:
+        assert all(made.store.holds(key) for key in gone.keys), "not a turn later"
+        heard.append(gone)
+
+    made.desk.listeners.append(listen)
+    assert await made.desk.remove(keys[:3]) == 3
+    assert heard == [Gone(frozenset(keys[:2])), Gone(frozenset(keys[2:3]))]
+    heard.clear()
+    assert await made.desk.remove((), prefix=keys[3][:2]) == 1
+    assert heard[0] == Gone(frozenset(), keys[3][:2]) and keys[3] in heard[1].keys
+    assert keys[3] in heard[0] and Gone(frozenset(keys[:2]), keys[4]).first(keys[2:]) == 2
+    heard.clear()
+    await made.desk.apply([told(5)])
+    assert heard == [Gone(frozenset(), b"")] and keys[0] in heard[0]
 
 
 async def test_tombstones_reach_every_tier_once_and_are_remembered(tmp_path: Path) -> None:

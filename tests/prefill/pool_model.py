@@ -40,7 +40,7 @@ class SharedPool(RuleBasedStateMachine):
         self.cancelled: set[int] = set()
         self.content: dict[int, tuple[int, ...]] = {}  # page → tokens [0, end of its block)
         self.extents: dict[int, tuple[int, ...]] = {}  # extent → likewise
-        self.removed: dict[bytes, int] = {}  # key → how many requests had come when it was removed
+        self.removed: dict[bytes, int] = {}  # key → how many requests with it had come when it was removed
 
     def step(self, event: ev.Event) -> None:
         raise NotImplementedError
@@ -145,8 +145,11 @@ class SharedPool(RuleBasedStateMachine):
         here = {*store.keys(), *store.written()}
         store.remove([one for one in keys if one in here])
         self.below.keys -= keys
-        self.removed.update(dict.fromkeys(keys, len(self.starts)))
+        self.removed.update((one, self.wanted(one)) for one in keys)
         self.step(ev.Removed(Gone(frozenset(() if by_prefix else keys), key if by_prefix else None)))
+
+    def wanted(self, key: bytes) -> int:
+        return sum(key in start.block_keys for start in self.starts.values())
 
     # ── what must hold ───────────────────────────────────────────────────────────────────────────
 
@@ -168,8 +171,8 @@ class SharedPool(RuleBasedStateMachine):
 
     @invariant()
     def what_was_removed_comes_back_with_a_later_request_alone(self) -> None:
-        for key, starts in self.removed.items():
-            if len(self.starts) == starts:
+        for key, wanted in self.removed.items():
+            if self.wanted(key) == wanted:
                 assert not self.state.store.holds(key), f"{key!r} is sealed again"
                 assert key not in self.state.cache.keys(), f"{key!r} is in pages"  # noqa: SIM118
 
