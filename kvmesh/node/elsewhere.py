@@ -20,7 +20,7 @@ from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 
 log = logging.getLogger(__name__)
 
-INTERVAL_S = 0.25
+INTERVAL_S = 0.5
 FAILED_S = 2.0
 CALL_S = 2.0
 FROM_PERCENT = 70  # of the memory in use: below that nothing is about to go
