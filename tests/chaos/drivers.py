@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -10,6 +11,7 @@ from contextlib import asynccontextmanager
 from kvmesh.kvcache.client.client import StoreClient
 from kvmesh.kvcache.client.config import ClientConfig
 from kvmesh.kvcache.client.memory import Buffer
+from kvmesh.kvcache.client.near import Plan
 from kvmesh.kvcache.client.reading import Got as Read
 from kvmesh.kvcache.client.writing import Pin, Put
 from kvmesh.rpc.errors import KvmeshError, Unavailable
@@ -22,6 +24,7 @@ PLACEMENTS = ("random", "best2", "random")
 LOCATIONS = (0, 0, 1000)  # remembers none: asks the master every time
 SPAN = 1 << 20  # no value of a storm is larger
 SPANS = 32
+DAWDLES, DAWDLE_S = 0.3, 0.5
 JUNK = b"\xa5" * SPAN
 
 
@@ -104,6 +107,7 @@ class NearDriver(ClientDriver):
                 read_within_ms=2000,
             )
         )
+        _dawdle(self.client, random.Random(f"near {number}"))
         self._free: asyncio.LifoQueue[Buffer] = asyncio.LifoQueue()
         for _ in range(SPANS):
             self._free.put_nowait(self.client.allocate(SPAN))
@@ -138,6 +142,18 @@ class NearDriver(ClientDriver):
         finally:
             for buffer in buffers:
                 self._free.put_nowait(buffer)
+
+
+def _dawdle(client: StoreClient, rng: random.Random) -> None:
+    """Sometimes it is interrupted between looking a block up and copying it, as a process may be at any time."""
+    read = client._near.read
+
+    async def interrupted(plan: Plan) -> list[Read | None]:
+        if rng.random() < DAWDLES:
+            await asyncio.sleep(rng.uniform(0, DAWDLE_S))
+        return await read(plan)
+
+    client._near.read = interrupted  # type: ignore[method-assign]
 
 
 def holder_of(done: Put) -> str:
