@@ -178,7 +178,7 @@ class Copies:
         """Whether it may be pinned, if it must be."""
         try:
             if key in group.pinned:
-                self._partitions.may_pin(partition, 1)
+                self._partitions.may_pin(1, partition.shard_bytes)
         except Overloaded as error:
             log.info("not copied, as it is pinned where it is: %s", error.message)
             return False

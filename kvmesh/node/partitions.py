@@ -64,8 +64,9 @@ class Partitions(Protocol):
         """A partition that is to take so many more blocks of this layout and length. InvalidRequest: not here;
         Overloaded: no memory is left. What it still lacks, others may give at the next call."""
 
-    def may_pin(self, partition: Partition, blocks: int) -> None:
-        """Overloaded, which names figures, when so many more must not be pinned hard."""
+    def may_pin(self, blocks: int, nbytes: int) -> None:
+        """Overloaded, which names figures, when so many more, with extents of so many bytes in all, must not be pinned
+        hard."""
 
     @property
     def quotas(self) -> TagQuotas:
@@ -123,7 +124,7 @@ class OnePartition:
     def family(self, layout: str) -> Sequence[Partition]:
         return (self._partition,) if layout in ("", self._partition.layout) else ()
 
-    def may_pin(self, partition: Partition, blocks: int) -> None:
+    def may_pin(self, blocks: int, nbytes: int) -> None:
         pass  # its store has a limit of its own
 
     @property

@@ -115,10 +115,10 @@ class PoolPartitions:
         if own is partition:
             self._slabs.cool(own, own.store.extents_of(keys))
 
-    def may_pin(self, partition: Partition, blocks: int) -> None:
+    def may_pin(self, blocks: int, nbytes: int) -> None:
         pinned = sum(p.store.stats.hard_pinned * p.shard_bytes for p in self._partitions.values())
         limit = self.capacity_bytes * PINNED_PERCENT // 100
-        if pinned + blocks * partition.shard_bytes > limit:
+        if blocks and pinned + nbytes > limit:
             raise Overloaded(
                 f"hard_pins={blocks}: {pinned} of {self.capacity_bytes} bytes are pinned, at most {limit} may be",
                 field="hard_pins",

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -166,13 +166,12 @@ class Puts:
         """Wait a little for blocks that would have to go and that the tier below is still to take."""
         if self._tiering is None:
             return
-        job, waits = putting.job, []
-        alike = size_class if job.layout == BYTES else int
-        for size, count in Counter(map(alike, job.sizes)).items():
+        waits = []
+        for nbytes, positions in self._wanted(putting)[1].items():
             with contextlib.suppress(Overloaded):
-                partition = self._partitions.room(job.layout, size, count)
+                partition = self._partitions.room(putting.job.layout, nbytes, len(positions))
                 self._tiering.follow(partition)
-                waits.append(self._tiering.room(partition, count, BELOW_S))
+                waits.append(self._tiering.room(partition, len(positions), BELOW_S))
         await asyncio.gather(*waits)
 
     async def _begin(self, putting: _Putting) -> bool:
@@ -195,25 +194,42 @@ class Puts:
             putting.why[putting.exhausted or "another call writes it"] = None
         return bool(lacking) and not putting.exhausted
 
-    def _try(self, putting: _Putting) -> list[int]:
-        """Begin what can be; positions of what is neither begun nor here."""
+    def _wanted(self, putting: _Putting) -> tuple[list[int], dict[int, list[int]]]:
+        """(Positions of what is neither begun nor here, those of them that nobody writes and that may be pinned as the
+        caller wishes: by bytes of an extent.) Nothing has gone to make room for what must not be pinned."""
         job, family = putting.job, self._partitions.family(putting.job.layout)
+        hard = job.pin == pb.PIN_KIND_HARD
+        extent_bytes = size_class if job.layout == BYTES else int
         putting.exhausted = ""
         groups: dict[int, list[int]] = {}
         lacking = []
+        pinning = [0, 0]  # blocks that this call will pin, and their bytes
         for at, (key, size) in enumerate(zip(job.keys, job.sizes, strict=True)):
-            if at in putting.begun or at in putting.read or putting.watch.gone(key):
-                continue
-            if any(found.store.holds(key) for found in family):
-                continue
-            lacking.append(at)
-            if not any(found.store.writing(key) for found in family):
-                groups.setdefault(size, []).append(at)
-        for size, positions in groups.items():
+            found = next((one.store for one in family if one.store.holds(key)), None)
+            if at in putting.begun or found is not None:
+                if hard and (found is None or not found.pinned_hard([key])[0]):
+                    pinning = [pinning[0] + 1, pinning[1] + extent_bytes(size)]
+            elif at not in putting.read and not putting.watch.gone(key):
+                lacking.append(at)
+                if not any(one.store.writing(key) for one in family):
+                    groups.setdefault(extent_bytes(size), []).append(at)
+        for nbytes, positions in list(groups.items()) if hard else ():
+            more = [pinning[0] + len(positions), pinning[1] + nbytes * len(positions)]
             try:
-                partition = self._partitions.room(job.layout, size, len(positions))
-                if job.pin == pb.PIN_KIND_HARD:
-                    self._partitions.may_pin(partition, len(positions))
+                self._partitions.may_pin(*more)
+                pinning = more
+            except Overloaded as error:
+                putting.exhausted = error.message
+                del groups[nbytes]
+        return lacking, groups
+
+    def _try(self, putting: _Putting) -> list[int]:
+        """Begin what can be; positions of what is neither begun nor here."""
+        job = putting.job
+        lacking, groups = self._wanted(putting)
+        for nbytes, positions in groups.items():
+            try:
+                partition = self._partitions.room(job.layout, nbytes, len(positions))
             except Overloaded as error:
                 putting.exhausted = error.message
                 continue
@@ -313,7 +329,9 @@ def pin(
     if kind == pb.PIN_KIND_SOFT:
         return store.pin(keys, duration_ns, now)
     if kind == pb.PIN_KIND_HARD:
-        partitions.may_pin(partition, sum(store.holds(key) for key in keys))
+        pinned = store.pinned_hard(keys)
+        new = sum(store.holds(key) and not yes for key, yes in zip(keys, pinned, strict=True))
+        partitions.may_pin(new, new * partition.shard_bytes)
         return store.pin_hard(keys)
     if kind == pb.PIN_KIND_NONE:
         store.unpin(keys)

@@ -165,7 +165,7 @@ def test_nobody_loses_what_is_read_written_or_pinned() -> None:
     assert {read, hard} <= held(made) and len(more) == 30
     store.unlease(lease.lease_id)
     with pytest.raises(Overloaded, match="hard_pins=9"):
-        made.may_pin(made.room("bytes", 500_000, 1), 9)
+        made.may_pin(9, 9 * 512 << 10)
 
 
 def test_above_the_watermark_the_coldest_runs_go() -> None:

@@ -286,6 +286,30 @@ async def test_pins() -> None:
             assert (await caller.counts()).hard_pinned == pinned
 
 
+async def test_what_must_not_be_pinned_costs_nobody_a_block() -> None:
+    """4 MiB, of which half may be pinned: what is beyond that is refused before anything goes for it."""
+    async with pool_and_caller() as caller:
+        pinned, others, new = keys_of("p", "q"), keys_of(*range(4)), keys_of("x", "y")
+        await caller.put(pinned, [512 << 10] * 2, pin=pb.PIN_KIND_HARD)
+        assert (await caller.put(others, [640 << 10] * 4)).held == b"\1" * 4
+        much = await refused(caller.put(new, [700_000] * 2, pin=pb.PIN_KIND_HARD, read_within_ms=100))
+        assert isinstance(much, Overloaded) and "hard_pins=2" in much.message
+        assert await held(caller, [*pinned, *others]) == b"\1" * 6
+        answer = await caller.put(new, [200_000, 900_000], pin=pb.PIN_KIND_HARD, read_within_ms=100)
+        assert answer.held == b"\1\0" and "hard_pins=2" in answer.why_not, "the two together are too much"
+        assert await held(caller, [*pinned, *others]) == b"\1" * 6
+
+
+async def test_what_is_pinned_already_counts_once() -> None:
+    async with pool_and_caller() as caller:
+        keys = keys_of(*range(3))
+        for _ in range(2):
+            assert (await caller.put(keys, [640 << 10] * 3, pin=pb.PIN_KIND_HARD)).held == b"\1\1\1"
+            again = pb.PinBlocksRequest(keys=b"".join(keys), kind=pb.PIN_KIND_HARD, layout="bytes")
+            assert (await caller.rpc.Pin(again)).done == b"\1\1\1"
+        assert (await caller.counts()).hard_pinned == 3
+
+
 async def test_a_removal_that_spares_hard_pins() -> None:
     async with pool_and_caller() as caller:
         keys = keys_of("hard", "soft", "free")
