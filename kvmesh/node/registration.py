@@ -55,6 +55,7 @@ class _Peer(ABC):
         self._lease_s = ENTER_TIMEOUT_S
         self._urged = asyncio.Event()
         self._complained = False
+        self._beaten = False  # since it entered last
 
     @property
     @abstractmethod
@@ -82,7 +83,7 @@ class _Peer(ABC):
                 error = await self._guarded(self._live(stopping))
                 if error is None:
                     break
-                failures = 0 if self.registered else failures + 1
+                failures = 0 if self._beaten else failures + 1
                 wait_s = self._after(error, failures)
                 await asyncio.wait({stopping}, timeout=wait_s)
             if self.registered and self._channel is not None:
@@ -94,6 +95,7 @@ class _Peer(ABC):
 
     async def _live(self, stopping: asyncio.Future[Any]) -> None:
         """Enter and beat until stopped (returns) or until the peer fails us (raises)."""
+        self._beaten = False
         if self._channel is None:
             self._channel = channels.connect(self.address)
         interval_ms, lease_ms = await self._enter(self._channel, ENTER_TIMEOUT_S)
@@ -106,6 +108,7 @@ class _Peer(ABC):
         while not stopping.done():
             # Half a lease: one lost call leaves time for another before the peer takes us for dead.
             await self._beat(self._channel, self._lease_s / 2)
+            self._beaten = True
             await self._pause(stopping)
 
     async def _pause(self, stopping: asyncio.Future[Any]) -> None:

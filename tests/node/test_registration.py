@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
+import random
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from kvmesh.node.registration import Registrar
+from kvmesh.node.registration import Registrar, _Peer
 from kvmesh.rpc import channels, protocol
 from kvmesh.rpc.errors import UnknownInstance
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, store_pb2, store_pb2_grpc
@@ -353,3 +354,38 @@ async def test_with_nobody_there_it_ends_quietly() -> None:
     instance = Instance("127.0.0.1:1", "127.0.0.1:1")
     async with alive(instance):
         assert instance.registrar.registered == {"conductor": False, "store": False}
+
+
+class NeverBeats(_Peer):
+    """Enters, and fails with its first beat."""
+
+    name = "nobody"
+    address = "127.0.0.1:9"
+
+    def __init__(self, stop: asyncio.Event) -> None:
+        super().__init__(random.Random(1))
+        self.failures: list[int] = []
+        self._stop = stop
+
+    async def _enter(self, channel: Any, timeout_s: float) -> tuple[int, int]:
+        return 10, 1000
+
+    async def _beat(self, channel: Any, timeout_s: float) -> None:
+        raise RuntimeError("a bug")
+
+    async def _goodbye(self, channel: Any, timeout_s: float) -> None:
+        pass
+
+    def _after(self, error: Exception, failures: int) -> float:
+        self.failures.append(failures)
+        if len(self.failures) == 4:
+            self._stop.set()
+        return min(super()._after(error, failures), 0.01)
+
+
+async def test_to_enter_is_no_success_when_no_beat_follows() -> None:
+    """It backs off: a bug met in each beat had it enter again fifty times a second."""
+    stop = asyncio.Event()
+    peer = NeverBeats(stop)
+    await asyncio.wait_for(peer.run(stop), TIMEOUT)
+    assert peer.failures == [1, 2, 3, 4]
