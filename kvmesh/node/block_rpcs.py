@@ -64,6 +64,7 @@ class BlockRpcs:
         for start in reversed(range(0, len(keys), TURN)):
             for partition in self._node.partitions.family(layout):
                 partition.store.read(keys[start : start + TURN])
+            self._node.used(layout, keys[start : start + TURN])
             if start:
                 await asyncio.sleep(0)
         return pb.TouchBlocksResponse()

@@ -94,10 +94,9 @@ class Blocks:
         folder = tiers.path if tiers is not None and not tiers.url else None
         again = returning is not None or (tiers is not None and tiers.opens_later)
         self.removals = RemovalDesk(partitions, self.forget, self._lower_names, folder, again=again)
-        refuses = self.removals.refuses
-        self._pulls = Pulls(own.instance_id, ranks, segments, self._peers, lease_ms, refuses, self._tiering)
+        below, refuses = self._tiering, self.removals.refuses
+        self._pulls = Pulls(own.instance_id, ranks, segments, self._peers, lease_ms, refuses, below)
         self._returning = returning
-        below = self._tiering
         if tiers is not None and below is not None and any(each.url for each in tiers.chain):
             below.remember(self.removals.watch())
         self.puts = Puts(len(ranks), partitions, segments, self._pulls, self.sums, self.removals, below)
@@ -247,11 +246,10 @@ class Blocks:
     @property
     def usage(self) -> pb_store.StoreUsage:
         """For the master."""
-        partitions = self.partitions
-        stats = [partition.store.stats for partition in partitions.all()]
+        stats = [partition.store.stats for partition in self.partitions.all()]
         return pb_store.StoreUsage(
-            capacity_bytes=partitions.capacity_bytes,
-            free_bytes=0 if self.draining else partitions.free_bytes,
+            capacity_bytes=self.partitions.capacity_bytes,
+            free_bytes=0 if self.draining else self.partitions.free_bytes,
             blocks=sum(each.sealed for each in stats),
             writing=sum(each.writing for each in stats),
             sending_bytes_per_s=self._sending.bytes_per_s,
@@ -300,8 +298,7 @@ class Blocks:
         answer.pulled_bytes = self._pulls.stats.nbytes
         answer.offloaded_blocks = self._offload.blocks if self._offload is not None else 0
         answer.layout = self.layout
-        if answer.layout:
-            answer.shard_bytes = self.partitions.all()[0].shard_bytes
+        answer.shard_bytes = self.partitions.all()[0].shard_bytes if answer.layout else 0
         answer.term = self.terms.highest
         if self._tiering is not None:
             answer.tiers.extend(self._tiering.counters)
@@ -326,6 +323,11 @@ class Blocks:
         self.partitions.settle()
         self.leases_changed()
         return len(here)
+
+    def used(self, layout: str, keys: Sequence[bytes]) -> None:
+        """See `Tiering.used`."""
+        if self._tiering is not None:
+            self._tiering.used(layout, keys)
 
     def below(self, layout: str, key: bytes) -> tuple[Tier, str, int] | None:
         """See `Tiering.below`."""
@@ -359,9 +361,8 @@ class Blocks:
 
     def _expire(self) -> None:
         self._timer = None
-        now = time.monotonic_ns()
         for partition in self.partitions.all():
-            partition.store.expire(now, MAX_EXPIRED)
+            partition.store.expire(time.monotonic_ns(), MAX_EXPIRED)
         self.partitions.settle()
         self.leases_changed()
 

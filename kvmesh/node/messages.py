@@ -40,6 +40,7 @@ from kvmesh.node.tier_messages import TierProbe as TierProbe
 from kvmesh.node.tier_messages import TierPut as TierPut
 from kvmesh.node.tier_messages import TierRemove as TierRemove
 from kvmesh.node.tier_messages import TierStats as TierStats
+from kvmesh.node.tier_messages import TierUsed as TierUsed
 from kvmesh.node.transfer_metrics import TransferStats
 from kvmesh.node.warm_messages import WarmRow as WarmRow
 from kvmesh.node.warm_messages import WarmSum as WarmSum
@@ -213,6 +214,7 @@ ToRank = (
     | TierPut
     | TierGet
     | TierProbe
+    | TierUsed
     | TierRemove
     | WarmSum
     | WarmVerify

@@ -67,6 +67,9 @@ class Node(Protocol):
     def stage(self, keys: Sequence[bytes], layout: str, timeout_s: float) -> Awaitable[dict[bytes, Tier]]:
         """Bring what lies below DRAM into it; where each block that can be leased now was found."""
 
+    def used(self, layout: str, keys: Sequence[bytes]) -> None:
+        """Somebody has read these in memory."""
+
     def below(self, layout: str, key: bytes) -> tuple[Tier, str, int] | None:
         """(tier, layout, bytes) of a block that lies below DRAM."""
 

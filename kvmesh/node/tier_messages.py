@@ -63,6 +63,15 @@ class TierRemove(Message, frozen=True):
     keys: bytes
 
 
+class TierUsed(Message, frozen=True):
+    """Blocks of this tier were used in memory, so often lately (`uses`: 0..15 of each). No answer."""
+
+    tier: int
+    part: int
+    keys: bytes
+    uses: bytes
+
+
 class TierProbe(Message, frozen=True):
     """Read this block, for nobody: does the tier answer? TierDone: position 0, or none."""
 

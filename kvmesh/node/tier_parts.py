@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 MAX_BLOCKS = 64  # of one operation of the write-behind
 MAX_BYTES = 32 << 20
 SKETCH_KEYS = 1 << 17
+MAX_NOTED, USED_KEYS = 1 << 16, 4096  # keys: at most so many wait; in one message, some 10 ms for a rank
 MIXED_BYTES, MIXED_SHARE = 16 << 20, 64  # the largest block of "bytes" that goes below, and of all it may take
 
 
@@ -103,6 +104,8 @@ class Part:
     reads: ReadTime = field(default_factory=ReadTime)
     writing: dict[bytes, None] = field(default_factory=dict)
     staging: dict[bytes, asyncio.Task[None]] = field(default_factory=dict)  # read for others' leases
+    tells: bool = False  # its ranks want to know what is used in memory: it decides what they hand on
+    noted: dict[bytes, None] = field(default_factory=dict)  # used since they were told
     promoted: int = 0  # by partitions that are gone
 
     @property
@@ -123,6 +126,16 @@ class Part:
         """A request uses these."""
         for key in keys:
             self.sketch.add(key)
+            if self.tells and len(self.noted) < MAX_NOTED:
+                self.noted[key] = None
+
+    def take_used(self) -> tuple[bytes, bytes] | None:
+        """(keys, uses) of some blocks of this tier that were used in memory; None: there are none."""
+        some = list(itertools.islice(self.noted, USED_KEYS))
+        for key in some:
+            del self.noted[key]
+        here = [key for key in some if key in self.contents]
+        return (b"".join(here), bytes(map(self.sketch.estimate, here))) if here else None
 
 
 class Followed:
@@ -158,6 +171,7 @@ def make_part(settings: TierSettings, health: Health, number: int, layout: str, 
     opened = asyncio.get_running_loop().create_future()
     part = Part(number, layout, shard_bytes, Contents(ranks), opened, settings.tier, health=health)
     part.unopened.update(range(ranks))
+    part.tells = settings.below is not None
     with contextlib.suppress(ConfigError):  # which a rank says of it, when it is opened
         part.largest = largest_block(opening(settings, part, 0, ranks))
     return part

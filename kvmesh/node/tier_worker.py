@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvmesh import extras
 from kvmesh.kvcache.keys import split
 from kvmesh.kvcache.node_store import Changes
 from kvmesh.kvcache.ssd import SsdStats, SsdTier
@@ -61,6 +62,9 @@ class TierWorker:
                 self._get(self._parts.get((message.tier, message.part)), message)
             case m.TierProbe(ticket, tier, part_id, key):
                 self._probe(self._parts.get((tier, part_id)), ticket, key)
+            case m.TierUsed(tier, part_id, keys, uses):
+                told = self._parts.get((tier, part_id))
+                _used(told.tier if told is not None else None, split(keys), uses)
             case m.TierRemove(ticket, tier, part_id, keys):
                 self._remove(self._parts.get((tier, part_id)), ticket, split(keys))
             case _:
@@ -100,14 +104,12 @@ class TierWorker:
         try:
             most = tier.config.limits.max_length if isinstance(tier, SsdTier) else part.room
             fits = [at for at, size in enumerate(sizes) if size <= most]
-            if isinstance(tier, SsdTier):
-                for at in fits if put.uses else ():
-                    tier.used(keys[at], put.uses[at])
             futures = tier.put_many([(keys[at], self._memory(put.offsets[at], sizes[at])) for at in fits])
         except (InvalidRequest, IndexError) as error:
             log.error("put: %s", error)
             done.end()
             return
+        _used(tier, keys, put.uses)
         done.wait(futures, fits, part.tell)  # who hears that they are stored knows that they are there
 
     def _get(self, part: _Part | None, get: m.TierGet) -> None:
@@ -161,6 +163,12 @@ class TierWorker:
             done.end(range(len(keys)) if future.result() else ())
 
         tier.remove(there).add_done_callback(removed)
+
+
+def _used(tier: SsdTier | ObjectTier | None, keys: Sequence[bytes], uses: bytes) -> None:
+    if isinstance(tier, SsdTier):
+        for key, count in zip(keys, uses, strict=False):
+            tier.used(key, count)
 
 
 class _Operation:
@@ -284,7 +292,7 @@ class _Part:
         try:
             from kvmesh.kvcache.object_store import ObjectConfig, ObjectTier
         except ImportError as error:
-            raise ConfigError(f"{error}: pip install 'kvmesh[object]'", field="object_url") from None
+            raise ConfigError(f"object_url: {error}: {extras.install('object')}", field="object_url") from None
         o = self._opening
         return ObjectTier(ObjectConfig(url=o.path, identity=o.identity), on_changes=self.tell)
 

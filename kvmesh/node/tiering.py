@@ -119,6 +119,8 @@ class Tiering:
         def added(key: bytes) -> None:
             if key in followed:
                 followed.promotion.sealed(key, time.monotonic_ns())
+            elif self._settings.layouts:  # a pool node: no request has said that it uses this
+                followed.part.note([key])
             if key not in followed.part.contents:
                 followed.behind.added()
                 self._wake(followed)
@@ -310,10 +312,14 @@ class Tiering:
 
     async def stage(self, layout: str, keys: Sequence[bytes], timeout_s: float) -> dict[bytes, Tier]:
         """See `Staging.stage`."""
+        self.used(layout, keys)
+        return await self._staging.stage(self._ready(layout), layout, keys, timeout_s)
+
+    def used(self, layout: str, keys: Sequence[bytes]) -> None:
+        """Somebody uses these, wherever they lie: what is used often deserves its place. `layout` "": of any."""
         for name, part in self.levels[0].parts.items():
             if layout in ("", name):
                 part.note(keys)
-        return await self._staging.stage(self._ready(layout), layout, keys, timeout_s)
 
     def _ready(self, layout: str) -> list[Part]:
         return [part for level in self.levels for part in level.ready(layout)]
@@ -352,6 +358,10 @@ class Tiering:
                 self._wake(followed)
             if followed.promotion.waiting:
                 part.promoted += followed.promotion.settle(store, followed, before)
+        for part in self.levels[0].parts.values():
+            if part.ready and (used := part.take_used()) is not None:
+                for rank in range(len(self._ranks)):
+                    self._ranks.send(rank, m.TierUsed(part.tier, part.number, *used))
         for level in self.levels:
             level.gauge()
 

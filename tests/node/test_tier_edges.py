@@ -167,3 +167,25 @@ async def test_a_write_that_hangs_stops_writes_until_the_tier_answers(
     await turns()
     assert store.usage.held == 0
     await below.tiering.close()
+
+
+async def test_the_ssd_hears_how_often_what_it_holds_is_used_in_memory(tmp_path: Path) -> None:
+    objects = TierSettings(Path(), 0, 0, 50, layouts=1, url="memory://x")
+    below = Below(TierSettings(tmp_path, 1 << 30, 0, 50, layouts=1, below=objects))
+    hot, cold = keys_of("hot", "cold")
+    seal(below.partition("one").store, hot, cold)
+    below.disk.late = True
+    await turns()
+    (put,) = [message for message in below.disk.told if isinstance(message, m.TierPut)]
+    assert (put.keys, put.uses) == (hot + cold, bytes([1, 1])), "to be put is a use"
+    below.disk.work()
+    for _ in range(3):
+        await below.tiering.stage("one", [hot], 0.01)  # a lease of what is in memory
+    below.tiering.used("", [hot, *keys_of("strange")])  # a read without one
+    below.tiering.tidy()
+    used = [message for message in below.disk.told if isinstance(message, m.TierUsed)]
+    assert [(message.tier, message.keys, list(message.uses)) for message in used] == [(Tier.SSD, hot + cold, [5, 1])]
+    below.disk.told.clear()
+    below.tiering.tidy()
+    assert not below.disk.told, "said once"
+    await below.tiering.close()
