@@ -5,10 +5,14 @@ from __future__ import annotations
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from kvmesh.kvcache.keys import split
+from kvmesh.rpc import channels
+from kvmesh.rpc.pb import blocks_pb2, blocks_pb2_grpc
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from services.prefill.main import run
 from tests.node.driver import Driver, rank
@@ -130,6 +134,48 @@ async def test_what_nobody_has_is_computed(checkpoint: Path, target: Driver, hol
         found = await check(checkpoint, client, "nowhere", pulls=[await hint(holder), gone])
         assert (found.pulled_tokens, found.pull_bytes) == (0, 0)
         await settled(reader.address, streams=1)
+
+
+async def test_a_store_full_of_what_others_read_costs_only_the_shared_blocks(
+    checkpoint: Path, target: Driver, holder: Running
+) -> None:
+    """All extents but one, which the watermark keeps free, are under somebody's lease: what cannot be fetched is
+    computed, and what is computed is not shared, until the lease is over. Nobody waits for it, and nobody fails."""
+    async with talk(holder, target) as client:
+        await check(checkpoint, client, "wanted")
+    await sealed(holder, BLOCKS)
+    settings = config(checkpoint, instance_id="prefill-c", num_extents=BLOCKS, max_context_tokens=64)
+    async with running(run, settings) as service, talk(service, target) as client:
+        await check(checkpoint, client, "first")
+        await sealed(service, BLOCKS - 1)
+        await settled(service.address, streams=1)
+        async with channels.connect(service.address) as channel:
+            store: Any = blocks_pb2_grpc.NodeStoreStub(channel)
+            keys = b"".join(await keys_at(service))
+            who = await instance(service.address)
+            request = blocks_pb2.LeaseRequest(
+                reader="r", holder_incarnation=who.instance.incarnation, keys=keys, lease_ms=60_000
+            )
+            request.layout = (await store.GetStore(blocks_pb2.GetNodeStoreRequest(), timeout=10)).layout
+            lease = await store.Lease(request, timeout=10)
+            assert lease.held == b"\1" * (BLOCKS - 1)
+            for _ in range(2):
+                found = await check(checkpoint, client, "wanted", pulls=[await hint(holder)])
+                assert found.pulled_tokens <= 16
+            there = await store.Exists(blocks_pb2.ExistsRequest(keys=keys), timeout=10)
+            assert 0 not in there.tiers, "what is read went"
+            await store.ReleaseLease(blocks_pb2.ReleaseBlocksRequest(lease_id=lease.lease_id), timeout=10)
+        await check(checkpoint, client, "anew")
+        await settled(service.address, streams=1)
+        assert not set(await keys_at(service)) & set(split(keys))
+
+
+async def keys_at(service: Running) -> list[bytes]:
+    """Every key of its node store."""
+    async with channels.connect(service.address) as channel:
+        store: Any = blocks_pb2_grpc.NodeStoreStub(channel)
+        told = [part.keys async for part in store.ListBlocks(blocks_pb2.ListBlocksRequest(), timeout=10)]
+    return split(b"".join(told))
 
 
 async def test_a_cancel_while_a_holder_is_silent(target: Driver, holder: Running, reader: Running) -> None:
