@@ -33,7 +33,15 @@ def findings(root: Path = Path("/")) -> list[Finding]:
     groups: tuple[tuple[str, Callable[[], Iterable[Finding]]], ...] = (
         ("kvmesh", lambda: (checks.python(), checks.machine(), checks.torch(), checks.cuda(), checks.triton())),
         ("ports of kvmesh up", lambda: checks.ports(settings.http_port, settings.grpc_port)),
-        ("memory", lambda: (checks.shared_memory(), checks.huge_pages(root), checks.locked_memory())),
+        (
+            "memory",
+            lambda: (
+                checks.shared_memory(),
+                checks.warm_segments(wanted_mb=(settings.prefill + settings.decode) * settings.memory_mb),
+                checks.huge_pages(root),
+                checks.locked_memory(),
+            ),
+        ),
         (
             "RDMA",
             lambda: (

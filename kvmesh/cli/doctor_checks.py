@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvmesh import extras
 from kvmesh.rpc.errors import ConfigError
 
 MIB = 1 << 20
@@ -89,7 +90,7 @@ def triton() -> Finding:
         return Finding("triton", "ok", importlib.metadata.version("triton"))
     except importlib.metadata.PackageNotFoundError:
         enables = "attention kernels on GPUs, in a later version"
-        return Finding("triton", "missing", "not installed", enables, "pip install 'kvmesh[cuda]'")
+        return Finding("triton", "missing", "not installed", enables, extras.install("cuda"))
 
 
 def ports(http_port: int, grpc_port: int) -> list[Finding]:
@@ -122,11 +123,26 @@ def shared_memory() -> Finding:
     except OSError as err:
         todo = "a container's seccomp profile may forbid it: allow memfd_create"
         return Finding("shared memory", "missing", f"memfd_create: {err.strerror}", enables, todo)
+    return Finding("shared memory", "ok", "memfd")
+
+
+def warm_segments(folder: Path = Path("/dev/shm"), wanted_mb: int = 0) -> Finding:
+    """A memory file system, for host memory that outlives its process. `wanted_mb`: of a mesh by `kvmesh up`."""
+    from kvmesh.transfer.segment_file import check_folder
+
+    enables = "--warm-segment: a restarted instance has its blocks again"
     try:
-        free = f", /dev/shm {shutil.disk_usage('/dev/shm').free / MIB:.0f} MiB free"
-    except OSError:
-        free = ""  # nothing here needs it
-    return Finding("shared memory", "ok", f"memfd{free}")
+        check_folder(str(folder))
+        free = shutil.disk_usage(folder).free // MIB
+    except (ConfigError, OSError) as err:
+        why = err.message.partition(": ")[2] if isinstance(err, ConfigError) else err.strerror
+        todo = f"mount -t tmpfs -o size=4g tmpfs {folder} (docs/warm-restart.md)"
+        return Finding("warm segments", "missing", f"{folder}: {why}", enables, todo)
+    shown = f"{folder}, {free:,} MiB free"
+    if free < wanted_mb:
+        todo = f"a mesh takes {wanted_mb:,} MiB of it: mount -o remount,size=... {folder}, or docker run --shm-size=..."
+        return Finding("warm segments", "warn", shown, enables, todo)
+    return Finding("warm segments", "ok", shown)
 
 
 def huge_pages(root: Path) -> Finding:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvmesh.cli import plan, probe
+from kvmesh.cli import checks, plan, probe
 from kvmesh.cli.settings import MeshSettings
 from kvmesh.rpc import process, security
 from kvmesh.rpc.errors import ConfigError, Unavailable
@@ -89,7 +89,7 @@ class Mesh:
         if not settings.run_dir:
             raise ConfigError("run_dir='': a mesh needs a folder for its logs", field="run_dir")
         if not specs:
-            plan.check_front_ports(settings)
+            checks.check_front_ports(settings)
         self.run_dir = Path(settings.run_dir)
         if settings.tls:
             from kvmesh.rpc.certificates import make_certificates

@@ -8,11 +8,10 @@ import random
 import shutil
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from kvmesh.cli.serve import config_class
 from kvmesh.cli.settings import MeshSettings, Served
@@ -21,7 +20,6 @@ from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.server import check_port, join
 
 LOCALHOST = "127.0.0.1"
-REDIS_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -73,42 +71,6 @@ class Ports:
             return int(probe.getsockname()[1])
 
 
-def check_front_ports(settings: MeshSettings) -> None:
-    """Raise ConfigError that names the port in use and the flag that changes it."""
-    for key in ("http_port", "grpc_port"):
-        port = getattr(settings, key)
-        try:
-            check_port(settings.host, port, key)
-        except ConfigError as err:
-            if err.field == "host":
-                raise
-            flag = f"--{key.replace('_', '-')}"
-            raise ConfigError(f"{err.message}; choose another with {flag}", field=key) from None
-
-
-def check_redis(settings: MeshSettings) -> None:
-    """Raise ConfigError unless somebody listens where a Redis of somebody else's should be: without it no master leads.
-    The password of a URL is not repeated."""
-    if settings.redis in ("", "auto"):
-        return
-    parts = urlsplit(settings.redis)
-    try:
-        host, port = parts.hostname or LOCALHOST, parts.port or 6379
-    except ValueError:  # of the port
-        host, port = "", 0
-    if not host or parts.scheme not in ("redis", "rediss", "unix"):
-        shown = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
-        why = "must be auto, redis://host:port/0, rediss://... or unix://..."
-        raise ConfigError(f"redis={shown!r}: {why}", field="redis")
-    if parts.scheme == "unix":
-        return
-    try:
-        socket.create_connection((host, port), REDIS_S).close()
-    except OSError as err:
-        why = f"nothing answers at {join(host, port)} ({err.strerror or err})"
-        raise ConfigError(f"redis: {why}; start a Redis there, or let --redis auto do it", field="redis") from None
-
-
 @dataclass(frozen=True, slots=True)
 class Planned:
     """A process to be: its service, and the model of an instance (None: of the others)."""
@@ -144,6 +106,60 @@ def plan(settings: MeshSettings, run_dir: Path, ports: Ports) -> list[Spec]:
     port = {one.name: ports.take() for one in wanted if one.service != "gateway"}
     port["gateway"] = settings.grpc_port or ports.take(settings.host)
     http_port = settings.http_port or ports.take(settings.host)
+    own = _own_flags(settings, wanted, port, http_port)
+    specs = []
+    for one in wanted:
+        if one.service == "redis":
+            specs.append(_redis(settings, port[one.name], run_dir))
+            continue
+        metrics_port = ports.take()
+        http = join(_reach(settings.host), http_port) if one.service == "gateway" else ""
+        flags: dict[str, Any] = {
+            **_common_flags(settings, one.name, run_dir),
+            "port": port[one.name],
+            "metrics_port": metrics_port,
+            **own[one.service],
+            **({"model": one.served.path, "served_name": one.served.name} if one.served else {}),
+            **_extra(settings.flags, one.name, one.service),
+        }
+        specs.append(
+            Spec(
+                name=one.name,
+                service=one.service,
+                address=join(_reach(flags["host"]), port[one.name]),
+                metrics=join(LOCALHOST, metrics_port),
+                http=http,
+                argv=_argv(one.service, flags),
+                env=_environment(settings, one.name, one.service),
+                log=run_dir / "logs" / f"{one.name}.log",
+                ready_file=Path(flags["ready_file"]),
+            )
+        )
+    return specs
+
+
+def _common_flags(settings: MeshSettings, name: str, run_dir: Path) -> dict[str, Any]:
+    """Of every service; each takes what its configuration knows."""
+    return {
+        "host": LOCALHOST,
+        "instance_id": name,
+        "log_level": settings.log_level,
+        "trace_dir": str(run_dir / "traces"),
+        "otlp_endpoint": settings.otlp_endpoint,
+        "ready_file": str(run_dir / "ready" / f"{name}.json"),
+        **{key: getattr(settings, key) for key in security.FIELDS},
+        "store_eviction": settings.store_eviction,
+        "ssd_path": str(Path(settings.ssd_path).expanduser().absolute() / name) if settings.ssd_path else "",
+        "ssd_capacity_mb": settings.ssd_capacity_mb,
+        "object_url": settings.object_url,
+        "warm_segment": str(Path(settings.warm_segment).absolute() / name) if settings.warm_segment else "",
+    }
+
+
+def _own_flags(
+    settings: MeshSettings, wanted: Sequence[Planned], port: Mapping[str, int], http_port: int
+) -> dict[str, dict[str, Any]]:
+    """What the services of one kind are told beside that."""
     conductor = join(LOCALHOST, port["conductor"])
     store = ",".join(join(LOCALHOST, port[one.name]) for one in wanted if one.service == "store")
     redis = f"redis://{join(LOCALHOST, port['redis'])}/0" if settings.redis == "auto" else settings.redis
@@ -158,7 +174,7 @@ def plan(settings: MeshSettings, run_dir: Path, ports: Ports) -> list[Spec]:
         "memory_mb": settings.memory_mb,
         "threads": settings.threads,
     }
-    own: dict[str, dict[str, Any]] = {
+    return {
         "store": {"redis": redis},
         "conductor": {"store": store, "slo_ttft_ms": settings.slo_ttft_ms, "slo_tbt_ms": settings.slo_tbt_ms},
         "pool": {"store": store, "memory_mb": settings.pool_memory_mb, **transfer},
@@ -174,46 +190,6 @@ def plan(settings: MeshSettings, run_dir: Path, ports: Ports) -> list[Spec]:
             "conductor": conductor,
         },
     }
-    specs = []
-    for one in wanted:
-        name, service = one.name, one.service
-        if service == "redis":
-            specs.append(_redis(settings, port[name], run_dir))
-            continue
-        metrics_port = ports.take()
-        ready_file = run_dir / "ready" / f"{name}.json"
-        flags: dict[str, Any] = {
-            "host": LOCALHOST,
-            "port": port[name],
-            "metrics_port": metrics_port,
-            "instance_id": name,
-            "log_level": settings.log_level,
-            "trace_dir": str(run_dir / "traces"),
-            "otlp_endpoint": settings.otlp_endpoint,
-            "ready_file": str(ready_file),
-            **{key: getattr(settings, key) for key in security.FIELDS},
-            "ssd_path": str(Path(settings.ssd_path).expanduser().absolute() / name) if settings.ssd_path else "",
-            "ssd_capacity_mb": settings.ssd_capacity_mb,
-            "object_url": settings.object_url,
-            "warm_segment": str(Path(settings.warm_segment).absolute() / name) if settings.warm_segment else "",
-            **own[service],
-            **({"model": one.served.path, "served_name": one.served.name} if one.served else {}),
-            **_extra(settings.flags, name, service),
-        }
-        specs.append(
-            Spec(
-                name=name,
-                service=service,
-                address=join(_reach(flags["host"]), port[name]),
-                metrics=join(LOCALHOST, metrics_port),
-                http=join(_reach(settings.host), http_port) if service == "gateway" else "",
-                argv=_argv(service, flags),
-                env=_environment(settings, name, service),
-                log=run_dir / "logs" / f"{name}.log",
-                ready_file=ready_file,
-            )
-        )
-    return specs
 
 
 def _redis(settings: MeshSettings, port: int, run_dir: Path) -> Spec:

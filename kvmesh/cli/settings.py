@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvmesh.kvcache.eviction import POLICIES
 from kvmesh.node.transfer_config import check
 from kvmesh.rpc.errors import ConfigError
 
@@ -59,6 +60,9 @@ class MeshSettings:
     )
     pool: int = field(default=0, metadata={"help": "Pool nodes: memory without an engine.", "min": 0, "max": 64})
     pool_memory_mb: int = field(default=256, metadata={"help": "KV memory of each pool node, MiB.", "min": 1})
+    store_eviction: str = field(
+        default="lru", metadata={"help": "Which blocks of the nodes' memory go first.", "choices": POLICIES}
+    )
     ssd_path: str = field(
         default="",
         metadata={"help": "Folder of the SSD tier, a subfolder for each instance; empty: none.", "metavar": "FOLDER"},

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from kvmesh.cli import runs
 from kvmesh.cli.console import RunDir, console, one_line_errors, wide_enough
+from kvmesh.cli.store_target import patiently
 
 TIERS = ("device", "host", "remote")
 _TEXTS = ("service", "address", "state", "instance", "role", "model", "node store", "tier", "")
@@ -56,11 +57,13 @@ def status(
     def look() -> dict[str, Any]:
         if conductor:
             runs.secure(None)
-            return asyncio.run(collect(conductor, gateway or "", store or ""))
+            asking = collect(conductor, gateway or "", store or "")
+            return asyncio.run(patiently(f"asking {conductor}", asking) if watch is None else asking)
         run = runs.find_running(run_dir)
         runs.secure(run)
         address = {name: one["address"] for name, one in run.services.items()}
-        found = asyncio.run(collect(address["conductor"], address["gateway"], runs.masters(run)))
+        asking = collect(address["conductor"], address["gateway"], runs.masters(run))
+        found = asyncio.run(patiently("asking the mesh", asking) if watch is None else asking)
         return {"run": run.told, **found}
 
     out = console()

@@ -30,7 +30,8 @@ MOVE_HELP = """Have NODE copy blocks, then remove the copies that they were made
 
 Where several nodes have a block, --from says whose copy goes; the others stay. A hard pin moves along, one \
 with an end (`pin --ttl`) does not. A copy that is being read is waited for. A block can be moved on three seconds \
-after its last move. Leaves with 1 when one has not been moved as wished, and says why; saying it again does the rest. Examples:
+after its last move. Leaves with 1 when one has not been moved as wished, and says why; saying it again does the rest. \
+Examples:
 
     kvmesh store move report pool-1
 

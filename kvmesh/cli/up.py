@@ -99,11 +99,12 @@ def up(settings: MeshSettings, *, prompt: bool, leave: bool) -> int:
     out.print("[dim]starting ...[/]" if out.is_terminal else "starting ...")
 
     from kvmesh.cli import mesh as meshes
-    from kvmesh.cli.plan import check_front_ports, check_redis
+    from kvmesh.cli.checks import check_front_ports, check_redis, check_tiers
     from kvmesh.cli.screen import Progress
 
     check_front_ports(settings)
     check_redis(settings)
+    check_tiers(settings)
     if settings.api_keys:  # a bad file is told before anything is started
         from services.gateway.key_file import KeyFile
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvmesh import extras
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.security import TlsFiles
 
@@ -155,7 +156,7 @@ def _with_openssl(hosts: Sequence[str], days: int) -> tuple[bytes, bytes, bytes]
     """(authority, certificate, key), PEM. ConfigError: there is no openssl program, or it fails."""
     program = shutil.which("openssl")
     if program is None:
-        why = "needs the cryptography package (pip install 'kvmesh[tls]') or the openssl program"
+        why = f"needs the openssl program, or the cryptography package ({extras.install('tls')})"
         raise ConfigError(f"tls: making certificates {why}", field="tls")
     alternatives = ",".join(f"{'IP' if _is_address(host) else 'DNS'}:{host}" for host in hosts)
     with tempfile.TemporaryDirectory(prefix="kvmesh-tls-") as name:

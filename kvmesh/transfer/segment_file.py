@@ -147,6 +147,18 @@ def _check(fd: int, path: str) -> None:
         raise _bad(path, "not in a memory file system (tmpfs, as /dev/shm is)")
 
 
+def check_folder(path: str) -> None:
+    """ConfigError, OSError: no segment can lie in this folder."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if not _in_memory(fd):
+            raise _bad(path, "not in a memory file system (tmpfs, as /dev/shm is)")
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise _bad(path, os.strerror(errno.EACCES))
+    finally:
+        os.close(fd)
+
+
 def _is_at(fd: int, path: str) -> bool:
     try:
         there = os.stat(path, follow_symlinks=False)

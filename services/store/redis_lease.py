@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Collection, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvmesh import extras
 from kvmesh.rpc.errors import ConfigError, StaleTerm, Unavailable
 from services.store.durable import KINDS, Kept
 from services.store.leader import Ask, Granted, Held, Silent
@@ -100,7 +101,7 @@ class Redis:
             from redis import asyncio as client
             from redis.exceptions import RedisError
         except ImportError:
-            raise ConfigError("redis: needs the package redis: pip install 'kvmesh[ha]'", field="redis") from None
+            raise ConfigError(f"redis: needs the package redis: {extras.install('ha')}", field="redis") from None
         self.failures: tuple[type[Exception], ...] = (RedisError, OSError, TimeoutError)
         try:
             self.client: Any = client.from_url(

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
+from kvmesh import extras
+from kvmesh.cli.checks import check_tiers
 from kvmesh.cli.serve import SERVICES
+from kvmesh.cli.settings import MeshSettings
+from kvmesh.rpc.errors import ConfigError
 from tests.checkpoints import make_checkpoint
 
 MARK = "TEST_BAD_START"
@@ -147,6 +153,47 @@ def test_a_pool_node_refuses_an_ssd_folder_that_cannot_be_made(starts: Starts) -
     assert line == "ssd_path='/proc/none': No such file or directory"
     line = starts.refused("serve", "pool", "--store=127.0.0.1:1", "--memory-mb=16", "--object-url=ftp://x")
     assert line.startswith("object_url='ftp://x': must be like s3://bucket/prefix; schemes: s3, ")
+
+
+@pytest.mark.parametrize(
+    ("flag", "line"),
+    [
+        (
+            "--ssd-path=/proc/none",
+            "ssd_path='/proc/none': No such file or directory; name a folder that can be written to with --ssd-path",
+        ),
+        (
+            "--warm-segment=warm",
+            "warm_segment='warm': not in a memory file system (tmpfs, as /dev/shm is); name another with --warm",
+        ),
+        ("--object-url=s3://", "object_url='s3://': names no bucket: must be like s3://bucket/prefix (--object-url)"),
+        ("--store-eviction=mru", "store_eviction='mru' (from --store-eviction): choose one of lru, lfu, length"),
+    ],
+)
+def test_up_refuses_what_no_instance_could_use_before_it_starts_one(starts: Starts, flag: str, line: str) -> None:
+    """In a folder on disk."""
+    told = starts.refused("up", "--http-port=0", "--grpc-port=0", flag)
+    assert told.startswith(line), told
+    assert not list(starts.folder.rglob("logs"))
+
+
+def test_up_refuses_warm_segments_that_do_not_fit(starts: Starts, tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        settings = MeshSettings(model="m", warm_segment=f"{folder}/a", memory_mb=1 << 30)
+        with pytest.raises(ConfigError, match="host segments take 2,147,483,648 MiB: make that"):
+            check_tiers(settings)
+        check_tiers(replace(settings, memory_mb=1, ssd_path=str(tmp_path / "made" / "here")))
+        assert (tmp_path / "made" / "here").is_dir()
+
+
+def test_extras_are_installed_from_where_kvmesh_comes_from(tmp_path: Path) -> None:
+    (tmp_path / "kvmesh").mkdir()
+    assert extras.install("ha", package=tmp_path / "kvmesh").endswith(
+        "'.[ha]' in the clone that kvmesh was installed from"
+    )
+    (tmp_path / "pyproject.toml").touch()
+    command = extras.install("ha", package=tmp_path / "kvmesh")
+    assert shlex.split(command) == [sys.executable, "-m", "pip", "install", "-e", f"{tmp_path}[ha]"]
 
 
 @pytest.mark.parametrize("service", ["gateway", "prefill", "decode"])

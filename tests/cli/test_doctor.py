@@ -7,6 +7,7 @@ import json
 import re
 import resource
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -205,6 +206,18 @@ def test_in_a_container_the_virtual_interfaces_are_shown() -> None:
     assert {name: one.level for name, one in found.items()} == {"eth0": "ok", "eth1": "warn"}
     assert found["eth0"].found == "up, 10 Gb/s, MTU 1500, 10.0.0.9; virtual"
     assert network.topology(host)[0].found == "eth0, docker0"
+
+
+def test_where_warm_segments_can_lie(tmp_path: Path) -> None:
+    found = checks.warm_segments(tmp_path)
+    assert (found.level, "not in a memory file system" in found.found, "mount -t tmpfs" in found.todo) == (
+        "missing", True, True,
+    )  # fmt: skip
+    assert checks.warm_segments(tmp_path / "none").found.endswith("No such file or directory")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        assert checks.warm_segments(Path(folder), 1).level == "ok"
+        little = checks.warm_segments(Path(folder), 1 << 40)
+        assert little.level == "warn" and "a mesh takes 1,099,511,627,776 MiB of it" in little.todo
 
 
 def test_buffers_huge_pages_and_locks(tmp_path: Path) -> None:

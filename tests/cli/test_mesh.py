@@ -179,7 +179,7 @@ def test_the_plan_of_a_whole_mesh(tmp_path: Path) -> None:
     settings = MeshSettings(
         model="/m/tiny", prefill=2, decode=1, http_port=9000, grpc_port=9001, host="0.0.0.0", block_tokens=32,
         flags={"*": {"log_level": "debug"}, "decode": {"max_running": 3}, "prefill-1": {"threads": 2}},
-        env={"decode-0": {"MARK": "1"}},
+        env={"decode-0": {"MARK": "1"}}, store_eviction="lfu",
     )  # fmt: skip
     specs = {spec.name: spec for spec in plan.plan(settings, tmp_path, plan.Ports())}
     assert list(specs) == ["store", "conductor", "prefill-0", "prefill-1", "decode-0", "gateway"]
@@ -194,7 +194,7 @@ def test_the_plan_of_a_whole_mesh(tmp_path: Path) -> None:
     for name in ("prefill-0", "decode-0"):
         argv = specs[name].argv
         wanted = {f"--conductor={specs['conductor'].address}", f"--store={specs['store'].address}", "--block-tokens=32"}
-        assert wanted | {f"--instance-id={name}", "--model=/m/tiny"} <= set(argv)
+        assert wanted | {f"--instance-id={name}", "--model=/m/tiny", "--store-eviction=lfu"} <= set(argv)
     assert len({spec.address for spec in specs.values()} | {spec.metrics for spec in specs.values()}) == 12
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import json
 import re
+import socket
 from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
+from typer.testing import CliRunner
 
-from kvmesh.cli import collect, explain, status
+from kvmesh.cli import collect, explain, status, store_target
+from kvmesh.cli.app import app
 from kvmesh.rpc.pb import blocks_pb2, common_pb2, conductor_pb2, store_pb2
 
 
@@ -327,6 +330,15 @@ def test_what_an_instance_has_in_hand_never_breaks_its_row() -> None:
     assert re.search(
         r"^second-prefill-1 +prefill +second .* 105 ms +2 handoffs$", printed(status._screen(found, 120), 120), re.M
     )
+
+
+def test_a_status_that_takes_long_says_what_it_is_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_target, "PATIENCE_S", 0.05)
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the connection and never says a word
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        told = CliRunner().invoke(app, ["status", "--conductor", address])
+    assert told.exit_code == 1 and f"asking {address} ..." in told.stderr and "no answer" in told.stdout
 
 
 def test_what_does_not_answer_is_told() -> None:

@@ -84,7 +84,7 @@ class Folder:
         why = _difference(found, wanted)
         if on_mismatch == "refuse":
             raise ConfigError(
-                f"path={str(self.path)!r}: {why}; use another folder, remove this one's files, or have them set aside",
+                f"path={str(self.path)!r}: {why}; name another folder, or empty this one (its blocks are a cache)",
                 field="path",
             )
         self.set_aside = self._move_aside()

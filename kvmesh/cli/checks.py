@@ -1,0 +1,106 @@
+"""What `kvmesh up` looks at before it starts anything: one clear error that names the flag, in the place of an instance
+that dies."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from kvmesh import extras
+from kvmesh.cli.plan import LOCALHOST
+from kvmesh.cli.settings import MeshSettings
+from kvmesh.node.tier_config import check_object_url, make_ssd_folder
+from kvmesh.rpc.errors import ConfigError
+from kvmesh.rpc.server import check_port, join
+from kvmesh.transfer.segment_file import check_folder
+
+REDIS_S = 2.0
+MIB = 1 << 20
+
+
+def check_front_ports(settings: MeshSettings) -> None:
+    """Raise ConfigError that names the port in use and the flag that changes it."""
+    for key in ("http_port", "grpc_port"):
+        port = getattr(settings, key)
+        try:
+            check_port(settings.host, port, key)
+        except ConfigError as err:
+            if err.field == "host":
+                raise
+            flag = f"--{key.replace('_', '-')}"
+            raise ConfigError(f"{err.message}; choose another with {flag}", field=key) from None
+
+
+def check_redis(settings: MeshSettings) -> None:
+    """Raise ConfigError unless somebody listens where a Redis of somebody else's should be: without it no master leads.
+    The password of a URL is not repeated."""
+    if settings.redis in ("", "auto"):
+        return
+    parts = urlsplit(settings.redis)
+    try:
+        host, port = parts.hostname or LOCALHOST, parts.port or 6379
+    except ValueError:  # of the port
+        host, port = "", 0
+    if not host or parts.scheme not in ("redis", "rediss", "unix"):
+        shown = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+        why = "must be auto, redis://host:port/0, rediss://... or unix://..."
+        raise ConfigError(f"redis={shown!r}: {why}", field="redis")
+    if parts.scheme == "unix":
+        return
+    try:
+        socket.create_connection((host, port), REDIS_S).close()
+    except OSError as err:
+        why = f"nothing answers at {join(host, port)} ({err.strerror or err})"
+        raise ConfigError(f"redis: {why}; start a Redis there, or let --redis auto do it", field="redis") from None
+
+
+def check_tiers(settings: MeshSettings) -> None:
+    """Raise ConfigError unless what is to keep blocks beside the memory can: the SSD folder is made and can be written
+    to, the folder of warm segments lies in a tmpfs with room for all of them, the object storage has a URL and its
+    library is here."""
+    if settings.ssd_path:
+        folder = Path(settings.ssd_path).expanduser().absolute()
+        try:
+            make_ssd_folder(str(folder))
+        except ConfigError as err:
+            why = err.message.partition(": ")[2]
+            text = f"ssd_path={settings.ssd_path!r}: {why}; name a folder that can be written to with --ssd-path"
+            raise ConfigError(text, field="ssd_path") from None
+    if settings.object_url:
+        try:
+            check_object_url(settings.object_url)
+        except ConfigError as err:
+            raise ConfigError(f"{err.message} (--object-url)", field="object_url") from None
+        if importlib.util.find_spec("obstore") is None:
+            why = f"needs the package obstore: {extras.install('object')}"
+            raise ConfigError(
+                f"object_url={settings.object_url!r}: {why}; or leave --object-url out", field="object_url"
+            )
+    if settings.warm_segment:
+        _check_warm(settings)
+
+
+def _check_warm(settings: MeshSettings) -> None:
+    folder = Path(settings.warm_segment).absolute()
+    instances = len(settings.served) * (settings.prefill + settings.decode)
+    wanted = instances * settings.memory_mb + settings.pool * settings.pool_memory_mb
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        check_folder(str(folder))
+        kept = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+        room = (shutil.disk_usage(folder).free + kept) // MIB
+    except ConfigError as err:
+        why = f"{err.message.partition(': ')[2]}; name another with --warm-segment"
+    except OSError as err:
+        why = f"{err.strerror}; name another with --warm-segment"
+    else:
+        if room >= wanted:
+            return
+        why = (
+            f"has room for {room:,} MiB, host segments take {wanted:,} MiB: make that file system larger, or give less"
+        )
+        why += " with --memory-mb and --pool-memory-mb"
+    raise ConfigError(f"warm_segment={settings.warm_segment!r}: {why}", field="warm_segment")
