@@ -15,10 +15,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.size_classes import BYTES, size_class
 from kvmesh.kvcache.store_stats import StoreExhausted
 from kvmesh.node import messages as m
-from kvmesh.node.partitions import Partition, Partitions, holder
+from kvmesh.node.partitions import Partition, Partitions
 from kvmesh.node.pulls import Pulls
 from kvmesh.node.removal_desk import RemovalDesk
 from kvmesh.node.removals import Watch
@@ -197,22 +198,22 @@ class Puts:
     def _wanted(self, putting: _Putting) -> tuple[list[int], dict[int, list[int]]]:
         """(Positions of what is neither begun nor here, those of them that nobody writes and that may be pinned as the
         caller wishes: by bytes of an extent.) Nothing has gone to make room for what must not be pinned."""
-        job, family = putting.job, self._partitions.family(putting.job.layout)
+        job, stores = putting.job, [one.store for one in self._partitions.family(putting.job.layout)]
         hard = job.pin == pb.PIN_KIND_HARD
-        extent_bytes = size_class if job.layout == BYTES else int
+        extents = {size: size_class(size) if job.layout == BYTES else size for size in set(job.sizes)}
         putting.exhausted = ""
         groups: dict[int, list[int]] = {}
         lacking = []
         pinning = [0, 0]  # blocks that this call will pin, and their bytes
         for at, (key, size) in enumerate(zip(job.keys, job.sizes, strict=True)):
-            found = next((one.store for one in family if one.store.holds(key)), None)
+            found = _holding(stores, key)
             if at in putting.begun or found is not None:
                 if hard and (found is None or not found.pinned_hard([key])[0]):
-                    pinning = [pinning[0] + 1, pinning[1] + extent_bytes(size)]
+                    pinning = [pinning[0] + 1, pinning[1] + extents[size]]
             elif at not in putting.read and not putting.watch.gone(key):
                 lacking.append(at)
-                if not any(one.store.writing(key) for one in family):
-                    groups.setdefault(extent_bytes(size), []).append(at)
+                if not any(store.writing(key) for store in stores):
+                    groups.setdefault(extents[size], []).append(at)
         for nbytes, positions in list(groups.items()) if hard else ():
             more = [pinning[0] + len(positions), pinning[1] + nbytes * len(positions)]
             try:
@@ -304,13 +305,18 @@ class Puts:
     def _pinned(self, putting: _Putting) -> bytes:
         """Which are held now, pinned as the caller wishes."""
         job, held = putting.job, bytearray(len(putting.job.keys))
-        places: dict[int, tuple[Partition, list[int]]] = {}
+        family = self._partitions.family(job.layout)
+        stores = [one.store for one in family]
+        places: dict[NodeStore, list[int]] = {}
         for at, key in enumerate(job.keys):
-            found = holder(self._partitions, job.layout, key)
+            found = _holding(stores, key)
             if found is not None and not putting.watch.gone(key):
                 held[at] = 1
-                places.setdefault(id(found), (found, []))[1].append(at)
-        for partition, positions in places.values():
+                places.setdefault(found, []).append(at)
+        for partition in family:
+            positions = places.get(partition.store)
+            if positions is None:
+                continue
             keys = [job.keys[at] for at in positions]
             try:
                 pin(self._partitions, partition, keys, job.pin, job.pin_ns, self._clock_ns())
@@ -319,6 +325,14 @@ class Puts:
                 for at in positions:
                     held[at] = 0
         return bytes(held)
+
+
+def _holding(stores: Sequence[NodeStore], key: bytes) -> NodeStore | None:
+    """The one in which it is sealed. A loop of its own, as it is asked for each key of each put."""
+    for store in stores:
+        if store.holds(key):
+            return store
+    return None
 
 
 def pin(
