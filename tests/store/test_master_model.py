@@ -247,7 +247,7 @@ def nothing_is_masked(self: Any, instance_id: str, keys: Any) -> set[bytes]:
     return set()
 
 
-def nothing_is_swept(self: master_map.MasterMap, key: bytes) -> int:
+def nothing_is_swept(self: master_map.MasterMap, key: bytes, longest: int = 16) -> int:
     return 0
 
 
