@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from kvmesh.node import messages as m
-from kvmesh.node.memory import touch
+from kvmesh.node.memory import Ahead, touch
 from kvmesh.node.puller import Puller
 from kvmesh.node.sums import Sums
 from kvmesh.node.tier_worker import TierWorker
@@ -45,6 +45,7 @@ class StoreWorker:
             self.engine.close()
             raise
         self._send = send
+        self._ahead = Ahead(self._region)
         self.puller = Puller(self.engine, self._region, send, copy_bytes=COPY_BYTES)
         self.sums = Sums(self._region, send)
         self.tiers = TierWorker(self._region, send)
@@ -88,6 +89,7 @@ class StoreWorker:
         """Segments and pulls; anything else is logged."""
         match message:
             case m.PullOpen():
+                self._ahead.used(max(message.landing, default=0) - self._region.base_offset)
                 self.puller.open(message)
             case m.PullCancel(ticket):
                 self.puller.cancel(ticket)
@@ -109,6 +111,7 @@ class StoreWorker:
     def close(self) -> None:
         self.sums.close()
         self.tiers.close()
+        self._ahead.close()
         if self.warm is not None:
             self.warm.close()
         self.engine.close()

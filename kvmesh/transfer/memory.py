@@ -152,6 +152,13 @@ def advise(mapping: Mapping, huge_pages: str, prefault: bool) -> None:
             _libc.madvise(mapping.address, mapping.length // HUGE_PAGE * HUGE_PAGE, _MADV_COLLAPSE)
 
 
+def populate(address: int, length: int) -> bool:
+    """Has the kernel give all pages of this part of an own, writable map now, with the bytes that they have. False: it
+    cannot, or has no memory."""
+    done: int = _libc.madvise(address, length, _MADV_POPULATE_WRITE)
+    return done == 0
+
+
 def _sealed(length: int, label: str, flags: int) -> tuple[Mapping, int]:
     fd = os.memfd_create(label[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
     try:
