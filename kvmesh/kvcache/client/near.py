@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import itertools
 import queue
 import threading
 import time
@@ -17,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from kvmesh.kvcache.client.config import ClientConfig
-from kvmesh.kvcache.client.memory import INLINE_COPY, Memory, Span, ended
+from kvmesh.kvcache.client.memory import Memory, Span, ended
 from kvmesh.kvcache.client.near_node import Nearby, NearNode
 from kvmesh.kvcache.client.ownkeys import Ref
 from kvmesh.kvcache.client.peers import Peers
@@ -27,6 +28,9 @@ from kvmesh.kvcache.tiers import Tier
 from kvmesh.transfer import TransferEngine
 from kvmesh.transfer.shm_copy import Job, by_cores
 
+INLINE_BYTES = (
+    4 << 20
+)  # more is copied by threads: the event loop has others to serve, and two cores move more than one
 GIL_BYTES = 128 << 10  # a copy of so many is worth the GIL's hand-over
 
 Place = tuple[NearNode, int, int, int, int]  # node, entry, version, where in the node's memory, bytes
@@ -90,7 +94,7 @@ class Near:
     async def read(self, plan: Plan) -> list[Got | None]:
         """Each block that is here; None: ask somebody. Large ones are copied by threads, which are done with the
         caller's memory when this returns or raises."""
-        if plan.targets is None or plan.nbytes <= INLINE_COPY:
+        if plan.targets is None or plan.nbytes <= INLINE_BYTES:
             return self.read_here(plan)
         loop = asyncio.get_running_loop()
         done: asyncio.Future[BaseException | None] = loop.create_future()
@@ -110,7 +114,7 @@ class Near:
         if plan.targets is None:
             copies = [place and bytes(place[0].memory[place[3] : place[3] + place[4]]) for place in plan.places]
             return self._result(plan, copies)
-        if plan.nbytes > INLINE_COPY:
+        if plan.nbytes > INLINE_BYTES:
             done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
             _help(self._start(plan, done.put, by_cores() - 1))
             if done.get() is not None:
@@ -143,14 +147,17 @@ class Near:
         got: list[Got | None] = []
         read: dict[NearNode, list[bytes]] = {}
         nbytes = 0
-        for i, place in enumerate(plan.places):
+        for key, place, data in zip(plan.keys, plan.places, copies or itertools.repeat(None), strict=False):
             if place is None or not place[0].index.still(place[1], place[2]):
                 got.append(None)
                 continue
-            node, key = place[0], plan.keys[i]
-            got.append(Got(key, place[4], Tier.DRAM, node.store_id, None if copies is None else copies[i]))
-            nbytes += place[4]
-            read.setdefault(node, []).append(key)
+            node, _, _, _, size = place
+            got.append(Got(key, size, Tier.DRAM, node.store_id, data))
+            nbytes += size
+            if node in read:
+                read[node].append(key)
+            else:
+                read[node] = [key]
         for node, keys in read.items():
             if not node.lives():
                 return [None] * len(got)
