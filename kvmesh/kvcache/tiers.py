@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import enum
 import functools
+from dataclasses import dataclass
 
 MARK = "#"  # in no store id
 
@@ -15,6 +16,19 @@ class Tier(enum.IntEnum):
     DRAM = 1
     SSD = 2
     OBJECT = 3
+
+
+@dataclass(frozen=True)
+class TierUse:
+    """A lower tier of a node, by its own word; see `TierUsage` in store.proto. `read_ns` until the first byte and
+    `bytes_per_s` from then on; 0: not measured."""
+
+    tier: Tier
+    capacity_bytes: int
+    used_bytes: int
+    blocks: int
+    read_ns: int = 0
+    bytes_per_s: int = 0
 
 
 def store_name(store_id: str, tier: Tier) -> str:

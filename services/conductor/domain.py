@@ -8,7 +8,7 @@ from enum import Enum, IntEnum
 
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.sources import PullRange
-from kvmesh.kvcache.tiers import Tier
+from kvmesh.kvcache.tiers import TierUse
 from kvmesh.rpc.errors import KvmeshError
 
 
@@ -99,18 +99,6 @@ class Load:
     host_hit_tokens: int = 0
     remote_hit_tokens: int = 0
     pulled_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class TierUse:
-    """A lower tier of an instance's node store, by its own word; see `TierUsage` in store.proto. 0: not measured."""
-
-    tier: Tier
-    capacity_bytes: int
-    used_bytes: int
-    blocks: int
-    read_s: float = 0.0
-    bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True)

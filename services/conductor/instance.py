@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from kvmesh.kvcache.tiers import TierUse
 from services.conductor.cost import DecodeModel, PrefillModel, PullModel, TransferModel
-from services.conductor.domain import Load, ModelCard, Ref, Register, Role, TierUse
+from services.conductor.domain import Load, ModelCard, Ref, Register, Role
 from services.conductor.load import DecodeBatch, PrefillQueue
 
 MAX_KNOWN_SAMPLES = 2048

@@ -7,7 +7,7 @@ from typing import Any, cast
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.keys import KEY_BYTES, split
 from kvmesh.kvcache.sources import PullRange
-from kvmesh.kvcache.tiers import Tier, store_name, tier_of
+from kvmesh.kvcache.tiers import Tier, TierUse, store_name, tier_of
 from kvmesh.rpc.errors import InvalidRequest
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import conductor_pb2 as pb
@@ -28,7 +28,6 @@ from services.conductor.domain import (
     Register,
     Role,
     Schedule,
-    TierUse,
     TierView,
 )
 from services.conductor.explain import Candidate, Decision
@@ -128,7 +127,7 @@ def heartbeat_in(request: pb.HeartbeatRequest) -> Heartbeat:
         ),
         finished_request_ids=tuple(request.finished_request_ids),
         tiers=tuple(
-            TierUse(tier, t.capacity_bytes, t.used_bytes, t.blocks, t.read_ns / 1e9, float(t.bytes_per_s))
+            TierUse(tier, t.capacity_bytes, t.used_bytes, t.blocks, t.read_ns, t.bytes_per_s)
             for t in request.tiers[: len(Tier)]
             if (tier := tier_of(t.tier)) not in (None, Tier.DRAM)
         ),
@@ -320,8 +319,8 @@ def _tier_out(view: TierView) -> pb.IndexedTier:
         capacity_bytes=use.capacity_bytes,
         used_bytes=use.used_bytes,
         blocks=use.blocks,
-        read_ns=round(use.read_s * 1e9),
-        bytes_per_s=round(use.bytes_per_s),
+        read_ns=use.read_ns,
+        bytes_per_s=use.bytes_per_s,
     )
     return pb.IndexedTier(usage=usage, indexed_blocks=view.indexed_blocks, expected_ms=view.block_s * 1000)
 

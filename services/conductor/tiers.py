@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvmesh.kvcache.tiers import Tier
+from kvmesh.kvcache.tiers import Tier, TierUse
 from services.conductor.cost import TierModel
-from services.conductor.domain import Life, TierUse
+from services.conductor.domain import Life
 
 MAX_KNOWN = 16_384
 
@@ -24,7 +24,7 @@ class TierLoads:
     def hear(self, life: Life, uses: Iterable[TierUse], now: float) -> None:
         """Its own word."""
         for use in uses:
-            self._of(life, use.tier).hear(use.read_s, use.bytes_per_s, now)
+            self._of(life, use.tier).hear(use.read_ns / 1e9, use.bytes_per_s, now)
 
     def saw(self, life: Life, tier: Tier, nbytes: int, seconds: float, now: float) -> None:
         """A pull of `nbytes` out of it took so much longer than out of memory."""

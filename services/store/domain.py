@@ -7,7 +7,7 @@ from enum import Enum
 
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.block_map import Verdict
-from kvmesh.kvcache.tiers import Tier
+from kvmesh.kvcache.tiers import TierUse
 from kvmesh.rpc.errors import KvmeshError
 
 
@@ -34,18 +34,6 @@ class Change(Enum):
     JOINED = "joined"
     LEFT = "left"  # said goodbye
     DIED = "died"  # lease ran out, or a new incarnation took its name
-
-
-@dataclass(frozen=True)
-class TierUse:
-    """A lower tier of a member's store, by its own word; see `TierUsage` in store.proto."""
-
-    tier: Tier
-    capacity_bytes: int
-    used_bytes: int
-    blocks: int
-    read_ns: int
-    bytes_per_s: int
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from kvmesh.kvcache import keys
 from kvmesh.kvcache.announce import MAX_KEYS, Announcement
-from kvmesh.kvcache.tiers import MARK, Tier, split_name, store_name, tier_of
+from kvmesh.kvcache.tiers import MARK, Tier, TierUse, split_name, store_name, tier_of
 from kvmesh.rpc.errors import InvalidRequest
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import store_pb2 as pb
-from services.store.domain import Change, Member, Publish, Relay, Role, StoreStatus, TierUse, Usage
+from services.store.domain import Change, Member, Publish, Relay, Role, StoreStatus, Usage
 
 _ROLES = {
     pb_common.ROLE_PREFILL: Role.PREFILL,

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from kvmesh.kvcache.announce import Announcement
-from kvmesh.kvcache.tiers import Tier, store_name
+from kvmesh.kvcache.tiers import Tier, TierUse, store_name
 from kvmesh.node.tier_config import checked_id
 from kvmesh.rpc.errors import ConfigError
 from services.conductor.cost import TIER_HALF_LIFE_S, TIER_PRIORS, TierModel
-from services.conductor.domain import Blocks, Fetch, MemberGone, Placed, PrefillSample, Refuse, Role, TierUse
+from services.conductor.domain import Blocks, Fetch, MemberGone, Placed, PrefillSample, Refuse, Role
 from tests.conductor.brain import BLOCK, IDLE, Brain, chain, joined, reset
 from tests.conductor.sharing import BYTES, LONG, X, mesh
 
@@ -21,9 +21,13 @@ def seal(brain: Brain, name: str, keys: tuple[bytes, ...], tier: Tier = Tier.SSD
     brain.seal(store_name(name, tier), keys, incarnation=incarnation)
 
 
+def in_ns(rate: tuple[float, float]) -> tuple[int, int]:
+    return round(rate[0] * 1e9), round(rate[1])
+
+
 def tell(brain: Brain, name: str, rate: tuple[float, float], tier: Tier = Tier.SSD) -> None:
     """That instance says how fast it reads out of one tier."""
-    use = TierUse(tier, 1 << 30, 1 << 20, 64, *rate)
+    use = TierUse(tier, 1 << 30, 1 << 20, 64, *in_ns(rate))
     brain.beat(name, brain.view(name).load, tiers=(use,))
 
 
@@ -223,11 +227,11 @@ def test_a_slow_ssd_elsewhere_is_left_alone() -> None:
     brain = mesh(2)
     seal(brain, "p0", X)
     tell(brain, "p0", SLOW)
-    brain.beat("p0", dataclasses.replace(IDLE, queued_tokens=20_000), tiers=(TierUse(Tier.SSD, 1, 1, 1, *SLOW),))
+    brain.beat("p0", dataclasses.replace(IDLE, queued_tokens=20_000), tiers=(TierUse(Tier.SSD, 1, 1, 1, *in_ns(SLOW)),))
     assert told(brain.placed(LONG, keys=X)) == []
     brain = mesh(2)
     seal(brain, "p0", X)
-    brain.beat("p0", dataclasses.replace(IDLE, queued_tokens=20_000), tiers=(TierUse(Tier.SSD, 1, 1, 1, *FAST),))
+    brain.beat("p0", dataclasses.replace(IDLE, queued_tokens=20_000), tiers=(TierUse(Tier.SSD, 1, 1, 1, *in_ns(FAST)),))
     placed = brain.placed(LONG, keys=X)
     assert (placed.prefill.instance_id, told(placed)) == ("p1", [("p0", 0, 64, Tier.SSD)])
     assert placed.terms["pull_ms"] > 0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvmesh.kvcache.announce import MAX_KEYS, Announcement, snapshot_parts
 from kvmesh.kvcache.block_map import BlockMap, Verdict
-from kvmesh.kvcache.tiers import Tier, store_names
+from kvmesh.kvcache.tiers import Tier, TierUse, store_names
 from kvmesh.rpc.errors import InvalidRequest, UnknownInstance
 from kvmesh.rpc.pb import common_pb2
 from kvmesh.rpc.pb import store_pb2 as pb
@@ -29,7 +29,6 @@ from services.store.domain import (
     Relay,
     Role,
     Tick,
-    TierUse,
 )
 from services.store.state import MasterState
 

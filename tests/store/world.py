@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from kvmesh.kvcache.announce import Announcement, Announcer
 from kvmesh.kvcache.node_store import NodeStore
-from kvmesh.kvcache.tiers import Tier, store_name
-from services.store.domain import Announce, Beat, Heard, Join, Member, Publish, Refuse, Role, TierUse, Usage
+from kvmesh.kvcache.tiers import Tier, TierUse, store_name
+from services.store.domain import Announce, Beat, Heard, Join, Member, Publish, Refuse, Role, Usage
 from services.store.policy.brain import PolicyLimits
 from services.store.policy.tombstones import Tombstone
 from services.store.policy.work import Discard, Order, Pin, Pull, Trim
