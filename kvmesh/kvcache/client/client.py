@@ -23,6 +23,7 @@ from typing import Any
 from kvmesh.kvcache.client.calls import Source, Target, source_of, turn, whole
 from kvmesh.kvcache.client.choice import Here
 from kvmesh.kvcache.client.config import ClientConfig, split_list
+from kvmesh.kvcache.client.context import ClientContext
 from kvmesh.kvcache.client.directory import Directory
 from kvmesh.kvcache.client.hints import Hints
 from kvmesh.kvcache.client.holding import Holding, Place
@@ -64,10 +65,10 @@ class StoreClient(Upkeep):
         self._peers = Peers(self._engine)
         self._hints = Hints(config.locations)
         here = Here(config.node_id, frozenset({config.host, config.advertise_host} - {""}))
-        shared = (config, self._engine, self._memory, self._peers, self._directory, self._hints)
+        context = ClientContext(config, self._engine, self._memory, self._peers, self._directory, self._hints, here)
         self._near = Near(config, self._engine, self._memory, self._peers)
-        self._reader = Reader(*shared, here, self._near.met)
-        self._writer = Writer(*shared)
+        self._reader = Reader(context, self._near.met)
+        self._writer = Writer(context)
         self._prefetcher = Prefetcher(self._peers, self._directory, self._hints, here)
         self._holding = Holding(self._peers, self._directory, self._hints, here)
         self._mover = Mover(self._peers, self._directory, self._holding, self._hints, random.Random())

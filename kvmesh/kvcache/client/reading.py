@@ -19,17 +19,14 @@ import xxhash
 
 from kvmesh.kvcache.client import lease as leases
 from kvmesh.kvcache.client.calls import every
-from kvmesh.kvcache.client.choice import Here, Holder, Replica, share_out
-from kvmesh.kvcache.client.config import ClientConfig
-from kvmesh.kvcache.client.directory import Directory
+from kvmesh.kvcache.client.choice import Holder, Replica, share_out
+from kvmesh.kvcache.client.context import ClientContext
 from kvmesh.kvcache.client.gather import GATHER_MOST, Run, Shard, plan, portions, runs
-from kvmesh.kvcache.client.hints import Hints
 from kvmesh.kvcache.client.lease import Lease
-from kvmesh.kvcache.client.memory import Memory, Span
-from kvmesh.kvcache.client.peers import Peers
+from kvmesh.kvcache.client.memory import Span
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.rpc.errors import DeadlinePassed, InvalidRequest, KvmeshError, Overloaded
-from kvmesh.transfer import Opcode, TransferEngine, TransferRequest
+from kvmesh.transfer import Opcode, TransferRequest
 from kvmesh.transfer.memory import copy_runs
 
 log = logging.getLogger(__name__)
@@ -81,29 +78,19 @@ class ReadStats:
 class Reader:
     """All gets of one client. On the event loop."""
 
-    def __init__(
-        self,
-        config: ClientConfig,
-        engine: TransferEngine,
-        memory: Memory,
-        peers: Peers,
-        directory: Directory,
-        hints: Hints,
-        here: Here,
-        met: Callable[[str], None],
-    ) -> None:
+    def __init__(self, context: ClientContext, met: Callable[[str], None]) -> None:
         """`met`: hears the address of each node that gave something."""
         self.stats = ReadStats()
-        self._config = config
-        self._engine = engine
-        self._memory = memory
-        self._peers = peers
-        self._directory = directory
-        self._hints = hints
-        self._here = here
+        self._config = context.config
+        self._engine = context.engine
+        self._memory = context.memory
+        self._peers = context.peers
+        self._directory = context.directory
+        self._hints = context.hints
+        self._here = context.here
         self._met = met
         self._rng = random.Random()
-        self._releases = leases.Releases(peers)
+        self._releases = leases.Releases(context.peers)
 
     async def read(
         self, keys: Sequence[bytes], targets: Sequence[Span] | None, deadline: float, verify: bool

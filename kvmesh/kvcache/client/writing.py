@@ -16,16 +16,13 @@ import xxhash
 
 from kvmesh.kvcache.client.calls import every
 from kvmesh.kvcache.client.choice import Holder, Replica
-from kvmesh.kvcache.client.config import ClientConfig
-from kvmesh.kvcache.client.directory import Directory
-from kvmesh.kvcache.client.hints import Hints
+from kvmesh.kvcache.client.context import ClientContext
 from kvmesh.kvcache.client.lease import LAYOUT
-from kvmesh.kvcache.client.memory import Data, Memory, Span, Staged, copy
-from kvmesh.kvcache.client.peers import Peer, Peers
+from kvmesh.kvcache.client.memory import Data, Span, Staged, copy
+from kvmesh.kvcache.client.peers import Peer
 from kvmesh.kvcache.client.placement import Candidate, order
 from kvmesh.rpc.errors import DeadlinePassed, InvalidRequest, KvmeshError, Overloaded, Unavailable, UnknownInstance
 from kvmesh.rpc.pb import blocks_pb2 as pb
-from kvmesh.transfer import TransferEngine
 
 log = logging.getLogger(__name__)
 
@@ -88,22 +85,14 @@ class WriteStats:
 class Writer:
     """All puts of one client. On the event loop."""
 
-    def __init__(
-        self,
-        config: ClientConfig,
-        engine: TransferEngine,
-        memory: Memory,
-        peers: Peers,
-        directory: Directory,
-        hints: Hints,
-    ) -> None:
+    def __init__(self, context: ClientContext) -> None:
         self.stats = WriteStats()
-        self._config = config
-        self._engine = engine
-        self._memory = memory
-        self._peers = peers
-        self._directory = directory
-        self._hints = hints
+        self._config = context.config
+        self._engine = context.engine
+        self._memory = context.memory
+        self._peers = context.peers
+        self._directory = context.directory
+        self._hints = context.hints
         self._rng = random.Random()
 
     async def put_data(self, items: Sequence[tuple[bytes, Data]], wish: Wish) -> list[Put]:
