@@ -21,7 +21,7 @@ from tests.chaos.history import Aftermath, History, LimitAfter, NodeAfter
 from tests.chaos.limits import LAST, LimitWork
 from tests.chaos.probe import CALL_S, Probe, by_hex, leaks_of
 from tests.chaos.violation import Violation
-from tests.chaos.workload import LARGE, Driver, get, put
+from tests.chaos.workload import LARGE, SMALL, Driver, get, put
 
 SETTLE_S = 30.0
 EMPTY_S = 20.0  # leases end, pulls end, tombstones arrive
@@ -29,6 +29,7 @@ AGREE_S = 15.0
 FIND = 4096
 DRAIN_S = 30.0
 FAREWELL = "farewell"
+ALONE = 30  # blocks of which there is one copy, pinned hard
 CROWD = 80  # blocks that press on the memory
 
 
@@ -63,6 +64,9 @@ async def farewell(
     """When all has settled, the node that was given most of what is pinned hard is drained and killed, the others are
     filled with what is not pinned; then all of that is read, and nothing is an excuse any more. AssertionError as
     `survey`."""
+    for _ in range(ALONE):
+        key, data = await driver.grant(CALL_S), os.urandom(SMALL[2])
+        await put(history, driver, FAREWELL, key, data, True, CALL_S)
     pinned = Counter(op.holder for op in history.ops if op.pinned and op.outcome == "ok")
     leaver = max((name for name in NODES if name != spared), key=lambda name: pinned[name])
     kept = {op.key for op in history.ops if op.pinned and op.holder == leaver}

@@ -9,7 +9,8 @@ miss       "not there" is claimed of no block that was put with a hard pin at h 
            was not being removed, while h was neither robbed of its memory since, nor out of reach during the get or
            `recovery_s` before it. It makes no difference who leads: a reader that cannot know says so by an error. A
            put that ended less than `announced_s` before the get need not be known yet. A node that was drained is
-           robbed of nothing: what it had is elsewhere, as long as no other node has been robbed since the drain began.
+           robbed of nothing: what it alone had is elsewhere, as long as no other node has been robbed since the drain
+           began.
 last       such a block is at h at the end, if h kept its memory; at somebody, if h was drained.
 removed    a block whose removal h acknowledged, and that was not put again, is not at h at the end.
 unbound, lost: of names, see name_rules.
@@ -72,9 +73,9 @@ def check(history: History, aftermath: Aftermath | None, rules: Rules | None = N
                 found += _after_remove(get, removes, puts)
             elif get.outcome == "miss":
                 known = [put for put in puts if put.completed + rules.announced_s < get.invoked]
-                found += _missed(get, known, removes, nodes)
+                found += _missed(get, known, removes, ops, nodes)
         if aftermath is not None:
-            found += _last(key, puts, removes, nodes, aftermath)
+            found += _last(key, puts, removes, ops, nodes, aftermath)
     if aftermath is not None:
         found += _owners(by_key, aftermath)
         found += _limit([op for op in history.ops if op.kind == "limit"], aftermath)
@@ -139,10 +140,13 @@ def _after_remove(get: Op, removes: Sequence[Op], puts: Sequence[Op]) -> Iterato
                 return
 
 
-def _missed(get: Op, puts: Sequence[Op], removes: Sequence[Op], nodes: _Nodes) -> Iterator[Violation]:
+def _missed(
+    get: Op, puts: Sequence[Op], removes: Sequence[Op], ops: Sequence[Op], nodes: _Nodes
+) -> Iterator[Violation]:
     for put in _kept(puts, removes, get.invoked, get.completed):
         here = put.holder
-        if nodes.lost(here, put.invoked, get.completed) or _pends(put, removes, get.completed):
+        moved = nodes.robbed(here, put.invoked, get.completed)
+        if nodes.lost(here, put.invoked, get.completed) or (moved and _unsure(put, ops, get.completed)):
             continue
         if not nodes.away(here, put.invoked, get.invoked, get.completed):
             text = f"pinned hard at {here}, which nobody disturbed, and a get says it is nowhere: {get}"
@@ -163,11 +167,11 @@ def _kept(puts: Sequence[Op], removes: Sequence[Op], by: float, until: float) ->
 
 
 def _last(
-    key: str, puts: Sequence[Op], removes: Sequence[Op], nodes: _Nodes, aftermath: Aftermath
+    key: str, puts: Sequence[Op], removes: Sequence[Op], ops: Sequence[Op], nodes: _Nodes, aftermath: Aftermath
 ) -> Iterator[Violation]:
     for put in _kept(puts, removes, aftermath.when, INF):
         moved = nodes.robbed(put.holder, put.invoked, INF)
-        if nodes.lost(put.holder, put.invoked, INF) or (moved and _pends(put, removes, INF)):
+        if nodes.lost(put.holder, put.invoked, INF) or (moved and _unsure(put, ops, INF)):
             continue
         here = [aftermath.nodes.get(put.holder)] if not moved else list(aftermath.nodes.values())
         if not any(after is not None and key in after.blocks for after in here):
@@ -182,9 +186,17 @@ def _last(
                 yield Violation("removed", key, f"{store} acknowledged its removal and holds it: {remove}", (remove,))
 
 
-def _pends(put: Op, removes: Sequence[Op], until: float) -> bool:
-    """Whether a node that the block may have been moved to may still hear of a removal that came before the put."""
-    return any(r.invoked <= until and (r.pending or r.outcome != "ok") for r in removes)
+def _unsure(put: Op, ops: Sequence[Op], until: float) -> bool:
+    """Whether its pin may have gone with its node although that was drained: a node that it was moved to may still hear
+    of a removal that came before the put, or another node had a copy of its own, which nobody need pin."""
+    for op in ops:
+        if op.invoked <= until and (
+            op.kind == "copy"
+            or (op.kind == "remove" and (op.pending or op.outcome != "ok"))
+            or (op.kind == "put" and (op.outcome != "ok" or op.holder != put.holder))
+        ):
+            return True
+    return False
 
 
 def _limit(limits: Sequence[Op], aftermath: Aftermath) -> Iterator[Violation]:

@@ -14,7 +14,7 @@ from typing import Literal
 
 INF = float("inf")
 
-Kind = Literal["put", "get", "remove", "grant", "bind", "unbind", "resolve", "limit"]
+Kind = Literal["put", "get", "remove", "grant", "bind", "unbind", "resolve", "limit", "copy"]
 Outcome = Literal["pending", "ok", "miss", "taken", "error"]
 Harm = Literal["memory", "reach", "master", "drained"]  # see Disturbance
 

@@ -71,6 +71,28 @@ def test_a_removal_that_somebody_has_yet_to_hear_of_excuses() -> None:
     assert s.rules() == ["miss"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "outcome", "holder"), [("put", "ok", "b"), ("put", "error", ""), ("copy", "ok", ""), ("copy", "error", "")]
+)
+def test_a_pin_may_go_with_its_node_where_others_had_the_block_too(kind: str, outcome: str, holder: str) -> None:
+    s = drained()
+    s.add("put", 0, 1, holder="a")
+    s.add("get", 8, 9, outcome="miss")
+    assert s.rules() == ["miss"]
+    s.add(kind, 0, 1, outcome=outcome, holder=holder, error="" if outcome == "ok" else "unavailable")
+    assert s.rules() == []
+
+
+def test_what_is_unsure_of_moved_blocks_is_no_excuse_for_others() -> None:
+    s = Script()
+    s.add("remove", -2, -1, acknowledged=("a",), pending=("b",))
+    s.add("copy", 0, 1)
+    s.add("put", 0, 1, holder="a", pinned=True)
+    s.add("put", 0, 1, holder="b")
+    s.add("get", 8, 9, outcome="miss")
+    assert s.rules() == ["miss"]
+
+
 def limited(after: LimitAfter, *, outcome: str = "ok", blocks: str = "10") -> list[str]:
     s = Script()
     s.add("limit", 0, 1, TAG, digest="50")

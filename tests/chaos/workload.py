@@ -116,7 +116,7 @@ class Workload:
             elif dice < 0.97:
                 await self._remove(driver, client, self._pick(rng))
             else:
-                await self._replicate(driver, self._pick(rng), rng.choice([2, 3]))
+                await self._replicate(driver, client, self._pick(rng), rng.choice([2, 3]))
             await asyncio.sleep(rng.uniform(*PAUSE_S))
 
     def _pick(self, rng: random.Random) -> str:
@@ -145,11 +145,14 @@ class Workload:
         else:
             self._history.end(op, "ok", acknowledged=acknowledged, pending=pending)
 
-    async def _replicate(self, driver: Driver, key: str, replicas: int) -> None:
+    async def _replicate(self, driver: Driver, client: str, key: str, replicas: int) -> None:
+        op = self._history.begin(client, "copy", key, OP_S)
         try:
             await driver.replicate(key, replicas, OP_S)
-        except KvmeshError:
-            return  # nothing was promised
+        except KvmeshError as error:
+            self._history.end(op, "error", error=_named(error))
+        else:
+            self._history.end(op, "ok")
 
 
 async def put(
