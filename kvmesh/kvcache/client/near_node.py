@@ -35,6 +35,7 @@ from kvmesh.transfer.segment import machine_id, network_id
 from kvmesh.transfer.shm import mapped
 from kvmesh.transfer.shm_path import raw_address
 from kvmesh.transfer.shm_server import receive
+from kvmesh.transfer.wire import Gone, ProtocolBroken
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ class Nearby:
             return
         try:
             node = await self._opened(address)
-        except (KvmeshError, grpc.RpcError, OSError, ValueError) as error:
+        except (KvmeshError, grpc.RpcError, OSError, ValueError, Gone, ProtocolBroken) as error:
             log.info("%s is read under leases: %s", address, error)
             return
         if node is None:

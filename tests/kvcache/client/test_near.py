@@ -404,8 +404,11 @@ async def test_others_of_this_machine_read_the_usual_way(one: Stores, who: str) 
     if not possible(inside):
         pytest.skip(f"{' '.join(inside)}: not possible here")
     argv = [*inside, sys.executable, "-c", READS, one.address, key.hex()]
-    ran = await asyncio.create_subprocess_exec(*argv, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": "."})
-    said, _ = await asyncio.wait_for(ran.communicate(), 30)
+    ran = await asyncio.create_subprocess_exec(
+        *argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": "."}
+    )
+    said, complaints = await asyncio.wait_for(ran.communicate(), 30)
+    assert b"never retrieved" not in complaints and b"Traceback" not in complaints, complaints.decode()
     digest, near_hits = said.split()
     assert digest.decode() == hashlib.sha256(data).hexdigest()
     assert (int(near_hits) > 0) is (who == "same")
