@@ -271,11 +271,13 @@ class Striker:
         await call_off(self._cluster.store, target, CALL_OFF_S)
 
     async def lose(self, target: str, began: float) -> None:
-        """A node that has been drained since `began` is killed, and comes back."""
-        process, went = self._process(target), self._history.clock()
+        """A node that has been drained since `began` is killed, and comes back with nothing of what it had."""
+        process, made, went = self._process(target), self._cluster, self._history.clock()
         self._add(target, "drained", began, went, "drain")
         try:
             await process.kill()
+            for folder in (made.kept / target, made.folder / f"{target}.ssd"):
+                tmpfs.drop(folder)
             process.start()
             await process.ready()
         finally:
