@@ -78,6 +78,11 @@ class SealedBlocks:
         """Extents that `allocate` can give now: unheld ones and those of idle blocks."""
         return self._pool.free + len(self._order)
 
+    @property
+    def unheld(self) -> int:
+        """Extents that hold no block and that nobody writes or reads."""
+        return self._pool.free
+
     def grow(self, n: int) -> int:
         """`n` more extents, numbered on (there is more memory); returns the first one's number."""
         return self._pool.grow(n)

@@ -32,7 +32,7 @@ from kvmesh.transfer import memory
 
 log = logging.getLogger(__name__)
 
-MAX_BLOCKS = 1 << 22  # in one index: 200 MiB of it, as far as it is used
+MAX_BLOCKS = 1 << 22  # in one index: 200 MiB of it
 MAX_READERS = 256
 BEAT_S = 0.4
 
@@ -53,7 +53,7 @@ class NodeIndex:
         there is no memory that others could map."""
         size = index_bytes(min(max(nbytes // PAGE, 1), MAX_BLOCKS))
         label = f"kvmesh-index:{incarnation:x}"
-        self._mapping, self._fd = memory.allocate(size, label, shared=True, huge_pages="never")
+        self._mapping, self._fd = memory.allocate(size, label, shared=True, huge_pages="never", prefault=True)
         if self._fd < 0:
             raise TransferError("no memory can be shared here")
         self.table = IndexWriter(self._mapping.view)

@@ -157,4 +157,4 @@ def size_of(partition: Partition, key: bytes) -> int:
 
 def unused(partition: Partition) -> int:
     """Extents that hold no block and that nobody writes or reads."""
-    return partition.store.free - partition.store.stats.idle
+    return partition.store.unheld
