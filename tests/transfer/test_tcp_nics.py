@@ -262,13 +262,17 @@ def test_a_slow_nic_is_dealt_less(nets: Networks) -> None:
     hosts = Hosts(nets)
     try:
         hosts.finish(hosts.batch("write"), "write")  # what each of them is worth is measured now
-        before = [nets.sent_bytes("a", nic) for nic in ("eth1", "eth2")]
-        for _ in range(3):
+
+        def dealt_less() -> bool:
+            """Of one batch. (A busy machine makes the fast wire slow at times; who deals evenly never gets there.)"""
+            before = [nets.sent_bytes("a", nic) for nic in ("eth1", "eth2")]
             hosts.b.blank()
             hosts.finish(hosts.batch("write"), "write")
-        slow, fast = (nets.sent_bytes("a", nic) - was for nic, was in zip(("eth1", "eth2"), before, strict=True))
-        assert slow + fast > 3 * hosts.nbytes
-        assert fast > 2.5 * slow
+            slow, fast = (nets.sent_bytes("a", nic) - was for nic, was in zip(("eth1", "eth2"), before, strict=True))
+            assert slow + fast > hosts.nbytes
+            return fast > 2.5 * slow
+
+        until(dealt_less, "a batch of which the fast wire carries most")
     finally:
         hosts.end()
 
