@@ -190,6 +190,8 @@ async def test_node_store(name: str, mesh: Running) -> None:
         "Put": blocks_pb2.PutBlocksRequest(
             keys=b"q" * 16, layout="bytes", segment="x/0@1", offset=[0], nbytes=[64], read_within_ms=50
         ),
+        "Doors": blocks_pb2.DoorsRequest(),
+        "Touch": blocks_pb2.TouchBlocksRequest(keys=key * 2, layout="?"),
     }
     nodes = service(blocks_pb2, "NodeStore")
     async with connect(address) as channel:
@@ -200,6 +202,8 @@ async def test_node_store(name: str, mesh: Running) -> None:
             Case("Lease", blocks_pb2.LeaseRequest(keys=key, lease_ms=9, holder_incarnation=3), "NOT_FOUND", ""),
             Case("RenewLease", blocks_pb2.RenewBlocksRequest(lease_id=2**64 - 1, lease_ms=9), "NOT_FOUND", ""),
             Case("Pull", blocks_pb2.PullBlocksRequest(keys=b"x" * 3), "INVALID_ARGUMENT", "keys"),
+            Case("Touch", blocks_pb2.TouchBlocksRequest(keys=b"x" * 3), "INVALID_ARGUMENT", "keys"),
+            Case("Touch", blocks_pb2.TouchBlocksRequest(keys=key, holder_incarnation=3), "NOT_FOUND", ""),
         ])  # fmt: skip
     await whole(mesh, before)
     assert held <= await blocks_at(address), "what was sealed is sealed"
