@@ -59,6 +59,13 @@ class StoreConfig(ServiceConfig):
             "metavar": "FILE",
         },
     )
+    reconfigure: bool = field(
+        default=False,
+        metadata={
+            "help": "When this master leads, its own limits, leases and intervals replace those kept in redis; without "
+            "it, those of the first leader stand."
+        },
+    )
     mesh: str = field(default="default", metadata={"help": "Name of the mesh in Redis, the same at all its masters."})
     leader_lease_ms: int = field(
         default=2000, metadata={"help": "A leader silent for longer is replaced, in ms.", "min": 100}

@@ -11,8 +11,8 @@ from typing import Protocol
 from kvmesh.rpc.errors import StaleTerm
 
 QUOTA, NAME, TARGET, SETTING = "quota", "name", "target", "setting"
-TOMBSTONE, DRAIN, UNPIN = "tombstone", "drain", "unpin"
-KINDS = (QUOTA, NAME, TARGET, SETTING, TOMBSTONE, DRAIN, UNPIN)
+TOMBSTONE, DRAIN, UNPIN, CONFIG = "tombstone", "drain", "unpin", "config"
+KINDS = (QUOTA, NAME, TARGET, SETTING, TOMBSTONE, DRAIN, UNPIN, CONFIG)
 
 Kept = dict[str, dict[bytes, bytes]]  # by kind; every kind is there
 

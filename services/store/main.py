@@ -10,15 +10,16 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from kvmesh.rpc import runner
-from kvmesh.rpc.errors import NotLeader, Unavailable
+from kvmesh.rpc.errors import NotLeader, StaleTerm, Unavailable
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 from kvmesh.rpc.server import Server
 from services.store.config import StoreConfig
 from services.store.door import Door
-from services.store.durable import Durable, Kept, MemoryDurable, nothing
+from services.store.durable import CONFIG, Durable, Kept, MemoryDurable, nothing
 from services.store.leadership import Leadership, first_term
 from services.store.redis_lease import Redis, RedisDurable, RedisLease
 from services.store.reign import Reign
+from services.store.shared_config import settled
 from services.store.state_file import StateFile
 
 log = logging.getLogger(__name__)
@@ -99,7 +100,8 @@ class Master(runner.Service):
 
     def _lead(self, term: int) -> None:
         if self._redis is None:
-            self._begin(self._made(term, nothing() if self._file is None else self._file.begin(term)))
+            kept = nothing() if self._file is None else self._file.begin(term)
+            self._begin(self._made(term, kept, self._config))
         else:
             self._spawn(self._take_over(term), "take over")
 
@@ -112,19 +114,32 @@ class Master(runner.Service):
                 log.warning("cannot load what earlier leaders kept: %s", err)
                 await asyncio.sleep(LOAD_RETRY_S)
                 continue
+            config = await self._settled(kept, term)
             # A million names take many seconds: the lease is to be renewed meanwhile.
-            reign = await asyncio.to_thread(self._made, term, kept)
+            reign = await asyncio.to_thread(self._made, term, kept, config)
             if self.leadership.leads() and self.leadership.term == term:
                 self._begin(reign)
             return
+
+    async def _settled(self, kept: Kept, term: int) -> StoreConfig:
+        """What this reign goes by; written down for later ones as far as Redis takes it now."""
+        found = settled(self._config, kept[CONFIG])
+        for note in found.notes:
+            log.warning("%s", note)
+        if found.keep:
+            try:
+                await self._durable.put(CONFIG, found.keep, term)
+            except (StaleTerm, Unavailable) as err:
+                log.warning("the configuration is not kept for later leaders: %s", err)
+        return found.config
 
     def _begin(self, reign: Reign) -> None:
         self.reign = reign
         reign.begin()
 
-    def _made(self, term: int, kept: Kept) -> Reign:
+    def _made(self, term: int, kept: Kept, config: StoreConfig) -> Reign:
         return Reign(
-            self._config,
+            config,
             term=term,
             kept=kept,
             durable=self._durable,
