@@ -28,9 +28,8 @@ from kvmesh.kvcache.tiers import Tier
 from kvmesh.transfer import TransferEngine
 from kvmesh.transfer.shm_copy import Job, by_cores
 
-INLINE_BYTES = (
-    4 << 20
-)  # more is copied by threads: the event loop has others to serve, and two cores move more than one
+# More is copied by threads: the event loop has others to serve, and two cores move more than one.
+INLINE_BYTES = 4 << 20
 GIL_BYTES = 128 << 10  # a copy of so many is worth the GIL's hand-over
 
 Place = tuple[NearNode, int, int, int, int]  # node, entry, version, where in the node's memory, bytes
@@ -94,8 +93,10 @@ class Near:
     async def read(self, plan: Plan) -> list[Got | None]:
         """Each block that is here; None: ask somebody. Large ones are copied by threads, which are done with the
         caller's memory when this returns or raises."""
-        if plan.targets is None or plan.nbytes <= INLINE_BYTES:
+        if plan.nbytes <= INLINE_BYTES:
             return self.read_here(plan)
+        if plan.targets is None:
+            return await asyncio.to_thread(self.read_here, plan)
         loop = asyncio.get_running_loop()
         done: asyncio.Future[BaseException | None] = loop.create_future()
 
