@@ -14,19 +14,15 @@ from kvmesh.node.config import InstanceConfig
 from kvmesh.node.pool_config import PoolConfig
 from kvmesh.node.tier_parts import TierSettings
 from kvmesh.rpc.errors import ConfigError
-from tests.kvcache.object_store.server import S3
+from tests.kvcache.object_store.server import S3, s3_server
 from tests.node.stores import SHARD, Bench, bench, keys_of, node
 from tests.node.test_tiers import counted, fill_below, lease, own_pull
 
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[S3]:
-    server = S3()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in server.environ.items():
-            patch.setenv(name, value)
+    with s3_server() as server:
         yield server
-    server.close()
 
 
 @pytest.fixture

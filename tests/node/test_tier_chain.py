@@ -20,7 +20,7 @@ from kvmesh.node.tier_parts import TierSettings
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from tests.kvcache.client.stores import stores
-from tests.kvcache.object_store.server import S3
+from tests.kvcache.object_store.server import S3, s3_server
 from tests.node.stores import Bench, Node, bench, keys_of, node, stub, until
 from tests.node.test_pool import master
 from tests.node.test_tiers import evict, holds, lease, own_pull
@@ -31,12 +31,8 @@ CAPACITY = 1 << 20  # of the SSD: some 70 blocks
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[S3]:
-    server = S3()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in server.environ.items():
-            patch.setenv(name, value)
+    with s3_server() as server:
         yield server
-    server.close()
 
 
 @pytest.fixture

@@ -162,7 +162,7 @@ async def test_others_of_this_machine_read_the_usual_way(one: Stores, who: str) 
         "another user namespace": ["unshare", "--user", "--map-current-user"],
     }[who]
     if not possible(inside):
-        pytest.skip(f"{' '.join(inside)}: not possible here")
+        pytest.skip(f"{' '.join(inside)} fails here: it needs root, util-linux and user namespaces")
     argv = [*inside, sys.executable, "-c", READS, one.address, key.hex()]
     ran = await asyncio.create_subprocess_exec(
         *argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": "."}

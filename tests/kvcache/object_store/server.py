@@ -9,6 +9,10 @@ import time
 import urllib.error
 import urllib.request
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
 
 START_S = 30.0
 
@@ -54,3 +58,16 @@ class S3:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+@contextmanager
+def s3_server() -> Iterator[S3]:
+    """One that this process finds by its environment; ended afterwards."""
+    server = S3()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in server.environ.items():
+                patch.setenv(name, value)
+            yield server
+    finally:
+        server.close()

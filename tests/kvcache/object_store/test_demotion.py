@@ -14,7 +14,7 @@ import pytest
 
 from kvmesh.kvcache.object_store import Demotion, ObjectConfig, ObjectTier
 from kvmesh.kvcache.ssd import SsdTier
-from tests.kvcache.object_store.server import S3
+from tests.kvcache.object_store.server import S3, s3_server
 from tests.kvcache.ssd.support import BUCKET, FaultyDisk, config, settle
 
 WAIT_S = 30.0
@@ -23,12 +23,8 @@ NBYTES = 20_000
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[S3]:
-    server = S3()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in server.environ.items():
-            patch.setenv(name, value)
+    with s3_server() as server:
         yield server
-    server.close()
 
 
 class Chain:

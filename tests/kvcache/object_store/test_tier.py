@@ -17,19 +17,15 @@ import pytest
 from kvmesh.kvcache.object_store import ObjectConfig, ObjectTier
 from kvmesh.kvcache.object_store import tier as tier_module
 from kvmesh.rpc.errors import ConfigError, InvalidRequest, Unavailable
-from tests.kvcache.object_store.server import S3
+from tests.kvcache.object_store.server import S3, s3_server
 
 WAIT_S = 30.0
 
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[S3]:
-    server = S3()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in server.environ.items():
-            patch.setenv(name, value)
+    with s3_server() as server:
         yield server
-    server.close()
 
 
 @pytest.fixture
