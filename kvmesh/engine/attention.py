@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from kvmesh.engine.config import AttentionSpec
 from kvmesh.rpc.errors import InternalError
 
 
@@ -45,12 +46,15 @@ class StepPlan(Protocol):
 class AttentionBackend(ABC):
     """Owns no memory but scratch: `pages` belong to the caller, who keeps one writer per page."""
 
-    def __init__(self, pages: torch.Tensor, num_heads: int) -> None:
+    def __init__(self, pages: torch.Tensor, num_heads: int, specs: Sequence[AttentionSpec]) -> None:
         if not pages.is_contiguous():
             raise InternalError("pages must be contiguous")
         self.pages = pages
         self.num_pages, self.num_layers, _, self.kv_heads, self.block_tokens, self.head_dim = pages.shape
         self.num_heads = num_heads
+        self.specs = tuple(specs)
+        if len(self.specs) != self.num_layers:
+            raise InternalError(f"{len(self.specs)} attention specs for {self.num_layers} layers")
         self.device, self.dtype = pages.device, pages.dtype
 
     @abstractmethod
@@ -60,6 +64,14 @@ class AttentionBackend(ABC):
     @abstractmethod
     def plan_decode(self, pages: Sequence[Sequence[int]], positions: Sequence[int]) -> StepPlan:
         """One token a row; T = rows. The plan is valid until the next call."""
+
+    def plan_mixed(self, pages: Sequence[Sequence[int]], positions: Sequence[int], spans: Sequence[Span]) -> StepPlan:
+        """Decode rows first, then the tokens of the spans, in one step; T = rows + the sum of all lengths."""
+        if not spans:
+            return self.plan_decode(pages, positions)
+        if not pages:
+            return self.plan_prefill(spans)
+        return MixedPlan(self.plan_decode(pages, positions), self.plan_prefill(spans), len(pages))
 
     def page_array(self, pages: Sequence[int], end: int) -> np.ndarray:
         """int64 ids of the pages that hold tokens [0, end). InternalError when they are too few or do not exist."""
@@ -72,11 +84,26 @@ class AttentionBackend(ABC):
         return ids
 
 
-def make_backend(pages: torch.Tensor, num_heads: int) -> AttentionBackend:
+class MixedPlan:
+    """Two plans side by side: the first `rows` tokens are decode's, the others prefill's."""
+
+    def __init__(self, decode: StepPlan, prefill: StepPlan, rows: int) -> None:
+        self.decode, self.prefill, self.rows = decode, prefill, rows
+        self.positions = torch.cat((decode.positions, prefill.positions))
+
+    def write(self, layer: int, qkv: torch.Tensor) -> None:
+        self.decode.write(layer, qkv[: self.rows])
+        self.prefill.write(layer, qkv[self.rows :])
+
+    def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        return torch.cat((self.decode.attend(layer, qkv[: self.rows]), self.prefill.attend(layer, qkv[self.rows :])))
+
+
+def make_backend(pages: torch.Tensor, num_heads: int, specs: Sequence[AttentionSpec]) -> AttentionBackend:
     """The backend registered for the pages' device, the torch one where none is."""
     from kvmesh.engine.attention_torch import TorchAttention
 
-    return BACKENDS.get(pages.device.type, TorchAttention)(pages, num_heads)
+    return BACKENDS.get(pages.device.type, TorchAttention)(pages, num_heads, specs)
 
 
-BACKENDS: dict[str, Callable[[torch.Tensor, int], AttentionBackend]] = {}
+BACKENDS: dict[str, Callable[[torch.Tensor, int, Sequence[AttentionSpec]], AttentionBackend]] = {}

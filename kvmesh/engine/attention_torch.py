@@ -14,13 +14,14 @@ import torch
 from torch.nn import functional
 
 from kvmesh.engine.attention import AttentionBackend, Span, StepPlan
+from kvmesh.engine.config import AttentionSpec
 
 MASK_ELEMENTS = 4 * 2**20  # a prefill mask of at most this many elements is made at once; longer chunks go in tiles
 
 
 class TorchAttention(AttentionBackend):
-    def __init__(self, pages: torch.Tensor, num_heads: int) -> None:
-        super().__init__(pages, num_heads)
+    def __init__(self, pages: torch.Tensor, num_heads: int, specs: Sequence[AttentionSpec]) -> None:
+        super().__init__(pages, num_heads, specs)
         self.group = num_heads // self.kv_heads
         self.layers = [pages[:, layer] for layer in range(self.num_layers)]
         # A row of `flat` is one head's page of K or V, in the order (page, layer, kv, head); `flat_layers[l]` begins at

@@ -55,6 +55,16 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """How one layer attends: a token sees itself and the `window` - 1 tokens before it (0: all), scores are
+    `q·k * scale`, and with `softcap` c they become `c * tanh(scores / c)` (0: they stay)."""
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """One model. `max_context_tokens` is what positions allow after rope scaling; `dtype` is the checkpoint's own."""
 
@@ -125,6 +135,11 @@ class ModelConfig:
         for name in ("eos_token_ids", "max_context_tokens", "max_position_embeddings", "dtype"):
             del fields[name]
         return fields
+
+    @property
+    def attention(self) -> tuple[AttentionSpec, ...]:
+        """One for each layer."""
+        return (AttentionSpec(self.head_dim**-0.5),) * self.layers
 
     @property
     def kv_elements_per_token(self) -> int:

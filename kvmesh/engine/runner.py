@@ -80,13 +80,12 @@ class Runner:
         self.device = pages.device
         if torch.device(device).type != self.device.type:
             raise InternalError(f"pages are on {self.device}, the runner on {device}")
-        self.attention = make_backend(pages, self.config.heads)
+        self.attention = make_backend(pages, self.config.heads, self.config.attention)
         with torch.inference_mode():
             weights = Weights(checkpoint, torch_dtype(dtype), self.device)
             self.model = MODELS[self.config.architecture](self.config, weights)
         checkpoint.close()  # everything has been copied out of the file mappings
 
-    @torch.inference_mode()
     def prefill(
         self, items: Sequence[PrefillInput], on_layer: Callable[[int], None] | None = None
     ) -> list[SampledToken | None]:
@@ -94,29 +93,34 @@ class Runner:
 
         `on_layer(i)` is called once layer i of all items is in `pages`, before the layer attends. Raises InvalidRequest
         (token ids), ContextTooLong, NonFiniteLogits (`rows` index `items`)."""
-        if not items:
-            return []
-        self._check_prefill(items)
-        plan = self.attention.plan_prefill([Span(item.start, len(item.token_ids), item.pages) for item in items])
-        hidden = self._hidden([token for item in items for token in item.token_ids], plan, on_layer)
-        return self._sample_last(items, hidden)
+        return self.step(items, (), on_layer)[0]
 
-    @torch.inference_mode()
     def decode(self, rows: Sequence[DecodeInput]) -> list[SampledToken]:
         """One token further for each row, in order. Raises NonFiniteLogits (`rows` index `rows`), InvalidRequest
         (token ids), ContextTooLong."""
-        if not rows:
-            return []
-        positions = [row.position for row in rows]
-        if max(positions) >= self.config.max_context_tokens:
-            raise ContextTooLong(
-                f"position {max(positions)} is beyond {self.config.max_context_tokens} tokens of context"
-            )
+        return self.step((), rows)[1]
+
+    @torch.inference_mode()
+    def step(
+        self,
+        items: Sequence[PrefillInput],
+        rows: Sequence[DecodeInput],
+        on_layer: Callable[[int], None] | None = None,
+    ) -> tuple[list[SampledToken | None], list[SampledToken]]:
+        """Chunks and decode rows in one pass over the weights: one answer per item and one per row.
+
+        `on_layer` and what is raised are as for `prefill` and `decode`; `rows` of NonFiniteLogits index the decode
+        rows first, then the items."""
+        if not items and not rows:
+            return [], []
+        self._check_prefill(items)
+        positions = self._check_decode(rows)
+        spans = [Span(item.start, len(item.token_ids), item.pages) for item in items]
+        plan = self.attention.plan_mixed([row.pages for row in rows], positions, spans)
         tokens = [row.token_id for row in rows]
-        self._check_tokens(tokens)
-        plan = self.attention.plan_decode([row.pages for row in rows], positions)
-        hidden = self._hidden(tokens, plan, None)
-        return sample(self.model.logits(hidden), [row.sample for row in rows])
+        for item in items:
+            tokens.extend(item.token_ids)
+        return self._sample(items, rows, self._hidden(tokens, plan, on_layer))
 
     def _hidden(self, token_ids: list[int], plan: StepPlan, on_layer: Callable[[int], None] | None) -> torch.Tensor:
         tokens = torch.tensor(token_ids, dtype=torch.int64)
@@ -137,24 +141,44 @@ class Runner:
 
         return self.model.hidden(tokens.to(self.device, non_blocking=True), plan.positions, attend)
 
-    def _sample_last(self, items: Sequence[PrefillInput], hidden: torch.Tensor) -> list[SampledToken | None]:
-        """Head and sampling only for the last tokens that were asked for."""
-        wanted: list[tuple[int, int, SampleParams]] = []
-        end = 0
+    def _sample(
+        self, items: Sequence[PrefillInput], rows: Sequence[DecodeInput], hidden: torch.Tensor
+    ) -> tuple[list[SampledToken | None], list[SampledToken]]:
+        """Head and sampling only for the tokens that were asked for."""
+        first: list[SampledToken | None] = [None] * len(items)
+        params = [row.sample for row in rows]
+        wanted: list[int] = []  # items that ask for a token
+        last = list(range(len(rows)))
+        end = len(rows)
         for i, item in enumerate(items):
             end += len(item.token_ids)
             if item.sample is not None:
-                wanted.append((i, end - 1, item.sample))
-        answers: list[SampledToken | None] = [None] * len(items)
-        if wanted:
-            last = torch.tensor([row for _, row, _ in wanted], device=self.device)
-            try:
-                sampled = sample(self.model.logits(hidden[last]), [params for _, _, params in wanted])
-            except NonFiniteLogits as err:
-                raise NonFiniteLogits(err.message, rows=tuple(wanted[row][0] for row in err.rows)) from None
-            for (i, _, _), token in zip(wanted, sampled, strict=True):
-                answers[i] = token
-        return answers
+                wanted.append(i)
+                last.append(end - 1)
+                params.append(item.sample)
+        if not params:
+            return first, []
+        if len(params) < hidden.shape[0]:
+            hidden = hidden[torch.tensor(last, device=self.device)]
+        try:
+            sampled = sample(self.model.logits(hidden), params)
+        except NonFiniteLogits as err:
+            names = [*range(len(rows)), *(len(rows) + i for i in wanted)]
+            raise NonFiniteLogits(err.message, rows=tuple(names[row] for row in err.rows)) from None
+        for i, token in zip(wanted, sampled[len(rows) :], strict=True):
+            first[i] = token
+        return first, sampled[: len(rows)]
+
+    def _check_decode(self, rows: Sequence[DecodeInput]) -> list[int]:
+        """Their positions."""
+        positions = [row.position for row in rows]
+        if rows:
+            if max(positions) >= self.config.max_context_tokens:
+                raise ContextTooLong(
+                    f"position {max(positions)} is beyond {self.config.max_context_tokens} tokens of context"
+                )
+            self._check_tokens([row.token_id for row in rows])
+        return positions
 
     def _check_prefill(self, items: Sequence[PrefillInput]) -> None:
         for item in items:

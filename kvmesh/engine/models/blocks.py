@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 
 from kvmesh.engine.config import ModelConfig
+from kvmesh.engine.linear import Linear
 from kvmesh.engine.rope import RotaryEmbedding, rotate
 from kvmesh.engine.tensors import EMBED, HEAD, NORM, layer_prefix
 from kvmesh.engine.weights import Weights
@@ -39,23 +40,6 @@ class HeadNorm:
     def __call__(self, qk: torch.Tensor) -> torch.Tensor:
         """`[T, H + K, D]` → a new tensor of the same shape."""
         return functional.rms_norm(qk, self.shape, None, self.eps).mul_(self.weight)
-
-
-class Linear:
-    """One matrix, or several of one input joined along the output."""
-
-    def __init__(self, weights: Weights, names: Sequence[str], bias: bool) -> None:
-        self.weight = weights(*(f"{name}.weight" for name in names))
-        self.bias = weights(*(f"{name}.bias" for name in names)) if bias else None
-        self.transposed = self.weight.t()
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self.weight, self.bias)
-
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual + linear(x), the sum inside the matrix product."""
-        out = torch.addmm(residual, x, self.transposed)
-        return out if self.bias is None else out.add_(self.bias)
 
 
 class Attention:

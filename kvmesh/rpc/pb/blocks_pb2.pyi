@@ -56,6 +56,7 @@ class LeaseRequest(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     WANT_DESCRIPTORS_FIELD_NUMBER: _builtins.int
     WANT_CHECKSUMS_FIELD_NUMBER: _builtins.int
+    ANY_CUT_FIELD_NUMBER: _builtins.int
     reader: _builtins.str
     """instance_id, for logs"""
     holder_incarnation: _builtins.int
@@ -67,6 +68,8 @@ class LeaseRequest(_message.Message):
     """of the reader's shards; blocks of another layout are not held"""
     want_descriptors: _builtins.bool
     want_checksums: _builtins.bool
+    any_cut: _builtins.bool
+    """the reader takes shards of any cut of the same blocks (other TP) and copies what it needs of each"""
     def __init__(
         self,
         *,
@@ -77,10 +80,11 @@ class LeaseRequest(_message.Message):
         layout: _builtins.str = ...,
         want_descriptors: _builtins.bool = ...,
         want_checksums: _builtins.bool = ...,
+        any_cut: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder_incarnation", b"holder_incarnation", "keys", b"keys", "layout", b"layout", "lease_ms", b"lease_ms", "reader", b"reader", "want_checksums", b"want_checksums", "want_descriptors", b"want_descriptors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["any_cut", b"any_cut", "holder_incarnation", b"holder_incarnation", "keys", b"keys", "layout", b"layout", "lease_ms", b"lease_ms", "reader", b"reader", "want_checksums", b"want_checksums", "want_descriptors", b"want_descriptors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -141,6 +145,7 @@ class LeasedRank(_message.Message):
     SEGMENT_DESCRIPTOR_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     segment: _builtins.str
     segment_descriptor: _builtins.bytes
@@ -153,6 +158,10 @@ class LeasedRank(_message.Message):
     def checksum(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """when asked for: xxh3_64 of the shard, one per held key"""
 
+    @_builtins.property
+    def layout(self) -> _common_pb2.ShardLayout:
+        """when `any_cut` was asked for"""
+
     def __init__(
         self,
         *,
@@ -161,10 +170,11 @@ class LeasedRank(_message.Message):
         segment_descriptor: _builtins.bytes = ...,
         offset: _abc.Iterable[_builtins.int] | None = ...,
         checksum: _abc.Iterable[_builtins.int] | None = ...,
+        layout: _common_pb2.ShardLayout | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "offset", b"offset", "rank", b"rank", "segment", b"segment", "segment_descriptor", b"segment_descriptor"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "layout", b"layout", "offset", b"offset", "rank", b"rank", "segment", b"segment", "segment_descriptor", b"segment_descriptor"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

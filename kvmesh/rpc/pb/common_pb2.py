@@ -24,41 +24,45 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvmesh/v1/common.proto\x12\tkvmesh.v1\"H\n\x0bInstanceRef\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\"\xcd\x01\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x0c\n\x04seed\x18\x05 \x01(\x06\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x10\n\x08logprobs\x18\x08 \x01(\x08\x12\x14\n\x0ctop_logprobs\x18\t \x01(\r\x12\x12\n\nmin_tokens\x18\n \x01(\r\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"D\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\"\n\x03top\x18\x02 \x03(\x0b\x32\x15.kvmesh.v1.TopLogprob\"v\n\x0b\x45rrorDetail\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x11\n\tretryable\x18\x04 \x01(\x08\x12\x16\n\x0eretry_after_ms\x18\x05 \x01(\r\x12\x0e\n\x06leader\x18\x06 \x01(\t\"\xb9\x02\n\x0cStageTimings\x12\x10\n\x08queue_us\x18\x01 \x01(\x04\x12\x12\n\nprefill_us\x18\x02 \x01(\x04\x12\x13\n\x0btransfer_us\x18\x03 \x01(\x04\x12\x16\n\x0etransfer_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07load_us\x18\x05 \x01(\x04\x12\x17\n\x0f\x66irst_decode_us\x18\x06 \x01(\x04\x12\x10\n\x08\x61\x64mit_us\x18\x07 \x01(\x04\x12\x12\n\nreserve_us\x18\x08 \x01(\x04\x12\x1b\n\x13\x65xposed_transfer_us\x18\t \x01(\x04\x12\x0f\n\x07pull_us\x18\n \x01(\x04\x12\x12\n\npull_bytes\x18\x0b \x01(\x04\x12\x15\n\rpulled_tokens\x18\x0c \x01(\r\x12\x13\n\x0bhost_tokens\x18\r \x01(\r\x12\x18\n\x10\x61t_decode_tokens\x18\x0e \x01(\r\"\xd0\x01\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x03 \x01(\r\x12\x10\n\x08kv_dtype\x18\x04 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x08 \x01(\x04\x12\x15\n\rweights_epoch\x18\t \x01(\x06\"\xa7\x02\n\x0cPoolCounters\x12\x13\n\x0bpages_total\x18\x01 \x01(\r\x12\x12\n\npages_free\x18\x02 \x01(\r\x12\x14\n\x0cpages_cached\x18\x03 \x01(\r\x12\x15\n\rextents_total\x18\x04 \x01(\r\x12\x14\n\x0c\x65xtents_free\x18\x05 \x01(\r\x12\x10\n\x08handoffs\x18\x06 \x01(\r\x12\x10\n\x08requests\x18\x07 \x01(\r\x12\x0f\n\x07streams\x18\x08 \x01(\r\x12\x0f\n\x07windows\x18\t \x01(\r\x12\x13\n\x0bquarantined\x18\n \x01(\r\x12\x14\n\x0cstore_blocks\x18\x0b \x01(\r\x12\x15\n\rstore_writing\x18\x0c \x01(\r\x12\x14\n\x0cstore_leases\x18\r \x01(\r\x12\r\n\x05pulls\x18\x0e \x01(\r\"\x11\n\x0fGetPoolsRequest\"d\n\x10GetPoolsResponse\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12&\n\x05pools\x18\x02 \x01(\x0b\x32\x17.kvmesh.v1.PoolCounters\"w\n\tPullRange\x12&\n\x06holder\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\x12\x1d\n\x04tier\x18\x04 \x01(\x0e\x32\x0f.kvmesh.v1.Tier*K\n\x0fProtocolVersion\x12 \n\x1cPROTOCOL_VERSION_UNSPECIFIED\x10\x00\x12\x16\n\x12PROTOCOL_VERSION_1\x10\x01*]\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\r\n\tROLE_BOTH\x10\x03\x12\r\n\tROLE_POOL\x10\x04*J\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\r\n\tTIER_DRAM\x10\x01\x12\x0c\n\x08TIER_SSD\x10\x02\x12\x0f\n\x0bTIER_OBJECT\x10\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvmesh/v1/common.proto\x12\tkvmesh.v1\"H\n\x0bInstanceRef\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\"\xf0\x02\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x0c\n\x04seed\x18\x05 \x01(\x06\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x10\n\x08logprobs\x18\x08 \x01(\x08\x12\x14\n\x0ctop_logprobs\x18\t \x01(\r\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\r\n\x05min_p\x18\x0b \x01(\x02\x12\x18\n\x10presence_penalty\x18\x0c \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\r \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x0e \x01(\x02\x12(\n\nlogit_bias\x18\x0f \x03(\x0b\x32\x14.kvmesh.v1.LogitBias\x12\x17\n\x0f\x61nswered_tokens\x18\x10 \x01(\r\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\"\xa2\x01\n\x0bShardLayout\x12\x0e\n\x06layers\x18\x01 \x01(\r\x12\x10\n\x08kv_heads\x18\x02 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x03 \x01(\r\x12\x10\n\x08head_dim\x18\x04 \x01(\r\x12\x10\n\x08itemsize\x18\x05 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x06 \x01(\r\x12\x12\n\nfirst_head\x18\x07 \x01(\r\x12\x0e\n\x06planes\x18\x08 \x01(\r\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"D\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\"\n\x03top\x18\x02 \x03(\x0b\x32\x15.kvmesh.v1.TopLogprob\"v\n\x0b\x45rrorDetail\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x11\n\tretryable\x18\x04 \x01(\x08\x12\x16\n\x0eretry_after_ms\x18\x05 \x01(\r\x12\x0e\n\x06leader\x18\x06 \x01(\t\"\xb9\x02\n\x0cStageTimings\x12\x10\n\x08queue_us\x18\x01 \x01(\x04\x12\x12\n\nprefill_us\x18\x02 \x01(\x04\x12\x13\n\x0btransfer_us\x18\x03 \x01(\x04\x12\x16\n\x0etransfer_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07load_us\x18\x05 \x01(\x04\x12\x17\n\x0f\x66irst_decode_us\x18\x06 \x01(\x04\x12\x10\n\x08\x61\x64mit_us\x18\x07 \x01(\x04\x12\x12\n\nreserve_us\x18\x08 \x01(\x04\x12\x1b\n\x13\x65xposed_transfer_us\x18\t \x01(\x04\x12\x0f\n\x07pull_us\x18\n \x01(\x04\x12\x12\n\npull_bytes\x18\x0b \x01(\x04\x12\x15\n\rpulled_tokens\x18\x0c \x01(\r\x12\x13\n\x0bhost_tokens\x18\r \x01(\r\x12\x18\n\x10\x61t_decode_tokens\x18\x0e \x01(\r\"\xd0\x01\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x03 \x01(\r\x12\x10\n\x08kv_dtype\x18\x04 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x08 \x01(\x04\x12\x15\n\rweights_epoch\x18\t \x01(\x06\"\xa7\x02\n\x0cPoolCounters\x12\x13\n\x0bpages_total\x18\x01 \x01(\r\x12\x12\n\npages_free\x18\x02 \x01(\r\x12\x14\n\x0cpages_cached\x18\x03 \x01(\r\x12\x15\n\rextents_total\x18\x04 \x01(\r\x12\x14\n\x0c\x65xtents_free\x18\x05 \x01(\r\x12\x10\n\x08handoffs\x18\x06 \x01(\r\x12\x10\n\x08requests\x18\x07 \x01(\r\x12\x0f\n\x07streams\x18\x08 \x01(\r\x12\x0f\n\x07windows\x18\t \x01(\r\x12\x13\n\x0bquarantined\x18\n \x01(\r\x12\x14\n\x0cstore_blocks\x18\x0b \x01(\r\x12\x15\n\rstore_writing\x18\x0c \x01(\r\x12\x14\n\x0cstore_leases\x18\r \x01(\r\x12\r\n\x05pulls\x18\x0e \x01(\r\"\x11\n\x0fGetPoolsRequest\"d\n\x10GetPoolsResponse\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12&\n\x05pools\x18\x02 \x01(\x0b\x32\x17.kvmesh.v1.PoolCounters\"w\n\tPullRange\x12&\n\x06holder\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\x12\x1d\n\x04tier\x18\x04 \x01(\x0e\x32\x0f.kvmesh.v1.Tier*K\n\x0fProtocolVersion\x12 \n\x1cPROTOCOL_VERSION_UNSPECIFIED\x10\x00\x12\x16\n\x12PROTOCOL_VERSION_1\x10\x01*]\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\r\n\tROLE_BOTH\x10\x03\x12\r\n\tROLE_POOL\x10\x04*J\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\r\n\tTIER_DRAM\x10\x01\x12\x0c\n\x08TIER_SSD\x10\x02\x12\x0f\n\x0bTIER_OBJECT\x10\x03*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvmesh.rpc.pb.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PROTOCOLVERSION']._serialized_start=1625
-  _globals['_PROTOCOLVERSION']._serialized_end=1700
-  _globals['_ROLE']._serialized_start=1702
-  _globals['_ROLE']._serialized_end=1795
-  _globals['_TIER']._serialized_start=1797
-  _globals['_TIER']._serialized_end=1871
-  _globals['_FINISHREASON']._serialized_start=1873
-  _globals['_FINISHREASON']._serialized_end=1968
+  _globals['_PROTOCOLVERSION']._serialized_start=1998
+  _globals['_PROTOCOLVERSION']._serialized_end=2073
+  _globals['_ROLE']._serialized_start=2075
+  _globals['_ROLE']._serialized_end=2168
+  _globals['_TIER']._serialized_start=2170
+  _globals['_TIER']._serialized_end=2244
+  _globals['_FINISHREASON']._serialized_start=2246
+  _globals['_FINISHREASON']._serialized_end=2341
   _globals['_INSTANCEREF']._serialized_start=37
   _globals['_INSTANCEREF']._serialized_end=109
   _globals['_SAMPLINGPARAMS']._serialized_start=112
-  _globals['_SAMPLINGPARAMS']._serialized_end=317
-  _globals['_TOPLOGPROB']._serialized_start=319
-  _globals['_TOPLOGPROB']._serialized_end=366
-  _globals['_TOKENLOGPROBS']._serialized_start=368
-  _globals['_TOKENLOGPROBS']._serialized_end=436
-  _globals['_ERRORDETAIL']._serialized_start=438
-  _globals['_ERRORDETAIL']._serialized_end=556
-  _globals['_STAGETIMINGS']._serialized_start=559
-  _globals['_STAGETIMINGS']._serialized_end=872
-  _globals['_MODELCARD']._serialized_start=875
-  _globals['_MODELCARD']._serialized_end=1083
-  _globals['_POOLCOUNTERS']._serialized_start=1086
-  _globals['_POOLCOUNTERS']._serialized_end=1381
-  _globals['_GETPOOLSREQUEST']._serialized_start=1383
-  _globals['_GETPOOLSREQUEST']._serialized_end=1400
-  _globals['_GETPOOLSRESPONSE']._serialized_start=1402
-  _globals['_GETPOOLSRESPONSE']._serialized_end=1502
-  _globals['_PULLRANGE']._serialized_start=1504
-  _globals['_PULLRANGE']._serialized_end=1623
+  _globals['_SAMPLINGPARAMS']._serialized_end=480
+  _globals['_LOGITBIAS']._serialized_start=482
+  _globals['_LOGITBIAS']._serialized_end=525
+  _globals['_SHARDLAYOUT']._serialized_start=528
+  _globals['_SHARDLAYOUT']._serialized_end=690
+  _globals['_TOPLOGPROB']._serialized_start=692
+  _globals['_TOPLOGPROB']._serialized_end=739
+  _globals['_TOKENLOGPROBS']._serialized_start=741
+  _globals['_TOKENLOGPROBS']._serialized_end=809
+  _globals['_ERRORDETAIL']._serialized_start=811
+  _globals['_ERRORDETAIL']._serialized_end=929
+  _globals['_STAGETIMINGS']._serialized_start=932
+  _globals['_STAGETIMINGS']._serialized_end=1245
+  _globals['_MODELCARD']._serialized_start=1248
+  _globals['_MODELCARD']._serialized_end=1456
+  _globals['_POOLCOUNTERS']._serialized_start=1459
+  _globals['_POOLCOUNTERS']._serialized_end=1754
+  _globals['_GETPOOLSREQUEST']._serialized_start=1756
+  _globals['_GETPOOLSREQUEST']._serialized_end=1773
+  _globals['_GETPOOLSRESPONSE']._serialized_start=1775
+  _globals['_GETPOOLSRESPONSE']._serialized_end=1875
+  _globals['_PULLRANGE']._serialized_start=1877
+  _globals['_PULLRANGE']._serialized_end=1996
 # @@protoc_insertion_point(module_scope)

@@ -52,12 +52,17 @@ class RegisterInstanceRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     CAPACITY_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
+    LOCAL_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     protocol_version: _common_pb2.ProtocolVersion.ValueType
     role: _common_pb2.Role.ValueType
     node_id: _builtins.str
     capacity_blocks: _builtins.int
     """device pages"""
     max_running_requests: _builtins.int
+    local_prefill_tokens: _builtins.int
+    """A decode instance with this set computes prompts of at most so many uncached tokens itself (a placement that names it
+    as prefill, too). Not used with ROLE_BOTH, which takes all prompts, nor with ROLE_PREFILL.
+    """
     @_builtins.property
     def instance(self) -> _common_pb2.InstanceRef: ...
     @_builtins.property
@@ -72,10 +77,11 @@ class RegisterInstanceRequest(_message.Message):
         model: _common_pb2.ModelCard | None = ...,
         capacity_blocks: _builtins.int = ...,
         max_running_requests: _builtins.int = ...,
+        local_prefill_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_blocks", b"capacity_blocks", "instance", b"instance", "max_running_requests", b"max_running_requests", "model", b"model", "node_id", b"node_id", "protocol_version", b"protocol_version", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_blocks", b"capacity_blocks", "instance", b"instance", "local_prefill_tokens", b"local_prefill_tokens", "max_running_requests", b"max_running_requests", "model", b"model", "node_id", b"node_id", "protocol_version", b"protocol_version", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -66,6 +66,7 @@ class HandoffHello(_message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     INSTANCE_FIELD_NUMBER: _builtins.int
     SEGMENT_DESCRIPTORS_FIELD_NUMBER: _builtins.int
+    LAYOUTS_FIELD_NUMBER: _builtins.int
     protocol_version: _common_pb2.ProtocolVersion.ValueType
     @_builtins.property
     def instance(self) -> _common_pb2.InstanceRef: ...
@@ -73,16 +74,21 @@ class HandoffHello(_message.Message):
     def segment_descriptors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """One per decode rank, opaque to gRPC: kvmesh.transfer.SegmentDescriptor.encode()."""
 
+    @_builtins.property
+    def layouts(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ShardLayout]:
+        """of each decode rank; none: as prefill's own"""
+
     def __init__(
         self,
         *,
         protocol_version: _common_pb2.ProtocolVersion.ValueType = ...,
         instance: _common_pb2.InstanceRef | None = ...,
         segment_descriptors: _abc.Iterable[_builtins.bytes] | None = ...,
+        layouts: _abc.Iterable[_common_pb2.ShardLayout] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "protocol_version", b"protocol_version", "segment_descriptors", b"segment_descriptors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "layouts", b"layouts", "protocol_version", b"protocol_version", "segment_descriptors", b"segment_descriptors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -313,6 +319,7 @@ class HandoffHelloReply(_message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     INSTANCE_FIELD_NUMBER: _builtins.int
     WRITERS_FIELD_NUMBER: _builtins.int
+    LAYOUTS_FIELD_NUMBER: _builtins.int
     protocol_version: _common_pb2.ProtocolVersion.ValueType
     @_builtins.property
     def instance(self) -> _common_pb2.InstanceRef: ...
@@ -320,16 +327,21 @@ class HandoffHelloReply(_message.Message):
     def writers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """transfer engine name of each prefill rank"""
 
+    @_builtins.property
+    def layouts(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.ShardLayout]:
+        """of each prefill rank: whose end marks a decode rank waits for follows from both"""
+
     def __init__(
         self,
         *,
         protocol_version: _common_pb2.ProtocolVersion.ValueType = ...,
         instance: _common_pb2.InstanceRef | None = ...,
         writers: _abc.Iterable[_builtins.str] | None = ...,
+        layouts: _abc.Iterable[_common_pb2.ShardLayout] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "protocol_version", b"protocol_version", "writers", b"writers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "layouts", b"layouts", "protocol_version", b"protocol_version", "writers", b"writers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
