@@ -17,6 +17,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 RUN := $(VENV)/.stamp-run
 DEV := $(VENV)/.stamp-dev
+NATIVE := $(wildcard kvmesh/engine/cpu/*.cpp kvmesh/engine/cpu/*.h kvmesh/engine/cpu/*.py)
 
 .PHONY: help up test chaos check lint format bench proto clean install install-dev rdma-guest
 
@@ -27,12 +28,14 @@ $(VENV)/.stamp-torch:
 	@scripts/make_venv.sh $(VENV) "$(TORCH_SPEC)" $(PIP_EXTRA_ARGS)
 	@touch $@
 
-$(RUN): $(VENV)/.stamp-torch pyproject.toml
+$(RUN): $(VENV)/.stamp-torch pyproject.toml $(NATIVE)
 	@scripts/pip_install.sh $(VENV) "kvmesh" -e .
+	@$(BIN)/python -m kvmesh.engine.cpu.build
 	@touch $@
 
-$(DEV): $(VENV)/.stamp-torch pyproject.toml
+$(DEV): $(VENV)/.stamp-torch pyproject.toml $(NATIVE)
 	@scripts/pip_install.sh $(VENV) "kvmesh and what its tests need" -e '.[dev]'
+	@$(BIN)/python -m kvmesh.engine.cpu.build
 	@scripts/install_redis.sh
 	@touch $@ $(RUN)
 
