@@ -53,6 +53,7 @@ class RegisterInstanceRequest(_message.Message):
     CAPACITY_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
     LOCAL_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     protocol_version: _common_pb2.ProtocolVersion.ValueType
     role: _common_pb2.Role.ValueType
     node_id: _builtins.str
@@ -62,6 +63,10 @@ class RegisterInstanceRequest(_message.Message):
     local_prefill_tokens: _builtins.int
     """A decode instance with this set computes prompts of at most so many uncached tokens itself (a placement that names it
     as prefill, too). Not used with ROLE_BOTH, which takes all prompts, nor with ROLE_PREFILL.
+    """
+    prefill_chunk_tokens: _builtins.int
+    """Prompt tokens in one step beside the rows of the batch at most, where this instance mixes them: what a prompt adds to
+    the time between its rows' tokens. 0: not told.
     """
     @_builtins.property
     def instance(self) -> _common_pb2.InstanceRef: ...
@@ -78,10 +83,11 @@ class RegisterInstanceRequest(_message.Message):
         capacity_blocks: _builtins.int = ...,
         max_running_requests: _builtins.int = ...,
         local_prefill_tokens: _builtins.int = ...,
+        prefill_chunk_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_blocks", b"capacity_blocks", "instance", b"instance", "local_prefill_tokens", b"local_prefill_tokens", "max_running_requests", b"max_running_requests", "model", b"model", "node_id", b"node_id", "protocol_version", b"protocol_version", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_blocks", b"capacity_blocks", "instance", b"instance", "local_prefill_tokens", b"local_prefill_tokens", "max_running_requests", b"max_running_requests", "model", b"model", "node_id", b"node_id", "prefill_chunk_tokens", b"prefill_chunk_tokens", "protocol_version", b"protocol_version", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -726,6 +732,7 @@ class ExplainResponse(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     PREFILL_MS_FIELD_NUMBER: _builtins.int
     REPORTED_FIELD_NUMBER: _builtins.int
+    KINDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     model: _builtins.str
@@ -748,6 +755,10 @@ class ExplainResponse(_message.Message):
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]: ...
     @_builtins.property
     def placement(self) -> Global___Placement: ...
+    @_builtins.property
+    def kinds(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeighedKind]:
+        """what the request could be: the best pair, and each instance alone"""
+
     def __init__(
         self,
         *,
@@ -765,11 +776,57 @@ class ExplainResponse(_message.Message):
         cached_tokens: _builtins.int = ...,
         prefill_ms: _builtins.int = ...,
         reported: _builtins.bool = ...,
+        kinds: _abc.Iterable[Global___WeighedKind] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "attempt", b"attempt", "best_prefix_blocks", b"best_prefix_blocks", "cached_tokens", b"cached_tokens", "candidates", b"candidates", "message", b"message", "model", b"model", "outcome", b"outcome", "placement", b"placement", "prefill_ms", b"prefill_ms", "prompt_blocks", b"prompt_blocks", "prompt_tokens", b"prompt_tokens", "reported", b"reported", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "attempt", b"attempt", "best_prefix_blocks", b"best_prefix_blocks", "cached_tokens", b"cached_tokens", "candidates", b"candidates", "kinds", b"kinds", "message", b"message", "model", b"model", "outcome", b"outcome", "placement", b"placement", "prefill_ms", b"prefill_ms", "prompt_blocks", b"prompt_blocks", "prompt_tokens", b"prompt_tokens", "reported", b"reported", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class WeighedKind(_message.Message):
+    """One kind of placement. The least cost wins."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    CHOSEN_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
+    COST_MS_FIELD_NUMBER: _builtins.int
+    TERMS_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """"pair", "coupled", "decode" """
+    chosen: _builtins.bool
+    verdict: _builtins.str
+    cost_ms: _builtins.float
+    @_builtins.property
+    def prefill(self) -> _common_pb2.InstanceRef: ...
+    @_builtins.property
+    def decode(self) -> _common_pb2.InstanceRef:
+        """the same one, when it is alone"""
+
+    @_builtins.property
+    def terms(self) -> _containers.RepeatedCompositeFieldContainer[Global___Term]: ...
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        prefill: _common_pb2.InstanceRef | None = ...,
+        decode: _common_pb2.InstanceRef | None = ...,
+        chosen: _builtins.bool = ...,
+        verdict: _builtins.str = ...,
+        cost_ms: _builtins.float = ...,
+        terms: _abc.Iterable[Global___Term] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "cost_ms", b"cost_ms", "decode", b"decode", "kind", b"kind", "prefill", b"prefill", "terms", b"terms", "verdict", b"verdict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeighedKind: _TypeAlias = WeighedKind  # noqa: Y015
