@@ -1,0 +1,243 @@
+"""The CPU engine beside vLLM and transformers: prefill, decode, memory, start-up, and the limits of the machine.
+
+    python -m benchmarks.engine_cpu [--rounds 3] [--threads 2] [--json FILE]
+
+One random checkpoint of Qwen3-0.6B's shape in bfloat16, the same token ids, the same threads. Each engine lives in a
+process of its own; they take turns within every round, and who is not at work is stopped (SIGSTOP), so that its
+threads take nothing from the others. Reported is the median over the rounds and the ratio of the medians. Limits,
+measured between the rounds with as many threads: read bandwidth (a pass over one GiB) and bfloat16 products (registers
+only), for what a step must read and multiply at least; see `benchmarks.limits`.
+
+vLLM comes from PyPI into an environment of its own in the cache (minutes, gigabytes); where it cannot be had the others
+run without it and the reason is printed. Takes about twelve minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.limits import Limits, measure
+from benchmarks.peers import vllm_env
+from benchmarks.peers.link import PeerMissing
+from benchmarks.peers.qwen_shape import VOCAB, checkpoint, decode_work, prefill_work
+from benchmarks.progress import tell
+
+PREFILL = (512, 2048, 8192)
+BATCHES = (1, 4, 16, 64)
+CONTEXT = 128  # tokens of each prompt before decode is timed
+STEPS = {1: 16, 4: 12, 16: 8, 64: 6}
+KV_BYTES = 2 << 30  # for every engine that has a pool of its own
+SIDE = Path(__file__).parent / "peers" / "engine_side.py"
+READY_S, ANSWER_S = 300, 400
+STARTS = 3
+
+
+class Engine:
+    """One side's process. Stopped whenever it is not asked."""
+
+    def __init__(self, name: str, python: str, model: Path, threads: int) -> None:
+        self.name = name
+        env = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        env["PYTHONPATH"] = "" if name == "vllm" else str(Path(__file__).parents[1])
+        self._log = Path(os.environ.get("TMPDIR", "/tmp")) / f"engine_cpu-{name}-{os.getpid()}.log"
+        started = time.perf_counter()
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [python, str(SIDE), name, str(model), str(KV_BYTES), str(threads)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=env, start_new_session=True,
+            )  # fmt: skip
+        self._read(READY_S)
+        self.start_s = time.perf_counter() - started
+        self._signal(signal.SIGSTOP)
+
+    def ask(self, **request: Any) -> dict[str, float]:
+        """The side's answer. PeerMissing with the end of its log when it has died."""
+        self._signal(signal.SIGCONT)
+        try:
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            return self._read(ANSWER_S)
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _read(self, seconds: float) -> dict[str, float]:
+        def give_up(*_: object) -> None:
+            raise PeerMissing(f"{self.name} said nothing for {seconds:.0f} s, see {self._log}")
+
+        assert self._process.stdout is not None
+        previous = signal.signal(signal.SIGALRM, give_up)
+        signal.alarm(int(seconds))
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            signal.alarm(0)
+            signal.signal(signal.SIGALRM, previous)
+        if not line:
+            raise PeerMissing(f"{self.name} ended: {self._last_words()}")
+        found: dict[str, float] = json.loads(line)
+        return found
+
+    def _last_words(self) -> str:
+        return " | ".join(self._log.read_text(errors="replace").strip().splitlines()[-3:])[-400:]
+
+    def _signal(self, number: int) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, number)
+
+    def close(self) -> None:
+        """End the process and what it has started."""
+        self._signal(signal.SIGKILL)
+        self._process.wait(10)
+        self._log.unlink(missing_ok=True)
+
+
+@dataclass
+class Figures:
+    """Of one engine: point → seconds of each round."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    start_s: list[float] = field(default_factory=list)
+    peak_bytes: float = 0.0
+
+    def rate(self, point: str, tokens: float) -> float:
+        """Tokens per second, median over the rounds."""
+        return tokens / statistics.median(self.seconds[point])
+
+
+def ids_of(rng: random.Random, count: int, tokens: int) -> list[list[int]]:
+    return [[rng.randrange(VOCAB) for _ in range(tokens)] for _ in range(count)]
+
+
+def main() -> None:
+    args = parse()
+    model = checkpoint()
+    pythons = {"kvmesh": sys.executable}
+    try:
+        tell("environment of vLLM")
+        pythons["vllm"] = vllm_env.python()
+    except PeerMissing as why:
+        print(f"without vLLM: {why}", file=sys.stderr)
+    pythons["transformers"] = sys.executable
+    figures = {name: Figures() for name in pythons}
+    starts(figures, pythons, model, args)
+    engines: dict[str, Engine] = {}
+    try:
+        for name, python in pythons.items():
+            tell(f"start {name}")
+            engines[name] = Engine(name, python, model, args.threads)
+        limits = rounds(figures, engines, args)
+        for name, engine in engines.items():
+            figures[name].peak_bytes = engine.ask(do="memory")["peak_bytes"]
+    finally:
+        for engine in engines.values():
+            engine.close()
+    tell("")
+    report(figures, limits, args)
+    if args.json:
+        args.json.write_text(json.dumps(as_json(figures, limits, args), indent=1) + "\n")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="rounds in which every engine has its turn (3)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of each engine (all cores)")
+    parser.add_argument("--prefill", type=int, nargs="*", default=PREFILL, help="prompt lengths, in tokens")
+    parser.add_argument("--batches", type=int, nargs="*", default=BATCHES, help="decode batches, in requests")
+    parser.add_argument("--json", type=Path, help="write the figures here, too")
+    return parser.parse_args()
+
+
+def starts(figures: dict[str, Figures], pythons: dict[str, str], model: Path, args: argparse.Namespace) -> None:
+    """From spawning the process to its first token, the files in the page cache."""
+    for round_ in range(min(STARTS, args.rounds)):
+        for name, python in pythons.items():
+            tell(f"start-up {round_ + 1}: {name}")
+            engine = Engine(name, python, model, args.threads)
+            figures[name].start_s.append(engine.start_s)
+            engine.close()
+
+
+def rounds(figures: dict[str, Figures], engines: dict[str, Engine], args: argparse.Namespace) -> Limits:
+    rng = random.Random(0)
+    points: list[tuple[str, dict[str, Any]]] = [
+        (f"prefill {n}", {"do": "prefill", "ids": ids_of(rng, 1, n)}) for n in args.prefill
+    ]
+    points += [
+        (f"decode {b}", {"do": "decode", "ids": ids_of(rng, b, CONTEXT), "steps": STEPS.get(b, 8)})
+        for b in args.batches
+    ]
+    seen: list[Limits] = []
+    for round_ in range(args.rounds):
+        for point, request in points:
+            seen.append(measure(args.threads))
+            for name, engine in engines.items():
+                tell(f"round {round_ + 1} of {args.rounds}: {point}: {name}")
+                answer = engine.ask(**request)
+                figures[name].seconds.setdefault(point, []).append(answer["seconds"])
+    return Limits(
+        statistics.median(limit.read_bytes_s for limit in seen), statistics.median(limit.bf16_flops for limit in seen)
+    )
+
+
+def rows(figures: dict[str, Figures], limits: Limits, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One for each point: tokens per second of everybody, ratios, the share of the limit that ours attains."""
+    found = []
+    work = [(f"prefill {n}", float(n), prefill_work(n)) for n in args.prefill]
+    work += [(f"decode {b}", b * float(STEPS.get(b, 8)), decode_work(b, CONTEXT)) for b in args.batches]
+    for point, tokens, least in work:
+        rates = {name: f.rate(point, tokens) for name, f in figures.items()}
+        step_s = least.seconds(limits)
+        limit = (tokens if point.startswith("prefill") else tokens / STEPS.get(int(point.split()[1]), 8)) / step_s
+        row: dict[str, Any] = {"point": point, "tokens_per_s": rates, "limit_tokens_per_s": limit}
+        row["share_of_limit"] = {name: rate / limit for name, rate in rates.items()}
+        found.append(row)
+    return found
+
+
+def report(figures: dict[str, Figures], limits: Limits, args: argparse.Namespace) -> None:
+    names = list(figures)
+    print(
+        f"Qwen3-0.6B's shape, bfloat16, {args.threads} threads, median of {args.rounds} rounds; tokens per second\n"
+        f"limits: read {limits.read_bytes_s / 1e9:.1f} GB/s, bfloat16 {limits.bf16_flops / 1e12:.2f} TFLOP/s"
+    )
+    others = [name for name in names if name != "kvmesh"]
+    head = "".join(f"{name:>14}" for name in names) + f"{'limit':>10}" + "".join(f"{'/' + o:>15}" for o in others)
+    print(f"{'':14}{head}{'of limit':>10}")
+    for row in rows(figures, limits, args):
+        rates, ours = row["tokens_per_s"], row["tokens_per_s"]["kvmesh"]
+        line = "".join(f"{rates[name]:14.1f}" for name in names) + f"{row['limit_tokens_per_s']:10.1f}"
+        line += "".join(f"{ours / rates[o]:14.2f}x" for o in others)
+        print(f"{row['point']:14}{line}{row['share_of_limit']['kvmesh']:10.0%}")
+    for what, unit, values in (
+        ("start-up", "s", {name: statistics.median(f.start_s) for name, f in figures.items()}),
+        ("peak memory", "GB", {name: f.peak_bytes / 1e9 for name, f in figures.items()}),
+    ):
+        line = "".join(f"{values[name]:12.2f}{unit:>2}" for name in names) + " " * 10
+        print(f"{what:14}{line}" + "".join(f"{values[o] / values['kvmesh']:14.2f}x" for o in others))
+
+
+def as_json(figures: dict[str, Figures], limits: Limits, args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "threads": args.threads,
+        "rounds": args.rounds,
+        "limits": {"read_bytes_s": limits.read_bytes_s, "bf16_flops": limits.bf16_flops},
+        "points": rows(figures, limits, args),
+        "start_s": {name: f.start_s for name, f in figures.items()},
+        "peak_bytes": {name: f.peak_bytes for name, f in figures.items()},
+    }
+
+
+if __name__ == "__main__":
+    main()
