@@ -112,13 +112,15 @@ class PrefillItem(msgspec.Struct, frozen=True, array_like=True):
     """Compute tokens [start, start + len(token_ids)) of one request, KV into `pages`.
 
     `pages[i]` holds tokens [i*block_tokens, (i+1)*block_tokens) and covers everything up to the end of this
-    chunk; tokens before `start` are already there. `sample` asks for the token after the last one."""
+    chunk; tokens before `start` are already there. `sample` asks for the token after the last one. Not `push`: its KV
+    stays in these pages, no PushOpen follows."""
 
     handle: int
     token_ids: tuple[int, ...]
     start: int
     pages: tuple[int, ...]
     sample: Sampling | None
+    push: bool = True
 
 
 class PrefillStep(Message, frozen=True):
@@ -313,6 +315,7 @@ class DecodeStepDone(Message, frozen=True):
     batch: int
     context_tokens: int
     tokens: tuple[Token, ...]
+    prefill_tokens: int = 0  # of prompts, computed in the same step
 
 
 class Stalled(Message, frozen=True):

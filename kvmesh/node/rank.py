@@ -2,7 +2,8 @@
 rank has only the last two.
 
 The main thread alternates between commands of the front and engine steps. It runs the decode batch by itself, step
-after step, and prefill steps as the front sends them; the transfer engine's threads move bytes beside it.
+after step, and prefill steps as the front sends them, in one pass with the batch's rows where there are any; the
+transfer engine's threads move bytes beside it.
 Commands that must not wait for a step (landings, leases, pings, windows) are also taken between layers.
 """
 
@@ -74,10 +75,7 @@ class RankLoop:
             while True:
                 self._take_commands(worker)
                 worker.tick()
-                if self._steps:
-                    step = self._steps.popleft()
-                    worker.prefill(step, between_layers=self._take_urgent)
-                worker.step()
+                worker.step(self._steps.popleft() if self._steps else None, self._take_urgent)
 
     def _configure(self, configure: m.Configure) -> bool:
         try:

@@ -77,13 +77,10 @@ class StoreWorker:
     def tick(self) -> None:
         """Nothing here has a lease of its own."""
 
-    def step(self) -> None:
-        """No engine, no steps."""
-
-    def prefill(self, step: m.PrefillStep, between_layers: Callable[[], None]) -> None:
-        """Refused: nobody should ask."""
-        handles = tuple(item.handle for item in step.items)
-        self._send(m.RankError(handles, "this rank has no engine"))
+    def step(self, prefill: m.PrefillStep | None, between_layers: Callable[[], None]) -> None:
+        """Refused: there is no engine, nobody should ask."""
+        if prefill is not None:
+            self._send(m.RankError(tuple(item.handle for item in prefill.items), "this rank has no engine"))
 
     def handle(self, message: m.ToRank) -> None:
         """Segments and pulls; anything else is logged."""

@@ -6,48 +6,27 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from kvmesh.engine.checkpoint import open_checkpoint
-from kvmesh.engine.runner import (
-    DecodeInput,
-    PrefillInput,
-    Runner,
-    SampledToken,
-    SampleParams,
-    pages_over,
-    shard_layout,
-)
+from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams, pages_over, shard_layout
 from kvmesh.node import messages as m
 from kvmesh.node.memory import touch
 from kvmesh.node.puller import Puller
 from kvmesh.node.pusher import Pusher
 from kvmesh.node.seals import Seals
+from kvmesh.node.steps import Steps
 from kvmesh.node.sums import Sums
 from kvmesh.node.tier_worker import TierWorker
 from kvmesh.node.transfer_config import own_location, start_engine
 from kvmesh.node.warm_segment import host_region
-from kvmesh.rpc.errors import ConfigError, NonFiniteLogits, TransferError
+from kvmesh.rpc.errors import ConfigError, TransferError
 from kvmesh.transfer import Notification, Range, Region
 
 log = logging.getLogger("kvmesh.rank")
 
 FENCE_TIMEOUT_S = 10.0
-
-
-@dataclass(slots=True)
-class Row:
-    """One running request. `step` is what the engine reads: its token is sampled, not yet computed, its position is
-    the number of tokens whose KV lies in its pages. It is advanced in place, step by step."""
-
-    handle: int
-    step: DecodeInput
-    max_tokens: int
-    min_tokens: int
-    stop: frozenset[int]
-    stalled: bool = False
 
 
 class Worker:
@@ -86,7 +65,7 @@ class Worker:
         self.sums = Sums(self._extent_region, send)
         self.tiers = TierWorker(self._extent_region, send)
         self.seals = Seals(self._pages, self._extents, shard, send)
-        self.running: dict[int, Row] = {}
+        self.steps = Steps(self._runner, self.pusher, configure.block_tokens, send)
         self._load_ms = int((time.monotonic() - started) * 1000)
 
     def _warm_up(self) -> None:
@@ -150,7 +129,7 @@ class Worker:
     @property
     def has_work(self) -> bool:
         """Whether the loop should go on without waiting for a command."""
-        return bool(self.seals) or any(not row.stalled for row in self.running.values())
+        return bool(self.seals) or self.steps.has_work
 
     @property
     def needs_ticks(self) -> bool:
@@ -162,10 +141,9 @@ class Worker:
         self.pusher.check_leases()
         self.seals.advance()
 
-    def step(self) -> None:
-        """One step of the running batch, if there is one."""
-        if self.running:
-            self.decode_step()
+    def step(self, prefill: m.PrefillStep | None, between_layers: Callable[[], None]) -> None:
+        """One step: the front's chunks and the rows of the batch, whichever there are."""
+        self.steps.run(prefill, between_layers)
 
     # ── commands ─────────────────────────────────────────────────────────────────────────────────
 
@@ -206,15 +184,11 @@ class Worker:
                 start = self._move(self._pages, pages, self._extents, extents)
                 self._send(m.LoadCopied(ticket, start, time.monotonic_ns()))
             case m.Join():
-                self._join(message)
-            case m.Grant(handle, pages):
-                row = self.running.get(handle)
-                if row is not None:
-                    row.step.pages = (*row.step.pages, *pages)
-                    row.stalled = False
+                self.steps.join(message)
+            case m.Grant():
+                self.steps.grant(message)
             case m.Leave(handle):
-                self.running.pop(handle, None)
-                self._send(m.Left(handle))
+                self.steps.leave(handle)
             case _ if self.tiers.handle(message) or (self.warm is not None and self.warm.handle(message)):
                 pass
             case _:
@@ -250,115 +224,3 @@ class Worker:
         for target, place in zip(targets, places, strict=True):
             to[target].copy_(source[place])
         return start
-
-    def _join(self, j: m.Join) -> None:
-        step = DecodeInput(j.next_token, j.context_tokens, j.pages, _params(j.sampling, j.token_index + 1))
-        stop = frozenset(j.stop_token_ids)
-        self.running[j.handle] = Row(j.handle, step, j.max_tokens, j.min_tokens, stop)
-
-    # ── steps ────────────────────────────────────────────────────────────────────────────────────
-
-    def prefill(self, step: m.PrefillStep, between_layers: Callable[[], None]) -> None:
-        items = step.items
-
-        def on_layer(layer: int) -> None:
-            self.pusher.layer_written(items, layer)
-            between_layers()
-
-        start = time.monotonic_ns()
-        self.pusher.step_begins(items)
-        inputs = [
-            PrefillInput(i.token_ids, i.start, i.pages, _params(i.sample, 0) if i.sample else None) for i in items
-        ]
-        try:
-            out = self._runner.prefill(inputs, on_layer)
-        except NonFiniteLogits as error:
-            bad = tuple(items[i].handle for i in error.rows)
-            self._prefill_failed(bad, error)
-            rest = tuple(i for i in items if i.handle not in bad)
-            # The others have lost nothing: computing them again writes the same bytes.
-            self.prefill(m.PrefillStep(step.step_id, rest), between_layers)
-            return
-        except Exception as error:
-            log.exception("prefill step failed")
-            self._prefill_failed(tuple(i.handle for i in items), error)
-            return
-        sampled = tuple(
-            m.Sampled(item.handle, token.token_id, _logprobs(token))
-            for item, token in zip(items, out, strict=True)
-            if token is not None
-        )
-        self._send(m.PrefillStepDone(step.step_id, start, time.monotonic_ns(), sampled))
-
-    def _prefill_failed(self, handles: tuple[int, ...], error: Exception) -> None:
-        self.pusher.step_failed(handles)
-        self._send(m.RankError(handles, f"prefill step: {error}"))
-
-    def decode_step(self) -> None:
-        rows = self._runnable()
-        if not rows:
-            return
-        start = time.monotonic_ns()
-        context = sum(r.step.position for r in rows)
-        try:
-            out = self._runner.decode([r.step for r in rows])
-        except NonFiniteLogits as error:
-            # The other rows have lost nothing: their tokens are computed again in the next step.
-            self._drop([rows[i] for i in error.rows], error)
-            return
-        except Exception as error:
-            log.exception("decode step failed")
-            self._drop(rows, error)
-            return
-        tokens = tuple(self._advance(row, token) for row, token in zip(rows, out, strict=True))
-        self._send(m.DecodeStepDone(start, time.monotonic_ns(), len(rows), context, tokens))
-
-    def _drop(self, rows: list[Row], error: Exception) -> None:
-        for row in rows:
-            del self.running[row.handle]
-        self._send(m.RankError(tuple(r.handle for r in rows), f"decode step: {error}"))
-
-    def _runnable(self) -> list[Row]:
-        """Rows whose next token has room; the others are reported once as stalled."""
-        rows = []
-        for row in self.running.values():
-            if row.stalled:
-                continue
-            if row.step.position >= len(row.step.pages) * self.layout.block_tokens:
-                row.stalled = True
-                self._send(m.Stalled(row.handle))
-            else:
-                rows.append(row)
-        return rows
-
-    def _advance(self, row: Row, token: SampledToken) -> m.Token:
-        step = row.step
-        index = step.sample.token_index
-        step.token_id = token.token_id
-        step.position += 1
-        step.sample.token_index = index + 1
-        finish = 0
-        if token.token_id in row.stop and index + 1 >= row.min_tokens:
-            finish = 1
-        elif index + 1 >= row.max_tokens:
-            finish = 2
-        if finish:
-            del self.running[row.handle]
-        return m.Token(row.handle, token.token_id, index, finish, _logprobs(token))
-
-
-def _params(sampling: m.Sampling, token_index: int) -> SampleParams:
-    return SampleParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        seed=sampling.seed,
-        token_index=token_index,
-        logprobs=sampling.logprobs if sampling.logprobs >= 0 else None,
-    )
-
-
-def _logprobs(token: SampledToken) -> m.Logprobs | None:
-    if token.logprob is None:
-        return None
-    return m.Logprobs(token.logprob, tuple(token.top))
