@@ -7,21 +7,33 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
+from kvmesh.engine.parallel import Cut
 from kvmesh.engine.weights import Weights
 
 
 class Linear:
-    """One matrix, or several of one input joined along the output."""
+    """One matrix, or several of one input joined along the output.
 
-    def __init__(self, weights: Weights, names: Sequence[str], bias: bool) -> None:
-        self.weight = weights(*(f"{name}.weight" for name in names))
-        self.bias = weights(*(f"{name}.bias" for name in names)) if bias else None
+    `cut` says how the ranks share it. Cut along the output, each rank answers its own part; cut along the input, each
+    multiplies its part of the input, the products are summed over the ranks, and the bias is added once, to the sum."""
+
+    def __init__(self, weights: Weights, names: Sequence[str], bias: bool, cut: Cut | None = None) -> None:
+        self.summed = cut is not None and cut.axis == 1 and weights.group.size > 1
+        self.group = weights.group
+        self.weight = weights(*(f"{name}.weight" for name in names), cut=cut)
+        biased = cut if cut is None or cut.axis == 0 else None
+        self.bias = weights(*(f"{name}.bias" for name in names), cut=biased) if bias else None
         self.transposed = self.weight.t()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self.weight, self.bias)
+        if not self.summed:
+            return functional.linear(x, self.weight, self.bias)
+        out = self.group.all_reduce(functional.linear(x, self.weight))
+        return out if self.bias is None else out.add_(self.bias)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual + linear(x), the sum inside the matrix product."""
+        """residual + linear(x), the sum inside the matrix product where no other rank has a part in it."""
+        if self.summed:
+            return self(x).add_(residual)
         out = torch.addmm(residual, x, self.transposed)
         return out if self.bias is None else out.add_(self.bias)

@@ -15,6 +15,7 @@ from kvmesh.engine.batch import DecodeInput, PrefillInput, SampledToken, SampleP
 from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.config import DTYPES, ModelConfig
 from kvmesh.engine.models.registry import MODELS
+from kvmesh.engine.parallel import SOLO, Group, check_shares, share, share_of
 from kvmesh.engine.sampler import sample
 from kvmesh.engine.weights import Weights
 from kvmesh.kvcache.layout import ShardLayout
@@ -42,10 +43,15 @@ def torch_dtype(name: str | torch.dtype) -> torch.dtype:
     return dtype
 
 
-def shard_layout(config: ModelConfig, dtype: str | torch.dtype, block_tokens: int) -> ShardLayout:
-    """The layout of one block of the whole model (a single rank)."""
+def shard_layout(
+    config: ModelConfig, dtype: str | torch.dtype, block_tokens: int, rank: int = 0, world: int = 1
+) -> ShardLayout:
+    """What one of `world` ranks holds of each block: by default the whole model. ConfigError when so many ranks cannot
+    share it."""
+    check_shares(config, world)
+    heads = share(config.kv_heads, rank, world)
     itemsize = torch_dtype(dtype).itemsize
-    return ShardLayout(config.layers, config.kv_heads, block_tokens, config.head_dim, itemsize)
+    return ShardLayout(config.layers, len(heads), block_tokens, config.head_dim, itemsize, first_head=heads.start)
 
 
 def pages_over(
@@ -61,7 +67,8 @@ def pages_over(
 
 class Runner:
     """Loads `checkpoint` as `dtype` onto `device`; `pages [num_pages, layers, 2, kv_heads, block_tokens, head_dim]`
-    must be on that device and of that dtype."""
+    must be on that device and of that dtype. In a `group` it loads and holds this rank's share; every rank must then
+    make the same calls in the same order, and gets the same answers."""
 
     def __init__(
         self,
@@ -70,9 +77,12 @@ class Runner:
         device: str | torch.device,
         block_tokens: int,
         pages: torch.Tensor,
+        group: Group = SOLO,
     ) -> None:
         self.config = checkpoint.config
-        self.layout = shard_layout(self.config, dtype, block_tokens)
+        self.group = group
+        own = share_of(self.config, group)
+        self.layout = shard_layout(self.config, dtype, block_tokens, group.rank, group.size)
         if tuple(pages.shape[1:]) != self.layout.shape or pages.dtype != torch_dtype(dtype):
             raise InternalError(
                 f"pages are {list(pages.shape)} {pages.dtype}, expected [n, *{list(self.layout.shape)}] {dtype}"
@@ -80,10 +90,10 @@ class Runner:
         self.device = pages.device
         if torch.device(device).type != self.device.type:
             raise InternalError(f"pages are on {self.device}, the runner on {device}")
-        self.attention = make_backend(pages, self.config.heads, self.config.attention)
+        self.attention = make_backend(pages, own.heads, self.config.attention)
         with torch.inference_mode():
-            weights = Weights(checkpoint, torch_dtype(dtype), self.device)
-            self.model = MODELS[self.config.architecture](self.config, weights)
+            weights = Weights(checkpoint, torch_dtype(dtype), self.device, group)
+            self.model = MODELS[self.config.architecture](own, weights)
         checkpoint.close()  # everything has been copied out of the file mappings
 
     def prefill(

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kvmesh.engine.checkpoint import Checkpoint
+from kvmesh.engine.config import ModelConfig
+from kvmesh.engine.parallel import SOLO, Cut, Group
 
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 class Weights:
-    """Reads tensors of one checkpoint as `dtype` on `device`. Every tensor is copied out of the file mapping."""
+    """Reads tensors of one checkpoint as `dtype` on `device`. Every tensor is copied out of the file mapping; of one
+    that the ranks of `group` share only this rank's part is touched."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, group: Group = SOLO) -> None:
         self.checkpoint = checkpoint
         self.dtype = dtype
         self.device = device
+        self.group = group
+
+    @property
+    def config(self) -> ModelConfig:
+        """The whole model's, whatever this rank has of it: cuts are told in its terms."""
+        return self.checkpoint.config
 
     def __contains__(self, name: str) -> bool:
         return name in self.checkpoint.tensors
@@ -26,9 +37,11 @@ class Weights:
         flat = torch.frombuffer(self.checkpoint.raw(name), dtype=STORED[info.dtype])
         return flat.view(info.shape)
 
-    def __call__(self, *names: str) -> torch.Tensor:
-        """The tensor, or several joined along their first axis (one fused matrix)."""
+    def __call__(self, *names: str, cut: Cut | None = None) -> torch.Tensor:
+        """The tensor, or several joined along their first axis (one fused matrix); with a `cut` this rank's part."""
         views = [self.view(name) for name in names]
+        if cut is not None and self.group.size > 1:
+            views = _parts(views, cut, self.group)
         rows = sum(view.shape[0] for view in views)
         out = torch.empty((rows, *views[0].shape[1:]), dtype=self.dtype, device=self.device)
         at = 0
@@ -36,3 +49,19 @@ class Weights:
             out[at : at + view.shape[0]].copy_(view)
             at += view.shape[0]
         return out
+
+
+def _parts(views: Sequence[torch.Tensor], cut: Cut, group: Group) -> list[torch.Tensor]:
+    """The rank's spans of the matrices as if they lay one under the other; nothing is copied."""
+    spans = cut.spans(group)
+    if cut.axis == 1:
+        [view], [span] = views, spans
+        return [view[:, span.start : span.stop]]
+    found, base = [], 0
+    for view in views:
+        for span in spans:
+            first, end = max(span.start - base, 0), min(span.stop - base, view.shape[0])
+            if first < end:
+                found.append(view[first:end])
+        base += view.shape[0]
+    return found

@@ -1,7 +1,9 @@
 """What the families are built of. Plain classes over plain tensors: no autograd, no module call overhead.
 
-Shapes: T tokens of the step, H query heads, K KV heads, D head_dim. Attention itself is not here: a layer hands its
-rotated `qkv [T, H + 2K, D]` to the step's `attend`, which writes K and V into pages and answers `[T, H * D]`.
+Shapes: T tokens of the step, H query heads, K KV heads, D head_dim. Heads are this rank's, as is everything in the
+`config` that blocks are built with (`parallel.share_of`); `weights.config` is the whole model's. Attention itself is not
+here: a layer hands its rotated `qkv [T, H + 2K, D]` to the step's `attend`, which writes K and V into pages and answers
+`[T, H * D]`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from torch.nn import functional
 
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.linear import Linear
+from kvmesh.engine.parallel import Cut, share
 from kvmesh.engine.rope import RotaryEmbedding, rotate
 from kvmesh.engine.tensors import EMBED, HEAD, NORM, layer_prefix
 from kvmesh.engine.weights import Weights
@@ -48,8 +51,10 @@ class Attention:
         self.heads = self.rotated_heads + config.kv_heads
         self.head_dim = config.head_dim
         self.head_norm = head_norm
-        self.qkv = Linear(weights, [prefix + name for name in ("q_proj", "k_proj", "v_proj")], config.qkv_bias)
-        self.out = Linear(weights, [prefix + "o_proj"], config.o_bias)
+        model, size = weights.config, config.head_dim
+        heads = Cut(0, ((model.heads, size), (model.kv_heads, size), (model.kv_heads, size)))
+        self.qkv = Linear(weights, [prefix + name for name in ("q_proj", "k_proj", "v_proj")], config.qkv_bias, heads)
+        self.out = Linear(weights, [prefix + "o_proj"], config.o_bias, Cut(1, ((model.heads, size),)))
 
     def project(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """`qkv [T, H + 2K, D]`, queries and keys normed and rotated in place."""
@@ -63,8 +68,11 @@ class MLP:
     """down(silu(gate(x)) * up(x)), gate and up in one matrix."""
 
     def __init__(self, config: ModelConfig, weights: Weights, prefix: str) -> None:
-        self.gate_up = Linear(weights, [prefix + "gate_proj", prefix + "up_proj"], config.mlp_bias)
-        self.down = Linear(weights, [prefix + "down_proj"], config.mlp_bias)
+        inner = (weights.config.intermediate_size, 1)
+        self.gate_up = Linear(
+            weights, [prefix + "gate_proj", prefix + "up_proj"], config.mlp_bias, Cut(0, (inner, inner))
+        )
+        self.down = Linear(weights, [prefix + "down_proj"], config.mlp_bias, Cut(1, (inner,)))
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up(x).chunk(2, -1)
@@ -95,15 +103,18 @@ class DecoderModel:
         self.embed = weights(EMBED)
         self.norm = RMSNorm(weights(NORM), config.rms_norm_eps)
         self.rope = RotaryEmbedding(config.rope, config.head_dim, weights.dtype, weights.device)
+        self.group = weights.group
+        self.words = [len(share(config.vocab_size, rank, self.group.size)) for rank in range(self.group.size)]
         self.head = self._head(weights)
 
     def _head(self, weights: Weights) -> torch.Tensor:
-        """Tied only where the checkpoint brings no head of its own or the very same one (as transformers does)."""
-        if HEAD not in weights:
-            return self.embed
-        if self.config.tie_word_embeddings and torch.equal(weights.view(HEAD), weights.view(EMBED)):
-            return self.embed
-        return weights(HEAD)
+        """This rank's part of the vocabulary. Tied only where the checkpoint brings no head of its own or the very same
+        one (as transformers does)."""
+        own = share(self.config.vocab_size, self.group.rank, self.group.size)
+        tied = self.config.tie_word_embeddings and HEAD in weights
+        if HEAD not in weights or (tied and torch.equal(weights.view(HEAD), weights.view(EMBED))):
+            return self.embed[own.start : own.stop]
+        return weights(HEAD, cut=Cut(0, ((self.config.vocab_size, 1),)))
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """int64 `[T]`, `[T]` → `[T, hidden_size]` after the last layer, before the final norm."""
@@ -114,5 +125,5 @@ class DecoderModel:
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`[rows, hidden_size]` → `[rows, vocab_size]`, float32."""
-        return functional.linear(self.norm(hidden), self.head).float()
+        """`[rows, hidden_size]` → `[rows, vocab_size]`, float32, the same bytes at every rank."""
+        return self.group.all_gather(functional.linear(self.norm(hidden), self.head), self.words).float()

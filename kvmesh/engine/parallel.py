@@ -1,0 +1,145 @@
+"""Tensor parallel: how the ranks of one instance share a model, and how they talk while a step runs.
+
+Each rank holds whole heads of attention and a part of every MLP (Megatron's cut): matrices into heads and MLP are cut
+along their output, those out of them along their input, so a layer needs one sum over the ranks after attention and one
+after the MLP. Norms and the embedding are whole at every rank (a sum the less, for memory); the head is cut by
+vocabulary, and logits are gathered for the sampled rows only: every rank then samples the same token from the same
+bytes. With more ranks than KV heads, ranks that share a head are replicas of it.
+
+`Group` is one rank by itself and costs nothing; `join_group` makes one over torch.distributed (gloo on CPUs, NCCL on
+CUDA), whose calls end with an error when another rank dies or stays away for longer than the timeout.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from torch.nn import functional
+
+from kvmesh.engine.config import ModelConfig
+from kvmesh.rpc.errors import ConfigError
+
+
+class Group:
+    """The ranks that compute one model together, as one of them sees it. This one is alone."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in place, the same bytes at each."""
+        return x
+
+    def all_gather(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        """`[rows, widths[rank]]` of each rank → `[rows, sum(widths)]`, joined in the order of the ranks."""
+        return x
+
+    def close(self) -> None:
+        """Let go of the others; safe to call twice."""
+
+
+SOLO = Group()
+
+
+class ProcessGroup(Group):
+    """Over torch.distributed's default group. What fails raises RuntimeError: the ranks are no longer in step then."""
+
+    def __init__(self, rank: int, size: int, distributed: Any) -> None:
+        self.rank, self.size = rank, size
+        self._distributed = distributed
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self._distributed.all_reduce(x)
+        return x
+
+    def all_gather(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        widest = max(widths)
+        x = functional.pad(x, (0, widest - x.shape[-1])) if x.shape[-1] < widest else x.contiguous()
+        parts = [torch.empty_like(x) for _ in widths]
+        self._distributed.all_gather(parts, x)
+        return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], -1)
+
+    def close(self) -> None:
+        if self._distributed.is_initialized():
+            self._distributed.destroy_process_group()
+
+
+def join_group(rank: int, size: int, file: str, device: torch.device, timeout_s: float) -> Group:
+    """Meet the other ranks of this machine through `file`, which must not exist before the first of them and belongs to
+    whoever made its folder. RuntimeError when they do not all come within the timeout."""
+    if size == 1:
+        return SOLO
+    distributed: Any = importlib.import_module("torch.distributed")  # not before it is needed
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks of an instance share a machine
+    timeout = timedelta(seconds=timeout_s)
+    store = distributed.FileStore(file, size)
+    store.set_timeout(timeout)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    return ProcessGroup(rank, size, distributed)
+
+
+# ── who has what ──────────────────────────────────────────────────────────────────────────────────
+
+
+def check_shares(config: ModelConfig, size: int) -> None:
+    """ConfigError unless `size` ranks can share this model."""
+    heads, kv, inner = config.heads, config.kv_heads, config.intermediate_size
+    why = ""
+    if size < 1:
+        why = "at least 1"
+    elif heads % size:
+        why = f"must divide num_attention_heads={heads}"
+    elif kv % size and size % kv:
+        why = f"must divide num_key_value_heads={kv} or be a multiple of it"
+    elif inner % size:
+        why = f"must divide intermediate_size={inner}"
+    elif config.vocab_size < size:
+        why = f"more than vocab_size={config.vocab_size}"
+    if why:
+        raise ConfigError(f"tensor_parallel={size}: {why}", field="tensor_parallel")
+
+
+def share(units: int, rank: int, size: int) -> range:
+    """The rank's units of so many: as even as they go, the same unit at neighbouring ranks where there are fewer."""
+    first = units * rank // size
+    return range(first, max(units * (rank + 1) // size, first + 1))
+
+
+def share_of(config: ModelConfig, group: Group) -> ModelConfig:
+    """The model as the blocks of one rank see it: its own heads, KV heads and part of the MLP. ConfigError as
+    `check_shares`."""
+    check_shares(config, group.size)
+    if group.size == 1:
+        return config
+    return replace(
+        config,
+        heads=config.heads // group.size,
+        kv_heads=max(config.kv_heads // group.size, 1),
+        intermediate_size=config.intermediate_size // group.size,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How the ranks share a matrix (or several, joined along their output). `sections` lie side by side along `axis` (0
+    the output, 1 the input), each of so many units of so many rows or columns; a rank has its share of the units of
+    each section. So queries, keys and values may lie in three matrices or in one."""
+
+    axis: Literal[0, 1]
+    sections: tuple[tuple[int, int], ...]  # (units, size of a unit)
+
+    def spans(self, group: Group) -> list[range]:
+        """The rank's rows or columns, ascending."""
+        spans, base = [], 0
+        for units, size in self.sections:
+            own = share(units, group.rank, group.size)
+            spans.append(range(base + own.start * size, base + own.stop * size))
+            base += units * size
+        return spans
