@@ -1,9 +1,9 @@
 """What the families are built of. Plain classes over plain tensors: no autograd, no module call overhead.
 
 Shapes: T tokens of the step, H query heads, K KV heads, D head_dim. Heads are this rank's, as is everything in the
-`config` that blocks are built with (`parallel.share_of`); `weights.config` is the whole model's. Attention itself is not
-here: a layer hands its rotated `qkv [T, H + 2K, D]` to the step's `attend`, which writes K and V into pages and answers
-`[T, H * D]`.
+`config` that blocks are built with (`parallel.share_of`); `weights.config` is the whole model's. Attention itself is
+not here: a layer hands its rotated `qkv [T, H + 2K, D]` to the step's `attend`, which writes K and V into pages and
+answers `[T, H * D]`.
 """
 
 from __future__ import annotations
