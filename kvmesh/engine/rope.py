@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from kvmesh.engine.config import RopeConfig
+from kvmesh.engine.config_rope import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:

@@ -37,13 +37,19 @@ def test_defaults_are_those_of_transformers() -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "architectures.*LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "architectures.*LlamaForCausalLM, .*Qwen3ForCausalLM, .*Phi3ForCausalLM",
+        ),
         ({"architectures": []}, "architectures"),
         ({"architectures": None}, "model_type None.*LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'.*silu"),
         ({"quantization_config": {"bits": 4}}, "quantization_config.*bfloat16"),
-        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "use_sliding_window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.*full_attention"),
+        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": -1}, "max_window_layers=-1"),
+        ({"use_sliding_window": True, "sliding_window": "64"}, "sliding_window='64'"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "use_sliding_window=False.*sliding_attention"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types.*chunked.*full_attention"),
+        ({"layer_types": ["full_attention"]}, "layer_types.*num_hidden_layers=2"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "64"}, "hidden_size='64'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0"),

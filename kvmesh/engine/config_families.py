@@ -1,0 +1,191 @@
+"""What transformers' config class of one architecture adds to the keys: the config side of a model family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvmesh.engine.config_read import bad, boolean, integer
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+SlidesByDefault = Callable[[Mapping[str, Any], int], bool]  # of (config, layer), where `sliding_window` is set
+
+
+def _every_layer(_raw: Mapping[str, Any], _layer: int) -> bool:
+    return True
+
+
+def _from_max_window_layers(raw: Mapping[str, Any], layer: int) -> bool:
+    first = raw["max_window_layers"]
+    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+        raise bad("max_window_layers", first, "must be an integer of at least 0")
+    return bool(layer >= first)
+
+
+def _every_other(_raw: Mapping[str, Any], layer: int) -> bool:
+    return layer % 2 == 0
+
+
+def _all_but_each_nth(raw: Mapping[str, Any], layer: int) -> bool:
+    return (layer + 1) % integer(raw, "sliding_window_pattern") != 0
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """`defaults` are the values of keys that a file leaves out; a null there counts as left out, but for the keys of
+    NULLABLE, where it means "none"."""
+
+    model_type: str
+    defaults: Mapping[str, Any]
+    qkv_bias: bool | None = False  # None: the key attention_bias decides, for the output projection too
+    mlp_bias: bool = False  # the key mlp_bias is read
+    qk_norm: bool = False
+    slides: SlidesByDefault | None = None  # None: no layer has a window
+    layer_types: bool = True  # the key layer_types decides which layers have the window
+    gemma: bool = False  # norms of 1 + weight, before and after each half of a layer; gelu; scaled embedding
+    local_theta: float | None = None  # layers with a window rotate by a rope of their own, with this theta
+    rope_types: tuple[str, ...] = ()  # () all
+    rope_names: Mapping[str, str] = field(default_factory=dict)  # older names of rope types
+    partial_rotary: bool = False
+    fused: bool = False  # the checkpoint joins q, k, v and gate, up
+    text_config: bool = False  # of several modalities: the language model's keys and tensors lie one level down
+
+
+NULLABLE = (
+    "num_key_value_heads",
+    "sliding_window",
+    "eos_token_id",
+    "final_logit_softcapping",
+    "attn_logit_softcapping",
+)
+
+_LLAMA = {"rms_norm_eps": 1e-6, "eos_token_id": 2, "max_position_embeddings": 2048}
+_MISTRAL = _LLAMA | {"max_position_embeddings": 131_072, "sliding_window": 4096, "num_key_value_heads": 8}
+_QWEN = {
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 32_768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "use_sliding_window": False,
+}
+_GEMMA2 = {
+    "vocab_size": 256_000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": 1,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+}
+_GEMMA3 = _GEMMA2 | {
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+    "sliding_window_pattern": 6,
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+}
+_PHI3 = {
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 32_000,
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+}
+
+FAMILIES: Mapping[str, Family] = {
+    "LlamaForCausalLM": Family("llama", _LLAMA, qkv_bias=None, mlp_bias=True, layer_types=False),
+    "MistralForCausalLM": Family("mistral", _MISTRAL, slides=_every_layer),
+    "MinistralForCausalLM": Family("ministral", _MISTRAL, slides=_every_layer),
+    "Qwen2ForCausalLM": Family("qwen2", _QWEN, qkv_bias=True, slides=_from_max_window_layers),
+    "Qwen3ForCausalLM": Family(
+        "qwen3", _QWEN | {"head_dim": 128}, qkv_bias=None, qk_norm=True, slides=_from_max_window_layers
+    ),
+    "Gemma2ForCausalLM": Family("gemma2", _GEMMA2, qkv_bias=None, slides=_every_other, gemma=True),
+    "Gemma3ForCausalLM": Family(
+        "gemma3_text", _GEMMA3, None, qk_norm=True, slides=_all_but_each_nth, gemma=True, local_theta=10_000.0
+    ),
+    "Gemma3ForConditionalGeneration": Family(
+        "gemma3",
+        _GEMMA3,
+        None,
+        qk_norm=True,
+        slides=_all_but_each_nth,
+        gemma=True,
+        local_theta=10_000.0,
+        text_config=True,
+    ),
+    "Phi3ForCausalLM": Family(
+        "phi3",
+        _PHI3,
+        slides=_every_layer,
+        layer_types=False,
+        rope_types=("default", "longrope"),
+        rope_names={"su": "longrope", "yarn": "longrope"},
+        partial_rotary=True,
+        fused=True,
+    ),
+}
+
+
+def find_family(raw: Mapping[str, Any]) -> tuple[str, Family]:
+    """Architecture and family that `architectures`, or `model_type` where that is absent, names."""
+    named = raw.get("architectures")
+    if named is None:
+        by_type = {family.model_type: name for name, family in FAMILIES.items()}
+        named = [by_type.get(str(raw.get("model_type")), f"model_type {raw.get('model_type')}")]
+    if not isinstance(named, list) or not named:
+        raise bad("architectures", named, "must be a list of one name")
+    for name in named:
+        if isinstance(name, str) and name in FAMILIES:
+            return name, FAMILIES[name]
+    raise bad("architectures", named, f"not supported; supported: {', '.join(FAMILIES)}")
+
+
+def with_defaults(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The language model's keys, those left out filled in."""
+    if family.text_config:
+        text = raw.get("text_config")
+        if not isinstance(text, Mapping):
+            raise bad("text_config", text, "must be an object")
+        outer = ("eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
+        raw = {key: raw[key] for key in outer if key in raw} | dict(text)
+    given = {key: value for key, value in raw.items() if value is not None or key in NULLABLE}
+    return {**family.defaults, **given}
+
+
+def read_windows(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[int, ...]:
+    """Of each layer the window in tokens, the token itself included; 0: it sees everything."""
+    key, value = "sliding_window", raw.get("sliding_window") if family.slides else None
+    if "use_sliding_window" in family.defaults and not boolean(raw, "use_sliding_window"):
+        key, value = "use_sliding_window", None
+    window = 0 if value is None else integer(raw, "sliding_window")
+    slides, types = family.slides, _layer_types(raw, layers)
+    sliding = [bool(slides and (window or family.gemma) and slides(raw, layer)) for layer in range(layers)]
+    if types is not None:
+        named = [name == SLIDING for name in types]
+        if not family.layer_types and named != sliding:
+            raise bad("layer_types", types, f"not supported; supported for {family.model_type}: all layers alike")
+        sliding = named
+    if any(sliding) and not window:
+        raise bad(key, raw.get(key), f"some layers are of {SLIDING}, which needs a window")
+    return tuple(window if slide else 0 for slide in sliding)
+
+
+def _layer_types(raw: Mapping[str, Any], layers: int) -> list[str] | None:
+    types = raw.get("layer_types")
+    if types is None:
+        return None
+    if not isinstance(types, list) or any(name not in (FULL, SLIDING) for name in types):
+        raise bad("layer_types", types, f"not supported; supported: a list of {FULL} and {SLIDING}")
+    if len(types) != layers:
+        raise bad("layer_types", types, f"must name num_hidden_layers={layers} layers")
+    return types
