@@ -6,6 +6,12 @@
 
 namespace kvmesh {
 
+// linear.cpp. A packed weight is bf16 [panels, pairs, 32, 2]; `outputs` and inputs are the matrix's own counts.
+at::Tensor pack(at::TensorList parts);
+at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, int64_t outputs, const std::optional<at::Tensor>& bias,
+                  const std::optional<at::Tensor>& residual, bool wide);
+at::Tensor packed_rows(const at::Tensor& packed, const at::Tensor& ids, int64_t outputs, int64_t inputs);
+
 // fused.cpp
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, bool unit_offset);
 
