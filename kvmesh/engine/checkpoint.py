@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvmesh.engine.config import ModelConfig
-from kvmesh.engine.tensors import HEAD, expected_tensors
+from kvmesh.engine.tensors import HEAD, canonical_name, expected_tensors
 from kvmesh.rpc.errors import CheckpointError
 
 ITEMSIZE = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
@@ -78,9 +78,11 @@ class Checkpoint:
         self.close()
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def open_checkpoint(path: str | Path, max_context_tokens: int = 0) -> Checkpoint:
     """Read and check config.json and every shard's header; tensor data is only sampled.
 
+    `max_context_tokens`: no longer context will be asked for (0: the model's own limit). Models with longrope choose
+    their factors by it, and with them their fingerprint.
     Raises CheckpointError naming the file or tensor: not a folder, broken JSON, unsupported config, missing or
     truncated shard, missing index entry, missing tensor, wrong shape or dtype."""
     folder = Path(path)
@@ -88,12 +90,13 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         raise CheckpointError(f"{folder}: not a folder with a Hugging Face checkpoint")
     generation = folder / "generation_config.json"
     try:
-        config = ModelConfig.from_hf(_json(folder / "config.json"), _json(generation) if generation.exists() else None)
+        raw, generated = _json(folder / "config.json"), _json(generation) if generation.exists() else None
+        config = ModelConfig.from_hf(raw, generated, max_context_tokens)
     except CheckpointError as err:
         if str(folder) in err.message:
             raise
         raise CheckpointError(f"{folder}: {err.message}", field=err.field) from None
-    found = _shards(folder)
+    found = {canonical_name(config, name): info for name, info in _shards(folder).items()}
     tensors = {name: found[name] for name in _checked(config, found, folder)}
     return Checkpoint(folder, config, tensors, _fingerprint(config, tensors))
 

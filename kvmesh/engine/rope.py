@@ -13,8 +13,11 @@ from kvmesh.engine.config_rope import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """float32 `[head_dim / 2]`, on the CPU."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    """float32 `[rotary_dim / 2]`, on the CPU."""
+    rotary = rope.rotary_dim(head_dim)
+    exponents = torch.arange(0, rotary, 2, dtype=torch.float32) / rotary
+    if rope.rope_type == "longrope":
+        return 1.0 / (torch.tensor(rope.factors) * rope.theta**exponents)
     plain = 1.0 / (rope.theta**exponents)
     if rope.rope_type == "linear":
         return plain / rope.factor
@@ -56,20 +59,20 @@ def _yarn(rope: RopeConfig, powers: torch.Tensor, head_dim: int) -> torch.Tensor
 
 
 class RotaryEmbedding:
-    """cos and sin for positions. The sign of the half rotation is folded into sin: with `turned = roll(x, head_dim/2)`,
-    the rotated x is `x * cos + turned * sin`."""
+    """cos and sin for positions. The sign of the half rotation is folded into sin: with `turned = roll(x, half)`, the
+    rotated x is `x * cos + turned * sin`. Only the first `rotary_dim` elements of a head rotate."""
 
     def __init__(self, rope: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         half = inverse_frequencies(rope, head_dim)
         self.frequencies = torch.cat((half, half)).to(device)
-        sign = torch.ones(head_dim)
-        sign[: head_dim // 2] = -1.0
+        sign = torch.ones(2 * len(half))
+        sign[: len(half)] = -1.0
         self.scale = rope.attention_factor
         self.signed_scale = (sign * self.scale).to(device)
         self.dtype = dtype
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`positions` int64 `[T]` → cos, sin `[T, 1, head_dim]` in the model's dtype."""
+        """`positions` int64 `[T]` → cos, sin `[T, 1, rotary_dim]` in the model's dtype."""
         angles = (positions[:, None].float() * self.frequencies)[:, None]
         cos = angles.cos()
         if self.scale != 1.0:
@@ -78,6 +81,12 @@ class RotaryEmbedding:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Rotate `x [T, heads, head_dim]` into `out`, which may be `x` itself."""
+    """Rotate `x [T, heads, head_dim]` into `out`, which may be `x` itself. cos, sin: `RotaryEmbedding`'s."""
+    whole, rotary = out, cos.shape[-1]
+    if rotary < x.shape[-1]:
+        if out is not x:
+            out[..., rotary:] = x[..., rotary:]
+        x, out = x[..., :rotary], out[..., :rotary]
     turned = x.roll(x.shape[-1] // 2, -1)
-    return torch.mul(x, cos, out=out).addcmul_(turned, sin)
+    torch.mul(x, cos, out=out).addcmul_(turned, sin)
+    return whole

@@ -9,6 +9,7 @@ answers `[T, H * D]`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch.nn import functional
@@ -23,12 +24,22 @@ from kvmesh.engine.weights import Weights
 Attend = Callable[[int, torch.Tensor], torch.Tensor]
 
 
+def norm_weight(weights: Weights, name: str) -> torch.Tensor:
+    """What `name` multiplies by: itself, or 1 + itself in float32 where the family's norms do so."""
+    weight = weights(name)
+    return weight.float() + 1.0 if weights.config.norm_adds_one else weight
+
+
 class RMSNorm:
+    """Of a float32 weight and a narrower input, the product is rounded to the input's dtype (Gemma's order)."""
+
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         self.weight, self.eps = weight, eps
         self.shape = (weight.shape[-1],)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.weight.dtype != x.dtype:
+            return functional.rms_norm(x.float(), self.shape, self.weight, self.eps).to(x.dtype)
         return functional.rms_norm(x, self.shape, self.weight, self.eps)
 
 
@@ -42,6 +53,8 @@ class HeadNorm:
 
     def __call__(self, qk: torch.Tensor) -> torch.Tensor:
         """`[T, H + K, D]` → a new tensor of the same shape."""
+        if self.weight.dtype != qk.dtype:
+            return functional.rms_norm(qk.float(), self.shape, None, self.eps).mul_(self.weight).to(qk.dtype)
         return functional.rms_norm(qk, self.shape, None, self.eps).mul_(self.weight)
 
 
@@ -53,7 +66,8 @@ class Attention:
         self.head_norm = head_norm
         model, size = weights.config, config.head_dim
         heads = Cut(0, ((model.heads, size), (model.kv_heads, size), (model.kv_heads, size)))
-        self.qkv = Linear(weights, [prefix + name for name in ("q_proj", "k_proj", "v_proj")], config.qkv_bias, heads)
+        names = ("qkv_proj",) if config.fused else ("q_proj", "k_proj", "v_proj")
+        self.qkv = Linear(weights, [prefix + name for name in names], config.qkv_bias, heads)
         self.out = Linear(weights, [prefix + "o_proj"], config.o_bias, Cut(1, ((model.heads, size),)))
 
     def project(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -65,18 +79,31 @@ class Attention:
 
 
 class MLP:
-    """down(silu(gate(x)) * up(x)), gate and up in one matrix."""
+    """down(act(gate(x)) * up(x)), gate and up in one matrix."""
 
     def __init__(self, config: ModelConfig, weights: Weights, prefix: str) -> None:
         inner = (weights.config.intermediate_size, 1)
-        self.gate_up = Linear(
-            weights, [prefix + "gate_proj", prefix + "up_proj"], config.mlp_bias, Cut(0, (inner, inner))
-        )
+        names = ("gate_up_proj",) if config.fused else ("gate_proj", "up_proj")
+        self.gate_up = Linear(weights, [prefix + name for name in names], config.mlp_bias, Cut(0, (inner, inner)))
         self.down = Linear(weights, [prefix + "down_proj"], config.mlp_bias, Cut(1, (inner,)))
+        self.gelu = config.activation == "gelu_tanh"
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self._inner(x))
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.down.add_to(residual, self._inner(x))
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down.add_to(residual, functional.silu(gate).mul_(up))
+        gate = functional.gelu(gate, approximate="tanh") if self.gelu else functional.silu(gate)
+        return gate.mul_(up)
+
+
+class Layer(Protocol):
+    """One decoder layer: `[T, hidden_size]` → the same, `cos` and `sin` of its own rope."""
+
+    def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor: ...
 
 
 class DecoderLayer:
@@ -97,12 +124,16 @@ class DecoderLayer:
 class DecoderModel:
     """Embedding, layers, norm, head."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, layers: Sequence[DecoderLayer]) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, layers: Sequence[Layer]) -> None:
         self.config = config
         self.layers = layers
         self.embed = weights(EMBED)
-        self.norm = RMSNorm(weights(NORM), config.rms_norm_eps)
+        self.embed_scale = float(torch.tensor(config.embedding_scale).to(weights.dtype))  # rounded as transformers does
+        self.norm = RMSNorm(norm_weight(weights, NORM), config.rms_norm_eps)
         self.rope = RotaryEmbedding(config.rope, config.head_dim, weights.dtype, weights.device)
+        self.local_rope = self.rope
+        if config.local_rope is not None:
+            self.local_rope = RotaryEmbedding(config.local_rope, config.head_dim, weights.dtype, weights.device)
         self.group = weights.group
         self.words = [len(share(config.vocab_size, rank, self.group.size)) for rank in range(self.group.size)]
         self.head = self._head(weights)
@@ -118,12 +149,18 @@ class DecoderModel:
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """int64 `[T]`, `[T]` → `[T, hidden_size]` after the last layer, before the final norm."""
-        cos, sin = self.rope(positions)
+        angles = self.rope(positions)
+        local = angles if self.local_rope is self.rope else self.local_rope(positions)
         x = functional.embedding(token_ids, self.embed)
-        for layer in self.layers:
+        if self.embed_scale != 1.0:
+            x = x * self.embed_scale
+        for layer, window in zip(self.layers, self.config.windows, strict=True):
+            cos, sin = local if window else angles
             x = layer(x, cos, sin, attend)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[rows, hidden_size]` → `[rows, vocab_size]`, float32, the same bytes at every rank."""
-        return self.group.all_gather(functional.linear(self.norm(hidden), self.head), self.words).float()
+        logits = self.group.all_gather(functional.linear(self.norm(hidden), self.head), self.words).float()
+        cap = self.config.logit_softcap
+        return torch.tanh(logits / cap) * cap if cap else logits

@@ -1,16 +1,22 @@
-"""Architecture name in config.json → the function that builds it (its config side: `kvmesh.engine.config.FAMILIES`)."""
+"""Architecture name in config.json → the function that builds it (config side: `config_families.FAMILIES`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
 from kvmesh.engine.config import ModelConfig
-from kvmesh.engine.models import llama, qwen2, qwen3
+from kvmesh.engine.models import gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3
 from kvmesh.engine.models.blocks import DecoderModel
 from kvmesh.engine.weights import Weights
 
 MODELS: Mapping[str, Callable[[ModelConfig, Weights], DecoderModel]] = {
     "LlamaForCausalLM": llama.build,
+    "MistralForCausalLM": mistral.build,
+    "MinistralForCausalLM": mistral.build,
     "Qwen2ForCausalLM": qwen2.build,
     "Qwen3ForCausalLM": qwen3.build,
+    "Gemma2ForCausalLM": gemma2.build,
+    "Gemma3ForCausalLM": gemma3.build,
+    "Gemma3ForConditionalGeneration": gemma3.build,
+    "Phi3ForCausalLM": phi3.build,
 }
