@@ -132,6 +132,8 @@ class Register:
     model: ModelCard
     capacity_blocks: int
     max_running: int
+    local_prefill_tokens: int = 0  # see `RegisterInstanceRequest` in conductor.proto
+    chunk_tokens: int = 0
 
 
 @dataclass(frozen=True)

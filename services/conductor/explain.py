@@ -11,6 +11,7 @@ from kvmesh.kvcache.tiers import Tier
 from services.conductor.decodes import DecodeChoice
 from services.conductor.domain import Placed, PrefillSample, Ref, Refuse, Role, Schedule
 from services.conductor.instance import Instance
+from services.conductor.kinds import HANDOFF_S, Found, Kind, Option, answer_s
 from services.conductor.placement import Weighed
 from services.conductor.prefills import PrefillCandidate
 
@@ -29,6 +30,8 @@ PREFILL_TERMS = (
     "ttft_ms",
     "ttft_other_way_ms",
 )
+# cost = ttft + stall + answer + handoff (see kinds.py)
+KIND_TERMS = ("ttft_ms", "rows", "stall_ms", "answer_ms", "handoff_ms", "tbt_ms", "rows_tbt_ms")
 DECODE_TERMS = ("tbt_ms", "landing_wait_ms", "slot_wait_ms", "transfer_tail_ms")
 
 
@@ -52,6 +55,22 @@ class Candidate(NamedTuple):
         return {name: s * 1000 for name, s in zip(names, self.terms, strict=False) if s >= 0}
 
 
+class WeighedKind(NamedTuple):
+    """One kind of placement on certain instances, or why it could not be. Seconds."""
+
+    kind: Kind
+    prefill: Ref
+    decode: Ref
+    why: str
+    cost_s: float = 0.0
+    terms: tuple[float, ...] = ()
+
+    def named_terms(self) -> dict[str, float]:
+        """By name: `rows`, the others in milliseconds."""
+        told = dict(zip(KIND_TERMS, self.terms, strict=False))
+        return {name: value if name == "rows" else value * 1000 for name, value in told.items()}
+
+
 @dataclass(slots=True)
 class Decision:
     """One answered Schedule, and what prefill reported of it later."""
@@ -70,12 +89,29 @@ class Decision:
     message: str = ""
     placed: Placed | None = None
     sample: PrefillSample | None = field(default=None)
+    kinds: tuple[WeighedKind, ...] = ()
 
     def is_chosen(self, candidate: Candidate) -> bool:
-        """Whether the request went there."""
-        if self.placed is None:
+        """Whether the request went there, as a pair."""
+        if self.placed is None or self.placed.prefill == self.placed.decode:
             return False
         return candidate.ref == (self.placed.prefill if candidate.role is Role.PREFILL else self.placed.decode)
+
+    def is_chosen_kind(self, kind: WeighedKind) -> bool:
+        """Whether the request became that."""
+        return self.placed is not None and (self.placed.prefill, self.placed.decode) == (kind.prefill, kind.decode)
+
+    def kind_verdict(self, kind: WeighedKind) -> str:
+        """In words, why it was chosen or not."""
+        if kind.why:
+            return kind.why
+        chosen = next((k for k in self.kinds if self.is_chosen_kind(k)), None)
+        if chosen is None:
+            return "would do"
+        more_ms = (kind.cost_s - chosen.cost_s) * 1000
+        if chosen is kind:
+            return "chosen"
+        return f"costs {more_ms:.1f} ms more" if more_ms >= 0.05 else "as good: busier, avoided or by chance"
 
     def verdict(self, candidate: Candidate) -> str:
         """In words, why it was chosen or not."""
@@ -88,7 +124,9 @@ class Decision:
             return "over the SLO"
         chosen = next((c for c in self.candidates if c.role is candidate.role and self.is_chosen(c)), None)
         if chosen is None:
-            return "would do"
+            halves = {ref for k in self.kinds if k.kind is Kind.PAIR for ref in (k.prefill, k.decode)}
+            lost = self.placed is not None and candidate.ref in halves
+            return "of the best pair, which costs more" if lost else "would do"
         slower_ms = (candidate.score_s - chosen.score_s) * 1000
         return f"slower by {slower_ms:.1f} ms" if slower_ms >= 0.05 else "as good: busier, without room or by chance"
 
@@ -131,6 +169,7 @@ def decided(
     answer: Placed | Refuse,
     candidates: tuple[Candidate, ...],
     *,
+    kinds: tuple[WeighedKind, ...] = (),
     best_prefix: int,
     ttft_slo_s: float,
     tbt_slo_s: float,
@@ -152,15 +191,42 @@ def decided(
         "placed" if isinstance(answer, Placed) else answer.reason,
         "" if isinstance(answer, Placed) else str(answer.error),
         placed,
+        kinds=kinds,
     )
 
 
+def kinds_of(found: Found | None, max_tokens: int) -> tuple[WeighedKind, ...]:
+    """All that the request could have become; `found`: None when nothing could be weighed."""
+    return tuple(_kind(option, max_tokens) for option in found.options) if found is not None else ()
+
+
+def _kind(option: Option, max_tokens: int) -> WeighedKind:
+    why = option.why_not or (f"over the {option.refused.reason.upper()} SLO" if option.refused is not None else "")
+    refs = option.prefill.ref, option.decode.ref
+    if (choice := option.choice) is None:
+        return WeighedKind(option.kind, *refs, why)
+    shared = choice.prefill.shared
+    terms = (
+        choice.ttft_s,
+        float(shared.rows),
+        shared.stall_s,
+        answer_s(choice, max_tokens),
+        HANDOFF_S if option.kind is Kind.PAIR else 0.0,
+        choice.decode.tbt_s,
+        shared.rows_tbt_s,
+    )
+    return WeighedKind(option.kind, *refs, why, option.cost_s, terms)
+
+
 def candidates_of(
-    request: Schedule, serving: Sequence[Instance], why: Mapping[str, str], found: Weighed | None, slo_s: float
+    request: Schedule, serving: Sequence[Instance], why: Mapping[str, str], found: Found | None, slo_s: float
 ) -> tuple[Candidate, ...]:
-    """Every instance of the model in every role it has; `found`: None when nobody could be weighed."""
-    known = list(_weighed(found, slo_s)) if found is not None else []
+    """Every instance of the model in every role it has in a pair; `found`: None when nobody could be weighed."""
+    pair = found.pair if found is not None else None
+    known = list(_weighed(pair, slo_s)) if pair is not None else []
     done = {(c.ref, c.role) for c in known}
+    if found is not None:  # those tell more
+        done |= {(o.prefill.ref, role) for o in found.options if o.kind is not Kind.PAIR for role in Role}
     for i in serving:
         for role, has_role, fits in (
             (Role.PREFILL, i.role.prefills, i.can_prefill(request.prompt_tokens)),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from kvmesh.kvcache.tiers import MARK
 from kvmesh.rpc.errors import InvalidRequest, KvmeshError, Overloaded
-from services.conductor.domain import Life, ModelCard, Register, Role
+from services.conductor.domain import Life, ModelCard, Register
 from services.conductor.instance import Instance, ModelFits
 
 MAX_REPLACED = 4096
@@ -56,10 +56,10 @@ class Fleet:
         return None
 
     def is_same(self, event: Register) -> bool:
-        """Whether it says nothing new: a life that is known registers again."""
+        """Whether a life that is known registers again, perhaps in another role."""
         old = self._instances.get(event.ref.instance_id)
-        new = event.ref, event.role, event.model, event.capacity_blocks
-        return old is not None and (old.ref, old.role, old.model, old.capacity_blocks) == new
+        new = event.ref, event.model, event.capacity_blocks
+        return old is not None and (old.ref, old.model, old.capacity_blocks) == new
 
     def add(self, event: Register, slot: int, now: float) -> Instance:
         """A checked registration of somebody new; whoever bore the name was removed before."""
@@ -96,7 +96,8 @@ class Fleet:
 
         def worth(group: list[Instance]) -> tuple[bool, int, str]:
             live = [i for i in group if not why_not(i)]
-            complete = any(i.role.prefills for i in live) and any(i.role.decodes for i in live)
+            decodes = [i for i in live if i.role.decodes]
+            complete = bool(decodes) and any(i.role.prefills or i.alone_tokens for i in live)
             return complete, len(live), group[0].model.fingerprint
 
         return max(groups.values(), key=worth)
@@ -105,7 +106,7 @@ class Fleet:
         """Why nobody of its model can work with this instance, though somebody could if their KV fitted together; "" if
         somebody can, or nobody of the other role is there at all."""
         kin = [i for i in self._instances.values() if i.model.name == instance.model.name and i is not instance]
-        if instance.role is Role.BOTH:
+        if instance.alone_tokens:
             return ""
         others = [i for i in kin if (i.role.decodes if instance.role.prefills else i.role.prefills)]
         if not others or any(i.model.kv_identity == instance.model.kv_identity for i in others):

@@ -10,6 +10,7 @@ from services.conductor.domain import Load, ModelCard, Ref, Register, Role
 from services.conductor.load import DecodeBatch, PrefillQueue
 
 MAX_KNOWN_SAMPLES = 2048
+CHUNK_TOKENS = 512  # of an instance that does not tell
 
 
 class Instance:
@@ -17,11 +18,11 @@ class Instance:
 
     def __init__(self, registered: Register, slot: int, fits: ModelFits, now: float) -> None:
         self.ref: Ref = registered.ref
-        self.role: Role = registered.role
         self.node_id = registered.node_id
         self.model: ModelCard = registered.model
         self.capacity_blocks = registered.capacity_blocks
         self.max_running = registered.max_running
+        self.become(registered)
         self.slot = slot
         self.last_seen = now
         self.last_seq = 0
@@ -42,6 +43,29 @@ class Instance:
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold so many tokens, the last may be partial."""
         return -(-tokens // self.model.block_tokens)
+
+    def become(self, registered: Register) -> None:
+        """The same life in another role. Its load, its models and what was placed there stay."""
+        self.role: Role = registered.role
+        self.local_prefill_tokens = registered.local_prefill_tokens
+        self.chunk_tokens = registered.chunk_tokens or CHUNK_TOKENS
+        self._told_chunks = registered.chunk_tokens > 0
+
+    @property
+    def alone_tokens(self) -> float:
+        """How many uncached tokens of a prompt it computes for a request of its own batch."""
+        if self.role is Role.BOTH:
+            return float("inf")
+        return self.local_prefill_tokens if self.role is Role.DECODE else 0
+
+    @property
+    def mixes(self) -> bool:
+        """Whether prompts and rows share its steps: its `Load` then tells of rows what is running."""
+        return self._told_chunks or self.role is Role.BOTH or self.local_prefill_tokens > 0
+
+    def chunks(self, tokens: int) -> int:
+        """Steps that a prompt with so many tokens to compute is part of."""
+        return max(1, -(-tokens // self.chunk_tokens))
 
     def can_prefill(self, prompt_tokens: int) -> bool:
         """Whether a prompt of that length fits here when nothing else is there."""

@@ -11,6 +11,7 @@ from kvmesh.kvcache.tiers import Tier
 from services.conductor.domain import Heartbeat, Life, Measured, PrefillSample, Schedule, Settings
 from services.conductor.index import Index
 from services.conductor.instance import Instance
+from services.conductor.interference import without_rows_s
 from services.conductor.load import DecodeWork, PrefillWork
 from services.conductor.outgoing import Load, Outgoing
 from services.conductor.placement import Choice
@@ -88,9 +89,10 @@ class Ledger:
 
     def _prefilled(self, instance: Instance, s: PrefillSample, now: float) -> Measured:
         fits = instance.fits
+        took_s = without_rows_s(instance, s.computed_tokens, s.duration_s)
         predicted_s = instance.prefill.predict(s.computed_tokens, s.cached_tokens)
         for fit in (instance.prefill, fits.prefill):
-            fit.add(s.computed_tokens, s.cached_tokens, s.duration_s, now)
+            fit.add(s.computed_tokens, s.cached_tokens, took_s, now)
         for transfer in (instance.transfer, fits.transfer):
             transfer.add(s.transfer_bytes, s.transfer_s)
         self._pulled(instance, s, now)
@@ -99,7 +101,7 @@ class Ledger:
             until = now + self._settings.confirmed_s
             self._index.confirm(instance.ref.life, instance.slot, work.keys, until)
         self.outgoing.end(s.request_id)
-        return Measured(s.request_id, predicted_s, s.duration_s)
+        return Measured(s.request_id, predicted_s, took_s)
 
     def _pulled(self, instance: Instance, s: PrefillSample, now: float) -> None:
         fits = instance.fits

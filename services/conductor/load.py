@@ -6,6 +6,7 @@ instance's own figures include it. It ends when the instance reports it, or when
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from services.conductor.cost import DecayedRatio
@@ -158,9 +159,14 @@ class DecodeBatch:
         """Seconds until so many of those present have finished, at the usual length of stay."""
         return self.residence_s * requests / max(1, self.requests)
 
-    def landing_wait_s(self, blocks: int) -> float:
-        """Seconds until that many blocks are free; 0 when they are."""
-        short = blocks - self.free_blocks
+    @property
+    def free_pages(self) -> int:
+        """Where a prompt can be computed; never negative."""
+        return max(0, self._load.free_pages - self._flying_blocks)
+
+    def landing_wait_s(self, blocks: int, *, pages: bool = False) -> float:
+        """Seconds until that many blocks are free (`pages`: on the device); 0 when they are."""
+        short = blocks - (self.free_pages if pages else self.free_blocks)
         if short <= 0:
             return 0.0
         each = self._blocks / len(self.works) if self.works else blocks
@@ -200,11 +206,13 @@ class DecodeBatch:
         """Placements whose time is over."""
         return [work.request_id for work in self.works.values() if work.expires_at <= now]
 
-    def report(self, load: Load, now: float) -> None:
-        """The instance's own figures; they include whatever has stopped flying."""
+    def report(self, load: Load, now: float, computing: Collection[str] = ()) -> None:
+        """The instance's own figures; they include whatever has stopped flying. `computing`: requests whose prompts the
+        same instance has still to compute; they fly until then."""
         self._load = load
         for work in [w for w in self._flying.values() if w.placed_at <= now - IN_FLIGHT_S]:
-            self._land(work)
+            if work.request_id not in computing:
+                self._land(work)
 
     def clear(self) -> None:
         """Everything is lost with the instance."""

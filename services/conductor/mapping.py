@@ -30,7 +30,7 @@ from services.conductor.domain import (
     Schedule,
     TierView,
 )
-from services.conductor.explain import Candidate, Decision
+from services.conductor.explain import Candidate, Decision, WeighedKind
 
 MAX_UINT32 = 0xFFFFFFFF
 MAX_BLOCKS = 1 << 18  # of one prompt
@@ -97,6 +97,8 @@ def register_in(request: pb.RegisterInstanceRequest) -> Register:
         model=card_in(request.model),
         capacity_blocks=request.capacity_blocks,
         max_running=request.max_running_requests,
+        local_prefill_tokens=request.local_prefill_tokens,
+        chunk_tokens=request.prefill_chunk_tokens,
     )
 
 
@@ -234,6 +236,7 @@ def decision_out(decision: Decision, now: float) -> pb.ExplainResponse:
         best_prefix_blocks=decision.best_prefix_blocks,
         candidates=[_candidate_out(decision, c) for c in decision.candidates],
         age_ms=_ms(max(0.0, now - decision.at)),
+        kinds=[_kind_out(decision, kind) for kind in decision.kinds],
     )
     if decision.placed is not None:
         answer.placement.CopyFrom(placement_out(decision.placed))
@@ -242,6 +245,18 @@ def decision_out(decision: Decision, now: float) -> pb.ExplainResponse:
         answer.prefill_ms = _ms(decision.sample.duration_s)
         answer.reported = True
     return answer
+
+
+def _kind_out(decision: Decision, kind: WeighedKind) -> pb.WeighedKind:
+    return pb.WeighedKind(
+        kind=kind.kind.value,
+        prefill=ref_out(kind.prefill),
+        decode=ref_out(kind.decode),
+        chosen=decision.is_chosen_kind(kind),
+        verdict=decision.kind_verdict(kind),
+        cost_ms=kind.cost_s * 1000,
+        terms=[pb.Term(name=name, value=value) for name, value in kind.named_terms().items()],
+    )
 
 
 def _candidate_out(decision: Decision, candidate: Candidate) -> pb.Candidate:

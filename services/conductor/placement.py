@@ -1,4 +1,4 @@
-"""Where one request goes: the prefill instance with the least predicted TTFT, the decode instance with the least
+"""The best pair for one request: the prefill instance with the least predicted TTFT, the decode instance with the least
 predicted TBT, or a refusal that says when to come back. Pure: instances are only read here.
 """
 
@@ -74,24 +74,25 @@ def choose(
     mesh: Mesh,
     terms: Terms,
 ) -> Weighed:
-    """Both lists hold instances that may get this request and whose KV fits together; neither is empty. `places`: of
-    each of them, by instance id."""
+    """Both lists hold instances that may get this request and whose KV fits together, some two of them different ones.
+    `places`: of each of them, by instance id."""
+    if len(prefills) == 1:  # which is then not its own decode instance: that would be no pair
+        decodes = [i for i in decodes if i is not prefills[0]]
     weighed_decodes = [
         decoding.choice(request, i, places[i.ref.instance_id], mesh.survey, terms.now)
         for i in _unavoided(decodes, request.avoid)
     ]
-    decode = _pick_decode(request, weighed_decodes, terms)
+    decode = pick_decode(request, weighed_decodes, terms)
     if isinstance(decode, Refuse):
         return Weighed(decode, (), weighed_decodes, None)
-    # Prefill and decode compete for one device where roles share it: another instance is better when there is one.
-    others = [i for i in prefills if i is not decode.instance] or prefills
+    others = [i for i in prefills if i is not decode.instance]
     weighed_prefills = [
         prefilling.candidate(
             request, i, places[i.ref.instance_id], mesh, decode.at_decode, terms.threshold, terms.now, terms.fetch
         )
         for i in _unavoided(others, request.avoid)
     ]
-    prefill = _pick_prefill(weighed_prefills, decode.landing_wait_s, terms)
+    prefill = pick_prefill(weighed_prefills, decode.landing_wait_s, terms)
     if isinstance(prefill, Refuse):
         return Weighed(prefill, weighed_prefills, weighed_decodes, decode)
     place, slo_s = places[decode.instance.ref.instance_id], terms.ttft_slo_s - decode.landing_wait_s
@@ -123,13 +124,14 @@ def _decode_pulls(
     return mesh.plan(own, decode.instance.node_id, decode.at_decode, prefill.fetched_to, mesh.memory)
 
 
-def _pick_prefill(
-    candidates: Sequence[PrefillCandidate], landing_wait_s: float, terms: Terms
-) -> PrefillChoice | Refuse:
+def pick_prefill(candidates: Sequence[PrefillCandidate], landing_wait_s: float, terms: Terms) -> PrefillChoice | Refuse:
+    """The best way of them all. `landing_wait_s`: what else is in the TTFT."""
     slo_s = terms.ttft_slo_s - landing_wait_s
-    passing = [best for c in candidates if (best := c.best(slo_s)) is not None]
+    passing = [best for c in candidates if (best := c.best(slo_s, terms.tbt_slo_s)) is not None]
     if passing:
-        return _pick(passing, lambda c: c.ttft_s, lambda c: len(c.instance.queue.works), terms.rng)
+        return pick(passing, lambda c: c.cost_s, lambda c: len(c.instance.queue.works), terms.rng)
+    if in_time := [best for c in candidates if (best := c.best(slo_s)) is not None]:
+        return _overloaded_rows(min(in_time, key=lambda c: c.shared.rows_tbt_s), terms)
     best, wanted_s, drain_s = prefilling.soonest(candidates, slo_s)
     if wanted_s == float("inf"):
         excess_s = best.admission_ttft_s - slo_s
@@ -138,11 +140,12 @@ def _pick_prefill(
     return _overloaded("TTFT", best.admission_ttft_s + landing_wait_s, terms.ttft_slo_s, drain_s, wanted_s)
 
 
-def _pick_decode(request: Schedule, choices: Sequence[DecodeChoice], terms: Terms) -> DecodeChoice | Refuse:
+def pick_decode(request: Schedule, choices: Sequence[DecodeChoice], terms: Terms) -> DecodeChoice | Refuse:
+    """The one with the least score, if it may be, with room for the whole answer."""
     passing = [c for c in choices if c.admission_tbt_s <= terms.tbt_slo_s]
     if passing:
         roomy = [c for c in passing if not c.short] or passing
-        return _pick(roomy, lambda c: c.score_s, lambda c: c.instance.batch.requests, terms.rng)
+        return pick(roomy, lambda c: c.score_s, lambda c: c.instance.batch.requests, terms.rng)
     best = min(choices, key=lambda c: c.admission_tbt_s)
     batch = best.instance.batch
     alone_s = best.instance.decode.admission_s(1, request.prompt_tokens, terms.now)
@@ -153,11 +156,19 @@ def _pick_decode(request: Schedule, choices: Sequence[DecodeChoice], terms: Term
     return _overloaded("TBT", best.admission_tbt_s, terms.tbt_slo_s, batch.drain_s(batch.requests), wanted)
 
 
+def _overloaded_rows(best: PrefillChoice, terms: Terms) -> Refuse:
+    """The prompt would hold up the rows beside it: it can come when they are gone."""
+    batch = best.instance.batch
+    drain_s = batch.drain_s(batch.requests)
+    return _overloaded("TBT", best.shared.rows_tbt_s, terms.tbt_slo_s, drain_s, drain_s)
+
+
 def _unavoided(instances: Sequence[Instance], avoid: Collection[str]) -> Sequence[Instance]:
     return [i for i in instances if i.ref.instance_id not in avoid] or instances
 
 
-def _pick(choices: Sequence[C], score: Callable[[C], float], crowd: Callable[[C], int], rng: random.Random) -> C:
+def pick(choices: Sequence[C], score: Callable[[C], float], crowd: Callable[[C], int], rng: random.Random) -> C:
+    """The least score; of those that are as good the least crowd, then chance."""
     best = min(map(score, choices))
     near = best + min(TIE_CAP_S, max(TIE_FLOOR_S, TIE_SHARE * best))
     tied = [c for c in choices if score(c) <= near]

@@ -12,6 +12,7 @@ from kvmesh.kvcache.tiers import Tier
 from services.conductor.domain import Fetch, Schedule
 from services.conductor.index import Place
 from services.conductor.instance import Instance
+from services.conductor.interference import NOBODY, STALL_WEIGHT, Shared, shared
 from services.conductor.routes import Leg, Mesh
 
 # A lower tier is forbidden to its own node when it would make the first token later by more than this.
@@ -37,6 +38,7 @@ class PrefillChoice:
     fetched_to: int = 0  # the block that `legs` end before
     pull_bytes: int = 0
     ahead_bytes: int = 0  # what the holders have to send before
+    shared: Shared = NOBODY  # with rows that run there; what they add is in `prefill_s`
 
     @property
     def start_s(self) -> float:
@@ -47,6 +49,11 @@ class PrefillChoice:
     def ttft_s(self) -> float:
         """Predicted, without waiting for room at decode."""
         return self.start_s + self.prefill_s + self.tail_s
+
+    @property
+    def cost_s(self) -> float:
+        """For ranking: what the rows lose is charged to it."""
+        return self.ttft_s + STALL_WEIGHT * self.shared.stall_s
 
     @property
     def admission_ttft_s(self) -> float:
@@ -86,9 +93,10 @@ class PrefillCandidate:
             return self.fetches
         return (self.use, *self.fetches)
 
-    def best(self, slo_s: float) -> PrefillChoice | None:
-        """The fastest option among those that may meet the SLO."""
-        return min((o for o in self.options if o.admission_ttft_s <= slo_s), key=lambda o: o.ttft_s, default=None)
+    def best(self, slo_s: float, tbt_slo_s: float = float("inf")) -> PrefillChoice | None:
+        """The option of the least cost among those that may meet the SLO, and leave it to the rows beside it."""
+        passing = (o for o in self.options if o.admission_ttft_s <= slo_s and o.shared.rows_tbt_s <= tbt_slo_s)
+        return min(passing, key=lambda o: o.cost_s, default=None)
 
     def load_until(self, chosen: PrefillChoice, slo_s: float) -> int | None:
         """The block from which on it is not to read its own lower tiers, when one of its options was chosen; None: all
@@ -222,7 +230,12 @@ def _choice(
     model = instance.model
     cached = cached_blocks * model.block_tokens
     computed = request.prompt_tokens - cached
-    prefill_s = instance.prefill.predict(computed, cached)
+    alone_s, admission_s = (
+        instance.prefill.predict(computed, cached),
+        instance.prefill.admission_s(computed, cached, now),
+    )
+    beside = shared(instance, computed, alone_s, admission_s, now)
+    prefill_s = alone_s + beside.slower_s
     took = _fetching(instance, mesh, legs, now) if mesh is not None else _NOTHING
     # What decode fetches itself (see `placement._decode_pulls`) is not sent either.
     fetched = bool(legs) and all(leg.tier is Tier.DRAM for leg in legs)
@@ -239,11 +252,12 @@ def _choice(
         fetch_s=took.fetch_s,
         prefill_s=prefill_s,
         tail_s=instance.transfer.tail_s(pushed, prefill_s),
-        admission_prefill_s=instance.prefill.admission_s(computed, cached, now),
+        admission_prefill_s=admission_s + beside.slower_s,
         legs=legs,
         fetched_to=cached_blocks if legs else 0,
         pull_bytes=took.pull_bytes,
         ahead_bytes=took.ahead_bytes,
+        shared=beside,
     )
 
 

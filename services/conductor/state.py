@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.tiers import Tier, split_name
 from kvmesh.rpc.errors import InvalidRequest, KvmeshError, UnknownInstance
-from services.conductor import explain, routes
+from services.conductor import explain, kinds, routes
 from services.conductor.domain import (
     Action,
     Blocks,
@@ -35,11 +35,12 @@ from services.conductor.domain import (
 from services.conductor.domain import Event as Event
 from services.conductor.explain import Decision, Explanations
 from services.conductor.fleet import Fleet
-from services.conductor.index import Index, Survey, bits
+from services.conductor.index import Index, Place, Survey, bits
 from services.conductor.instance import Instance
+from services.conductor.kinds import Found
 from services.conductor.ledger import Ledger
 from services.conductor.members import Members
-from services.conductor.placement import Choice, Terms, Weighed, choose
+from services.conductor.placement import Choice, Terms
 from services.conductor.refusals import refuse_unplaceable
 from services.conductor.routes import Mesh
 from services.conductor.tiers import TierLoads
@@ -162,6 +163,7 @@ class ConductorState:
             return error
         old = self._fleet.named(event.ref.instance_id)
         if old is not None and self._fleet.is_same(event):
+            old.become(event)
             old.last_seen = now
             return None
         if old is not None:
@@ -188,7 +190,7 @@ class ConductorState:
             instance.tiers = beat.tiers
             self._tiers.hear(instance.ref.life, beat.tiers, now)
             instance.queue.report(beat.load.queued_tokens, instance.seconds_per_token(), now)
-            instance.batch.report(beat.load, now)
+            instance.batch.report(beat.load, now, instance.queue.works)
         return list(measured)
 
     def _hear(self, announcement: Announcement) -> bool:
@@ -224,6 +226,7 @@ class ConductorState:
                 request,
                 answer,
                 explain.candidates_of(request, serving, why, found, terms.ttft_slo_s),
+                kinds=explain.kinds_of(found, request.max_tokens),
                 best_prefix=mesh.survey.reach(mesh.anywhere) if mesh is not None else 0,
                 ttft_slo_s=terms.ttft_slo_s,
                 tbt_slo_s=terms.tbt_slo_s,
@@ -238,18 +241,25 @@ class ConductorState:
         """Why this request can be weighed nowhere."""
         if refused := _bad_keys(request, serving):
             return refused
-        if all(_able(request, serving, why)):
+        prefills, decodes = _able(request, serving, why)
+        if prefills and decodes:
             return None
+        if any(i.alone_tokens for i in decodes):
+            mesh = self._mesh(self._index.survey(request.keys), request, now)
+            if kinds.possible(request, prefills, decodes, self._places(decodes), mesh):
+                return None
         known = request.model in self._fleet.known_models
         fresh = now - self._started_at < self._settings.warm_up_s or not len(self._fleet)
         return refuse_unplaceable(request, serving, why, known or fresh, self._fleet.known_models)
 
     def _weigh(
         self, request: Schedule, serving: Sequence[Instance], why: dict[str, str], mesh: Mesh, terms: Terms
-    ) -> Weighed:
+    ) -> Found:
         prefills, decodes = _able(request, serving, why)
-        places = {i.ref.instance_id: self._index.place_of(i.ref.life, i.slot) for i in (*prefills, *decodes)}
-        return choose(request, prefills, decodes, places, mesh, terms)
+        return kinds.choose(request, prefills, decodes, self._places((*prefills, *decodes)), mesh, terms)
+
+    def _places(self, instances: Iterable[Instance]) -> dict[str, Place]:
+        return {i.ref.instance_id: self._index.place_of(i.ref.life, i.slot) for i in instances}
 
     def _mesh(self, survey: Survey, request: Schedule, now: float) -> Mesh:
         """Who among the holders of these blocks may be asked for them."""
@@ -290,6 +300,7 @@ class ConductorState:
             "transfer_tail_ms": p.tail_s * 1000,
             "landing_wait_ms": d.landing_wait_s * 1000,
             "decode_load_ms": choice.decode_load_s * 1000,
+            "stall_ms": p.shared.stall_s * 1000,
         }
         blocks = p.instance.blocks_for(request.prompt_tokens)
         return Placed(

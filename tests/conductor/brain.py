@@ -83,7 +83,7 @@ class Brain:
         self.refs[name] = Ref(name, f"{name}:1", incarnation)
         max_running = more.pop("max_running", 64)
         model = more.pop("model", card())
-        return self.step(Register(self.refs[name], role, "node", model, capacity, max_running))
+        return self.step(Register(self.refs[name], role, "node", model, capacity, max_running, **more))
 
     def add(self, name: str, role: Role, **more: Any) -> None:
         """Registered and ready."""

@@ -111,17 +111,6 @@ def test_failed_instances_are_avoided_while_there_are_others() -> None:
     assert brain.placed(avoid=frozenset({"p0"})).prefill.instance_id == "p0"
 
 
-def test_roles_that_share_a_device_are_kept_apart_where_possible() -> None:
-    brain = Brain()
-    brain.add("b0", Role.BOTH)
-    placed = brain.placed()
-    assert placed.prefill == placed.decode
-    brain.add("b1", Role.BOTH)
-    for _ in range(10):
-        placed = brain.placed()
-        assert placed.prefill != placed.decode
-
-
 def test_a_second_attempt_takes_the_first_ones_work_back() -> None:
     brain = mesh(2, 2)
     first = brain.placed(1000, request_id="r", keys=chain("x", 10))
