@@ -10,11 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvmesh.engine.sampling.history import History
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class SampleParams:
-    """How to choose one token. temperature 0: the most likely one. `token_index` counts the answer's tokens from 0:
-    (seed, token_index) alone decides the noise. `logprobs`: None none, n ≥ 0 the chosen token's and the n best."""
+    """How to choose one token (docs/sampling.md). temperature 0: the most likely one. `token_index` counts the answer's
+    tokens from 0, after `answered` ones that an earlier life of the request made: (seed, answered + token_index) alone
+    decides the noise. `logprobs`: None none, n ≥ 0 the chosen token's and the n best. Equal only to itself: one object
+    is one row."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -22,6 +26,23 @@ class SampleParams:
     seed: int = 0
     token_index: int = 0
     logprobs: int | None = None
+    min_p: float = 0.0  # tokens less likely than this share of the best one's probability go; 0: none
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Sequence[tuple[int, float]] = ()  # (token id, added to its logit), each id once
+    answered: int = 0
+    history: History | None = None  # needed where a penalty asks; the sampler adds what it samples
+
+    @property
+    def penalised(self) -> bool:
+        """Whether what was said changes logits."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+    @property
+    def filtered(self) -> bool:
+        """Whether a draw leaves tokens out."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 @dataclass(slots=True)
@@ -48,7 +69,8 @@ class DecodeInput:
 
 
 class SampledToken(NamedTuple):
-    """`logprob` and `top` (most likely first) come from the raw log-softmax, before temperature and filters."""
+    """`logprob` and `top` (most likely first) come from the raw log-softmax: before bias, penalties, temperature and
+    filters."""
 
     token_id: int
     logprob: float | None = None

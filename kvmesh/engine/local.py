@@ -22,6 +22,7 @@ import torch
 from kvmesh.engine.batch import DecodeInput, PrefillInput, SampledToken, SampleParams
 from kvmesh.engine.checkpoint import Checkpoint, open_checkpoint
 from kvmesh.engine.runner import Runner, shard_layout, torch_dtype
+from kvmesh.engine.sampling.history import History
 from kvmesh.rpc.errors import ContextTooLong, InvalidRequest
 
 Finish = Literal["", "stop", "length"]
@@ -38,6 +39,11 @@ class GenerateParams:
     seed: int = 0
     logprobs: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 class LocalToken(NamedTuple):
@@ -114,8 +120,7 @@ class LocalEngine:
             raise ContextTooLong(f"prompt of {len(prompt)} and answer of {params.max_tokens} tokens exceed {limit}")
         handle = self._next_handle
         self._next_handle += 1
-        sample = SampleParams(params.temperature, params.top_p, params.top_k, params.seed, 0, params.logprobs)
-        row = DecodeInput(-1, len(prompt), (), sample)
+        row = DecodeInput(-1, len(prompt), (), _sample_params(prompt, params))
         self._waiting.append(_Request(handle, list(prompt), params, row))
         return handle
 
@@ -213,3 +218,21 @@ class LocalEngine:
     def _release(self, request: _Request) -> None:
         self._free.extend(request.row.pages)
         request.row.pages = ()
+
+
+def _sample_params(prompt: Sequence[int], params: GenerateParams) -> SampleParams:
+    sample = SampleParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        seed=params.seed,
+        logprobs=params.logprobs,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=params.logit_bias,
+    )
+    if sample.penalised:
+        sample.history = History(prompt)
+    return sample

@@ -16,7 +16,7 @@ from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.config import DTYPES, ModelConfig
 from kvmesh.engine.models.registry import MODELS
 from kvmesh.engine.parallel import SOLO, Group, check_shares, share, share_of
-from kvmesh.engine.sampler import sample
+from kvmesh.engine.sampler import Sampler
 from kvmesh.engine.weights import Weights
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.rpc.errors import ConfigError, ContextTooLong, InternalError, InvalidRequest, NonFiniteLogits
@@ -90,6 +90,7 @@ class Runner:
         self.device = pages.device
         if torch.device(device).type != self.device.type:
             raise InternalError(f"pages are on {self.device}, the runner on {device}")
+        self._sampler = Sampler()
         self.attention = make_backend(pages, own.heads, self.config.attention)
         with torch.inference_mode():
             weights = Weights(checkpoint, torch_dtype(dtype), self.device, group)
@@ -171,7 +172,7 @@ class Runner:
         if len(params) < hidden.shape[0]:
             hidden = hidden[torch.tensor(last, device=self.device)]
         try:
-            sampled = sample(self.model.logits(hidden), params)
+            sampled = self._sampler.sample(self.model.logits(hidden), params)
         except NonFiniteLogits as err:
             names = [*range(len(rows)), *(len(rows) + i for i in wanted)]
             raise NonFiniteLogits(err.message, rows=tuple(names[row] for row in err.rows)) from None

@@ -1,137 +1,150 @@
-"""From logits to tokens: greedy, temperature, top-k, top-p, with counter-based noise.
+"""From logits to tokens, for all rows of a step at once. Order of processing (docs/sampling.md):
 
-Each sampled row draws one uniform number from (seed, token_index) and looks it up in the cumulative distribution of
-what the filters leave, in token-id order and float64. No generator has state, so a row's token depends
-neither on the other rows of the batch nor on where the request ran before.
+    logprobs (raw) · bias · repetition · frequency, presence · temperature · min_p · top_k · top_p · draw
+
+Temperature 0 takes the best logit after the penalties. Else each row draws one uniform number from (seed, index in the
+answer) and looks it up in the cumulative distribution of what the filters leave, in token-id order and float64. No
+generator has state, so a row's token depends neither on the other rows nor on where the request ran before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 
 from kvmesh.engine.batch import SampledToken, SampleParams
+from kvmesh.engine.sampling.adjust import Adjustments
+from kvmesh.engine.sampling.filters import Filters
+from kvmesh.engine.sampling.noise import Noise
 from kvmesh.rpc.errors import NonFiniteLogits
 
-_MASK = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-CANDIDATES = 128  # how many of the best tokens top-p looks at first
-WIDE = 16  # how many times as many it looks at next, before it sorts the whole vocabulary
+BLOCK_BYTES = 8 << 20  # of float64 logits that a CPU works on at a time: they stay in its cache, and memory stays small
 
 
-def _mix(x: int) -> int:
-    """The finalizer of splitmix64: a bijection of 64 bits in which every input bit moves every output bit."""
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
-    return x ^ (x >> 31)
+class Sampler:
+    """Keeps what follows from a batch's rows while the rows stay the same: the same SampleParams objects, in order. Of
+    these only `token_index` (by the caller) and `history` (here) may change while a row runs."""
+
+    def __init__(self) -> None:
+        self._batch: _Batch | None = None
+
+    def sample(self, logits: torch.Tensor, params: Sequence[SampleParams]) -> list[SampledToken]:
+        """One token a row of `logits [rows, vocab]` (any float dtype, any device), which stay as they are; each goes
+        into its row's history. Raises NonFiniteLogits naming the rows; then nothing has changed."""
+        batch = self._batch
+        if batch is None or batch.vocab != logits.shape[-1] or batch.params != list(params):
+            self._batch = None  # of the old one nothing is needed: histories are with their rows
+            batch = self._batch = _Batch(params, logits.shape[-1], logits.device)
+        return batch.sample(logits)
 
 
-def uniform(seed: int, token_index: int) -> float:
-    """The noise of one token: a multiple of 2**-53 in [0, 1). Any Python integer is a seed (its low 64 bits count)."""
-    key = _mix((seed + _GOLDEN) & _MASK)
-    return (_mix((key + (token_index + 1) * _GOLDEN) & _MASK) >> 11) * 2.0**-53
+class _Batch:
+    """Rows that take the best logit as it is need nothing; the others lie in blocks of one kind each."""
+
+    def __init__(self, params: Sequence[SampleParams], vocab: int, device: torch.device) -> None:
+        self.params = list(params)
+        self.vocab = vocab
+        self._device = device
+        kinds: dict[tuple[bool, bool, bool], list[int]] = {}
+        for row, p in enumerate(self.params):
+            draws, adjusted = p.temperature > 0, p.penalised or bool(p.logit_bias)
+            if draws or adjusted:
+                kinds.setdefault((draws, draws and p.filtered, adjusted), []).append(row)
+        room = max(1, BLOCK_BYTES // (8 * vocab)) if device.type == "cpu" else len(self.params)
+        self._blocks = [
+            _Block(rows[at : at + room], self.params, vocab, device)
+            for rows in kinds.values()
+            for at in range(0, len(rows), room)
+        ]
+        self._historic = [(row, p.history) for row, p in enumerate(self.params) if p.history is not None]
+        self._scored = [(row, p.logprobs) for row, p in enumerate(self.params) if p.logprobs is not None]
+        self._all_worked = sum(map(len, kinds.values())) == len(self.params)
+
+    def sample(self, logits: torch.Tensor) -> list[SampledToken]:
+        """One read of the device for the tokens, and one for logprobs where rows ask for them (top_k over
+        filters.CANDIDATES and top_p read once more a block)."""
+        if self._all_worked:
+            best = logits.amax(-1)
+            tokens = torch.zeros(len(best), dtype=torch.int64, device=self._device)
+        else:
+            best, tokens = logits.max(-1)
+        # max passes NaN on: one look at the best logit of each row finds NaN, +inf and rows of -inf.
+        bad = ~best.isfinite()
+        if self._blocks and self._device.type == "cpu":
+            _check((bad * -1).tolist())  # what follows wants numbers; elsewhere it is looked at with the tokens
+        for block in self._blocks:
+            tokens[block.rows] = block.tokens(logits)
+        found: list[int] = tokens.masked_fill(bad, -1).tolist()
+        _check(found)
+        for block in self._blocks:
+            block.took(tokens)
+        for row, history in self._historic:
+            history.add(found[row])
+        sampled = [SampledToken(token) for token in found]
+        if self._scored:
+            for row, token in self._with_logprobs(logits, tokens):
+                sampled[row] = token
+        return sampled
+
+    def _with_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> Iterator[tuple[int, SampledToken]]:
+        """The rows that ask for log-probabilities: of the logits as they came."""
+        rows = torch.tensor([row for row, _ in self._scored], device=self._device)
+        raw = logits[rows].float().log_softmax(-1)
+        top = raw.topk(min(max(n for _, n in self._scored), self.vocab))
+        chosen = tokens[rows, None]
+        parts = (chosen, raw.gather(1, chosen), top.indices, top.values)  # float64 holds all of them
+        width = top.values.shape[-1]
+        for (row, n), line in zip(self._scored, torch.cat([p.double() for p in parts], 1).tolist(), strict=True):
+            ids, values = map(int, line[2 : 2 + width]), line[2 + width :]
+            yield row, SampledToken(int(line[0]), line[1], tuple(zip(ids, values, strict=True))[:n])
 
 
-def sample(logits: torch.Tensor, params: Sequence[SampleParams]) -> list[SampledToken]:
-    """One token a row of `logits [rows, vocab]` (any float dtype). Raises NonFiniteLogits naming the rows."""
-    best, greedy = logits.max(-1)
-    tokens: list[int] = greedy.tolist()
-    _check(best, logits)
-    drawn = [i for i, p in enumerate(params) if p.temperature > 0]
-    if drawn:
-        rows = logits if len(drawn) == len(params) else logits[drawn]
-        for i, token in zip(drawn, draw(rows, [params[i] for i in drawn]).tolist(), strict=True):
-            tokens[i] = token
-    if any(p.logprobs is not None for p in params):
-        return _with_logprobs(logits, params, tokens)
-    return [SampledToken(token) for token in tokens]
+class _Block:
+    """Rows of one kind: all draw or none does, all are filtered or none is, all are adjusted or none is."""
+
+    def __init__(self, rows: list[int], params: Sequence[SampleParams], vocab: int, device: torch.device) -> None:
+        self.rows = torch.tensor(rows, device=device)
+        mine = self._params = [params[row] for row in rows]
+        self._adjust = Adjustments(mine, device) if mine[0].penalised or mine[0].logit_bias else None
+        self._temperature = self._noise = self._filters = None
+        if mine[0].temperature > 0:
+            self._temperature = torch.tensor([[p.temperature] for p in mine], dtype=torch.float64, device=device)
+            self._noise = Noise([p.seed for p in mine])
+            self._filters = Filters(mine, vocab, device) if mine[0].filtered else None
+
+    def tokens(self, logits: torch.Tensor) -> torch.Tensor:
+        """int64 `[rows]`, of logits of the whole batch."""
+        x = logits[self.rows].double()
+        if self._adjust is not None:
+            self._adjust.apply(x)
+        if self._temperature is None or self._noise is None:
+            return x.max(-1).indices
+        # The best first to 0: a tiny temperature then overflows to -inf, never to NaN.
+        weights = x.sub_(x.amax(-1, keepdim=True)).div_(self._temperature).exp_()
+        if self._filters is not None:
+            weights.masked_fill_(weights < self._filters.cut(weights)[:, None], 0.0)
+        return _draw(weights, self._noise.at([p.answered + p.token_index for p in self._params]))
+
+    def took(self, tokens: torch.Tensor) -> None:
+        """The whole batch's tokens are final."""
+        if self._adjust is not None:
+            self._adjust.add(tokens[self.rows])
 
 
-def _check(best: torch.Tensor, logits: torch.Tensor) -> None:
-    """max() passes NaN on, so one look at the best logit of each row finds NaN, +inf and rows of -inf."""
-    if not bool(best.isfinite().all()):
-        rows = tuple((~best.isfinite()).nonzero().flatten().tolist())
-        raise NonFiniteLogits(f"logits of batch rows {list(rows)[:16]} are not finite", rows=rows)
-
-
-def draw(logits: torch.Tensor, params: Sequence[SampleParams]) -> torch.Tensor:
-    """int64 `[rows]`: one draw for each row; every temperature must be positive."""
-    device = logits.device
-    temperature = torch.tensor([p.temperature for p in params], dtype=torch.float64, device=device)
-    weights = logits.double().div_(temperature[:, None])
-    weights.sub_(weights.amax(-1, keepdim=True)).exp_()
-    filtered = [i for i, p in enumerate(params) if 0 < p.top_k < logits.shape[-1] or p.top_p < 1]
-    if len(filtered) == len(params):
-        weights.masked_fill_(weights < _cut(weights, params)[:, None], 0.0)
-    elif filtered:
-        some = torch.tensor(filtered, device=device)
-        kept = weights[some]
-        cut = _cut(kept, [params[i] for i in filtered])
-        weights[some] = kept.masked_fill_(kept < cut[:, None], 0.0)
+def _draw(weights: torch.Tensor, noise: object) -> torch.Tensor:
+    """int64 `[rows]`: where the cumulative sum of `weights [rows, vocab]`, which is overwritten, exceeds the share
+    `noise` of its total."""
     cumulative = weights.cumsum_(-1)
-    noise = [uniform(p.seed, p.token_index) for p in params]
     total = cumulative[:, -1]
-    target = torch.tensor(noise, dtype=torch.float64, device=device) * total
+    target = torch.as_tensor(noise, device=weights.device) * total
     # Rounding must not reach the end: the last token whose weight is not zero is where `total` is first attained.
     target = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
 
 
-def _cut(weights: torch.Tensor, params: Sequence[SampleParams]) -> torch.Tensor:
-    """float64 `[rows]`: the smallest weight that top-k, then top-p of what is left, keep. Ties stay together."""
-    vocab, device = weights.shape[-1], weights.device
-    limits = [p.top_k if 0 < p.top_k < vocab else vocab for p in params]
-    widest = max((limit for limit in limits if limit < vocab), default=0)
-    count = min(vocab, max(CANDIDATES, widest))
-    best = weights.topk(count).values
-    kth = torch.tensor([min(limit, count) - 1 for limit in limits], device=device)
-    unlimited = torch.tensor([limit == vocab for limit in limits], device=device)
-    cut = best.gather(1, kth[:, None])[:, 0].masked_fill_(unlimited, 0.0)
-    nucleus = [i for i, p in enumerate(params) if p.top_p < 1]
-    if nucleus:
-        some = torch.tensor(nucleus, device=device)
-        top_p = torch.tensor([params[i].top_p for i in nucleus], dtype=torch.float64, device=device)
-        kept = weights[some]
-        goal = top_p * kept.masked_fill(kept < cut[some][:, None], 0.0).sum(-1)
-        cut[some] = torch.maximum(_nucleus(kept, best[some], goal), cut[some])
-    return cut
-
-
-def _nucleus(weights: torch.Tensor, best: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
-    """The weight of the last token that is needed to hold `goal`, the greatest first; `best` are the first of them.
-    Rows for which these do not suffice look at more, so the answer does not depend on how many there were."""
-    mass = best.cumsum(-1)
-    last = (mass < goal[:, None]).sum(-1, keepdim=True)
-    width, vocab = best.shape[-1], weights.shape[-1]
-    cut = best.gather(1, last.clamp(max=width - 1))[:, 0]
-    if width < vocab:
-        short = (last[:, 0] == width).nonzero()[:, 0]
-        if len(short):
-            more = weights[short]
-            wider = more.topk(WIDE * width).values if WIDE * width < vocab // 8 else _sorted(more)
-            cut[short] = _nucleus(more, wider, goal[short])
-    return cut
-
-
-def _sorted(weights: torch.Tensor) -> torch.Tensor:
-    """Descending; numpy's sort is several times faster than torch's on a CPU."""
-    if weights.device.type == "cpu":
-        return torch.from_numpy(np.sort(weights.numpy(), -1)).flip(-1)
-    return weights.sort(-1, descending=True).values
-
-
-def _with_logprobs(logits: torch.Tensor, params: Sequence[SampleParams], tokens: Sequence[int]) -> list[SampledToken]:
-    """Adds log-probabilities to the rows that ask for them."""
-    asking = [(i, p.logprobs) for i, p in enumerate(params) if p.logprobs is not None]
-    rows = [i for i, _ in asking]
-    raw = logits[rows].float().log_softmax(-1)
-    chosen = raw.gather(1, torch.tensor([tokens[i] for i in rows], device=raw.device)[:, None])[:, 0].tolist()
-    width = min(max(n for _, n in asking), raw.shape[-1])
-    top = raw.topk(width)
-    values, ids = top.values.tolist(), top.indices.tolist()
-    sampled = [SampledToken(token) for token in tokens]
-    for at, (i, n) in enumerate(asking):
-        sampled[i] = SampledToken(tokens[i], chosen[at], tuple(zip(ids[at][:n], values[at][:n], strict=True)))
-    return sampled
+def _check(found: list[int]) -> None:
+    """Raises NonFiniteLogits for the negative ones among them."""
+    if min(found) < 0:
+        rows = tuple(row for row, token in enumerate(found) if token < 0)
+        raise NonFiniteLogits(f"logits of batch rows {list(rows)[:16]} are not finite", rows=rows)

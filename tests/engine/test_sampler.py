@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from kvmesh.engine import sampler
-from kvmesh.engine.batch import SampleParams
+from kvmesh.engine.batch import SampledToken, SampleParams
 from kvmesh.engine.local import GenerateParams, LocalEngine
-from kvmesh.engine.sampler import sample, uniform
+from kvmesh.engine.sampler import Sampler
+from kvmesh.engine.sampling import filters
+from kvmesh.engine.sampling.noise import Noise, uniform
 from kvmesh.rpc.errors import NonFiniteLogits
+
+
+def sample(logits: torch.Tensor, params: Sequence[SampleParams]) -> list[SampledToken]:
+    return Sampler().sample(logits, params)
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -60,8 +66,7 @@ def some_params(rng: random.Random, index: int) -> SampleParams:
 
 @pytest.mark.parametrize("candidates", [1, 4, 128])
 def test_filters_and_inverse_cdf_against_the_oracle(monkeypatch: pytest.MonkeyPatch, candidates: int) -> None:
-    monkeypatch.setattr(sampler, "CANDIDATES", candidates)  # few: the nucleus needs a second look, or the full sort
-    monkeypatch.setattr(sampler, "WIDE", 3)
+    monkeypatch.setattr(filters, "CANDIDATES", candidates)  # few: whatever is beyond them must be counted in full
     rng = random.Random(1)
     for case in range(40):
         logits = noise(8, 97, seed=case) * 3
@@ -103,6 +108,8 @@ def test_noise_is_fixed_for_ever() -> None:
     assert [uniform(seed, index) for seed, index in [(0, 0), (0, 1), (1, 0), (2**64 - 1, 7), (12345, 10**6)]] == FIXED
     assert uniform(-1, 7) == uniform(2**64 - 1, 7) == uniform(2**64 * 5 - 1, 7)
     values = [uniform(seed, index) for seed in range(200) for index in range(200)]
+    assert Noise([-1, 12345, 0]).at([7, 10**6, 2**63]).tolist() == [FIXED[3], FIXED[4], uniform(0, 2**63)]
+    assert [u for seed in range(200) for u in Noise([seed] * 200).at(range(200))] == values
     assert len(set(values)) == len(values)
     assert all(0 <= value < 1 for value in values)
     assert abs(sum(values) / len(values) - 0.5) < 0.005
@@ -138,7 +145,7 @@ def test_a_token_of_no_weight_is_never_drawn(monkeypatch: pytest.MonkeyPatch) ->
     logits = torch.full((1, 50), -torch.inf)
     logits[0, 10], logits[0, 20] = 1.0, 1.1
     for u, token in ((0.0, 10), (1 - 2.0**-53, 20)):
-        monkeypatch.setattr(sampler, "uniform", lambda *_args, u=u: u)
+        monkeypatch.setattr(Noise, "at", lambda self, indices, u=u: np.full(len(indices), u))
         for top_p, top_k in ((1.0, 0), (0.99, 0), (1.0, 2)):
             assert sample(logits, [SampleParams(1.0, top_p, top_k)])[0].token_id == token
 
