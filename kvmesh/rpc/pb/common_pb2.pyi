@@ -176,7 +176,7 @@ class SamplingParams(_message.Message):
     """0 = off = 1; logits of what prompt or answer have: positive ones divided, others multiplied"""
     answered_tokens: _builtins.int
     """So many of the last prompt tokens are the answer's own: a request that goes on after a failure. Penalties count them
-    as answer; token_index goes on after them.
+    as answer, the noise's token_index goes on after them; StepTokens.token_index, max_tokens and min_tokens begin anew.
     """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
