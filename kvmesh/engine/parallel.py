@@ -6,8 +6,8 @@ after the MLP. Norms and the embedding are whole at every rank (a sum the less, 
 vocabulary, and logits are gathered for the sampled rows only: every rank then samples the same token from the same
 bytes. With more ranks than KV heads, ranks that share a head are replicas of it.
 
-`Group` is one rank by itself and costs nothing; `join_group` makes one over torch.distributed (gloo on CPUs, NCCL on
-CUDA), whose calls end with an error when another rank dies or stays away for longer than the timeout.
+`Group` is one rank by itself and costs nothing; `ProcessGroup` is one of several, over torch.distributed (gloo on CPUs,
+NCCL on CUDA).
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ class Group:
         """`[rows, widths[rank]]` of each rank → `[rows, sum(widths)]`, joined in the order of the ranks."""
         return x
 
+    def connect(self, patience_s: float) -> None:
+        """Meet the other ranks."""
+
     def close(self) -> None:
         """Let go of the others; safe to call twice."""
 
@@ -47,42 +50,59 @@ class Group:
 SOLO = Group()
 
 
-class ProcessGroup(Group):
-    """Over torch.distributed's default group. What fails raises RuntimeError: the ranks are no longer in step then."""
+class RanksLost(RuntimeError):
+    """Another rank died or did not come in time: this one is in the middle of a step that nobody can finish."""
 
-    def __init__(self, rank: int, size: int, distributed: Any) -> None:
+
+class ProcessGroup(Group):
+    """Over torch.distributed's default group, which the ranks of one machine make through `file`: it must not exist
+    before the first of them comes, and belongs to whoever made its folder. `connect` before the first call. Every call
+    raises RanksLost when another rank is dead or stays away for longer than `timeout_s`."""
+
+    def __init__(self, rank: int, size: int, file: str, device: torch.device, timeout_s: float) -> None:
         self.rank, self.size = rank, size
-        self._distributed = distributed
+        self._file, self._device = file, device
+        self._timeout = timedelta(seconds=timeout_s)
+        self._distributed: Any = importlib.import_module("torch.distributed")
+
+    def connect(self, patience_s: float) -> None:
+        """Wait until every rank has come as far as this, up to `patience_s` (one may load for long), and meet them."""
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        distributed = self._distributed
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        try:
+            store = distributed.FileStore(self._file, self.size)
+            store.set(f"here/{self.rank}", "")
+            store.wait([f"here/{rank}" for rank in range(self.size)], timedelta(seconds=patience_s))
+            distributed.init_process_group(
+                backend, store=store, rank=self.rank, world_size=self.size, timeout=self._timeout
+            )
+        except RuntimeError as error:
+            raise RanksLost(f"rank {self.rank} did not meet the other ranks: {error}") from None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        self._distributed.all_reduce(x)
+        try:
+            self._distributed.all_reduce(x)
+        except RuntimeError as error:
+            raise self._lost(error) from None
         return x
 
     def all_gather(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
         widest = max(widths)
         x = functional.pad(x, (0, widest - x.shape[-1])) if x.shape[-1] < widest else x.contiguous()
         parts = [torch.empty_like(x) for _ in widths]
-        self._distributed.all_gather(parts, x)
+        try:
+            self._distributed.all_gather(parts, x)
+        except RuntimeError as error:
+            raise self._lost(error) from None
         return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], -1)
+
+    def _lost(self, error: RuntimeError) -> RanksLost:
+        return RanksLost(f"rank {self.rank} lost the other ranks in a step: {error}")
 
     def close(self) -> None:
         if self._distributed.is_initialized():
             self._distributed.destroy_process_group()
-
-
-def join_group(rank: int, size: int, file: str, device: torch.device, timeout_s: float) -> Group:
-    """Meet the other ranks of this machine through `file`, which must not exist before the first of them and belongs to
-    whoever made its folder. RuntimeError when they do not all come within the timeout."""
-    if size == 1:
-        return SOLO
-    distributed: Any = importlib.import_module("torch.distributed")  # not before it is needed
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the ranks of an instance share a machine
-    timeout = timedelta(seconds=timeout_s)
-    store = distributed.FileStore(file, size)
-    store.set_timeout(timeout)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    return ProcessGroup(rank, size, distributed)
 
 
 # ── who has what ──────────────────────────────────────────────────────────────────────────────────

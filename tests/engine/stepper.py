@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvmesh.engine.checkpoint import open_checkpoint
+from kvmesh.engine.parallel import SOLO, Group
 from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams, pages_over, shard_layout
 
 NAN_BYTE = 0xFF  # four of them are a float32 NaN, two a bfloat16 one
@@ -14,12 +15,14 @@ NAN_BYTE = 0xFF  # four of them are a float32 NaN, two a bfloat16 one
 class Stepper:
     """A runner over pages that begin as NaN patterns: whatever reads a slot that was never written shows it."""
 
-    def __init__(self, path: Path, *, block_tokens: int = 16, num_pages: int = 96, dtype: str = "float32") -> None:
+    def __init__(
+        self, path: Path, *, block_tokens: int = 16, num_pages: int = 96, dtype: str = "float32", group: Group = SOLO
+    ) -> None:
         self.checkpoint = open_checkpoint(path)
-        self.layout = shard_layout(self.checkpoint.config, dtype, block_tokens)
+        self.layout = shard_layout(self.checkpoint.config, dtype, block_tokens, group.rank, group.size)
         self.memory = bytearray([NAN_BYTE]) * (self.layout.shard_bytes * num_pages)
         self.pages = pages_over(self.memory, self.layout, num_pages, dtype)
-        self.runner = Runner(self.checkpoint, dtype, "cpu", block_tokens, self.pages)
+        self.runner = Runner(self.checkpoint, dtype, "cpu", block_tokens, self.pages, group)
         self.block_tokens = block_tokens
         self._next = 0
 

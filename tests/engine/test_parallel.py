@@ -1,0 +1,159 @@
+"""Ranks that share a model: what each has of it, and that together they say what one rank says. Real processes over
+gloo, one group of two and one of four."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import multiprocessing
+
+from kvmesh.engine.checkpoint import open_checkpoint
+from kvmesh.engine.parallel import Cut, Group, ProcessGroup, RanksLost, check_shares, share, share_of
+from kvmesh.engine.runner import DecodeInput, PrefillInput, SampleParams, shard_layout
+from kvmesh.engine.weights import Weights
+from kvmesh.rpc.errors import ConfigError
+from tests.checkpoints import make_checkpoint
+from tests.engine.stepper import Stepper
+from tests.reference import assert_matches_reference
+
+TOKENS = 12
+PROMPTS = [[(7 * i * i + 5 * i) % 250 + 3 for i in range(n)] for n in (37, 5)]
+SAMPLED = SampleParams(temperature=0.9, top_p=0.95, seed=11, logprobs=2)
+
+
+class Rank(Group):
+    """One of several that has nobody to talk to."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+# ── who has what ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("units", [1, 2, 4, 8, 331])
+def test_shares_cover_every_unit_and_neighbours_are_replicas(units: int, size: int) -> None:
+    shares = [share(units, rank, size) for rank in range(size)]
+    assert {unit for own in shares for unit in own} == set(range(units))
+    assert [own.start for own in shares] == sorted(own.start for own in shares)
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    if units >= size:
+        assert sum(map(len, shares)) == units  # none twice
+
+
+def test_a_fused_matrix_is_cut_as_its_parts_are(zoo: Callable[[str], Path]) -> None:
+    """Queries, keys and values in one stored matrix or in three: the same rows, of which no other is read."""
+    checkpoint = open_checkpoint(zoo("qwen2-gqa7-yarn-parameters"))
+    names = [f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv"]
+    whole = Weights(checkpoint, torch.float32, torch.device("cpu"))(*names)
+    sections = ((14, 12), (2, 12), (2, 12))
+    for rank in range(2):
+        weights = Weights(checkpoint, torch.float32, torch.device("cpu"), Rank(rank, 2))
+        q, k, v = whole.split((168, 24, 24))
+        expected = torch.cat([part.chunk(2)[rank] for part in (q, k, v)])
+        assert torch.equal(weights(*names, cut=Cut(0, sections)), expected)
+        rows = [row for span in Cut(0, sections).spans(weights.group) for row in span]
+        assert torch.equal(whole[rows], expected)
+        [o] = ["model.layers.1.self_attn.o_proj.weight"]
+        columns = weights.view(o)[:, rank * 84 : (rank + 1) * 84]
+        assert torch.equal(weights(o, cut=Cut(1, ((14, 12),))), columns)
+
+
+def test_a_model_that_so_many_ranks_cannot_share_is_refused(zoo: Callable[[str], Path]) -> None:
+    config = open_checkpoint(zoo("qwen3-gqa4-yarn")).config  # 8 heads, 2 KV heads, 96 inner, 331 words
+    for size, why in ((3, "num_attention_heads=8"), (0, "at least 1"), (16, "num_attention_heads=8")):
+        with pytest.raises(ConfigError, match=f"tensor_parallel={size}: .*{why}"):
+            check_shares(config, size)
+    odd = open_checkpoint(zoo("qwen3-gqa1-tied")).config  # 3 KV heads
+    check_shares(odd, 3)
+    layouts = [shard_layout(config, "float32", 16, rank, 4) for rank in range(4)]
+    assert [(layout.first_head, layout.kv_heads) for layout in layouts] == [(0, 1), (0, 1), (1, 1), (1, 1)]
+    own = share_of(config, Rank(3, 4))
+    assert (own.heads, own.kv_heads, own.intermediate_size) == (2, 1, 24)
+
+
+# ── together ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class Said:
+    """What one rank answers for one checkpoint."""
+
+    greedy: list[list[int]]
+    sampled: list[int]
+    half: list[int]
+    first_head: int
+    pages: torch.Tensor  # of the first prompt
+
+
+def answer(path: Path, group: Group) -> Said:
+    stepper = Stepper(path, group=group)
+    pages = [stepper.take(len(prompt) + TOKENS) for prompt in PROMPTS]
+    first = [
+        stepper.prefill(PROMPTS[0], pages[0], chunks=(16, 7)),
+        stepper.prefill(PROMPTS[1], pages[1]),
+    ]
+    rows = [
+        DecodeInput(token, len(prompt), own, SampleParams())
+        for token, prompt, own in zip(first, PROMPTS, pages, strict=True)
+    ]
+    rest = stepper.decode(rows, TOKENS - 1)
+    greedy = [[token, *tokens] for token, tokens in zip(first, rest, strict=True)]
+    sampled = [stepper.runner.prefill([PrefillInput(prompt, 0, stepper.take(40), SAMPLED)]) for prompt in PROMPTS]
+    found = [token.token_id for [token] in sampled if token is not None]
+    half = Stepper(path, dtype="bfloat16", group=group).answer(PROMPTS[0], TOKENS)
+    kv = stepper.pages[list(pages[0])][:2]
+    return Said(greedy, found, half, stepper.layout.first_head, kv.clone())
+
+
+def rank_main(rank: int, size: int, folder: Path, checkpoints: list[Path]) -> None:
+    torch.set_num_threads(1)
+    group = ProcessGroup(rank, size, str(folder / "meet"), torch.device("cpu"), 20)
+    group.connect(60)
+    torch.save([answer(path, group) for path in checkpoints], folder / f"{rank}.pt")
+    if size == 2:
+        dies_while_others_wait(rank, group, folder)
+    group.close()
+
+
+def dies_while_others_wait(rank: int, group: Group, folder: Path) -> None:
+    """Rank 1 leaves in the middle; rank 0 hears of it instead of waiting."""
+    if rank == 1:
+        group.close()
+        return
+    with pytest.raises(RanksLost, match="rank 0 lost the other ranks in a step"):
+        group.all_reduce(torch.ones(4))
+    (folder / "heard").touch()
+
+
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [
+        (2, ["qwen3-gqa4-yarn", "qwen2-gqa7-yarn-parameters", "llama-gqa4-llama3", "biased"]),
+        (4, ["qwen3-gqa4-yarn", "llama-gqa4-llama3"]),
+    ],
+)
+def test_ranks_together_answer_as_one_does(
+    size: int, names: list[str], zoo: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Biases at every matrix (added once), KV heads that several ranks share, a vocabulary that does not divide."""
+    made = {"biased": {"family": "llama", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}}
+    paths = [make_checkpoint(tmp_path / name, **made[name]) if name in made else zoo(name) for name in names]
+    multiprocessing.spawn(rank_main, (size, tmp_path, paths), nprocs=size)
+    said = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(size)]
+    assert (tmp_path / "heard").exists() == (size == 2)
+    for at, path in enumerate(paths):
+        alone, ranks = answer(path, Group()), [answers[at] for answers in said]
+        for own in ranks:
+            assert (own.greedy, own.sampled, own.half) == (ranks[0].greedy, ranks[0].sampled, ranks[0].half)
+            head = own.first_head
+            expected = alone.pages[:, :, :, head : head + own.pages.shape[3]]
+            assert torch.allclose(own.pages, expected, rtol=1e-3, atol=1e-4)
+        assert ranks[0].sampled == alone.sampled
+        for prompt, tokens in zip(PROMPTS, ranks[0].greedy, strict=True):
+            assert_matches_reference(path, prompt, tokens)
