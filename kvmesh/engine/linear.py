@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.nn import functional
 
+from kvmesh.engine.matrix import read_matrix
 from kvmesh.engine.parallel import Cut
 from kvmesh.engine.weights import Weights
 
@@ -20,20 +20,19 @@ class Linear:
     def __init__(self, weights: Weights, names: Sequence[str], bias: bool, cut: Cut | None = None) -> None:
         self.summed = cut is not None and cut.axis == 1 and weights.group.size > 1
         self.group = weights.group
-        self.weight = weights(*(f"{name}.weight" for name in names), cut=cut)
+        self.matrix = read_matrix(weights, [f"{name}.weight" for name in names], cut)
         biased = cut if cut is None or cut.axis == 0 else None
         self.bias = weights(*(f"{name}.bias" for name in names), cut=biased) if bias else None
-        self.transposed = self.weight.t()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not self.summed:
-            return functional.linear(x, self.weight, self.bias)
-        out = self.group.all_reduce(functional.linear(x, self.weight))
+            return self.matrix.multiply(x, self.bias)
+        out = self.group.all_reduce(self.matrix.multiply(x))
         return out if self.bias is None else out.add_(self.bias)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual + linear(x), the sum inside the matrix product where no other rank has a part in it."""
         if self.summed:
             return self(x).add_(residual)
-        out = torch.addmm(residual, x, self.transposed)
+        out = self.matrix.add_to(residual, x)
         return out if self.bias is None else out.add_(self.bias)

@@ -37,11 +37,14 @@ class Weights:
         flat = torch.frombuffer(self.checkpoint.raw(name), dtype=STORED[info.dtype])
         return flat.view(info.shape)
 
+    def parts(self, *names: str, cut: Cut | None = None) -> list[torch.Tensor]:
+        """Views of the stored tensors, stored dtypes, over the file mapping; with a `cut` of this rank's part."""
+        views = [self.view(name) for name in names]
+        return views if cut is None or self.group.size == 1 else _parts(views, cut, self.group)
+
     def __call__(self, *names: str, cut: Cut | None = None) -> torch.Tensor:
         """The tensor, or several joined along their first axis (one fused matrix); with a `cut` this rank's part."""
-        views = [self.view(name) for name in names]
-        if cut is not None and self.group.size > 1:
-            views = _parts(views, cut, self.group)
+        views = self.parts(*names, cut=cut)
         rows = sum(view.shape[0] for view in views)
         out = torch.empty((rows, *views[0].shape[1:]), dtype=self.dtype, device=self.device)
         at = 0

@@ -7,7 +7,9 @@ TORCH_LIBRARY(kvmesh, m) {
   m.def("pack(Tensor[] parts) -> Tensor");
   m.def("linear(Tensor x, Tensor packed, int outputs, Tensor? bias, Tensor? residual, bool wide) -> Tensor");
   m.def("packed_rows(Tensor packed, Tensor ids, int outputs, int inputs) -> Tensor");
-  m.def("rms_norm(Tensor x, Tensor weight, float eps, bool unit_offset) -> Tensor");
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
+  m.def("rotate_heads(Tensor(a!) qkv, int heads, Tensor cos, Tensor sin, Tensor? weight, float eps) -> ()");
+  m.def("gated(Tensor x, bool gelu) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(kvmesh, CPU, m) {
@@ -15,4 +17,6 @@ TORCH_LIBRARY_IMPL(kvmesh, CPU, m) {
   m.impl("linear", kvmesh::linear);
   m.impl("packed_rows", kvmesh::packed_rows);
   m.impl("rms_norm", kvmesh::rms_norm);
+  m.impl("rotate_heads", kvmesh::rotate_heads);
+  m.impl("gated", kvmesh::gated);
 }

@@ -13,6 +13,9 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, int64_t outputs
 at::Tensor packed_rows(const at::Tensor& packed, const at::Tensor& ids, int64_t outputs, int64_t inputs);
 
 // fused.cpp
-at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, bool unit_offset);
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps);
+void rotate_heads(at::Tensor qkv, int64_t heads, const at::Tensor& cos, const at::Tensor& sin,
+                  const std::optional<at::Tensor>& weight, double eps);
+at::Tensor gated(const at::Tensor& x, bool gelu);
 
 }  // namespace kvmesh

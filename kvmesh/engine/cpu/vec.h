@@ -28,6 +28,18 @@ inline __m512 rounded<float>(__m512 v) { return v; }
 template <>
 inline __m512 rounded<c10::BFloat16>(__m512 v) { return widen(narrow(v)); }
 
+// e**v to a unit in the last place or two: v = n ln 2 + r with |r| <= ln 2 / 2, Taylor's series of e**r, times 2**n.
+inline __m512 exp(__m512 v) {
+  v = _mm512_min_ps(_mm512_max_ps(v, _mm512_set1_ps(-104.0f)), _mm512_set1_ps(89.0f));  // beyond lie 0 and infinity
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(v, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), v);  // ln 2 in two parts, the first with few bits
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  __m512 sum = _mm512_set1_ps(1.0f / 5040);
+  for (const float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 1.0f / 2, 1.0f, 1.0f})
+    sum = _mm512_fmadd_ps(sum, r, _mm512_set1_ps(c));
+  return _mm512_scalef_ps(sum, n);
+}
+
 // f(i, mask) for every sixteen of [0, n), the last one masked.
 template <typename F>
 inline void each16(int64_t n, F&& f) {

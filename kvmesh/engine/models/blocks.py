@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-from torch.nn import functional
 
+from kvmesh.engine import ops
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.linear import Linear
+from kvmesh.engine.matrix import Matrix, read_matrix
 from kvmesh.engine.parallel import Cut, share
-from kvmesh.engine.rope import RotaryEmbedding, rotate
+from kvmesh.engine.rope import RotaryEmbedding
 from kvmesh.engine.tensors import EMBED, HEAD, NORM, layer_prefix
 from kvmesh.engine.weights import Weights
 
@@ -35,12 +36,9 @@ class RMSNorm:
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         self.weight, self.eps = weight, eps
-        self.shape = (weight.shape[-1],)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.weight.dtype != x.dtype:
-            return functional.rms_norm(x.float(), self.shape, self.weight, self.eps).to(x.dtype)
-        return functional.rms_norm(x, self.shape, self.weight, self.eps)
+        return ops.rms_norm(x, self.weight, self.eps)
 
 
 class HeadNorm:
@@ -48,14 +46,6 @@ class HeadNorm:
 
     def __init__(self, q: torch.Tensor, k: torch.Tensor, config: ModelConfig) -> None:
         self.weight = torch.cat((q.expand(config.heads, -1), k.expand(config.kv_heads, -1)))
-        self.eps = config.rms_norm_eps
-        self.shape = (config.head_dim,)
-
-    def __call__(self, qk: torch.Tensor) -> torch.Tensor:
-        """`[T, H + K, D]` → a new tensor of the same shape."""
-        if self.weight.dtype != qk.dtype:
-            return functional.rms_norm(qk.float(), self.shape, None, self.eps).mul_(self.weight).to(qk.dtype)
-        return functional.rms_norm(qk, self.shape, None, self.eps).mul_(self.weight)
 
 
 class Attention:
@@ -63,7 +53,8 @@ class Attention:
         self.rotated_heads = config.heads + config.kv_heads
         self.heads = self.rotated_heads + config.kv_heads
         self.head_dim = config.head_dim
-        self.head_norm = head_norm
+        self.norm_weight = None if head_norm is None else head_norm.weight
+        self.eps = config.rms_norm_eps
         model, size = weights.config, config.head_dim
         heads = Cut(0, ((model.heads, size), (model.kv_heads, size), (model.kv_heads, size)))
         names = ("qkv_proj",) if config.fused else ("q_proj", "k_proj", "v_proj")
@@ -73,8 +64,7 @@ class Attention:
     def project(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """`qkv [T, H + 2K, D]`, queries and keys normed and rotated in place."""
         qkv = self.qkv(x).view(-1, self.heads, self.head_dim)
-        qk = qkv[:, : self.rotated_heads]
-        rotate(qk if self.head_norm is None else self.head_norm(qk), cos, sin, out=qk)
+        ops.rotate_heads(qkv, self.rotated_heads, cos, sin, self.norm_weight, self.eps)
         return qkv
 
 
@@ -86,7 +76,7 @@ class MLP:
         names = ("gate_up_proj",) if config.fused else ("gate_proj", "up_proj")
         self.gate_up = Linear(weights, [prefix + name for name in names], config.mlp_bias, Cut(0, (inner, inner)))
         self.down = Linear(weights, [prefix + "down_proj"], config.mlp_bias, Cut(1, (inner,)))
-        self.gelu = config.activation == "gelu_tanh"
+        self.activation = config.activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self._inner(x))
@@ -95,9 +85,7 @@ class MLP:
         return self.down.add_to(residual, self._inner(x))
 
     def _inner(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
-        gate = functional.gelu(gate, approximate="tanh") if self.gelu else functional.silu(gate)
-        return gate.mul_(up)
+        return ops.gated(self.gate_up(x), self.activation)
 
 
 class Layer(Protocol):
@@ -127,7 +115,7 @@ class DecoderModel:
     def __init__(self, config: ModelConfig, weights: Weights, layers: Sequence[Layer]) -> None:
         self.config = config
         self.layers = layers
-        self.embed = weights(EMBED)
+        self.embed = read_matrix(weights, [EMBED])
         self.embed_scale = float(torch.tensor(config.embedding_scale).to(weights.dtype))  # rounded as transformers does
         self.norm = RMSNorm(norm_weight(weights, NORM), config.rms_norm_eps)
         self.rope = RotaryEmbedding(config.rope, config.head_dim, weights.dtype, weights.device)
@@ -138,20 +126,22 @@ class DecoderModel:
         self.words = [len(share(config.vocab_size, rank, self.group.size)) for rank in range(self.group.size)]
         self.head = self._head(weights)
 
-    def _head(self, weights: Weights) -> torch.Tensor:
+    def _head(self, weights: Weights) -> Matrix:
         """This rank's part of the vocabulary. Tied only where the checkpoint brings no head of its own or the very same
         one (as transformers does)."""
         own = share(self.config.vocab_size, self.group.rank, self.group.size)
         tied = self.config.tie_word_embeddings and HEAD in weights
         if HEAD not in weights or (tied and torch.equal(weights.view(HEAD), weights.view(EMBED))):
-            return self.embed[own.start : own.stop]
-        return weights(HEAD, cut=Cut(0, ((self.config.vocab_size, 1),)))
+            name, part = EMBED, self.embed.part(own)
+        else:
+            name, part = HEAD, None
+        return part or read_matrix(weights, [name], Cut(0, ((self.config.vocab_size, 1),)))
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """int64 `[T]`, `[T]` → `[T, hidden_size]` after the last layer, before the final norm."""
         angles = self.rope(positions)
         local = angles if self.local_rope is self.rope else self.local_rope(positions)
-        x = functional.embedding(token_ids, self.embed)
+        x = self.embed.rows(token_ids)
         if self.embed_scale != 1.0:
             x = x * self.embed_scale
         for layer, window in zip(self.layers, self.config.windows, strict=True):
@@ -161,6 +151,6 @@ class DecoderModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[rows, hidden_size]` → `[rows, vocab_size]`, float32, the same bytes at every rank."""
-        logits = self.group.all_gather(functional.linear(self.norm(hidden), self.head), self.words).float()
+        logits = self.group.all_gather(self.head.logits(self.norm(hidden)), self.words)
         cap = self.config.logit_softcap
         return torch.tanh(logits / cap) * cap if cap else logits
