@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from kvmesh.engine.config import AttentionSpec
+from kvmesh.engine.kernels import prefill_oracle
+from tests.engine.kernels.paged import Shape, paged, supported
+
+SHAPES = {
+    "gqa1": Shape(2, 2, 16, 16),
+    "gqa4 padded dim": Shape(4, 1, 96, 16),
+    "gqa7 large block": Shape(7, 1, 64, 64),
+    "bfloat16": Shape(4, 2, 32, 16, torch.bfloat16),
+}
+SPECS = (AttentionSpec(0.2, window=1), AttentionSpec(0.3, window=9), AttentionSpec(2.0, softcap=3.0))
+RAGGED = ((0, 1), (0, 37), (19, 1), (32, 18), (5, 40))
+
+
+def both(
+    shape: Shape, spans: Sequence[tuple[int, int]], spec: AttentionSpec, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel says, and the oracle."""
+    from kvmesh.engine.kernels.prefill import paged_prefill, work_of
+    from kvmesh.engine.kernels.tiles import tiles_for
+
+    batch = paged(shape, [start + length for start, length in spans], device)
+    rows = sum(length for _, length in spans)
+    qkv = batch.qkv(rows)
+    out = torch.full((rows, shape.heads * shape.dim), torch.nan, dtype=shape.dtype, device=device)
+    tiles = tiles_for(shape.dim, shape.dtype.itemsize, shape.block)
+    work = torch.from_numpy(work_of(spans, tiles.queries)).to(device)
+    paged_prefill(qkv, batch.pages, batch.table, work, spec, out)
+    return out.double(), prefill_oracle.paged_prefill(qkv, batch.pages, batch.table, spans, spec)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_ragged_spans_with_and_without_a_prefix(name: str, device: torch.device) -> None:
+    shape = supported(SHAPES[name], device)
+    got, wanted = both(shape, RAGGED, AttentionSpec(shape.dim**-0.5), device)
+    torch.testing.assert_close(got, wanted, atol=shape.tolerance, rtol=shape.tolerance)
+
+
+@pytest.mark.parametrize(
+    "spec", [AttentionSpec(0.2, window=1), AttentionSpec(0.3, window=9), AttentionSpec(2.0, softcap=3.0)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_window_and_softcap(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> None:
+    shape = Shape(4, 2, 24, 16, dtype)
+    got, wanted = both(shape, RAGGED, spec, device)
+    torch.testing.assert_close(got, wanted, atol=shape.tolerance, rtol=shape.tolerance)
+
+
+def test_one_token_and_none(device: torch.device) -> None:
+    for spans in (((0, 1),), ()):
+        got, wanted = both(Shape(2, 1, 16, 16), spans, AttentionSpec(0.25), device)
+        torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-5)
