@@ -20,6 +20,8 @@ _ALWAYS = ("queue_ms", "prefill_ms", "pull_ms", "tbt_ms")
 _HEADINGS = {"pull_ms": "pulling", "load_ms": "loading"}
 _TIERS = {"TIER_SSD": "SSD", "TIER_OBJECT": "object storage"}
 _OTHER_WAY = "ttft_other_way_ms"
+_PAIR = "pair"
+_KIND_TERMS = ("ttft_ms", "rows", "stall_ms", "answer_ms", "handoff_ms")
 _NOTHING = 1e-6
 _NO_BLOCKS = "none of the prompt's blocks"
 
@@ -69,7 +71,10 @@ def screen(told: dict[str, Any], width: int = 80) -> RenderableType:
         candidates = [one for one in told["candidates"] if one["role"] == role]
         if candidates:
             parts += [_table(word, candidates, width), ""]
-    parts.append(f"[dim]{_legend(told['candidates'])}[/]\n")
+    kinds = _kinds(told)
+    if kinds:
+        parts += [_kind_table(kinds, width), ""]
+    parts.append(f"[dim]{_legend(told['candidates'], kinds)}[/]\n")
     parts.append("\n".join(escape(line) for line in sentences(told)))
     return Group(*parts)
 
@@ -102,6 +107,73 @@ def _table(word: str, candidates: list[dict[str, Any]], width: int) -> Table:
     return table
 
 
+def _kinds(told: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the request could have become, the chosen kind first; none where nothing but a pair was possible."""
+    found: list[dict[str, Any]] = told.get("kinds") or []
+    if all(one["kind"] == _PAIR for one in found):
+        return []
+    return sorted(found, key=lambda one: (not one["chosen"], not one["terms"], one["cost_ms"]))
+
+
+def _kind_table(kinds: list[dict[str, Any]], width: int) -> Table:
+    names = [name for name in _KIND_TERMS if any(_term(one, name) for one in kinds)]
+    table = Table(box=None, pad_edge=False, padding=(0, 2 if width >= 100 else 1, 0, 0), header_style="dim")
+    for name in ("", "kind"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("on")
+    for name in names:
+        table.add_column(_heading(name), justify="right", no_wrap=True)
+    table.add_column("cost", justify="right", no_wrap=True)
+    table.add_column("verdict")
+    for one in kinds:
+        table.add_row(
+            "→" if one["chosen"] else "",
+            one["kind"],
+            escape(_where(one)),
+            *(number(_term(one, name)) if one["terms"] else "" for name in names),
+            number(one["cost_ms"]) if one["terms"] else "",
+            escape(one["verdict"]),
+            style="bold green" if one["chosen"] else "" if one["terms"] else "dim",
+        )
+    return table
+
+
+def _term(one: dict[str, Any], name: str) -> float:
+    return float(next((term["value"] for term in one["terms"] if term["name"] == name), 0.0))
+
+
+def _where(kind: dict[str, Any]) -> str:
+    prefill, decode = kind["prefill"]["instance_id"], kind["decode"]["instance_id"]
+    return f"{prefill} + {decode}" if kind["kind"] == _PAIR else str(decode)
+
+
+def _why_kind(kinds: list[dict[str, Any]]) -> list[str]:
+    """Why it became what it did."""
+    chosen = next((one for one in kinds if one["chosen"]), None)
+    if chosen is None:
+        return []
+    others = [one for one in kinds if not one["chosen"]]
+    weighed = [one for one in others if one["terms"]]
+    if not others:
+        return [f"kind: {chosen['kind']} on {_where(chosen)} was all that could be."]
+    if not weighed:
+        rest = "; ".join(f"{one['kind']} on {_where(one)} {one['verdict']}" for one in others)
+        return [f"kind: {chosen['kind']} on {_where(chosen)} was all that could be ({rest})."]
+    second = weighed[0]
+    mine, theirs = _burden(chosen), _burden(second)
+    return [
+        f"kind: {chosen['kind']} on {_where(chosen)} costs {number(chosen['cost_ms'])} ms ({mine}); "
+        f"{second['kind']} on {_where(second)} {number(second['cost_ms'])} ms ({theirs}; {second['verdict']})."
+    ]
+
+
+def _burden(one: dict[str, Any]) -> str:
+    said = [f"TTFT {number(_term(one, 'ttft_ms'))} ms"]
+    if rows := _term(one, "rows"):
+        said.append(f"{rows:.0f} row{'' if rows == 1 else 's'} held up for {number(_term(one, 'stall_ms'))} ms in all")
+    return ", ".join(said)
+
+
 def _tier(one: dict[str, Any]) -> str:
     """The slowest that any of its blocks come from; "": memory."""
     return _TIERS.get(one.get("tier", ""), "")
@@ -122,8 +194,15 @@ def _heading(name: str) -> str:
     return _HEADINGS.get(name, name.removesuffix("_ms").replace("_", " "))
 
 
-def _legend(candidates: list[dict[str, Any]]) -> str:
-    text = "holds, pulls: blocks, from the prompt's start; the rest is in ms; the least score wins"
+def _legend(candidates: list[dict[str, Any]], kinds: list[dict[str, Any]]) -> str:
+    text = (
+        "holds, pulls: blocks, from the prompt's start; the rest is in ms; the least score wins" if candidates else ""
+    )
+    if kinds:
+        text += (
+            f"{'; ' if text else ''}cost: ttft + stall (of the rows beside the prompt, together) + answer (its first"
+        )
+        text += " tokens) + handoff; the kind of the least cost wins"
     if any(_tier(one) for one in candidates):
         text += (
             "; loads: blocks out of a lower tier of its own; from: the slowest tier that any block comes from, own or a"
@@ -156,7 +235,7 @@ def sentences(told: dict[str, Any]) -> list[str]:
         why = _why(candidates, told["prompt_blocks"], word)
         if why:
             lines.append(why)
-    return lines + _afterwards(told)
+    return lines + _why_kind(_kinds(told)) + _afterwards(told)
 
 
 def _why(candidates: list[dict[str, Any]], prompt_blocks: int, word: str) -> str:

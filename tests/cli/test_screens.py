@@ -173,6 +173,35 @@ def test_the_table_tells_of_lower_tiers_where_there_are_any() -> None:
     assert "loads:" not in printed(explain.screen(answer(PULLS, HOLDS), 120), 120)
 
 
+def kind(name: str, prefill: str, decode: str, cost: float, verdict: str, **terms: float) -> dict[str, Any]:
+    return {
+        "kind": name, "prefill": {"instance_id": prefill}, "decode": {"instance_id": decode}, "cost_ms": cost,
+        "chosen": verdict == "chosen", "verdict": verdict,
+        "terms": [{"name": key, "value": value} for key, value in terms.items()],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_kinds_are_told_where_there_is_more_than_a_pair(width: int) -> None:
+    told = answer(PULLS, HOLDS)
+    pair = kind(
+        "pair", "prefill-1", "decode-0", 52.0, "costs 10.0 ms more", ttft_ms=20.0, answer_ms=31.0, handoff_ms=1.0
+    )
+    told["kinds"] = [pair]
+    assert "cost" not in printed(explain.screen(told, width), width)
+    alone = kind("coupled", "c-0", "c-0", 42.0, "chosen", ttft_ms=9.0, rows=2.0, stall_ms=2.0, answer_ms=31.0)
+    shut = kind("decode", "decode-1", "decode-1", 0, "computes at most 8 uncached tokens itself, of 900")
+    told["kinds"] = [pair, alone, shut]
+    rows = [line.split() for line in printed(explain.screen(told, width), width).splitlines()]
+    assert ["kind", "on", "ttft", "rows", "stall", "answer", "handoff", "cost", "verdict"] in rows
+    assert ["→", "coupled", "c-0", "9.0", "2.0", "2.0", "31.0", "0", "42.0", "chosen"] in rows
+    words = " ".join(explain.sentences(told))
+    assert "kind: coupled on c-0 costs 42.0 ms (TTFT 9.0 ms, 2 rows held up for 2.0 ms in all); pair on" in words
+    assert "prefill-1 + decode-0 52.0 ms (TTFT 20.0 ms; costs 10.0 ms more)." in words
+    told["kinds"] = [alone, shut]
+    assert "decode on decode-1 computes at most 8" in " ".join(explain.sentences(told))
+
+
 def test_the_answer_is_plain_json_with_numbers() -> None:
     message = conductor_pb2.ExplainResponse(
         request_id="a", candidates=[conductor_pb2.Candidate(terms=[conductor_pb2.Term(name="queue_ms", value=1.5)])]
