@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvmesh.cli import apikey, bench, chat, doctor, explain, replay, serve, sim, status, store, trace, up
+from kvmesh.cli import apikey, bench, chat, doctor, explain, replay, role, serve, sim, status, store, trace, up
 from kvmesh.cli.console import console
 
 app = typer.Typer(
@@ -31,6 +31,7 @@ app.command("chat")(chat.chat)
 app.command("status")(status.status)
 app.command("trace")(trace.trace)
 app.command("explain")(explain.explain)
+app.command("role")(role.role)
 app.command("bench", help=bench.HELP)(bench.bench)
 app.command("replay", help=replay.HELP)(replay.replay)
 app.add_typer(sim.app, name="sim")

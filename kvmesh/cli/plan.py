@@ -85,7 +85,11 @@ def processes(settings: MeshSettings) -> list[Planned]:
     instances = [
         Planned(f"{served.prefix}{service}-{i}", service, served)
         for served in settings.served
-        for service, count in (("prefill", settings.prefill), ("decode", settings.decode))
+        for service, count in (
+            ("prefill", settings.prefill),
+            ("decode", settings.decode),
+            ("coupled", settings.coupled),
+        )
         for i in range(count)
     ]
     pools = [Planned(f"pool-{i}", "pool") for i in range(settings.pool)]
@@ -180,6 +184,7 @@ def _own_flags(
         "pool": {"store": store, "memory_mb": settings.pool_memory_mb, **transfer},
         "prefill": instance,
         "decode": instance,
+        "coupled": instance,
         "gateway": {
             "host": settings.host,
             "http_port": http_port,

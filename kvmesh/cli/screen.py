@@ -19,7 +19,7 @@ _WORDS = {State.STARTING: "starting", State.LOADING: "loading", State.READY: "re
 
 def _loads(name: str) -> bool:
     """Does this process load a model?"""
-    return "prefill-" in name or "decode-" in name
+    return any(f"{service}-" in name for service in ("prefill", "decode", "coupled"))
 
 
 class Progress:

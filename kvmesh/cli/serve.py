@@ -62,6 +62,13 @@ SERVICES: dict[str, Service] = {
         "Takes KV from prefill instances and generates tokens in one continuous batch.",
         "--model ./my-model --port 7020 --conductor 127.0.0.1:7001 --store 127.0.0.1:7002",
     ),
+    "coupled": Service(
+        "Prefill and decode in one instance: prompts are computed beside the answers that it generates, in one batch. "
+        "For one device, or as half of any pair; `kvmesh role` makes it prefill, decode or both while it runs.",
+        "--model ./my-model --port 7040 --conductor 127.0.0.1:7001 --store 127.0.0.1:7002",
+        ("kvmesh.cli.coupled_config", "CoupledConfig"),
+        "kvmesh.cli.coupled",
+    ),
     "store": _service(
         "store",
         "Store master: membership and the block map.",
@@ -193,6 +200,10 @@ def serve(service: str, config: ServiceConfig) -> None:
         log_level=config.log_level,
     )
     try:
+        if service == "decode" and getattr(config, "local_prefill_tokens", False):
+            from kvmesh.cli.coupled_config import CoupledConfig
+
+            service, config = "coupled", CoupledConfig.of_decode(cast(Any, config))
         run = importlib.import_module(SERVICES[service].main).run
 
         def started(told: dict[str, object]) -> None:

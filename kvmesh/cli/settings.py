@@ -13,7 +13,7 @@ from kvmesh.node.transfer_config import check
 from kvmesh.rpc.errors import ConfigError
 
 _PORT = {"min": 0, "max": 65535}
-_COUNT = {"min": 1, "max": 64}
+_COUNT = {"min": 0, "max": 64}
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -48,6 +48,10 @@ class MeshSettings:
     )
     prefill: int = field(default=1, metadata={"help": "Prefill instances of each model.", **_COUNT})
     decode: int = field(default=1, metadata={"help": "Decode instances of each model.", **_COUNT})
+    coupled: int = field(
+        default=0,
+        metadata={"help": "Instances of each model that do both; with them --prefill and --decode may be 0.", **_COUNT},
+    )
     masters: int = field(
         default=1, metadata={"help": "Store masters, of which one leads; several need --redis.", "min": 1, "max": 9}
     )
@@ -163,6 +167,9 @@ class MeshSettings:
         if self.masters > 1 and not self.redis:
             why = "which of several leads is kept in Redis: give --redis auto, or its URL"
             raise ConfigError(f"masters={self.masters}: {why}", field="masters")
+        for key in ("prefill", "decode"):
+            if not getattr(self, key) and not self.coupled:
+                raise ConfigError(f"{key}=0: without --coupled instances at least one is needed", field=key)
         check(self.transports, self.nics)
         if self.tls and self.tls_cert:
             raise ConfigError(f"tls_cert={self.tls_cert!r}: --tls makes certificates of its own", field="tls_cert")

@@ -46,6 +46,8 @@ Examples:
 
     kvmesh up --prefill 2 --decode 2 --pool 1 --pool-memory-mb 1024
 
+    kvmesh up --coupled 1 --prefill 0 --decode 0
+
     kvmesh up --masters 3 --redis auto
 
     kvmesh up --model ./chat-model --add-model code=./code-model
@@ -236,6 +238,7 @@ def _explain(out: Console, mesh: Mesh) -> None:
         f"[bold]Traces[/]  {mesh.run_dir}/traces",
         f"[bold]Look[/]    {kvmesh} status   {kvmesh} chat   {kvmesh} bench",
         f"        {kvmesh} trace --last   {kvmesh} explain REQUEST_ID",
+        *([f"        {kvmesh} role coupled-0 prefill|decode|both"] if mesh.settings.coupled else []),
         "",
         "Ctrl-C stops everything.",
     )

@@ -7,6 +7,7 @@ a page is free when nobody does. Pure Python, no locks: one owner (an instance's
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 # (page, held): the page got its second reference (True), or is down to its last one (False).
 Watcher = Callable[[int, bool], None]
@@ -24,6 +25,26 @@ class PoolExhausted(Exception):
 
 class PageInvariantError(AssertionError):
     """Somebody counted wrong (a page was shared or released that nobody holds): a bug, never load."""
+
+
+class Pages(Protocol):
+    """What those who hold pages need of a pool; see `PagePool`."""
+
+    @property
+    def total(self) -> int: ...
+
+    @property
+    def free(self) -> int: ...
+
+    def refcount(self, page: int, /) -> int: ...
+
+    def allocate(self, n: int, /) -> list[int]: ...
+
+    def share(self, pages: Iterable[int], /) -> None: ...
+
+    def release(self, pages: Iterable[int], /) -> None: ...
+
+    def check_integrity(self) -> None: ...
 
 
 class PagePool:

@@ -51,6 +51,10 @@ class PrefixCache:
         """Idle blocks: exactly as many pages as `evict` can free now."""
         return len(self._idle)
 
+    def holds_page(self, page: int) -> bool:
+        """Whether a cached block lies there."""
+        return page in self._by_page
+
     def pages(self) -> set[int]:
         """Every cached page. O(blocks)."""
         return set(self._by_page)

@@ -18,6 +18,7 @@ from kvmesh.node.config import InstanceConfig
 from kvmesh.node.partitions import OnePartition, Partition, layout_tag
 from kvmesh.node.rank_client import RankClient
 from kvmesh.node.registration import Registrar
+from kvmesh.node.role_servicer import add_instance
 from kvmesh.node.segments import Segments
 from kvmesh.node.tier_config import checked_id
 from kvmesh.node.warm import Warm
@@ -65,6 +66,8 @@ class Front:
         self.address = ""
         self._lost = ""
         self._registrar: Registrar | None = None
+        # Takes another role; set by who composes an instance that can. Raises KvmeshError: not now.
+        self.switch: Callable[[pb.Role.ValueType], None] | None = None
         self._stop = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -122,6 +125,19 @@ class Front:
             for rank in self.ranks:
                 rank.ping()
             await asyncio.sleep(PING_INTERVAL_S)
+
+    def new_store(self) -> NodeStore:
+        """A node store over the ranks' host extents, as configured."""
+        readies, c = [rank.ready for rank in self.ranks], self.config
+        return NodeStore(
+            min(ready.num_extents for ready in readies),
+            high_percent=c.store_high_percent,
+            low_percent=c.store_low_percent,
+            eviction=c.store_eviction,
+            block_tokens=c.block_tokens,
+            block_bytes=readies[0].shard_bytes,
+            lease_seed=self.incarnation,
+        )
 
     def attach(self, store: NodeStore, on_pulled: Callable[[Pulled], None]) -> Blocks:
         """Serve this node store, whose extents are the ranks' host extents. Once, after `start_ranks`, before `serve`.
@@ -208,6 +224,9 @@ class Front:
         add: Callable[[Server], None],
         report: Callable[[], pb_conductor.HeartbeatRequest],
         max_running: int = 0,
+        *,
+        local_prefill_tokens: int = 0,
+        prefill_chunk_tokens: int = 0,
     ) -> None:
         """Bind, add the role's servicers, say SERVING, then register and beat. ConfigError: the port is taken, or the
         folder of the SSD tier cannot be used."""
@@ -216,6 +235,7 @@ class Front:
             await blocks.open_tiers()
         server = Server(self.config.host, self.config.port)
         add(server)
+        add_instance(self, server)
         if blocks is not None:
             blocks.add_to(server)
         port = await server.start()
@@ -239,10 +259,18 @@ class Front:
             on_pools=blocks.pools_changed if blocks is not None else None,
             terms=blocks.terms if blocks is not None else None,
             orders=blocks,
+            local_prefill_tokens=local_prefill_tokens,
+            prefill_chunk_tokens=prefill_chunk_tokens,
         )
         if blocks is not None:
             blocks.start(self._registrar)
         self._tasks.append(asyncio.create_task(self._registrar.run(self._stop), name="registrar"))
+
+    def become(self, role: pb.Role.ValueType) -> None:
+        """This is our role from now on; the conductor hears of it at once."""
+        self.role = role
+        if self._registrar is not None:
+            self._registrar.become(role)
 
     def _report(self, report: Callable[[], pb_conductor.HeartbeatRequest]) -> pb_conductor.HeartbeatRequest:
         beat = report()

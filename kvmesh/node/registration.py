@@ -10,16 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, ClassVar, cast
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import grpc
 
+from kvmesh.node.membership import Peer
 from kvmesh.node.store_orders import StoreOrders
-from kvmesh.rpc import channels, protocol, status
-from kvmesh.rpc.errors import InvalidRequest, KvmeshError, ProtocolMismatch, StaleTerm, UnknownInstance
+from kvmesh.rpc import protocol
+from kvmesh.rpc.errors import KvmeshError
 from kvmesh.rpc.masters import Masters, Terms, moves_on
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import conductor_pb2 as pb
@@ -29,144 +29,11 @@ from kvmesh.rpc.pb import store_pb2_grpc as pb_store_grpc
 
 log = logging.getLogger(__name__)
 
-# Before a peer has told its own: how long a first call may take, and how soon it is tried again.
-ENTER_TIMEOUT_S = 2.0
-FIRST_INTERVAL_S = 0.2
-FIRST_BACKOFF_S = 0.02
-# A peer that refuses us for what we are (another protocol, a bad card) will not change its mind soon.
-REFUSED_RETRY_S = 5.0
-GOODBYE_TIMEOUT_S = 1.0
-URGE_GAP_S = 0.02
-
 MAX_KEPT_SAMPLES = 512
 MAX_KEPT_FINISHED = 8192
 
 
-class _Peer(ABC):
-    """One membership: enter, beat, enter again, say goodbye. Owns its channel."""
-
-    name: ClassVar[str]
-
-    def __init__(self, rng: random.Random) -> None:
-        self.registered = False
-        self._rng = rng
-        self._channel: grpc.aio.Channel | None = None
-        self._interval_s = FIRST_INTERVAL_S
-        self._lease_s = ENTER_TIMEOUT_S
-        self._urged = asyncio.Event()
-        self._complained = False
-        self._beaten = False  # since it entered last
-
-    @property
-    @abstractmethod
-    def address(self) -> str:
-        """Whom to call now."""
-
-    @abstractmethod
-    async def _enter(self, channel: grpc.aio.Channel, timeout_s: float) -> tuple[int, int]:
-        """Register; returns (heartbeat_interval_ms, lease_ms)."""
-
-    @abstractmethod
-    async def _beat(self, channel: grpc.aio.Channel, timeout_s: float) -> None: ...
-
-    @abstractmethod
-    async def _goodbye(self, channel: grpc.aio.Channel, timeout_s: float) -> None: ...
-
-    def urge(self) -> None:
-        self._urged.set()
-
-    async def run(self, stop: asyncio.Event) -> None:
-        stopping = asyncio.ensure_future(stop.wait())
-        failures = 0
-        try:
-            while not stop.is_set():
-                error = await self._guarded(self._live(stopping))
-                if error is None:
-                    break
-                failures = 0 if self._beaten else failures + 1
-                wait_s = self._after(error, failures)
-                await asyncio.wait({stopping}, timeout=wait_s)
-            if self.registered and self._channel is not None:
-                await self._guarded(self._goodbye(self._channel, GOODBYE_TIMEOUT_S))
-        finally:
-            self.registered = False
-            stopping.cancel()
-            await self._drop_channel()
-
-    async def _live(self, stopping: asyncio.Future[Any]) -> None:
-        """Enter and beat until stopped (returns) or until the peer fails us (raises)."""
-        self._beaten = False
-        if self._channel is None:
-            self._channel = channels.connect(self.address)
-        interval_ms, lease_ms = await self._enter(self._channel, ENTER_TIMEOUT_S)
-        self._interval_s = max(interval_ms, 1) / 1000
-        self._lease_s = max(lease_ms, interval_ms, 1) / 1000
-        if not self.registered:
-            log.info("registered with %s at %s", self.name, self.address)
-        self._complained = False
-        self.registered = True
-        while not stopping.done():
-            # Half a lease: one lost call leaves time for another before the peer takes us for dead.
-            await self._beat(self._channel, self._lease_s / 2)
-            self._beaten = True
-            await self._pause(stopping)
-
-    async def _pause(self, stopping: asyncio.Future[Any]) -> None:
-        """One interval, cut short by `urge` but never under URGE_GAP_S."""
-        gap_s = min(URGE_GAP_S, self._interval_s)
-        await asyncio.wait({stopping}, timeout=gap_s)
-        if stopping.done() or self._urged.is_set():
-            self._urged.clear()
-            return
-        urged = asyncio.ensure_future(self._urged.wait())
-        try:
-            await asyncio.wait({stopping, urged}, timeout=self._interval_s - gap_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            urged.cancel()
-            self._urged.clear()
-
-    async def _guarded(self, call: Awaitable[None]) -> KvmeshError | Exception | None:
-        """The call's error instead of its exception; cancellation passes."""
-        try:
-            await call
-        except grpc.aio.AioRpcError as e:
-            await self._drop_channel()
-            return status.from_rpc_error(e)
-        except StaleTerm as e:
-            await self._drop_channel()
-            return e
-        except Exception as e:
-            log.exception("%s: registration loop failed", self.name)
-            return e
-        return None
-
-    def _after(self, error: Exception, failures: int) -> float:
-        """Seconds to wait before entering again; logs what changed."""
-        was, self.registered = self.registered, False
-        if isinstance(error, UnknownInstance):
-            log.info("%s at %s does not know this incarnation: registering again", self.name, self.address)
-            return 0.0 if was else self._jittered(self._interval_s)
-        if isinstance(error, ProtocolMismatch | InvalidRequest):
-            log.error("%s at %s refuses this instance: %s", self.name, self.address, error)
-            return self._jittered(REFUSED_RETRY_S)
-        if not self._complained:
-            self._complained = True
-            log.warning("%s at %s does not answer: %s", self.name, self.address, error)
-        # Capped at one heartbeat: a silent peer costs no more calls than a live one, and a peer that has come
-        # back knows us again within one heartbeat.
-        return self._jittered(min(FIRST_BACKOFF_S * 2 ** min(failures, 16), self._interval_s))
-
-    def _jittered(self, seconds: float) -> float:
-        return seconds * self._rng.uniform(0.5, 1.0)
-
-    async def _drop_channel(self) -> None:
-        """The next try dials afresh: gRPC's own reconnect back-off must not delay ours."""
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            await channel.close(grace=None)
-
-
-class _StorePeer(_Peer):
+class _StorePeer(Peer):
     """At whichever master leads."""
 
     name = "store master"
@@ -237,7 +104,7 @@ class _StorePeer(_Peer):
         await pb_store_grpc.StoreMasterStub(channel).Leave(request, timeout=timeout_s)
 
 
-class _ConductorPeer(_Peer):
+class _ConductorPeer(Peer):
     name = "conductor"
 
     def __init__(
@@ -261,6 +128,11 @@ class _ConductorPeer(_Peer):
     @property
     def address(self) -> str:
         return self._address
+
+    def become(self, role: pb_common.Role.ValueType) -> None:
+        """Register again at once, with this role."""
+        self._registration.role = role
+        self.enter_again()
 
     async def _enter(self, channel: grpc.aio.Channel, timeout_s: float) -> tuple[int, int]:
         answer = await pb_grpc.ConductorStub(channel).Register(self._registration, timeout=timeout_s)
@@ -330,6 +202,8 @@ class Registrar:
         on_pools: Callable[[Sequence[pb_store.PoolNode]], None] | None = None,
         terms: Terms | None = None,
         orders: StoreOrders | None = None,
+        local_prefill_tokens: int = 0,
+        prefill_chunk_tokens: int = 0,
     ) -> None:
         rng = random.Random()
         registration = pb.RegisterInstanceRequest(
@@ -340,6 +214,8 @@ class Registrar:
             model=model_card_pb,
             capacity_blocks=capacity_blocks,
             max_running_requests=max_running,
+            local_prefill_tokens=local_prefill_tokens,
+            prefill_chunk_tokens=prefill_chunk_tokens,
         )
         member = pb_store.Member(instance=ref_pb, role=role, node_id=node_id, store_id=ref_pb.instance_id)
         self._conductor: _ConductorPeer | None = _ConductorPeer(conductor_address, rng, registration, report, ready)
@@ -380,6 +256,12 @@ class Registrar:
         Call it on the event loop that runs `run`."""
         if self._conductor is not None:
             self._conductor.urge()
+
+    def become(self, role: pb_common.Role.ValueType) -> None:
+        """The instance has another role from now on: the conductor hears of it at once. To the master it stays what it
+        was, a node with memory."""
+        if self._conductor is not None:
+            self._conductor.become(role)
 
     def urge_store(self) -> None:
         """The master seems to have forgotten us: beat soon, to find out and to join again; until then nothing counts as

@@ -159,6 +159,14 @@ class ProtocolMismatch(KvmeshError):
     http_status = 412
 
 
+class FixedRole(KvmeshError):
+    """The instance was started as one that does one thing."""
+
+    code = "fixed_role"
+    grpc_status = "FAILED_PRECONDITION"
+    http_status = 409
+
+
 class ConfigError(KvmeshError):
     code = "config"
     grpc_status = "FAILED_PRECONDITION"

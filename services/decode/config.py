@@ -62,6 +62,14 @@ class DecodeConfig(InstanceConfig):
     stop_grace_ms: int = field(
         default=2_000, metadata={"help": "On stop, running requests have so long to finish.", **_COUNT}
     )
+    local_prefill_tokens: int = field(
+        default=0,
+        metadata={
+            "help": "Prompts with at most so many tokens that are not cached may be computed by this instance itself; "
+            "0: none.",
+            **_COUNT,
+        },
+    )
     connect_ms: int = field(
         default=5_000, metadata={"help": "Longest wait for a prefill instance to answer hello.", **_MS}
     )

@@ -12,19 +12,20 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Pulled
 from kvmesh.node import messages as m
+from kvmesh.node.blocks import Blocks
 from kvmesh.node.front import Front
 from kvmesh.rpc import protocol
 from kvmesh.rpc.errors import KvmeshError, Overloaded, Unavailable
-from kvmesh.rpc.pb import decode_pb2, prefill_pb2
+from kvmesh.rpc.pb import common_pb2, decode_pb2, prefill_pb2
 from kvmesh.telemetry import names, spans
+from services.decode import events as e
 from services.decode import inputs as i
 from services.decode import mapping
 from services.decode.events import Phase
 from services.decode.handoffs import Handoffs
-from services.decode.limits import NS_PER_MS, Limits, RankShape, Shape
+from services.decode.limits import NS_PER_MS, RankShape, Shape
 from services.decode.observe import Carry, Observer, begin_request, refuse_request
 from services.decode.request import NEVER
 from services.decode.requests import Instance, check_start
@@ -32,28 +33,24 @@ from services.decode.state import DecodeState
 
 log = logging.getLogger(__name__)
 
+OwnPrefill = Callable[[prefill_pb2.HandoffRequest], None]
 FENCE_REASONS = {Phase.LOADING: "filled", Phase.CANCELLING: "cancelled", Phase.QUARANTINED: "quarantined"}
 PUBLISH_S = 0.5
 POLL_S = 0.02
 
 
 class Core:
-    """One decode instance: the brain, its ranks, its streams, its timer."""
+    """One decode instance: the brain, its ranks, its streams, its timer. `blocks`: of the node store that `state` has;
+    whoever made it hands every end of a pull to `pulled`.
 
-    def __init__(self, front: Front, limits: Limits, *, connect_s: float, host_landing: bool) -> None:
+    `own`: computes prompts in this very instance, if it does; who composes the two sets it."""
+
+    def __init__(self, front: Front, state: DecodeState, blocks: Blocks, *, connect_s: float) -> None:
         self.front = front
-        shape = shape_of(front, host_landing)
-        store = NodeStore(
-            shape.num_extents,
-            high_percent=front.config.store_high_percent,
-            low_percent=front.config.store_low_percent,
-            eviction=front.config.store_eviction,
-            block_tokens=shape.block_tokens,
-            block_bytes=shape.ranks[0].shard_bytes,
-            lease_seed=front.incarnation,
-        )
-        self.state = DecodeState(limits, shape, store)
-        self.blocks = front.attach(store, self._pulled)
+        self.state = state
+        self.blocks = blocks
+        self.own: OwnPrefill | None = None
+        self.fed: Callable[[], None] = lambda: None  # called when no input is left
         self.state.pulls.lower = self.blocks.lower
         self.state.refuses = self.blocks.removals.refuses
         self.blocks.removals.listeners.append(lambda gone: self.feed(i.Removed(gone)))
@@ -105,6 +102,7 @@ class Core:
         finally:
             self._feeding = False
             self._arm()
+        self.fed()
 
     def on_message(self, rank: int, message: m.ToFront) -> None:
         """A rank said something."""
@@ -112,8 +110,8 @@ class Core:
         if rank == 0 and type(message) is m.DecodeStepDone:
             self.observer.step_done(message)
 
-    def _pulled(self, result: Pulled) -> None:
-        """A pull has ended."""
+    def pulled(self, result: Pulled) -> None:
+        """A pull of ours has ended."""
         self.observer.pulled(result)
         self.feed(i.Pulled(result))
 
@@ -125,12 +123,32 @@ class Core:
             if not self.front.ready:
                 raise Unavailable(f"decode instance {self.front.instance_id}: {self.front.not_ready_reason}")
             spec = check_start(start, self.instance, received, Carry(span, start))
+            if self.own is None and self._is_own(start.placement.prefill):
+                raise Unavailable(f"decode instance {self.front.instance_id} computes no prompts itself")
         except KvmeshError as error:
             refuse_request(span, error)
             self.feed(i.Refuse(session, start.slot, error))
             return
-        peer = self.handoffs.peer(start.placement.prefill)
-        self.feed(i.Admit(session, start.slot, peer, spec, received))
+        self.feed(i.Admit(session, start.slot, self._peer(start.placement.prefill), spec, received))
+
+    def _peer(self, prefill: common_pb2.InstanceRef) -> int:
+        return i.OWN_PEER if self._is_own(prefill) else self.handoffs.peer(prefill)
+
+    def _is_own(self, ref: common_pb2.InstanceRef) -> bool:
+        own = self.front.ref
+        return (ref.instance_id, ref.incarnation) == (own.instance_id, own.incarnation)
+
+    # ── the prefill half of this instance ────────────────────────────────────────────────────────
+
+    def own_said(self, event: prefill_pb2.HandoffEvent) -> None:
+        """What a prefill instance elsewhere would have said in its stream."""
+        found = mapping.from_prefill(event)
+        assert found is not None, event
+        self.feed(i.FromPrefill(i.OWN_PEER, *found))
+
+    def adopt(self, first: prefill_pb2.FirstToken, pages: tuple[int, ...]) -> None:
+        """A prompt is computed; one reference of each of its pages passes over to us."""
+        self.feed(i.Adopted(first.handle, e.Adopted(mapping.first_token(first), pages)))
 
     def _arm(self) -> None:
         due = self.state.next_due()
@@ -168,10 +186,19 @@ class Core:
         def written() -> None:
             h.times.asked = time.monotonic_ns()
 
-        self.handoffs.send(output.peer, message, written)
+        self._send(output.peer, message, written)
 
     def _tell_prefill(self, output: i.TellLanding | i.TellRenewed | i.TellCancel) -> None:
-        self.handoffs.send(output.peer, mapping.to_prefill(output))
+        self._send(output.peer, mapping.to_prefill(output))
+
+    def _send(self, peer: int, message: prefill_pb2.HandoffRequest, written: Callable[[], None] | None = None) -> None:
+        if peer != i.OWN_PEER:
+            self.handoffs.send(peer, message, written)
+            return
+        if written is not None:
+            written()
+        assert self.own is not None, "it was admitted with one"
+        self.own(message)
 
     def _pull(self, output: i.Pull) -> None:
         self.blocks.pull(self.observer.pulling(output.job, output.request, time.monotonic_ns()))
@@ -195,6 +222,10 @@ class Core:
             instance=self.front.ref,
             segment_descriptors=[rank.ready.descriptor for rank in self.front.ranks],
         )
+
+    def counters(self) -> common_pb2.PoolCounters:
+        """What is held now."""
+        return self.observer.counters(len(self.wake) + len(self.handoffs))
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────
 

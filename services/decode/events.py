@@ -128,6 +128,17 @@ class PeerLost:
     cause: str
 
 
+# From the prefill half of this very instance (in order, once):
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """The prompt is computed, and these are its pages; a reference of each is ours."""
+
+    first: FirstToken
+    pages: tuple[int, ...]
+
+
 # From a rank of ours (in order, once):
 
 
@@ -248,7 +259,7 @@ class Timer:
 
 
 Event = (
-    BeginFill | RenewLease | FirstToken | FillDone | Drained | HandoffFailed | PeerLost
+    BeginFill | RenewLease | FirstToken | FillDone | Drained | HandoffFailed | PeerLost | Adopted
     | WindowOpened | FillEnded | Fenced | Copied | Loaded | Ended | Left | StepFailed
     | Land | Load | Seat | Grow | Preempt | Cancel | Timer
 )  # fmt: skip

@@ -7,6 +7,8 @@
                          CANCELLING ─▶ (drained) ─▶ fenced ─▶ FREE
                               └─▶ QUARANTINED (writer silent or lost) ─▶ fenced ─▶ FREE
 
+A request whose prompt is computed in this instance goes from ADMITTED to READY at once: it adopts the pages.
+
 Pure: events and the time come in, actions go out. Four kinds of *hands* can be on a request's memory: `windows`
 (writers that are not fenced yet), `loading` (a rank copies blocks of our own store into the landing), `copying` (a rank
 copies between extents and pages) and `batch` (ranks whose steps use the pages). The one rule: **memory is given back
@@ -64,6 +66,8 @@ class Handoff(Hands):
             return
         if event.num_blocks == self.prompt_blocks:
             self.times.begin_fill = now
+            if self.adopts:
+                self.due = NEVER  # its ranks are ours: who watches them tells when they stop
             return
         wrong = f"prefill counts {event.num_blocks} blocks in the prompt, decode {self.prompt_blocks}"
         self._cancel(e.Cancel(InternalError(wrong)), now, out)
@@ -151,6 +155,14 @@ class Handoff(Hands):
             if self.phase is Phase.LOADING:
                 self._arm(now, self.limits.batch_wait_ms)
             self._advance(now, out)
+
+    def _adopted(self, event: e.Adopted, now: int, out: list[e.Action]) -> None:
+        """Pages that nobody else writes, complete, with the first token: no window, no landing, no copy."""
+        assert self.adopts and self.phase is Phase.ADMITTED, self.phase
+        self.phase = Phase.LOADING
+        self.pages, self.in_pages = list(event.pages), True
+        self.writer_done = self.drained = True
+        self._first_token(event.first, now, out)
 
     def _finish_early(self, reason: Reason, now: int, out: list[e.Action]) -> None:
         """Complete with its first token: what prefill still writes is of no use, but it is still written."""
@@ -368,6 +380,7 @@ _HANDLERS: dict[type[Any], _Handler] = {
     e.Drained: Handoff._quiet,
     e.HandoffFailed: Handoff._writer_gone,
     e.PeerLost: Handoff._writer_gone,
+    e.Adopted: Handoff._adopted,
     e.WindowOpened: Handoff._window_opened,
     e.FillEnded: Handoff._fill_ended,
     e.Fenced: Handoff._fenced,

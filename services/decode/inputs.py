@@ -11,6 +11,9 @@ from kvmesh.rpc.errors import KvmeshError
 from services.decode import events as e
 from services.decode.handoff import Handoff
 
+# The peer of requests whose prompts are computed in this very instance.
+OWN_PEER = 0
+
 # ── in ────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -83,6 +86,14 @@ class FromPrefill:
 
 
 @dataclass(frozen=True, slots=True)
+class Adopted:
+    """The prefill half of this instance has computed a prompt; one reference of each of its pages is decode's."""
+
+    handle: int
+    event: e.Adopted
+
+
+@dataclass(frozen=True, slots=True)
 class FromRank:
     rank: int
     message: ToFront
@@ -95,9 +106,9 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class CloseDoor:
-    """Refuse new requests with this error from now on."""
+    """Refuse new requests with this error from now on; None: take them again."""
 
-    error: KvmeshError
+    error: KvmeshError | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +136,7 @@ class Removed:
 
 Input = (
     SessionOpened | SessionClosed | Admit | Refuse | CancelSlot | AddCredit | PeerReady | PeerGone | FromPrefill
-    | FromRank | Tick | CloseDoor | EndAll | Pulled | Removed
+    | Adopted | FromRank | Tick | CloseDoor | EndAll | Pulled | Removed
 )  # fmt: skip
 
 # ── out ───────────────────────────────────────────────────────────────────────────────────────────

@@ -13,8 +13,10 @@ from kvmesh.rpc.server import Server, join
 from kvmesh.telemetry import names, setup
 from services.decode import inputs as i
 from services.decode.config import DecodeConfig
-from services.decode.core import Core
+from services.decode.core import Core, shape_of
+from services.decode.limits import Limits
 from services.decode.servicer import DecodeServicer
+from services.decode.state import DecodeState
 
 log = logging.getLogger(__name__)
 
@@ -45,13 +47,13 @@ async def run(config: DecodeConfig, stop: asyncio.Event, started: Callable[[dict
         metrics_port, close_metrics = names.serve_metrics(config.host, config.metrics_port)
         try:
             await front.start_ranks(stop)
-            core = Core(front, limits, connect_s=config.connect_ms / 1000, host_landing=config.landing == "host")
+            core = _make_core(front, config, limits)
             try:
                 servicer = DecodeServicer(core)
-                await front.serve(lambda server: _add(server, servicer), core.observer.report, config.max_running)
+                await front.serve(lambda server: add(server, servicer), core.observer.report, config.max_running)
                 started({"address": front.address, "metrics": join(config.host, metrics_port)})
                 await stop.wait()
-                await _wind_down(front, core, servicer, config.stop_grace_ms / 1000, lost)
+                await wind_down(front, core, servicer, config.stop_grace_ms / 1000, lost)
             finally:
                 await core.close()
         finally:
@@ -63,12 +65,21 @@ async def run(config: DecodeConfig, stop: asyncio.Event, started: Callable[[dict
         raise InternalError(f"decode instance {front.instance_id} lost a rank: {lost[0]}")
 
 
-def _add(server: Server, servicer: DecodeServicer) -> None:
+def _make_core(front: Front, config: DecodeConfig, limits: Limits) -> Core:
+    store = front.new_store()
+    state = DecodeState(limits, shape_of(front, config.landing == "host"), store)
+    blocks = front.attach(store, lambda result: core.pulled(result))
+    core = Core(front, state, blocks, connect_s=config.connect_ms / 1000)
+    return core
+
+
+def add(server: Server, servicer: DecodeServicer) -> None:
+    """Decode on `server`."""
     decode_pb2_grpc.add_DecodeServicer_to_server(servicer, server.grpc)
     server.serves(SERVICE)
 
 
-async def _wind_down(front: Front, core: Core, servicer: DecodeServicer, grace_s: float, lost: list[str]) -> None:
+async def wind_down(front: Front, core: Core, servicer: DecodeServicer, grace_s: float, lost: list[str]) -> None:
     """No new requests; running ones finish within the grace or hear why not; writers drain; gateways are told."""
     why = f"decode instance {front.instance_id} " + (f"lost a rank: {lost[0]}" if lost else "is shutting down")
     core.feed(i.CloseDoor(Unavailable(why)))

@@ -121,7 +121,7 @@ def from_prefill(message: prefill_pb2.HandoffEvent) -> tuple[int, e.Event] | Non
             renew = message.renew
             return renew.handle, e.RenewLease(renew.handoff_epoch, renew.progress_bytes)
         case "first_token":
-            return message.first_token.handle, _first_token(message.first_token)
+            return message.first_token.handle, first_token(message.first_token)
         case "fill_done":
             done = message.fill_done
             figures = done.timings
@@ -135,7 +135,8 @@ def from_prefill(message: prefill_pb2.HandoffEvent) -> tuple[int, e.Event] | Non
     return None
 
 
-def _first_token(message: prefill_pb2.FirstToken) -> e.FirstToken:
+def first_token(message: prefill_pb2.FirstToken) -> e.FirstToken:
+    """The token with what prefill tells of the prompt."""
     logprobs = None
     if message.HasField("logprobs"):
         top = tuple((t.token_id, t.logprob) for t in message.logprobs.top)

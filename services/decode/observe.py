@@ -153,7 +153,8 @@ class Observer:
         beat = conductor_pb2.HeartbeatRequest()
         load = beat.load
         load.running_requests = scheduler.seats
-        load.waiting_requests = max(0, scheduler.live - scheduler.seats)
+        computing = sum(h.adopts and h.first is None for h in state.requests.values())  # no rows yet
+        load.waiting_requests = max(0, scheduler.live - scheduler.seats - computing)
         load.free_pages = scheduler.pages.free
         load.free_extents = scheduler.extents.free
         load.context_tokens = self._context_tokens()

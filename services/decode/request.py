@@ -76,6 +76,7 @@ class Request:
         self.failed = False  # a step failed: its KV is not to be trusted
         # the state's own bookkeeping
         self.peer = 0
+        self.adopts = False  # its prompt is computed in this instance: pages come as they are, nothing lands
         self.writers: tuple[str, ...] = ()
         self.stream: Stream | None = None
         self.queue = ""
@@ -91,7 +92,7 @@ class Request:
 
     @property
     def wants_landing(self) -> bool:
-        return self.phase is Phase.ADMITTED and self.times.begin_fill > 0 and not self.pulling
+        return self.phase is Phase.ADMITTED and self.times.begin_fill > 0 and not (self.pulling or self.adopts)
 
     @property
     def wants_pages(self) -> bool:
@@ -130,6 +131,8 @@ class Request:
     @property
     def where(self) -> str:
         """For people: what it waits for."""
+        if self.phase is Phase.ADMITTED and self.times.begin_fill and self.adopts:
+            return "the prompt was being computed"
         if self.phase is Phase.ADMITTED and self.times.begin_fill:
             return "fetching blocks of the prompt" if self.pulling else "waiting for a landing"
         if self.phase is Phase.ADMITTED:

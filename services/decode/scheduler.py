@@ -9,10 +9,10 @@ runs, or waits for hands that come off by a timer: a request that fits the whole
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from kvmesh.kvcache.node_store import NodeStore
-from kvmesh.kvcache.page_pool import PagePool
+from kvmesh.kvcache.page_pool import PagePool, Pages
 from kvmesh.rpc.errors import ContextTooLong, KvmeshError, Overloaded
 from services.decode import events as e
 from services.decode.events import Phase, Place
@@ -27,10 +27,18 @@ MAX_RETRY_AFTER_MS = 30_000
 class Scheduler:
     """Pools and queues of one instance. `file` keeps the queues true after every step of a request."""
 
-    def __init__(self, limits: Limits, shape: Shape, store: NodeStore, new_ticket: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        shape: Shape,
+        store: NodeStore,
+        new_ticket: Callable[[], int],
+        pages: Pages | None = None,
+        first_epoch: int = 1,
+    ) -> None:
         self.limits = limits
         self.shape = shape
-        self.pages = PagePool(shape.num_pages)
+        self.pages: Pages = PagePool(shape.num_pages) if pages is None else pages
         self.extents = store  # landing and swap; idle sealed blocks in it count as free
         self.sealing = Sealing(store, self.pages, len(shape.ranks), new_ticket)
         self.requests: dict[int, Handoff] = {}  # not FREE
@@ -43,22 +51,22 @@ class Scheduler:
         self.running: dict[int, Handoff] = {}
         self._ready: dict[int, Handoff] = {}
         self._seated: set[int] = set()
-        self._epochs = itertools.count(1)
+        self._epochs = itertools.count(first_epoch)
         self._mean_request_ms = 1_000.0
         self._watermark = max(1, shape.num_pages * limits.watermark_percent // 100)
         self._swap_reserve = shape.num_extents * limits.swap_percent // 100
 
     # ── admission ────────────────────────────────────────────────────────────────────────────────
 
-    def refusal(self, spec: e.Spec) -> KvmeshError | None:
-        """Why this request cannot be taken: the second check, after the conductor's."""
+    def refusal(self, spec: e.Spec, adopts: bool = False) -> KvmeshError | None:
+        """Why this request cannot be taken: the second check, after the conductor's. `adopts`: it needs no landing."""
         limit = self.shape.context_limit
         if spec.prompt_tokens + 1 > limit:
             why = f"prompt and answer together have {limit} tokens here"
             return ContextTooLong.of("prompt_tokens", spec.prompt_tokens, why)
         blocks = self.shape.blocks(spec.prompt_tokens)
         landing = max(self.shape.num_extents, self.shape.num_pages if self.shape.direct_landing else 0)
-        if blocks > landing:
+        if blocks > landing and not adopts:
             why = f"a landing here holds {landing * self.shape.block_tokens} tokens"
             return ContextTooLong.of("prompt_tokens", spec.prompt_tokens, why)
         room = self.limits.max_running + self.limits.max_waiting
@@ -74,6 +82,20 @@ class Scheduler:
         self.live -= 1
         took_ms = (request.times.ended - request.times.asked) / NS_PER_MS
         self._mean_request_ms += 0.1 * (took_ms - self._mean_request_ms)
+
+    # ── a pool that is shared with prompts being computed ─────────────────────────────────────────
+
+    @property
+    def reserve(self) -> int:
+        """Pages that no new prompt may take: room for running requests to grow, and for those that have been preempted
+        (or have landed in extents) to come back. 0 when nobody decodes here: then any prompt that fits is taken."""
+        coming = sum(self.shape.blocks(h.context + 1) for h in self._loading.values())
+        return coming + self._watermark if self.seats or coming or self._ready else 0
+
+    @property
+    def waits(self) -> bool:
+        """Somebody waits for pages or extents."""
+        return bool(self.needy or self._loading or self._landing)
 
     # ── queues ───────────────────────────────────────────────────────────────────────────────────
 
@@ -127,7 +149,19 @@ class Scheduler:
 
     def look_again(self) -> None:
         """Extents may have become free by themselves: leases of other nodes run out."""
-        self.dirty = self.dirty or bool(self._landing or self.needy)
+        self.dirty = self.dirty or self.waits
+
+    def keep(self, h: Handoff, extents: Sequence[int], shared: int) -> None:
+        """The request's leading blocks lie in `extents`, which nobody touches any more: those that are not the store's
+        already (`shared` are) become blocks of it, the rest goes back."""
+        # Without a first token the step that computed the prompt may have failed after its bytes were on their way.
+        known = min(h.context // self.shape.block_tokens, h.sealable) if h.first is not None else 0
+        keys = h.chain.upto(known)
+        own = range(shared, min(len(keys), len(extents)))
+        for block in reversed(own):
+            self.extents.adopt(keys[block], extents[block])
+        self.extents.release((*extents[:shared], *extents[max(own.stop, shared) :]))
+        self.dirty = True
 
     # ── decisions ────────────────────────────────────────────────────────────────────────────────
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvmesh.kvcache.node_store import NodeStore
-from kvmesh.kvcache.page_pool import PagePool
+from kvmesh.kvcache.page_pool import Pages
 from kvmesh.node import messages as m
 from services.decode.request import NEVER, Request
 
@@ -27,7 +27,7 @@ class _Copy:
 class Sealing:
     """Copies under way from pages into the store."""
 
-    def __init__(self, store: NodeStore, pages: PagePool, ranks: int, new_ticket: Callable[[], int]) -> None:
+    def __init__(self, store: NodeStore, pages: Pages, ranks: int, new_ticket: Callable[[], int]) -> None:
         self._store = store
         self._pages = pages
         self._ranks = ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -24,10 +24,12 @@ WRITE_TIMEOUT_S = 30.0
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
-    """All Sessions of one instance. A Session that ends, however it ends, cancels its requests."""
+    """All Sessions of one instance. A Session that ends, however it ends, cancels its requests. `pools`: what the
+    instance holds, where that is more than the core's."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, pools: Callable[[], common_pb2.PoolCounters] | None = None) -> None:
         self._core = core
+        self._pools = pools or core.counters
         self._numbers = itertools.count(1)
         self._closing = False
 
@@ -116,6 +118,4 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self, request: common_pb2.GetPoolsRequest, context: Any
     ) -> common_pb2.GetPoolsResponse:
         """What the instance holds right now."""
-        core = self._core
-        streams = len(core.wake) + len(core.handoffs)
-        return common_pb2.GetPoolsResponse(instance=core.instance.ref, pools=core.observer.counters(streams))
+        return common_pb2.GetPoolsResponse(instance=self._core.instance.ref, pools=self._pools())

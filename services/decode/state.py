@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.kvcache.page_pool import Pages
 from kvmesh.node import messages as m
 from kvmesh.rpc.errors import DeadlinePassed, KvmeshError, RequestCancelled
 from services.decode import events as e
@@ -30,13 +31,16 @@ MAX_SAMPLES = 16  # between two heartbeats; the conductor keeps a window of many
 
 
 class DecodeState:
-    """Everything one decode instance knows."""
+    """Everything one decode instance knows. Beside a prefill half `pages` is the pool of both, and handles, tickets and
+    epochs begin at `first`: nobody must take them for the other half's."""
 
-    def __init__(self, limits: Limits, shape: Shape, store: NodeStore) -> None:
+    def __init__(
+        self, limits: Limits, shape: Shape, store: NodeStore, pages: Pages | None = None, first: int = 1
+    ) -> None:
         self.limits = limits
         self.shape = shape
-        tickets = itertools.count(1)
-        self.scheduler = Scheduler(limits, shape, store, lambda: next(tickets))
+        tickets = itertools.count(first)
+        self.scheduler = Scheduler(limits, shape, store, lambda: next(tickets), pages, first)
         self.pulls = Pulls(store, limits.pull_timeout_ms, lambda: next(tickets))
         self.requests = self.scheduler.requests
         self.sessions: dict[int, Outbox] = {}
@@ -44,7 +48,7 @@ class DecodeState:
         # Whether a block, from a node that had carried out removals up to that number, may have been removed here.
         self.refuses: Callable[[bytes, int], bool] = lambda key, source_seq: False
         self._door: KvmeshError | None = None
-        self._handles = itertools.count(1)
+        self._handles = itertools.count(first)
         self._by_epoch: dict[int, Handoff] = {}
         self._writers: dict[int, tuple[str, ...]] = {}
         self._held: dict[int, Stream] = {}  # finished answers that wait for credit, by handle
@@ -117,20 +121,21 @@ class DecodeState:
         box = self.sessions.get(event.session)
         if box is None or event.slot in box.streams:
             return  # the session is over, or a Start came twice
-        error = self._door or self.scheduler.refusal(event.spec)
+        error = self._door or self.scheduler.refusal(event.spec, event.peer == i.OWN_PEER)
         if error is not None:
             self._refuse(i.Refuse(event.session, event.slot, error), now)
             self._out.append(i.Refused(event.spec, error))
             return
         handle = next(self._handles)
         h = Handoff(handle, event.spec, self.limits, self.shape)
-        h.peer = event.peer
+        h.peer, h.adopts = event.peer, event.peer == i.OWN_PEER
         h.times.received = event.received_ns
         h.stream = box.open(event.slot, handle, event.spec.credit_tokens, event.spec.deadline_ns)
         self.requests[handle] = h
         self.scheduler.live += 1
         self._do(h, h.begin(now), now)
-        job = self.pulls.begin(h, self.scheduler.room_for_blocks)
+        # Who computes a prompt fetches what is to be fetched for it.
+        job = None if h.adopts else self.pulls.begin(h, self.scheduler.room_for_blocks)
         if job is not None:
             self._out.append(i.Pull(job, h))
 
@@ -179,13 +184,21 @@ class DecodeState:
         h = self.requests.get(event.handle)
         if h is None or h.peer != event.peer:
             return  # forgotten meanwhile
-        if type(event.event) is e.BeginFill:
+        if type(event.event) is e.BeginFill and not h.adopts:
             h.writers = self._writers.get(event.peer, ())
             if not h.writers:
                 return  # its hello comes first, always
             seq, keys = event.event.removed_seq, h.chain.keys
             h.sealable = min(h.sealable, next((at for at, key in enumerate(keys) if self.refuses(key, seq)), NEVER))
         self._run(h, event.event, now)
+
+    def _adopted(self, event: i.Adopted, now: int) -> None:
+        h = self.requests.get(event.handle)
+        if h is None or h.ended:  # cancelled while this was on its way
+            self.scheduler.pages.release(event.event.pages)
+            self.scheduler.dirty = True
+        else:
+            self._run(h, event.event, now)
 
     # ── ranks ────────────────────────────────────────────────────────────────────────────────────
 
@@ -228,8 +241,7 @@ class DecodeState:
 
     def _stalled(self, handle: int) -> None:
         h = self.requests.get(handle)
-        # Room may have been granted while the rank said this.
-        if h is not None and h.running and h.room <= 0:
+        if h is not None and h.running and h.room <= 0:  # else room was granted while the rank said this
             h.stalled = True
             self.scheduler.want_page(h)
 
@@ -251,7 +263,7 @@ class DecodeState:
                     self._seal(h)
             if token.finish:
                 self._run(h, e.Ended(rank, e.Reason(token.finish)), now)
-        if rank == 0:
+        if rank == 0 and not step.prefill_tokens:  # else its time is not the rows' alone
             self.steps.append((step.batch, step.context_tokens, step.end_ns - step.start_ns))
 
     # ── time and ends ────────────────────────────────────────────────────────────────────────────
@@ -323,14 +335,7 @@ class DecodeState:
         self.scheduler.dirty = True
 
     def _do_keep_extents(self, h: Handoff, action: e.KeepExtents, now: int) -> None:
-        # Without a first token the step that computed the prompt may have failed after its bytes were on their way.
-        known = min(h.context // self.shape.block_tokens, h.sealable) if h.first is not None else 0
-        store, keys = self.scheduler.extents, h.chain.upto(known)
-        own = range(action.shared, min(len(keys), len(action.extents)))
-        for block in reversed(own):
-            store.adopt(keys[block], action.extents[block])
-        store.release((*action.extents[: action.shared], *action.extents[max(own.stop, action.shared) :]))
-        self.scheduler.dirty = True
+        self.scheduler.keep(h, action.extents, action.shared)
 
     def _do_first(self, h: Handoff, action: e.EmitFirst, now: int) -> None:
         assert h.stream is not None
@@ -373,6 +378,7 @@ _HANDLERS: dict[type[Any], Callable[[DecodeState, Any, int], None]] = {
     i.PeerReady: DecodeState._peer_ready,
     i.PeerGone: DecodeState._peer_gone,
     i.FromPrefill: DecodeState._from_prefill,
+    i.Adopted: DecodeState._adopted,
     i.FromRank: DecodeState._from_rank,
     i.Tick: DecodeState._tick,
     i.CloseDoor: DecodeState._close_door,

@@ -19,6 +19,7 @@ class BrainConfig:
     max_queued: int = 1024
     world: int = 1
     pull_timeout_ms: int = 2_000
+    push_at_end: bool = False
 
 
 def refusal(start: ev.Start, config: BrainConfig, num_pages: int) -> KvmeshError | None:

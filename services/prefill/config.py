@@ -35,6 +35,14 @@ class PrefillConfig(InstanceConfig):
     stop_grace_ms: int = field(
         default=2_000, metadata={"help": "On stop, running handoffs have so long to finish.", "min": 0}
     )
+    push: str = field(
+        default="layers",
+        metadata={
+            "help": "layers: each layer's KV goes to decode while the next one is computed; end: all of it after the "
+            "prompt, for comparison.",
+            "choices": ("layers", "end"),
+        },
+    )
 
     def check(self) -> None:
         """Raises ConfigError naming key and value."""
@@ -50,6 +58,8 @@ class PrefillConfig(InstanceConfig):
         for key in ("long_prompt_tokens", "max_queued", "stop_grace_ms"):
             if getattr(self, key) < 0:
                 raise _bad(key, getattr(self, key), "not negative")
+        if self.push not in ("layers", "end"):
+            raise _bad("push", self.push, "layers or end")
 
     def brain(self, *, max_context_tokens: int, vocab_size: int, world: int) -> BrainConfig:
         """The brain's part."""
@@ -69,6 +79,7 @@ class PrefillConfig(InstanceConfig):
             max_queued=self.max_queued,
             world=world,
             pull_timeout_ms=self.pull_timeout_ms,
+            push_at_end=self.push == "end",
         )
 
 

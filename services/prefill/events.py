@@ -34,6 +34,7 @@ class Start:
     removed_seq: int = 0  # of the last removal that this node had carried out when it came
     load_until: int | None = None  # blocks from here on are not read out of its own lower tiers: computing is faster
     traceparent: str = ""
+    adopt: bool = False  # decode is in this very instance: it takes the pages themselves, nothing lands or is pushed
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,15 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class Doors:
+    """Why no new work is taken from decode instances elsewhere (`remote`) or from this one (`own`); "": it is. What is
+    here already goes on."""
+
+    remote: str
+    own: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
@@ -145,6 +155,7 @@ Event = (
     | RanksSilent
     | RanksBack
     | Stop
+    | Doors
     | Tick
 )
 
@@ -221,6 +232,15 @@ class SendFirstToken:
 
 
 @dataclass(frozen=True, slots=True)
+class SendAdopted:
+    """The prompt is computed, and its pages are decode's: one reference each has passed over to whoever gets this."""
+
+    handle: int
+    first: SendFirstToken
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class SendFillDone:
     handle: int
     handoff_epoch: int
@@ -266,6 +286,7 @@ class Ended:
     last_ack_ns: int
     transfer_bytes: int
     carried: Carried = field(default_factory=Carried)
+    adopt: bool = False  # decode is in this instance: the request is here until it ends there
 
 
 Action = (
@@ -275,6 +296,7 @@ Action = (
     | SendBeginFill
     | SendRenew
     | SendFirstToken
+    | SendAdopted
     | SendFillDone
     | SendDrained
     | SendFailed

@@ -155,4 +155,5 @@ class Handoff:
             last_ack_ns=self.last_ack_ns,
             transfer_bytes=sum(self.acked_bytes),
             carried=self.carried,
+            adopt=self.start.adopt,
         )

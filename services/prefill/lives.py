@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvmesh.kvcache.node_store import NodeStore
@@ -32,6 +32,8 @@ class Lives:
         self.handoffs: dict[int, Handoff] = {}
         self.promised: dict[bytes, int] = {}  # keys of blocks that admitted handoffs will have computed or loaded
         self.actions: list[ev.Action] = []
+        # Pages that no new prompt may take: those who decode in the same pool need them.
+        self.reserve: Callable[[], int] = lambda: 0
         self._block = planner.config.block_tokens
 
     def tell(self, h: Handoff, action: ev.Action) -> None:
@@ -82,7 +84,7 @@ class Lives:
         usable = self.usable(h)
         found = self.cache.match(usable)
         need = -(-h.prompt_tokens // self._block) - len(found)
-        if need > self.pool.free + self.cache.evictable:
+        if need > self.pool.free + self.cache.evictable - self.reserve():
             self.pool.release(found)
             return Wait.PAGES
         self.cache.evict(need - self.pool.free)
@@ -126,7 +128,19 @@ class Lives:
         h.phase = Phase.PUSHING
         h.sampled_ns = end_ns
         queue, prefill = max(h.first_step_ns - h.arrived_ns, 0), h.sampled_ns - h.first_step_ns
-        self.tell(h, ev.SendFirstToken(h.handle, sampled, h.found, queue, prefill))
+        first = ev.SendFirstToken(h.handle, sampled, h.found, queue, prefill)
+        if h.start.adopt:
+            self._hand_over(h, first)
+        else:
+            self.tell(h, first)
+
+    def _hand_over(self, h: Handoff, first: ev.SendFirstToken) -> None:
+        """The pages are decode's from here on, references and all. Nobody else writes in them: full blocks are done,
+        and the last one, if it is not full, was never cached or sealed."""
+        self.actions.append(ev.SendAdopted(h.handle, first, tuple(h.pages)))
+        h.pages = []
+        h.fill_told = True  # there is nothing to fill
+        self.blocks.store.touch(h.start.block_keys)
 
     def _cache(self, h: Handoff, end: int, start: int) -> None:
         end = min(end, h.sealable)
@@ -165,7 +179,8 @@ class Lives:
         for rank, push in enumerate(h.pushes):
             if push is Push.OPEN:
                 h.pushes[rank] = Push.DRAINING
-            if push is Push.OPEN or (push is Push.NONE and h.chunks):  # the latter only lets the rank forget it
+            known = push is Push.NONE and h.chunks > 0 and not h.start.adopt  # the rank is only to forget it
+            if push is Push.OPEN or known:
                 self.actions.append(ev.ToRank(rank, m.PushCancel(h.handle)))
         self.settle(h)
 
@@ -185,11 +200,13 @@ class Lives:
 
     # ── tests ────────────────────────────────────────────────────────────────────────────────────
 
-    def check_integrity(self) -> None:
-        """AssertionError unless references are holders and promises are what is being computed. O(everything)."""
+    def check_integrity(self, others: Sequence[int] = ()) -> None:
+        """AssertionError unless references are holders and promises are what is being computed; `others`: pages that
+        somebody else holds, with repetition. O(everything)."""
         self.cache.check_integrity()
         self.blocks.check_integrity(self.handoffs)
         held = [page for h in self.handoffs.values() for page in h.pages] + self.blocks.sealing_pages()
+        held += others
         cached = self.cache.pages()
         for page in range(self.pool.total):
             holders = held.count(page) + (page in cached)

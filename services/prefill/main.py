@@ -10,6 +10,7 @@ from collections.abc import Callable
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.node import messages as m
+from kvmesh.node.blocks import Blocks
 from kvmesh.node.front import Front
 from kvmesh.rpc.errors import InternalError
 from kvmesh.rpc.pb import common_pb2 as pb_common
@@ -17,6 +18,7 @@ from kvmesh.rpc.pb import prefill_pb2_grpc as pb_grpc
 from kvmesh.rpc.server import Server, join
 from kvmesh.telemetry import names, setup
 from services.prefill import events as ev
+from services.prefill.checks import BrainConfig
 from services.prefill.config import PrefillConfig
 from services.prefill.report import Reporter
 from services.prefill.runner import Runner
@@ -69,18 +71,12 @@ class Instance:
         try:
             await front.start_ranks(stop)
             runner = self._runner = self._build()
-            writers = tuple(rank.ready.engine_name for rank in front.ranks)
-            servicer = PrefillServicer(runner, lambda: front.ref, writers)
-
-            def add(server: Server) -> None:
-                pb_grpc.add_PrefillServicer_to_server(servicer, server.grpc)
-                server.serves(SERVICE)
-
+            servicer = PrefillServicer(runner, lambda: front.ref, writers(front))
             try:
-                await front.serve(add, runner.reporter.beat)
+                await front.serve(lambda server: add(server, servicer), runner.reporter.beat)
                 names.PREFILL_READY.set(1)
                 started({"address": front.address, "instance_id": front.instance_id})
-                await self._watch(stop, runner)
+                await watch(self.front, runner, stop, self._lost)
                 await self._wind_down(runner)
             finally:
                 servicer.close()
@@ -91,54 +87,10 @@ class Instance:
             raise InternalError(self._cause)
 
     def _build(self) -> Runner:
-        readies = [rank.ready for rank in self.front.ranks]
-        brain = self.config.brain(
-            max_context_tokens=self.front.max_context_tokens,
-            vocab_size=readies[0].vocab_size,
-            world=len(readies),
-        )
-        store = NodeStore(
-            min(ready.num_extents for ready in readies),
-            high_percent=self.config.store_high_percent,
-            low_percent=self.config.store_low_percent,
-            eviction=self.config.store_eviction,
-            block_tokens=self.config.block_tokens,
-            block_bytes=readies[0].shard_bytes,
-            lease_seed=self.front.incarnation,
-        )
-        state = PrefillState(brain, PagePool(min(ready.num_pages for ready in readies)), store)
-        front = self.front
-        reporter = Reporter(state, front.instance_id)
-        runner = Runner(state, front.ranks, front.segments, reporter, readies[0].fingerprint, front.urge)
-        runner.puller = blocks = front.attach(store, runner.pulled)
-        state.lower = blocks.lower
-        removals = blocks.removals
-        runner.reached = lambda: removals.reached
-        removals.listeners.append(lambda gone: runner.feed(ev.Removed(gone)))
+        store = self.front.new_store()
+        runner = make_runner(self.front, make_state(self.front, self.config, store))
+        connect(runner, self.front.attach(store, runner.pulled))
         return runner
-
-    async def _watch(self, stop: asyncio.Event, runner: Runner) -> None:
-        """Until stopped or a rank is lost; tells the brain when ranks fall silent and when they speak again."""
-        ready, looks = True, 0
-        waits = [asyncio.ensure_future(stop.wait()), asyncio.ensure_future(self._lost.wait())]
-        try:
-            while True:
-                await asyncio.wait(waits, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
-                if any(wait.done() for wait in waits):
-                    return
-                # Looked at twice: after a pause of this process the ranks' answers are still unread.
-                looks = looks + 1 if self.front.ready != ready else 0
-                if looks < 2:
-                    continue
-                ready, looks = not ready, 0
-                names.PREFILL_READY.set(ready)
-                cause = self.front.not_ready_reason
-                log.warning("ready again" if ready else f"not ready: {cause}")
-                runner.feed(ev.RanksBack() if ready else ev.RanksSilent(cause))
-                self.front.urge()
-        finally:
-            for wait in waits:
-                wait.cancel()
 
     async def _wind_down(self, runner: Runner) -> None:
         """Refuse what waits, let what runs finish for a while."""
@@ -160,3 +112,64 @@ class Instance:
         log.error("%s", cause)
         if self._runner is not None:
             self._runner.feed(ev.RankLost(0, cause))
+
+
+def make_state(front: Front, config: PrefillConfig, store: NodeStore) -> PrefillState:
+    """The brain of an instance whose ranks are ready."""
+    return PrefillState(brain_config(front, config), PagePool(min(rank.ready.num_pages for rank in front.ranks)), store)
+
+
+def brain_config(front: Front, config: PrefillConfig) -> BrainConfig:
+    """What the ranks can take, within what is configured."""
+    vocab_size = front.ranks[0].ready.vocab_size
+    return config.brain(max_context_tokens=front.max_context_tokens, vocab_size=vocab_size, world=len(front.ranks))
+
+
+def make_runner(front: Front, state: PrefillState) -> Runner:
+    """The brain's shell; `connect` completes it."""
+    reporter = Reporter(state, front.instance_id)
+    return Runner(state, front.ranks, front.segments, reporter, front.ranks[0].ready.fingerprint, front.urge)
+
+
+def connect(runner: Runner, blocks: Blocks) -> None:
+    """Pulls, removals and lower tiers of the node store that the brain has."""
+    removals = blocks.removals
+    runner.puller = blocks
+    runner.state.lower = blocks.lower
+    runner.reached = lambda: removals.reached
+    removals.listeners.append(lambda gone: runner.feed(ev.Removed(gone)))
+
+
+def writers(front: Front) -> tuple[str, ...]:
+    """Transfer engine names of the ranks."""
+    return tuple(rank.ready.engine_name for rank in front.ranks)
+
+
+def add(server: Server, servicer: PrefillServicer) -> None:
+    """Prefill on `server`."""
+    pb_grpc.add_PrefillServicer_to_server(servicer, server.grpc)
+    server.serves(SERVICE)
+
+
+async def watch(front: Front, runner: Runner, *over: asyncio.Event) -> None:
+    """Until one of `over` is set; tells the brain when ranks fall silent and when they speak again."""
+    ready, looks = True, 0
+    waits = [asyncio.ensure_future(event.wait()) for event in over]
+    try:
+        while True:
+            await asyncio.wait(waits, timeout=WATCH_S, return_when=asyncio.FIRST_COMPLETED)
+            if any(wait.done() for wait in waits):
+                return
+            # Looked at twice: after a pause of this process the ranks' answers are still unread.
+            looks = looks + 1 if front.ready != ready else 0
+            if looks < 2:
+                continue
+            ready, looks = not ready, 0
+            names.PREFILL_READY.set(ready)
+            cause = front.not_ready_reason
+            log.warning("ready again" if ready else f"not ready: {cause}")
+            runner.feed(ev.RanksBack() if ready else ev.RanksSilent(cause))
+            front.urge()
+    finally:
+        for wait in waits:
+            wait.cancel()

@@ -118,6 +118,7 @@ class Planner:
         self._work: dict[int, Work] = {}  # with tokens left to submit, in order of admission
         self._blocked = 0  # did not get its pages; 0 = none (handles begin at 1)
         self._last_long = True  # short ones begin
+        self._chunk = self._batch = 0  # limits of the step being planned
 
     def drop(self, handle: int) -> None:
         """Forget a request wherever it stands; unknown handles are fine."""
@@ -132,8 +133,11 @@ class Planner:
         """Tokens of admitted requests that no step holds yet."""
         return sum(work.total - work.start for work in self._work.values())
 
-    def next_step(self, rest: Rest, admit: Admit, total: Callable[[int], int]) -> list[Chunk]:
-        """Chunks of the next step, empty when nothing can run. `total` gives a prompt's tokens."""
+    def next_step(self, rest: Rest, admit: Admit, total: Callable[[int], int], most: int | None = None) -> list[Chunk]:
+        """Chunks of the next step, empty when nothing can run. `total` gives a prompt's tokens. `most`: tokens of this
+        step, whatever the configuration allows (one block at least): somebody's next token waits for it."""
+        chunk, batch = self.config.prefill_chunk_tokens, self.config.max_batch_tokens
+        self._chunk, self._batch = (chunk, batch) if most is None else (min(chunk, most), min(batch, most))
         for long in (not self._last_long, self._last_long):
             chunks = self._fill(long, rest, admit, total)
             if chunks:
@@ -142,7 +146,7 @@ class Planner:
         return []
 
     def _fill(self, long: bool, rest: Rest, admit: Admit, total: Callable[[int], int]) -> list[Chunk]:
-        room = self.config.prefill_chunk_tokens if long else self.config.max_batch_tokens
+        room = self._chunk if long else self._batch
         chunks: list[Chunk] = []
         for work in [w for w in self._work.values() if w.long == long]:
             room = self._take(work, room, chunks)
@@ -159,7 +163,7 @@ class Planner:
                 if handle == self._blocked:
                     break
                 continue
-            if min(tokens, self.config.prefill_chunk_tokens) > room:
+            if min(tokens, self._chunk) > room:
                 # Smaller ones may pass only in a step that took the first of the line: each step moves it on.
                 if continued:
                     break
@@ -180,8 +184,7 @@ class Planner:
 
     def _take(self, work: Work, room: int, chunks: list[Chunk]) -> int:
         """Move the next chunk of `work` into `chunks` if it fits into `room`; returns what is left of it."""
-        limit = self.config.prefill_chunk_tokens
-        end = chunk_end(work.start, work.total, self.config.block_tokens, limit)
+        end = chunk_end(work.start, work.total, self.config.block_tokens, self._chunk)
         if end - work.start > room:
             return room
         chunks.append(Chunk(work.handle, work.start, end, end == work.total))

@@ -20,9 +20,11 @@ from services.prefill.lives import Lives
 class Pushes:
     """The part of the brain that lets ranks write into decode's memory."""
 
-    def __init__(self, lives: Lives, world: int) -> None:
+    def __init__(self, lives: Lives, world: int, *, at_end: bool = False) -> None:
+        """`at_end`: a prompt's KV goes when all of it is there, not layer by layer."""
         self._lives = lives
         self._world = world
+        self._at_end = at_end
         self._progress_ns = [0] * world
         self._leased: dict[int, Handoff] = {}  # with a landing; those that are over leave at the next progress
 
@@ -56,6 +58,7 @@ class Pushes:
                 ready_tokens=h.ready_tokens,  # this overtakes a LoadCopy: the step tells of pages being loaded
                 prompt_tokens=h.prompt_tokens,
                 lease_until_ns=h.lease.until_ns,
+                at_end=self._at_end,
             )
             self._lives.actions.append(ev.ToRank(target.rank, push))
 

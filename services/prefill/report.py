@@ -78,7 +78,8 @@ class Reporter:
         """One handoff is over, at `now` (monotonic ns)."""
         self._spans(end, origin, now)
         self._metrics(end)
-        self._beat.finished_request_ids.append(origin.request_id)
+        if not end.adopt:  # else it is here until its row ends
+            self._beat.finished_request_ids.append(origin.request_id)
         if end.outcome is ev.Outcome.DONE:
             self._beat.prefill_samples.add(
                 request_id=origin.request_id,
@@ -186,7 +187,8 @@ class Reporter:
             self._count_hits(end)
         if end.outcome is ev.Outcome.DONE:
             names.PREFILL_COMPUTE.observe((end.last_step_ns - end.first_step_ns) * S)
-            names.PREFILL_TRANSFER.observe((end.last_ack_ns - end.first_post_ns) * S)
+            if not end.adopt:
+                names.PREFILL_TRANSFER.observe((end.last_ack_ns - end.first_post_ns) * S)
 
     def _count_hits(self, end: ev.Ended) -> None:
         counted, found = self._counted, end.found

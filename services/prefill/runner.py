@@ -13,6 +13,7 @@ from typing import Protocol
 from kvmesh.kvcache.sources import Pulled, PullJob
 from kvmesh.node import messages as m
 from kvmesh.rpc.errors import InvalidRequest, KvmeshError, TransferError
+from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import prefill_pb2 as pb
 from kvmesh.telemetry import spans
 from services.prefill import events as ev
@@ -58,6 +59,18 @@ class Stream:
         self.news.set()
 
 
+@dataclass(eq=False, kw_only=True)
+class OwnStream(Stream):
+    """The way to the decode half of this very instance, which hears at once and adopts the pages of what is computed:
+    `adopt` gets the first token and one reference of each page."""
+
+    hear: Callable[[pb.HandoffEvent], None]
+    adopt: Callable[[pb.FirstToken, tuple[int, ...]], None]
+
+    def put(self, event: pb.HandoffEvent) -> None:
+        self.hear(event)
+
+
 @dataclass(frozen=True, slots=True)
 class _Owner:
     stream: Stream
@@ -86,6 +99,7 @@ class Runner:
         self.idle.set()
         self.puller: Puller | None = None  # set before the first stream: it needs `pulled` to be made
         self.reached: Callable[[], int] = lambda: 0  # the last of the master's removals that was carried out here
+        self.fed: Callable[[], None] = lambda: None  # called when no event is left
         self._ranks = ranks
         self._segments = segments
         self._fingerprint = fingerprint
@@ -103,8 +117,12 @@ class Runner:
 
     @property
     def streams(self) -> int:
-        """Open Handoff streams."""
-        return len(self._streams)
+        """Open Handoff streams of decode instances elsewhere."""
+        return sum(not isinstance(stream, OwnStream) for stream in self._streams.values())
+
+    def counters(self) -> pb_common.PoolCounters:
+        """What is held now."""
+        return self.reporter.pools(self.streams)
 
     def feed(self, event: ev.Event) -> None:
         """One event through the brain, and everything it leads to. One that comes up meanwhile (a rank is found dead
@@ -121,6 +139,7 @@ class Runner:
         finally:
             self._feeding = False
             self._arm(self._clock_ns())
+        self.fed()
 
     def _do(self, action: ev.Action, now: int) -> None:
         if isinstance(action, ev.ToRank):
@@ -173,6 +192,14 @@ class Runner:
         self._streams[stream.number] = stream
         return stream
 
+    def open_own_stream(
+        self, hear: Callable[[pb.HandoffEvent], None], adopt: Callable[[pb.FirstToken, tuple[int, ...]], None]
+    ) -> OwnStream:
+        """For the decode half of this instance."""
+        stream = OwnStream(next(self._stream_numbers), hear=hear, adopt=adopt)
+        self._streams[stream.number] = stream
+        return stream
+
     def close_stream(self, stream: Stream) -> None:
         """It is over: all of its handoffs are cancelled, its segments closed unless somebody else uses them."""
         del self._streams[stream.number]
@@ -212,7 +239,7 @@ class Runner:
         try:
             own, life = self.reporter.instance_id, spans.traceparent(origin.life)
             start = wire.start_in(request, handle, stream.number, self._fingerprint, own, now, life)
-            start = replace(start, removed_seq=self.reached())
+            start = replace(start, removed_seq=self.reached(), adopt=isinstance(stream, OwnStream))
         except KvmeshError as error:
             self.reporter.refused(origin, error.code, now)
             failed = wire.event_out(ev.SendFailed(handle, error, drained=True), request.handle)
@@ -226,6 +253,10 @@ class Runner:
 
     def _tell(self, action: ev.Action) -> None:
         owner = self._owners[action.handle]  # type: ignore[union-attr]
+        if isinstance(action, ev.SendAdopted):
+            assert isinstance(owner.stream, OwnStream), "pages are handed over within an instance"
+            owner.stream.adopt(wire.first_token(action.first, owner.handle), action.pages)
+            return
         event = wire.event_out(action, owner.handle)
         assert event is not None, action
         owner.stream.put(event)

@@ -22,10 +22,18 @@ WRITE_TIMEOUT_S = 10.0
 
 
 class PrefillServicer(pb_grpc.PrefillServicer):
-    """`instance` (who this is) and `writers` (transfer engine names of the ranks) are what answers a hello."""
+    """`instance` (who this is) and `writers` (transfer engine names of the ranks) are what answers a hello. `pools`:
+    what the instance holds, where that is more than the runner's."""
 
-    def __init__(self, runner: Runner, instance: Callable[[], pb_common.InstanceRef], writers: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        instance: Callable[[], pb_common.InstanceRef],
+        writers: tuple[str, ...],
+        pools: Callable[[], pb_common.PoolCounters] | None = None,
+    ) -> None:
         self._runner = runner
+        self._pools = pools or runner.counters
         self._instance = instance
         self._writers = writers
         self._closing = False
@@ -39,8 +47,7 @@ class PrefillServicer(pb_grpc.PrefillServicer):
         self, request: pb_common.GetPoolsRequest, context: Any
     ) -> pb_common.GetPoolsResponse:
         """What is held right now."""
-        pools = self._runner.reporter.pools(self._runner.streams)
-        return pb_common.GetPoolsResponse(instance=self._instance(), pools=pools)
+        return pb_common.GetPoolsResponse(instance=self._instance(), pools=self._pools())
 
     # A coroutine that writes, where the stubs expect a generator: only so can a write have a deadline.
     async def Handoff(  # type: ignore[override]  # noqa: N802

@@ -15,6 +15,7 @@ Promises, whatever the order of events:
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvmesh.kvcache.node_store import NodeStore
@@ -70,7 +71,7 @@ class PrefillState:
         self.config = config
         self.planner = Planner(config.plan)
         self._lives = Lives(config, pool, store, self.planner)
-        self._pushes = Pushes(self._lives, config.world)
+        self._pushes = Pushes(self._lives, config.world, at_end=config.push_at_end)
         self._steps: dict[int, _Step] = {}
         self._next_step = 1
         self._deadlines: list[tuple[int, int]] = []
@@ -78,6 +79,9 @@ class PrefillState:
         self._queued_tokens = self._queued_until_ns = 0  # as refusals tell it, until then
         self._refusing = ""  # why no new work is taken
         self._silent = ""  # likewise, until the ranks speak again
+        self._doors = ev.Doors("", "")
+        # Tokens of the next step at most: rows of a batch wait for it. None: as configured.
+        self.most: Callable[[], int | None] = lambda: None
 
     # ── queries ──────────────────────────────────────────────────────────────────────────────────
 
@@ -101,6 +105,15 @@ class PrefillState:
     @lower.setter
     def lower(self, lower: Lower | None) -> None:
         self._lives.blocks.lower = lower
+
+    @property
+    def reserve(self) -> Callable[[], int]:
+        """Pages that no new prompt may take; set once by who shares the pool."""
+        return self._lives.reserve
+
+    @reserve.setter
+    def reserve(self, reserve: Callable[[], int]) -> None:
+        self._lives.reserve = reserve
 
     @property
     def pulls(self) -> int:
@@ -128,9 +141,10 @@ class PrefillState:
             free_pages=self.pool.free + self.cache.evictable,
         )
 
-    def check_integrity(self) -> None:
-        """AssertionError unless pages, holders, promises and steps agree. O(everything); for tests."""
-        self._lives.check_integrity()
+    def check_integrity(self, others: Sequence[int] = ()) -> None:
+        """AssertionError unless pages, holders (`others`: pages that others hold), promises and steps agree.
+        O(everything); for tests."""
+        self._lives.check_integrity(others)
         for h in self.handoffs.values():
             assert h.steps == {n for n, s in self._steps.items() if any(c.handle == h.handle for c in s.chunks)}
 
@@ -172,6 +186,8 @@ class PrefillState:
                 self._refusing = self._refusing or "this prefill instance is shutting down"
                 for handle in list(self.planner.line):
                     self._lives.abort(self.handoffs[handle], Unavailable(self._refusing))
+            case ev.Doors():
+                self._doors = event
             case ev.Tick():
                 pass
         self._expire(now)
@@ -182,7 +198,7 @@ class PrefillState:
     def _start(self, start: ev.Start, now: int) -> None:
         assert start.handle > 0 and start.handle not in self.handoffs, "handles are unique"
         h = self.handoffs[start.handle] = Handoff(start, now, self.config.world)
-        error = refusal(start, self.config, self.pool.total) or self._no_room(now)
+        error = refusal(start, self.config, self.pool.total) or self._no_room(start, now)
         if error is not None:
             self._lives.abort(h, error)
             return
@@ -193,9 +209,10 @@ class PrefillState:
         if patience_ns:
             heapq.heappush(self._deadlines, (patience_ns, PATIENCE))
 
-    def _no_room(self, now: int) -> KvmeshError | None:
-        if self._refusing or self._silent:
-            return Unavailable(self._refusing or self._silent)
+    def _no_room(self, start: ev.Start, now: int) -> KvmeshError | None:
+        shut = self._refusing or self._silent or (self._doors.own if start.adopt else self._doors.remote)
+        if shut:
+            return Unavailable(shut)
         waiting = len(self.planner.line)
         if waiting < self.config.max_queued:
             return None
@@ -223,7 +240,8 @@ class PrefillState:
         """Keep the ranks busy: `pipeline_depth` steps are there while anything can run."""
         while len(self._steps) < self.config.plan.pipeline_depth:
             lives = self._lives
-            chunks = self.planner.next_step(lives.rest, lives.admit, lambda x: self.handoffs[x].prompt_tokens)
+            total = lambda handle: self.handoffs[handle].prompt_tokens  # noqa: E731
+            chunks = self.planner.next_step(lives.rest, lives.admit, total, self.most())
             if not chunks:
                 return
             self._submit(chunks, now)
@@ -250,6 +268,7 @@ class PrefillState:
             start=chunk.start,
             pages=tuple(h.pages[: -(-chunk.end // self.config.plan.block_tokens)]),
             sample=h.start.sampling if chunk.last else None,
+            push=not h.start.adopt,
         )
 
     def _from_rank(self, rank: int, message: m.ToFront, now: int) -> None:

@@ -97,7 +97,7 @@ def event_out(action: ev.Action, handle: int) -> pb.HandoffEvent | None:
         case ev.SendRenew(_, epoch, done):
             return pb.HandoffEvent(renew=pb.RenewLease(handle=handle, handoff_epoch=epoch, progress_bytes=done))
         case ev.SendFirstToken():
-            return pb.HandoffEvent(first_token=_first_token(action, handle))
+            return pb.HandoffEvent(first_token=first_token(action, handle))
         case ev.SendFillDone():
             timings = pb_common.StageTimings(
                 transfer_us=action.transfer_ns // 1000,
@@ -115,7 +115,8 @@ def event_out(action: ev.Action, handle: int) -> pb.HandoffEvent | None:
             return None
 
 
-def _first_token(action: ev.SendFirstToken, handle: int) -> pb.FirstToken:
+def first_token(action: ev.SendFirstToken, handle: int) -> pb.FirstToken:
+    """The token with what is known of its prompt, under the stream's own handle."""
     prefix = action.found
     timings = pb_common.StageTimings(
         queue_us=action.queue_ns // 1000,

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvmesh.node.registration import Registrar, _Peer
+from kvmesh.node.membership import Peer
+from kvmesh.node.registration import Registrar
 from kvmesh.rpc import channels, protocol
 from kvmesh.rpc.errors import UnknownInstance
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, store_pb2, store_pb2_grpc
@@ -356,7 +357,7 @@ async def test_with_nobody_there_it_ends_quietly() -> None:
         assert instance.registrar.registered == {"conductor": False, "store": False}
 
 
-class NeverBeats(_Peer):
+class NeverBeats(Peer):
     """Enters, and fails with its first beat."""
 
     name = "nobody"

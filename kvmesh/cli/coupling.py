@@ -1,0 +1,98 @@
+"""Prefill and decode of one instance: two brains over one pool of pages and one node store. Pure.
+
+Each brain decides as it does alone; what joins them is here, and all of it:
+
+- a prompt that is computed for this very instance is *adopted*: its pages, with their references, pass from prefill to
+  decode in the turn in which the first token is known;
+- what the prefix cache alone holds counts as free for both, and goes when somebody takes it (`CachedPages`);
+- a new prompt gets its pages all at once, and only from what is left beside `Scheduler.reserve`: so running rows grow,
+  those that were preempted come back, and a prompt that has pages needs nothing more to end. Neither half waits for
+  memory that only the other's waiting could free;
+- while rows run, a step has at most `mixed_chunk_tokens` of prompts: that bounds the time between two tokens;
+- who waits for memory looks again when the other has given some back (`prefill_due`, `decode_due`).
+"""
+
+from __future__ import annotations
+
+from kvmesh.kvcache.cached_pages import CachedPages
+from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.kvcache.page_pool import PagePool
+from kvmesh.node import messages as m
+from kvmesh.rpc.errors import KvmeshError, Unavailable
+from kvmesh.rpc.pb import common_pb2 as pb
+from services.decode import inputs as i
+from services.decode.limits import Limits, Shape
+from services.decode.state import DecodeState
+from services.prefill import events as ev
+from services.prefill.checks import BrainConfig
+from services.prefill.state import PrefillState
+
+# Handles, tickets and epochs of decode begin here, those of prefill at 1: the ranks and the node store know them apart.
+FIRST_OF_DECODE = 1 << 32
+
+_PREFILLS = (m.PrefillStepDone, m.PushProgress, m.PushDone, m.PushFailed, m.PushDrained)
+
+
+class Coupling:
+    """Both brains of one instance. Whoever runs them says `prefill_looked` or `decode_looked` when one has taken all
+    its events, and gives it a Tick when it is due."""
+
+    def __init__(
+        self, config: BrainConfig, limits: Limits, shape: Shape, store: NodeStore, mixed_chunk_tokens: int
+    ) -> None:
+        pool = PagePool(shape.num_pages)
+        self.prefill = PrefillState(config, pool, store)
+        self.pages = CachedPages(pool, self.prefill.cache)
+        self.decode = DecodeState(limits, shape, store, self.pages, FIRST_OF_DECODE)
+        self._store = store
+        self._room = 0  # when prefill looked last
+        self._free = (0, 0)  # pages and extents, when decode looked last
+        scheduler, most = self.decode.scheduler, max(mixed_chunk_tokens, shape.block_tokens)
+        self.prefill.reserve = lambda: scheduler.reserve
+        self.prefill.most = lambda: most if scheduler.running else None
+
+    # ── who looks again ──────────────────────────────────────────────────────────────────────────
+
+    @property
+    def room(self) -> int:
+        """Pages that a new prompt may take."""
+        return self.pages.free - self.decode.scheduler.reserve
+
+    def prefill_looked(self) -> None:
+        """Prefill has taken all its events."""
+        self._room = self.room
+
+    def decode_looked(self) -> None:
+        """Decode has taken all its inputs."""
+        self._free = (self.pages.free, self._store.free)
+
+    def prefill_due(self) -> bool:
+        """Prompts wait, and there is more room than when they were looked at."""
+        return bool(self.prefill.planner.line) and self.room > self._room
+
+    def decode_due(self) -> bool:
+        """Somebody waits for memory, and there is more than when he was looked at."""
+        pages, extents = self._free
+        return self.decode.scheduler.waits and (self.pages.free > pages or self._store.free > extents)
+
+
+def to_prefill(message: m.ToFront) -> bool:
+    """Whether this is for the prefill half (or for decode)."""
+    match message:
+        case m.RankError(handles):
+            return bool(handles) and handles[0] < FIRST_OF_DECODE  # of one half each
+        case m.SealCopied(ticket) | m.LoadCopied(ticket):
+            return ticket < FIRST_OF_DECODE
+        case _:
+            return isinstance(message, _PREFILLS)
+
+
+def doors(role: pb.Role.ValueType, who: str, local_prefill_tokens: int) -> tuple[ev.Doors, i.CloseDoor]:
+    """What the halves of instance `who` take in this role. One that decodes computes its own prompts if it may compute
+    short ones."""
+    name = pb.Role.Name(role).removeprefix("ROLE_").lower()
+    why = f"instance {who} has the role {name} now"
+    shut: KvmeshError | None = Unavailable(why) if role == pb.ROLE_PREFILL else None
+    if role == pb.ROLE_DECODE:
+        return ev.Doors(remote=why, own="" if local_prefill_tokens else why), i.CloseDoor(shut)
+    return ev.Doors(remote="", own=""), i.CloseDoor(shut)

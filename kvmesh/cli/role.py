@@ -1,0 +1,70 @@
+"""`kvmesh role`: what a coupled instance does, changed while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import grpc
+import typer
+
+from kvmesh.cli import runs
+from kvmesh.cli.console import RunDir, console, one_line_errors
+from kvmesh.cli.coupled_config import ROLES
+from kvmesh.rpc.channels import connect
+from kvmesh.rpc.errors import ConfigError
+from kvmesh.rpc.pb import common_pb2, instance_pb2, instance_pb2_grpc
+from kvmesh.rpc.status import from_rpc_error
+
+TIMEOUT_S = 5.0
+
+
+@one_line_errors
+def role(
+    instance: Annotated[
+        str, typer.Argument(help="Its name in the mesh that runs here, or HOST:PORT of its gRPC server.")
+    ],
+    role: Annotated[str, typer.Argument(help="prefill, decode or both.", metavar="prefill|decode|both")],
+    run_dir: RunDir = None,
+) -> None:
+    """Give a coupled instance another role while it runs.
+
+    New work comes as the role says from the next moment on; what runs goes on to its end, and every block that it holds
+    in memory stays. Instances that were started as `prefill` or `decode` refuse: they can do one thing only.
+
+    Examples:
+
+        kvmesh role coupled-0 prefill
+
+        kvmesh role 10.0.0.5:7040 both
+    """
+    if role not in ROLES:
+        raise ConfigError(f"role={role!r}: must be one of {', '.join(ROLES)}", field="role")
+    answer = asyncio.run(set_role(_address(instance, run_dir), ROLES[role]))
+    was = common_pb2.Role.Name(answer.was).removeprefix("ROLE_").lower()
+    console().print(f"{answer.instance.instance_id}: {role} (was {was})")
+
+
+def _address(instance: str, run_dir: RunDir) -> str:
+    host, _, port = instance.rpartition(":")
+    if host and port.isdecimal():
+        runs.secure(None)
+        return instance
+    run = runs.find_running(run_dir)
+    runs.secure(run)
+    if instance not in run.services:
+        known = ", ".join(name for name, one in run.services.items() if one["service"] == "coupled") or "none"
+        raise ConfigError(f"instance={instance!r}: not in the mesh of {run.run_dir}; coupled ones: {known}")
+    return str(run.services[instance]["address"])
+
+
+async def set_role(address: str, role: common_pb2.Role.ValueType) -> instance_pb2.SetRoleResponse:
+    """Raises KvmeshError as the instance answered: FixedRole, Unavailable."""
+    async with connect(address) as channel:
+        try:
+            stub = instance_pb2_grpc.InstanceStub(channel)
+            request = instance_pb2.SetRoleRequest(role=role)
+            answer: instance_pb2.SetRoleResponse = await stub.SetRole(request, timeout=TIMEOUT_S)
+            return answer
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
