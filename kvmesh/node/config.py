@@ -23,6 +23,12 @@ class InstanceConfig(TierConfig):
     num_extents: int = field(default=0, metadata={"help": "Blocks of the host segment; 0: as many as pages."})
     memory_mb: int = field(default=512, metadata={"help": "Memory for device pages, MiB, when num_pages is 0."})
     threads: int = field(default=1, metadata={"help": "torch threads of a rank."})
+    tensor_parallel: int = field(
+        default=1, metadata={"help": "Rank processes that share the model; see docs/tensor-parallel.md.", "min": 1}
+    )
+    rank_timeout_ms: int = field(
+        default=30_000, metadata={"help": "Ranks that wait so long for one another in a step give up.", "min": 100}
+    )
     max_context_tokens: int = field(default=0, metadata={"help": "Longest prompt + answer; 0: the model's."})
     rank_silence_ms: int = field(
         default=5000, metadata={"help": "A rank silent this long makes the instance not ready."}

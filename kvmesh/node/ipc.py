@@ -67,6 +67,10 @@ class RankPort:
         self._poll = select.poll()
         self._poll.register(sock.fileno(), select.POLLIN)
 
+    def watch(self, fileno: int) -> None:
+        """Let `receive` return when there is something to read here, too."""
+        self._poll.register(fileno, select.POLLIN)
+
     def send(self, message: m.ToFront) -> None:
         """Deliver to the front. A front that is gone raises SystemExit: a rank outlives nobody."""
         data = frame(message)
@@ -77,8 +81,12 @@ class RankPort:
             raise SystemExit(0) from None
 
     def receive(self, timeout_ms: int | None) -> list[m.ToRank]:
-        """Everything that has arrived; waits up to `timeout_ms` (None: for ever) for the first."""
-        while self._poll.poll(timeout_ms):
+        """Everything that has arrived; waits up to `timeout_ms` (None: for ever) for the first. Empty, too, when only
+        what is watched has something."""
+        own = self._sock.fileno()
+        while ready := self._poll.poll(timeout_ms):
+            if all(fileno != own for fileno, _ in ready):
+                return []
             data = self._sock.recv(RECEIVE_BYTES)
             if not data:
                 raise SystemExit(0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.node.push_messages import PushCancel as PushCancel
 from kvmesh.node.push_messages import PushDone as PushDone
 from kvmesh.node.push_messages import PushDrained as PushDrained
@@ -77,6 +78,8 @@ class Configure(Message, frozen=True):
     rdma: dict[str, int | tuple[str, ...]] = msgspec.field(default_factory=dict)
     warm_segment: str = ""  # folder of memory that the next life finds; "" = none
     warm_lease_ms: int = 0  # the longest lease that this life gives
+    group_file: str = ""  # where the ranks of this instance meet; "" = there is only one
+    group_timeout_ms: int = 0  # longest wait of one rank for another
 
 
 class OpenSegment(Message, frozen=True):
@@ -106,6 +109,19 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     top_k: int
     seed: int
     logprobs: int = -1  # -1 none; n >= 0: the sampled token's and n alternatives
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    answered: int = 0  # of the prompt's last tokens, made by an earlier life of the request
+
+
+class TokenHistory(msgspec.Struct, frozen=True, array_like=True):
+    """What penalties look at: packed token ids. `prompt` is empty where only the answer counts."""
+
+    prompt: bytes
+    answer: bytes
 
 
 class PrefillItem(msgspec.Struct, frozen=True, array_like=True):
@@ -121,6 +137,7 @@ class PrefillItem(msgspec.Struct, frozen=True, array_like=True):
     pages: tuple[int, ...]
     sample: Sampling | None
     push: bool = True
+    history: TokenHistory | None = None  # of the whole prompt, with `sample`
 
 
 class PrefillStep(Message, frozen=True):
@@ -177,6 +194,7 @@ class Join(Message, frozen=True):
     min_tokens: int
     stop_token_ids: tuple[int, ...]  # EOS included unless ignore_eos
     sampling: Sampling
+    history: TokenHistory | None = None  # up to `next_token`; None: no penalty asks for it
 
 
 class Grant(Message, frozen=True):
@@ -243,6 +261,7 @@ class Ready(Message, frozen=True):
     direct_landing: bool
     load_ms: int
     layout: str = ""  # what a shard of this rank holds, for people and for equality; "" without an engine
+    shard: ShardLayout | None = None  # this rank's part of each block; None without an engine
     host_bytes: int = 0  # of the host region
     warm_segment: bytes = b""  # names the host region's memory, if it outlives this process
     warm_until_ns: int = 0  # ... of an earlier life, whose readers may still read until then
@@ -250,6 +269,12 @@ class Ready(Message, frozen=True):
 
 class InitFailed(Message, frozen=True):
     code: str
+    message: str
+
+
+class RankFailed(Message, frozen=True):
+    """Last words: why this process ends, though nobody asked it to."""
+
     message: str
 
 
@@ -338,6 +363,7 @@ class RankError(Message, frozen=True):
 ToFront = (
     Ready
     | InitFailed
+    | RankFailed
     | Pong
     | PrefillStepDone
     | PushProgress

@@ -1,9 +1,10 @@
-"""One rank process: `python -m kvmesh.node.rank FD`. Torch, device pages, host segment, transfer engine; a pool node's
-rank has only the last two.
+"""One rank process: `python -m kvmesh.node.rank FD [FD ...]`. Torch, device pages, host segment, transfer engine; a
+pool node's rank has only the last two. The first FD leads to the front, the others to ranks of the same instance.
 
-The main thread alternates between commands of the front and engine steps. It runs the decode batch by itself, step
-after step, and prefill steps as the front sends them, in one pass with the batch's rows where there are any; the
-transfer engine's threads move bytes beside it.
+The main thread alternates between commands of the front and engine steps; where there are several ranks, rank 0 leads
+and the others follow (`kvmesh.node.lockstep`). It runs the decode batch by itself, step after step, and prefill steps
+as the front sends them, in one pass with the batch's rows where there are any; the transfer engine's threads move bytes
+beside it.
 Commands that must not wait for a step (landings, leases, pings, windows) are also taken between layers.
 """
 
@@ -18,12 +19,15 @@ import socket
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvmesh.node import messages as m
 from kvmesh.node.ipc import RankPort
+from kvmesh.node.lockstep import LEADERS, Follower, Leader, check
+from kvmesh.node.rank_peers import Followers, LeaderPort
 from kvmesh.node.transfer_metrics import stats_of
-from kvmesh.rpc.errors import KvmeshError
+from kvmesh.rpc.errors import InternalError, KvmeshError
 
 if TYPE_CHECKING:
     from kvmesh.node.store_worker import StoreWorker
@@ -55,27 +59,96 @@ HOUSEKEEPING_MS = 50
 
 
 class RankLoop:
-    """Commands in, steps run, events out."""
+    """Commands in, steps run, events out. `peers`: rank 0's sockets to its followers, or a follower's one to rank 0."""
 
-    def __init__(self, port: RankPort) -> None:
+    def __init__(self, port: RankPort, peers: Sequence[socket.socket] = ()) -> None:
         self._port = port
-        self._later: deque[m.ToRank] = deque()
+        self._peers = peers
+        self._commands: Leader | Follower = Leader()
         self._steps: deque[m.PrefillStep] = deque()
         self._worker: AnyWorker | None = None
 
     def run(self) -> None:
         first = self._port.receive(None)
-        configure, self._later = first[0], deque(first[1:])
+        configure = first[0]
         if not isinstance(configure, m.Configure):
             raise SystemExit("the first message must be Configure")
+        if configure.rank:
+            self._commands = Follower()
+        self._commands.arrived(first[1:])
         if not self._configure(configure):
             return
         assert self._worker is not None
         with contextlib.closing(self._worker) as worker:
-            while True:
-                self._take_commands(worker)
+            try:
+                timeout_s = configure.group_timeout_ms / 1000
+                if isinstance(self._commands, Follower):
+                    self._follow(worker, self._commands, LeaderPort(self._peers[0]), timeout_s)
+                else:
+                    self._lead(worker, self._commands, Followers(self._peers, timeout_s))
+            except Exception as error:
+                log.error("rank %d gives up", configure.rank, exc_info=not isinstance(error, KvmeshError))
+                self._port.send(m.RankFailed(f"gave up: {error}"))
+                raise SystemExit(1) from None
+
+    def _lead(self, worker: AnyWorker, commands: Leader, followers: Followers) -> None:
+        """Steps as commands come; the followers hear what they are made of."""
+        while True:
+            busy = commands.waiting or bool(self._steps) or worker.wants_step or worker.has_chores
+            commands.arrived(self._port.receive(self._patience(worker, busy)))
+            while (message := commands.next()) is not None:
+                self._handle(worker, message)
+            worker.tick()
+            run = bool(self._steps) or worker.wants_step
+            followers.tell(commands.turn(run, self._step_id, worker.rows))
+            if run:
+                self._step(worker)
+
+    def _follow(self, worker: AnyWorker, commands: Follower, leader: LeaderPort, timeout_s: float) -> None:
+        """The leader's steps. InternalError: it is gone, or what it has applied does not arrive."""
+        self._port.watch(leader.fileno)
+        late_at = 0.0  # when a command that the leader has already is late; 0: none is missing
+        while True:
+            for message in self._port.receive(self._patience(worker, worker.has_chores, late_at)):
+                if isinstance(message, m.Ping | m.Shutdown):  # whatever the leader does
+                    self._handle(worker, message)
+                else:
+                    commands.arrived((message,))
+            commands.told(leader.turns())
+            done = False
+            while not done:
+                while (command := commands.next()) is not None:
+                    self._handle(worker, command)
                 worker.tick()
-                worker.step(self._steps.popleft() if self._steps else None, self._take_urgent)
+                turn = commands.turn()
+                if turn is not None:
+                    check(turn, self._step_id, worker.rows)
+                    if turn.run:
+                        self._step(worker)
+                done = turn is None
+            now = time.monotonic()
+            if not commands.behind:
+                late_at = 0.0
+            elif not late_at:
+                late_at = now + timeout_s
+            elif now > late_at:
+                raise InternalError(f"commands that rank 0 has did not come within {timeout_s:.0f} s")
+
+    @staticmethod
+    def _patience(worker: AnyWorker, busy: bool, late_at: float = 0.0) -> int | None:
+        """Milliseconds to wait for a command; None: for ever."""
+        if busy:
+            return 0
+        if late_at or worker.needs_ticks:
+            return HOUSEKEEPING_MS
+        return None
+
+    @property
+    def _step_id(self) -> int:
+        return self._steps[0].step_id if self._steps else 0
+
+    def _step(self, worker: AnyWorker) -> None:
+        worker.step(self._steps.popleft() if self._steps else None, self._take_urgent)
 
     def _configure(self, configure: m.Configure) -> bool:
         try:
@@ -98,14 +171,11 @@ class RankLoop:
             return StoreWorker(configure, self._port.send)
         from kvmesh.node.worker import Worker  # torch loads here, after the thread cap
 
-        return Worker(configure, self._port.send)
+        return Worker(configure, self._port.send if configure.rank == 0 else self._send_as_follower)
 
-    def _take_commands(self, worker: AnyWorker) -> None:
-        busy = bool(self._steps or self._later) or worker.has_work
-        timeout = 0 if busy else (HOUSEKEEPING_MS if worker.needs_ticks else None)
-        self._later.extend(self._port.receive(timeout))
-        while self._later:
-            self._handle(worker, self._later.popleft())
+    def _send_as_follower(self, message: m.ToFront) -> None:
+        if not isinstance(message, LEADERS):
+            self._port.send(message)
 
     def _take_urgent(self) -> None:
         """Between two layers of a step (never re-orders what is not urgent)."""
@@ -115,7 +185,7 @@ class RankLoop:
             if isinstance(message, URGENT):
                 self._handle(worker, message)
             else:
-                self._later.append(message)
+                self._commands.arrived((message,))
 
     def _handle(self, worker: AnyWorker, message: m.ToRank) -> None:
         match message:
@@ -145,8 +215,8 @@ def main() -> None:
         format="%(asctime)s %(levelname)s rank %(name)s %(message)s",
         stream=sys.stderr,
     )
-    sock = socket.socket(fileno=int(sys.argv[1]))
-    RankLoop(RankPort(sock)).run()
+    sock, *peers = (socket.socket(fileno=int(fileno)) for fileno in sys.argv[1:])
+    RankLoop(RankPort(sock), peers).run()
 
 
 if __name__ == "__main__":

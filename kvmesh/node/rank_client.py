@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from kvmesh.node import messages as m
 from kvmesh.node import transfer_metrics
@@ -50,6 +50,7 @@ class RankClient:
         self._ready: asyncio.Future[m.Ready] | None = None
         self._closing = False
         self._refused = False  # it said why it cannot start, and ends
+        self._last_words = ""
         self._nonce = 0
         self.last_pong = 0.0
         self.cpu_seconds = 0.0
@@ -65,9 +66,9 @@ class RankClient:
     def pid(self) -> int:
         return self._process.pid if self._process else 0
 
-    def spawn(self, threads: int, streaming: bool = False) -> None:
+    def spawn(self, threads: int, streaming: bool = False, peers: Sequence[socket.socket] = ()) -> None:
         """Start the process (spawned, never forked: the front has threads of its own). `streaming`: its large copies go
-        past the cache, see `streaming_copies`."""
+        past the cache, see `streaming_copies`. `peers`: its ends of the sockets between leader and followers."""
         self._loop = asyncio.get_running_loop()
         self._ready = self._loop.create_future()
         ours, theirs = socket.socketpair()
@@ -79,10 +80,11 @@ class RankClient:
         env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         if streaming:
             env[TUNABLES] = streaming_copies(env)
+        filenos = [sock.fileno() for sock in (theirs, *peers)]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvmesh.node.rank", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=env,
+                [sys.executable, "-m", "kvmesh.node.rank", *map(str, filenos)],
+                pass_fds=filenos, stdin=subprocess.DEVNULL, env=env,
             )  # fmt: skip
         finally:
             theirs.close()
@@ -166,6 +168,8 @@ class RankClient:
                 self._refused = True
                 if not self._ready.done():
                     self._ready.set_exception(BY_CODE.get(code, InternalError)(text))
+            case m.RankFailed(text):
+                self._last_words = text
             case m.Pong(_, cpu_seconds, transfer):
                 self.cpu_seconds = cpu_seconds
                 if transfer is not None:
@@ -182,6 +186,7 @@ class RankClient:
         if self._closing or self._refused:  # its end was announced, and by whom it was asked for is told elsewhere
             return
         code = self._process.poll() if self._process else None
+        cause = self._last_words or cause
         text = f"rank {self.rank} (pid {self.pid}) {cause}" + (f", exit status {code}" if code is not None else "")
         assert self._ready is not None
         if not self._ready.done():

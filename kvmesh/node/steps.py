@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 from kvmesh.engine.batch import DecodeInput, PrefillInput, SampledToken, SampleParams
 from kvmesh.engine.runner import Runner
+from kvmesh.engine.sampling.history import History
+from kvmesh.kvcache.keys import unpack_tokens
 from kvmesh.node import messages as m
 from kvmesh.node.pusher import Pusher
-from kvmesh.rpc.errors import NonFiniteLogits
+from kvmesh.rpc.errors import KvmeshError, NonFiniteLogits
 
 log = logging.getLogger("kvmesh.rank")
 
@@ -52,7 +54,8 @@ class Steps:
 
     def join(self, j: m.Join) -> None:
         """Into the batch."""
-        step = DecodeInput(j.next_token, j.context_tokens, j.pages, _params(j.sampling, j.token_index + 1))
+        sample = _params(j.sampling, j.token_index + 1, j.history)
+        step = DecodeInput(j.next_token, j.context_tokens, j.pages, sample)
         stop = frozenset(j.stop_token_ids)
         self.running[j.handle] = Row(j.handle, step, j.max_tokens, j.min_tokens, stop)
 
@@ -101,6 +104,8 @@ class Steps:
                 self._run(rest, [row for at, row in enumerate(rows) if at not in bad], between_layers)
             return
         except Exception as error:
+            if self._runner.group.size > 1 and not isinstance(error, KvmeshError):
+                raise  # the other ranks may not have failed: nobody knows where they stand
             if items and rows:  # whose fault it is shows when they run apart
                 self._run(step, [], between_layers)
                 self._run(None, rows, between_layers)
@@ -163,10 +168,12 @@ class Steps:
 
 
 def _inputs(items: Sequence[m.PrefillItem]) -> list[PrefillInput]:
-    return [PrefillInput(i.token_ids, i.start, i.pages, _params(i.sample, 0) if i.sample else None) for i in items]
+    return [
+        PrefillInput(i.token_ids, i.start, i.pages, _params(i.sample, 0, i.history) if i.sample else None) for i in items
+    ]
 
 
-def _params(sampling: m.Sampling, token_index: int) -> SampleParams:
+def _params(sampling: m.Sampling, token_index: int, history: m.TokenHistory | None) -> SampleParams:
     return SampleParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -174,6 +181,13 @@ def _params(sampling: m.Sampling, token_index: int) -> SampleParams:
         seed=sampling.seed,
         token_index=token_index,
         logprobs=sampling.logprobs if sampling.logprobs >= 0 else None,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=sampling.logit_bias,
+        answered=sampling.answered,
+        history=History(unpack_tokens(history.prompt), unpack_tokens(history.answer)) if history else None,
     )
 
 

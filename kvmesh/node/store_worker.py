@@ -23,7 +23,8 @@ COPY_BYTES = 32 << 20  # some milliseconds: this thread has nothing else to do t
 class StoreWorker:
     """The rank's state, with the same face as `worker.Worker`. All methods run on the main thread."""
 
-    has_work = False
+    wants_step = has_chores = False
+    rows = 0
     needs_ticks = False
 
     def __init__(self, configure: m.Configure, send: Callable[[m.ToFront], None]) -> None:

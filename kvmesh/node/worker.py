@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from kvmesh.engine.checkpoint import open_checkpoint
+from kvmesh.engine.parallel import SOLO, Group, ProcessGroup
 from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams, pages_over, shard_layout
 from kvmesh.node import messages as m
 from kvmesh.node.memory import touch
@@ -27,6 +28,7 @@ from kvmesh.transfer import Notification, Range, Region
 log = logging.getLogger("kvmesh.rank")
 
 FENCE_TIMEOUT_S = 10.0
+LOAD_PATIENCE_S = 1800.0  # for a rank that loads more slowly
 
 
 class Worker:
@@ -41,7 +43,9 @@ class Worker:
         self._send = send
         dtype = configure.dtype
         self._checkpoint = open_checkpoint(configure.model_path)
-        self.layout = shard_layout(self._checkpoint.config, dtype, configure.block_tokens)
+        config, rank, world = self._checkpoint.config, configure.rank, configure.world_size
+        self.layout = shard_layout(config, dtype, configure.block_tokens, rank, world)
+        self._group = _group(configure)
         shard = self.layout.shard_bytes
         self._num_pages = configure.num_pages or max(configure.memory_bytes // shard, 1)
         self._num_extents = configure.num_extents or self._num_pages
@@ -55,7 +59,10 @@ class Worker:
             )
             self._pages = self._over(self._page_region, self._num_pages)
             self._extents = self._over(self._extent_region, self._num_extents)
-            self._runner = Runner(self._checkpoint, dtype, configure.device, configure.block_tokens, self._pages)
+            self._runner = Runner(
+                self._checkpoint, dtype, configure.device, configure.block_tokens, self._pages, self._group
+            )
+            self._group.connect(LOAD_PATIENCE_S)
             self._warm_up()
         except BaseException:
             self.engine.close()
@@ -99,7 +106,7 @@ class Worker:
             vocab_size=config.vocab_size,
             eos_token_ids=tuple(config.eos_token_ids),
             max_context_tokens=min(wanted, limit) if wanted else limit,
-            kv_bytes_per_token=self.layout.shard_bytes // self.layout.block_tokens,
+            kv_bytes_per_token=config.kv_elements_per_token * self.layout.itemsize,
             num_pages=self._num_pages,
             num_extents=self._num_extents,
             shard_bytes=self.layout.shard_bytes,
@@ -108,6 +115,7 @@ class Worker:
             direct_landing=self._configure.device == "cpu",
             load_ms=self._load_ms,
             layout=self._layout_text(),
+            shard=self.layout,
             host_bytes=self._extent_region.length,
             warm_segment=self.warm.name if self.warm is not None else b"",
             warm_until_ns=self.warm.until_ns if self.warm is not None else 0,
@@ -125,11 +133,22 @@ class Worker:
         if self.warm is not None:
             self.warm.close()
         self.engine.close()
+        self._group.close()
 
     @property
-    def has_work(self) -> bool:
-        """Whether the loop should go on without waiting for a command."""
-        return bool(self.seals) or self.steps.has_work
+    def wants_step(self) -> bool:
+        """Some row of the batch can go on."""
+        return self.steps.has_work
+
+    @property
+    def has_chores(self) -> bool:
+        """`tick` has something to do."""
+        return bool(self.seals)
+
+    @property
+    def rows(self) -> int:
+        """In the batch."""
+        return len(self.steps.running)
 
     @property
     def needs_ticks(self) -> bool:
@@ -224,3 +243,11 @@ class Worker:
         for target, place in zip(targets, places, strict=True):
             to[target].copy_(source[place])
         return start
+
+
+def _group(configure: m.Configure) -> Group:
+    """The ranks of this instance, not met yet."""
+    if configure.world_size == 1:
+        return SOLO
+    rank, size, timeout_s = configure.rank, configure.world_size, configure.group_timeout_ms / 1000
+    return ProcessGroup(rank, size, configure.group_file, torch.device(configure.device), timeout_s)
