@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvmesh.kvcache.node_store import NodeStore
@@ -29,7 +31,6 @@ from kvmesh.rpc.server import Server
 
 log = logging.getLogger(__name__)
 
-WORLD_SIZE = 1
 LOAD_TIMEOUT_S = 1800.0  # a large checkpoint from a slow disk
 PING_INTERVAL_S = 0.5
 GOODBYE_S = 1.5
@@ -57,7 +58,7 @@ class Front:
         self.instance_id = checked_id(config.instance_id, config.node_id, ROLE_NAMES[role])
         self.incarnation = time.time_ns() & ~0xFFFF | secrets.randbits(16)
         self.on_rank_lost = on_rank_lost
-        self.ranks = [RankClient(rank, self._rank_said, self._rank_lost) for rank in range(WORLD_SIZE)]
+        self.ranks = [RankClient(rank, self._rank_said, self._rank_lost) for rank in range(config.tensor_parallel)]
         self.segments = Segments(self.ranks)
         self.blocks: Blocks | None = None
         self._warm: Warm | None = None
@@ -65,6 +66,7 @@ class Front:
         self.server: Server | None = None
         self.address = ""
         self._lost = ""
+        self._meeting: TemporaryDirectory[str] | None = None  # where ranks find each other
         self._registrar: Registrar | None = None
         # Takes another role; set by who composes an instance that can. Raises KvmeshError: not now.
         self.switch: Callable[[pb.Role.ValueType], None] | None = None
@@ -76,8 +78,9 @@ class Front:
     async def start_ranks(self, stop: asyncio.Event) -> None:
         """Spawn and configure all ranks; returns when each has loaded its weights.
         Raises CheckpointError or ConfigError as a rank answered it; InternalError when stopped meanwhile."""
-        for rank in self.ranks:
-            rank.spawn(self.config.threads)
+        if len(self.ranks) > 1:
+            self._meeting = TemporaryDirectory(prefix="kvmesh-ranks-")
+        spawn_ranks(self.ranks, self.config.threads)
         calls = [
             asyncio.ensure_future(rank.configure(self._configure(rank.rank), LOAD_TIMEOUT_S)) for rank in self.ranks
         ]
@@ -99,7 +102,7 @@ class Front:
             instance_id=self.instance_id,
             incarnation=self.incarnation,
             rank=rank,
-            world_size=WORLD_SIZE,
+            world_size=len(self.ranks),
             model_path=c.model,
             dtype=c.dtype,
             device=c.device,
@@ -118,6 +121,8 @@ class Front:
             advertise_host=c.advertise_host,
             warm_segment=c.warm_segment,
             warm_lease_ms=c.store_lease_ms,
+            group_file=str(Path(self._meeting.name, "ranks")) if self._meeting is not None else "",
+            group_timeout_ms=c.rank_timeout_ms,
         )
 
     async def _watch_ranks(self) -> None:
@@ -171,6 +176,8 @@ class Front:
             self._on_message(rank, message)
 
     def _rank_lost(self, _: int, cause: str) -> None:
+        if self._lost:
+            return  # the others follow the first
         self._lost = cause
         if self._warm is not None:
             self._warm.close()  # the memory is still there, for the next life
@@ -308,6 +315,21 @@ class Front:
         if self._warm is not None:
             self._warm.close()
         await asyncio.gather(*(rank.close() for rank in self.ranks))
+        if self._meeting is not None:
+            self._meeting.cleanup()
+
+
+def spawn_ranks(ranks: Sequence[RankClient], threads: int) -> None:
+    """Start the processes, with a socket from rank 0 to each of the others."""
+    pairs = [socket.socketpair() for _ in ranks[1:]]
+    try:
+        ranks[0].spawn(threads, peers=[ours for ours, _ in pairs])
+        for rank, (_, theirs) in zip(ranks[1:], pairs, strict=True):
+            rank.spawn(threads, peers=[theirs])
+    finally:
+        for pair in pairs:
+            for sock in pair:
+                sock.close()
 
 
 def check_config(config: InstanceConfig) -> None:
@@ -319,7 +341,7 @@ def check_config(config: InstanceConfig) -> None:
     if not Path(config.model).is_dir():
         raise _bad("model", config.model, "not a folder")
     config.check_transfer()
-    for key in ("threads", "memory_mb"):
+    for key in ("threads", "memory_mb", "tensor_parallel"):
         if getattr(config, key) < 1:
             raise _bad(key, getattr(config, key), "at least 1")
     if not 1 <= config.store_high_percent <= 100:
