@@ -47,6 +47,7 @@ class PushOpen(Message, frozen=True):
     prompt_tokens: int
     lease_until_ns: int
     group: PushGroup | None = None
+    at_end: bool = False  # nothing before the whole prompt is computed
 
 
 class PushLease(Message, frozen=True):

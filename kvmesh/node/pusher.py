@@ -208,6 +208,8 @@ class Pusher:
             return
         prompt = push.spec.prompt_tokens
         done = min(computed.done_tokens, prompt)
+        if push.spec.at_end and done < prompt:
+            return
         spans: list[tuple[int, int, int, int]] = []
         if push.posted_tokens < done:
             # layers [0, posted_layers) of the first blocks may be posted already, as the running chunk's

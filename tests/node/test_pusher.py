@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -47,11 +48,13 @@ class Pair:
         reader.open_window(writer.name, 1, [Range(self.base, nbytes)])
         self.pusher = Pusher(writer, LAYOUT, source.address, self.said.append)
 
-    def open(self) -> None:
+    def open(self, ready: int = BLOCKS * LAYOUT.block_tokens, *, at_end: bool = False) -> None:
+        """`ready` tokens are computed already."""
         offsets = tuple(self.base + i * LAYOUT.shard_bytes for i in range(BLOCKS))
         tokens = BLOCKS * LAYOUT.block_tokens
         lease = time.monotonic_ns() + int(TIMEOUT_S * 1e9)
-        self.pusher.open(m.PushOpen(7, 1, self.segment, tuple(range(BLOCKS)), offsets, 0, tokens, tokens, lease))
+        spec = m.PushOpen(7, 1, self.segment, tuple(range(BLOCKS)), offsets, 0, ready, tokens, lease)
+        self.pusher.open(msgspec.structs.replace(spec, at_end=at_end))
 
     def ended(self) -> m.ToFront:
         """What the push was said to end with."""
@@ -95,6 +98,40 @@ def test_a_long_push_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None
         told = [said.bytes_done for said in two.said if isinstance(said, m.PushProgress)]
         assert told == [LAYOUT.shard_bytes * (i + 1) for i in range(BLOCKS)]
         assert [mark.payload for mark in marks] == [END_MARK]
+
+
+class Counted(TransferEngine):
+    """What was handed over for writing so far."""
+
+    nbytes = 0
+
+    def submit(self, batch: BatchId, requests: Sequence[TransferRequest], timeout_s: float | None = None) -> None:
+        self.nbytes += sum(request.length for request in requests)
+        super().submit(batch, requests, timeout_s)
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_layers_go_as_they_are_written_or_all_at_the_end(at_end: bool) -> None:
+    """Two chunks of two blocks, two layers each."""
+    half = BLOCKS * LAYOUT.block_tokens // 2
+    chunks = [
+        (m.PrefillItem(handle=7, token_ids=(0,) * half, start=start, pages=(), sample=None),) for start in (0, half)
+    ]
+    with pair(Counted) as two:
+        writer = two.pusher._engine
+        assert isinstance(writer, Counted)
+        two.reader.on_notify = lambda mark: None
+        two.open(ready=0, at_end=at_end)
+        sent = []
+        for items in chunks:
+            two.pusher.step_begins(items)
+            for layer in range(LAYOUT.layers):
+                two.pusher.layer_written(items, layer)
+                sent.append(writer.nbytes)
+        assert isinstance(two.ended(), m.PushDone)
+        assert bytes(two.target) == bytes(two.source)
+    whole = BLOCKS * LAYOUT.shard_bytes
+    assert sent == ([0, 0, 0, whole] if at_end else [whole // 4, whole // 2, 3 * whole // 4, whole])
 
 
 class Chained(TransferEngine):
