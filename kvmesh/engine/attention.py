@@ -6,12 +6,13 @@ runs anywhere; kernels for one device register themselves in BACKENDS.
 
 Shapes: `pages [num_pages, layers, 2, K, block_tokens, D]`, `qkv [T, H + 2K, D]`: T tokens, H query heads, K KV heads.
 
-Invariant: every slot that a batched gather may touch holds finite numbers. Slots past a request's last token are zeroed
-when its page is first written, because memory that the caller lends may hold NaN patterns and 0 * NaN is NaN.
+Invariant of the backends for CPUs: slots past a request's last token are zeroed when its page is first written. The
+torch backend gathers and masks them, and 0 * NaN is NaN; and pages are pushed whole, with nothing of other requests.
 """
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -20,7 +21,10 @@ import numpy as np
 import torch
 
 from kvmesh.engine.config import AttentionSpec
+from kvmesh.engine.cpu import native
 from kvmesh.rpc.errors import InternalError
+
+log = logging.getLogger(__name__)
 
 
 class Span(NamedTuple):
@@ -29,6 +33,11 @@ class Span(NamedTuple):
     start: int
     length: int
     pages: Sequence[int]
+
+
+def seen_from(position: int, window: int) -> int:
+    """The first token that the one at `position` sees."""
+    return max(0, position - window + 1) if window else 0
 
 
 class StepPlan(Protocol):
@@ -44,7 +53,10 @@ class StepPlan(Protocol):
 
 
 class AttentionBackend(ABC):
-    """Owns no memory but scratch: `pages` belong to the caller, who keeps one writer per page."""
+    """Owns no memory but scratch: `pages` belong to the caller, who keeps one writer per page. `capturable`: a decode
+    plan's work is launches alone, over buffers that stay (`kvmesh.engine.graphs`)."""
+
+    capturable = False
 
     def __init__(self, pages: torch.Tensor, num_heads: int, specs: Sequence[AttentionSpec]) -> None:
         if not pages.is_contiguous():
@@ -106,4 +118,30 @@ def make_backend(pages: torch.Tensor, num_heads: int, specs: Sequence[AttentionS
     return BACKENDS.get(pages.device.type, TorchAttention)(pages, num_heads, specs)
 
 
-BACKENDS: dict[str, Callable[[torch.Tensor, int, Sequence[AttentionSpec]], AttentionBackend]] = {}
+def _on_cpu(pages: torch.Tensor, num_heads: int, specs: Sequence[AttentionSpec]) -> AttentionBackend:
+    """The C++ operators where they have been built and are wanted (`kvmesh.engine.cpu.native`)."""
+    if native.loaded():
+        from kvmesh.engine.attention_native import NativeAttention
+
+        return NativeAttention(pages, num_heads, specs)
+    from kvmesh.engine.attention_torch import TorchAttention
+
+    return TorchAttention(pages, num_heads, specs)
+
+
+def _on_cuda(pages: torch.Tensor, num_heads: int, specs: Sequence[AttentionSpec]) -> AttentionBackend:
+    """Triton's kernels, which nobody else should have to import."""
+    try:
+        from kvmesh.engine.attention_triton import TritonAttention
+    except ImportError as error:
+        from kvmesh.engine.attention_torch import TorchAttention
+
+        log.warning("attention through torch, slower and without CUDA graphs (pip install 'kvmesh[cuda]'): %s", error)
+        return TorchAttention(pages, num_heads, specs)
+    return TritonAttention(pages, num_heads, specs)
+
+
+BACKENDS: dict[str, Callable[[torch.Tensor, int, Sequence[AttentionSpec]], AttentionBackend]] = {
+    "cpu": _on_cpu,
+    "cuda": _on_cuda,
+}

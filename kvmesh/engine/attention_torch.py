@@ -1,8 +1,9 @@
-"""The torch backend of `attention`: gathers pages into a padded batch and calls scaled_dot_product_attention.
+"""The torch backend of `attention`: gathers pages into padded tiles and calls scaled_dot_product_attention.
 
-GQA without repeated heads: the G query heads of a KV head ride as G queries (decode) or as an axis over which K and V
-have stride 0 (prefill). Whole pages of one head are gathered by one index_select a layer, whose index is
-computed once a step and kept while the batch stays the same.
+It runs on any device and is what the native backends are compared with. GQA without repeated heads: the G query heads
+of a KV head ride as G queries (decode) or as an axis over which K and V have stride 0 (prefill). Whole pages of one
+head are gathered by one index_select a tile; a layer with a window gathers the window's pages only. Scratch is bounded
+by `scratch_elements`, or by one request's context where that is more.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from kvmesh.engine.attention import AttentionBackend, Span, StepPlan
+from kvmesh.engine.attention import AttentionBackend, Span, StepPlan, seen_from
+from kvmesh.engine.attention_table import PageTable
 from kvmesh.engine.config import AttentionSpec
 
-MASK_ELEMENTS = 4 * 2**20  # a prefill mask of at most this many elements is made at once; longer chunks go in tiles
+Array = npt.NDArray[np.int64]
 
 
 class TorchAttention(AttentionBackend):
+    scratch_elements = 8 * 2**20  # of K and V gathered, of a mask, or of one tile's scores
+
     def __init__(self, pages: torch.Tensor, num_heads: int, specs: Sequence[AttentionSpec]) -> None:
         super().__init__(pages, num_heads, specs)
         self.group = num_heads // self.kv_heads
@@ -31,10 +36,15 @@ class TorchAttention(AttentionBackend):
         self.flat_layers = [flat[layer * per_layer :] for layer in range(self.num_layers)]
         self.page_stride = self.num_layers * per_layer
         self.head_rows = np.arange(per_layer, dtype=np.int64).reshape(2, self.kv_heads)
+        self.scratch = torch.empty(0, dtype=self.dtype, device=self.device)
         self.decode_batch = DecodeBatch(self)
 
-    def tensor(self, array: np.ndarray) -> torch.Tensor:
+    def tensor(self, array: Array) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+
+    def queries(self, qkv: torch.Tensor) -> torch.Tensor:
+        """`[T, K, G, D]`."""
+        return qkv[:, : self.num_heads].view(-1, self.kv_heads, self.group, self.head_dim)
 
     def zero_tail(self, page: int, slot: int) -> None:
         """Clear the slots from `slot` on of a page that its request is the only one to hold."""
@@ -44,6 +54,21 @@ class TorchAttention(AttentionBackend):
         kv = qkv[:, self.num_heads :].view(-1, 2, self.kv_heads, self.head_dim)
         self.layers[layer][page_ids, :, :, slots] = kv
 
+    def gather_index(self, ids: Array) -> torch.Tensor:
+        """Rows of `flat` with K and V of every head of the pages `ids [rows, n]`, in the order (kv, row, head, n)."""
+        rows = self.head_rows[:, None, :, None] + ids[None, :, None, :] * self.page_stride
+        return self.tensor(rows.reshape(-1))
+
+    def gather(self, layer: int, index: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V `[rows, K, tokens, D]`; they lie in scratch and are gone with the next call."""
+        if self.scratch.shape[0] < index.numel():
+            line = self.block_tokens * self.head_dim
+            self.scratch = torch.empty((index.numel(), line), dtype=self.dtype, device=self.device)
+        out = self.scratch[: index.numel()]
+        torch.index_select(self.flat_layers[layer], 0, index, out=out)
+        k, v = out.view(2, rows, self.kv_heads, -1, self.head_dim).unbind(0)
+        return k, v
+
     def plan_prefill(self, spans: Sequence[Span]) -> StepPlan:
         return PrefillPlan(self, spans)
 
@@ -51,59 +76,91 @@ class TorchAttention(AttentionBackend):
         return self.decode_batch.plan(pages, positions)
 
 
+def softmax_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    spec: AttentionSpec,
+    causal: bool = False,
+) -> torch.Tensor:
+    """softmax(bend(q kᵀ) + mask) v over `[..., queries, D]` and `[..., keys, D]`; `causal` only without a mask."""
+    if not spec.softcap:
+        return functional.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=spec.scale)
+    scores = torch.matmul(q.float() * (spec.scale / spec.softcap), k.float().transpose(-1, -2))
+    scores.tanh_().mul_(spec.softcap)
+    if causal:
+        scores += torch.full(scores.shape[-2:], -torch.inf, device=q.device).triu_(1)
+    if mask is not None:
+        scores += mask
+    return torch.matmul(scores.softmax(-1), v.float()).to(q.dtype)
+
+
 class PrefillSpan:
     """One request's part of a prefill step: rows [first, first + length) of the batch."""
 
-    def __init__(self, backend: TorchAttention, span: Span, ids: np.ndarray, first: int) -> None:
-        self.start, self.length, self.first = span.start, span.length, first
-        self.end = span.start + span.length
-        self.mask: torch.Tensor | None = None
-        if span.start:
-            rows = backend.head_rows[:, :, None] + ids * backend.page_stride
-            self.gather = backend.tensor(rows.reshape(-1))
+    def __init__(self, backend: TorchAttention, span: Span, ids: Array, first: int) -> None:
+        self.backend, self.first, self.ids = backend, first, ids
+        self.start, self.length, self.end = span.start, span.length, span.start + span.length
+        self.gathers: dict[int, torch.Tensor] = {}
+        self.masks: dict[tuple[int, int, int], torch.Tensor] = {}
 
-    def keys(self, backend: TorchAttention, layer: int, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V `[K, end, D]` of all the request's tokens; a cold request's are this step's own."""
+    def keys(self, layer: int, qkv: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
+        """The first token that this chunk sees (or one before it on the same page), and K and V `[K, tokens, D]` from
+        it on; a cold request's are this step's own."""
+        backend, spec = self.backend, self.backend.specs[layer]
         if not self.start:
-            kv = qkv[self.first : self.first + self.length, backend.num_heads :]
-            kv = kv.transpose(0, 1)
-            return kv[: backend.kv_heads], kv[backend.kv_heads :]
-        kv = torch.index_select(backend.flat_layers[layer], 0, self.gather)
-        kv = kv.view(2, backend.kv_heads, -1, backend.head_dim)[:, :, : self.end]
-        return kv[0], kv[1]
+            kv = qkv[self.first : self.first + self.length, backend.num_heads :].transpose(0, 1)
+            return 0, kv[: backend.kv_heads], kv[backend.kv_heads :]
+        page = seen_from(self.start, spec.window) // backend.block_tokens
+        if spec.window not in self.gathers:
+            self.gathers[spec.window] = backend.gather_index(self.ids[None, page:])
+        k, v = backend.gather(layer, self.gathers[spec.window], 1)
+        return page * backend.block_tokens, k[0], v[0]
 
-    def attend(self, backend: TorchAttention, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
+    def attend(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
         """Fills rows [first, first + length) of `out [T, K, G, D]`."""
-        k, v = (x[:, None].expand(-1, backend.group, -1, -1) for x in self.keys(backend, layer, qkv))
+        backend, spec = self.backend, self.backend.specs[layer]
+        begin, *kv = self.keys(layer, qkv)
+        k, v = (x[:, None].expand(-1, backend.group, -1, -1) for x in kv)
         rows = slice(self.first, self.first + self.length)
-        q = (
-            qkv[rows, : backend.num_heads]
-            .view(-1, backend.kv_heads, backend.group, backend.head_dim)
-            .permute(1, 2, 0, 3)
-        )
+        q = backend.queries(qkv[rows]).permute(1, 2, 0, 3)
         target = out[rows].permute(1, 2, 0, 3)
-        if not self.start:
-            target.copy_(functional.scaled_dot_product_attention(q, k, v, is_causal=self.length > 1))
+        if not (self.start or spec.window or spec.softcap):
+            target.copy_(softmax_attention(q, k, v, None, spec, causal=self.length > 1))
             return
-        tile = max(1, MASK_ELEMENTS // self.end)
+        tile = self.tile(spec)
         for at in range(0, self.length, tile):
             to = min(at + tile, self.length)
-            seen = self.start + to
-            answer = functional.scaled_dot_product_attention(
-                q[:, :, at:to], k[:, :, :seen], v[:, :, :seen], attn_mask=self._mask(backend, at, to)
-            )
-            target[:, :, at:to].copy_(answer)
+            seen = slice(seen_from(self.start + at, spec.window) - begin, self.start + to - begin)
+            mask = self.mask(spec.window, at, to)
+            target[:, :, at:to].copy_(softmax_attention(q[:, :, at:to], k[:, :, seen], v[:, :, seen], mask, spec))
 
-    def _mask(self, backend: TorchAttention, at: int, to: int) -> torch.Tensor | None:
-        """Additive `[to - at, start + to]`; kept for the next layer when one tile covers the span."""
+    def tile(self, spec: AttentionSpec) -> int:
+        """Queries at a time: their mask, or their scores where these are made, fit the scratch."""
+        room = self.backend.scratch_elements // (self.backend.num_heads if spec.softcap else 1)
+        if not spec.window:
+            return max(1, room // self.end)
+        tile = max(spec.window, 64)  # sees up to tile + window - 1 keys: at least a third of the mask is of use
+        return max(1, min(tile, room // (tile + spec.window)))
+
+    def mask(self, window: int, at: int, to: int) -> torch.Tensor | None:
+        """Additive `[to - at, keys]` over all keys that some query of the tile sees; None where every query sees all.
+        Kept for the next layer when one tile covers the span."""
         if to - at == 1:
             return None
-        if self.mask is not None:
-            return self.mask
-        mask = torch.full((to - at, self.start + to), -torch.inf, dtype=backend.dtype, device=backend.device)
-        mask.triu_(self.start + at + 1)
-        if to - at == self.length:
-            self.mask = mask
+        mask = self.masks.get((window, at, to))
+        if mask is None:
+            backend = self.backend
+            first = seen_from(self.start + at, window)
+            shape = (to - at, self.start + to - first)
+            mask = torch.full(shape, -torch.inf, dtype=backend.dtype, device=backend.device)
+            mask.triu_(self.start + at - first + 1)
+            if window:
+                hidden = torch.ones(shape, dtype=torch.bool, device=backend.device)
+                mask.masked_fill_(hidden.tril_(self.start + at - first - window), -torch.inf)
+            if to - at == self.length:
+                self.masks[window, at, to] = mask
         return mask
 
 
@@ -134,96 +191,83 @@ class PrefillPlan:
         backend = self.backend
         out = qkv.new_empty(qkv.shape[0], backend.kv_heads, backend.group, backend.head_dim)
         for span in self.spans:
-            span.attend(backend, layer, qkv, out)
+            span.attend(layer, qkv, out)
         return out.view(qkv.shape[0], -1)
 
 
+class DecodeTiles:
+    """What the layers of one window gather in a decode step: tiles of rows, [(rows, index, mask)]. The indices are kept
+    while the rows stay on their pages; the masks are made anew each step."""
+
+    def __init__(self, backend: TorchAttention, window: int) -> None:
+        self.backend, self.window = backend, window
+        self.first: Array = np.zeros(0, dtype=np.int64)  # each row's first page that it sees
+        self.tiles: list[tuple[slice, torch.Tensor, torch.Tensor]] = []
+
+    def plan(self, table: npt.NDArray[np.int32], where: Array, changed: bool) -> None:
+        backend, block = self.backend, self.backend.block_tokens
+        first = np.maximum(where - self.window + 1, 0) // block if self.window else np.zeros_like(where)
+        last = where // block
+        per_page = 2 * backend.kv_heads * block * backend.head_dim
+        height = max(1, backend.scratch_elements // (per_page * int((last - first).max() + 1)))
+        keep = not changed and np.array_equal(first, self.first)
+        old, self.tiles, self.first = self.tiles, [], first
+        for i, at in enumerate(range(0, len(where), height)):
+            rows = slice(at, min(at + height, len(where)))
+            width = int((last[rows] - first[rows]).max()) + 1
+            if keep:
+                index = old[i][1]
+            else:  # past its last page a row repeats it: finite numbers, all masked
+                columns = np.minimum(first[rows, None] + np.arange(width), last[rows, None])
+                index = backend.gather_index(np.take_along_axis(table[rows], columns, 1).astype(np.int64))
+            self.tiles.append((rows, index, self.mask(where[rows], first[rows], width)))
+
+    def mask(self, where: Array, first: Array, width: int) -> torch.Tensor:
+        """Additive `[rows, 1, 1, tokens]`."""
+        backend = self.backend
+        at = torch.arange(width * backend.block_tokens, device=backend.device)
+        last = backend.tensor(where - first * backend.block_tokens)[:, None]
+        hidden = at > last
+        if self.window:
+            hidden |= at <= last - self.window
+        mask = torch.zeros(hidden.shape, dtype=backend.dtype, device=backend.device)
+        return mask.masked_fill_(hidden, -torch.inf)[:, None, None]
+
+
 class DecodeBatch:
-    """The decode plan. Keeps the page table and the gather index from step to step and touches only rows that changed:
-    another request, another page list, or a token that enters a new page."""
+    """The decode plan; valid until the next one. Its table and indices live on from step to step."""
 
     def __init__(self, backend: TorchAttention) -> None:
         self.backend = backend
-        self.table = np.zeros((0, 0), dtype=np.int64)  # [rows, capacity]; unused entries repeat the row's first page
-        self.known: list[tuple[int, ...]] = []
-        self.used = np.zeros(0, dtype=np.int64)  # pages a row attends to
-        self.last = np.zeros(0, dtype=np.int64)  # a row's last position
-        self.indexed = (0, 0)  # (rows, pages) that `gather` was made for
-        self.gather = torch.empty(0, dtype=torch.int64)
-        self.scratch = torch.empty(0)
-        self.reach = torch.empty(0, dtype=torch.int64)
-        self.mask = torch.empty(0)
+        self.table = PageTable(backend)
+        self.tiles = {spec.window: DecodeTiles(backend, spec.window) for spec in backend.specs}
         self.positions = torch.empty(0, dtype=torch.int64)
         self.page_ids = torch.empty(0, dtype=torch.int64)
         self.slots = torch.empty(0, dtype=torch.int64)
 
     def plan(self, pages: Sequence[Sequence[int]], positions: Sequence[int]) -> DecodeBatch:
-        backend = self.backend
-        rows, block = len(pages), backend.block_tokens
+        backend, block = self.backend, self.backend.block_tokens
         where = np.asarray(positions, dtype=np.int64)
-        slots, used = where % block, where // block + 1
-        width = int(used.max())
-        self._reserve(rows, width)
-        changed = self._update(pages, where, used, slots)
-        if changed or self.indexed != (rows, width):
-            self._index(rows, width)
+        fresh = self.table.update(pages, where + 1)
+        current = self.table.ids[np.arange(len(pages)), where // block].astype(np.int64)
+        for row in np.flatnonzero(fresh).tolist():
+            backend.zero_tail(int(current[row]), int(where[row]) % block)
+        changed = bool(fresh.any()) or len(pages) != self.positions.shape[0]
+        for tiles in self.tiles.values():
+            tiles.plan(self.table.ids, where, changed)
         self.positions = backend.tensor(where)
-        self.slots = backend.tensor(slots)
-        self.page_ids = backend.tensor(self.table[np.arange(rows), used - 1])
-        beyond = self.reach[: width * block] > self.positions[:, None]
-        self.mask = torch.zeros(beyond.shape, dtype=backend.dtype, device=backend.device).masked_fill_(
-            beyond, -torch.inf
-        )
-        self.mask = self.mask.view(rows, 1, 1, -1)
+        self.slots = backend.tensor(where % block)
+        self.page_ids = backend.tensor(current)
         return self
-
-    def _reserve(self, rows: int, width: int) -> None:
-        have_rows, have_width = self.table.shape
-        if rows > have_rows or width > have_width:
-            shape = (max(rows, have_rows * 2), max(width, have_width * 2))
-            self.table = np.zeros(shape, dtype=np.int64)
-            self.known = [()] * shape[0]
-            self.used = np.zeros(shape[0], dtype=np.int64)
-            self.last = np.full(shape[0], -1, dtype=np.int64)
-            self.reach = torch.arange(shape[1] * self.backend.block_tokens, device=self.backend.device)
-
-    def _update(self, pages: Sequence[Sequence[int]], where: np.ndarray, used: np.ndarray, slots: np.ndarray) -> bool:
-        """Refill the table's rows that do not just go one token on; their current page is cleared past that token."""
-        rows = len(pages)
-        moved = ((self.used[:rows] != used) | (self.last[:rows] + 1 != where)).tolist()
-        self.last[:rows] = where
-        changed = False
-        for i, row in enumerate(pages):
-            if not moved[i] and (row is self.known[i] or tuple(row) == self.known[i]):
-                continue
-            count = int(used[i])
-            ids = self.backend.page_array(row, count * self.backend.block_tokens)
-            self.table[i] = ids[0]
-            self.table[i, :count] = ids
-            self.known[i] = tuple(row)  # the object itself when it is a tuple already
-            self.used[i] = count
-            self.backend.zero_tail(int(ids[-1]), int(slots[i]))
-            changed = True
-        return changed
-
-    def _index(self, rows: int, width: int) -> None:
-        backend = self.backend
-        pages = self.table[:rows, :width] * backend.page_stride
-        index = backend.head_rows[:, None, :, None] + pages[None, :, None, :]
-        self.gather = backend.tensor(index.reshape(-1))
-        self.indexed = (rows, width)
-        need, line = self.gather.numel(), backend.block_tokens * backend.head_dim
-        if self.scratch.shape[0] < need:
-            self.scratch = torch.empty((need * 5 // 4, line), dtype=backend.dtype, device=backend.device)
 
     def write(self, layer: int, qkv: torch.Tensor) -> None:
         self.backend.write(layer, qkv, self.page_ids, self.slots)
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        backend = self.backend
-        rows = qkv.shape[0]
-        gathered = self.scratch[: self.gather.numel()]
-        torch.index_select(backend.flat_layers[layer], 0, self.gather, out=gathered)
-        k, v = gathered.view(2, rows, backend.kv_heads, -1, backend.head_dim).unbind(0)
-        q = qkv[:, : backend.num_heads].view(rows, backend.kv_heads, backend.group, backend.head_dim)
-        return functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask).reshape(rows, -1)
+        backend, spec = self.backend, self.backend.specs[layer]
+        q = backend.queries(qkv)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for rows, index, mask in self.tiles[spec.window].tiles:
+            k, v = backend.gather(layer, index, rows.stop - rows.start)
+            out[rows] = softmax_attention(q[rows], k, v, mask, spec)
+        return out.view(qkv.shape[0], -1)

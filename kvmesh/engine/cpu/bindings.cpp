@@ -10,6 +10,10 @@ TORCH_LIBRARY(kvmesh, m) {
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("rotate_heads(Tensor(a!) qkv, int heads, Tensor cos, Tensor sin, Tensor? weight, float eps) -> ()");
   m.def("gated(Tensor x, bool gelu) -> Tensor");
+  m.def("write_kv(Tensor(a!) pages, int layer, Tensor qkv, Tensor sequences, Tensor table) -> ()");
+  m.def(
+      "paged_attention(Tensor pages, int layer, Tensor qkv, Tensor sequences, Tensor table, float scale, int window, "
+      "float softcap) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(kvmesh, CPU, m) {
@@ -19,4 +23,6 @@ TORCH_LIBRARY_IMPL(kvmesh, CPU, m) {
   m.impl("rms_norm", kvmesh::rms_norm);
   m.impl("rotate_heads", kvmesh::rotate_heads);
   m.impl("gated", kvmesh::gated);
+  m.impl("write_kv", kvmesh::write_kv);
+  m.impl("paged_attention", kvmesh::paged_attention);
 }

@@ -18,4 +18,10 @@ void rotate_heads(at::Tensor qkv, int64_t heads, const at::Tensor& cos, const at
                   const std::optional<at::Tensor>& weight, double eps);
 at::Tensor gated(const at::Tensor& x, bool gelu);
 
+// attention.cpp. `sequences` and `table` describe a step, see there; answers [T, H * D].
+void write_kv(at::Tensor pages, int64_t layer, const at::Tensor& qkv, const at::Tensor& sequences,
+              const at::Tensor& table);
+at::Tensor paged_attention(const at::Tensor& pages, int64_t layer, const at::Tensor& qkv, const at::Tensor& sequences,
+                           const at::Tensor& table, double scale, int64_t window, double softcap);
+
 }  // namespace kvmesh

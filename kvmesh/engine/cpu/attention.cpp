@@ -1,0 +1,408 @@
+// Attention over paged KV, read where it lies, and the writing of K and V into pages. The step is described by two
+// int32 arrays: `sequences [S, 4]` (first row in qkv, length, position of the first token, 1 where the rest of the last
+// page is to be cleared) and `table [>= S, width]` (each sequence's page ids, from token 0 on).
+#include <ATen/Parallel.h>
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "attention_rows.h"
+#include "ops.h"
+
+namespace kvmesh {
+namespace attention {
+namespace {
+
+inline __m512 load(const c10::Half* p, __mmask16 m) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(m, p)); }
+inline void store(c10::Half* p, __m512 v, __mmask16 m) {
+  _mm256_mask_storeu_epi16(p, m, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+using kvmesh::load;
+using kvmesh::store;
+
+// What is multiplied: bfloat16 as it is, float16 as float.
+template <typename T>
+using Element = std::conditional_t<std::is_same_v<T, c10::BFloat16>, c10::BFloat16, float>;
+
+int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+struct Sequence {
+  int32_t first, length, start, fresh;
+};
+
+struct Step {
+  const Sequence* sequences;
+  int64_t count;
+  const int32_t* table;
+  int64_t table_width;
+
+  const int32_t* pages(int64_t i) const { return table + i * table_width; }
+};
+
+Step step_of(const at::Tensor& sequences, const at::Tensor& table) {
+  TORCH_CHECK(sequences.scalar_type() == at::kInt && sequences.dim() == 2 && sequences.size(1) == 4 &&
+                  sequences.is_contiguous() && table.scalar_type() == at::kInt && table.dim() == 2 &&
+                  table.is_contiguous() && table.size(0) >= sequences.size(0),
+              "sequences [S, 4] and table [>= S, width] are contiguous int32");
+  return {reinterpret_cast<const Sequence*>(sequences.const_data_ptr<int32_t>()), sequences.size(0),
+          table.const_data_ptr<int32_t>(), table.size(1)};
+}
+
+// One layer of `pages [P, L, 2, K, B, D]`.
+template <typename T>
+struct Pages {
+  T* base;
+  int64_t page_stride, kv_heads, block, dim;
+
+  Pages(const at::Tensor& pages, int64_t layer)
+      : base(pages.data_ptr<T>() + layer * pages.stride(1)),
+        page_stride(pages.stride(0)),
+        kv_heads(pages.size(3)),
+        block(pages.size(4)),
+        dim(pages.size(5)) {}
+
+  // Slot 0 of one of the 2 K planes of a page.
+  T* plane(int64_t page, int64_t plane) const { return base + page * page_stride + plane * block * dim; }
+};
+
+void check(const at::Tensor& pages, int64_t layer, const at::Tensor& qkv) {
+  TORCH_CHECK(pages.dim() == 6 && pages.is_contiguous() && layer >= 0 && layer < pages.size(1) && qkv.dim() == 3 &&
+                  qkv.size(2) == pages.size(5) && qkv.stride(2) == 1 && qkv.stride(1) == pages.size(5) &&
+                  qkv.scalar_type() == pages.scalar_type() && pages.size(5) % 2 == 0,
+              "pages [P, L, 2, K, B, D] and qkv [T, H + 2K, D] of one dtype, D even");
+}
+
+template <typename F>
+void for_dtype(const at::Tensor& pages, F&& f) {
+  switch (pages.scalar_type()) {
+    case at::kFloat:
+      return f(0.0f);
+    case at::kBFloat16:
+      return f(c10::BFloat16());
+    case at::kHalf:
+      return f(c10::Half());
+    default:
+      TORCH_CHECK(false, "pages are float32, bfloat16 or float16, got ", pages.scalar_type());
+  }
+}
+
+template <typename T>
+void write(const Pages<T>& pages, const at::Tensor& qkv, const Step& step) {
+  const int64_t planes = 2 * pages.kv_heads, dim = pages.dim;
+  const int64_t heads = qkv.size(1) - planes, stride = qkv.stride(0);
+  const T* rows = qkv.const_data_ptr<T>() + heads * dim;
+  const auto one = [&](const Sequence& seq, const int32_t* ids, int64_t row) {
+    const int64_t position = seq.start + row - seq.first, slot = position % pages.block;
+    const bool clear = seq.fresh && row + 1 == seq.first + seq.length;
+    for (int64_t plane = 0; plane < planes; plane++) {
+      T* to = pages.plane(ids[position / pages.block], plane) + slot * dim;
+      std::memcpy(to, rows + row * stride + plane * dim, dim * sizeof(T));
+      if (clear) std::memset(static_cast<void*>(to + dim), 0, (pages.block - slot - 1) * dim * sizeof(T));
+    }
+  };
+  const int64_t grain = std::max<int64_t>(1, 65536 / (planes * dim * static_cast<int64_t>(sizeof(T))));
+  at::parallel_for(0, qkv.size(0), grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = 0; i < step.count; i++) {
+      const Sequence& seq = step.sequences[i];
+      const int64_t to = std::min<int64_t>(end, seq.first + seq.length);
+      for (int64_t row = std::max<int64_t>(begin, seq.first); row < to; row++) one(seq, step.pages(i), row);
+    }
+  });
+}
+
+// Scratch of one thread, kept from call to call; pointers are aligned to a cache line.
+class Scratch {
+ public:
+  // Begins anew with room for `bytes`.
+  void reset(int64_t bytes) {
+    if (bytes > size_) {
+      memory_.reset(static_cast<char*>(std::aligned_alloc(64, round_up(bytes, 4096))));
+      size_ = round_up(bytes, 4096);
+    }
+    used_ = 0;
+  }
+
+  // What is taken while a Mark lives is free again afterwards.
+  struct Mark {
+    explicit Mark(Scratch& scratch) : scratch_(scratch), used_(scratch.used_) {}
+    ~Mark() { scratch_.used_ = used_; }
+    Scratch& scratch_;
+    int64_t used_;
+  };
+
+  template <typename X>
+  X* take(int64_t count) {
+    char* at = memory_.get() + used_;
+    used_ += round_up(count * static_cast<int64_t>(sizeof(X)), 64);
+    TORCH_INTERNAL_ASSERT(used_ <= size_);
+    return reinterpret_cast<X*>(at);
+  }
+
+ private:
+  struct Free {
+    void operator()(char* p) const { std::free(p); }
+  };
+  std::unique_ptr<char, Free> memory_;
+  int64_t size_ = 0, used_ = 0;
+};
+
+// A piece of work: a part of a decode row's context, or a block of a longer run of queries.
+struct Piece {
+  int32_t sequence, head, at;
+};
+
+template <typename T>
+class Attend {
+  using E = Element<T>;
+
+ public:
+  Attend(const at::Tensor& pages, int64_t layer, const at::Tensor& qkv, const Step& step, double scale, int64_t window,
+         double softcap, at::Tensor& out)
+      : pages_(pages, layer),
+        step_(step),
+        qkv_(qkv.const_data_ptr<T>()),
+        out_(out.data_ptr<T>()),
+        stride_(qkv.stride(0)),
+        heads_(qkv.size(1) - 2 * pages_.kv_heads),
+        group_(heads_ / pages_.kv_heads),
+        dim_(pages_.dim),
+        width_(round_up(dim_, 16 * PACK<E>)),
+        words_(width_ / PACK<E>),
+        staged_(!std::is_same_v<T, E> || width_ != dim_),
+        window_(window),
+        bend_{static_cast<float>(scale), static_cast<float>(softcap)} {}
+
+  void run() {
+    plan();
+    const int64_t count = static_cast<int64_t>(pieces_.size());
+    std::atomic<int64_t> next{0};
+    at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), count), 1, [&](int64_t, int64_t) {
+      static thread_local Scratch scratch;
+      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) {
+        scratch.reset(scratch_bytes());
+        const Sequence& seq = step_.sequences[pieces_[i].sequence];
+        if (seq.length == 1) {
+          row(pieces_[i], seq, scratch);
+        } else {
+          const int64_t rows = std::min(ROWS, seq.length * group_ - pieces_[i].at);
+          const auto work = rows > 48   ? &Attend::template block<4>
+                            : rows > 32 ? &Attend::template block<3>
+                            : rows > 16 ? &Attend::template block<2>
+                                        : &Attend::template block<1>;
+          (this->*work)(pieces_[i], seq, rows, scratch);
+        }
+      }
+    });
+  }
+
+ private:
+  int64_t seen_from(int64_t position) const { return window_ ? std::max<int64_t>(0, position - window_ + 1) : 0; }
+
+  int64_t parts(const Sequence& seq) const {
+    return (seq.start + 1 - seen_from(seq.start) + PART - 1) / PART;
+  }
+
+  // Long pieces first, so that the threads end together. How work is cut depends on one sequence alone: an answer is
+  // the same to the last bit in any batch and on any number of threads.
+  void plan() {
+    const int32_t heads = static_cast<int32_t>(pages_.kv_heads);
+    for (int32_t s = 0; s < step_.count; s++) {
+      const int64_t rows = step_.sequences[s].length * group_;
+      if (step_.sequences[s].length == 1) continue;
+      for (int32_t head = 0; head < heads; head++)
+        for (int64_t at = (rows - 1) / ROWS * ROWS; at >= 0; at -= ROWS)
+          pieces_.push_back({s, head, static_cast<int32_t>(at)});
+    }
+    partials_of_.assign(step_.count, 0);
+    int64_t partials = 0;
+    for (int32_t s = 0; s < step_.count; s++) {
+      if (step_.sequences[s].length != 1) continue;
+      const int64_t count = parts(step_.sequences[s]);
+      partials_of_[s] = partials;
+      if (count > 1) partials += count * heads;
+      for (int32_t part = 0; part < count; part++)
+        for (int32_t head = 0; head < heads; head++) pieces_.push_back({s, head, part});
+    }
+    if (!partials) return;
+    static thread_local Scratch kept;
+    kept.reset(partials * partial_floats() * static_cast<int64_t>(sizeof(float)));
+    partials_ = kept.take<float>(partials * partial_floats());
+    left_ = std::make_unique<std::atomic<int64_t>[]>(step_.count * heads);
+    for (int64_t s = 0; s < step_.count; s++)
+      for (int32_t head = 0; head < heads; head++)
+        left_[s * heads + head] = step_.sequences[s].length == 1 ? parts(step_.sequences[s]) : 0;
+  }
+
+  // A part's answer: accumulators [group, width], then each head's largest score and sum of weights.
+  int64_t partial_floats() const { return round_up(group_ * (width_ + 2), 16); }
+
+  int64_t scratch_bytes() const {
+    const int64_t tokens = std::max(TILE, PART), queries = std::max(ROWS, group_);
+    const int64_t words = queries * (words_ + width_) + (TILE + 6) * ROWS + group_ * PART + TILE / 2 * width_ + width_;
+    return 4 * words + tokens * (3 * 8 + 2 * width_ * static_cast<int64_t>(sizeof(E))) + sizeof(Running) + 64 * 16 +
+           4 * partial_floats();
+  }
+
+  // `width` elements from `dim`, the rest zeros.
+  void stage(const T* from, E* to) const {
+    each16(dim_, [&](int64_t d, __mmask16 m) { store(to + d, load(from + d, m), m); });
+    std::fill(to + dim_, to + width_, E(0.0f));
+  }
+
+  // Pointers to K and V of tokens [begin, end), in the pages or, where these are not what the loops take, in scratch.
+  void find(const int32_t* ids, int64_t head, int64_t begin, int64_t end, Scratch& scratch, const E** k,
+            const E** v) const {
+    E* staged = staged_ ? scratch.take<E>(2 * (end - begin) * width_) : nullptr;
+    for (int64_t t = begin; t < end;) {
+      const int64_t page = ids[t / pages_.block], slot = t % pages_.block;
+      const T* keys = pages_.plane(page, head) + slot * dim_;
+      const T* values = pages_.plane(page, pages_.kv_heads + head) + slot * dim_;
+      const int64_t run = std::min(pages_.block - slot, end - t);
+      for (int64_t i = 0; i < run; i++, t++) {
+        if constexpr (std::is_same_v<T, E>) {
+          k[t - begin] = keys + i * dim_;
+          v[t - begin] = values + i * dim_;
+        }
+        if (staged) {
+          stage(keys + i * dim_, staged);
+          stage(values + i * dim_, staged + width_);
+          k[t - begin] = staged;
+          v[t - begin] = staged + width_;
+          staged += 2 * width_;
+        }
+      }
+    }
+  }
+
+  const T* query(int64_t row, int64_t head) const { return qkv_ + row * stride_ + head * dim_; }
+
+  void put(int64_t row, int64_t head, const float* o, float sum) const {
+    const __m512 scale = _mm512_set1_ps(1.0f / sum);
+    T* to = out_ + (row * heads_ + head) * dim_;
+    each16(dim_, [&](int64_t d, __mmask16 m) { store(to + d, _mm512_mul_ps(load(o + d, m), scale), m); });
+  }
+
+  void row(const Piece& piece, const Sequence& seq, Scratch& scratch) const {
+    const int64_t count = parts(seq);
+    const int64_t begin = seen_from(seq.start) + piece.at * PART, end = std::min<int64_t>(begin + PART, seq.start + 1);
+    const E **k = scratch.take<const E*>(PART), **v = scratch.take<const E*>(PART);
+    find(step_.pages(piece.sequence), piece.head, begin, end, scratch, k, v);
+    float* q = scratch.take<float>(group_ * words_);
+    for (int64_t g = 0; g < group_; g++)
+      stage(query(seq.first, piece.head * group_ + g), reinterpret_cast<E*>(q + g * words_));
+    float* s = scratch.take<float>(group_ * PART);
+    row_scores(q, group_, k, end - begin, words_, s);
+    const int64_t mine = (partials_of_[piece.sequence] + piece.at * pages_.kv_heads + piece.head) * partial_floats();
+    float* o = count > 1 ? partials_ + mine : scratch.take<float>(partial_floats());
+    float *top = o + group_ * width_, *sum = top + group_;
+    for (int64_t g = 0; g < group_; g++) row_weights(s + g * PART, end - begin, bend_, top[g], sum[g]);
+    row_values(s, group_, v, end - begin, o, width_);
+    if (count > 1) {
+      if (left_[piece.sequence * pages_.kv_heads + piece.head].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+      join(partials_ + mine - piece.at * pages_.kv_heads * partial_floats(), count, o = scratch.take<float>(partial_floats()));
+      sum = o + group_ * width_ + group_;
+    }
+    for (int64_t g = 0; g < group_; g++) put(seq.first, piece.head * group_ + g, o + g * width_, sum[g]);
+  }
+
+  // One softmax over all parts, in their order.
+  void join(const float* partials, int64_t count, float* o) const {
+    const int64_t apart = pages_.kv_heads * partial_floats(), tops = group_ * width_;
+    std::fill(o, o + partial_floats(), 0.0f);
+    for (int64_t g = 0; g < group_; g++) {
+      float top = NEVER;
+      for (int64_t i = 0; i < count; i++) top = std::max(top, partials[i * apart + tops + g]);
+      for (int64_t i = 0; i < count; i++) {
+        const float* part = partials + i * apart;
+        const float weight = std::exp2(part[tops + g] - top);
+        o[tops + group_ + g] += weight * part[tops + group_ + g];
+        for (int64_t d = 0; d < width_; d++) o[g * width_ + d] += weight * part[g * width_ + d];
+      }
+    }
+  }
+
+  template <int MV>
+  void block(const Piece& piece, const Sequence& seq, int64_t rows, Scratch& scratch) const {
+    constexpr int64_t LANES = 16 * MV;
+    Running& run = *scratch.take<Running>(1);
+    float* q = scratch.take<float>(words_ * LANES);
+    E* line = scratch.take<E>(width_);
+    for (int64_t r = 0; r < LANES; r++) {
+      const int64_t at = piece.at + std::min(r, rows - 1);  // lanes without a query repeat the last one
+      stage(query(seq.first + at / group_, piece.head * group_ + at % group_), line);
+      for (int64_t d = 0; d < words_; d++) q[d * LANES + r] = reinterpret_cast<const float*>(line)[d];
+      run.last[r] = static_cast<int32_t>(seq.start + at / group_);
+      run.top[r] = NEVER;
+      run.sum[r] = 0.0f;
+    }
+    float* s = scratch.take<float>((TILE + 6) * LANES);
+    float* o = scratch.take<float>(LANES * width_);
+    std::fill(o, o + LANES * width_, 0.0f);
+    const float** words = scratch.take<const float*>(TILE);
+    float* paired = PACK<E> == 2 ? scratch.take<float>(TILE / 2 * width_) : nullptr;
+    const E **k = scratch.take<const E*>(TILE), **v = scratch.take<const E*>(TILE);
+    const int64_t end = run.last[rows - 1] + 1;
+    for (int64_t t = seen_from(run.last[0]) / TILE * TILE; t < end; t += TILE) {
+      const int64_t n = std::min(TILE, end - t);
+      Scratch::Mark mark(scratch);
+      find(step_.pages(piece.sequence), piece.head, t, t + n, scratch, k, v);
+      block_scores<E, MV>(q, k, n, words_, s);
+      const bool masked = t + n - 1 > run.last[0] || t < seen_from(run.last[rows - 1]);
+      block_weights<E, MV>(s, t, n, bend_, window_, masked, run);
+      const int64_t steps = (n + PACK<E> - 1) / PACK<E>;
+      for (int64_t i = 0; i < steps; i++) {
+        if constexpr (PACK<E> == 2) {
+          pair_values(v[2 * i], 2 * i + 1 < n ? v[2 * i + 1] : nullptr, width_, paired + i * width_);
+          words[i] = paired + i * width_;
+        } else {
+          words[i] = v[i];
+        }
+      }
+      block_values<E>(s, LANES, words, steps, round_up(rows, 4), run.fade, o, width_);
+    }
+    for (int64_t r = 0; r < rows; r++) {
+      const int64_t at = piece.at + r;
+      put(seq.first + at / group_, piece.head * group_ + at % group_, o + r * width_, run.sum[r]);
+    }
+  }
+
+  const Pages<T> pages_;
+  const Step step_;
+  const T* qkv_;
+  T* out_;
+  const int64_t stride_, heads_, group_;
+  const int64_t dim_, width_, words_;  // elements of a head, padded to whole registers, and words of the latter
+  const bool staged_;
+  const int64_t window_;
+  const Bend bend_;
+  std::vector<Piece> pieces_;
+  std::vector<int64_t> partials_of_;  // of each sequence whose context is cut: its first one
+  float* partials_ = nullptr;
+  std::unique_ptr<std::atomic<int64_t>[]> left_;  // parts that are not done, by (sequence, head)
+};
+
+}  // namespace
+}  // namespace attention
+
+void write_kv(at::Tensor pages, int64_t layer, const at::Tensor& qkv, const at::Tensor& sequences,
+              const at::Tensor& table) {
+  attention::check(pages, layer, qkv);
+  const attention::Step step = attention::step_of(sequences, table);
+  attention::for_dtype(pages, [&]<typename T>(T) { attention::write(attention::Pages<T>(pages, layer), qkv, step); });
+}
+
+at::Tensor paged_attention(const at::Tensor& pages, int64_t layer, const at::Tensor& qkv, const at::Tensor& sequences,
+                           const at::Tensor& table, double scale, int64_t window, double softcap) {
+  attention::check(pages, layer, qkv);
+  const attention::Step step = attention::step_of(sequences, table);
+  const int64_t heads = qkv.size(1) - 2 * pages.size(3);
+  TORCH_CHECK(heads > 0 && heads % pages.size(3) == 0, heads, " query heads over ", pages.size(3), " KV heads");
+  at::Tensor out = at::empty({qkv.size(0), heads * pages.size(5)}, qkv.options());
+  attention::for_dtype(pages, [&]<typename T>(T) {
+    attention::Attend<T>(pages, layer, qkv, step, scale, window, softcap, out).run();
+  });
+  return out;
+}
+
+}  // namespace kvmesh

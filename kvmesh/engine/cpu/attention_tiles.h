@@ -1,0 +1,195 @@
+// The inner loops of attention over pages, on tiles that fit the first caches. Everything is counted in words of four
+// bytes: one float, or two bfloat16 that VDPBF16PS multiplies and adds as a pair.
+#pragma once
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#include "vec.h"
+
+namespace kvmesh::attention {
+
+constexpr int64_t TILE = 128;  // tokens of context that a block of queries meets at once
+constexpr int64_t ROWS = 64;   // (query, head) pairs of such a block
+constexpr float LOG2E = 1.44269504088896340736f;
+constexpr float NEVER = -std::numeric_limits<float>::infinity();
+
+template <typename E>
+constexpr int64_t PACK = 4 / sizeof(E);  // elements in a word
+
+// acc + a·b over the elements of each word.
+template <typename E>
+inline __m512 dot(__m512 acc, __m512 a, __m512 b) {
+  if constexpr (std::is_same_v<E, float>) {
+    return _mm512_fmadd_ps(a, b, acc);
+  } else {
+    return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
+  }
+}
+
+// 2^x to 2e-8 of the result before rounding; 0 below -200, NaN stays. The polynomial is a weighted least squares fit of
+// 2^f over [-1/2, 1/2], weights raised where the relative error was largest.
+inline __m512 exp2(__m512 x) {
+  x = _mm512_max_ps(_mm512_set1_ps(-200.0f), x);  // in this order: of a number and NaN, MAXPS answers the second
+  const __m512 n = _mm512_roundscale_ps(x, 0);
+  const __m512 f = _mm512_sub_ps(x, n);
+  __m512 y = _mm512_set1_ps(1.534581097e-04f);
+  for (const float c : {1.339993090e-03f, 9.618489072e-03f, 5.550328642e-02f, 2.402264625e-01f, 6.931471825e-01f, 1.0f})
+    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(c));
+  return _mm512_scalef_ps(y, n);
+}
+
+// What a raw product becomes before the softmax, in units of log2: q·k * scale, bent towards ±softcap.
+struct Bend {
+  float scale, softcap;
+
+  __m512 operator()(__m512 s) const {
+    if (softcap == 0.0f) return _mm512_mul_ps(s, _mm512_set1_ps(scale * LOG2E));
+    const __m512 e = exp2(_mm512_mul_ps(s, _mm512_set1_ps(2.0f * LOG2E * scale / softcap)));
+    const __m512 one = _mm512_set1_ps(1.0f);
+    const __m512 tanh = _mm512_sub_ps(one, _mm512_div_ps(_mm512_set1_ps(2.0f), _mm512_add_ps(e, one)));
+    return _mm512_mul_ps(tanh, _mm512_set1_ps(softcap * LOG2E));
+  }
+};
+
+// ---- A block of queries: rows are lanes, so that nothing is ever summed across a register. ----
+
+// s[t][row] = k[t]·q[row]; q [depth][16 MV] words, s [n + 6][16 MV].
+template <typename E, int MV>
+void block_scores(const float* q, const E* const* k, int64_t n, int64_t depth, float* s) {
+  constexpr int NR = 6;
+  for (int64_t t = 0; t < n; t += NR) {
+    __m512 acc[NR][MV];
+    const float* rows[NR];
+    for (int r = 0; r < NR; r++) {
+      rows[r] = reinterpret_cast<const float*>(k[std::min(t + r, n - 1)]);
+      for (int m = 0; m < MV; m++) acc[r][m] = _mm512_setzero_ps();
+    }
+    for (int64_t d = 0; d < depth; d++) {
+      __m512 qv[MV];
+#pragma GCC unroll 4
+      for (int m = 0; m < MV; m++) qv[m] = _mm512_load_ps(q + (d * MV + m) * 16);
+#pragma GCC unroll 6
+      for (int r = 0; r < NR; r++) {
+        const __m512 kv = _mm512_set1_ps(rows[r][d]);
+#pragma GCC unroll 4
+        for (int m = 0; m < MV; m++) acc[r][m] = dot<E>(acc[r][m], kv, qv[m]);
+      }
+    }
+    for (int r = 0; r < NR; r++)
+      for (int m = 0; m < MV; m++) _mm512_store_ps(s + ((t + r) * MV + m) * 16, acc[r][m]);
+  }
+}
+
+// The running softmax of a block: the largest score so far, the sum of weights, and what the last tile's accumulators
+// are to be multiplied by.
+struct Running {
+  alignas(64) float top[ROWS], sum[ROWS], fade[ROWS];
+  alignas(64) int32_t last[ROWS];  // position of each row's query: what it sees last
+};
+
+// Turns a tile of scores into weights, in place: words [ceil(n / PACK)][16 MV]. `masked`: some row does not see all of
+// the tokens [t0, t0 + n).
+template <typename E, int MV>
+void block_weights(float* s, int64_t t0, int64_t n, Bend bend, int64_t window, bool masked, Running& run) {
+  const __m512 never = _mm512_set1_ps(NEVER);
+  for (int m = 0; m < MV; m++) {
+    float* column = s + m * 16;
+    const __m512i last = _mm512_load_si512(run.last + m * 16);
+    const __m512i before = _mm512_sub_epi32(last, _mm512_set1_epi32(static_cast<int32_t>(window)));
+    const __m512 old = _mm512_load_ps(run.top + m * 16);
+    __m512 top = old;
+    for (int64_t t = 0; t < n; t++) {
+      __m512 x = bend(_mm512_load_ps(column + t * MV * 16));
+      if (masked) {
+        const __m512i at = _mm512_set1_epi32(static_cast<int32_t>(t0 + t));
+        __mmask16 hidden = _mm512_cmpgt_epi32_mask(at, last);
+        if (window) hidden |= _mm512_cmple_epi32_mask(at, before);
+        x = _mm512_mask_mov_ps(x, hidden, never);
+      }
+      _mm512_store_ps(column + t * MV * 16, x);
+      top = _mm512_max_ps(top, x);
+    }
+    const __mmask16 blind = _mm512_cmp_ps_mask(top, never, _CMP_EQ_OQ);
+    const __m512 base = _mm512_mask_mov_ps(top, blind, _mm512_setzero_ps());
+    const __m512 fade = exp2(_mm512_sub_ps(old, base));
+    __m512 sum = _mm512_mul_ps(_mm512_load_ps(run.sum + m * 16), fade);
+    const auto weight = [&](int64_t t) { return exp2(_mm512_sub_ps(_mm512_load_ps(column + t * MV * 16), base)); };
+    if constexpr (PACK<E> == 1) {
+      for (int64_t t = 0; t < n; t++) {
+        const __m512 p = weight(t);
+        sum = _mm512_add_ps(sum, p);
+        _mm512_store_ps(column + t * MV * 16, p);
+      }
+    } else {
+      for (int64_t t = 0; t < n; t += 2) {
+        const __m512 a = weight(t), b = t + 1 < n ? weight(t + 1) : _mm512_setzero_ps();
+        sum = _mm512_add_ps(sum, _mm512_add_ps(a, b));
+        const __m512i low = _mm512_cvtepu16_epi32(narrow(a)), high = _mm512_cvtepu16_epi32(narrow(b));
+        _mm512_store_si512(column + t / 2 * MV * 16, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+      }
+    }
+    _mm512_store_ps(run.top + m * 16, top);
+    _mm512_store_ps(run.sum + m * 16, sum);
+    _mm512_store_ps(run.fade + m * 16, fade);
+  }
+}
+
+// Values of two tokens as words (v[t][d], v[t + 1][d]); `b` may be null (zeros). `width` is a multiple of 32.
+inline void pair_values(const c10::BFloat16* a, const c10::BFloat16* b, int64_t width, float* words) {
+  alignas(64) static constexpr uint16_t LOW[32] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                   8,  40, 9,  41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+  const __m512i low = _mm512_load_si512(LOW), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+  for (int64_t d = 0; d < width; d += 32) {
+    const __m512i x = _mm512_loadu_si512(a + d), y = b ? _mm512_loadu_si512(b + d) : _mm512_setzero_si512();
+    _mm512_store_si512(words + d, _mm512_permutex2var_epi16(x, low, y));
+    _mm512_store_si512(words + d + 16, _mm512_permutex2var_epi16(x, high, y));
+  }
+}
+
+// o[row][d] = o[row][d] * fade[row] + Σ p[t][row] v[t][d] for 4 rows and 16 DV columns.
+template <typename E, int DV>
+void block_values_tile(const float* p, int64_t stride, const float* const* v, int64_t steps, int64_t d, const float* fade,
+                       float* o, int64_t width) {
+  constexpr int MR = 4;
+  __m512 acc[MR][DV];
+  for (int r = 0; r < MR; r++)
+    for (int c = 0; c < DV; c++)
+      acc[r][c] = _mm512_mul_ps(_mm512_load_ps(o + r * width + d + c * 16), _mm512_set1_ps(fade[r]));
+  for (int64_t t = 0; t < steps; t++) {
+    __m512 vv[DV];
+#pragma GCC unroll 6
+    for (int c = 0; c < DV; c++) vv[c] = _mm512_loadu_ps(v[t] + d + c * 16);
+#pragma GCC unroll 4
+    for (int r = 0; r < MR; r++) {
+      const __m512 pv = _mm512_set1_ps(p[t * stride + r]);
+#pragma GCC unroll 6
+      for (int c = 0; c < DV; c++) acc[r][c] = dot<E>(acc[r][c], pv, vv[c]);
+    }
+  }
+  for (int r = 0; r < MR; r++)
+    for (int c = 0; c < DV; c++) _mm512_store_ps(o + r * width + d + c * 16, acc[r][c]);
+}
+
+// The same for all rows (a multiple of 4 of them) and all columns.
+template <typename E>
+void block_values(const float* p, int64_t stride, const float* const* v, int64_t steps, int64_t rows, const float* fade,
+                  float* o, int64_t width) {
+  int64_t d = 0;
+  const auto all_rows = [&](auto tile, int64_t columns) {
+    for (int64_t r = 0; r < rows; r += 4) tile(p + r, stride, v, steps, d, fade + r, o + r * width, width);
+    d += columns;
+  };
+  while (width - d >= 64) all_rows(block_values_tile<E, 4>, 64);
+  if (width - d >= 32) all_rows(block_values_tile<E, 2>, 32);
+  if (width - d >= 16) all_rows(block_values_tile<E, 1>, 16);
+}
+
+}  // namespace kvmesh::attention
