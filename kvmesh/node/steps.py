@@ -169,7 +169,8 @@ class Steps:
 
 def _inputs(items: Sequence[m.PrefillItem]) -> list[PrefillInput]:
     return [
-        PrefillInput(i.token_ids, i.start, i.pages, _params(i.sample, 0, i.history) if i.sample else None) for i in items
+        PrefillInput(i.token_ids, i.start, i.pages, _params(i.sample, 0, i.history) if i.sample else None)
+        for i in items
     ]
 
 

@@ -59,6 +59,7 @@ class Spec:
     block_keys: tuple[bytes, ...] = ()  # of the prompt's full blocks
     chain_digest: bytes = b""  # 32 bytes that the answer's first key is chained from; empty: its blocks are not sealed
     tail: bytes = b""  # the prompt's tokens after its last full block, packed
+    said: bytes = b""  # the whole prompt, packed, where a penalty looks at what was said
     pulls: tuple[PullRange, ...] = ()  # where blocks lie that we are to fetch: hints
     load_until: int | None = None  # blocks from here on are not read out of our own lower tiers: a push is faster
     carry: Any = None

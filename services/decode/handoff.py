@@ -53,8 +53,7 @@ class Handoff(Hands):
         self.made = index + 1
         self.last_token = token_id
         self.last_ns = now
-        if self.chain.pending is not None:
-            self.chain.pending.append(token_id)
+        self.note(token_id)
         if index == 1:
             self.times.second = now
         return True
@@ -143,8 +142,7 @@ class Handoff(Hands):
         times.queue_us, times.prefill_us = event.queue_us, event.prefill_us
         times.pull_us, times.pull_bytes = event.pull_us, event.pull_bytes
         times.pulled_tokens, times.host_tokens = event.pulled_tokens, event.host_tokens
-        if self.chain.pending is not None:
-            self.chain.pending.append(event.token_id)
+        self.note(event.token_id)
         out.append(e.EmitFirst(event))
         if event.token_id in spec.stop_token_ids and spec.min_tokens <= 1:
             self._finish_early(Reason.STOP, now, out)

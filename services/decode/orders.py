@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from kvmesh.kvcache.keys import unpack_tokens
 from kvmesh.node import messages as m
+from kvmesh.node.sampling import history_of
 from services.decode import events as e
 from services.decode import inputs as i
 from services.decode.handoff import Handoff
@@ -77,6 +79,7 @@ def join(h: Handoff, action: e.Join) -> Iterable[i.Output]:
         min_tokens=spec.min_tokens,
         stop_token_ids=spec.stop_token_ids,
         sampling=spec.sampling,
+        history=history_of(spec.sampling, unpack_tokens(spec.said), h.answer) if h.answer is not None else None,
     )
     return to_all(h.shape, message)
 

@@ -59,6 +59,7 @@ class Request:
         self.writer_done = False  # prefill has nothing left to say
         # the answer
         self.first: e.FirstToken | None = None
+        self.answer: list[int] | None = [] if spec.said else None  # its tokens, where a penalty looks at them
         self.made = 0  # tokens of the answer known here
         self.last_token = -1
         self.last_ns = 0
@@ -81,6 +82,13 @@ class Request:
         self.stream: Stream | None = None
         self.queue = ""
         self.armed = NEVER
+
+    def note(self, token_id: int) -> None:
+        """A token of the answer is known: for its blocks' keys and for penalties, if anybody wants to know."""
+        if self.chain.pending is not None:
+            self.chain.pending.append(token_id)
+        if self.answer is not None:
+            self.answer.append(token_id)
 
     # ── what the scheduler asks ──────────────────────────────────────────────────────────────────
 

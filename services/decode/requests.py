@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from array import array
 from dataclasses import dataclass
@@ -11,14 +10,13 @@ from typing import Any
 from kvmesh.kvcache import keys
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import Tier, tier_of
-from kvmesh.node.messages import Sampling
+from kvmesh.node.sampling import needs_history, sampling_of
 from kvmesh.rpc.errors import ContextTooLong, InvalidRequest, ModelNotFound, Unavailable
 from kvmesh.rpc.pb import common_pb2, decode_pb2
 from services.decode.events import Spec
 from services.decode.limits import NS_PER_MS
 
 MAX_PULL_RANGES = 1024
-MAX_TOP_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,9 @@ def check_start(start: decode_pb2.StartRequest, instance: Instance, now: int, ca
     if not start.deadline_ms:
         raise InvalidRequest.of("deadline_ms", 0, "every request has a deadline")
     sampling = start.sampling
-    _check_sampling(sampling)
+    if sampling.max_tokens < 1:
+        raise InvalidRequest.of("max_tokens", sampling.max_tokens, "at least 1")
+    told = sampling_of(sampling, tokens, instance.vocab_size)
     stops = set(sampling.stop_token_ids)
     if not sampling.ignore_eos:
         stops.update(instance.eos_token_ids)
@@ -65,13 +65,8 @@ def check_start(start: decode_pb2.StartRequest, instance: Instance, now: int, ca
         deadline_ns=now + start.deadline_ms * NS_PER_MS,
         min_tokens=sampling.min_tokens,
         stop_token_ids=tuple(sorted(stops)),
-        sampling=Sampling(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=sampling.seed,
-            logprobs=sampling.top_logprobs if sampling.logprobs else -1,
-        ),
+        sampling=told,
+        said=start.token_ids if needs_history(told) else b"",
         priority=start.priority,
         credit_tokens=start.credit_tokens,
         block_keys=tuple(keys.split(start.block_keys)),
@@ -127,14 +122,3 @@ def _highest(token_ids: bytes) -> int:
     if sys.byteorder == "big":
         ids.byteswap()
     return max(ids)
-
-
-def _check_sampling(sampling: common_pb2.SamplingParams) -> None:
-    if sampling.max_tokens < 1:
-        raise InvalidRequest.of("max_tokens", sampling.max_tokens, "at least 1")
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise InvalidRequest.of("temperature", sampling.temperature, "a finite number, not negative")
-    if not 0 < sampling.top_p <= 1:
-        raise InvalidRequest.of("top_p", sampling.top_p, "over 0, at most 1")
-    if sampling.top_logprobs > MAX_TOP_LOGPROBS:
-        raise InvalidRequest.of("top_logprobs", sampling.top_logprobs, f"at most {MAX_TOP_LOGPROBS}")

@@ -238,7 +238,8 @@ class Runner:
         handle = next(self._handles)
         try:
             own, life = self.reporter.instance_id, spans.traceparent(origin.life)
-            start = wire.start_in(request, handle, stream.number, self._fingerprint, own, now, life)
+            vocab = self.state.config.vocab_size
+            start = wire.start_in(request, handle, stream.number, self._fingerprint, own, now, life, vocab)
             start = replace(start, removed_seq=self.reached(), adopt=isinstance(stream, OwnStream))
         except KvmeshError as error:
             self.reporter.refused(origin, error.code, now)

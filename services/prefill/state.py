@@ -23,6 +23,7 @@ from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import PrefixCache
 from kvmesh.kvcache.sources import Lower
 from kvmesh.node import messages as m
+from kvmesh.node.sampling import history_of
 from kvmesh.rpc.errors import DeadlinePassed, HandoffLost, KvmeshError, Overloaded, Unavailable
 from services.prefill import events as ev
 from services.prefill.checks import BrainConfig, refusal
@@ -262,13 +263,15 @@ class PrefillState:
 
     def _item(self, chunk: Chunk) -> m.PrefillItem:
         h = self.handoffs[chunk.handle]
+        sampling = h.start.sampling if chunk.last else None
         return m.PrefillItem(
             handle=h.handle,
             token_ids=h.start.token_ids[chunk.start : chunk.end],
             start=chunk.start,
             pages=tuple(h.pages[: -(-chunk.end // self.config.plan.block_tokens)]),
-            sample=h.start.sampling if chunk.last else None,
+            sample=sampling,
             push=not h.start.adopt,
+            history=history_of(sampling, h.start.token_ids) if sampling is not None else None,
         )
 
     def _from_rank(self, rank: int, message: m.ToFront, now: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvmesh.kvcache import keys
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import Tier, tier_of
-from kvmesh.node import messages as m
+from kvmesh.node.sampling import sampling_of
 from kvmesh.rpc.errors import InvalidRequest, ModelNotFound
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import prefill_pb2 as pb
@@ -19,10 +19,17 @@ MAX_PULLS = 1024  # ranges of one request
 
 
 def start_in(
-    request: pb.StartPrefill, handle: int, stream: int, fingerprint: str, own: str, now: int, traceparent: str
+    request: pb.StartPrefill,
+    handle: int,
+    stream: int,
+    fingerprint: str,
+    own: str,
+    now: int,
+    traceparent: str,
+    vocab_size: int,
 ) -> ev.Start:
-    """Raises ModelNotFound for another model's request, InvalidRequest for bytes that are none and for hints that
-    cannot be right. `own` is this instance's id, `traceparent` the span that pulls belong to."""
+    """Raises ModelNotFound for another model's request, InvalidRequest for bytes that are none, sampling out of range
+    and hints that cannot be right. `own` is this instance's id, `traceparent` the span that pulls belong to."""
     if request.model_fingerprint != fingerprint:
         raise ModelNotFound(
             f"this prefill instance serves the model with fingerprint {fingerprint[:16]}, "
@@ -37,14 +44,13 @@ def start_in(
         block_keys = tuple(keys.split(request.block_keys))
     except ValueError as error:
         raise InvalidRequest(f"block_keys: {error}", field="block_keys") from None
-    s = request.sampling
     return ev.Start(
         handle=handle,
         stream=stream,
         request_id=request.request_id,
         token_ids=token_ids,
         block_keys=block_keys,
-        sampling=m.Sampling(s.temperature, s.top_p, s.top_k, s.seed, s.top_logprobs if s.logprobs else -1),
+        sampling=sampling_of(request.sampling, len(token_ids), vocab_size),
         deadline_ns=now + request.deadline_ms * NS_PER_MS if request.deadline_ms else 0,
         priority=request.priority,
         pulls=pulls_in(request.pulls, len(block_keys), own),

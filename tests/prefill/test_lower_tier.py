@@ -48,6 +48,7 @@ def test_its_own_tier_is_read_up_to_where_it_pays(until: int | None, hinted: int
 
 def test_no_opinion_is_not_the_first_block() -> None:
     asked = pb.StartPrefill(block_keys=bytes(16), token_ids=bytes(8))
-    assert wire.start_in(asked, 1, 1, "", "me", 0, "").load_until is None
+    asked.sampling.top_p = 1.0
+    assert wire.start_in(asked, 1, 1, "", "me", 0, "", 512).load_until is None
     asked.load_until = 0
-    assert wire.start_in(asked, 1, 1, "", "me", 0, "").load_until == 0
+    assert wire.start_in(asked, 1, 1, "", "me", 0, "", 512).load_until == 0
