@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Pulled
 from kvmesh.node import messages as m
@@ -201,6 +202,12 @@ class Front:
     @property
     def ready(self) -> bool:
         return not self.not_ready_reason
+
+    @property
+    def shards(self) -> tuple[ShardLayout, ...]:
+        """How the ranks cut each block."""
+        shards = [rank.ready.shard for rank in self.ranks]
+        return tuple(shard for shard in shards if shard is not None)
 
     @property
     def max_context_tokens(self) -> int:

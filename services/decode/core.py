@@ -16,6 +16,7 @@ from kvmesh.kvcache.sources import Pulled
 from kvmesh.node import messages as m
 from kvmesh.node.blocks import Blocks
 from kvmesh.node.front import Front
+from kvmesh.node.shard_wire import to_wire
 from kvmesh.rpc import protocol
 from kvmesh.rpc.errors import KvmeshError, Overloaded, Unavailable
 from kvmesh.rpc.pb import common_pb2, decode_pb2, prefill_pb2
@@ -221,6 +222,7 @@ class Core:
             protocol_version=protocol.PROTOCOL_VERSION,
             instance=self.front.ref,
             segment_descriptors=[rank.ready.descriptor for rank in self.front.ranks],
+            layouts=to_wire(self.front.shards),
         )
 
     def counters(self) -> common_pb2.PoolCounters:

@@ -187,15 +187,14 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The rank has taken the request out of its batch: the answer is complete."""
+    """The ranks have taken the request out of their batch: the answer is complete."""
 
-    rank: int
     reason: Reason
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    rank: int
+    """No step touches its pages from here on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +215,7 @@ class Land:
     epoch: int
     place: Place
     slots: list[int]
-    writers: tuple[str, ...]
+    writers: tuple[tuple[int, str], ...]  # (rank of ours, writer that sends to it)
     held: list[int] = field(default_factory=list)
 
 
@@ -335,9 +334,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Out of the batch at these ranks; each answers Left."""
-
-    ranks: tuple[int, ...]
+    """Out of the batch; answered by Left."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ A request whose prompt is computed in this instance goes from ADMITTED to READY 
 
 Pure: events and the time come in, actions go out. Four kinds of *hands* can be on a request's memory: `windows`
 (writers that are not fenced yet), `loading` (a rank copies blocks of our own store into the landing), `copying` (a rank
-copies between extents and pages) and `batch` (ranks whose steps use the pages). The one rule: **memory is given back
-only when no hand is on it**, whatever the client was told.
+copies between extents and pages) and `in_batch` (a step may touch the pages; rank 0 speaks for all: ADR 0023). The one
+rule: **memory is given back only when no hand is on it**, whatever the client was told.
 """
 
 from __future__ import annotations
@@ -82,11 +82,10 @@ class Handoff(Hands):
         else:
             self.extents, self.shared = [*event.held, *event.slots], len(event.held)
         assert len(self.pages) + len(self.extents) == self.prompt_blocks > self.first_block
-        keys = [(rank, peer) for rank in range(len(self.shape.ranks)) for peer in event.writers]
-        self.windows = dict.fromkeys(keys, Window.OPENING)
-        self.marks = set(keys)
+        self.windows = dict.fromkeys(event.writers, Window.OPENING)
+        self.marks = set(event.writers)
         self._arm(now, self.limits.fill_begin_ms)
-        out.extend(e.OpenWindow(rank, peer) for rank, peer in keys)
+        out.extend(e.OpenWindow(rank, peer) for rank, peer in event.writers)
         if self.held:
             self.loading = self.all_ranks()
             out.append(e.LoadCopy(tuple(self.held), tuple(self.pages[: self.first_block])))
@@ -275,7 +274,7 @@ class Handoff(Hands):
 
     def _join(self, now: int, out: list[e.Action]) -> None:
         self.phase = Phase.RUNNING
-        self.batch = self.all_ranks()
+        self.in_batch = True
         self.stalled = False
         self.last_ns = now
         self.times.joined = self.times.joined or now
@@ -313,37 +312,33 @@ class Handoff(Hands):
         out.append(e.CopyOut(tuple(self.pages[:used]), tuple(self.extents)))
 
     def _left(self, event: e.Left, now: int, out: list[e.Action]) -> None:
-        if self.leaving and event.rank in self.batch:
-            self._out_of_batch({event.rank}, now, out)
+        if self.leaving:
+            self._out_of_batch(now, out)
 
-    def _out_of_batch(self, ranks: set[int], now: int, out: list[e.Action]) -> None:
-        self.batch -= ranks
-        if self.batch:
-            return
-        self.leaving = False
+    def _out_of_batch(self, now: int, out: list[e.Action]) -> None:
+        self.in_batch = self.leaving = False
         if self.ended:
             self._settle(now, out)
         elif self.swap:
             self._copy_out(now, out)
 
     def _answer_ended(self, event: e.Ended, now: int, out: list[e.Action]) -> None:
-        if event.rank not in self.batch:
+        if not self.in_batch:
             return
         if not self.ended:
             self._end(e.EmitFinish(event.reason), now, out)
             self.phase = Phase.DONE
-        self._out_of_batch({event.rank}, now, out)
-        self._leave(out)  # further ranks: their last step may still be on the pages
+        self._out_of_batch(now, out)
 
     def _step_failed(self, event: e.StepFailed, now: int, out: list[e.Action]) -> None:
-        if not self.batch:
+        if not self.in_batch:
             return
         self.failed = True
         if not self.ended:
             self._end(e.EmitFail(InternalError(event.message)), now, out)
             self.phase = Phase.CANCELLING
             self.due = NEVER
-        self._out_of_batch(set(self.batch), now, out)
+        self._out_of_batch(now, out)
 
     # ── ends ─────────────────────────────────────────────────────────────────────────────────────
 

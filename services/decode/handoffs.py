@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from kvmesh.node.shard_wire import from_wire, writers_of
 from kvmesh.rpc import channels, protocol, status
 from kvmesh.rpc.errors import KvmeshError, ProtocolMismatch, Unavailable
 from kvmesh.rpc.pb import common_pb2, prefill_pb2, prefill_pb2_grpc
@@ -44,6 +45,7 @@ class PeerStream:
         self._connect_s = connect_s
         self._queue: deque[tuple[prefill_pb2.HandoffRequest, Callable[[], None] | None]] = deque()
         self._queue.append((prefill_pb2.HandoffRequest(hello=hello), None))
+        self._readers = from_wire(hello.layouts, "layouts")
         self._news = asyncio.Event()
         self._news.set()
 
@@ -91,7 +93,8 @@ class PeerStream:
         protocol.check(event.hello.protocol_version, self.who)
         if not event.hello.writers:
             raise ProtocolMismatch(f"{self.who} names no writers", field="writers")
-        self._feed(i.PeerReady(self.peer, tuple(event.hello.writers)))
+        cuts = from_wire(event.hello.layouts, "layouts")
+        self._feed(i.PeerReady(self.peer, writers_of(tuple(event.hello.writers), cuts, self._readers)))
 
     def _take(self, message: prefill_pb2.HandoffEvent) -> None:
         found = mapping.from_prefill(message)

@@ -35,7 +35,7 @@ class Hands(Request):
                 out.append(e.Fence(*key))
 
     def _settle(self, now: int, out: list[e.Action]) -> None:
-        if not self.ended or self.windows or self.loading or self.copying or self.batch:
+        if not self.ended or self.windows or self.loading or self.copying or self.in_batch:
             return
         if self.pages:
             out.append(e.FreePages(tuple(self.pages)))
@@ -48,9 +48,9 @@ class Hands(Request):
         out.append(e.Freed())
 
     def _leave(self, out: list[e.Action]) -> None:
-        if self.batch and not self.leaving:
+        if self.in_batch and not self.leaving:
             self.leaving = True
-            out.append(e.Leave(tuple(sorted(self.batch))))
+            out.append(e.Leave())
 
     def _arm(self, now: int, ms: int) -> None:
         self.due = now + ms * NS_PER_MS

@@ -66,10 +66,11 @@ class AddCredit:
 
 @dataclass(frozen=True, slots=True)
 class PeerReady:
-    """A handoff stream is up; `writers` are the transfer engine names of that instance's ranks."""
+    """A handoff stream is up; `writers` are (rank of ours, transfer engine name of a rank of that instance which sends
+    to it)."""
 
     peer: int
-    writers: tuple[str, ...]
+    writers: tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True, slots=True)

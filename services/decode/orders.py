@@ -89,7 +89,7 @@ def _grant(h: Handoff, action: e.Grant) -> Iterable[i.Output]:
 
 
 def _leave(h: Handoff, action: e.Leave) -> Iterable[i.Output]:
-    return (i.TellRank(rank, m.Leave(h.handle)) for rank in action.ranks)
+    return to_all(h.shape, m.Leave(h.handle))
 
 
 Order = Callable[[Handoff, Any], Iterable[i.Output]]

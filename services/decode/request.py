@@ -52,7 +52,7 @@ class Request:
         self.held: list[int] = []  # the store's extents under `loading`
         self.loading: set[int] = set()  # ranks that copy from `held` into the landing's pages
         self.copying: tuple[Literal["in", "out"], set[int]] | None = None
-        self.batch: set[int] = set()
+        self.in_batch = False  # steps of the ranks use `pages`; rank 0 says when none does any more
         # the writer
         self.landing_sent = False
         self.drained = False  # nothing of it is on its way
@@ -78,7 +78,7 @@ class Request:
         # the state's own bookkeeping
         self.peer = 0
         self.adopts = False  # its prompt is computed in this instance: pages come as they are, nothing lands
-        self.writers: tuple[str, ...] = ()
+        self.writers: tuple[tuple[int, str], ...] = ()
         self.stream: Stream | None = None
         self.queue = ""
         self.armed = NEVER

@@ -50,7 +50,7 @@ class DecodeState:
         self._door: KvmeshError | None = None
         self._handles = itertools.count(first)
         self._by_epoch: dict[int, Handoff] = {}
-        self._writers: dict[int, tuple[str, ...]] = {}
+        self._writers: dict[int, tuple[tuple[int, str], ...]] = {}
         self._held: dict[int, Stream] = {}  # finished answers that wait for credit, by handle
         self._timers: list[tuple[int, int]] = []
         self._out: list[i.Output] = []
@@ -220,7 +220,7 @@ class DecodeState:
             case m.Copied(handle, into_pages, start_ns, end_ns):
                 self._handle(handle, e.Copied(rank, into_pages, start_ns, end_ns), now)
             case m.Left(handle):
-                self._handle(handle, e.Left(rank), now)
+                self._handle(handle, e.Left(), now)
             case m.Stalled(handle):
                 self._stalled(handle)
             case m.RankError(handles, text):
@@ -262,7 +262,7 @@ class DecodeState:
                 if h.made >= h.seal_at:
                     self._seal(h)
             if token.finish:
-                self._run(h, e.Ended(rank, e.Reason(token.finish)), now)
+                self._run(h, e.Ended(e.Reason(token.finish)), now)
         if rank == 0 and not step.prefill_tokens:  # else its time is not the rows' alone
             self.steps.append((step.batch, step.context_tokens, step.end_ns - step.start_ns))
 

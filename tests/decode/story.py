@@ -113,7 +113,7 @@ class Story:
         self.state = self._state_class(limits, shape, self.store)
         self.state.step(i.SessionOpened(SESSION), self.now)
         for peer in (1, 2):
-            self.state.step(i.PeerReady(peer, (f"p{peer}",)), self.now)
+            self.state.step(i.PeerReady(peer, ((0, f"p{peer}"),)), self.now)
         return []
 
     def _have(self, keys: list[bytes]) -> None:
@@ -354,7 +354,7 @@ def describe(h: Handoff) -> str:
         parts.append(f"loading from {h.held}")
     if h.copying:
         parts.append(f"copying-{h.copying[0]}")
-    if h.batch:
+    if h.in_batch:
         parts.append("leaving" if h.leaving else "stalled" if h.stalled else "in-batch")
     if h.wants_landing:
         parts.append("wants-landing")

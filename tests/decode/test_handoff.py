@@ -26,7 +26,7 @@ def machine(max_tokens: int = 4) -> Handoff:
 
 def landed(place: Place = Place.PAGES) -> Handoff:
     h = machine()
-    opened = h.step(e.Land(5, place, [3, 4], ("p0", "p1")), NOW)
+    opened = h.step(e.Land(5, place, [3, 4], tuple(PAIRS)), NOW)
     assert opened == [e.OpenWindow(rank, peer) for rank, peer in PAIRS]
     return h
 
@@ -41,7 +41,7 @@ def test_the_writer_is_told_after_the_last_window() -> None:
 def test_the_lease_told_makes_up_for_the_wait_for_a_landing() -> None:
     h = machine()
     late = NOW + 3_000 * NS_PER_MS
-    h.step(e.Land(5, Place.PAGES, [3, 4], ("p0",)), late)
+    h.step(e.Land(5, Place.PAGES, [3, 4], ((0, "p0"), (1, "p0"))), late)
     h.step(e.WindowOpened(0, "p0", 5), late)
     assert h.step(e.WindowOpened(1, "p0", 5), late) == [e.SendLanding(7_500)]
 
@@ -77,16 +77,23 @@ def test_a_copy_is_done_when_every_rank_has_copied() -> None:
     assert h.step(e.Copied(1, True, 1, 2), NOW) == [e.KeepExtents((3, 4), 0), e.Join()]
 
 
-def test_pages_come_back_when_every_rank_is_out_of_the_batch() -> None:
+def test_pages_come_back_when_the_answer_ends_or_rank_0_lets_go() -> None:
     h = landed()
     filled(h)
     for rank, peer in PAIRS:
         h.step(e.Fenced(rank, peer, 5), NOW)
     h.step(e.Seat(), NOW)
     assert h.token(43, 1, NOW)
-    # Rank 0 says that the answer is complete; rank 1 is asked to leave, and its pages wait for that.
-    assert h.step(e.Ended(0, e.Reason.STOP), NOW) == [e.EmitFinish(e.Reason.STOP), e.Leave((1,))]
-    assert h.step(e.Left(1), NOW) == [e.FreePages((3, 4)), e.Freed()]
+    assert h.step(e.Ended(e.Reason.STOP), NOW) == [e.EmitFinish(e.Reason.STOP), e.FreePages((3, 4)), e.Freed()]
+
+    h = landed()
+    filled(h)
+    for rank, peer in PAIRS:
+        h.step(e.Fenced(rank, peer, 5), NOW)
+    h.step(e.Seat(), NOW)
+    fail, leave = h.step(e.Cancel(RequestCancelled("gone")), NOW)
+    assert isinstance(fail, e.EmitFail) and leave == e.Leave()
+    assert h.step(e.Left(), NOW) == [e.FreePages((3, 4)), e.Freed()]
 
 
 def test_tokens_count_once_and_in_order() -> None:

@@ -217,7 +217,7 @@ class FreesBeforeLeft(handoff.Handoff):
 
     def _settle(self, now: int, out: list[e.Action]) -> None:
         if self.ended:
-            self.batch.clear()
+            self.in_batch = False
         super()._settle(now, out)
 
 

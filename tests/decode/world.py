@@ -298,7 +298,7 @@ class World:
 
     def open_peer(self) -> int:
         self.peer = next(self.peers)
-        self.feed(i.PeerReady(self.peer, (f"p{self.peer}",)))
+        self.feed(i.PeerReady(self.peer, ((0, f"p{self.peer}"),)))
         return self.peer
 
     def start(
@@ -494,7 +494,7 @@ class World:
             if not self.state.requests:
                 break
             self.wait(5_000)
-        assert not self.state.requests, [(h.phase.name, h.windows, h.batch) for h in self.state.requests.values()]
+        assert not self.state.requests, [(h.phase.name, h.windows, h.in_batch) for h in self.state.requests.values()]
         self.now += 10**12 * NS_PER_MS
         self.store.expire(self.now)
         self.feed(i.Tick())  # answers that nobody gave credit for

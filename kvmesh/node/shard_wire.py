@@ -1,0 +1,45 @@
+"""Shard layouts on the wire, and what follows for a handoff from those of both ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+
+from kvmesh.kvcache.groups import plan_group
+from kvmesh.kvcache.layout import ShardLayout
+from kvmesh.rpc.errors import ConfigError, InvalidRequest
+from kvmesh.rpc.pb import common_pb2 as pb
+
+MAX_RANKS = 1024
+FIELDS = tuple(field.name for field in fields(ShardLayout))
+
+
+def to_wire(layouts: Iterable[ShardLayout]) -> list[pb.ShardLayout]:
+    """One message for each rank."""
+    return [pb.ShardLayout(**{name: getattr(layout, name) for name in FIELDS}) for layout in layouts]
+
+
+def from_wire(messages: Sequence[pb.ShardLayout], field: str) -> tuple[ShardLayout, ...]:
+    """Raises InvalidRequest naming `field`."""
+    if len(messages) > MAX_RANKS:
+        raise InvalidRequest.of(field, f"{len(messages)} ranks", f"at most {MAX_RANKS}")
+    try:
+        return tuple(ShardLayout(**{name: getattr(message, name) for name in FIELDS}) for message in messages)
+    except ConfigError as error:
+        raise InvalidRequest(f"{field}: {error.message}", field=field) from None
+
+
+def writers_of(
+    names: Sequence[str], writers: Sequence[ShardLayout], readers: Sequence[ShardLayout]
+) -> tuple[tuple[int, str], ...]:
+    """(reader rank, name of a writer that sends to it), every pair of a handoff: `names` are the transfer engines of
+    the writers, who cut the model as `writers` say (none: as the readers do). Raises InvalidRequest when they do not go
+    together."""
+    writers = writers or readers
+    if len(names) != len(writers):
+        raise InvalidRequest.of("layouts", f"{len(writers)} layouts", f"one for each of {len(names)} writers")
+    try:
+        plan = plan_group(tuple(writers), tuple(readers))
+    except ConfigError as error:
+        raise InvalidRequest(f"layouts: {error.message}", field="layouts") from None
+    return tuple((reader, names[writer]) for reader in range(len(readers)) for writer in sorted(plan.marks(reader)))
