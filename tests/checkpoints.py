@@ -20,7 +20,16 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+}
+GEMMAS = ("gemma2", "gemma3_text")
 TOKENIZER_IDS = 256 + len(SPECIALS)  # the smallest vocabulary that the tokenizer fits in
 
 ROPE: dict[str, dict[str, Any]] = {
@@ -124,6 +133,80 @@ ZOO: dict[str, dict[str, Any]] = {
     },
 }
 
+# One for each way in which a family attends: windows of all layers, of some, by the old keys and the new; soft caps;
+# ropes by layer type in both spellings; longrope with an original context that short prompts pass.
+FAMILY_ZOO: dict[str, dict[str, Any]] = {
+    "llama2": {"family": "llama", "num_key_value_heads": 4, "attention_bias": True, "hidden_size": 48, "head_dim": 12},
+    "llama3": ZOO["llama-gqa2-llama3-parameters"],
+    "mistral": {"family": "mistral", "sliding_window": 24},
+    "mistral-some": {
+        "family": "mistral",
+        "sliding_window": 17,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "num_attention_heads": 8,
+    },
+    "qwen2": {
+        "family": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 20,
+        "max_window_layers": 1,
+        "num_hidden_layers": 3,
+    },
+    "qwen3": {
+        "family": "qwen3",
+        "use_sliding_window": True,
+        "sliding_window": 33,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "gemma2": {
+        "family": "gemma2",
+        "sliding_window": 16,
+        "num_hidden_layers": 3,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 4.0,
+        "final_logit_softcapping": 12.0,
+        "tie_word_embeddings": True,
+    },
+    "gemma3": {
+        "family": "gemma3_text",
+        "sliding_window": 19,
+        "sliding_window_pattern": 3,
+        "num_hidden_layers": 4,
+        "query_pre_attn_scalar": 20,
+        "rope": "linear",
+        "rope_theta": 100_000.0,
+        "rope_local_base_freq": 500.0,
+        "tie_word_embeddings": True,
+    },
+    "gemma3-parameters": {
+        "family": "gemma3_text",
+        "sliding_window": 16,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 16,
+        "rope": {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "yarn", "rope_theta": 20_000.0, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+            }
+        },
+    },
+    "phi3": {
+        "family": "phi3",
+        "max_position_embeddings": 512,
+        "original_max_position_embeddings": 64,
+        "pad_token_id": 256,
+        "partial_rotary_factor": 0.75,
+        "rope": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.1, 1.3, 1.4, 1.6, 2.0],
+            "long_factor": [1.0, 1.5, 3.0, 6.0, 7.5, 8.0],
+        },
+    },
+    "phi3-window": {"family": "phi3", "pad_token_id": 256, "sliding_window": 24, "num_key_value_heads": 1},
+}
+
 
 def make_checkpoint(
     path: str | Path,
@@ -190,6 +273,7 @@ def _tensors(raw: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     d = raw["head_dim"]
     q, kv = raw["num_attention_heads"] * d, raw["num_key_value_heads"] * d
     attention_bias, mlp_bias = raw.get("attention_bias", False), raw.get("mlp_bias", False)
+    offset = 1.0 if family in GEMMAS else 0.0  # their norms multiply by 1 + weight
     tensors: dict[str, torch.Tensor] = {}
 
     def matrix(name: str, rows: int, columns: int, gain: float, bias: bool) -> None:
@@ -198,13 +282,17 @@ def _tensors(raw: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
             tensors[f"{name}.bias"] = torch.randn(rows, generator=generator) * 0.3
 
     def norm(name: str, size: int, gain: float = 1.0) -> None:
-        tensors[f"{name}.weight"] = gain * (1 + 0.2 * torch.randn(size, generator=generator))
+        tensors[f"{name}.weight"] = gain * (1 + 0.2 * torch.randn(size, generator=generator)) - offset
 
-    tensors["model.embed_tokens.weight"] = torch.randn(raw["vocab_size"], hidden, generator=generator)
+    def join(name: str, parts: list[str]) -> None:
+        tensors[f"{name}.weight"] = torch.cat([tensors.pop(f"{part}.weight") for part in parts])
+
+    embed = 0.3 if family in GEMMAS else 1.0  # they multiply it by sqrt(hidden)
+    tensors["model.embed_tokens.weight"] = torch.randn(raw["vocab_size"], hidden, generator=generator) * embed
     for i in range(raw["num_hidden_layers"]):
         attention, mlp = f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
         norm(f"model.layers.{i}.input_layernorm", hidden)
-        norm(f"model.layers.{i}.post_attention_layernorm", hidden)
+        norm(f"model.layers.{i}.post_attention_layernorm", hidden, 5.0 if family in GEMMAS else 1.0)
         qkv_bias = True if family == "qwen2" else attention_bias
         matrix(attention + "q_proj", q, hidden, 1.5, qkv_bias)
         matrix(attention + "k_proj", kv, hidden, 1.5, qkv_bias)
@@ -213,7 +301,13 @@ def _tensors(raw: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
         matrix(mlp + "gate_proj", inner, hidden, 1.0, family == "llama" and mlp_bias)
         matrix(mlp + "up_proj", inner, hidden, 1.0, family == "llama" and mlp_bias)
         matrix(mlp + "down_proj", hidden, inner, 1.0, family == "llama" and mlp_bias)
-        if family == "qwen3":
+        if family in GEMMAS:
+            norm(f"model.layers.{i}.pre_feedforward_layernorm", hidden)
+            norm(f"model.layers.{i}.post_feedforward_layernorm", hidden, 3.0)
+        if family == "phi3":
+            join(attention + "qkv_proj", [attention + name for name in ("q_proj", "k_proj", "v_proj")])
+            join(mlp + "gate_up_proj", [mlp + name for name in ("gate_proj", "up_proj")])
+        if family in ("qwen3", "gemma3_text"):
             norm(attention + "q_norm", d, 1.4)
             norm(attention + "k_norm", d, 1.4)
     norm("model.norm", hidden)

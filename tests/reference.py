@@ -14,20 +14,20 @@ MARGIN = 1e-4  # a step may differ where the reference's own best two logits are
 
 
 @functools.lru_cache(maxsize=16)
-def _load(path: str) -> Any:
+def _load(path: str, dtype: torch.dtype = torch.float32) -> Any:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
     return model.eval()
 
 
 @torch.inference_mode()
-def reference_logits(path: str | Path, token_ids: Sequence[int]) -> torch.Tensor:
-    """float32 `[len(token_ids), vocab]`: the logits after each token."""
-    logits: torch.Tensor = _load(str(path))(torch.tensor([list(token_ids)]), use_cache=False).logits[0].float()
+def reference_logits(path: str | Path, token_ids: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """float32 `[len(token_ids), vocab]`: the logits after each token, of a model that computes in `dtype`."""
+    logits: torch.Tensor = _load(str(path), dtype)(torch.tensor([list(token_ids)]), use_cache=False).logits[0].float()
     return logits
 
 

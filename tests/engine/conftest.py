@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoints import ZOO, make_checkpoint
+from tests.checkpoints import FAMILY_ZOO, ZOO, make_checkpoint
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -21,7 +21,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def get(name: str) -> Path:
         if name not in made:
-            made[name] = make_checkpoint(tmp_path_factory.mktemp(name), seed=len(name), **ZOO[name])
+            made[name] = make_checkpoint(tmp_path_factory.mktemp(name), seed=len(name), **(ZOO | FAMILY_ZOO)[name])
         return made[name]
 
     return get
