@@ -7,6 +7,7 @@ thread steps. Steps that fail raise a named error and leave the runner usable.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,6 +21,9 @@ from kvmesh.engine.sampler import Sampler
 from kvmesh.engine.weights import Weights
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.rpc.errors import ConfigError, ContextTooLong, InternalError, InvalidRequest, NonFiniteLogits
+
+if TYPE_CHECKING:
+    from kvmesh.engine.graphs import DecodeGraphs  # imports triton
 
 __all__ = [
     "DecodeInput",
@@ -68,7 +72,8 @@ def pages_over(
 class Runner:
     """Loads `checkpoint` as `dtype` onto `device`; `pages [num_pages, layers, 2, kv_heads, block_tokens, head_dim]`
     must be on that device and of that dtype. In a `group` it loads and holds this rank's share; every rank must then
-    make the same calls in the same order, and gets the same answers."""
+    make the same calls in the same order, and gets the same answers. `cuda_graphs`: decode steps are captured at once
+    and replayed (on a CUDA device, in no group)."""
 
     def __init__(
         self,
@@ -78,6 +83,7 @@ class Runner:
         block_tokens: int,
         pages: torch.Tensor,
         group: Group = SOLO,
+        cuda_graphs: bool = False,
     ) -> None:
         self.config = checkpoint.config
         self.group = group
@@ -90,20 +96,38 @@ class Runner:
         self.device = pages.device
         if torch.device(device).type != self.device.type:
             raise InternalError(f"pages are on {self.device}, the runner on {device}")
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # where Triton launches
         self._sampler = Sampler()
         self.attention = make_backend(pages, own.heads, self.config.attention)
         with torch.inference_mode():
             weights = Weights(checkpoint, torch_dtype(dtype), self.device, group)
             self.model = MODELS[self.config.architecture](own, weights)
+            self._graphs = self._captured() if cuda_graphs and group.size == 1 else None
         checkpoint.close()  # everything has been copied out of the file mappings
+
+    def _captured(self) -> DecodeGraphs | None:
+        if not self.attention.capturable or self.device.type != "cuda":
+            return None
+        from kvmesh.engine.attention_triton import TritonAttention
+        from kvmesh.engine.graphs import DecodeGraphs
+
+        assert isinstance(self.attention, TritonAttention)
+        longest = min(self.config.max_context_tokens, self.attention.num_pages * self.layout.block_tokens)
+        return DecodeGraphs(
+            lambda tokens, plan: self.model.logits(self.model.hidden(tokens, plan.positions, _attend(plan, None))),
+            self.attention,
+            -(-longest // self.layout.block_tokens),
+        )
 
     def prefill(
         self, items: Sequence[PrefillInput], on_layer: Callable[[int], None] | None = None
     ) -> list[SampledToken | None]:
         """Compute all chunks in one step; one answer per item, None where nothing was to be sampled.
 
-        `on_layer(i)` is called once layer i of all items is in `pages`, before the layer attends. Raises InvalidRequest
-        (token ids), ContextTooLong, NonFiniteLogits (`rows` index `items`)."""
+        `on_layer(i)` is called once layer i of all items is in `pages`, before the layer attends; on a CUDA device,
+        once that is launched: who reads waits for an event of the current stream. Raises InvalidRequest (token ids),
+        ContextTooLong, NonFiniteLogits (`rows` index `items`)."""
         return self.step(items, (), on_layer)[0]
 
     def decode(self, rows: Sequence[DecodeInput]) -> list[SampledToken]:
@@ -126,6 +150,10 @@ class Runner:
             return [], []
         self._check_prefill(items)
         positions = self._check_decode(rows)
+        if self._graphs is not None and not items:
+            logits = self._graphs.logits([row.token_id for row in rows], [row.pages for row in rows], positions)
+            if logits is not None:
+                return [], self._sampler.sample(logits, [row.sample for row in rows])
         spans = [Span(item.start, len(item.token_ids), item.pages) for item in items]
         plan = self.attention.plan_mixed([row.pages for row in rows], positions, spans)
         tokens = [row.token_id for row in rows]
@@ -134,23 +162,8 @@ class Runner:
         return self._sample(items, rows, self._hidden(tokens, plan, on_layer))
 
     def _hidden(self, token_ids: list[int], plan: StepPlan, on_layer: Callable[[int], None] | None) -> torch.Tensor:
-        tokens = torch.tensor(token_ids, dtype=torch.int64)
-        if on_layer is None:
-
-            def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
-                plan.write(layer, qkv)
-                return plan.attend(layer, qkv)
-
-        else:
-
-            def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
-                plan.write(layer, qkv)
-                if self.device.type == "cuda":  # launched is not written
-                    torch.cuda.current_stream(self.device).synchronize()
-                on_layer(layer)
-                return plan.attend(layer, qkv)
-
-        return self.model.hidden(tokens.to(self.device, non_blocking=True), plan.positions, attend)
+        tokens = torch.tensor(token_ids, dtype=torch.int64).to(self.device, non_blocking=True)
+        return self.model.hidden(tokens, plan.positions, _attend(plan, on_layer))
 
     def _sample(
         self, items: Sequence[PrefillInput], rows: Sequence[DecodeInput], hidden: torch.Tensor
@@ -168,6 +181,8 @@ class Runner:
                 last.append(end - 1)
                 params.append(item.sample)
         if not params:
+            if self.device.type == "cuda":  # a step ends when its work does
+                torch.cuda.current_stream(self.device).synchronize()
             return first, []
         if len(params) < hidden.shape[0]:
             hidden = hidden[torch.tensor(last, device=self.device)]
@@ -208,3 +223,13 @@ class Runner:
         if lowest < 0 or highest >= vocab:
             bad = lowest if lowest < 0 else highest
             raise InvalidRequest.of("token_ids", bad, f"token ids of this model lie in 0..{vocab - 1}")
+
+
+def _attend(plan: StepPlan, on_layer: Callable[[int], None] | None) -> Callable[[int, torch.Tensor], torch.Tensor]:
+    def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        plan.write(layer, qkv)
+        if on_layer is not None:
+            on_layer(layer)
+        return plan.attend(layer, qkv)
+
+    return attend

@@ -1,0 +1,93 @@
+"""Decode steps as CUDA graphs: the launches of a whole step, captured once for each batch size, replayed as one.
+
+A step of n rows is replayed by the graph of the smallest bucket that holds n; rows beyond n stand for nobody (they
+write no KV and attend to nothing). The graphs read their inputs from one `DecodeTables` and leave logits in one buffer,
+and share one pool of memory, as one is replayed at a time. Sampling is not in them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+import torch
+
+from kvmesh.engine.attention import StepPlan
+from kvmesh.engine.attention_triton import DecodePlan, DecodeTables, TritonAttention
+
+log = logging.getLogger(__name__)
+
+MAX_ROWS = 256  # larger batches are computed launch by launch: the GPU has enough to do
+
+Compute = Callable[[torch.Tensor, StepPlan], torch.Tensor]
+
+
+def buckets(max_rows: int) -> tuple[int, ...]:
+    """1, 2, 4, ... and `max_rows`, ascending."""
+    sizes = {1 << power for power in range(max_rows.bit_length()) if 1 << power <= max_rows}
+    return tuple(sorted(sizes | {max_rows}))
+
+
+def bucket_for(rows: int, sizes: Sequence[int]) -> int | None:
+    """The smallest of the ascending `sizes` that holds `rows`; None where none does."""
+    at = bisect_left(sizes, rows)
+    return sizes[at] if at < len(sizes) else None
+
+
+class DecodeGraphs:
+    """`compute(token_ids [n], plan)` answers logits `[n, vocab]` by launches alone: no wait, no look at values.
+    `width`: pages of the longest request. The constructor captures, which takes seconds."""
+
+    def __init__(self, compute: Compute, backend: TritonAttention, width: int, max_rows: int = MAX_ROWS) -> None:
+        self._compute = compute
+        self._backend = backend
+        self._tables = DecodeTables(backend, max_rows, width)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._logits = torch.empty(0)
+        self._sizes: tuple[int, ...] = ()
+        begun, before = time.monotonic(), torch.cuda.memory_reserved(backend.device)
+        # The largest first: the others find room in what it leaves in the pool.
+        for rows in reversed(buckets(max_rows)):
+            try:
+                self._capture(rows)
+            except RuntimeError as error:  # no memory, or something in the model that cannot be captured
+                why = str(error).partition("\n")[0]
+                log.warning("no CUDA graph for decode steps of %d rows, which are launched one by one: %s", rows, why)
+                torch.cuda.empty_cache()
+        self._sizes = tuple(sorted(self._graphs))
+        took, used = time.monotonic() - begun, torch.cuda.memory_reserved(backend.device) - before
+        log.info("CUDA graphs for %s rows: %.1f s, %d MiB", list(self._sizes), took, used >> 20)
+
+    def _capture(self, rows: int) -> None:
+        log.info("capturing the decode step of %d rows", rows)
+        self._tables.fill((), (), padded_rows=rows)
+        plan = DecodePlan(self._backend, self._tables, rows)
+        # Once without a graph: kernels are compiled and libraries make their workspaces, which capture must not see.
+        side = torch.cuda.Stream(self._backend.device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(self._backend.device))
+        with torch.cuda.stream(side):
+            logits = self._compute(plan.token_ids, plan)
+            if rows > len(self._logits):
+                self._logits = logits.new_empty(rows, logits.shape[1])
+        torch.cuda.current_stream(self._backend.device).wait_stream(side)
+        del logits
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of this process may use CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._logits[:rows].copy_(self._compute(plan.token_ids, plan))
+        self._graphs[rows] = graph
+
+    def logits(
+        self, token_ids: Sequence[int], pages: Sequence[Sequence[int]], positions: Sequence[int]
+    ) -> torch.Tensor | None:
+        """`[rows, vocab]` of one decode step, valid until the next; None: no graph is large enough. Errors as of
+        `DecodeTables.fill`."""
+        size = bucket_for(len(token_ids), self._sizes)
+        if size is None or max(len(row) for row in pages) > self._tables.width:
+            return None
+        self._tables.fill(pages, positions, token_ids, size)
+        self._graphs[size].replay()
+        return self._logits[: len(token_ids)]

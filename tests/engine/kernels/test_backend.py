@@ -1,0 +1,108 @@
+"""The Triton backend under the runner, in the interpreter: tables, plans and what a replayed step is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvmesh.engine import attention
+from kvmesh.engine.runner import DecodeInput, Runner, SampleParams
+from kvmesh.rpc.errors import InternalError
+from tests.checkpoints import prompts
+from tests.engine.stepper import Stepper
+from tests.reference import assert_matches_reference
+
+Zoo = Callable[[str], Path]
+MODEL = "llama-gqa4-llama3"
+
+
+@pytest.fixture
+def stepper(zoo: Zoo, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Stepper:
+    del device  # skips where there is no triton
+    from kvmesh.engine import attention_triton
+
+    if torch.cuda.is_available():
+        pytest.skip("on a GPU tests/gpu does this with the whole engine")
+    monkeypatch.setattr(attention_triton, "PROCESSORS", 1)  # the interpreter runs one program after the other
+    monkeypatch.setitem(attention.BACKENDS, "cpu", attention_triton.TritonAttention)
+    made = Stepper(zoo(MODEL), num_pages=24)
+    assert isinstance(made.runner.attention, attention_triton.TritonAttention)
+    return made
+
+
+def test_tokens_equal_the_reference_while_rows_come_and_go(stepper: Stepper, zoo: Zoo) -> None:
+    path = zoo(MODEL)
+    asked = prompts(2, 500, seed=4, low=17, high=24)
+    rows: list[DecodeInput] = []
+    answers: list[list[int]] = []
+    for at, prompt in enumerate(asked):
+        pages = stepper.take(len(prompt) + 8)
+        first = stepper.prefill(prompt, pages, chunks=(7,) if at else ())
+        # Room as it is granted: one page at first, the list a new tuple whenever it grows.
+        rows.append(DecodeInput(first, len(prompt), pages, SampleParams()))
+        answers.append([first])
+        for answer, more in zip(answers, stepper.decode(rows, 2), strict=True):
+            answer.extend(more)
+    rows.reverse()  # every row of the tables is somebody else's now
+    for answer, more in zip(reversed(answers), stepper.decode(rows, 1), strict=True):
+        answer.extend(more)
+    for prompt, answer in zip(asked, answers, strict=True):
+        assert_matches_reference(path, prompt, answer)
+
+
+def test_rows_that_stand_for_nobody_change_nothing(stepper: Stepper) -> None:
+    """What a graph replays: tables filled up to a bucket."""
+    from kvmesh.engine.attention_triton import DecodePlan, DecodeTables, TritonAttention
+
+    backend = stepper.runner.attention
+    assert isinstance(backend, TritonAttention)
+    tables = DecodeTables(backend, 4, 6)
+    prompt = prompts(1, 500, seed=5, low=20, high=21)[0]
+    pages = stepper.take(40)
+    first = stepper.prefill(prompt, pages)
+    wanted = logits(stepper.runner, backend.plan_decode([pages], [len(prompt)]), [first])
+    tables.fill([pages, pages], [3, 5], [1, 2])  # an earlier, larger step leaves its rows behind
+    tables.fill([pages], [len(prompt)], [first], padded_rows=4)
+    before = stepper.pages.clone()
+    plan = DecodePlan(backend, tables, 4)
+    got = logits(stepper.runner, plan, plan.token_ids.tolist())
+    torch.testing.assert_close(got[:1], wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(stepper.pages, before, atol=1e-5, rtol=1e-5, equal_nan=True)
+    assert got.isfinite().all()
+
+
+def logits(runner: Runner, plan: attention.StepPlan, tokens: list[int]) -> torch.Tensor:
+    def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        plan.write(layer, qkv)
+        return plan.attend(layer, qkv)
+
+    with torch.inference_mode():
+        return runner.model.logits(runner.model.hidden(torch.tensor(tokens), plan.positions, attend))
+
+
+def test_a_row_that_is_refused_leaves_the_tables_as_they_were(stepper: Stepper) -> None:
+    backend = stepper.runner.attention
+    backend.plan_decode([(1, 2), (3, 4)], [20, 20])
+    for pages, positions in (
+        ([(1, 2), (3,)], [20, 16]),
+        ([(5, 2), (3, 24)], [20, 20]),
+        ([(1, 2), ()], [20, 0]),
+        ([(1, 2), (-1,)], [20, 0]),
+    ):
+        with pytest.raises(InternalError, match="page"):
+            backend.plan_decode(pages, positions)
+    plan = backend.plan_decode([(1, 2), (3, 4)], [20, 20])
+    assert plan.tables.table.device[:2, :2].tolist() == [[1, 2], [3, 4]]  # type: ignore[attr-defined]
+
+
+def test_buckets(device: torch.device) -> None:
+    del device  # skips where there is no triton
+    from kvmesh.engine.graphs import bucket_for, buckets
+
+    assert buckets(1) == (1,) and buckets(12) == (1, 2, 4, 8, 12) and buckets(256)[-2:] == (128, 256)
+    sizes = buckets(12)
+    assert [bucket_for(rows, sizes) for rows in (1, 2, 3, 9, 12, 13)] == [1, 2, 4, 12, 12, None]
+    assert bucket_for(1, ()) is None
