@@ -31,6 +31,7 @@ class Answer:
     request_id: str = ""
     error: Exception | None = None
     first_s: float = 0.0  # sent → first token here (direct requests only)
+    last_s: float = 0.0  # ... → last one
 
 
 def packed(tokens: Iterable[int]) -> bytes:

@@ -115,6 +115,8 @@ class Direct:
                 return
             if message.tokens.token_id and not answer.tokens:
                 answer.first_s = time.monotonic() - sent
+            if message.tokens.token_id:
+                answer.last_s = time.monotonic() - sent
             answer.tokens += message.tokens.token_id
             for failed in message.failed:
                 answer.error = from_detail(failed.error)
