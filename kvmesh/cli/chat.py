@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated
 
 import typer
@@ -29,6 +30,15 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
+    top_p: Annotated[float | None, typer.Option(help="Of the likeliest tokens those that hold this share.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Only so many of the likeliest tokens.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Only tokens this share as likely as the likeliest.")] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="-2..2, for what the answer has already.")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="-2..2, each time the answer has it.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Over 1: fewer repetitions, also of yours.")] = None,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(metavar="TOKEN_ID=BIAS", help="-100..100 for one token; may be given again.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
     api_key: ApiKey = None,
 ) -> None:
@@ -44,6 +54,7 @@ def chat(
     """
     from kvmesh.cli import stream
 
+    biases = _biases(logit_bias or ())
     base = (url or _default_url()).rstrip("/").removesuffix("/v1")
     served = stream.models(base, api_key)
     name = model or (served[0] if served else "")
@@ -51,12 +62,15 @@ def chat(
         raise ConfigError(f"{base} serves no model yet")
     history: list[stream.Message] = [{"role": "system", "content": system}] if system else []
     out = console()
+    parameters = {
+        "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p,
+        "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty,
+        "repetition_penalty": repetition_penalty, "logit_bias": biases, "seed": seed,
+    }  # fmt: skip
 
     def ask(text: str) -> None:
         messages = [*history, {"role": "user", "content": text}]
-        answer = stream.chat(
-            base, name, messages, _write, api_key=api_key, max_tokens=max_tokens, temperature=temperature, seed=seed
-        )
+        answer = stream.chat(base, name, messages, _write, api_key=api_key, **parameters)
         history[:] = [*messages, {"role": "assistant", "content": answer.text}]
         _write("\n")
         if sys.stdout.isatty():
@@ -66,6 +80,20 @@ def chat(
         ask(_standard_input() if message == "-" else message)
         return
     _converse(out, base, name, ask, history)
+
+
+def _biases(given: Iterable[str]) -> dict[str, float] | None:
+    """What the gateway is told; whether token and bias can be right it says itself."""
+    found: dict[str, float] = {}
+    for text in given:
+        token_id, _, bias = text.partition("=")
+        try:
+            found[token_id] = float(bias)
+        except ValueError:
+            raise InvalidRequest.of("logit_bias", text, "must be TOKEN_ID=BIAS") from None
+        if not math.isfinite(found[token_id]):
+            raise InvalidRequest.of("logit_bias", text, "the bias must be a finite number")
+    return found or None
 
 
 def _standard_input() -> str:

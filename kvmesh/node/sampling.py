@@ -9,12 +9,13 @@ from kvmesh.kvcache.keys import pack_tokens
 from kvmesh.node.messages import Sampling, TokenHistory
 from kvmesh.rpc.errors import InvalidRequest
 from kvmesh.rpc.pb import common_pb2
-
-MAX_TOP_LOGPROBS = 20
-MAX_PENALTY = 2.0  # of presence and frequency, either sign
-MAX_REPETITION_PENALTY = 10.0
-MAX_BIAS = 100.0  # either sign
-MAX_BIASED_TOKENS = 300
+from kvmesh.rpc.sampling import (
+    MAX_BIAS,
+    MAX_BIASED_TOKENS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_TOP_LOGPROBS,
+)
 
 
 def sampling_of(wanted: common_pb2.SamplingParams, prompt_tokens: int, vocab_size: int) -> Sampling:

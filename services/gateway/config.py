@@ -8,7 +8,6 @@ from pathlib import Path
 from kvmesh.config import ServiceConfig
 from kvmesh.rpc.errors import ConfigError
 
-MAX_TOP_LOGPROBS = 20  # of SamplingParams.top_logprobs
 MAX_NAME_CHARS = 200
 
 

@@ -6,8 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvmesh.rpc.errors import InvalidRequest
+from kvmesh.rpc.sampling import (
+    MAX_BIAS,
+    MAX_BIASED_TOKENS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_TOP_LOGPROBS,
+    MIN_REPETITION_PENALTY,
+)
 from services.gateway.chat import Message
-from services.gateway.config import MAX_TOP_LOGPROBS, Limits
+from services.gateway.config import Limits
 
 MAX_SEED = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
@@ -30,6 +38,11 @@ class Generation:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
     seed: int | None = None
     ignore_eos: bool = False
     stops: tuple[str, ...] = ()
@@ -52,6 +65,11 @@ class Generation:
         if not 0.0 < self.top_p <= 1.0:
             raise refused("top_p", self.top_p, "must be over 0 and at most 1")
         between("top_k", self.top_k, 0, MAX_TOKENS)
+        between("min_p", self.min_p, 0.0, 1.0)
+        between("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        between("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        between("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
+        _check_biases(self.logit_bias)
         between("seed", self.seed, 0, MAX_SEED)
         between("n", self.n, 1, limits.max_choices)
         between("priority", self.priority, -PRIORITY_BOUND, PRIORITY_BOUND)
@@ -71,6 +89,17 @@ def between(name: str, value: float | None, low: float, high: float) -> None:
     """InvalidRequest unless `value` is None or in [low, high]; NaN is in no range."""
     if value is not None and not low <= value <= high:
         raise refused(name, value, f"must be between {low} and {high}")
+
+
+def _check_biases(biases: tuple[tuple[int, float], ...]) -> None:
+    if len(biases) > MAX_BIASED_TOKENS:
+        raise InvalidRequest(f"logit_bias: {len(biases)} tokens; at most {MAX_BIASED_TOKENS}", field="logit_bias")
+    seen: set[int] = set()
+    for token_id, bias in biases:
+        between(f"logit_bias.{token_id}", bias, -MAX_BIAS, MAX_BIAS)
+        if token_id in seen:
+            raise refused(f"logit_bias.{token_id}", bias, "this token is named twice")
+        seen.add(token_id)
 
 
 def check_stops(stops: Any, limits: Limits) -> None:

@@ -9,13 +9,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError, ValidationInfo, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, ValidationInfo, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from kvmesh.rpc.errors import InvalidRequest
+from kvmesh.rpc.sampling import (
+    MAX_BIAS,
+    MAX_BIASED_TOKENS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_TOP_LOGPROBS,
+    MIN_REPETITION_PENALTY,
+)
 from services.gateway.chat import Message
-from services.gateway.config import MAX_TOP_LOGPROBS, Limits
-from services.gateway.generation import MAX_VOCABULARY, Generation, Prompt, between, check_stops, refused
+from services.gateway.config import Limits
+from services.gateway.generation import (
+    MAX_SEED,
+    MAX_TEMPERATURE,
+    MAX_VOCABULARY,
+    Generation,
+    Prompt,
+    between,
+    check_stops,
+    refused,
+)
 
 ROLES = ("system", "developer", "user", "assistant")
 DEFAULT_COMPLETION_TOKENS = 16
@@ -23,10 +40,9 @@ DEFAULT_COMPLETION_TOKENS = 16
 # Field → values that ask for nothing; null always does.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False), "functions": ([],),
-    "function_call": ("none", "auto"), "response_format": ({"type": "text"},), "logit_bias": ({},),
-    "frequency_penalty": (0,), "presence_penalty": (0,), "best_of": (1,), "suffix": ("",), "audio": (),
-    "modalities": (["text"],), "prediction": (), "reasoning_effort": (), "verbosity": (), "web_search_options": (),
-    "service_tier": ("auto", "default"), "moderation": (),
+    "function_call": ("none", "auto"), "response_format": ({"type": "text"},), "best_of": (1,), "suffix": ("",),
+    "audio": (), "modalities": (["text"],), "prediction": (), "reasoning_effort": (), "verbosity": (),
+    "web_search_options": (), "service_tier": ("auto", "default"), "moderation": (),
 }  # fmt: skip
 UNSUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
     "tool_calls": ([],), "tool_call_id": (), "function_call": (), "audio": (), "refusal": ("",), "annotations": ([],),
@@ -99,6 +115,22 @@ def _check_stop(value: Any, info: ValidationInfo) -> tuple[str, ...]:
     return tuple(stops)
 
 
+def _check_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    """{"token id": bias} to pairs; their bounds are looked at with the others'."""
+    if value is None:
+        return ()
+    if not isinstance(value, dict):
+        raise _wrong("must be an object of token ids and biases")
+    if len(value) > MAX_BIASED_TOKENS:
+        raise _wrong(f"{len(value)} tokens; at most {MAX_BIASED_TOKENS} are allowed")
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and str(int(key)) == key):
+            raise refused(f"logit_bias.{key}", bias, "the key must be a token id")
+        if not isinstance(bias, int | float) or isinstance(bias, bool):
+            raise refused(f"logit_bias.{key}", bias, "must be a number")
+    return tuple((int(key), bias) for key, bias in value.items())
+
+
 def _check_content(value: Any) -> str:
     """A string, or text parts that are joined."""
     if isinstance(value, str):
@@ -134,6 +166,18 @@ _TEXT_PART = {
 }
 
 
+_BIASES = {
+    "type": "object",
+    "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
+    "maxProperties": MAX_BIASED_TOKENS,
+}
+
+
+def _told(description: str, low: float, high: float) -> Any:
+    """A number's description and bounds for the documentation; `Generation.check` enforces them."""
+    return Field(description=description, json_schema_extra={"minimum": low, "maximum": high})
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -158,15 +202,47 @@ class StreamOptions(_Strict):
 
 
 class _Request(_Strict):
-    """What chats and completions have in common. OpenAI's fields; ignore_eos, top_k, cache_salt and priority
-    are kvmesh's own: `cache_salt` keeps the KV cache from others, a smaller `priority` goes first."""
+    """What chats and completions have in common. OpenAI's fields; min_p, top_k and repetition_penalty as vLLM has them;
+    ignore_eos, cache_salt and priority are kvmesh's own: `cache_salt` keeps the KV cache from others, a smaller
+    `priority` goes first."""
 
     model: str
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
+    temperature: Annotated[
+        float | None, _told("0: always the likeliest token. Default 1", 0, MAX_TEMPERATURE)
+    ] = None
+    top_p: Annotated[
+        float | None, _told("Of the likeliest tokens, those that hold this share of what is left. Default 1", 0, 1)
+    ] = None
+    top_k: Annotated[int | None, _told("Only so many of the likeliest tokens; 0: all. Default 0", 0, 2**31 - 1)] = None
+    min_p: Annotated[
+        float | None, _told("Only tokens at least this share as likely as the likeliest. Default 0", 0, 1)
+    ] = None
+    presence_penalty: Annotated[
+        float | None,
+        _told("Taken once from the logit of what the answer has already. Default 0", -MAX_PENALTY, MAX_PENALTY),
+    ] = None
+    frequency_penalty: Annotated[
+        float | None,
+        _told("Taken from a token's logit as often as the answer has it. Default 0", -MAX_PENALTY, MAX_PENALTY),
+    ] = None
+    repetition_penalty: Annotated[
+        float | None,
+        _told(
+            "Divides positive logits of what prompt or answer have already, multiplies negative ones. Default 1",
+            MIN_REPETITION_PENALTY,
+            MAX_REPETITION_PENALTY,
+        ),
+    ] = None
+    logit_bias: Annotated[
+        tuple[tuple[int, float], ...],
+        PlainValidator(_check_bias),
+        WithJsonSchema({"anyOf": [_BIASES, {"type": "null"}]}),
+        Field(description="Token id to what is added to its logit: -100 forbids it, 100 all but forces it"),
+    ] = ()
+    seed: Annotated[
+        int | None, _told("The same seed and request give the same answer. Default: chosen anew", 0, MAX_SEED)
+    ] = None
     stop: Annotated[
         tuple[str, ...],
         PlainValidator(_check_stop),
@@ -215,11 +291,16 @@ class _Request(_Strict):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def _generation(self, **more: Any) -> Generation:
-        given: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "n": self.n}
+        names = (
+            "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+            "n",
+        )  # fmt: skip
+        given: dict[str, Any] = {name: getattr(self, name) for name in names}
         return Generation(
             model=self.model,
             seed=self.seed,
             stops=self.stop,
+            logit_bias=self.logit_bias,
             ignore_eos=bool(self.ignore_eos),
             cache_salt=self.cache_salt or "",
             priority=self.priority or 0,

@@ -53,6 +53,11 @@ class Preparer:
     ) -> list[Prepared]:
         """One for each prompt. InvalidRequest: nothing in it, ids outside the vocabulary, a template that
         refuses; ContextTooLong."""
+        for token, bias in generation.logit_bias:
+            if token >= bounds.vocab_size:
+                raise refused(
+                    f"logit_bias.{token}", bias, f"token id outside the vocabulary of {bounds.vocab_size}"
+                )
         return [self._one(generation, prompt, namespace, bounds, now) for prompt in generation.prompts]
 
     def _one(

@@ -284,6 +284,11 @@ class Request:
             ignore_eos=wanted.ignore_eos,
             logprobs=wanted.logprobs >= 0,
             top_logprobs=max(0, wanted.logprobs),
+            min_p=wanted.min_p,
+            presence_penalty=wanted.presence_penalty,
+            frequency_penalty=wanted.frequency_penalty,
+            repetition_penalty=wanted.repetition_penalty,
+            logit_bias=[common_pb2.LogitBias(token_id=token, bias=bias) for token, bias in wanted.logit_bias],
         )
         return decode_pb2.StartRequest(
             request_id=self._engine_id(choice),

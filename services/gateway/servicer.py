@@ -12,10 +12,10 @@ from kvmesh.kvcache.keys import TOKEN_BYTES, unpack_tokens
 from kvmesh.rpc.errors import BodyTooLarge, DeadlinePassed, InvalidRequest
 from kvmesh.rpc.metadata import context_from_metadata
 from kvmesh.rpc.pb import common_pb2, gateway_pb2, gateway_pb2_grpc
+from kvmesh.rpc.sampling import MAX_TOP_LOGPROBS
 from services.gateway.api_keys import Tenant
 from services.gateway.chat import Message
 from services.gateway.choice import Delta
-from services.gateway.config import MAX_TOP_LOGPROBS
 from services.gateway.core import Core
 from services.gateway.generation import Generation, Prompt, between, refused
 from services.gateway.openai import ROLES
@@ -134,6 +134,11 @@ def to_generation(request: gateway_pb2.GenerateRequest, core: Core, tenant: Tena
         temperature=request.temperature if request.HasField("temperature") else 1.0,
         top_p=request.top_p if request.HasField("top_p") else 1.0,
         top_k=request.top_k,
+        min_p=request.min_p,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=request.repetition_penalty or 1.0,
+        logit_bias=tuple((one.token_id, one.bias) for one in request.logit_bias),
         seed=request.seed if request.HasField("seed") else None,
         ignore_eos=request.ignore_eos,
         stops=tuple(request.stop),

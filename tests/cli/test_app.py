@@ -159,6 +159,13 @@ def test_chat_without_a_mesh_says_so(invoke: Invoke) -> None:
     assert "error: nothing answers at http://127.0.0.1:1: is the mesh up?" in result.output
 
 
+@pytest.mark.parametrize("bias", ["5", "5=x", "5=nan"])
+def test_chat_names_a_bias_that_is_none(invoke: Invoke, bias: str) -> None:
+    result = invoke("chat", "-m", "hi", "--url", "http://127.0.0.1:1", "--logit-bias", bias)
+    assert result.exit_code == 1
+    assert f"error: logit_bias={bias!r}" in result.output
+
+
 def test_version(invoke: Invoke) -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+\n", invoke("version", "--short").output)
     assert re.match(r"kvmesh \d\S*, protocol 1, Python 3", invoke("version").output)

@@ -22,6 +22,10 @@ pytestmark = pytest.mark.mesh
 
 KVMESH = (sys.executable, "-m", "kvmesh.cli")
 BLOCK = 16
+SAMPLING = {
+    "temperature": 1, "top-p": 0.9, "top-k": 9, "min-p": 0.1, "presence-penalty": 1, "frequency-penalty": -1,
+    "repetition-penalty": 1.1, "logit-bias": "5=-100", "seed": 3,
+}  # fmt: skip
 
 
 class Up:
@@ -103,7 +107,8 @@ def test_both_models_answer_to_the_key_and_to_nobody_else(mesh: Up) -> None:
     refused = mesh.call("chat", "-m", "hi", code=1, KVMESH_API_KEY="")
     assert "error: " in refused
     assert "--api-key, or KVMESH_API_KEY" in refused
-    assert mesh.call("chat", "-m", "hi", "--model", "org/two", "--max-tokens", 3).strip()
+    sampling = [f"--{name}={value}" for name, value in SAMPLING.items()]
+    assert mesh.call("chat", "-m", "hi", "--model", "org/two", "--max-tokens", 3, *sampling).strip()
 
 
 def test_services_speak_tls_and_nothing_else(mesh: Up) -> None:

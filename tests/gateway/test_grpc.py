@@ -20,7 +20,7 @@ from kvmesh.rpc.errors import (
     ModelNotFound,
     Overloaded,
 )
-from kvmesh.rpc.pb import gateway_pb2
+from kvmesh.rpc.pb import common_pb2, gateway_pb2
 from kvmesh.rpc.status import from_rpc_error
 from tests.gateway.conftest import Mesh, MeshMaker, seen, until
 from tests.gateway.scripted import CACHED, MODEL, Run
@@ -68,8 +68,16 @@ async def test_sampling_fields(mesh: Mesh) -> None:
     sampling = start.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.0, 0.5, 2, 9)
     assert (sampling.ignore_eos, sampling.max_tokens, start.priority) == (True, 3, -1)
+    biases = [common_pb2.LogitBias(token_id=5, bias=-100.0), common_pb2.LogitBias(token_id=400, bias=1.5)]
+    penalties = {"presence_penalty": -2.0, "frequency_penalty": 0.5, "repetition_penalty": 1.25, "min_p": 0.25}
+    await generate(mesh, asks(logit_bias=biases, **penalties))
+    told = mesh.decodes[0].runs[1].start.sampling
+    assert list(told.logit_bias) == biases
+    assert {name: getattr(told, name) for name in penalties} == penalties
     await generate(mesh, asks())
-    assert mesh.decodes[0].runs[1].start.sampling.temperature == 1.0
+    plain = mesh.decodes[0].runs[2].start.sampling
+    assert (plain.temperature, plain.repetition_penalty, plain.answered_tokens) == (1.0, 1.0, 0)
+    assert not plain.logit_bias
 
 
 async def test_stops_and_logprobs(mesh: Mesh) -> None:
@@ -97,6 +105,14 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"top_p": 0.0}, "top_p", "over 0"),
     ({"top_p": float("nan")}, "top_p", "nan"),
     ({"seed": 2**64 - 1}, "seed", "must be between"),
+    ({"min_p": float("nan")}, "min_p", "min_p=nan"),
+    ({"presence_penalty": 2.5}, "presence_penalty", "presence_penalty=2.5"),
+    ({"frequency_penalty": float("-inf")}, "frequency_penalty", "=-inf: must be between"),
+    ({"repetition_penalty": -1.0}, "repetition_penalty", "repetition_penalty=-1.0"),
+    ({"logit_bias": [common_pb2.LogitBias(token_id=5, bias=float("nan"))]}, "logit_bias.5", "=nan: must be"),
+    ({"logit_bias": [common_pb2.LogitBias(token_id=5)] * 2}, "logit_bias.5", "named twice"),
+    ({"logit_bias": [common_pb2.LogitBias(token_id=401)]}, "logit_bias.401", "outside the vocabulary"),
+    ({"logit_bias": [common_pb2.LogitBias(token_id=5)] * 301}, "logit_bias", "at most 300"),
     ({"stop": ["x"] * 100_000}, "stop", "100000"),
     ({"stop": [""]}, "stop", "not empty"),
     ({"top_logprobs": 2}, "top_logprobs", "logprobs=true"),

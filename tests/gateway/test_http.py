@@ -85,6 +85,11 @@ async def test_documentation_needs_no_network(mesh: Mesh) -> None:
         example = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["example"]
         assert (await mesh.http.post(path, json=example)).status_code == 200, "what the page offers to try works"
     assert {"messages", "temperature", "cache_salt"} <= body["properties"].keys()
+    for name in ("top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed"):
+        field = body["properties"][name]
+        assert len(field["description"]) > 20, name
+        assert field["minimum"] < field["maximum"], name
+    assert "-100" in body["properties"]["logit_bias"]["description"]
 
 
 async def _fails_to_start(config: GatewayConfig) -> None:

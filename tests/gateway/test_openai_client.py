@@ -44,7 +44,11 @@ async def test_what_conductor_and_decode_are_told(mesh: Mesh) -> None:
     traceparent = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
     await complete(
         mesh, prompt=prompt, temperature=0.5, top_p=0.9, seed=2**63 - 1, max_tokens=5,
-        extra_body={"top_k": 3, "ignore_eos": True, "cache_salt": "me", "priority": -4},
+        presence_penalty=-0.5, frequency_penalty=1.5, logit_bias={"7": -100, "0": 2.5},
+        extra_body={
+            "top_k": 3, "min_p": 0.25, "repetition_penalty": 1.5, "ignore_eos": True, "cache_salt": "me",
+            "priority": -4,
+        },
         extra_headers={"traceparent": traceparent, "x-request-timeout-ms": "60000"},
     )  # fmt: skip
     asked, start = mesh.conductor.asked[0], mesh.decodes[0].runs[0].start
@@ -57,6 +61,9 @@ async def test_what_conductor_and_decode_are_told(mesh: Mesh) -> None:
     sampling = start.sampling
     assert (sampling.temperature, sampling.top_k, sampling.seed, sampling.ignore_eos) == (0.5, 3, 2**63 - 1, True)
     assert math.isclose(sampling.top_p, 0.9, rel_tol=1e-6)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (-0.5, 1.5)
+    assert (sampling.min_p, sampling.repetition_penalty) == (0.25, 1.5)
+    assert [(one.token_id, one.bias) for one in sampling.logit_bias] == [(7, -100.0), (0, 2.5)]
     assert 50_000 < start.deadline_ms <= 60_000
     assert start.traceparent.split("-")[1] == "ab" * 16
     assert mesh.conductor.metadata[0]["traceparent"].split("-")[1] == "ab" * 16
