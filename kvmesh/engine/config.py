@@ -33,8 +33,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One model. `max_context_tokens` is what positions allow after rope scaling, or the lower limit that the model was
-    opened with; `dtype` is the checkpoint's own."""
+    """One model. `max_context_tokens` is what positions allow after rope scaling; `dtype` is the checkpoint's own."""
 
     architecture: str
     vocab_size: int
@@ -87,8 +86,8 @@ class ModelConfig:
         if head_dim % 2:
             raise bad("head_dim", head_dim, "must be even (rotary embedding turns pairs)")
         max_positions = integer(raw, "max_position_embeddings")
-        rope, local_rope = read_ropes(raw, family, head_dim, max_positions, max_context_tokens or max_positions)
-        limit = max_context(rope, max_positions)
+        wanted = max_context_tokens or max_positions
+        rope, local_rope = read_ropes(raw, family, head_dim, max_positions, wanted)
         attention_bias = boolean(raw, "attention_bias") if family.qkv_bias is None else False
         return cls(
             architecture=architecture,
@@ -107,7 +106,7 @@ class ModelConfig:
             qk_norm=family.qk_norm,
             rope=rope,
             max_position_embeddings=max_positions,
-            max_context_tokens=min(limit, max_context_tokens or limit),
+            max_context_tokens=max_context(rope, max_positions, wanted),
             eos_token_ids=_eos(raw, generation or {}, vocab),
             dtype=_dtype(raw),
             windows=read_windows(raw, family, layers),

@@ -63,8 +63,11 @@ def read_ropes(
     )
 
 
-def max_context(rope: RopeConfig, max_positions: int) -> int:
-    """linear and yarn stretch the positions by `factor`; llama3 and longrope configs state the stretched length."""
+def max_context(rope: RopeConfig, max_positions: int, limit: int) -> int:
+    """linear and yarn stretch the positions by `factor`; llama3 and longrope configs state the stretched length, which
+    longrope's short factors do not reach."""
+    if rope.rope_type == "longrope" and limit <= rope.original_max_position_embeddings:
+        return min(max_positions, rope.original_max_position_embeddings)
     if rope.rope_type == "linear":
         return int(max_positions * rope.factor)
     if rope.rope_type == "yarn":

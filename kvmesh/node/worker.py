@@ -42,7 +42,7 @@ class Worker:
         torch.set_num_threads(configure.threads)
         self._send = send
         dtype = configure.dtype
-        self._checkpoint = open_checkpoint(configure.model_path)
+        self._checkpoint = open_checkpoint(configure.model_path, configure.max_context_tokens)
         config, rank, world = self._checkpoint.config, configure.rank, configure.world_size
         self.layout = shard_layout(config, dtype, configure.block_tokens, rank, world)
         self._group = _group(configure)
