@@ -48,7 +48,7 @@ class Running:
         self.mesh.kill(name, sig)
 
     def instances(self) -> list[str]:
-        return [name for name in self.mesh.processes if name.startswith(("prefill", "decode"))]
+        return [name for name in self.mesh.processes if name.startswith(("prefill", "decode", "coupled"))]
 
     async def restarted(self, name: str, old_pid: int) -> None:
         """The supervisor has brought `name` back and the whole mesh is ready again."""
