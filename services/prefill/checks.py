@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.rpc.errors import ContextTooLong, InvalidRequest, KvmeshError
 from services.prefill import events as ev
 from services.prefill.planner import PlanConfig
@@ -11,13 +12,15 @@ from services.prefill.planner import PlanConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrainConfig:
-    """What one prefill instance can take, in tokens and requests; `world` is its number of ranks."""
+    """What one prefill instance can take, in tokens and requests; `world` is its number of ranks, which cut blocks as
+    `layouts` say."""
 
     plan: PlanConfig
     max_context_tokens: int
     vocab_size: int
     max_queued: int = 1024
     world: int = 1
+    layouts: tuple[ShardLayout, ...] = ()
     pull_timeout_ms: int = 2_000
     push_at_end: bool = False
 
@@ -43,11 +46,13 @@ def refusal(start: ev.Start, config: BrainConfig, num_pages: int) -> KvmeshError
     return None
 
 
-def landing_fault(landing: ev.Landing, blocks: int, world: int) -> str:
-    """What is wrong with the landing of a prompt of `blocks` blocks, for a writer of `world` ranks; "" if nothing."""
+def landing_fault(landing: ev.Landing, blocks: int, readers: int) -> str:
+    """What is wrong with the landing of a prompt of `blocks` blocks at so many ranks of decode; "" if nothing."""
     ranks = [target.rank for target in landing.ranks]
-    if sorted(ranks) != list(range(world)):
-        return f"it names ranks {ranks}, the writer has {world}"
+    if sorted(ranks) != list(range(readers)):
+        return f"it names ranks {ranks}, there are {readers}"
+    if len({target.first_block for target in landing.ranks}) > 1:
+        return f"its ranks begin at blocks {[target.first_block for target in landing.ranks]}"
     for target in landing.ranks:
         if len(target.offsets) != blocks:
             return f"it has {len(target.offsets)} offsets for {blocks} blocks"

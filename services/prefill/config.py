@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.node.config import InstanceConfig
 from kvmesh.rpc.errors import ConfigError
 from services.prefill.checks import BrainConfig
@@ -61,7 +62,9 @@ class PrefillConfig(InstanceConfig):
         if self.push not in ("layers", "end"):
             raise _bad("push", self.push, "layers or end")
 
-    def brain(self, *, max_context_tokens: int, vocab_size: int, world: int) -> BrainConfig:
+    def brain(
+        self, *, max_context_tokens: int, vocab_size: int, world: int, layouts: tuple[ShardLayout, ...] = ()
+    ) -> BrainConfig:
         """The brain's part."""
         chunk = max(self.prefill_chunk_tokens, self.block_tokens)
         plan = PlanConfig(
@@ -78,6 +81,7 @@ class PrefillConfig(InstanceConfig):
             vocab_size=vocab_size,
             max_queued=self.max_queued,
             world=world,
+            layouts=layouts,
             pull_timeout_ms=self.pull_timeout_ms,
             push_at_end=self.push == "end",
         )

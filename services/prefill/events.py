@@ -10,6 +10,7 @@ import enum
 from dataclasses import dataclass, field
 
 from kvmesh.kvcache import sources
+from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.node import messages as m
 from kvmesh.node.removals import Gone
 from kvmesh.rpc.errors import KvmeshError
@@ -55,6 +56,7 @@ class Landing:
     handoff_epoch: int
     lease_ms: int
     ranks: tuple[RankLanding, ...]
+    readers: tuple[ShardLayout, ...] = ()  # how decode's ranks cut blocks; (): as ours do
 
 
 @dataclass(frozen=True, slots=True)

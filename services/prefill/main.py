@@ -122,7 +122,12 @@ def make_state(front: Front, config: PrefillConfig, store: NodeStore) -> Prefill
 def brain_config(front: Front, config: PrefillConfig) -> BrainConfig:
     """What the ranks can take, within what is configured."""
     vocab_size = front.ranks[0].ready.vocab_size
-    return config.brain(max_context_tokens=front.max_context_tokens, vocab_size=vocab_size, world=len(front.ranks))
+    return config.brain(
+        max_context_tokens=front.max_context_tokens,
+        vocab_size=vocab_size,
+        world=len(front.ranks),
+        layouts=front.shards,
+    )
 
 
 def make_runner(front: Front, state: PrefillState) -> Runner:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvmesh.kvcache.groups import plan_group
+from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.node import messages as m
 from kvmesh.rpc.errors import HandoffLost, InternalError
 from services.prefill import events as ev
@@ -20,10 +22,14 @@ from services.prefill.lives import Lives
 class Pushes:
     """The part of the brain that lets ranks write into decode's memory."""
 
-    def __init__(self, lives: Lives, world: int, *, at_end: bool = False) -> None:
-        """`at_end`: a prompt's KV goes when all of it is there, not layer by layer."""
+    def __init__(
+        self, lives: Lives, world: int, layouts: tuple[ShardLayout, ...] = (), *, at_end: bool = False
+    ) -> None:
+        """`layouts`: how our ranks cut blocks. `at_end`: a prompt's KV goes when all of it is there, not layer by
+        layer."""
         self._lives = lives
         self._world = world
+        self._layouts = layouts
         self._at_end = at_end
         self._progress_ns = [0] * world
         self._leased: dict[int, Handoff] = {}  # with a landing; those that are over leave at the next progress
@@ -34,7 +40,7 @@ class Pushes:
         if h is None or h.ending or h.landing is not None:
             return  # crossed with our own ending, or said twice
         early = "it came before BeginFill" if h.phase is Phase.QUEUED else ""
-        fault = early or landing_fault(landing, len(h.pages), self._world)
+        fault = early or landing_fault(landing, len(h.pages), len(landing.readers) or self._world)
         if fault:
             self._lives.abort(h, InternalError(f"landing of {h.start.request_id}: {fault}"))
             return
@@ -46,21 +52,45 @@ class Pushes:
             self._lives.abort(h, HandoffLost(why))
             return
         self._leased[h.handle] = h
-        for target in landing.ranks:
-            h.pushes[target.rank] = Push.OPEN
-            push = m.PushOpen(
-                handle=h.handle,
-                handoff_epoch=landing.handoff_epoch,
-                segment=target.segment,
-                pages=tuple(h.pages),
-                offsets=target.offsets,
-                first_block=target.first_block,
-                ready_tokens=h.ready_tokens,  # this overtakes a LoadCopy: the step tells of pages being loaded
-                prompt_tokens=h.prompt_tokens,
-                lease_until_ns=h.lease.until_ns,
-                at_end=self._at_end,
-            )
-            self._lives.actions.append(ev.ToRank(target.rank, push))
+        if landing.readers in ((), self._layouts):
+            for target in landing.ranks:
+                self._push(h, target.rank, segment=target.segment, offsets=target.offsets)
+            return
+        plan = plan_group(self._layouts, landing.readers)
+        at = {target.rank: m.PushTarget(target.rank, target.segment, target.offsets) for target in landing.ranks}
+        for writer in range(self._world):
+            targets = tuple(at[reader] for reader in plan.targets(writer))
+            if targets:
+                self._push(h, writer, group=m.PushGroup(writer, self._layouts, landing.readers, targets))
+            else:
+                h.pushes[writer] = Push.DONE  # others send all that it holds
+
+    def _push(
+        self,
+        h: Handoff,
+        rank: int,
+        *,
+        segment: str = "",
+        offsets: tuple[int, ...] = (),
+        group: m.PushGroup | None = None,
+    ) -> None:
+        """Let one rank write: whole shards at `offsets` of `segment`, or what the group's plan gives it."""
+        assert h.landing is not None and h.lease is not None
+        h.pushes[rank] = Push.OPEN
+        push = m.PushOpen(
+            handle=h.handle,
+            handoff_epoch=h.epoch,
+            segment=segment,
+            pages=tuple(h.pages),
+            offsets=offsets,
+            first_block=h.landing.ranks[0].first_block,
+            ready_tokens=h.ready_tokens,  # this overtakes a LoadCopy: the step tells of pages being loaded
+            prompt_tokens=h.prompt_tokens,
+            lease_until_ns=h.lease.until_ns,
+            group=group,
+            at_end=self._at_end,
+        )
+        self._lives.actions.append(ev.ToRank(rank, push))
 
     def renewed(self, renewed: ev.Renewed) -> None:
         """Decode has granted more time."""

@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.sources import Pulled, PullJob
 from kvmesh.node import messages as m
+from kvmesh.node.shard_wire import writers_of
 from kvmesh.rpc.errors import InvalidRequest, KvmeshError, TransferError
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import prefill_pb2 as pb
@@ -49,6 +51,7 @@ class Stream:
     """One decode instance's Handoff stream: its number, its own handles, what is still to be written to it."""
 
     number: int
+    readers: tuple[ShardLayout, ...] = ()  # how its ranks cut blocks; (): as ours do
     segments: list[str] = field(default_factory=list)
     handles: dict[int, int] = field(default_factory=dict)  # the stream's handle → ours
     outbox: list[pb.HandoffEvent] = field(default_factory=list)
@@ -179,9 +182,14 @@ class Runner:
 
     # ── streams ──────────────────────────────────────────────────────────────────────────────────
 
-    def open_stream(self, segment_descriptors: Sequence[bytes]) -> Stream:
-        """A decode instance says hello; ranks learn where its segments are. InvalidRequest: a descriptor is none."""
-        stream = Stream(next(self._stream_numbers))
+    def open_stream(self, segment_descriptors: Sequence[bytes], readers: tuple[ShardLayout, ...] = ()) -> Stream:
+        """A decode instance whose ranks cut blocks as `readers` say (none: as ours do) says hello; our ranks learn where
+        its segments are. InvalidRequest: a descriptor is none, the two do not cut the same blocks."""
+        if readers and len(readers) != len(segment_descriptors):
+            raise InvalidRequest.of("layouts", f"{len(readers)} layouts", f"{len(segment_descriptors)} segments")
+        if readers:
+            writers_of([""] * self.state.config.world, self.state.config.layouts, readers)
+        stream = Stream(next(self._stream_numbers), readers)
         for at, descriptor in enumerate(segment_descriptors):
             try:
                 stream.segments.append(self._segments.open(descriptor))
@@ -224,7 +232,7 @@ class Runner:
             return  # crossed with its end
         match kind:
             case "landing":
-                self.feed(wire.landing_in(request.landing, handle))
+                self.feed(wire.landing_in(request.landing, handle, stream.readers))
             case "renewed":
                 self.feed(ev.Renewed(handle, message.handoff_epoch, message.lease_ms))
             case "cancel":

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from kvmesh.node.shard_wire import from_wire, to_wire
 from kvmesh.rpc import protocol
 from kvmesh.rpc.errors import InvalidRequest, Unavailable
 from kvmesh.rpc.pb import common_pb2 as pb_common
@@ -59,13 +60,15 @@ class PrefillServicer(pb_grpc.PrefillServicer):
         protocol.check(hello.protocol_version, who)
         if self._closing:
             raise Unavailable("this prefill instance is shutting down")
-        stream = self._runner.open_stream(tuple(hello.segment_descriptors))
+        readers = from_wire(hello.layouts, "layouts")
+        stream = self._runner.open_stream(tuple(hello.segment_descriptors), readers)
         log.info("handoff stream of %s", who)
         try:
             reply = pb.HandoffHelloReply(
                 protocol_version=protocol.PROTOCOL_VERSION,
                 instance=self._instance(),
                 writers=self._writers,
+                layouts=to_wire(self._runner.state.config.layouts),
             )
             await self._send(context, pb.HandoffEvent(hello=reply))
             await self._talk(stream, request_iterator, context)

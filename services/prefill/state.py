@@ -72,7 +72,7 @@ class PrefillState:
         self.config = config
         self.planner = Planner(config.plan)
         self._lives = Lives(config, pool, store, self.planner)
-        self._pushes = Pushes(self._lives, config.world, at_end=config.push_at_end)
+        self._pushes = Pushes(self._lives, config.world, config.layouts, at_end=config.push_at_end)
         self._steps: dict[int, _Step] = {}
         self._next_step = 1
         self._deadlines: list[tuple[int, int]] = []

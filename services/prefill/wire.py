@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvmesh.kvcache import keys
+from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import Tier, tier_of
 from kvmesh.node.sampling import sampling_of
@@ -89,10 +90,10 @@ def pulls_in(ranges: Sequence[pb_common.PullRange], blocks: int, own: str) -> tu
     return tuple(found)
 
 
-def landing_in(landing: pb.Landing, handle: int) -> ev.Landing:
-    """A landing under its instance-wide handle."""
+def landing_in(landing: pb.Landing, handle: int, readers: tuple[ShardLayout, ...]) -> ev.Landing:
+    """A landing under its instance-wide handle, at ranks that cut blocks so."""
     ranks = tuple(ev.RankLanding(r.rank, r.segment, tuple(r.offset), r.first_block) for r in landing.ranks)
-    return ev.Landing(handle, landing.handoff_epoch, landing.lease_ms, ranks)
+    return ev.Landing(handle, landing.handoff_epoch, landing.lease_ms, ranks, readers)
 
 
 def event_out(action: ev.Action, handle: int) -> pb.HandoffEvent | None:
