@@ -39,6 +39,7 @@ from tests.mesh.client import Answer
 from tests.mesh.harness import Running
 
 SAMPLE_S = 1.0
+ANSWER_S = 60.0  # much more than any answer takes
 MEGA = 1 << 20
 
 
@@ -83,7 +84,7 @@ async def ask(running: Running, work: Work) -> Answer | None:
     """None: it was given up."""
     try:
         async with asyncio.timeout(work.cancel_s):
-            return await running.client.generate(work.prompt, work.max_tokens, timeout_s=300)
+            return await running.client.generate(work.prompt, work.max_tokens, timeout_s=ANSWER_S)
     except TimeoutError:
         return None
 
