@@ -98,7 +98,8 @@ class ProcessGroup(Group):
         return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], -1)
 
     def _lost(self, error: RuntimeError) -> RanksLost:
-        return RanksLost(f"rank {self.rank} lost the other ranks in a step: {error}")
+        why = str(error).split(". ")[0]  # the rest is advice
+        return RanksLost(f"rank {self.rank} lost the other ranks in a step: {why}")
 
     def close(self) -> None:
         if self._distributed.is_initialized():

@@ -50,7 +50,6 @@ class RankClient:
         self._ready: asyncio.Future[m.Ready] | None = None
         self._closing = False
         self._refused = False  # it said why it cannot start, and ends
-        self._last_words = ""
         self._nonce = 0
         self.last_pong = 0.0
         self.cpu_seconds = 0.0
@@ -169,7 +168,7 @@ class RankClient:
                 if not self._ready.done():
                     self._ready.set_exception(BY_CODE.get(code, InternalError)(text))
             case m.RankFailed(text):
-                self._last_words = text
+                self._lost(text)  # now: those who wait for it fail next, and theirs is not the cause
             case m.Pong(_, cpu_seconds, transfer):
                 self.cpu_seconds = cpu_seconds
                 if transfer is not None:
@@ -186,7 +185,6 @@ class RankClient:
         if self._closing or self._refused:  # its end was announced, and by whom it was asked for is told elsewhere
             return
         code = self._process.poll() if self._process else None
-        cause = self._last_words or cause
         text = f"rank {self.rank} (pid {self.pid}) {cause}" + (f", exit status {code}" if code is not None else "")
         assert self._ready is not None
         if not self._ready.done():
