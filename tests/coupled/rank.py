@@ -48,6 +48,7 @@ class Rank:
     computed: dict[int, int] = field(default_factory=dict)  # prefill handle → tokens
     answers: dict[int, dict[int, int]] = field(default_factory=dict)  # decode handle → index → token
     broken: set[int] = field(default_factory=set)  # a step of theirs has failed
+    stalls: int = 0
     mixed: int = 0  # steps with chunks and rows
     largest: int = 0  # tokens of prompts beside rows
 
@@ -172,6 +173,7 @@ class Rank:
         for handle, row in self.rows.items():
             if row.context >= len(row.pages) * BLOCK and not row.stalled:
                 row.stalled = True
+                self.stalls += 1
                 self.outbox.append(m.Stalled(handle))
         return {handle: row for handle, row in self.rows.items() if not row.stalled}
 
