@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from kvmesh.engine.sampler import Sampler
 from kvmesh.engine.sampling import filters
 from kvmesh.engine.sampling.noise import Noise, uniform
 from kvmesh.rpc.errors import NonFiniteLogits
+from tests.engine import oracle
 
 
 def sample(logits: torch.Tensor, params: Sequence[SampleParams]) -> list[SampledToken]:
@@ -27,38 +29,12 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def oracle_probabilities(logits: list[float], p: SampleParams) -> list[float]:
-    """The filtered distribution, the slow way: sort, cut to top_k, cut to the nucleus, renormalise."""
-    order = sorted(range(len(logits)), key=lambda i: -logits[i])
-    if p.top_k:
-        order = order[: p.top_k]
-    best = max(logits)
-    weight = {i: math.exp((logits[i] - best) / p.temperature) for i in order}
-    total, seen, kept = sum(weight.values()), 0.0, []
-    for i in order:
-        if seen >= p.top_p * total:
-            break
-        kept.append(i)
-        seen += weight[i]
-    mass = sum(weight[i] for i in kept)
-    return [weight[i] / mass if i in kept else 0.0 for i in range(len(logits))]
-
-
-def oracle_token(logits: list[float], p: SampleParams) -> int:
-    """First token whose cumulative probability is beyond the noise."""
-    reached, u = 0.0, uniform(p.seed, p.token_index)
-    for i, probability in enumerate(oracle_probabilities(logits, p)):
-        reached += probability
-        if u < reached:
-            return i
-    raise AssertionError("the distribution does not reach 1")
-
-
 def some_params(rng: random.Random, index: int) -> SampleParams:
     return SampleParams(
         temperature=rng.choice([0.0, 0.3, 1.0, 1.7]),
         top_p=rng.choice([1.0, 0.99, 0.8, 0.3, 1e-6]),
         top_k=rng.choice([0, 0, 1, 3, 40, 10_000]),
+        min_p=rng.choice([0.0, 0.0, 0.05, 0.5]),
         seed=rng.getrandbits(64),
         token_index=index,
     )
@@ -72,21 +48,23 @@ def test_filters_and_inverse_cdf_against_the_oracle(monkeypatch: pytest.MonkeyPa
         logits = noise(8, 97, seed=case) * 3
         params = [some_params(rng, case) for _ in range(8)]
         for row, p, token in zip(logits.double().tolist(), params, sample(logits, params), strict=True):
-            expected = oracle_token(row, p) if p.temperature else max(range(97), key=row.__getitem__)
-            assert token.token_id == expected, p
+            assert token.token_id == oracle.token(np.array(row), p), p
 
 
 def test_distribution_chi_square() -> None:
     """20,000 draws with consecutive token indices of one seed, and with one index of consecutive seeds."""
     logits = noise(1, 40, seed=2) * 1.5
-    settings = [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.3, 0.9, 0), (1.0, 1.0, 12), (0.9, 0.8, 20)]
+    settings = [
+        (1.0, 1.0, 0, 0.0), (0.7, 1.0, 0, 0.0), (1.3, 0.9, 0, 0.0), (1.0, 1.0, 12, 0.0), (1.0, 1.0, 0, 0.1),
+        (0.9, 0.8, 20, 0.05),
+    ]  # fmt: skip
     draws = 20_000
-    for temperature, top_p, top_k in settings:
-        probabilities = oracle_probabilities(logits[0].double().tolist(), SampleParams(temperature, top_p, top_k))
+    for temperature, top_p, top_k, min_p in settings:
+        wanted = SampleParams(temperature, top_p, top_k, min_p=min_p)
+        probabilities = oracle.probabilities(logits[0].double().numpy(), wanted).tolist()
+        assert min_p == 0 or 1 < sum(p > 0 for p in probabilities) < 40
         for streams in (False, True):
-            params = [
-                SampleParams(temperature, top_p, top_k, i if streams else 11, 3 if streams else i) for i in range(draws)
-            ]
+            params = [replace(wanted, seed=i if streams else 11, token_index=3 if streams else i) for i in range(draws)]
             counts = [0] * 40
             for token in sample(logits.expand(draws, -1), params):
                 counts[token.token_id] += 1
@@ -100,7 +78,7 @@ def test_distribution_chi_square() -> None:
             freedom = len(bins) - 1
             # Wilson-Hilferty: about N(0, 1); 4 is one false alarm in 30,000, and the seeds are fixed.
             z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
-            assert z < 4, (temperature, top_p, top_k, streams, statistic, freedom)
+            assert z < 4, (wanted, streams, statistic, freedom)
 
 
 def test_noise_is_fixed_for_ever() -> None:

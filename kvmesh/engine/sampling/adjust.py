@@ -60,9 +60,10 @@ class Adjustments:
         self._seen |= hit
         new = ~hit.any(-1, keepdim=True)
         slot = self._used
-        for lists, value in ((self._ids, tokens[:, None]), (self._bias, 0.0), (self._count, 1.0), (self._seen, True)):
-            fresh = torch.as_tensor(value, dtype=lists.dtype, device=lists.device)
-            lists.scatter_(1, slot, torch.where(new, fresh, lists.gather(1, slot)))
+        self._ids.scatter_(1, slot, torch.where(new, tokens[:, None], self._ids.gather(1, slot)))
+        self._bias.scatter_(1, slot, self._bias.gather(1, slot).masked_fill_(new, 0.0))
+        self._count.scatter_(1, slot, self._count.gather(1, slot).masked_fill_(new, 1.0))
+        self._seen.scatter_(1, slot, self._seen.gather(1, slot) | new)
         self._used = slot + new
 
     def _grow(self) -> None:

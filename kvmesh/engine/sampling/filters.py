@@ -67,8 +67,15 @@ class Filters:
 def _reach(weights: torch.Tensor, goal: torch.Tensor, *, counts: bool) -> torch.Tensor:
     """float64 `[rows]`: the weight at which the greatest of `weights [rows, vocab]`, each counted as one (`counts`) or
     as itself, first amount to `goal [rows]`."""
-    if weights.device.type != "cpu":
-        return _first_at(weights.sort(-1, descending=True).values, goal, weights.shape[-1], counts=counts)
+    find = _by_histogram if weights.device.type == "cpu" else _by_sort
+    return find(weights, goal, counts=counts)
+
+
+def _by_sort(weights: torch.Tensor, goal: torch.Tensor, *, counts: bool) -> torch.Tensor:
+    return _first_at(weights.sort(-1, descending=True).values, goal, weights.shape[-1], counts=counts)
+
+
+def _by_histogram(weights: torch.Tensor, goal: torch.Tensor, *, counts: bool) -> torch.Tensor:
     bucket = weights.float().view(torch.int32) >> BUCKET_BITS  # in the order of the weights themselves
     held = weights.new_zeros(len(weights), BUCKETS)
     held.scatter_add_(1, bucket.long(), torch.ones_like(weights) if counts else weights)
