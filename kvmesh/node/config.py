@@ -5,6 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvmesh.node.tier_config import TierConfig
+from kvmesh.rpc.errors import ConfigError
+
+STAGED_CPU = "cpu-staged"  # a CPU whose pages are treated as a GPU's are: what order matters there, matters here
+
+
+def check_device(name: str) -> None:
+    """ConfigError for what is no device's name; whether it is there, only the rank can see."""
+    kind, _, index = name.partition(":")
+    if name not in ("cpu", STAGED_CPU, "cuda") and not (kind == "cuda" and index.isdigit()):
+        raise ConfigError(f"device={name!r}: must be cpu, cuda or cuda:N", field="device")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,11 +27,18 @@ class InstanceConfig(TierConfig):
     conductor: str = field(default="127.0.0.1:0", metadata={"help": "Address of the conductor."})
     store: str = field(default="127.0.0.1:0", metadata={"help": "Store masters, host:port,host:port,..."})
     dtype: str = field(default="float32", metadata={"help": "float32, bfloat16 or float16."})
-    device: str = field(default="cpu", metadata={"help": "Device of the ranks; this version serves on cpu."})
+    device: str = field(
+        default="cpu",
+        metadata={"help": "Where ranks compute: cpu, cuda or cuda:N, the first rank's GPU (docs/cuda.md)."},
+    )
+    cuda_graphs: bool = field(default=True, metadata={"help": "On a GPU, replay decode steps as CUDA graphs."})
     block_tokens: int = field(default=64, metadata={"help": "Tokens a block: a power of two in 16..512."})
     num_pages: int = field(default=0, metadata={"help": "Device pages; 0: as many as memory_mb holds."})
     num_extents: int = field(default=0, metadata={"help": "Blocks of the host segment; 0: as many as pages."})
-    memory_mb: int = field(default=512, metadata={"help": "Memory for device pages, MiB, when num_pages is 0."})
+    memory_mb: int = field(
+        default=512,
+        metadata={"help": "Memory for device pages, MiB, when num_pages is 0; 0, on a GPU only: what it has free."},
+    )
     threads: int = field(default=1, metadata={"help": "torch threads of a rank."})
     tensor_parallel: int = field(
         default=1, metadata={"help": "Rank processes that share the model; see docs/tensor-parallel.md.", "min": 1}

@@ -17,7 +17,7 @@ from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Pulled
 from kvmesh.node import messages as m
 from kvmesh.node.blocks import Blocks
-from kvmesh.node.config import InstanceConfig
+from kvmesh.node.config import InstanceConfig, check_device
 from kvmesh.node.partitions import OnePartition, Partition, layout_tag
 from kvmesh.node.rank_client import RankClient
 from kvmesh.node.registration import Registrar
@@ -107,6 +107,7 @@ class Front:
             model_path=c.model,
             dtype=c.dtype,
             device=c.device,
+            cuda_graphs=c.cuda_graphs,
             block_tokens=c.block_tokens,
             num_pages=c.num_pages,
             num_extents=c.num_extents,
@@ -348,8 +349,9 @@ def check_config(config: InstanceConfig) -> None:
     if not Path(config.model).is_dir():
         raise _bad("model", config.model, "not a folder")
     config.check_transfer()
+    check_device(config.device)
     for key in ("threads", "memory_mb", "tensor_parallel"):
-        if getattr(config, key) < 1:
+        if getattr(config, key) < (0 if key == "memory_mb" and config.device.startswith("cuda") else 1):
             raise _bad(key, getattr(config, key), "at least 1")
     if not 1 <= config.store_high_percent <= 100:
         raise _bad("store_high_percent", config.store_high_percent, "in 1..100")

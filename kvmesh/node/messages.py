@@ -61,7 +61,7 @@ class Configure(Message, frozen=True):
     world_size: int
     model_path: str
     dtype: str  # "float32" | "bfloat16" | "float16"
-    device: str  # "cpu" | "cuda:0"
+    device: str  # "cpu" | "cuda" | "cuda:1": the GPU of rank 0; the others take those behind it
     block_tokens: int
     num_pages: int  # device pages; 0 = as many as `memory_bytes` holds
     num_extents: int  # host extents for landing and swap
@@ -78,6 +78,7 @@ class Configure(Message, frozen=True):
     rdma: dict[str, int | tuple[str, ...]] = msgspec.field(default_factory=dict)
     warm_segment: str = ""  # folder of memory that the next life finds; "" = none
     warm_lease_ms: int = 0  # the longest lease that this life gives
+    cuda_graphs: bool = True
     group_file: str = ""  # where the ranks of this instance meet; "" = there is only one
     group_timeout_ms: int = 0  # longest wait of one rank for another
 

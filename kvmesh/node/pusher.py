@@ -11,7 +11,6 @@ are said once per handoff, and only when no slice of it can still be on the way 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from kvmesh.kvcache.groups import plan_group
 from kvmesh.kvcache.layout import Run, ShardLayout, joined
 from kvmesh.node import messages as m
+from kvmesh.node.stager import Direct, Outbox
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.transfer import TrafficClass, TransferEngine
 from kvmesh.transfer.groups import GroupWrite
@@ -61,7 +61,7 @@ class _Push:
     @property
     def open(self) -> bool:
         """Something is still to be posted."""
-        return not (self.write.cause or self.write.cancelled or self.write.marked)
+        return not self.write.over
 
 
 class Pusher:
@@ -74,13 +74,15 @@ class Pusher:
         page_address: int,
         send: Callable[[m.ToFront], None],
         clock_ns: Callable[[], int] = time.monotonic_ns,
+        outbox: Outbox | None = None,
     ) -> None:
         self._engine = engine
         self._layout = layout
         self._page_address = page_address
         self._send = send
         self._clock_ns = clock_ns
-        self._lock = threading.RLock()
+        self._outbox = outbox or Direct()
+        self._lock = self._outbox.lock
         self._computed: dict[int, _Computed] = {}
         self._pushes: dict[int, _Push] = {}
         self._slices = [layout.layer_slice(layer) for layer in range(layout.layers)]
@@ -193,6 +195,15 @@ class Pusher:
                 if push.open and now >= push.lease_until_ns:
                     push.write.fail("the landing's lease ran out")
 
+    def pump(self) -> None:
+        """Goes on with what waits for room: soon and often while `waiting`, and behind `check_leases`."""
+        self._outbox.pump()
+
+    @property
+    def waiting(self) -> bool:
+        with self._lock:
+            return self._outbox.busy
+
     @property
     def active(self) -> int:
         return len(self._pushes)
@@ -221,10 +232,10 @@ class Pusher:
             push.posted_layers = computed.layers_done
         for target in push.targets:
             runs = (run for span in spans for run in self._runs(push.spec, target, *span))
-            push.write.write(target.segment, joined(runs, BATCH_BYTES))
+            self._outbox.write(push.write, target.segment, joined(runs, BATCH_BYTES))
         if push.posted_tokens >= prompt:
             # Delivered behind every write before it; its answer is the last word on this handoff.
-            push.write.mark()
+            self._outbox.mark(push.write)
 
     def _runs(self, spec: m.PushOpen, target: _Target, begin: int, end: int, layer0: int, layer1: int) -> Iterator[Run]:
         """Layers [layer0, layer1) of the blocks that hold tokens [begin, end): (address, remote offset, length)."""

@@ -56,6 +56,7 @@ URGENT = (
     m.Ping,
 )
 HOUSEKEEPING_MS = 50
+COPYING_MS = 1
 
 
 class RankLoop:
@@ -139,6 +140,8 @@ class RankLoop:
         """Milliseconds to wait for a command; None: for ever."""
         if busy:
             return 0
+        if worker.copying:
+            return COPYING_MS
         if late_at or worker.needs_ticks:
             return HOUSEKEEPING_MS
         return None

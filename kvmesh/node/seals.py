@@ -1,4 +1,4 @@
-"""Copies of full blocks from device pages to the host segment, a few mebibytes between two steps.
+"""Copies of full blocks from device pages to the host segment, slice by slice between two steps.
 
 Decode seals a whole prompt when its request joins the batch: copied at once, gigabytes of KV would keep every running
 row waiting. The front holds pages and extents until SealCopied, so there is no hurry.
@@ -6,69 +6,71 @@ row waiting. The front holds pages and extents until SealCopied, so there is no 
 
 from __future__ import annotations
 
-import math
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
-import torch
+from functools import partial
 
 from kvmesh.node import messages as m
-
-SLICE_BYTES = 8 << 20  # about a millisecond of copying and looking
+from kvmesh.node.device import Done, Memory
 
 
 @dataclass(slots=True)
 class _Seal:
     spec: m.SealCopy
-    done: int = 0  # blocks
+    begun: int = 0  # blocks
     start_ns: int = 0
     bad: list[int] = field(default_factory=list)
 
 
 class Seals:
-    """What one rank has still to copy, in the order in which it was told. `pages` and `extents`: whole blocks, the
-    first dimension counts them."""
+    """What one rank has still to copy from `memory`'s pages to its extents, in the order in which it was told."""
 
-    def __init__(
-        self, pages: torch.Tensor, extents: torch.Tensor, shard_bytes: int, send: Callable[[m.ToFront], None]
-    ) -> None:
-        self._pages = pages
-        self._extents = extents
-        self._blocks = max(1, SLICE_BYTES // shard_bytes)
+    def __init__(self, memory: Memory, send: Callable[[m.ToFront], None]) -> None:
+        self._memory = memory
+        self._blocks = max(1, memory.seal_bytes // memory.layout.shard_bytes)
         self._send = send
         self._waiting: deque[_Seal] = deque()
+        self._copying = 0
 
     def __bool__(self) -> bool:
         """Whether anything is left to copy."""
         return bool(self._waiting)
+
+    @property
+    def ready(self) -> bool:
+        """`advance` would begin something."""
+        return bool(self._waiting) and not self._copying
 
     def add(self, spec: m.SealCopy) -> None:
         """Answered by SealCopied, after some calls of `advance`."""
         self._waiting.append(_Seal(spec))
 
     def advance(self) -> None:
-        """Copy the next slice."""
+        """Copy the next slice, once the one before it is done."""
+        if self._copying:
+            return
         left = self._blocks
-        while self._waiting and left > 0:
-            seal = self._waiting[0]
-            spec = seal.spec
-            seal.start_ns = seal.start_ns or time.monotonic_ns()
-            end = min(seal.done + left, len(spec.pages))
-            left -= end - seal.done
-            for at in range(seal.done, end):
-                block = self._extents[spec.extents[at]]
-                block.copy_(self._pages[spec.pages[at]])
-                if not finite(block):
-                    seal.bad.append(at)
-            seal.done = end
-            if end == len(spec.pages):
-                self._waiting.popleft()
-                self._send(m.SealCopied(spec.ticket, seal.start_ns, time.monotonic_ns(), tuple(seal.bad)))
+        for seal in list(self._waiting):
+            if left <= 0:
+                return
+            first, end = seal.begun, min(seal.begun + left, len(seal.spec.pages))
+            left -= end - first
+            seal.begun = end
+            self._copying += 1
+            pages, extents = self._memory.pages, self._memory.extents
+            places = zip(seal.spec.extents[first:end], seal.spec.pages[first:end], strict=True)
+            self._memory.copy(
+                [(extents[extent], pages[page]) for extent, page in places],
+                partial(self._copied, seal, first),
+                into_pages=False,
+                check=True,
+            )
 
-
-def finite(block: torch.Tensor) -> bool:
-    """Whether a block's KV holds neither NaN nor infinity: the sum would show it. About as dear as the copy."""
-    wide = torch.float32 if block.dtype == torch.float16 else None
-    return math.isfinite(block.sum(dtype=wide).item())
+    def _copied(self, seal: _Seal, first: int, done: Done) -> None:
+        self._copying -= 1
+        seal.start_ns = seal.start_ns or done.start_ns
+        seal.bad.extend(first + at for at in done.bad)
+        if seal.begun == len(seal.spec.pages):
+            self._waiting.remove(seal)
+            self._send(m.SealCopied(seal.spec.ticket, seal.start_ns, done.end_ns, tuple(seal.bad)))

@@ -25,7 +25,7 @@ class StoreWorker:
 
     wants_step = has_chores = False
     rows = 0
-    needs_ticks = False
+    needs_ticks = copying = False
 
     def __init__(self, configure: m.Configure, send: Callable[[m.ToFront], None]) -> None:
         started = time.monotonic()

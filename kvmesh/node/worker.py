@@ -11,19 +11,21 @@ import torch
 
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.parallel import SOLO, Group, ProcessGroup
-from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams, pages_over, shard_layout
+from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams, shard_layout
 from kvmesh.node import messages as m
+from kvmesh.node.device import StagedMemory, num_extents, open_memory, weight_bytes
 from kvmesh.node.memory import touch
 from kvmesh.node.puller import Puller
 from kvmesh.node.pusher import Pusher
 from kvmesh.node.seals import Seals
+from kvmesh.node.stager import Stager
 from kvmesh.node.steps import Steps
 from kvmesh.node.sums import Sums
 from kvmesh.node.tier_worker import TierWorker
 from kvmesh.node.transfer_config import own_location, start_engine
 from kvmesh.node.warm_segment import host_region
-from kvmesh.rpc.errors import ConfigError, TransferError
-from kvmesh.transfer import Notification, Range, Region
+from kvmesh.rpc.errors import TransferError
+from kvmesh.transfer import Notification, Range
 
 log = logging.getLogger("kvmesh.rank")
 
@@ -37,47 +39,51 @@ class Worker:
     def __init__(self, configure: m.Configure, send: Callable[[m.ToFront], None]) -> None:
         started = time.monotonic()
         self._configure = configure
-        if configure.device != "cpu":
-            raise ConfigError(f"device={configure.device!r}: instances of this version run on 'cpu'", field="device")
         torch.set_num_threads(configure.threads)
         self._send = send
         dtype = configure.dtype
         self._checkpoint = open_checkpoint(configure.model_path, configure.max_context_tokens)
         config, rank, world = self._checkpoint.config, configure.rank, configure.world_size
         self.layout = shard_layout(config, dtype, configure.block_tokens, rank, world)
-        self._group = _group(configure)
-        shard = self.layout.shard_bytes
-        self._num_pages = configure.num_pages or max(configure.memory_bytes // shard, 1)
-        self._num_extents = configure.num_extents or self._num_pages
         name = f"{configure.instance_id}/{configure.rank}@{configure.incarnation:x}"
         self.engine = start_engine(name, configure, self._notified)
         home = own_location()
         try:
-            self._page_region = self.engine.allocate(self._num_pages * shard, home)
+            weights = weight_bytes(self._checkpoint, self.layout.itemsize) // world
+            self.memory = open_memory(configure, self.layout, weights, self.engine, home)
+            blocks = num_extents(configure, self.memory)
             self._extent_region, self.warm = host_region(
-                self.engine, self._num_extents * shard, home, configure, self._layout_text(), self._num_extents, send
+                self.engine, blocks * self.layout.shard_bytes, home, configure, self._layout_text(), blocks, send
             )
-            self._pages = self._over(self._page_region, self._num_pages)
-            self._extents = self._over(self._extent_region, self._num_extents)
+            self.memory.open_extents(self._extent_region, blocks)
+            self._group = _group(configure, self.memory.device)
             self._runner = Runner(
-                self._checkpoint, dtype, configure.device, configure.block_tokens, self._pages, self._group
+                self._checkpoint,
+                dtype,
+                self.memory.device,
+                configure.block_tokens,
+                self.memory.pages,
+                self._group,
+                configure.cuda_graphs,
             )
             self._group.connect(LOAD_PATIENCE_S)
             self._warm_up()
         except BaseException:
             self.engine.close()
             raise
-        self.pusher = Pusher(self.engine, self.layout, self._page_region.address, send)
+        memory, region = self.memory, self.memory.page_region
+        outbox = Stager(memory) if isinstance(memory, StagedMemory) else None
+        self.pusher = Pusher(self.engine, self.layout, region.address if region else 0, send, outbox=outbox)
         self.puller = Puller(self.engine, self._extent_region, send)
         self.sums = Sums(self._extent_region, send)
         self.tiers = TierWorker(self._extent_region, send)
-        self.seals = Seals(self._pages, self._extents, shard, send)
+        self.seals = Seals(memory, send)
         self.steps = Steps(self._runner, self.pusher, configure.block_tokens, send)
         self._load_ms = int((time.monotonic() - started) * 1000)
 
     def _warm_up(self) -> None:
         """The first steps of a process take tens of milliseconds more than the others: no user should wait for them."""
-        count = min(4, self._num_pages)
+        count = min(4, len(self.memory.pages))
         pages = tuple(range(count))
         tokens = (0,) * (count * self.layout.block_tokens - 1)
         sample = SampleParams()
@@ -85,18 +91,14 @@ class Worker:
             self._runner.prefill([PrefillInput(tokens, 0, pages, sample)], lambda _: None)
             self._runner.decode([DecodeInput(0, len(tokens), pages, sample)])
         # Touch every page once: a first write to shared memory costs a fault for each 4 KiB of it.
-        self._pages.zero_()
+        self.memory.pages.zero_()
         touch(self._extent_region)
-
-    def _over(self, region: Region, blocks: int) -> torch.Tensor:
-        """`[blocks, layers, 2, kv_heads, block_tokens, head_dim]` over the region's memory."""
-        assert region.memory is not None
-        return pages_over(region.memory, self.layout, blocks, self._configure.dtype)
 
     def ready(self) -> m.Ready:
         config, checkpoint = self._checkpoint.config, self._checkpoint
         # A request whose KV cannot lie in the pool at all must not be promised.
-        limit = min(config.max_context_tokens, self._num_pages * self.layout.block_tokens)
+        num_pages, region = len(self.memory.pages), self.memory.page_region
+        limit = min(config.max_context_tokens, num_pages * self.layout.block_tokens)
         wanted = self._configure.max_context_tokens
         return m.Ready(
             engine_name=self.engine.name,
@@ -107,12 +109,12 @@ class Worker:
             eos_token_ids=tuple(config.eos_token_ids),
             max_context_tokens=min(wanted, limit) if wanted else limit,
             kv_bytes_per_token=config.kv_elements_per_token * self.layout.itemsize,
-            num_pages=self._num_pages,
-            num_extents=self._num_extents,
+            num_pages=num_pages,
+            num_extents=len(self.memory.extents),
             shard_bytes=self.layout.shard_bytes,
-            page_base_offset=self._page_region.base_offset,
+            page_base_offset=region.base_offset if region is not None else 0,
             extent_base_offset=self._extent_region.base_offset,
-            direct_landing=self._configure.device == "cpu",
+            direct_landing=region is not None,
             load_ms=self._load_ms,
             layout=self._layout_text(),
             shard=self.layout,
@@ -132,6 +134,7 @@ class Worker:
         self.tiers.close()
         if self.warm is not None:
             self.warm.close()
+        self.memory.close()
         self.engine.close()
         self._group.close()
 
@@ -143,7 +146,12 @@ class Worker:
     @property
     def has_chores(self) -> bool:
         """`tick` has something to do."""
-        return bool(self.seals)
+        return self.seals.ready
+
+    @property
+    def copying(self) -> bool:
+        """`tick` should be called soon and often: copies are under way, or pushes that wait for them."""
+        return self.memory.copying or self.pusher.waiting
 
     @property
     def rows(self) -> int:
@@ -158,11 +166,28 @@ class Worker:
     def tick(self) -> None:
         """Between steps and commands."""
         self.pusher.check_leases()
+        self._attend_copies()
         self.seals.advance()
+
+    def _attend_copies(self) -> None:
+        """What has been copied is answered, or goes on its way."""
+        if self.copying:
+            self.memory.poll()
+            self.pusher.pump()
 
     def step(self, prefill: m.PrefillStep | None, between_layers: Callable[[], None]) -> None:
         """One step: the front's chunks and the rows of the batch, whichever there are."""
-        self.steps.run(prefill, between_layers)
+
+        def meanwhile() -> None:
+            self.pusher.check_leases()
+            self._attend_copies()
+            between_layers()
+
+        def layer_launched() -> None:
+            meanwhile()
+            self.memory.keep_pace(meanwhile)
+
+        self.steps.run(prefill, layer_launched)
 
     # ── commands ─────────────────────────────────────────────────────────────────────────────────
 
@@ -200,8 +225,7 @@ class Worker:
             case m.SealCopy():
                 self.seals.add(message)
             case m.LoadCopy(ticket, extents, pages):
-                start = self._move(self._pages, pages, self._extents, extents)
-                self._send(m.LoadCopied(ticket, start, time.monotonic_ns()))
+                self._load(ticket, extents, pages)
             case m.Join():
                 self.steps.join(message)
             case m.Grant():
@@ -230,24 +254,28 @@ class Worker:
 
     def _copy(self, message: m.CopyIn | m.CopyOut) -> None:
         into_pages = isinstance(message, m.CopyIn)
-        if into_pages:
-            start = self._move(self._pages, message.pages, self._extents, message.extents)
-        else:
-            start = self._move(self._extents, message.extents, self._pages, message.pages)
-        self._send(m.Copied(message.handle, into_pages, start, time.monotonic_ns()))
+        pages = [self.memory.pages[page] for page in message.pages]
+        extents = [self.memory.extents[extent] for extent in message.extents]
+        pairs = zip(pages, extents, strict=True) if into_pages else zip(extents, pages, strict=True)
+        self.memory.copy(
+            list(pairs),
+            lambda done: self._send(m.Copied(message.handle, into_pages, done.start_ns, done.end_ns)),
+            into_pages=into_pages,
+        )
 
-    @staticmethod
-    def _move(to: torch.Tensor, targets: tuple[int, ...], source: torch.Tensor, places: tuple[int, ...]) -> int:
-        """Whole blocks, one after the other; returns when it began (monotonic ns)."""
-        start = time.monotonic_ns()
-        for target, place in zip(targets, places, strict=True):
-            to[target].copy_(source[place])
-        return start
+    def _load(self, ticket: int, extents: tuple[int, ...], pages: tuple[int, ...]) -> None:
+        memory = self.memory
+        self.memory.copy(
+            [(memory.pages[page], memory.extents[extent]) for extent, page in zip(extents, pages, strict=True)],
+            lambda done: self._send(m.LoadCopied(ticket, done.start_ns, done.end_ns)),
+            into_pages=True,
+            ahead_of_steps=True,  # they may come before LoadCopied
+        )
 
 
-def _group(configure: m.Configure) -> Group:
+def _group(configure: m.Configure, device: torch.device) -> Group:
     """The ranks of this instance, not met yet."""
     if configure.world_size == 1:
         return SOLO
     rank, size, timeout_s = configure.rank, configure.world_size, configure.group_timeout_ms / 1000
-    return ProcessGroup(rank, size, configure.group_file, torch.device(configure.device), timeout_s)
+    return ProcessGroup(rank, size, configure.group_file, device, timeout_s)

@@ -38,6 +38,21 @@ END_MARK = b"end"
 POLL_S = 0.05
 
 
+class _Tally:
+    """Batches of one call of `write` that are not final, and one for the call itself."""
+
+    __slots__ = ("_on_final", "left")
+
+    def __init__(self, on_final: Callable[[], None]) -> None:
+        self.left = 1
+        self._on_final = on_final
+
+    def less(self) -> None:
+        self.left -= 1
+        if not self.left:
+            self._on_final()
+
+
 class GroupWrite:
     """One writer rank's bytes for the readers `segments` in one epoch, ended by a mark to each of them.
 
@@ -77,18 +92,37 @@ class GroupWrite:
         self._batch_bytes = batch_bytes
         self._lock = lock or threading.RLock()
         self._clock_ns = clock_ns
-        self._batches: dict[BatchId, int] = {}  # in flight → bytes
+        self._batches: dict[BatchId, tuple[int, _Tally]] = {}  # in flight → bytes
         self._marking = 0  # end marks on their way
+        self._held = 0
 
-    def write(self, segment: str, copies: Iterable[Copy]) -> None:
-        """Posts all of them, in batches. Not after `mark`; nothing happens after a failure or a cancel."""
+    @property
+    def over(self) -> bool:
+        """Nothing more will be posted."""
+        return bool(self.cause) or self.cancelled or self.marked
+
+    def hold(self) -> None:
+        """It does not end before `release`: something beside it is still under way for it."""
+        with self._lock:
+            self._held += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._held -= 1
+            self._settle()
+
+    def write(self, segment: str, copies: Iterable[Copy], on_final: Callable[[], None] = lambda: None) -> None:
+        """Posts all of them, in batches. Not after `mark`; nothing is posted after a failure or a cancel. `on_final()`
+        is called once no transfer will read these addresses any more, as far as the engine knows."""
         with self._lock:
             assert not self.marked, "the end mark has the last word"
+            tally = _Tally(on_final)
             for requests in self._cut(segment, copies):
                 if self.cause or self.cancelled:
-                    return
+                    break
                 self.first_post_ns = self.first_post_ns or self._clock_ns()
-                self._submit(requests)
+                self._submit(requests, tally)
+            tally.less()
 
     def mark(self, payload: bytes = END_MARK) -> None:
         """All is posted: each reader hears `payload` once all of it is there."""
@@ -137,17 +171,19 @@ class GroupWrite:
         if requests:
             yield requests
 
-    def _submit(self, requests: list[TransferRequest]) -> None:
+    def _submit(self, requests: list[TransferRequest], tally: _Tally) -> None:
         try:
             batch = self._engine.allocate_batch(len(requests))
         except TransferError as error:
             self.fail(f"submit: {error}")
             return
-        self._batches[batch] = sum(r.length for r in requests)
+        self._batches[batch] = sum(r.length for r in requests), tally
+        tally.left += 1
         try:
             self._engine.submit(batch, requests)
         except TransferError as error:
             del self._batches[batch]
+            tally.less()
             self._engine.free_batch(batch)
             self.fail(f"submit: {error}")
             return
@@ -156,7 +192,8 @@ class GroupWrite:
     def _acknowledged(self, batch: BatchId) -> None:
         """A batch is final (any thread)."""
         with self._lock:
-            nbytes = self._batches.pop(batch)
+            nbytes, tally = self._batches.pop(batch)
+            tally.less()
             cause = ""
             for status in self._engine.statuses(batch):
                 if status.state is not TransferState.COMPLETED:
@@ -189,7 +226,7 @@ class GroupWrite:
 
     def _settle(self) -> None:
         over = self.cancelled or self.cause or self.marked
-        if self.ended or not over or self._batches or self._marking:
+        if self.ended or not over or self._batches or self._marking or self._held:
             return
         self.ended = True
         self._on_ended()

@@ -2,27 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from kvmesh.node import messages as m
-from kvmesh.node import seals
+from kvmesh.node.device import CpuMemory, OnDone, Pair
 from kvmesh.node.seals import Seals
 
 SHARD = 4 * 6
 
 
-def made(
-    monkeypatch: pytest.MonkeyPatch, blocks_a_slice: int
-) -> tuple[Seals, torch.Tensor, torch.Tensor, list[m.ToFront]]:
-    monkeypatch.setattr(seals, "SLICE_BYTES", blocks_a_slice * SHARD)
-    pages, extents = torch.arange(60.0).view(10, 6), torch.zeros(10, 6)
+class Rows(CpuMemory):
+    """Blocks of six numbers, outside any region."""
+
+    def __init__(self, blocks_a_slice: int) -> None:
+        self.pages, self.extents = torch.arange(60.0).view(10, 6), torch.zeros(10, 6)
+        self.layout = SimpleNamespace(shard_bytes=SHARD)  # type: ignore[assignment]
+        self.seal_bytes = blocks_a_slice * SHARD
+
+
+class Later(Rows):
+    """Says of a copy that it is done when it is asked."""
+
+    def __init__(self, blocks_a_slice: int) -> None:
+        super().__init__(blocks_a_slice)
+        self.begun: list[tuple[Sequence[Pair], OnDone]] = []
+
+    def copy(self, pairs: Sequence[Pair], done: OnDone, **_: bool) -> None:
+        self.begun.append((pairs, done))
+
+    def poll(self) -> None:
+        begun, self.begun = self.begun, []
+        for pairs, done in begun:
+            super().copy(pairs, done, into_pages=False, check=True)
+
+
+def made(blocks_a_slice: int, kind: type[Rows] = Rows) -> tuple[Seals, torch.Tensor, torch.Tensor, list[m.ToFront]]:
+    memory = kind(blocks_a_slice)
     said: list[m.ToFront] = []
-    return Seals(pages, extents, SHARD, said.append), pages, extents, said
+    return Seals(memory, said.append), memory.pages, memory.extents, said
 
 
-def test_a_slice_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    work, pages, extents, said = made(monkeypatch, 3)
+def test_one_slice_at_a_time_is_under_way_on_a_device() -> None:
+    memory = Later(3)
+    said: list[m.ToFront] = []
+    work = Seals(memory, said.append)
+    work.add(m.SealCopy(1, (0, 1, 2, 3), (9, 8, 7, 6)))
+    work.add(m.SealCopy(2, (4,), (1,)))
+    assert work.ready
+    for under_way in (3, 2):
+        work.advance()
+        work.advance()
+        assert sum(len(pairs) for pairs, _ in memory.begun) == under_way and not work.ready and work
+        memory.poll()
+    assert [message.ticket for message in said if isinstance(message, m.SealCopied)] == [1, 2]
+    assert not work and torch.equal(memory.extents[[9, 8, 7, 6, 1]], memory.pages[:5])
+
+
+def test_a_slice_a_turn() -> None:
+    work, pages, extents, said = made(3)
     work.add(m.SealCopy(1, (0, 1, 2, 3), (9, 8, 7, 6)))
     work.add(m.SealCopy(2, (4, 5), (1, 0)))
     work.advance()
@@ -38,8 +79,8 @@ def test_a_slice_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_blocks_that_are_not_finite_are_named_across_slices(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    work, pages, _, said = made(monkeypatch, 2)
+def test_blocks_that_are_not_finite_are_named_across_slices(value: float) -> None:
+    work, pages, _, said = made(2)
     pages[1, 3] = pages[4, 0] = value
     work.add(m.SealCopy(5, (0, 1, 2, 3, 4), (0, 1, 2, 3, 4)))
     while work:
