@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import FAMILY_ZOO, make_checkpoint
 from tests.mesh.harness import Running
 from tests.reference import assert_matches_reference
 
@@ -67,6 +67,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 350,
         "shards": 3,
     },
+    "gemma2-windows-and-caps": FAMILY_ZOO["gemma2"] | {"vocab_size": 331},
 }
 
 MeshFactory = Callable[..., AbstractAsyncContextManager[Running]]
