@@ -183,8 +183,8 @@ class Runner:
     # ── streams ──────────────────────────────────────────────────────────────────────────────────
 
     def open_stream(self, segment_descriptors: Sequence[bytes], readers: tuple[ShardLayout, ...] = ()) -> Stream:
-        """A decode instance says hello: ranks learn where its segments are. Its own cut blocks as `readers` say (none: as
-        ours do). InvalidRequest: a descriptor is none, the two do not cut the same blocks."""
+        """A decode instance says hello: ranks learn where its segments are. Its own cut blocks as `readers` say (none:
+        as ours do). InvalidRequest: a descriptor is none, the two do not cut the same blocks."""
         if readers and len(readers) != len(segment_descriptors):
             raise InvalidRequest.of("layouts", f"{len(readers)} layouts", f"{len(segment_descriptors)} segments")
         if readers:
