@@ -28,6 +28,43 @@ constexpr int STEP = 8;                     // pairs between two looks at what t
 int64_t panels_of(int64_t outputs) { return (outputs + LANES - 1) / LANES; }
 int64_t pairs_of(int64_t inputs) { return (inputs + 1) / 2; }
 
+// Sixteen vectors of sixteen 32-bit elements, rows for columns.
+inline void transpose(__m512i (&v)[16]) {
+  __m512i t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {  // v[i + j]: rows i to i + 3 of columns j, 4 + j, 8 + j and 12 + j
+    v[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    v[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    v[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    v[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  constexpr int EVEN = 0x88, ODD = 0xdd;
+  for (int j = 0; j < 4; j++) {
+    const __m512i even[2] = {_mm512_shuffle_i32x4(v[j], v[4 + j], EVEN), _mm512_shuffle_i32x4(v[8 + j], v[12 + j], EVEN)};
+    const __m512i odd[2] = {_mm512_shuffle_i32x4(v[j], v[4 + j], ODD), _mm512_shuffle_i32x4(v[8 + j], v[12 + j], ODD)};
+    v[j] = _mm512_shuffle_i32x4(even[0], even[1], EVEN);
+    v[4 + j] = _mm512_shuffle_i32x4(odd[0], odd[1], EVEN);
+    v[8 + j] = _mm512_shuffle_i32x4(even[0], even[1], ODD);
+    v[12 + j] = _mm512_shuffle_i32x4(odd[0], odd[1], ODD);
+  }
+}
+
+// Up to sixteen rows side by side: pair p of row r goes to `to[p * stride + r]`; an odd last input is paired with zero.
+void interleave(const at::BFloat16* const* rows, int64_t count, int64_t inputs, uint32_t* to, int64_t stride) {
+  for (int64_t p = 0; p < pairs_of(inputs); p += 16) {
+    const int64_t left = inputs - 2 * p;
+    const __mmask32 mask = left >= 32 ? ~0u : (1u << left) - 1;
+    __m512i v[16] = {};
+    for (int64_t r = 0; r < count; r++) v[r] = _mm512_maskz_loadu_epi16(mask, rows[r] + 2 * p);
+    transpose(v);
+    for (int64_t i = 0; i < std::min<int64_t>(16, pairs_of(left)); i++)
+      _mm512_mask_storeu_epi32(to + (p + i) * stride, first(count), v[i]);
+  }
+}
+
 // What a tile fetches into L2 while it computes: a part of the panel that comes next.
 struct Ahead {
   const char* at;
@@ -111,12 +148,9 @@ void pack_rows(const at::Tensor& x, const Cut& cut, uint32_t* to) {
   at::parallel_for(0, cut.tiles, std::max<int64_t>(1, THREAD_BYTES / (MAX_ROWS * inputs)), [&](int64_t a, int64_t b) {
     for (int64_t t = a; t < b; t++) {
       const int64_t begin = cut.begin(t), height = cut.begin(t + 1) - begin;
-      uint32_t* tile = to + begin * pairs;
-      for (int64_t r = 0; r < height; r++) {
-        const at::BFloat16* row = from + (begin + r) * stride;
-        for (int64_t p = 0; p < inputs / 2; p++) std::memcpy(tile + p * height + r, row + 2 * p, 4);
-        if (inputs % 2) tile[(pairs - 1) * height + r] = row[inputs - 1].x;
-      }
+      const at::BFloat16* rows[MAX_ROWS];
+      for (int64_t r = 0; r < height; r++) rows[r] = from + (begin + r) * stride;
+      interleave(rows, height, inputs, to + begin * pairs, height);
     }
   });
 }
@@ -180,10 +214,9 @@ at::Tensor pack(at::TensorList parts) {
   at::Tensor packed = allocate({panels_of(outputs), pairs, LANES, 2});
   auto* to = static_cast<uint32_t*>(packed.data_ptr());
   at::parallel_for(0, packed.size(0), 1, [&](int64_t a, int64_t b) {
-    for (int64_t lane = a * LANES; lane < std::min(b * LANES, outputs); lane++) {
+    for (int64_t lane = a * LANES; lane < std::min(b * LANES, outputs); lane += 16) {
       uint32_t* column = to + lane / LANES * pairs * LANES + lane % LANES;
-      for (int64_t p = 0; p < inputs / 2; p++) std::memcpy(column + p * LANES, rows[lane] + 2 * p, 4);
-      if (inputs % 2) column[(pairs - 1) * LANES] = rows[lane][inputs - 1].x;
+      interleave(rows.data() + lane, std::min<int64_t>(16, outputs - lane), inputs, column, LANES);
     }
   });
   return packed;
