@@ -4,6 +4,8 @@
 #include <ATen/Parallel.h>
 
 #include <atomic>
+#include <cmath>
+#include <cstdlib>
 #include <memory>
 #include <vector>
 
@@ -286,7 +288,8 @@ class Attend {
   void row(const Piece& piece, const Sequence& seq, Scratch& scratch) const {
     const int64_t count = parts(seq);
     const int64_t begin = seen_from(seq.start) + piece.at * PART, end = std::min<int64_t>(begin + PART, seq.start + 1);
-    const E **k = scratch.take<const E*>(PART), **v = scratch.take<const E*>(PART);
+    const E** k = scratch.take<const E*>(2 * PART);
+    const E** v = k + (end - begin);
     find(step_.pages(piece.sequence), piece.head, begin, end, scratch, k, v);
     float* q = scratch.take<float>(group_ * words_);
     for (int64_t g = 0; g < group_; g++)
@@ -300,7 +303,8 @@ class Attend {
     row_values(s, group_, v, end - begin, o, width_);
     if (count > 1) {
       if (left_[piece.sequence * pages_.kv_heads + piece.head].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
-      join(partials_ + mine - piece.at * pages_.kv_heads * partial_floats(), count, o = scratch.take<float>(partial_floats()));
+      o = scratch.take<float>(partial_floats());
+      join(partials_ + mine - piece.at * pages_.kv_heads * partial_floats(), count, o);
       sum = o + group_ * width_ + group_;
     }
     for (int64_t g = 0; g < group_; g++) put(seq.first, piece.head * group_ + g, o + g * width_, sum[g]);

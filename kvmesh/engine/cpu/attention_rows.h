@@ -29,16 +29,20 @@ inline __m512 sums16(__m512* x) {
   return x[0];
 }
 
-// s[g][t] = q[g]·k[t] for t < n, and up to the next multiple of 16 (of the last token again). `words` is a multiple of 16.
+// Rows of K, then those of V, are asked for this many tokens before they are used: a page's rows of one head are too few
+// for the hardware to foresee the next ones.
+constexpr int64_t AHEAD = 48;
+
+// s[g][t] = q[g]·rows[t] for t < n, and up to the next multiple of 16 (of the last token again); rows [n, 2n) are V's.
+// `words` is a multiple of 16.
 template <typename E>
-void row_scores(const float* q, int64_t group, const E* const* k, int64_t n, int64_t words, float* s) {
+void row_scores(const float* q, int64_t group, const E* const* rows, int64_t n, int64_t words, float* s) {
   for (int64_t t = 0; t < n; t += 16) {
-    const float* rows[16];
-    for (int i = 0; i < 16; i++) rows[i] = reinterpret_cast<const float*>(k[std::min(t + i, n - 1)]);
-    if (t + 16 < n)
-      for (int i = 0; i < 16; i++)
-        for (int64_t d = 0; d < words; d += 16)
-          _mm_prefetch(reinterpret_cast<const float*>(k[std::min(t + 16 + i, n - 1)]) + d, _MM_HINT_T0);
+    const float *k[16], *ahead[16];
+    for (int i = 0; i < 16; i++) {
+      k[i] = reinterpret_cast<const float*>(rows[std::min(t + i, n - 1)]);
+      ahead[i] = reinterpret_cast<const float*>(rows[std::min(t + i + AHEAD, 2 * n - 1)]);
+    }
     for (int64_t g = 0; g < group; g++) {
       __m512 acc[16];
 #pragma GCC unroll 16
@@ -46,7 +50,9 @@ void row_scores(const float* q, int64_t group, const E* const* k, int64_t n, int
       for (int64_t d = 0; d < words; d += 16) {
         const __m512 qv = _mm512_load_ps(q + g * words + d);
 #pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) acc[i] = dot<E>(acc[i], qv, _mm512_loadu_ps(rows[i] + d));
+        for (int i = 0; i < 16; i++) acc[i] = dot<E>(acc[i], qv, _mm512_loadu_ps(k[i] + d));
+        if (g == 0)
+          for (int i = 0; i < 16; i++) _mm_prefetch(ahead[i] + d, _MM_HINT_T0);
       }
       _mm512_store_ps(s + g * PART + t, sums16(acc));
     }
@@ -79,8 +85,8 @@ void row_values_tile(const float* s, const E* const* v, int64_t n, int64_t d, fl
     for (int c = 0; c < DV; c++) acc[g][c] = _mm512_setzero_ps();
   for (int64_t t = 0; t < n; t++) {
     const E* row = v[t] + d;
-    const char* ahead = reinterpret_cast<const char*>(v[std::min(t + 16, n - 1)] + d);
-    for (int64_t at = 0; at < DV * 16 * static_cast<int64_t>(sizeof(E)); at += 64) _mm_prefetch(ahead + at, _MM_HINT_T0);
+    const E* ahead = v[std::min(t + AHEAD, n - 1)] + d;
+    for (int64_t c = 0; c < DV * 16; c += 64 / sizeof(E)) _mm_prefetch(ahead + c, _MM_HINT_T0);
     __m512 vv[DV];
 #pragma GCC unroll 8
     for (int c = 0; c < DV; c++) vv[c] = load(row + c * 16);
