@@ -114,7 +114,7 @@ def judge(work: Work, answers: dict[str, Answer | None], soak: Soak) -> None:
     if len(whole) == 2:
         soak.done["compared"] += 1
         if whole[0] != whole[1]:
-            at = next(i for i, (a, b) in enumerate(zip(*whole, strict=False)) if a != b)
+            at = next((i for i, (a, b) in enumerate(zip(*whole, strict=False)) if a != b), min(map(len, whole)))
             soak.fault(f"{told}: answers differ from token {at} on: {whole[0][at:]} and {whole[1][at:]}")
 
 
