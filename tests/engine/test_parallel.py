@@ -23,6 +23,7 @@ from tests.reference import assert_matches_reference
 
 TOKENS = 12
 PROMPTS = [[(7 * i * i + 5 * i) % 250 + 3 for i in range(n)] for n in (37, 5)]
+FAMILIES = ["gemma2", "gemma3", "phi3-window"]  # norms after sums; norms of heads; matrices that are stored joined
 SAMPLED = SampleParams(temperature=0.9, top_p=0.95, seed=11, logprobs=2)
 
 
@@ -135,7 +136,7 @@ def dies_while_others_wait(rank: int, group: Group, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("size", "names"),
     [
-        (2, ["qwen3-gqa4-yarn", "qwen2-gqa7-yarn-parameters", "llama-gqa4-llama3", "biased"]),
+        (2, ["qwen3-gqa4-yarn", "qwen2-gqa7-yarn-parameters", "llama-gqa4-llama3", "biased", *FAMILIES]),
         (4, ["qwen3-gqa4-yarn", "llama-gqa4-llama3"]),
     ],
 )
