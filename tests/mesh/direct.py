@@ -70,8 +70,9 @@ class Direct:
         decode_pulls: Sequence[tuple[str, int, int]] = (),
         salt: str = "",
         timeout_s: float = 60.0,
+        **sampling: Any,
     ) -> Answer:
-        """One greedy request through the named instances; a named error is returned, not raised."""
+        """One request, greedy but for `sampling`, at the named instances; a named error is returned, not raised."""
         self._serial += 1
         keys, digest = self._chain(prompt, salt)
         placement = conductor_pb2.Placement(prefill=self.members[prefill], decode=self.members[decode])
@@ -85,7 +86,7 @@ class Direct:
             token_ids=packed(prompt),
             block_keys=keys,
             chain_digest=digest,
-            sampling=pb.SamplingParams(max_tokens=max_tokens, top_p=1.0, ignore_eos=True),
+            sampling=pb.SamplingParams(max_tokens=max_tokens, ignore_eos=True, **{"top_p": 1.0, **sampling}),
             placement=placement,
             deadline_ms=int(timeout_s * 1000),
             credit_tokens=1 << 20,

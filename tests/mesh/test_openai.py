@@ -89,6 +89,14 @@ async def test_sampling_parameters(client: openai.AsyncOpenAI) -> None:
     cut = await complete(temperature=0, stop=[mark], extra_body={"ignore_eos": True})
     assert cut.choices[0].text == full.choices[0].text[: full.choices[0].text.index(mark)]
     assert cut.choices[0].finish_reason == "stop"
+    forced = await complete(temperature=0, logit_bias={"70": 100}, logprobs=0, extra_body={"ignore_eos": True})
+    assert forced.choices[0].logprobs is not None
+    assert len(set(forced.choices[0].logprobs.tokens or ())) == 1
+    penalised = await complete(
+        temperature=0, presence_penalty=2, frequency_penalty=2,
+        extra_body={"ignore_eos": True, "repetition_penalty": 2, "min_p": 0.5, "top_k": 5},
+    )  # fmt: skip
+    assert penalised.choices[0].text != full.choices[0].text
 
 
 async def test_salts_do_not_share_blocks(client: openai.AsyncOpenAI) -> None:
