@@ -68,6 +68,14 @@ class Checkpoint:
                 self._maps[info.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return memoryview(self._maps[info.file])[info.offset : info.offset + info.nbytes]
 
+    def release(self, name: str) -> None:
+        """Give back the memory that reading the tensor took; views of it stay valid and read the file again."""
+        info = self.tensors[name]
+        first = -(-info.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (info.offset + info.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if first < end and info.file in self._maps:
+            self._maps[info.file].madvise(mmap.MADV_DONTNEED, first, end - first)
+
     def close(self) -> None:
         self._maps.clear()  # each is unmapped when its last view dies
 

@@ -95,5 +95,7 @@ class PackedMatrix:
 def read_matrix(weights: Weights, names: Sequence[str], cut: Cut | None = None) -> Matrix:
     """The matrices joined along their outputs, this rank's part of them."""
     if weights.device.type == "cpu" and weights.dtype == torch.bfloat16 and native.loaded():
-        return PackedMatrix.of(weights.parts(*names, cut=cut))
+        packed = PackedMatrix.of(weights.parts(*names, cut=cut))
+        weights.release(*names)
+        return packed
     return DenseMatrix(weights(*names, cut=cut))

@@ -51,7 +51,13 @@ class Weights:
         for view in views:
             out[at : at + view.shape[0]].copy_(view)
             at += view.shape[0]
+        self.release(*names)
         return out
+
+    def release(self, *names: str) -> None:
+        """The tensors have been copied: what was read of the file need not stay in memory twice."""
+        for name in names:
+            self.checkpoint.release(name)
 
 
 def _parts(views: Sequence[torch.Tensor], cut: Cut, group: Group) -> list[torch.Tensor]:
