@@ -5,13 +5,14 @@ A file is blocks of `command(s)`, a line `----`, the expected output, an empty l
     new pages=8 extents=8 block=16 direct=yes running=2 waiting=8      a fresh instance (first, once)
     start a prompt=20 max=4 [priority=0] [credit=99] [stop=7] [deadline=60000] [peer=1]
             [keys=AB: the prompt's full blocks] [chain=yes: the answer's blocks are sealed, too]
-            [pull=0-1@h1,2-2@h2: decode is to fetch these blocks of the prompt]
+            [pull=0-1@h1,2-2@h2: decode is to fetch these blocks of the prompt] [peer=0: computed in this instance]
     have A B                    the node store holds these blocks already
     below A B                   the own SSD holds these
     remove A B | remove-from A  these are removed; all whose keys begin so
     heard 5 A B                 removal 5 of these blocks was carried out before
     begin-fill a [removed=5: the last that prefill has carried out]
     renew a bytes=10 | first-token a 42 | fill-done a | drained a | failed a drained=yes
+    adopted a 42                the prompt was computed in this instance: its pages are decode's
     late begin-fill a ...       the same for a request that may be gone
     peer-lost 1 | gateway-gone | cancel a | credit a 3
     loaded a | sealed | pulled all | pulled 0,2 | pulled none | rank-lost
@@ -172,6 +173,9 @@ class Story:
             case "step":
                 return i.FromRank(0, self._decode_step(options))
         h = self.names[positional[0]]
+        if name == "adopted":
+            pages = tuple(self.state.scheduler.pages.allocate(h.prompt_blocks))  # that prefill took
+            return i.Adopted(h.handle, e.Adopted(e.FirstToken(int(positional[1]), None, 0), pages))
         if name in RANK_SAYS:
             return i.FromRank(0, RANK_SAYS[name](h))
         return i.FromPrefill(h.peer, h.handle, self._from_prefill(name, h, positional, options))
@@ -246,7 +250,8 @@ class Story:
                 return [f"rank    <- {self._rank_line(message)}"]
             case i.AskPrefill(peer, h):
                 self.by_handle[h.handle] = h.spec.request_id
-                return [f"prefill <- start {h.spec.request_id}" + (f" at p{peer}" if peer != 1 else "")]
+                where = {i.OWN_PEER: " here", 1: ""}.get(peer, f" at p{peer}")
+                return [f"prefill <- start {h.spec.request_id}{where}"]
             case i.TellLanding(_, handle, epoch, lease_ms, ranks, first):
                 where = f"at {ranks[0].offsets}" + (f" from block {first} on" if first else "")
                 return [f"prefill <- landing {self.by_handle[handle]} epoch={epoch} lease={lease_ms} {where}"]
