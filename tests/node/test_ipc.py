@@ -14,12 +14,14 @@ from kvmesh.node.ipc import HEADER, Frames, RankPort, frame
 
 LAYOUT = ShardLayout(2, 1, 16, 8, 4)
 SAMPLING = m.Sampling(0.5, 0.9, 3, 7, -1)
+BIASED = m.Sampling(0.0, 1.0, 0, 7, -1, 0.5, -2.0, 0.25, 1.5, ((3, -100.0), (2**31, 0.5)), 9)
 EXAMPLES: list[m.ToRank] = [
     m.Ping(1),
     m.PrefillStep(3, (m.PrefillItem(1, (1, 2, 3), 0, (0, 5), SAMPLING), m.PrefillItem(2, (9,), 64, (1, 2), None))),
     m.PushOpen(1, 9, "seg", (0, 1), (0, 4096), 0, 64, 100, 123456789012345),
     m.PushOpen(1, 9, "", (0,), (), 0, 64, 64, 1, m.PushGroup(0, (LAYOUT,), (LAYOUT,), (m.PushTarget(0, "seg", (7,)),))),
     m.Join(4, (1, 2, 3), 130, 5, 0, 16, 0, (2, 3), SAMPLING),
+    m.Join(4, (1,), 3, 5, 1, 16, 0, (2,), BIASED, m.TokenHistory(b"\1\0\0\0", b"\5\0\0\0\5\0\0\0")),
     m.Shutdown(),
 ]
 
