@@ -152,7 +152,7 @@ class Front:
         assert self.blocks is None, "one node store an instance"
         readies, c = [rank.ready for rank in self.ranks], self.config
         bases = tuple(ready.extent_base_offset for ready in readies)
-        partition = Partition(layout_tag(readies), readies[0].shard_bytes, store, bases)
+        partition = Partition(layout_tag(readies), readies[0].shard_bytes, store, bases, self.shards)
         if c.warm_segment:
             self._warm = Warm(c.warm_segment, self.ranks, store.total, self.incarnation)
         self.blocks = Blocks(

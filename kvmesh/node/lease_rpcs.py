@@ -11,6 +11,7 @@ from kvmesh.kvcache.tiers import Tier
 from kvmesh.node.leasing import Leased
 from kvmesh.node.partitions import Partition, size_of
 from kvmesh.node.rpc_checks import MS, Node, keys_in, lease_ms_in, patience_s
+from kvmesh.node.shard_wire import to_wire
 from kvmesh.rpc.errors import InvalidRequest, KvmeshError, Overloaded, UnknownInstance
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.telemetry import names
@@ -38,10 +39,13 @@ class LeaseRpcs:
                 f"holder_incarnation={request.holder_incarnation}: this is another life of {node.ref.instance_id}",
                 field="holder_incarnation",
             )
-        tiers = await node.stage(keys, request.layout, patience_s(context, STAGE_S))
+        # Keys say which blocks: whoever knows one of them means ours, however it is cut.
+        cut = next((own for own in node.partitions.all() if own.shards), None) if request.any_cut else None
+        layout = cut.layout if cut is not None else request.layout
+        tiers = await node.stage(keys, layout, patience_s(context, STAGE_S))
         if node.leasing.open >= MAX_LEASES:
             raise Overloaded(f"{MAX_LEASES} leases are open here", retry_after_ms=lease_ms)
-        lease = node.leasing.lease(request.layout, keys, lease_ms * MS, self._clock_ns())
+        lease = node.leasing.lease(layout, keys, lease_ms * MS, self._clock_ns())
         if not lease.lease_id:
             return pb.LeaseResponse(held=bytes(len(keys)))
         node.leases_changed()
@@ -66,6 +70,9 @@ class LeaseRpcs:
                 segment_descriptor=descriptor if request.want_descriptors else b"",
                 offset=[partition.offset(rank, extent) for partition, extent in places],
             )
+        if cut is not None:
+            for answered, shard in zip(answer.ranks, to_wire(cut.shards), strict=True):
+                answered.layout.CopyFrom(shard)
         if request.want_checksums:
             await self._sum(answer, lease, places, sizes)
         return answer

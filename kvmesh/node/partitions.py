@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvmesh.kvcache.announce import Source
+from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.quotas import TagQuotas
 from kvmesh.kvcache.size_classes import BYTES
@@ -35,6 +36,7 @@ class Partition:
     shard_bytes: int
     store: NodeStore
     bases: tuple[int, ...] = ()  # of extent 0, for each rank
+    shards: tuple[ShardLayout, ...] = ()  # what of each block lies at each rank; (): nobody knows
 
     @property
     def shown_layout(self) -> str:

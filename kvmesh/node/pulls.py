@@ -24,6 +24,7 @@ from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.node import messages as m
 from kvmesh.node import reader_lease
+from kvmesh.node.cut_reads import CutRead, by_block, cut_reads
 from kvmesh.node.partitions import Partition
 from kvmesh.node.peers import Peer, Peers
 from kvmesh.node.reader_lease import NS, ReaderLease, Terms
@@ -303,7 +304,8 @@ class Pulls:
         reads: list[m.PullEnded],
     ) -> tuple[set[int], str]:
         """(positions that arrived, why not all); what the ranks said goes to `reads`. Raises KvmeshError."""
-        terms = Terms(self._reader, self._lease_ms, record.partition.shown_layout, len(self._ranks))
+        own = record.partition
+        terms = Terms(self._reader, self._lease_ms, own.shown_layout, len(self._ranks), own.shards)
         keys = [record.job.keys[p] for p in positions]
         most_s = CALL_S if source.tier is Tier.DRAM else LOWER_CALL_S
         timeout_s = max(min(most_s, (deadline_ns - time.monotonic_ns()) / NS), 0.001)
@@ -341,7 +343,7 @@ class Pulls:
         self, record: _Running, lease: ReaderLease, positions: list[int], deadline_ns: int
     ) -> list[m.PullEnded | None]:
         """Every rank's last word; None of one that is gone. Returns only when nothing can land any more."""
-        reads = self._open(record, lease, positions, deadline_ns)
+        reads, cuts = self._open(record, lease, positions, deadline_ns)
         ended = asyncio.gather(*reads.values())
         stopping = asyncio.ensure_future(record.stop.wait())
         renewing = asyncio.ensure_future(reader_lease.keep_alive(lease, self._lease_ms))
@@ -353,22 +355,34 @@ class Pulls:
                 # Over its time, cancelled, or the lease is over: what comes now is of no use.
                 for rank, ticket in reads:
                     self._ranks[rank].send(m.PullCancel(ticket))
-            return list(await ended)
+            said = await ended
+            count = len(positions)
+            return [by_block(one, cut, count) for one, cut in zip(said, cuts, strict=True)] if cuts else list(said)
         finally:
             stopping.cancel()
             renewing.cancel()
 
     def _open(
         self, record: _Running, lease: ReaderLease, positions: list[int], deadline_ns: int
-    ) -> dict[tuple[int, int], asyncio.Future[m.PullEnded | None]]:
+    ) -> tuple[dict[tuple[int, int], asyncio.Future[m.PullEnded | None]], list[CutRead]]:
+        """What each rank reads, and of which blocks where those are cut otherwise (one for each read, or none)."""
         reads, partition, job = {}, record.partition, record.job
         sizes = tuple(job.sizes[at] for at in positions) if job.sizes else ()
+        ranks, klass = range(len(self._ranks)), job.traffic_class
+        landing = [tuple(partition.offset(rank, job.extents[at]) for at in positions) for rank in ranks]
+        cuts = cut_reads(lease.plan, lease.offsets, landing) if lease.plan is not None else []
+        for cut in cuts:
+            name, longest = lease.segments[cut.writer], max(cut.sizes)
+            where = next(self._tickets), name, cut.offsets, cut.landing
+            opened = m.PullOpen(*where, longest, deadline_ns, klass, cut.sizes)
+            reads[cut.reader, opened.ticket] = self._say(cut.reader, opened)
+        if lease.plan is not None:
+            return reads, cuts
         for rank, (name, offsets) in enumerate(zip(lease.segments, lease.offsets, strict=True)):
-            landing = tuple(partition.offset(rank, job.extents[at]) for at in positions)
-            size, klass = partition.shard_bytes, job.traffic_class
-            opened = m.PullOpen(next(self._tickets), name, offsets, landing, size, deadline_ns, klass, sizes)
-            reads[rank, opened.ticket] = self._say(rank, opened)
-        return reads
+            size, ticket = partition.shard_bytes, next(self._tickets)
+            opened = m.PullOpen(ticket, name, offsets, landing[rank], size, deadline_ns, klass, sizes)
+            reads[rank, ticket] = self._say(rank, opened)
+        return reads, []
 
     def _say(self, rank: int, opened: m.PullOpen) -> asyncio.Future[m.PullEnded | None]:
         done: asyncio.Future[m.PullEnded | None] = asyncio.get_running_loop().create_future()

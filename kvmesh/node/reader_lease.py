@@ -14,11 +14,14 @@ from typing import Any, TypeVar
 
 import grpc.aio
 
+from kvmesh.kvcache.groups import GroupPlan, plan_group
+from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.node import messages as m
 from kvmesh.node.peers import Peer, Peers
+from kvmesh.node.shard_wire import from_wire
 from kvmesh.rpc import status
-from kvmesh.rpc.errors import RequestCancelled, TransferError, UnknownInstance
+from kvmesh.rpc.errors import KvmeshError, RequestCancelled, TransferError, UnknownInstance
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.telemetry import names
 
@@ -43,6 +46,7 @@ class ReaderLease:
     held: tuple[int, ...] = ()
     offsets: tuple[tuple[int, ...], ...] = ()
     segments: tuple[str, ...] = ()
+    plan: GroupPlan | None = None  # the holder cuts blocks otherwise: what of its shards goes where in ours
     removed_seq: int = 0
     over: bool = False
 
@@ -59,6 +63,7 @@ class Terms:
     lease_ms: int
     layout: str
     ranks: int
+    shards: tuple[ShardLayout, ...] = ()  # of the reader; (): it takes no other cut than its own
 
 
 async def ask(
@@ -75,6 +80,7 @@ async def ask(
         keys=b"".join(keys),
         lease_ms=terms.lease_ms,
         layout=terms.layout,
+        any_cut=bool(terms.shards),
         want_descriptors=known is None,
     )
     answer = await peer.stub.Lease(request, timeout=timeout_s)
@@ -82,7 +88,8 @@ async def ask(
         return None
     lease = ReaderLease(peer, answer.lease_id, _until(asked_ns, answer.lease_ms), answer.lease_ms / 1000)
     try:
-        _check(answer, len(keys), terms.ranks)
+        lease.plan = _plan(answer, terms)
+        _check(answer, len(keys), terms.ranks if lease.plan is None else len(lease.plan.writers))
         lease.segments = peer.segments.get(life) or peers.learn(
             peer, life, [r.segment_descriptor for r in answer.ranks]
         )
@@ -149,6 +156,17 @@ def judge(lease: ReaderLease, ended: Sequence[m.PullEnded | None]) -> tuple[set[
 def partly(held: int, wanted: int) -> str:
     """Why not all came, where the holder had not all."""
     return "" if held == wanted else f"holds {held} of {wanted}"
+
+
+def _plan(answer: pb.LeaseResponse, terms: Terms) -> GroupPlan | None:
+    """How the holder's shards become ours; None: they are cut alike. TransferError: they cannot."""
+    if not terms.shards or not all(rank.HasField("layout") for rank in answer.ranks):
+        return None
+    try:
+        cuts = from_wire([rank.layout for rank in answer.ranks], "ranks.layout")
+        return plan_group(cuts, terms.shards) if cuts and cuts != terms.shards else None
+    except KvmeshError as error:
+        raise TransferError(error.message) from None
 
 
 def _until(asked_ns: int, lease_ms: int) -> int:

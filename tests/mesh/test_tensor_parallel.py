@@ -1,0 +1,109 @@
+"""Instances of two ranks in a real mesh: handoffs from two ranks to one, from one to two and from two to two, blocks
+that are used again and go from one cut to the other, a rank that is killed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from tests.checkpoints import make_checkpoint
+from tests.mesh.client import Answer, until
+from tests.mesh.direct import Direct, blocks_at
+from tests.mesh.harness import Running, running_mesh
+from tests.reference import assert_matches_reference
+
+pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+
+BLOCK, VOCAB, TOKENS = 16, 301, 24
+SHAPE: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 24, "vocab_size": VOCAB}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model") / "qwen3-tp", family="qwen3", **SHAPE)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def four(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
+    """prefill-0 and decode-0 of one rank, decode-1 and coupled-0 of two."""
+    two = {"tensor_parallel": 2}
+    flags = {"prefill": {"prefill_chunk_tokens": 48}, "decode-1": two, "coupled-0": two | {"prefill_chunk_tokens": 48}}
+    shape: dict[str, Any] = {"prefill": 1, "decode": 2, "coupled": 1, "block_tokens": BLOCK, "memory_mb": 16}
+    async with running_mesh(model, tmp_path_factory.mktemp("run"), flags=flags, **shape) as running:
+        yield running
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return [(seed * 31 + 7 * i * i + 3 * i) % (VOCAB - 45) for i in range(length)]
+
+
+def check(model: Path, asked: list[int], answer: Answer) -> None:
+    assert answer.error is None
+    assert len(answer.tokens) == TOKENS
+    assert_matches_reference(model, asked, answer.tokens)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ("coupled-0", "decode-0"),
+        ("prefill-0", "decode-1"),
+        ("coupled-0", "decode-1"),
+        ("coupled-0", "coupled-0"),
+    ],
+)
+async def test_tokens_do_not_depend_on_how_many_ranks_either_side_has(
+    four: Running, model: Path, prefill: str, decode: str
+) -> None:
+    """Several requests at a time, so that rows join and leave while others run; then the same prompts again, whose
+    blocks lie at both ends already."""
+    direct, salt = await Direct.of(four), f"{prefill}{decode}"
+    asked = [prompt(length, seed) for seed, length in enumerate((130, 17, 16, 95, 3))]
+
+    async def ask() -> list[Answer]:
+        calls = [direct.generate(one, TOKENS, prefill=prefill, decode=decode, salt=salt) for one in asked]
+        return list(await asyncio.gather(*calls))
+
+    for _ in range(2):
+        answers = await ask()
+        for one, answer in zip(asked, answers, strict=True):
+            check(model, one, answer)
+    assert [answer.cached_tokens for answer in answers] == [128, 16, 0, 80, 0]
+    await four.settled()
+
+
+@pytest.mark.parametrize(
+    ("holder", "reader", "decode"), [("prefill-0", "coupled-0", "decode-0"), ("coupled-0", "prefill-0", "decode-1")]
+)
+async def test_stored_blocks_go_from_one_cut_to_the_other(
+    four: Running, model: Path, holder: str, reader: str, decode: str
+) -> None:
+    """A prompt that one instance has computed is read by a prefill instance of another cut, and by decode for its own
+    part of the next turn."""
+    direct, salt, asked = await Direct.of(four), f"from {holder}", prompt(130, 9)
+    other = "decode-1" if decode == "decode-0" else "decode-0"
+    check(model, asked, await direct.generate(asked, TOKENS, prefill=holder, decode=other, salt=salt))
+    keys = direct.keys(asked, salt)
+
+    async def sealed() -> bool:
+        return set(keys) <= await blocks_at(four.mesh.addresses[holder])
+
+    await until(sealed, f"{len(keys)} blocks at {holder}")
+    answer = await direct.generate(
+        asked,
+        TOKENS,
+        prefill=reader,
+        decode=decode,
+        salt=salt,
+        pulls=[(holder, 0, len(keys))],
+        decode_pulls=[(holder, 0, len(keys))],
+    )
+    check(model, asked, answer)
+    assert answer.timings is not None
+    assert answer.timings.pulled_tokens == answer.timings.at_decode_tokens == 128
+    await four.settled()
