@@ -86,6 +86,7 @@ class LocalEngine:
         num_pages: int = 256,
         max_batch: int = 64,
         prefill_chunk_tokens: int = 512,
+        cuda_graphs: bool = True,
     ) -> None:
         opened = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
         self.config = opened.config
@@ -93,7 +94,7 @@ class LocalEngine:
         self.max_batch, self.prefill_chunk_tokens = max_batch, prefill_chunk_tokens
         layout = shard_layout(self.config, dtype, block_tokens)
         pages = torch.zeros((num_pages, *layout.shape), dtype=torch_dtype(dtype), device=device)
-        self.runner = Runner(opened, dtype, device, block_tokens, pages)
+        self.runner = Runner(opened, dtype, device, block_tokens, pages, cuda_graphs=cuda_graphs)
         self._free = list(range(num_pages))
         self._waiting: deque[_Request] = deque()
         self._filling: deque[_Request] = deque()

@@ -103,7 +103,7 @@ class Runner:
         with torch.inference_mode():
             weights = Weights(checkpoint, torch_dtype(dtype), self.device, group)
             self.model = MODELS[self.config.architecture](own, weights)
-            self._graphs = self._captured() if cuda_graphs and group.size == 1 else None
+            self.graphs = self._captured() if cuda_graphs and group.size == 1 else None
         checkpoint.close()  # everything has been copied out of the file mappings
 
     def _captured(self) -> DecodeGraphs | None:
@@ -150,8 +150,8 @@ class Runner:
             return [], []
         self._check_prefill(items)
         positions = self._check_decode(rows)
-        if self._graphs is not None and not items:
-            logits = self._graphs.logits([row.token_id for row in rows], [row.pages for row in rows], positions)
+        if self.graphs is not None and not items:
+            logits = self.graphs.logits([row.token_id for row in rows], [row.pages for row in rows], positions)
             if logits is not None:
                 return [], self._sampler.sample(logits, [row.sample for row in rows])
         spans = [Span(item.start, len(item.token_ids), item.pages) for item in items]
