@@ -6,12 +6,16 @@ Prompts are longer than every window and than longrope's original context.
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from kvmesh.engine.checkpoint import open_checkpoint
+from kvmesh.engine.local import GenerateParams, LocalEngine
 from kvmesh.engine.runner import DecodeInput, PrefillInput, SampleParams
 from tests.checkpoints import FAMILY_ZOO, make_checkpoint, prompts
 from tests.engine.stepper import NAN_BYTE, Stepper
@@ -72,6 +76,25 @@ def resumed(stepper: Stepper, prompt: list[int], answered: list[int]) -> list[in
         stepper.memory[source * size : (source + 1) * size] = bytes([NAN_BYTE]) * size
     row = DecodeInput(answered[-1], len(prompt) + len(answered) - 1, new, SampleParams())
     return stepper.decode([row], ANSWER - len(answered))[0]
+
+
+def test_longrope_of_short_prompts(zoo: Zoo, tmp_path: Path) -> None:
+    """Opened for its original context the model is transformers' for short prompts. Opened for more, short prompts have
+    the long factors too: as in transformers where the original context is one token."""
+    path, other = zoo("phi3"), tmp_path / "one"
+    [prompt] = prompts(1, 300, seed=14, low=40, high=41)
+
+    def answer(limit: int) -> list[int]:
+        engine = LocalEngine(open_checkpoint(path, limit), num_pages=4, block_tokens=16)
+        return engine.generate([prompt], GenerateParams(max_tokens=ANSWER))[0].token_ids
+
+    assert_matches_reference(path, prompt, answer(64))
+    shutil.copytree(path, other)
+    raw = json.loads((other / "config.json").read_text())
+    raw["rope_scaling"]["attention_factor"] = open_checkpoint(path).config.rope.attention_factor
+    (other / "config.json").write_text(json.dumps(raw | {"original_max_position_embeddings": 1}))
+    assert_matches_reference(other, prompt, answer(0))
+    assert answer(0) != answer(64)
 
 
 @EACH
