@@ -81,6 +81,7 @@ class Player:
     steps: dict[int, m.PrefillStep] = field(default_factory=dict)
     jobs: dict[int, PullJob] = field(default_factory=dict)
     block: int = DEFAULTS["block"]
+    given: list[int] = field(default_factory=list)  # pages that decode has adopted
 
     @property
     def now(self) -> int:
@@ -103,10 +104,13 @@ class Player:
             below.keys.update(word.encode() for word in words)
         elif name == "show":
             yield from self.show()
+        elif name == "released":  # by decode, which had adopted them
+            self.state.pool.release(self.given)
+            self.given.clear()
         else:
             event = EVENTS[name](self, plain, given)
             yield from (self.describe(a) for a in self.state.step(event, self.now))
-        self.state.check_integrity()
+        self.state.check_integrity(self.given)
 
     def show(self) -> Iterator[str]:
         """Every handoff and the pool."""
@@ -167,6 +171,10 @@ class Player:
                 below = f" of which {found.lower_tokens} from below" if found.lower_tokens else ""
                 where = f" (device {parts[0]}, host {parts[1]}{below}, pulled {parts[2]})" if any(parts[1:]) else ""
                 return f"decode: {handle} FirstToken {sampled.token_id} cached={found.cached_tokens}{where} {times}"
+            case ev.SendAdopted(handle, first, pages):
+                self.given += pages
+                token, cached = first.sampled.token_id, first.found.cached_tokens
+                return f"decode: {handle} Adopted {token} cached={cached} pages={commas(pages)}"
             case ev.SendFillDone(handle, epoch, took, size, exposed):
                 return f"decode: {handle} FillDone epoch={epoch} bytes={size} took={took // MS} exposed={exposed // MS}"
             case ev.SendDrained(handle, epoch):
@@ -207,7 +215,8 @@ def _start(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
     sampling = m.Sampling(0.0, 1.0, 0, 0)
     stream, priority = int(g.get("stream", 1)), int(g.get("priority", 0))
     hints = ranges(g.get("pulls", ""))
-    return ev.Start(int(a[0]), stream, f"r{a[0]}", tokens, keys, sampling, deadline, priority, hints)
+    adopt = g.get("adopt") == "yes"
+    return ev.Start(int(a[0]), stream, f"r{a[0]}", tokens, keys, sampling, deadline, priority, hints, adopt=adopt)
 
 
 def _landing(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
@@ -281,6 +290,7 @@ EVENTS: dict[str, Make] = {
     "silent": lambda p, a, g: ev.RanksSilent("rank 0 has been silent for 5.1 s"),
     "back": lambda p, a, g: ev.RanksBack(),
     "stop": lambda p, a, g: ev.Stop(),
+    "doors": lambda p, a, g: ev.Doors(remote=g.get("remote", ""), own=g.get("own", "")),
     "tick": lambda p, a, g: ev.Tick(),
 }
 
