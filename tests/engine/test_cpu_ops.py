@@ -1,0 +1,199 @@
+"""The C++ operators against float64, and against torch's path, over shapes that fit no block; one thread and two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from kvmesh.engine import ops
+from kvmesh.engine.attention import Span
+from kvmesh.engine.checkpoint import open_checkpoint
+from kvmesh.engine.config_rope import RopeConfig
+from kvmesh.engine.cpu import native
+from kvmesh.engine.matrix import DenseMatrix, PackedMatrix
+from kvmesh.engine.rope import RotaryEmbedding
+from kvmesh.engine.runner import Runner, pages_over, shard_layout
+from tests.checkpoints import make_checkpoint
+
+REASON = native.why_not()
+needs_native = pytest.mark.skipif(bool(REASON), reason=f"no C++ operators: {REASON}")
+BF16, F32 = torch.bfloat16, torch.float32
+STEP = {BF16: 2.0**-8, F32: 2.0**-22}  # of a result's size, for each rounding
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@needs_native
+@pytest.mark.parametrize("rows", [0, 1, 3, 14, 17, 65, 300])
+@pytest.mark.parametrize(("outputs", "inputs"), [(32, 64), (33, 7), (301, 130), (95, 1030), (1, 1)])
+def test_packed_products_equal_float64(rows: int, outputs: int, inputs: int) -> None:
+    weight, x = random(outputs, inputs, seed=1), random(rows, inputs, seed=2)
+    bias, residual = random(outputs, seed=3), random(rows, outputs, seed=4)
+    packed = PackedMatrix.of([weight[: outputs // 3], weight[outputs // 3 :]])
+    exact = x.double() @ weight.double().T
+    size = x.double().abs() @ weight.double().abs().T + 1e-30
+    assert ((packed.logits(x) - exact).abs() <= size * 2.0**-20).all()  # float32 sums
+    biased = exact + bias.double()
+    assert torch.allclose(packed.multiply(x, bias).double(), biased, rtol=STEP[BF16], atol=1e-5 * inputs)
+    near = STEP[BF16] * (exact.abs() + residual.double().abs()) + 1e-5 * inputs
+    assert ((packed.add_to(residual, x).double() - exact - residual.double()).abs() <= 2 * near).all()
+    ids = torch.arange(outputs).flip(0)
+    assert torch.equal(packed.rows(ids), weight[ids])
+
+
+@needs_native
+def test_a_rows_product_depends_on_no_other_row_and_no_thread() -> None:
+    weight, x = random(700, 514, seed=1), random(65, 514, seed=2)
+    packed = PackedMatrix.of([weight])
+    together = packed.logits(x)
+    assert torch.equal(together, torch.cat([packed.logits(row[None]) for row in x]))
+    torch.set_num_threads(1)
+    assert torch.equal(together, packed.logits(x))
+
+
+@needs_native
+def test_views_parts_and_columns_of_a_matrix() -> None:
+    """Rows with gaps between them on every side, and a part of the outputs over the same memory."""
+    weight, x = random(200, 96, seed=1), random(9, 96, seed=2)
+    packed = PackedMatrix.of([weight])
+    wide = torch.zeros(9, 300, dtype=BF16)
+    wide[:, 100:196] = x
+    assert torch.equal(packed.multiply(wide[:, 100:196]), packed.multiply(x))
+    assert torch.equal(PackedMatrix.of([weight[:, 8:72]]).multiply(x[:, 8:72]), DenseMatrix(weight[:, 8:72].float())
+                       .multiply(x[:, 8:72].float()).to(BF16))  # fmt: skip
+    part = packed.part(range(64, 130))
+    assert part is not None
+    assert torch.equal(part.logits(x), packed.logits(x)[:, 64:130])
+    assert packed.part(range(10, 20)) is None
+
+
+@needs_native
+def test_wrong_shapes_and_ids_are_refused() -> None:
+    packed = PackedMatrix.of([random(40, 16)])
+    for call in (
+        lambda: packed.multiply(random(2, 18)),
+        lambda: packed.multiply(random(2, 16, dtype=F32)),
+        lambda: packed.multiply(random(2, 16), random(39)),
+        lambda: packed.add_to(random(3, 40), random(2, 16)),
+        lambda: PackedMatrix.of([random(4, 8), random(4, 9)]),
+    ):
+        with pytest.raises(RuntimeError):
+            call()
+    for bad in (-1, 40):
+        with pytest.raises(IndexError):
+            packed.rows(torch.tensor([0, bad]))
+
+
+# ── between the products ──────────────────────────────────────────────────────────────────────────
+
+
+def both_ways(monkeypatch: pytest.MonkeyPatch, call: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+    """What the C++ and what torch's path answer."""
+    answers = [call()]
+    with monkeypatch.context() as patched:
+        patched.setattr(native, "loaded", lambda: False)
+        answers.append(call())
+    return answers
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 65])
+@pytest.mark.parametrize("n", [16, 23, 1024])
+def test_rms_norm(dtype: torch.dtype, wide: bool, rows: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = random(rows, n, dtype=dtype) * 3, random(n, seed=1, dtype=F32 if wide else dtype)
+    exact = functional.rms_norm(x.double(), (n,), weight.double(), 1e-6)
+    for answer in both_ways(monkeypatch, lambda: ops.rms_norm(x, weight, 1e-6)):
+        assert answer.dtype == dtype
+        assert torch.allclose(answer.double(), exact, rtol=2 * STEP[dtype], atol=1e-7)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize(("size", "rotary"), [(128, 1.0), (24, 1.0), (10, 1.0), (96, 0.75), (80, 0.5)])
+@pytest.mark.parametrize("normed", ["not", "same", "wide"])
+def test_rotate_heads(
+    dtype: torch.dtype, size: int, rotary: float, normed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, heads, others = 33, 5, 2
+    qkv = random(tokens, heads + others, size, dtype=dtype)
+    weight = None if normed == "not" else random(heads, size, seed=1, dtype=F32 if normed == "wide" else dtype)
+    rope = RopeConfig(partial=rotary)
+    cos, sin = RotaryEmbedding(rope, size, dtype, torch.device("cpu"))(torch.arange(7, 7 + tokens))
+
+    def call() -> torch.Tensor:
+        answer = qkv.clone()
+        ops.rotate_heads(answer, heads, cos, sin, weight, 1e-6)
+        return answer
+
+    exact = qkv[:, :heads].double()
+    if weight is not None:
+        exact = functional.rms_norm(exact, (size,), None, 1e-6) * weight.double()
+    turned = cos.shape[-1]
+    first = exact[..., :turned]
+    rotated = first * cos.double() + first.roll(turned // 2, -1) * sin.double()
+    exact = torch.cat((rotated, exact[..., turned:]), -1)
+    for answer in both_ways(monkeypatch, call):
+        assert torch.equal(answer[:, heads:], qkv[:, heads:])
+        assert torch.allclose(
+            answer[:, :heads].double(), exact, rtol=0, atol=4 * STEP[dtype] * float(exact.abs().max())
+        )
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(("rows", "n"), [(1, 3072), (17, 41)])
+def test_gated(dtype: torch.dtype, activation: str, rows: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = random(rows, 2 * n, dtype=dtype) * 4
+    x[0, :3] = torch.tensor([-200.0, 200.0, 0.0])
+    gate, up = x.double().chunk(2, -1)
+    exact = (functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")) * up
+    for answer in both_ways(monkeypatch, lambda: ops.gated(x, activation)):
+        assert torch.allclose(answer.double(), exact, rtol=4 * STEP[dtype], atol=2e-6)
+
+
+# ── a whole model ─────────────────────────────────────────────────────────────────────────────────
+
+
+@needs_native
+@pytest.mark.parametrize("tied", [True, False])
+def test_bf16_logits_near_the_reference(tmp_path: Path, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed and dense models differ from float32's logits by the roundings of bf16 alone, and by as much."""
+    path = make_checkpoint(tmp_path / "m", seed=5, family="qwen3", tie_word_embeddings=tied, vocab_size=301)
+
+    def logits(dtype: str) -> torch.Tensor:
+        checkpoint = open_checkpoint(path)
+        layout = shard_layout(checkpoint.config, dtype, 16)
+        pages = pages_over(bytearray(layout.shard_bytes * 8), layout, 8, dtype)
+        runner = Runner(checkpoint, dtype, "cpu", 16, pages)
+        with torch.inference_mode():
+            step = runner.attention.plan_prefill([Span(0, 40, (3, 1, 2))])
+
+            def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+                step.write(layer, qkv)
+                return step.attend(layer, qkv)
+
+            hidden = runner.model.hidden(torch.arange(40) * 7 % 301, step.positions, attend)
+            return runner.model.logits(hidden)
+
+    exact = logits("float32")
+    packed, dense = both_ways(monkeypatch, lambda: logits("bfloat16"))
+    scale = float(exact.std())
+    far = float((dense - exact).abs().mean())
+    assert 0 < float((packed - exact).abs().mean()) < 1.5 * far
+    assert float((packed - exact).abs().max()) < 0.5 * scale
