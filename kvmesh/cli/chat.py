@@ -6,7 +6,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -62,7 +62,7 @@ def chat(
         raise ConfigError(f"{base} serves no model yet")
     history: list[stream.Message] = [{"role": "system", "content": system}] if system else []
     out = console()
-    parameters = {
+    parameters: dict[str, Any] = {
         "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p,
         "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty,
         "repetition_penalty": repetition_penalty, "logit_bias": biases, "seed": seed,

@@ -208,9 +208,7 @@ class _Request(_Strict):
 
     model: str
     max_tokens: int | None = None
-    temperature: Annotated[
-        float | None, _told("0: always the likeliest token. Default 1", 0, MAX_TEMPERATURE)
-    ] = None
+    temperature: Annotated[float | None, _told("0: always the likeliest token. Default 1", 0, MAX_TEMPERATURE)] = None
     top_p: Annotated[
         float | None, _told("Of the likeliest tokens, those that hold this share of what is left. Default 1", 0, 1)
     ] = None

@@ -55,9 +55,7 @@ class Preparer:
         refuses; ContextTooLong."""
         for token, bias in generation.logit_bias:
             if token >= bounds.vocab_size:
-                raise refused(
-                    f"logit_bias.{token}", bias, f"token id outside the vocabulary of {bounds.vocab_size}"
-                )
+                raise refused(f"logit_bias.{token}", bias, f"token id outside the vocabulary of {bounds.vocab_size}")
         return [self._one(generation, prompt, namespace, bounds, now) for prompt in generation.prompts]
 
     def _one(
