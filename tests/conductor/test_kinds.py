@@ -96,6 +96,11 @@ def test_what_a_request_becomes(
         assert placed.terms["transfer_tail_ms"] == 0
 
 
+def test_a_pair_pays_for_its_messages() -> None:
+    for seed in range(8):
+        assert kind(mesh("p0 l0", seed=seed).placed(20)) == ("l0", "l0")
+
+
 def test_a_prefix_on_the_coupled_instance_draws_the_request_there() -> None:
     keys = chain("x", 64)
     brain = mesh("p0 c0", fetch=Fetch.NEVER)
