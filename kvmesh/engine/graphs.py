@@ -38,9 +38,10 @@ def bucket_for(rows: int, sizes: Sequence[int]) -> int | None:
 
 class DecodeGraphs:
     """`compute(token_ids [n], plan)` answers logits `[n, vocab]` by launches alone: no wait, no look at values.
-    `width`: pages of the longest request. The constructor captures, which takes seconds."""
+    `width`: pages of the longest request. `max_rows` 0: MAX_ROWS. The constructor captures, which takes seconds."""
 
-    def __init__(self, compute: Compute, backend: TritonAttention, width: int, max_rows: int = MAX_ROWS) -> None:
+    def __init__(self, compute: Compute, backend: TritonAttention, width: int, max_rows: int = 0) -> None:
+        max_rows = max_rows or MAX_ROWS
         self._compute = compute
         self._backend = backend
         self._tables = DecodeTables(backend, max_rows, width)

@@ -38,7 +38,7 @@ def capped(scores, softcap):
     return tl.where(scores < 0, -size, size)
 
 
-@triton.jit(do_not_specialize=["window", "splits"])
+@triton.jit(do_not_specialize=["window", "splits", "table_row"])
 def _attend(
     qkv,
     pages,

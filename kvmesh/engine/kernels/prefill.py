@@ -18,7 +18,7 @@ from kvmesh.engine.kernels.decode import LOG2_E, capped
 from kvmesh.engine.kernels.tiles import tiles_for
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["window", "table_row"])
 def _attend(
     qkv,
     pages,

@@ -1,0 +1,84 @@
+"""The same runner on a CUDA device: Triton's kernels, CUDA graphs, sampling on the device."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvmesh.engine.local import GenerateParams, LocalEngine
+from kvmesh.engine.runner import DecodeInput, SampleParams
+from tests.checkpoints import prompts
+from tests.gpu import NEEDS_GPU
+from tests.reference import assert_matches_reference
+
+pytestmark = NEEDS_GPU
+Zoo = Callable[[str], Path]
+MODELS = ("qwen3-gqa4-yarn", "qwen2-gqa7-yarn-parameters", "llama-gqa7-linear", "gemma2", "mistral")
+
+
+def engine(path: Path, **settings: object) -> LocalEngine:
+    made = LocalEngine(path, device="cuda", block_tokens=16, num_pages=200, **settings)  # type: ignore[arg-type]
+    assert made.runner.attention.capturable, "Triton's kernels are not in use"
+    return made
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_equal_the_reference(zoo: Zoo, name: str, graphs: bool) -> None:
+    """Chunks that end within tiles; batches that shrink through several buckets as answers end."""
+    local = engine(zoo(name), prefill_chunk_tokens=53, cuda_graphs=graphs)
+    assert (local.runner.graphs is not None) == graphs
+    asked = prompts(16, local.config.vocab_size, seed=3)
+    for prompt, answer in zip(asked, local.generate(asked, GenerateParams(max_tokens=20)), strict=True):
+        assert_matches_reference(zoo(name), prompt, answer.token_ids)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_replayed_steps_equal_launched_ones(zoo: Zoo, dtype: str) -> None:
+    """The same kernels over the same rows, whatever the bucket: they agree to rounding."""
+    runs = []
+    for graphs in (True, False):
+        runner = engine(zoo("qwen3-gqa4-yarn"), dtype=dtype, cuda_graphs=graphs).runner
+        runner.attention.pages.normal_(generator=torch.Generator("cuda").manual_seed(1), std=0.5)
+        told = []
+        for rows in (1, 2, 3, 7, 19, 5):
+            step = [
+                DecodeInput(7 * i + 1, 20 + 3 * i, tuple(range(5 * i, 5 * i + 6)), SampleParams(logprobs=4))
+                for i in range(rows)
+            ]
+            told.append([dict(token.top)[token.token_id] for token in runner.decode(step)])
+        runs.append(told)
+    for replayed, launched in zip(*runs, strict=True):
+        assert replayed == pytest.approx(launched, abs=2e-2)
+
+
+def test_seeded_sampling_runs_on_the_device(zoo: Zoo) -> None:
+    params = GenerateParams(max_tokens=12, temperature=1.0, top_p=0.9, top_k=20, seed=5, logprobs=2)
+    local = engine(zoo("qwen2-gqa4-tied"), dtype="bfloat16")
+    first, second = (local.generate([[1, 2, 3]], params)[0] for _ in range(2))
+    assert first.token_ids == second.token_ids
+
+
+def test_the_graphs_bucket_does_not_bound_a_batch(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvmesh.engine import graphs
+
+    monkeypatch.setattr(graphs, "MAX_ROWS", 6)
+    local = engine(zoo("llama-gqa7-linear"))
+    asked = prompts(11, local.config.vocab_size, seed=8)
+    for prompt, answer in zip(asked, local.generate(asked, GenerateParams(max_tokens=8)), strict=True):
+        assert_matches_reference(zoo("llama-gqa7-linear"), prompt, answer.token_ids)
+
+
+def test_without_triton_torch_attends(
+    zoo: Zoo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "kvmesh.engine.attention_triton", None)
+    local = LocalEngine(zoo("qwen2-gqa4-tied"), device="cuda", block_tokens=16, num_pages=64)
+    assert local.runner.graphs is None and "kvmesh[cuda]" in caplog.text
+    asked = prompts(3, local.config.vocab_size, seed=9)
+    for prompt, answer in zip(asked, local.generate(asked, GenerateParams(max_tokens=8)), strict=True):
+        assert_matches_reference(zoo("qwen2-gqa4-tied"), prompt, answer.token_ids)

@@ -1,0 +1,76 @@
+"""Copies beside the steps: in order with them, without the host waiting."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from kvmesh.kvcache.layout import ShardLayout
+from kvmesh.node.device import Done
+from kvmesh.rpc.errors import ConfigError
+from kvmesh.transfer import EngineConfig, TransferEngine
+from tests.gpu import NEEDS_GPU
+
+pytestmark = NEEDS_GPU
+LAYOUT = ShardLayout(layers=8, kv_heads=8, block_tokens=64, head_dim=128, itemsize=2)
+BLOCKS = 64
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    from kvmesh.node.device_cuda import CudaMemory
+
+    configure: Any = type("Configure", (), {"dtype": "bfloat16", "num_pages": BLOCKS, "memory_bytes": 0})
+    with TransferEngine("gpu@1", EngineConfig(transports=("shm",))) as engine:
+        made = CudaMemory(configure, LAYOUT, torch.device("cuda", 0), 0, engine, "cpu:0")
+        made.open_extents(engine.allocate(BLOCKS * LAYOUT.shard_bytes, "cpu:0"), BLOCKS)
+        yield made
+        made.close()
+
+
+def waited(memory: Any, said: list[Done]) -> Done:
+    deadline = time.monotonic() + 30
+    while not said:
+        assert time.monotonic() < deadline
+        memory.poll()
+    assert not memory.copying
+    return said.pop()
+
+
+def test_a_copy_sees_what_was_launched_before_it_and_steps_see_the_copy(memory: Any) -> None:
+    assert memory.extents.is_pinned() and memory.pages.is_cuda
+    pairs_out = [(memory.extents[i], memory.pages[i]) for i in range(BLOCKS)]
+    busy = torch.randn(8192, 8192, device="cuda")
+    said: list[Done] = []
+    for value in (1.0, 2.0):
+        for _ in range(10):
+            busy = busy @ busy * 1e-4  # keeps the steps' stream busy while the copy is asked for
+        memory.pages.fill_(value)
+        memory.copy(pairs_out, said.append, into_pages=False, check=True)
+        assert memory.copying
+        assert waited(memory, said).bad == ()
+        assert (memory.extents == value).all()
+    memory.extents.fill_(3)
+    memory.copy([(b, a) for a, b in pairs_out], said.append, into_pages=True, ahead_of_steps=True)
+    seen = memory.pages.float().mean()  # a step that is launched before the copy has been answered
+    waited(memory, said)
+    assert seen.item() == 3.0
+
+
+def test_blocks_that_are_not_finite_are_named(memory: Any) -> None:
+    memory.pages[5, 3, 1, 2, 7, 9] = torch.nan
+    memory.pages[8, 0, 0, 0, 0, 0] = torch.inf
+    said: list[Done] = []
+    memory.copy([(memory.extents[i], memory.pages[i]) for i in (4, 5, 8)], said.append, into_pages=False, check=True)
+    assert waited(memory, said).bad == (1, 2)
+
+
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    from kvmesh.node.device_cuda import cuda_device
+
+    with pytest.raises(ConfigError, match=r"device='cuda:64'.*this host has"):
+        cuda_device("cuda:64", 0)
