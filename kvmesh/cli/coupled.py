@@ -39,6 +39,8 @@ async def run(config: CoupledConfig, stop: asyncio.Event, started: Callable[[dic
 
     Raises ConfigError or CheckpointError at start, InternalError when a rank process ends."""
     instance = Instance(config)
+    for half in ("prefill", "decode"):
+        names.activate(half)
     telemetry = setup.start(
         "coupled",
         instance.front.instance_id,

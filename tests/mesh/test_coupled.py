@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 
+import httpx
 import pytest
 import pytest_asyncio
 
@@ -92,12 +93,21 @@ async def test_sixteen_at_once_cold_then_warm(alone: Running, model: Path) -> No
 
 
 async def test_preempted_rows_come_back_right(alone: Running, model: Path) -> None:
-    """Answers that outgrow the pages together: 6 times 112 tokens need 42 pages of the 40."""
-    prompts = [prompt(100 + n, 16) for n in range(6)]
+    """Answers that outgrow the pages together: 10 times 112 tokens need 70 pages, there are 40."""
+    prompts = [prompt(100 + n, 16) for n in range(10)]
     expected = right(model, prompts, 97)
+    before = await preemptions(alone)
     answers = await asyncio.gather(*(alone.client.generate(p, 97) for p in prompts))
     check(answers, expected)
+    assert await preemptions(alone) > before, "nobody had to leave: the test tests nothing"
     await alone.settled()
+
+
+async def preemptions(running: Running) -> float:
+    async with httpx.AsyncClient() as http:
+        told = (await http.get(f"http://{running.mesh.processes['coupled-0'].spec.metrics}/metrics")).text
+    lines = (line.split() for line in told.splitlines())
+    return next(float(line[1]) for line in lines if line[0] == "kvmesh_decode_preemptions_total")
 
 
 async def test_random_cancels_leave_nothing_behind(alone: Running, model: Path) -> None:
