@@ -41,6 +41,9 @@ def refuse_unplaceable(
         if not any(why[i.ref.instance_id] == "" for i in fitting):
             named = [f"{i.ref.instance_id}: {why[i.ref.instance_id]}" for i in fitting[:MAX_NAMED]]
             parts.append(f"no ready {role} instance ({'; '.join(named) or 'none registered'})")
+    if not fits_prefill and (short := [i for i in fits_decode if i.alone_tokens]):
+        few = "; ".join(f"{i.ref.instance_id} at most {i.alone_tokens:,}" for i in short[:MAX_NAMED])
+        parts.append(f"too many uncached tokens for those that compute short prompts themselves ({few})")
     return Refuse(Unavailable(f"model {request.model!r} has {' and '.join(parts)}"), "no_instance")
 
 

@@ -120,6 +120,7 @@ def test_what_a_decode_instance_holds_counts_for_its_limit() -> None:
     brain = mesh("l0")
     refused = brain.refused(Unavailable, 64 * BLOCK + 5, keys=keys)
     assert "no ready prefill instance" in str(refused.error)
+    assert "(l0 at most 300)" in str(refused.error)
     brain.seal("l0", keys)
     placed = brain.placed(64 * BLOCK + 5, keys=keys)
     assert (kind(placed), placed.cached_tokens) == (("l0", "l0"), 64 * BLOCK)
