@@ -17,6 +17,15 @@ def check_device(name: str) -> None:
         raise ConfigError(f"device={name!r}: must be cpu, cuda or cuda:N", field="device")
 
 
+def device_of(name: str, rank: int, ranks: int) -> str:
+    """A rank's: with several ranks, "cuda" is one GPU for each. ConfigError: they cannot share the one that is named."""
+    if ranks == 1 or not name.startswith("cuda"):
+        return name
+    if name != "cuda":
+        raise ConfigError(f"device={name!r}: {ranks} ranks need a GPU each: cuda", field="device")
+    return f"cuda:{rank}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class InstanceConfig(TierConfig):
     """Fields common to prefill and decode; each service's config adds its own."""

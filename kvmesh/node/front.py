@@ -17,7 +17,7 @@ from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Pulled
 from kvmesh.node import messages as m
 from kvmesh.node.blocks import Blocks
-from kvmesh.node.config import InstanceConfig, check_device
+from kvmesh.node.config import InstanceConfig, check_device, device_of
 from kvmesh.node.partitions import OnePartition, Partition, layout_tag
 from kvmesh.node.rank_client import RankClient
 from kvmesh.node.registration import Registrar
@@ -106,7 +106,7 @@ class Front:
             world_size=len(self.ranks),
             model_path=c.model,
             dtype=c.dtype,
-            device=c.device,
+            device=device_of(c.device, rank, len(self.ranks)),
             cuda_graphs=c.cuda_graphs,
             block_tokens=c.block_tokens,
             num_pages=c.num_pages,
@@ -163,7 +163,7 @@ class Front:
             on_pulled,
             lease_ms=c.store_lease_ms,
             announce_ms=c.announce_ms,
-            offload_percent=c.offload_percent,
+            offload_percent=c.offload_percent if len(self.ranks) == 1 else 100,  # a pool node has one rank
             tiers=c.tiers(),
             returning=self._warm.candidates if self._warm is not None else None,
         )
@@ -350,6 +350,7 @@ def check_config(config: InstanceConfig) -> None:
         raise _bad("model", config.model, "not a folder")
     config.check_transfer()
     check_device(config.device)
+    device_of(config.device, 0, config.tensor_parallel)
     for key in ("threads", "memory_mb", "tensor_parallel"):
         if getattr(config, key) < (0 if key == "memory_mb" and config.device.startswith("cuda") else 1):
             raise _bad(key, getattr(config, key), "at least 1")
