@@ -1,0 +1,203 @@
+"""What a model of Llama-3.1-8B's shape does on one GPU, against what the GPU was measured to do.
+
+    python -m benchmarks.engine_cuda [--json benchmarks/results/engine-cuda.json] [--layers 32]
+
+Random bfloat16 weights, made on the device; pages hold noise, which costs what KV costs. A step's time is that of
+`Runner.decode` or `Runner.prefill`, sampling and the way of the tokens to the host included, median of several.
+
+MBU: the bytes that a decode step must read (all weights, the KV of its rows) over its time, as a share of the measured
+bandwidth of a copy. MFU: the products that a step must do, as a share of the measured rate of one large product.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvmesh.engine import runner as engine
+from kvmesh.engine.batch import DecodeInput, PrefillInput, SampleParams
+from kvmesh.engine.checkpoint import Checkpoint, TensorInfo
+from kvmesh.engine.config import ModelConfig
+from kvmesh.engine.tensors import expected_tensors
+from kvmesh.engine.weights import Weights
+
+SHAPE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+}
+DECODE = ((1, 1024), (1, 8192), (1, 65536), (8, 1024), (32, 1024), (32, 8192), (128, 1024), (256, 1024))
+PREFILL = (512, 2048, 8192, 16384)
+BLOCK_TOKENS = 64
+PAGES_SHARE = 0.7  # of what the weights leave
+WARM, STEPS = 3, 15
+COPY_BYTES, PRODUCT = 4 << 30, 8192
+
+Row = dict[str, Any]
+
+
+class RandomWeights(Weights):
+    """Noise of the right shapes."""
+
+    def view(self, name: str) -> torch.Tensor:
+        shape = self.checkpoint.tensors[name].shape
+        made = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return made.fill_(1) if len(shape) == 1 else made.normal_(std=shape[-1] ** -0.5)
+
+
+def seconds(work: Callable[[], object], steps: int = STEPS) -> float:
+    """Median wall time, each waited for."""
+    times = []
+    for step in range(WARM + steps):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        if step >= WARM:
+            times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def copy_rate() -> float:
+    """Bytes read and written a second by a copy within the device."""
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / seconds(lambda: target.copy_(source))
+
+
+def product_rate() -> float:
+    """FLOP a second of one square bfloat16 product."""
+    a, b = (torch.randn(PRODUCT, PRODUCT, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return float(2 * PRODUCT**3 / seconds(lambda: a @ b))
+
+
+def make_runner(layers: int) -> engine.Runner:
+    config = ModelConfig.from_hf(SHAPE | {"num_hidden_layers": layers})
+    tensors = {
+        name: TensorInfo(name, "BF16", shape, Path("none"), 0, 0) for name, shape in expected_tensors(config).items()
+    }
+    engine.Weights = RandomWeights  # type: ignore[misc]  # the runner's own way to its weights, without a file
+    layout = engine.shard_layout(config, "bfloat16", BLOCK_TOKENS)
+    weights = 2 * sum(torch.Size(info.shape).numel() for info in tensors.values())
+    free, _ = torch.cuda.mem_get_info()
+    count = int((free - weights) * PAGES_SHARE) // layout.shard_bytes
+    pages = torch.empty((count, *layout.shape), dtype=torch.bfloat16, device="cuda")
+    for page in pages:
+        page.normal_(std=0.1)
+    checkpoint = Checkpoint(Path("none"), config, tensors, "random")
+    return engine.Runner(checkpoint, "bfloat16", "cuda", BLOCK_TOKENS, pages, cuda_graphs=True)
+
+
+class Work:
+    """What a step must do at least."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        c = config
+        per_layer = (
+            c.hidden_size * c.head_dim * (2 * c.heads + 2 * c.kv_heads) + 3 * c.hidden_size * c.intermediate_size
+        )
+        self.linear, self.head = c.layers * per_layer, c.vocab_size * c.hidden_size
+        self.kv_bytes = 2 * c.kv_elements_per_token
+        self.per_pair = 4 * c.layers * c.heads * c.head_dim  # FLOP of one query and one key
+
+    def decode(self, batch: int, context: int) -> tuple[float, float]:
+        """Bytes, FLOP."""
+        flop = 2 * batch * (self.linear + self.head) + batch * context * self.per_pair
+        return 2 * (self.linear + self.head) + batch * context * self.kv_bytes, flop
+
+    def prefill(self, tokens: int) -> float:
+        """FLOP: causal attention is half the square; the head once."""
+        return 2 * self.linear * tokens + self.per_pair * tokens * tokens / 2 + 2 * self.head
+
+
+def decode_rows(runner: engine.Runner, copy: float, product: float) -> Iterator[Row]:
+    work, graphs, count = Work(runner.config), runner.graphs, runner.attention.num_pages
+    for batch, context in DECODE:
+        need = context // BLOCK_TOKENS + 1
+        if need * batch > count:
+            print(f"decode, {batch} rows at {context} tokens: {need * batch} pages, there are {count}", file=sys.stderr)
+            continue
+        rows = [
+            DecodeInput(17 * i + 3, context, tuple(range(i * need, (i + 1) * need)), SampleParams())
+            for i in range(batch)
+        ]
+        nbytes, flop = work.decode(batch, context)
+        for name, used in (("replayed", graphs), ("launched", None)):
+            if name == "replayed" and graphs is None:
+                continue
+            runner.graphs = used
+            took = seconds(lambda rows=rows: runner.decode(rows))  # type: ignore[misc]
+            yield {
+                "step": f"decode {batch} x {context}",
+                "graphs": name,
+                "ms": took * 1e3,
+                "tokens_per_s": batch / took,
+                "mbu": nbytes / took / copy,
+                "mfu": flop / took / product,
+            }
+        runner.graphs = graphs
+
+
+def prefill_rows(runner: engine.Runner, product: float) -> Iterator[Row]:
+    work = Work(runner.config)
+    for tokens in PREFILL:
+        pages = tuple(range(-(-tokens // BLOCK_TOKENS)))
+        item = PrefillInput([(31 * i) % 1000 for i in range(tokens)], 0, pages, SampleParams())
+        took = seconds(lambda item=item: runner.prefill([item]), 5)  # type: ignore[misc]
+        yield {
+            "step": f"prefill {tokens}",
+            "graphs": "",
+            "ms": took * 1e3,
+            "tokens_per_s": tokens / took,
+            "mbu": None,
+            "mfu": work.prefill(tokens) / took / product,
+        }
+
+
+def show(row: Row) -> None:
+    mbu = f"{100 * row['mbu']:5.1f}%" if row["mbu"] is not None else "      "
+    rate, mfu = f"{row['tokens_per_s']:10.0f}", f"{100 * row['mfu']:5.1f}%"
+    print(f"{row['step']:<20} {row['graphs']:<9} {row['ms']:9.2f} {rate} {mbu:>7} {mfu:>7}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit(f"engine_cuda needs an NVIDIA GPU: torch {torch.__version__} finds none here (docs/cuda.md)")
+    name = torch.cuda.get_device_name()
+    copy, product = copy_rate(), product_rate()
+    torch.cuda.empty_cache()
+    print(
+        f"{name}, torch {torch.__version__}: copies {copy / 1e12:.2f} TB/s, bf16 products {product / 1e12:.0f} TFLOP/s"
+    )
+    runner = make_runner(args.layers)
+    print(f"{'step':<20} {'graphs':<9} {'ms':>9} {'tokens/s':>10} {'MBU':>7} {'MFU':>7}")
+    rows = []
+    for found in (decode_rows(runner, copy, product), prefill_rows(runner, product)):
+        for row in found:
+            rows.append(row)
+            show(row)
+    if args.json:
+        told = {"device": name, "torch": torch.__version__, "layers": args.layers, "copy_bytes_per_s": copy}
+        args.json.write_text(json.dumps(told | {"product_flop_per_s": product, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
