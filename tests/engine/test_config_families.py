@@ -221,3 +221,25 @@ def test_fused_tensors_are_named_as_they_are(tmp_path: Path) -> None:
         CheckpointError, match=r"qkv_proj\.weight has shape \[80, 64\], config.json asks for \[96, 64\]"
     ):
         open_checkpoint(path)
+
+
+DECIDES: list[tuple[str, dict[str, Any]]] = [
+    ("mistral", {"sliding_window": 7}),
+    ("mistral", {"layer_types": TYPES}),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 3}),
+    ("gemma2", {"attn_logit_softcapping": 7.0}),
+    ("gemma2", {"final_logit_softcapping": None}),
+    ("gemma2", {"query_pre_attn_scalar": 7}),
+    ("gemma3_text", {"rope_local_base_freq": 7.0}),
+    ("gemma3_text", {"sliding_window_pattern": 2}),
+    ("phi3", {"partial_rotary_factor": 0.5}),
+    ("phi3", {"rope_scaling": {"type": "longrope"} | LONGROPE}),
+]
+
+
+@pytest.mark.parametrize(("family", "change"), DECIDES, ids=lambda value: str(value)[:50])
+def test_what_decides_kv_or_logits_is_in_the_fingerprint(family: str, change: dict[str, Any]) -> None:
+    raw = SMALL | {"model_type": family}
+    plain = ModelConfig.from_hf(raw).canonical()
+    assert ModelConfig.from_hf(raw | change).canonical() != plain
+    assert ModelConfig.from_hf(raw | {"eos_token_id": [1, 2]}).canonical() == plain
