@@ -18,7 +18,7 @@ def check_device(name: str) -> None:
 
 
 def device_of(name: str, rank: int, ranks: int) -> str:
-    """A rank's: with several ranks, "cuda" is one GPU for each. ConfigError: they cannot share the one that is named."""
+    """A rank's: with several ranks, "cuda" is a GPU for each. ConfigError: they cannot share the one that is named."""
     if ranks == 1 or not name.startswith("cuda"):
         return name
     if name != "cuda":

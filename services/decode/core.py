@@ -259,12 +259,12 @@ class Core:
 
 def shape_of(front: Front, host_landing: bool) -> Shape:
     """What the ranks hold."""
-    first = front.ranks[0].ready
+    readies = [rank.ready for rank in front.ranks]
     return Shape(
         block_tokens=front.config.block_tokens,
-        num_pages=first.num_pages,
-        num_extents=first.num_extents,
-        direct_landing=first.direct_landing and not host_landing,
+        num_pages=min(ready.num_pages for ready in readies),
+        num_extents=min(ready.num_extents for ready in readies),
+        direct_landing=readies[0].direct_landing and not host_landing,
         max_context_tokens=front.max_context_tokens,
         ranks=tuple(
             RankShape(
