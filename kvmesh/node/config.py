@@ -38,7 +38,7 @@ class InstanceConfig(TierConfig):
     dtype: str = field(default="float32", metadata={"help": "float32, bfloat16 or float16."})
     device: str = field(
         default="cpu",
-        metadata={"help": "Where ranks compute: cpu, cuda or cuda:N, the first rank's GPU (docs/cuda.md)."},
+        metadata={"help": "Where ranks compute: cpu, cuda or cuda:N; see docs/cuda.md."},
     )
     cuda_graphs: bool = field(default=True, metadata={"help": "On a GPU, replay decode steps as CUDA graphs."})
     block_tokens: int = field(default=64, metadata={"help": "Tokens a block: a power of two in 16..512."})

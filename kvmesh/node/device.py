@@ -269,7 +269,7 @@ def open_memory(
         return kind(configure, layout, configure.num_pages or max(asked, 1), engine, home)
     from kvmesh.node.device_cuda import CudaMemory, cuda_device
 
-    device = cuda_device(name, configure.rank)
+    device = cuda_device(name)
     return CudaMemory(configure, layout, device, weight_bytes, engine, home)
 
 

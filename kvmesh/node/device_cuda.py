@@ -30,17 +30,16 @@ LOOK_S = 100e-6
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts
 
 
-def cuda_device(name: str, rank: int) -> torch.device:
-    """The GPU of a rank: ranks of one instance take GPUs that follow each other. ConfigError: there is none."""
+def cuda_device(name: str) -> torch.device:
+    """ConfigError: there is no such GPU."""
     check_device(name)
-    first = int(name.partition(":")[2] or 0)
+    index = int(name.partition(":")[2] or 0)
     if not torch.cuda.is_available():
         raise ConfigError(f"device={name!r}: torch {torch.__version__} finds no CUDA device here", field="device")
     count = torch.cuda.device_count()
-    if first + rank >= count:
-        why = f"rank {rank} would take GPU {first + rank}, this host has {count}"
-        raise ConfigError(f"device={name!r}: {why}", field="device")
-    return torch.device("cuda", first + rank)
+    if index >= count:
+        raise ConfigError(f"device={name!r}: this host has {count}", field="device")
+    return torch.device("cuda", index)
 
 
 class CudaCopy:

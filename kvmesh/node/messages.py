@@ -61,7 +61,7 @@ class Configure(Message, frozen=True):
     world_size: int
     model_path: str
     dtype: str  # "float32" | "bfloat16" | "float16"
-    device: str  # "cpu" | "cuda" | "cuda:1": the GPU of rank 0; the others take those behind it
+    device: str  # "cpu" | "cuda" | "cuda:1": this rank's own
     block_tokens: int
     num_pages: int  # device pages; 0 = as many as `memory_bytes` holds
     num_extents: int  # host extents for landing and swap

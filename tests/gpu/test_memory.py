@@ -73,4 +73,4 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
     from kvmesh.node.device_cuda import cuda_device
 
     with pytest.raises(ConfigError, match=r"device='cuda:64'.*this host has"):
-        cuda_device("cuda:64", 0)
+        cuda_device("cuda:64")
