@@ -33,6 +33,7 @@ TYPES = ["sliding_attention", "full_attention", "full_attention"] * 2 + ["slidin
 # model_type, keys
 READ: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_theta": 1e4, "layer_types": ["full_attention"] * 7}),
+    ("llama", {"rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": 2048} | LONGROPE}),
     ("mistral", {}),
     ("mistral", {"sliding_window": None, "rope_theta": 1e6}),
     ("mistral", {"sliding_window": 9, "head_dim": 32, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}),
