@@ -1,4 +1,5 @@
-// bf16 matrix products over weights packed once for VDPBF16PS: one layout, and no second copy, for one row and thousands.
+// bf16 matrix products over weights packed once for VDPBF16PS: one layout and no second copy, for one row and for
+// thousands.
 //
 // A packed weight is [panels][pairs][32][2]: 32 outputs side by side, two neighbouring inputs together, zeros past the
 // ends. A panel is one contiguous stream, a thread's panels are too: with few rows the product runs at the memory's
@@ -8,6 +9,7 @@
 #include <sys/mman.h>
 
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -23,6 +25,7 @@ constexpr int MAX_ROWS = 14;                // of a tile: 28 sums, two weights a
 constexpr int64_t HUGE_PAGE = 2 << 20;
 constexpr int64_t GROUP_BYTES = 384 << 10;  // inputs that stay in L2 while all panels pass by
 constexpr int64_t THREAD_BYTES = 64 << 10;  // of weights that are worth a thread
+constexpr int64_t RUNS = 8;                 // of panels for each thread
 constexpr int STEP = 8;                     // pairs between two looks at what to prefetch
 
 int64_t panels_of(int64_t outputs) { return (outputs + LANES - 1) / LANES; }
@@ -43,12 +46,13 @@ inline void transpose(__m512i (&v)[16]) {
   }
   constexpr int EVEN = 0x88, ODD = 0xdd;
   for (int j = 0; j < 4; j++) {
-    const __m512i even[2] = {_mm512_shuffle_i32x4(v[j], v[4 + j], EVEN), _mm512_shuffle_i32x4(v[8 + j], v[12 + j], EVEN)};
-    const __m512i odd[2] = {_mm512_shuffle_i32x4(v[j], v[4 + j], ODD), _mm512_shuffle_i32x4(v[8 + j], v[12 + j], ODD)};
-    v[j] = _mm512_shuffle_i32x4(even[0], even[1], EVEN);
-    v[4 + j] = _mm512_shuffle_i32x4(odd[0], odd[1], EVEN);
-    v[8 + j] = _mm512_shuffle_i32x4(even[0], even[1], ODD);
-    v[12 + j] = _mm512_shuffle_i32x4(odd[0], odd[1], ODD);
+    const __m512i even = _mm512_shuffle_i32x4(v[j], v[4 + j], EVEN), odd = _mm512_shuffle_i32x4(v[j], v[4 + j], ODD);
+    const __m512i even8 = _mm512_shuffle_i32x4(v[8 + j], v[12 + j], EVEN);
+    const __m512i odd8 = _mm512_shuffle_i32x4(v[8 + j], v[12 + j], ODD);
+    v[j] = _mm512_shuffle_i32x4(even, even8, EVEN);
+    v[4 + j] = _mm512_shuffle_i32x4(odd, odd8, EVEN);
+    v[8 + j] = _mm512_shuffle_i32x4(even, even8, ODD);
+    v[12 + j] = _mm512_shuffle_i32x4(odd, odd8, ODD);
   }
 }
 
@@ -155,24 +159,36 @@ void pack_rows(const at::Tensor& x, const Cut& cut, uint32_t* to) {
   });
 }
 
+// Tiles [first, end) by panels [a, b): the tiles' inputs stay in L2, each panel is read once.
+void multiply_part(const uint32_t* x, const Cut& cut, int64_t first, int64_t end, const uint32_t* weights,
+                   int64_t pairs, int64_t a, int64_t b, const Output& out) {
+  const int64_t panel = pairs * LANES;
+  const int lines = static_cast<int>((2 * STEP + end - first - 1) / (end - first));
+  for (int64_t n = a; n < b; n++) {
+    const uint32_t* w = weights + n * panel;
+    const char* next = reinterpret_cast<const char*>(w + panel);
+    for (int64_t t = first; t < end; t++) {
+      const int64_t begin = cut.begin(t), height = cut.begin(t + 1) - begin;
+      const Ahead ahead{next + (t - first) * (pairs / STEP) * lines * 64, n + 1 < b ? lines : 0};
+      TILES[height - 1](x + begin * pairs, w, pairs, ahead, out, begin, n * LANES);
+    }
+  }
+}
+
+// Threads take runs of neighbouring panels as they come to them: one that the system holds up holds up no other.
 void multiply(const uint32_t* x, const Cut& cut, const at::Tensor& packed, const Output& out) {
-  const int64_t panels = packed.size(0), pairs = packed.size(1), panel = pairs * LANES;
+  const int64_t panels = packed.size(0), pairs = packed.size(1);
   const auto* weights = static_cast<const uint32_t*>(packed.const_data_ptr());
   const int64_t group = std::max<int64_t>(1, GROUP_BYTES / (MAX_ROWS * pairs * 4));
-  const int64_t grain = std::max<int64_t>(1, THREAD_BYTES / (panel * 4 * cut.tiles));
-  at::parallel_for(0, panels, grain, [&](int64_t a, int64_t b) {
-    for (int64_t g = 0; g < cut.tiles; g += group) {
-      const int64_t end = std::min(cut.tiles, g + group), count = end - g;
-      const int lines = static_cast<int>((2 * STEP + count - 1) / count);
-      for (int64_t n = a; n < b; n++) {
-        const uint32_t* w = weights + n * panel;
-        const char* next = reinterpret_cast<const char*>(w + panel);
-        for (int64_t t = g; t < end; t++) {
-          const int64_t begin = cut.begin(t), height = cut.begin(t + 1) - begin;
-          const Ahead ahead{next + (t - g) * (pairs / STEP) * lines * 64, n + 1 < b ? lines : 0};
-          TILES[height - 1](x + begin * pairs, w, pairs, ahead, out, begin, n * LANES);
-        }
-      }
+  const int64_t groups = (cut.tiles + group - 1) / group;
+  const bool small = packed.nbytes() * cut.tiles < 2 * THREAD_BYTES;
+  const int64_t threads = small ? 1 : at::get_num_threads();
+  const int64_t run = std::max<int64_t>(1, panels / (threads * RUNS)), runs = (panels + run - 1) / run;
+  std::atomic<int64_t> taken{0};
+  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    for (int64_t i = taken++; i < groups * runs; i = taken++) {
+      const int64_t first = i / runs * group, end = std::min(cut.tiles, first + group), a = i % runs * run;
+      multiply_part(x, cut, first, end, weights, pairs, a, std::min(panels, a + run), out);
     }
   });
 }
