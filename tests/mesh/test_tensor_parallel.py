@@ -4,10 +4,13 @@ that are used again and go from one cut to the other, a rank that is killed."""
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import pytest_asyncio
 
@@ -107,3 +110,25 @@ async def test_stored_blocks_go_from_one_cut_to_the_other(
     assert answer.timings is not None
     assert answer.timings.pulled_tokens == answer.timings.at_decode_tokens == 128
     await four.settled()
+
+
+async def test_a_killed_rank_ends_its_instance_with_a_cause_and_no_process_is_left(four: Running, model: Path) -> None:
+    """Its sister is in the middle of a step with it. The supervisor then brings the instance back."""
+    direct, front = await Direct.of(four), four.pid("decode-1")
+    ranks = sorted(four.rank_pids("decode-1"), key=lambda pid: psutil.Process(pid).create_time())
+    assert len(ranks) == 2
+    running = asyncio.ensure_future(direct.generate(prompt(20, 3), 1500, prefill="prefill-0", decode="decode-1"))
+    await four.busy("decode-1")
+    os.kill(ranks[1], signal.SIGKILL)
+    answer = await running
+    assert answer.error is not None
+
+    async def over() -> bool:
+        return not any(psutil.pid_exists(pid) for pid in (front, *ranks))
+
+    await until(over, "the end of decode-1")
+    log = await asyncio.to_thread((Path(four.mesh.settings.run_dir) / "logs" / "decode-1.log").read_text)
+    assert f"lost a rank: rank 1 (pid {ranks[1]}) closed its socket" in log
+    await four.restarted("decode-1", front)
+    await direct.refresh()
+    check(model, prompt(20, 3), await direct.generate(prompt(20, 3), TOKENS, prefill="prefill-0", decode="decode-1"))
