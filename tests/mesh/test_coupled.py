@@ -48,8 +48,8 @@ async def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncI
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mixed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
-    """A coupled instance beside a pair, whose decode instance computes short prompts itself."""
-    flags = {"decode": {"local_prefill_tokens": LOCAL_TOKENS}}
+    """A coupled instance of two ranks beside a pair, whose decode instance computes short prompts itself."""
+    flags = {"decode": {"local_prefill_tokens": LOCAL_TOKENS}, "coupled": {"tensor_parallel": 2}}
     folder = tmp_path_factory.mktemp("mixed")
     async with running_mesh(model, folder, coupled=1, block_tokens=BLOCK, flags=flags) as running:
         for name in running.instances():
