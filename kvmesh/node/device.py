@@ -213,8 +213,11 @@ class StagedMemory(Memory):
         return any(self._waiting.values())
 
 
+LATE_LOOKS = 8  # a step of few layers looks less often: it must not see what it did not wait for
+
+
 class LateCopy:
-    """Done when it is looked at for the second time: later than anybody may rely on."""
+    """Done when it has been looked at so often: later than anybody may rely on."""
 
     def __init__(self, pairs: Sequence[Pair], check: bool) -> None:
         self._pairs: Sequence[Pair] | None = pairs
@@ -229,7 +232,7 @@ class LateCopy:
 
     def over(self) -> bool:
         self._looked += 1
-        if self._looked > 1:
+        if self._looked >= LATE_LOOKS:
             self.run()
         return self._pairs is None
 
