@@ -38,11 +38,9 @@ constexpr int64_t AHEAD = 48;
 template <typename E>
 void row_scores(const float* q, int64_t group, const E* const* rows, int64_t n, int64_t words, float* s) {
   for (int64_t t = 0; t < n; t += 16) {
-    const float *k[16], *ahead[16];
-    for (int i = 0; i < 16; i++) {
-      k[i] = reinterpret_cast<const float*>(rows[std::min(t + i, n - 1)]);
-      ahead[i] = reinterpret_cast<const float*>(rows[std::min(t + i + AHEAD, 2 * n - 1)]);
-    }
+    const float* k[16];
+    for (int i = 0; i < 16; i++) k[i] = reinterpret_cast<const float*>(rows[std::min(t + i, n - 1)]);
+    int64_t next = t + AHEAD, line = 0;  // in the order of memory, so that the hardware sees a stream
     for (int64_t g = 0; g < group; g++) {
       __m512 acc[16];
 #pragma GCC unroll 16
@@ -51,8 +49,11 @@ void row_scores(const float* q, int64_t group, const E* const* rows, int64_t n, 
         const __m512 qv = _mm512_load_ps(q + g * words + d);
 #pragma GCC unroll 16
         for (int i = 0; i < 16; i++) acc[i] = dot<E>(acc[i], qv, _mm512_loadu_ps(k[i] + d));
-        if (g == 0)
-          for (int i = 0; i < 16; i++) _mm_prefetch(ahead[i] + d, _MM_HINT_T0);
+        if (g > 0) continue;
+        for (int i = 0; i < 16; i++, line += 16) {
+          if (line == words) next++, line = 0;
+          _mm_prefetch(reinterpret_cast<const float*>(rows[std::min(next, 2 * n - 1)]) + line, _MM_HINT_T0);
+        }
       }
       _mm512_store_ps(s + g * PART + t, sums16(acc));
     }
