@@ -29,8 +29,8 @@ inline __m512 sums16(__m512* x) {
   return x[0];
 }
 
-// Rows of K, then those of V, are asked for this many tokens before they are used: a page's rows of one head are too few
-// for the hardware to foresee the next ones.
+// Rows of K, then those of V, are asked for this many tokens before they are used: a page's rows of one head are too
+// few for the hardware to foresee the next ones.
 constexpr int64_t AHEAD = 48;
 
 // s[g][t] = q[g]·rows[t] for t < n, and up to the next multiple of 16 (of the last token again); rows [n, 2n) are V's.

@@ -156,8 +156,8 @@ inline void pair_values(const c10::BFloat16* a, const c10::BFloat16* b, int64_t 
 
 // o[row][d] = o[row][d] * fade[row] + Σ p[t][row] v[t][d] for 4 rows and 16 DV columns.
 template <typename E, int DV>
-void block_values_tile(const float* p, int64_t stride, const float* const* v, int64_t steps, int64_t d, const float* fade,
-                       float* o, int64_t width) {
+void block_values_tile(const float* p, int64_t stride, const float* const* v, int64_t steps, int64_t d,
+                       const float* fade, float* o, int64_t width) {
   constexpr int MR = 4;
   __m512 acc[MR][DV];
   for (int r = 0; r < MR; r++)
