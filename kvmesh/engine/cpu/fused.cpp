@@ -8,7 +8,7 @@
 namespace kvmesh {
 namespace {
 
-constexpr int64_t GRAIN = 16384;  // elements that are worth a thread of their own
+constexpr int64_t GRAIN = 65536;  // elements that are worth a thread of their own
 
 int64_t grain(int64_t columns) { return std::max<int64_t>(1, GRAIN / columns); }
 
