@@ -35,7 +35,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def four(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
     """prefill-0 and decode-0 of one rank, decode-1 and coupled-0 of two."""
     two = {"tensor_parallel": 2}
-    flags = {"prefill": {"prefill_chunk_tokens": 48}, "decode-1": two, "coupled-0": two | {"prefill_chunk_tokens": 48}}
+    flags = {
+        "prefill": {"prefill_chunk_tokens": 48},
+        "decode-1": two,
+        "coupled-0": two | {"prefill_chunk_tokens": 48, "rank_timeout_ms": 4000},
+    }
     shape: dict[str, Any] = {"prefill": 1, "decode": 2, "coupled": 1, "block_tokens": BLOCK, "memory_mb": 16}
     async with running_mesh(model, tmp_path_factory.mktemp("run"), flags=flags, **shape) as running:
         yield running
@@ -112,23 +116,33 @@ async def test_stored_blocks_go_from_one_cut_to_the_other(
     await four.settled()
 
 
-async def test_a_killed_rank_ends_its_instance_with_a_cause_and_no_process_is_left(four: Running, model: Path) -> None:
-    """Its sister is in the middle of a step with it. The supervisor then brings the instance back."""
-    direct, front = await Direct.of(four), four.pid("decode-1")
-    ranks = sorted(four.rank_pids("decode-1"), key=lambda pid: psutil.Process(pid).create_time())
+@pytest.mark.parametrize(
+    ("name", "sign", "cause"),
+    [
+        ("decode-1", signal.SIGKILL, "rank 1 (pid {1}) closed its socket"),
+        ("coupled-0", signal.SIGSTOP, "rank 0 (pid {0}) gave up: rank 0 lost the other ranks in a step: "),
+    ],
+)
+async def test_a_rank_that_dies_or_freezes_ends_its_instance(
+    four: Running, model: Path, name: str, sign: signal.Signals, cause: str
+) -> None:
+    """Its sister is in the middle of a step with it. No process is left, the log has the cause, and the supervisor
+    brings the instance back."""
+    direct, front = await Direct.of(four), four.pid(name)
+    ranks = sorted(four.rank_pids(name), key=lambda pid: psutil.Process(pid).create_time())
     assert len(ranks) == 2
-    running = asyncio.ensure_future(direct.generate(prompt(20, 3), 1500, prefill="prefill-0", decode="decode-1"))
-    await four.busy("decode-1")
-    os.kill(ranks[1], signal.SIGKILL)
+    running = asyncio.ensure_future(direct.generate(prompt(20, 3), 1500, prefill="prefill-0", decode=name))
+    await four.busy(name)
+    os.kill(ranks[1], sign)
     answer = await running
     assert answer.error is not None
 
     async def over() -> bool:
         return not any(psutil.pid_exists(pid) for pid in (front, *ranks))
 
-    await until(over, "the end of decode-1")
-    log = await asyncio.to_thread((Path(four.mesh.settings.run_dir) / "logs" / "decode-1.log").read_text)
-    assert f"lost a rank: rank 1 (pid {ranks[1]}) closed its socket" in log
-    await four.restarted("decode-1", front)
+    await until(over, f"the end of {name}")
+    log = await asyncio.to_thread((Path(four.mesh.settings.run_dir) / "logs" / f"{name}.log").read_text)
+    assert cause.format(*ranks) in log
+    await four.restarted(name, front)
     await direct.refresh()
-    check(model, prompt(20, 3), await direct.generate(prompt(20, 3), TOKENS, prefill="prefill-0", decode="decode-1"))
+    check(model, prompt(20, 3), await direct.generate(prompt(20, 3), TOKENS, prefill="prefill-0", decode=name))
