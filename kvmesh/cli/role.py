@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import grpc
 import typer
 
 from kvmesh.cli import runs
 from kvmesh.cli.console import RunDir, console, one_line_errors
-from kvmesh.cli.coupled_config import ROLES
-from kvmesh.rpc.channels import connect
 from kvmesh.rpc.errors import ConfigError
-from kvmesh.rpc.pb import common_pb2, instance_pb2, instance_pb2_grpc
-from kvmesh.rpc.status import from_rpc_error
+
+if TYPE_CHECKING:
+    from kvmesh.rpc.pb import common_pb2, instance_pb2
 
 TIMEOUT_S = 5.0
 
@@ -38,6 +36,9 @@ def role(
 
         kvmesh role 10.0.0.5:7040 both
     """
+    from kvmesh.cli.coupled_config import ROLES
+    from kvmesh.rpc.pb import common_pb2
+
     if role not in ROLES:
         raise ConfigError(f"role={role!r}: must be one of {', '.join(ROLES)}", field="role")
     answer = asyncio.run(set_role(_address(instance, run_dir), ROLES[role]))
@@ -60,6 +61,12 @@ def _address(instance: str, run_dir: RunDir) -> str:
 
 async def set_role(address: str, role: common_pb2.Role.ValueType) -> instance_pb2.SetRoleResponse:
     """Raises KvmeshError as the instance answered: FixedRole, Unavailable."""
+    import grpc
+
+    from kvmesh.rpc.channels import connect
+    from kvmesh.rpc.pb import instance_pb2, instance_pb2_grpc
+    from kvmesh.rpc.status import from_rpc_error
+
     async with connect(address) as channel:
         try:
             stub = instance_pb2_grpc.InstanceStub(channel)

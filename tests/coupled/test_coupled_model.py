@@ -146,7 +146,6 @@ BROKEN: list[tuple[Any, str, Any]] = [
     (Lives, "_hand_over", gives_back_too),
     (Lives, "_hand_over", caches_the_partial_block),
     (Coupling, "prefill_due", no_second_look),
-    (Coupling, "decode_due", no_second_look),
     (CachedPages, "free", property(lambda self: self._pool.free)),
     (coupling, "FIRST_OF_DECODE", 1),
 ]
@@ -155,7 +154,7 @@ BROKEN: list[tuple[Any, str, Any]] = [
 @pytest.mark.parametrize(
     ("owner", "name", "broken"),
     BROKEN,
-    ids=["shared", "given twice", "partial", "prefill", "decode", "idle", "handles"],
+    ids=["shared", "given twice", "partial", "prefill", "idle", "handles"],
 )
 def test_a_broken_rule_is_found(owner: Any, name: str, broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, name, broken)
