@@ -42,6 +42,7 @@ def test_every_byte_comes_from_its_place(holder: int, ours: int) -> None:
         for at, place in enumerate(places):
             segment[place : place + layout.shard_bytes] = shard(whole[at], layout)
     reads = cut_reads(plan_group(writers, readers), there, here)
+    assert {read.writer for read in reads} == set(range(holder)), "replicas take turns"
     for read in reads:
         for source, target, size in zip(read.offsets, read.landing, read.sizes, strict=True):
             assert (memories[read.reader][target : target + size] == 0xEE).all(), "read twice"
