@@ -5,12 +5,12 @@
 
 #include <atomic>
 #include <cmath>
-#include <cstdlib>
 #include <memory>
 #include <vector>
 
 #include "attention_rows.h"
 #include "ops.h"
+#include "scratch.h"
 
 namespace kvmesh {
 namespace attention {
@@ -26,8 +26,6 @@ using kvmesh::store;
 // What is multiplied: bfloat16 as it is, float16 as float.
 template <typename T>
 using Element = std::conditional_t<std::is_same_v<T, c10::BFloat16>, c10::BFloat16, float>;
-
-int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 struct Sequence {
   int32_t first, length, start, fresh;
@@ -112,42 +110,6 @@ void write(const Pages<T>& pages, const at::Tensor& qkv, const Step& step) {
     }
   });
 }
-
-// Scratch of one thread, kept from call to call; pointers are aligned to a cache line.
-class Scratch {
- public:
-  // Begins anew with room for `bytes`.
-  void reset(int64_t bytes) {
-    if (bytes > size_) {
-      memory_.reset(static_cast<char*>(std::aligned_alloc(64, round_up(bytes, 4096))));
-      size_ = round_up(bytes, 4096);
-    }
-    used_ = 0;
-  }
-
-  // What is taken while a Mark lives is free again afterwards.
-  struct Mark {
-    explicit Mark(Scratch& scratch) : scratch_(scratch), used_(scratch.used_) {}
-    ~Mark() { scratch_.used_ = used_; }
-    Scratch& scratch_;
-    int64_t used_;
-  };
-
-  template <typename X>
-  X* take(int64_t count) {
-    char* at = memory_.get() + used_;
-    used_ += round_up(count * static_cast<int64_t>(sizeof(X)), 64);
-    TORCH_INTERNAL_ASSERT(used_ <= size_);
-    return reinterpret_cast<X*>(at);
-  }
-
- private:
-  struct Free {
-    void operator()(char* p) const { std::free(p); }
-  };
-  std::unique_ptr<char, Free> memory_;
-  int64_t size_ = 0, used_ = 0;
-};
 
 // A piece of work: a part of a decode row's context, or a block of a longer run of queries.
 struct Piece {
