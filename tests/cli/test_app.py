@@ -78,7 +78,7 @@ def test_every_key_of_a_service_is_an_option_with_help(invoke: Invoke, service: 
         (["serve", "store"], {"KVMESH_LEASE": "3"}, "unknown key 'KVMESH_LEASE'"),
         (["serve", "store", "--log-level", "loud"], {}, "log_level='loud' (from --log-level): choose one of"),
         (["serve", "store", "--config", "/no/such"], {}, "config='/no/such': No such file or directory"),
-        (["up", "--prefill", "0"], {}, "prefill=0: without --coupled instances at least one is needed (from --prefill)"),
+        (["up", "--prefill", "0"], {}, "prefill=0: without --coupled instances at least one is needed"),
         (["up", "--block-tokens", "48"], {}, "block_tokens='48' (from --block-tokens): choose one of 16, 32"),
         (["up", "--slo-ttft", "x"], {}, "slo_ttft_ms='x' (from --slo-ttft): must be a whole number"),
         (["up", "--model", "/no/such/folder"], {}, "model='/no/such/folder': no such folder"),
