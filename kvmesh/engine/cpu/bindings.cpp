@@ -7,6 +7,7 @@ TORCH_LIBRARY(kvmesh, m) {
   m.def("pack(Tensor[] parts) -> Tensor");
   m.def("linear(Tensor x, Tensor packed, int outputs, Tensor? bias, Tensor? residual, bool wide) -> Tensor");
   m.def("packed_rows(Tensor packed, Tensor ids, int outputs, int inputs) -> Tensor");
+  m.def("use_tiles(int mode) -> bool", kvmesh::use_tiles);
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("rotate_heads(Tensor(a!) qkv, int heads, Tensor cos, Tensor sin, Tensor? weight, float eps) -> ()");
   m.def("gated(Tensor x, bool gelu) -> Tensor");

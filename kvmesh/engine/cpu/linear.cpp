@@ -15,12 +15,12 @@
 #include <vector>
 
 #include "ops.h"
+#include "product.h"
 #include "vec.h"
 
 namespace kvmesh {
 namespace {
 
-constexpr int64_t LANES = 32;               // outputs of a panel
 constexpr int MAX_ROWS = 14;                // of a tile: 28 sums, two weights and one input fill the 32 registers
 constexpr int64_t HUGE_PAGE = 2 << 20;
 constexpr int64_t GROUP_BYTES = 384 << 10;  // inputs that stay in L2 while all panels pass by
@@ -74,29 +74,6 @@ struct Ahead {
   const char* at;
   int lines;  // every STEP pairs
 };
-
-struct Output {
-  void* data;
-  int64_t stride;
-  int64_t columns;
-  bool wide;  // float32 instead of bf16
-  const at::BFloat16* bias;
-  const at::BFloat16* residual;
-  int64_t residual_stride;
-};
-
-// One row's sixteen outputs: rounded as the reference rounds a product before it adds the residual.
-inline void put(const Output& out, int64_t row, int64_t column, __m512 sum) {
-  if (column >= out.columns) return;
-  const __mmask16 mask = out.columns - column >= 16 ? 0xffff : first(out.columns - column);
-  if (out.bias) sum = _mm512_add_ps(sum, load(out.bias + column, mask));
-  if (out.wide) return store(static_cast<float*>(out.data) + row * out.stride + column, sum, mask);
-  if (out.residual) {
-    const __m512 before = load(out.residual + row * out.residual_stride + column, mask);
-    sum = _mm512_add_ps(rounded<at::BFloat16>(sum), before);
-  }
-  store(static_cast<at::BFloat16*>(out.data) + row * out.stride + column, sum, mask);
-}
 
 // R rows by one panel. `x` is [pairs][R], `w` [pairs][32], each element a pair of bf16.
 template <int R>
@@ -254,6 +231,10 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& packed, int64_t outputs
                       bias ? bias->const_data_ptr<at::BFloat16>() : nullptr,
                       residual ? residual->const_data_ptr<at::BFloat16>() : nullptr,
                       residual ? residual->stride(0) : 0};
+  if (tiles_take(rows, x.size(1))) {
+    multiply_tiles(x, packed, target);
+    return out;
+  }
   const Cut cut(rows);
   if (rows == 1 && x.size(1) % 2 == 0) {  // one row is packed as it is
     multiply(static_cast<const uint32_t*>(x.const_data_ptr()), cut, packed, target);

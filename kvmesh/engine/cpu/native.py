@@ -29,6 +29,7 @@ FEATURES = {
     "avx512_bf16": "-mavx512bf16",
 }
 FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-fno-math-errno", "-mprefer-vector-width=512", *FEATURES.values())
+TILES = "KVMESH_AMX"  # "0": no AMX tiles
 SWITCH = "KVMESH_NATIVE"  # "0": the torch path, whatever is there
 
 
@@ -83,4 +84,7 @@ def loaded() -> bool:
     reason = why_not()
     if reason:
         log.info("torch's own operators run on the CPU: %s", reason)
-    return not reason
+        return False
+    if torch.ops.kvmesh.use_tiles.default(int(os.environ.get(TILES) != "0")):
+        log.info("products of many rows run on AMX tiles")
+    return True
