@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -69,7 +70,12 @@ def main() -> int:
     if missing := native.missing_features():
         print(f"CPU operators: not built, this CPU lacks {', '.join(missing)}; torch's own are used")
         return 0
-    reason = ""
+    reason, started = "", time.monotonic()
+    for folder in native.folders():
+        if (folder / native.file_name()).exists():
+            print("CPU operators: built")
+            return 0
+    print("building the CPU operators ...", flush=True)
     for folder in native.folders():
         try:
             compile_into(folder)
@@ -78,7 +84,7 @@ def main() -> int:
             if isinstance(err, BuildFailed):
                 break
         else:
-            print("CPU operators: built")
+            print(f"built the CPU operators ({time.monotonic() - started:.0f} s)")
             return 0
     print(f"CPU operators: not built, torch's own are used; {reason}", file=sys.stderr)
     return 0
