@@ -130,9 +130,14 @@ class Pushes:
             lease = h.lease
             if lease is None or h.ending or h.quiet:
                 del self._leased[h.handle]
-            elif not lease.renew_sent_ns and lease.half_over(now) and min(self._progress_ns) >= lease.from_ns:
+            elif not lease.renew_sent_ns and lease.half_over(now) and self._alive(h, lease, now):
                 lease.renew_sent_ns = now
                 self._lives.tell(h, ev.SendRenew(h.handle, h.epoch, sum(h.acked_bytes)))
+
+    def _alive(self, h: Handoff, lease: Lease, now: int) -> bool:
+        """Every rank that still writes has said something since the lease began; one that is done need not speak."""
+        writing = (at for at, push in zip(self._progress_ns, h.pushes, strict=True) if push is Push.OPEN)
+        return min(writing, default=now) >= lease.from_ns
 
     def doubt(self, h: Handoff, *, dead: bool) -> None:
         """Its writers do not answer (or are `dead`): nobody knows what their last bytes do."""

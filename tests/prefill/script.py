@@ -223,7 +223,8 @@ def _landing(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
     handle = int(a[0])
     known = p.state.handoffs.get(handle)
     blocks = int(g.get("blocks", len(known.pages) if known else 1))
-    ranks = (ev.RankLanding(0, "decode", tuple(range(0, blocks * 100, 100)), int(g.get("first_block", 0))),)
+    offsets, first = tuple(range(0, blocks * 100, 100)), int(g.get("first_block", 0))
+    ranks = tuple(ev.RankLanding(rank, "decode", offsets, first) for rank in range(int(g.get("ranks", 1))))
     return ev.Landing(handle, int(g.get("epoch", 7)), int(g.get("lease", 1000)), ranks)
 
 
@@ -243,7 +244,8 @@ def _error(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
 
 def _pushed(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
     post = p.now - int(g.get("took", 0)) * MS
-    return ev.FromRank(0, m.PushDone(int(a[0]), int(g.get("epoch", 7)), post, p.now, int(g.get("bytes", 999))))
+    rank = int(g.get("rank", 0))
+    return ev.FromRank(rank, m.PushDone(int(a[0]), int(g.get("epoch", 7)), post, p.now, int(g.get("bytes", 999))))
 
 
 def _push_failed(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
@@ -279,7 +281,7 @@ EVENTS: dict[str, Make] = {
     "broken": lambda p, a, g: ev.StreamBroken(int(a[0])),
     "done": _done,
     "error": _error,
-    "progress": lambda p, a, g: ev.FromRank(0, m.PushProgress(int(a[0]), int(a[1]))),
+    "progress": lambda p, a, g: ev.FromRank(int(g.get("rank", 0)), m.PushProgress(int(a[0]), int(a[1]))),
     "pushed": _pushed,
     "push-failed": _push_failed,
     "drained": lambda p, a, g: ev.FromRank(0, m.PushDrained(int(a[0]), g.get("certain", "yes") == "yes")),

@@ -38,10 +38,10 @@ struct alignas(64) Shape {
 
 #define KVMESH_AMX __attribute__((target("amx-tile,amx-bf16")))
 
-KVMESH_AMX void begin_tiles() {
-  const Shape shape;
-  _tile_loadconfig(&shape);
-}
+// A constant: the intrinsic tells the compiler of its first bytes only, so a local one might be stored in part.
+constexpr Shape SHAPE;
+
+KVMESH_AMX void begin_tiles() { _tile_loadconfig(&SHAPE); }
 
 KVMESH_AMX void end_tiles() { _tile_release(); }
 
