@@ -14,7 +14,7 @@ def check_device(name: str) -> None:
     """ConfigError for what is no device's name; whether it is there, only the rank can see."""
     kind, _, index = name.partition(":")
     if name not in ("cpu", STAGED_CPU, "cuda") and not (kind == "cuda" and index.isdigit()):
-        raise ConfigError(f"device={name!r}: must be cpu, cuda or cuda:N", field="device")
+        raise ConfigError(f"device={name!r}: must be cpu, cuda, cuda:N or {STAGED_CPU} (for tests)", field="device")
 
 
 def device_of(name: str, rank: int, ranks: int) -> str:

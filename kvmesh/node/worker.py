@@ -85,7 +85,8 @@ class Worker:
         """The first steps of a process take tens of milliseconds more than the others: no user should wait for them."""
         count = min(4, len(self.memory.pages))
         pages = tuple(range(count))
-        tokens = (0,) * (count * self.layout.block_tokens - 1)
+        most = self._checkpoint.config.max_context_tokens
+        tokens = (0,) * (min(count * self.layout.block_tokens, most) - 1)
         sample = SampleParams()
         for _ in range(2):
             self._runner.prefill([PrefillInput(tokens, 0, pages, sample)], lambda _: None)

@@ -48,6 +48,16 @@ def test_what_does_not_compile_says_why_and_leaves_nothing(sources: Path, tmp_pa
     assert not list((tmp_path / "built").iterdir())
 
 
+@needs_compiler
+def test_tiles_that_crash_are_not_used(sources: Path, tmp_path: Path) -> None:
+    """They are tried in a process of their own; its end is no proof, however it ends."""
+    (sources / "one.cpp").write_text("#include <cstdlib>\n__attribute__((constructor)) void begin() { abort(); }\n")
+    made = build.compile_into(tmp_path / "built")
+    made.with_suffix(native.PROVEN).touch()
+    assert not build.prove_tiles(made)
+    assert list((tmp_path / "built").iterdir()) == [made], "an older proof goes, too"
+
+
 def test_install_goes_on_without_a_compiler(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

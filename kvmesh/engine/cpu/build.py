@@ -20,6 +20,7 @@ from torch.utils import cpp_extension
 from kvmesh.engine.cpu import native
 
 TIMEOUT_S = 600
+PROOF_S = 120
 
 
 class BuildFailed(Exception):
@@ -50,10 +51,25 @@ def compile_into(folder: Path) -> Path:
         folders = [f"-L{path}" for path in cpp_extension.library_paths()]
         run([compiler, "-shared", *objects, *folders, "-ltorch_cpu", "-lc10", "-o", made])
         os.replace(made, target)  # a process that starts meanwhile finds all of it or nothing
-    for old in folder.glob("kvmesh-*.so"):
-        if old != target:
+    for old in (*folder.glob("kvmesh-*.so"), *folder.glob(f"kvmesh-*{native.PROVEN}")):
+        if old.stem != target.stem:
             old.unlink(missing_ok=True)
     return target
+
+
+def prove_tiles(library: Path) -> bool:
+    """Whether AMX tiles can be used: they have to do a product in a process of their own, which may crash, before any
+    server tries. Leaves a mark beside the library."""
+    mark = library.with_suffix(native.PROVEN)
+    mark.unlink(missing_ok=True)
+    asked = f"import torch; torch.ops.load_library({str(library)!r}); exit(not torch.ops.kvmesh.use_tiles(1))"
+    try:
+        done = subprocess.run([sys.executable, "-c", asked], capture_output=True, timeout=PROOF_S, check=False)
+    except subprocess.TimeoutExpired:
+        return False
+    if done.returncode == 0:
+        mark.touch()
+    return done.returncode == 0
 
 
 def run(command: list[str]) -> None:
@@ -78,13 +94,14 @@ def main() -> int:
     print("building the CPU operators ...", flush=True)
     for folder in native.folders():
         try:
-            compile_into(folder)
+            tiles = prove_tiles(compile_into(folder))
         except (BuildFailed, OSError) as err:
             reason = str(err)
             if isinstance(err, BuildFailed):
                 break
         else:
-            print(f"built the CPU operators ({time.monotonic() - started:.0f} s)")
+            on = ", AMX tiles are used" if tiles else ""
+            print(f"built the CPU operators ({time.monotonic() - started:.0f} s){on}")
             return 0
     print(f"CPU operators: not built, torch's own are used; {reason}", file=sys.stderr)
     return 0

@@ -4,7 +4,8 @@
 // A packed weight is [panels][pairs][32][2]: 32 outputs side by side, two neighbouring inputs together, zeros past the
 // ends. A panel is one contiguous stream, a thread's panels are too: with few rows the product runs at the memory's
 // speed. A tile of up to 14 rows by one panel keeps its 28 sums in registers, so with many it runs at the multiplier's.
-// Every output is one chain of sums in the order of its inputs: a row's result does not depend on its neighbours.
+// Every output is one chain of sums in the order of its inputs: a row's result does not depend on its
+// neighbours (where tiles.cpp takes products of many rows, it depends on whether it is one of many).
 #include <ATen/Parallel.h>
 #include <sys/mman.h>
 

@@ -28,8 +28,12 @@ FEATURES = {
     "avx512vl": "-mavx512vl",
     "avx512_bf16": "-mavx512bf16",
 }
-FLAGS = ("-O3", "-std=c++20", "-fPIC", "-fopenmp", "-fno-math-errno", "-mprefer-vector-width=512", *FEATURES.values())
+FLAGS = (
+    "-O3", "-std=c++20", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-strict-aliasing", "-mprefer-vector-width=512",
+    *FEATURES.values(),
+)  # fmt: skip
 TILES = "KVMESH_AMX"  # "0": no AMX tiles
+PROVEN = ".tiles"  # beside a build: AMX tiles have done their sums in a process of their own, on the machine that built
 SWITCH = "KVMESH_NATIVE"  # "0": the torch path, whatever is there
 
 
@@ -75,6 +79,9 @@ def why_not() -> str:
         torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
     except OSError as err:
         return f"{path} does not load: {err}"
+    wanted = os.environ.get(TILES) != "0" and path.with_suffix(PROVEN).exists()
+    if torch.ops.kvmesh.use_tiles.default(int(wanted)):
+        log.info("products of many rows run on AMX tiles")
     return ""
 
 
@@ -85,6 +92,4 @@ def loaded() -> bool:
     if reason:
         log.info("torch's own operators run on the CPU: %s", reason)
         return False
-    if torch.ops.kvmesh.use_tiles.default(int(os.environ.get(TILES) != "0")):
-        log.info("products of many rows run on AMX tiles")
     return True

@@ -18,7 +18,8 @@ class Scratch {
   void reset(int64_t bytes) {
     if (bytes > size_) {
       memory_.reset(static_cast<char*>(std::aligned_alloc(64, round_up(bytes, 4096))));
-      size_ = round_up(bytes, 4096);
+      size_ = memory_ ? round_up(bytes, 4096) : 0;
+      TORCH_CHECK(memory_, "no memory for ", bytes, " bytes of scratch");
     }
     used_ = 0;
   }

@@ -135,8 +135,11 @@ void multiply_part(const at::Tensor& x, const at::Tensor& tail, int64_t first, i
 }  // namespace
 
 bool use_tiles(int64_t wanted) {
-  static const bool hardware = permitted() && agree();
-  if (wanted == HARDWARE && !hardware) wanted = OFF;
+  const auto hardware = [] {
+    static const bool works = permitted() && agree();
+    return works;
+  };
+  if (wanted == HARDWARE && !hardware()) wanted = OFF;
   mode = wanted;
   return wanted != OFF;
 }
