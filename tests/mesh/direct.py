@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -70,9 +71,11 @@ class Direct:
         decode_pulls: Sequence[tuple[str, int, int]] = (),
         salt: str = "",
         timeout_s: float = 60.0,
+        begun: asyncio.Event | None = None,
         **sampling: Any,
     ) -> Answer:
-        """One request, greedy but for `sampling`, at the named instances; a named error is returned, not raised."""
+        """One request, greedy but for `sampling`, at the named instances; a named error is returned, not raised.
+        `begun` is set when decode has made tokens of its own."""
         self._serial += 1
         keys, digest = self._chain(prompt, salt)
         placement = conductor_pb2.Placement(prefill=self.members[prefill], decode=self.members[decode])
@@ -92,6 +95,7 @@ class Direct:
             credit_tokens=1 << 20,
         )
         answer = Answer(request_id=start.request_id)
+        begun = begun or asyncio.Event()
         async with connect(self.members[decode].address) as channel:
             stub: Any = decode_pb2_grpc.DecodeStub(channel)
             call = stub.Session(timeout=timeout_s)
@@ -101,14 +105,14 @@ class Direct:
                 )
                 await call.write(decode_pb2.SessionRequest(hello=hello))
                 await call.write(decode_pb2.SessionRequest(start=start))
-                await self._read(call, answer, time.monotonic())
+                await self._read(call, answer, time.monotonic(), begun)
             except grpc.aio.AioRpcError as error:
                 answer.error = from_rpc_error(error)
             finally:
                 call.cancel()
         return answer
 
-    async def _read(self, call: Any, answer: Answer, sent: float) -> None:
+    async def _read(self, call: Any, answer: Answer, sent: float, begun: asyncio.Event) -> None:
         while not answer.finish and answer.error is None:
             message = await call.read()
             if message is grpc.aio.EOF:
@@ -119,6 +123,8 @@ class Direct:
             if message.tokens.token_id:
                 answer.last_s = time.monotonic() - sent
             answer.tokens += message.tokens.token_id
+            if len(answer.tokens) > 1:
+                begun.set()
             for failed in message.failed:
                 answer.error = from_detail(failed.error)
             for finished in message.finished:

@@ -131,8 +131,11 @@ async def test_a_rank_that_dies_or_freezes_ends_its_instance(
     direct, front = await Direct.of(four), four.pid(name)
     ranks = sorted(four.rank_pids(name), key=lambda pid: psutil.Process(pid).create_time())
     assert len(ranks) == 2
-    running = asyncio.ensure_future(direct.generate(prompt(20, 3), 1500, prefill="prefill-0", decode=name))
-    await four.busy(name)
+    begun = asyncio.Event()
+    request = direct.generate(prompt(20, 3), 1500, prefill="prefill-0", decode=name, begun=begun)
+    running = asyncio.ensure_future(request)
+    async with asyncio.timeout(30):
+        await begun.wait()  # a rank that freezes before the first step keeps nobody waiting in one
     os.kill(ranks[1], sign)
     answer = await running
     assert answer.error is not None
@@ -140,8 +143,14 @@ async def test_a_rank_that_dies_or_freezes_ends_its_instance(
     async def over() -> bool:
         return not any(psutil.pid_exists(pid) for pid in (front, *ranks))
 
-    await until(over, f"the end of {name}")
-    log = await asyncio.to_thread((Path(four.mesh.settings.run_dir) / "logs" / f"{name}.log").read_text)
+    path = Path(four.mesh.settings.run_dir) / "logs" / f"{name}.log"
+    try:
+        await until(over, f"the end of {name}", 60.0)
+    except AssertionError as error:
+        left = {pid: psutil.Process(pid).status() for pid in (front, *ranks) if psutil.pid_exists(pid)}
+        log = await asyncio.to_thread(path.read_text)
+        raise AssertionError(f"{error}; of front and ranks {front, *ranks} are left {left}; {log[-3000:]}") from None
+    log = await asyncio.to_thread(path.read_text)
     assert cause.format(*ranks) in log
     await four.restarted(name, front)
     await direct.refresh()
