@@ -52,6 +52,7 @@ class Kvmesh(Side):
             max_batch=64,
             prefill_chunk_tokens=2048,
         )
+        self.engine.runner.attention.pages.zero_()  # as a rank does: all of it is there before the first prompt
 
     def _submit(self, ids: list[list[int]], tokens: int) -> None:
         from kvmesh.engine.local import GenerateParams

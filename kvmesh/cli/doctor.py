@@ -31,7 +31,7 @@ def findings(root: Path = Path("/")) -> list[Finding]:
     settings = MeshSettings()
     host = look(root, os.environ)
     groups: tuple[tuple[str, Callable[[], Iterable[Finding]]], ...] = (
-        ("kvmesh", lambda: (checks.python(), checks.machine(), checks.torch(), checks.cuda(), checks.triton())),
+        ("kvmesh", checks.software),
         ("ports of kvmesh up", lambda: checks.ports(settings.http_port, settings.grpc_port)),
         (
             "memory",

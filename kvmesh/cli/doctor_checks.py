@@ -40,6 +40,11 @@ def text_of(path: Path) -> str:
         return ""
 
 
+def software() -> tuple[Finding, ...]:
+    """What the engine runs on."""
+    return python(), machine(), torch(), cpu_operators(), cuda(), triton()
+
+
 def python() -> Finding:
     """The interpreter."""
     return Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
@@ -68,9 +73,22 @@ def torch() -> Finding:
     return Finding("torch", "ok", f"{module.__version__}, {module.get_num_threads()} threads")
 
 
+def cpu_operators() -> Finding:
+    """The C++ operators that bfloat16 models run on (docs/adr/0025)."""
+    enables = "bfloat16 models on the CPU at the rate of its memory and its products"
+    try:
+        native = importlib.import_module("kvmesh.engine.cpu.native")
+        why = native.why_not()
+    except Exception as err:
+        return Finding("cpu operators", "missing", f"{type(err).__name__}: {err}", enables, "pip install torch")
+    if why:
+        return Finding("cpu operators", "missing", why, enables, "python -m kvmesh.engine.cpu.build (needs g++)")
+    return Finding("cpu operators", "ok", "built and loaded")
+
+
 def cuda() -> Finding:
     """A GPU that torch can use."""
-    enables = "the engine on GPUs (kvmesh.engine); services of this version run on the CPU"
+    enables = "the engine on GPUs (docs/cuda.md)"
     try:
         module = importlib.import_module("torch")
     except (ImportError, OSError):
