@@ -1,6 +1,6 @@
 """How a step's time grows with batch and context, and where it goes: Python, matrix products, attention, the rest.
 
-    python -m benchmarks.engine_growth [--threads 2] [--quick]
+    python -m benchmarks.engine_growth [--threads 2] [--quick] [--json FILE]
 
 A random model of Qwen3-0.6B's shape in bfloat16, with the native operators and with torch's path alone
 (KVMESH_NATIVE=0, what the engine did before it had them), each in a process of its own, in turns. The contexts are not
@@ -20,14 +20,16 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from benchmarks.limits import Limits, measure
-from benchmarks.peers.qwen_shape import VOCAB, checkpoint, decode_work
+from benchmarks.peers.qwen_shape import VOCAB, checkpoint, chunk_work, decode_work
 from benchmarks.progress import tell
 
 BATCHES, CONTEXTS = (1, 4, 16, 64), (128, 1024, 4096)
 QUICK = ((1, 16), (128, 1024))
+CHUNK, STARTS = 512, (0, 1536, 7680)  # prefill: a chunk of so many tokens after so many
 BLOCK_TOKENS, STEPS, WARM = 64, 5, 2
 MAX_PAGES = 64 * (1024 // BLOCK_TOKENS + 1)  # requests of longer contexts share pages: each is read as often as asked
 PROFILED = ((1, 128), (16, 1024), (64, 128))
@@ -79,6 +81,19 @@ class Engine:
             self.step(rows)
         return statistics.median(self.step(rows) for _ in range(STEPS))
 
+    def chunk(self, start: int) -> float:
+        """Median seconds of one prefill chunk whose prefix is in pages."""
+        from kvmesh.engine.batch import PrefillInput, SampleParams
+
+        pages = tuple(range((start + CHUNK) // BLOCK_TOKENS))
+        item = PrefillInput([(7919 * i) % VOCAB for i in range(CHUNK)], start, pages, SampleParams())
+        seconds = []
+        for _ in range(3):
+            started = time.perf_counter()
+            self.runner.prefill([item])
+            seconds.append(time.perf_counter() - started)
+        return statistics.median(seconds)
+
     def profile(self, batch: int, context: int) -> dict[str, float]:
         """Seconds of one step by kind; "python" is what lies inside no operator."""
         from torch.profiler import ProfilerActivity
@@ -103,8 +118,9 @@ def side(threads: int, quick: bool) -> None:
     engine = Engine(threads)
     batches, contexts = QUICK if quick else (BATCHES, CONTEXTS)
     steps = {f"{b} {c}": engine.timed(b, c) for b in batches for c in contexts}
+    chunks = {str(start): engine.chunk(start) for start in (STARTS[:2] if quick else STARTS)}
     profiles = {f"{b} {c}": engine.profile(b, c) for b, c in PROFILED if not quick or b < 64}
-    print(json.dumps({"steps": steps, "profiles": profiles}))
+    print(json.dumps({"steps": steps, "chunks": chunks, "profiles": profiles}))
 
 
 def run(native: bool, threads: int, quick: bool) -> dict[str, Any]:
@@ -127,6 +143,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--rounds", type=int, default=2, help="turns of each path; the better of each point counts")
     parser.add_argument("--quick", action="store_true", help="few points")
+    parser.add_argument("--json", type=Path, help="write the figures here, too")
     parser.add_argument("--side", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
@@ -142,6 +159,13 @@ def main() -> None:
     tell("")
     limit = Limits(max(x.read_bytes_s for x in limits), max(x.bf16_flops for x in limits))
     report(seen[True], seen[False], limit, args.threads)
+    if args.json:
+        found = {"threads": args.threads, "limits": vars_of(limit), "native": seen[True], "torch": seen[False]}
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def vars_of(limit: Limits) -> dict[str, float]:
+    return {"read_bytes_s": limit.read_bytes_s, "bf16_flops": limit.bf16_flops}
 
 
 def report(native: list[dict[str, Any]], torch: list[dict[str, Any]], limit: Limits, threads: int) -> None:
@@ -159,6 +183,13 @@ def report(native: list[dict[str, Any]], torch: list[dict[str, Any]], limit: Lim
             f"{batch:6}{context:9}{ours * 1e3:10.1f}{before * 1e3:10.1f}{before / ours:7.2f}x"
             f"{least * 1e3:10.1f}{least / ours:10.0%}"
         )
+    print(f"\nprefill of {CHUNK} tokens, ms")
+    print(f"{'after':>6}{'native':>19}{'torch':>10}{'ratio':>8}{'limit':>10}{'of limit':>10}")
+    for start in native[0]["chunks"]:
+        ours, before = (min(side["chunks"][start] for side in sides) for sides in (native, torch))
+        least = chunk_work(int(start), CHUNK).seconds(limit)
+        line = f"{start:>6}{ours * 1e3:19.1f}{before * 1e3:10.1f}{before / ours:7.2f}x"
+        print(f"{line}{least * 1e3:10.1f}{least / ours:10.0%}")
     print("\nwhere one step goes, ms")
     kinds = [*(kind for kind, _ in KINDS), "elementwise", "python", "wall"]
     print(f"{'batch':>6}{'context':>9}  {'path':8}" + "".join(f"{kind:>13}" for kind in kinds))

@@ -16,8 +16,14 @@ KV_BYTES_PER_TOKEN = 2 * LAYERS * KV_HEADS * HEAD_DIM * 2
 def prefill_work(tokens: int) -> Work:
     """The least that one prompt costs: all weights read once, two FLOP a weight and token, causal attention, the head
     once."""
-    attention = 2 * LAYERS * HEADS * HEAD_DIM * tokens * tokens  # q·k and p·v of half the square, two FLOP each
-    return Work(2 * (LINEAR_WEIGHTS + HEAD_WEIGHTS), 2 * LINEAR_WEIGHTS * tokens + attention + 2 * HEAD_WEIGHTS)
+    return chunk_work(0, tokens)
+
+
+def chunk_work(start: int, tokens: int) -> Work:
+    """... that a chunk of so many tokens after `start` others costs, whose KV is read once."""
+    attention = 4 * LAYERS * HEADS * HEAD_DIM * tokens * (start + tokens / 2)  # q·k and p·v, two FLOP each
+    nbytes = 2 * (LINEAR_WEIGHTS + HEAD_WEIGHTS) + start * KV_BYTES_PER_TOKEN
+    return Work(nbytes, 2 * LINEAR_WEIGHTS * tokens + attention + 2 * HEAD_WEIGHTS)
 
 
 def decode_work(batch: int, context: int) -> Work:
