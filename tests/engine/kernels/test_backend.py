@@ -69,8 +69,8 @@ def test_rows_that_stand_for_nobody_change_nothing(stepper: Stepper) -> None:
     before = stepper.pages.clone()
     plan = DecodePlan(backend, tables, 4)
     got = logits(stepper.runner, plan, plan.token_ids.tolist())
-    torch.testing.assert_close(got[:1], wanted, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(stepper.pages, before, atol=1e-5, rtol=1e-5, equal_nan=True)
+    torch.testing.assert_close(got[:1], wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(stepper.pages, before, atol=1e-4, rtol=1e-4, equal_nan=True)
     assert got.isfinite().all()
 
 

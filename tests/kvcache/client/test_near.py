@@ -221,7 +221,9 @@ async def test_what_is_read_while_everything_is_evicted_is_right() -> None:
                     wrong += block.here and bytes(span.memory[: block.nbytes]) != known[key]
 
         readers = [asyncio.ensure_future(read(seed)) for seed in (1, 2)]
-        for _ in range(3):
+        for round_ in range(30):
+            if round_ >= 3 and hits(reader) > 20:  # a node that is held up for long is read under leases meanwhile
+                break
             order = list(known.values())
             rng.shuffle(order)
             for data in order:
