@@ -122,6 +122,7 @@ def ids_of(rng: random.Random, count: int, tokens: int) -> list[list[int]]:
 
 def main() -> None:
     args = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stopped children are ended on every way out
     model = checkpoint()
     pythons = {"kvmesh": sys.executable}
     try:
