@@ -57,7 +57,11 @@ class Engine:
                 [python, str(SIDE), name, str(model), str(KV_BYTES), str(threads)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=env, start_new_session=True,
             )  # fmt: skip
-        self._read(READY_S)
+        try:
+            self._read(READY_S)
+        except BaseException:
+            self.close()
+            raise
         self.start_s = time.perf_counter() - started
         self._signal(signal.SIGSTOP)
 
@@ -166,8 +170,10 @@ def starts(figures: dict[str, Figures], pythons: dict[str, str], model: Path, ar
         for name, python in pythons.items():
             tell(f"start-up {round_ + 1}: {name}")
             engine = Engine(name, python, model, args.threads)
-            figures[name].start_s.append(engine.start_s)
-            engine.close()
+            try:
+                figures[name].start_s.append(engine.start_s)
+            finally:
+                engine.close()
 
 
 def rounds(figures: dict[str, Figures], engines: dict[str, Engine], args: argparse.Namespace) -> Limits:
