@@ -3,10 +3,14 @@
     python -m benchmarks.engine_cpu [--rounds 3] [--threads 2] [--json FILE]
 
 One random checkpoint of Qwen3-0.6B's shape in bfloat16, the same token ids, the same threads. Each engine lives in a
-process of its own; they take turns within every round, and who is not at work is stopped (SIGSTOP), so that its
-threads take nothing from the others. Reported is the median over the rounds and the ratio of the medians. Limits,
-measured between the rounds with as many threads: read bandwidth (a pass over one GiB) and bfloat16 products (registers
-only), for what a step must read and multiply at least; see `benchmarks.limits`.
+process of its own; they take turns at every point of every round (transformers, the slowest, in the first round only),
+and who is not at work is stopped (SIGSTOP), so that its threads take nothing from the others. Rates are medians over
+the rounds; ratios and shares are the median of each round's own, as the machine is not the same in all of them. Limits,
+measured before and after each point with as many threads: read bandwidth (a pass over one GiB) and bfloat16 products
+(registers only), for what a step must read and multiply at least; see `benchmarks.limits`.
+
+Start-up is from spawning a process to its first token. Before each start so much memory is touched and given back that
+none has to wait for the hypervisor's.
 
 vLLM comes from PyPI into an environment of its own in the cache (minutes, gigabytes); where it cannot be had the others
 run without it and the reason is printed. Takes about twelve minutes.
@@ -15,6 +19,7 @@ run without it and the reason is printed. Takes about twelve minutes.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import random
@@ -23,11 +28,12 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.limits import Limits, measure
+from benchmarks.limits import Limits, Work, measure
 from benchmarks.peers import vllm_env
 from benchmarks.peers.link import PeerMissing
 from benchmarks.peers.qwen_shape import VOCAB, checkpoint, decode_work, prefill_work
@@ -41,6 +47,8 @@ KV_BYTES = 2 << 30  # for every engine that has a pool of its own
 SIDE = Path(__file__).parent / "peers" / "engine_side.py"
 READY_S, ANSWER_S = 300, 400
 STARTS = 3
+START_BYTES = 6 << 30  # touched before a start: more than any engine takes
+ONCE = ("transformers",)  # has its turn in the first round only
 
 
 class Engine:
@@ -119,6 +127,34 @@ class Figures:
         """Tokens per second, median over the rounds."""
         return tokens / statistics.median(self.seconds[point])
 
+    def times_faster(self, other: Figures, point: str) -> float:
+        """Median of the rounds in which both had a turn."""
+        return over(other.seconds[point], self.seconds[point])
+
+
+def over(above: Sequence[float], below: Sequence[float]) -> float:
+    """Median of the ratios, round by round."""
+    return statistics.median(a / b for a, b in zip(above, below, strict=False))
+
+
+def touch(nbytes: int) -> None:
+    """Take so much memory, write to all of it, give it back."""
+    held = bytearray(nbytes)
+    ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(held)), 1, nbytes)
+
+
+class Point(NamedTuple):
+    """What every engine is asked, how many passes over the weights and tokens that is, and the least of one pass."""
+
+    name: str
+    asked: dict[str, Any]
+    passes: int
+    tokens: int
+    least: Work
+
+
+Seen = dict[str, list[Limits]]  # point → the limits around it, round by round
+
 
 def ids_of(rng: random.Random, count: int, tokens: int) -> list[list[int]]:
     return [[rng.randrange(VOCAB) for _ in range(tokens)] for _ in range(count)]
@@ -142,16 +178,16 @@ def main() -> None:
         for name, python in pythons.items():
             tell(f"start {name}")
             engines[name] = Engine(name, python, model, args.threads)
-        limits = rounds(figures, engines, args)
+        seen = rounds(figures, engines, args)
         for name, engine in engines.items():
             figures[name].peak_bytes = engine.ask(do="memory")["peak_bytes"]
     finally:
         for engine in engines.values():
             engine.close()
     tell("")
-    report(figures, limits, args)
+    report(figures, seen, args)
     if args.json:
-        args.json.write_text(json.dumps(as_json(figures, limits, args), indent=1) + "\n")
+        args.json.write_text(json.dumps(as_json(figures, seen, args), indent=1) + "\n")
 
 
 def parse() -> argparse.Namespace:
@@ -169,6 +205,7 @@ def starts(figures: dict[str, Figures], pythons: dict[str, str], model: Path, ar
     for round_ in range(min(STARTS, args.rounds)):
         for name, python in pythons.items():
             tell(f"start-up {round_ + 1}: {name}")
+            touch(START_BYTES)
             engine = Engine(name, python, model, args.threads)
             try:
                 figures[name].start_s.append(engine.start_s)
@@ -176,44 +213,69 @@ def starts(figures: dict[str, Figures], pythons: dict[str, str], model: Path, ar
                 engine.close()
 
 
-def rounds(figures: dict[str, Figures], engines: dict[str, Engine], args: argparse.Namespace) -> Limits:
+def points_of(args: argparse.Namespace) -> list[Point]:
     rng = random.Random(0)
-    points: list[tuple[str, dict[str, Any]]] = [
-        (f"prefill {n}", {"do": "prefill", "ids": ids_of(rng, 1, n)}) for n in args.prefill
+    found = [
+        Point(f"prefill {n}", {"do": "prefill", "ids": ids_of(rng, 1, n)}, 1, n, prefill_work(n)) for n in args.prefill
     ]
-    points += [
-        (f"decode {b}", {"do": "decode", "ids": ids_of(rng, b, CONTEXT), "steps": STEPS.get(b, 8)})
-        for b in args.batches
-    ]
-    seen: list[Limits] = []
-    for round_ in range(args.rounds):
-        for point, request in points:
-            seen.append(measure(args.threads))
-            for name, engine in engines.items():
-                tell(f"round {round_ + 1} of {args.rounds}: {point}: {name}")
-                answer = engine.ask(**request)
-                figures[name].seconds.setdefault(point, []).append(answer["seconds"])
-    return Limits(
-        statistics.median(limit.read_bytes_s for limit in seen), statistics.median(limit.bf16_flops for limit in seen)
-    )
-
-
-def rows(figures: dict[str, Figures], limits: Limits, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One for each point: tokens per second of everybody, ratios, the share of the limit that ours attains."""
-    found = []
-    work = [(f"prefill {n}", float(n), prefill_work(n)) for n in args.prefill]
-    work += [(f"decode {b}", b * float(STEPS.get(b, 8)), decode_work(b, CONTEXT)) for b in args.batches]
-    for point, tokens, least in work:
-        rates = {name: f.rate(point, tokens) for name, f in figures.items()}
-        step_s = least.seconds(limits)
-        limit = (tokens if point.startswith("prefill") else tokens / STEPS.get(int(point.split()[1]), 8)) / step_s
-        row: dict[str, Any] = {"point": point, "tokens_per_s": rates, "limit_tokens_per_s": limit}
-        row["share_of_limit"] = {name: rate / limit for name, rate in rates.items()}
-        found.append(row)
+    for b in args.batches:
+        steps = STEPS.get(b, 8)
+        asked = {"do": "decode", "ids": ids_of(rng, b, CONTEXT), "steps": steps}
+        found.append(Point(f"decode {b}", asked, steps, b * steps, decode_work(b, CONTEXT + steps // 2)))
     return found
 
 
-def report(figures: dict[str, Figures], limits: Limits, args: argparse.Namespace) -> None:
+def rounds(figures: dict[str, Figures], engines: dict[str, Engine], args: argparse.Namespace) -> Seen:
+    """The limits around each point, round by round."""
+    seen: Seen = {}
+    for round_ in range(args.rounds):
+        for point in points_of(args):
+            before = measure(args.threads)
+            for name, engine in engines.items():
+                if round_ and name in ONCE:
+                    continue
+                tell(f"round {round_ + 1} of {args.rounds}: {point.name}: {name}")
+                answer = engine.ask(**point.asked)
+                figures[name].seconds.setdefault(point.name, []).append(answer["seconds"])
+            after = measure(args.threads)
+            seen.setdefault(point.name, []).append(better(before, after))
+    return seen
+
+
+def better(a: Limits, b: Limits) -> Limits:
+    """What the machine can do at most: a disturbed measurement tells less."""
+    return Limits(max(a.read_bytes_s, b.read_bytes_s), max(a.bf16_flops, b.bf16_flops))
+
+
+def rows(figures: dict[str, Figures], seen: Seen, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One for each point: tokens per second of everybody, ratios, the share of the limit that ours attains."""
+    found = []
+    for point in points_of(args):
+        limits = [point.least.seconds(limit) * point.passes for limit in seen[point.name]]
+        ours = figures["kvmesh"]
+        found.append(
+            {
+                "point": point.name,
+                "tokens_per_s": {name: f.rate(point.name, point.tokens) for name, f in figures.items()},
+                "limit_tokens_per_s": point.tokens / statistics.median(limits),
+                "share_of_limit": {name: over(limits, f.seconds[point.name]) for name, f in figures.items()},
+                "times_faster_than": {
+                    name: ours.times_faster(f, point.name) for name, f in figures.items() if name != "kvmesh"
+                },
+            }
+        )
+    return found
+
+
+def median_of(seen: Seen) -> Limits:
+    every = [limit for limits in seen.values() for limit in limits]
+    return Limits(
+        statistics.median(limit.read_bytes_s for limit in every), statistics.median(limit.bf16_flops for limit in every)
+    )
+
+
+def report(figures: dict[str, Figures], seen: Seen, args: argparse.Namespace) -> None:
+    limits = median_of(seen)
     names = list(figures)
     print(
         f"Qwen3-0.6B's shape, bfloat16, {args.threads} threads, median of {args.rounds} rounds; tokens per second\n"
@@ -222,10 +284,10 @@ def report(figures: dict[str, Figures], limits: Limits, args: argparse.Namespace
     others = [name for name in names if name != "kvmesh"]
     head = "".join(f"{name:>14}" for name in names) + f"{'limit':>10}" + "".join(f"{'/' + o:>15}" for o in others)
     print(f"{'':14}{head}{'of limit':>10}")
-    for row in rows(figures, limits, args):
-        rates, ours = row["tokens_per_s"], row["tokens_per_s"]["kvmesh"]
+    for row in rows(figures, seen, args):
+        rates = row["tokens_per_s"]
         line = "".join(f"{rates[name]:14.1f}" for name in names) + f"{row['limit_tokens_per_s']:10.1f}"
-        line += "".join(f"{ours / rates[o]:14.2f}x" for o in others)
+        line += "".join(f"{row['times_faster_than'][o]:14.2f}x" for o in others)
         print(f"{row['point']:14}{line}{row['share_of_limit']['kvmesh']:10.0%}")
     for what, unit, values in (
         ("start-up", "s", {name: statistics.median(f.start_s) for name, f in figures.items()}),
@@ -235,12 +297,13 @@ def report(figures: dict[str, Figures], limits: Limits, args: argparse.Namespace
         print(f"{what:14}{line}" + "".join(f"{values[o] / values['kvmesh']:14.2f}x" for o in others))
 
 
-def as_json(figures: dict[str, Figures], limits: Limits, args: argparse.Namespace) -> dict[str, Any]:
+def as_json(figures: dict[str, Figures], seen: Seen, args: argparse.Namespace) -> dict[str, Any]:
+    limits = median_of(seen)
     return {
         "threads": args.threads,
         "rounds": args.rounds,
         "limits": {"read_bytes_s": limits.read_bytes_s, "bf16_flops": limits.bf16_flops},
-        "points": rows(figures, limits, args),
+        "points": rows(figures, seen, args),
         "start_s": {name: f.start_s for name, f in figures.items()},
         "peak_bytes": {name: f.peak_bytes for name, f in figures.items()},
     }
