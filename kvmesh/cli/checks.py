@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from kvmesh import extras
 from kvmesh.cli.plan import LOCALHOST
-from kvmesh.cli.settings import MeshSettings
+from kvmesh.cli.settings import INSTANCES, MeshSettings
 from kvmesh.node.tier_config import check_object_url, make_ssd_folder
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.server import check_port, join
@@ -57,6 +57,25 @@ def check_redis(settings: MeshSettings) -> None:
         raise ConfigError(f"redis: {why}; start a Redis there, or let --redis auto do it", field="redis") from None
 
 
+def check_ranks(settings: MeshSettings) -> None:
+    """Raise ConfigError that names the flag unless every model can be shared by as many ranks. Models are folders."""
+    shared = {key: ranks for key in (f"{one}_tp" for one in INSTANCES) if (ranks := getattr(settings, key)) > 1}
+    if not shared:
+        return
+    from kvmesh.engine.checkpoint import open_checkpoint
+    from kvmesh.engine.parallel import check_shares
+
+    for served in settings.served:
+        config = open_checkpoint(served.path).config
+        for key, ranks in shared.items():
+            try:
+                check_shares(config, ranks)
+            except ConfigError as err:
+                why = err.message.partition(": ")[2]
+                text = f"{key}={ranks}: {why} in {served.path} (--{key.replace('_', '-')})"
+                raise ConfigError(text, field=key) from None
+
+
 def check_tiers(settings: MeshSettings) -> None:
     """Raise ConfigError unless what is to keep blocks beside the memory can: the SSD folder is made and can be written
     to, the folder of warm segments lies in a tmpfs with room for all of them, the object storage has a URL and its
@@ -85,8 +104,7 @@ def check_tiers(settings: MeshSettings) -> None:
 
 def _check_warm(settings: MeshSettings) -> None:
     folder = Path(settings.warm_segment).absolute()
-    instances = len(settings.served) * (settings.prefill + settings.decode)
-    wanted = instances * settings.memory_mb + settings.pool * settings.pool_memory_mb
+    wanted = settings.ranks * settings.memory_mb + settings.pool * settings.pool_memory_mb
     try:
         folder.mkdir(parents=True, exist_ok=True)
         check_folder(str(folder))

@@ -37,7 +37,7 @@ def findings(root: Path = Path("/")) -> list[Finding]:
             "memory",
             lambda: (
                 checks.shared_memory(),
-                checks.warm_segments(wanted_mb=(settings.prefill + settings.decode) * settings.memory_mb),
+                checks.warm_segments(wanted_mb=settings.ranks * settings.memory_mb),
                 checks.huge_pages(root),
                 checks.locked_memory(),
             ),

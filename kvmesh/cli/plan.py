@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvmesh.cli.serve import config_class
-from kvmesh.cli.settings import MeshSettings, Served
+from kvmesh.cli.settings import INSTANCES, MeshSettings, Served
 from kvmesh.rpc import security
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.server import check_port, join
@@ -85,12 +85,8 @@ def processes(settings: MeshSettings) -> list[Planned]:
     instances = [
         Planned(f"{served.prefix}{service}-{i}", service, served)
         for served in settings.served
-        for service, count in (
-            ("prefill", settings.prefill),
-            ("decode", settings.decode),
-            ("coupled", settings.coupled),
-        )
-        for i in range(count)
+        for service in INSTANCES
+        for i in range(getattr(settings, service))
     ]
     pools = [Planned(f"pool-{i}", "pool") for i in range(settings.pool)]
     masters = ["store"] if settings.masters == 1 else [f"store-{i}" for i in range(settings.masters)]
@@ -182,9 +178,7 @@ def _own_flags(
         "store": {"redis": redis},
         "conductor": {"store": store, "slo_ttft_ms": settings.slo_ttft_ms, "slo_tbt_ms": settings.slo_tbt_ms},
         "pool": {"store": store, "memory_mb": settings.pool_memory_mb, **transfer},
-        "prefill": instance,
-        "decode": instance,
-        "coupled": instance,
+        **{one: {**instance, "tensor_parallel": getattr(settings, f"{one}_tp")} for one in INSTANCES},
         "gateway": {
             "host": settings.host,
             "http_port": http_port,

@@ -14,6 +14,9 @@ from kvmesh.rpc.errors import ConfigError
 
 _PORT = {"min": 0, "max": 65535}
 _COUNT = {"min": 0, "max": 64}
+_RANKS = {"min": 1, "max": 64}
+
+INSTANCES = ("prefill", "decode", "coupled")  # services whose instances have ranks; KEY_tp: how many each
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -52,6 +55,15 @@ class MeshSettings:
         default=0,
         metadata={"help": "Instances of each model that do both; with them --prefill and --decode may be 0.", **_COUNT},
     )
+    prefill_tp: int = field(
+        default=1,
+        metadata={"help": "Rank processes that share each prefill instance's model (tensor parallel).", **_RANKS},
+    )
+    decode_tp: int = field(
+        default=1,
+        metadata={"help": "The same of each decode instance; the two may differ.", **_RANKS},
+    )
+    coupled_tp: int = field(default=1, metadata={"help": "The same of each coupled instance.", **_RANKS})
     masters: int = field(
         default=1, metadata={"help": "Store masters, of which one leads; several need --redis.", "min": 1, "max": 9}
     )
@@ -89,13 +101,13 @@ class MeshSettings:
     http_port: int = field(default=8000, metadata={"help": "REST port; 0 picks a free one.", **_PORT})
     grpc_port: int = field(default=8001, metadata={"help": "gRPC port; 0 picks a free one.", **_PORT})
     dtype: str = field(default="float32", metadata={"help": "float32, bfloat16 or float16.", "choices": DTYPES})
-    device: str = field(default="cpu", metadata={"help": "Device of the ranks; this version serves on cpu."})
+    device: str = field(default="cpu", metadata={"help": "Where ranks compute: cpu, cuda or cuda:N; see docs/cuda.md."})
     block_tokens: int = field(
         default=64,
         metadata={"help": "Tokens a KV block: a power of two in 16..512.", "choices": (16, 32, 64, 128, 256, 512)},
     )
-    memory_mb: int = field(default=256, metadata={"help": "KV memory of each instance, MiB.", "min": 1})
-    threads: int = field(default=1, metadata={"help": "Compute threads of each instance.", "min": 1})
+    memory_mb: int = field(default=256, metadata={"help": "KV memory of each instance's ranks, MiB a rank.", "min": 1})
+    threads: int = field(default=1, metadata={"help": "Compute threads of each rank.", "min": 1})
     transports: str = field(
         default="shm,tcp", metadata={"help": "How KV moves between instances, preferred first: rdma, shm, tcp."}
     )
@@ -170,6 +182,11 @@ class MeshSettings:
         for key in ("prefill", "decode"):
             if not getattr(self, key) and not self.coupled:
                 raise ConfigError(f"{key}=0: without --coupled instances at least one is needed", field=key)
+        for service in INSTANCES:
+            ranks = getattr(self, f"{service}_tp")
+            if ranks > 1 and not getattr(self, service):
+                why = f"there are no {service} instances (--{service})"
+                raise ConfigError(f"{service}_tp={ranks}: {why}", field=f"{service}_tp")
         check(self.transports, self.nics)
         if self.tls and self.tls_cert:
             raise ConfigError(f"tls_cert={self.tls_cert!r}: --tls makes certificates of its own", field="tls_cert")
@@ -184,6 +201,12 @@ class MeshSettings:
     def model_name(self) -> str:
         """The name clients use (of the first model)."""
         return self.served_name or Path(self.model).name
+
+    @property
+    def ranks(self) -> int:
+        """Rank processes of all instances together."""
+        a_model: int = sum(getattr(self, service) * getattr(self, f"{service}_tp") for service in INSTANCES)
+        return len(self.served) * a_model
 
     @property
     def served(self) -> tuple[Served, ...]:

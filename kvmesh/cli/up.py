@@ -48,6 +48,8 @@ Examples:
 
     kvmesh up --coupled 1 --prefill 0 --decode 0
 
+    kvmesh up --coupled 1 --prefill 0 --decode 0 --coupled-tp 2 --device cuda --dtype bfloat16
+
     kvmesh up --masters 3 --redis auto
 
     kvmesh up --model ./chat-model --add-model code=./code-model
@@ -101,10 +103,11 @@ def up(settings: MeshSettings, *, prompt: bool, leave: bool) -> int:
     out.print("[dim]starting ...[/]" if out.is_terminal else "starting ...")
 
     from kvmesh.cli import mesh as meshes
-    from kvmesh.cli.checks import check_front_ports, check_redis, check_tiers
+    from kvmesh.cli.checks import check_front_ports, check_ranks, check_redis, check_tiers
     from kvmesh.cli.screen import Progress
 
     check_front_ports(settings)
+    check_ranks(settings)
     check_redis(settings)
     check_tiers(settings)
     if settings.api_keys:  # a bad file is told before anything is started

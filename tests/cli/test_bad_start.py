@@ -167,6 +167,9 @@ def test_a_pool_node_refuses_an_ssd_folder_that_cannot_be_made(starts: Starts) -
             "warm_segment='warm': not in a memory file system (tmpfs, as /dev/shm is); name another with --warm",
         ),
         ("--object-url=s3://", "object_url='s3://': names no bucket: must be like s3://bucket/prefix (--object-url)"),
+        ("--decode-tp=3", "decode_tp=3: must divide num_attention_heads=4 in "),
+        ("--coupled-tp=2", "coupled_tp=2: there are no coupled instances (--coupled)"),
+        ("--prefill-tp=0", "prefill_tp='0' (from --prefill-tp): must be at least 1"),
         ("--store-eviction=mru", "store_eviction='mru' (from --store-eviction): choose one of lru, lfu, length"),
     ],
 )
@@ -179,8 +182,8 @@ def test_up_refuses_what_no_instance_could_use_before_it_starts_one(starts: Star
 
 def test_up_refuses_warm_segments_that_do_not_fit(starts: Starts, tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        settings = MeshSettings(model="m", warm_segment=f"{folder}/a", memory_mb=1 << 30)
-        with pytest.raises(ConfigError, match="host segments take 2,147,483,648 MiB: make that"):
+        settings = MeshSettings(model="m", warm_segment=f"{folder}/a", memory_mb=1 << 30, decode_tp=2)
+        with pytest.raises(ConfigError, match="host segments take 3,221,225,472 MiB: make that"):
             check_tiers(settings)
         check_tiers(replace(settings, memory_mb=1, ssd_path=str(tmp_path / "made" / "here")))
         assert (tmp_path / "made" / "here").is_dir()

@@ -179,7 +179,7 @@ def test_the_plan_of_a_whole_mesh(tmp_path: Path) -> None:
     settings = MeshSettings(
         model="/m/tiny", prefill=2, decode=1, http_port=9000, grpc_port=9001, host="0.0.0.0", block_tokens=32,
         flags={"*": {"log_level": "debug"}, "decode": {"max_running": 3}, "prefill-1": {"threads": 2}},
-        env={"decode-0": {"MARK": "1"}}, store_eviction="lfu",
+        env={"decode-0": {"MARK": "1"}}, store_eviction="lfu", decode_tp=3,
     )  # fmt: skip
     specs = {spec.name: spec for spec in plan.plan(settings, tmp_path, plan.Ports())}
     assert list(specs) == ["store", "conductor", "prefill-0", "prefill-1", "decode-0", "gateway"]
@@ -187,7 +187,8 @@ def test_the_plan_of_a_whole_mesh(tmp_path: Path) -> None:
     assert {"--host=0.0.0.0", "--http-port=9000", "--port=9001", "--served-name=tiny"} <= set(specs["gateway"].argv)
     assert "--max-running=3" in specs["decode-0"].argv
     assert "--threads=2" in specs["prefill-1"].argv
-    assert "--threads=1" in specs["prefill-0"].argv
+    assert {"--threads=1", "--tensor-parallel=1"} <= set(specs["prefill-0"].argv)
+    assert "--tensor-parallel=3" in specs["decode-0"].argv
     for spec in specs.values():
         assert "--log-level=debug" in spec.argv
         assert ("MARK" in spec.env) == (spec.name == "decode-0")

@@ -1,4 +1,5 @@
-"""`kvmesh up` with a pool node, two models, mTLS and API keys, and the commands that measure and explain it."""
+"""`kvmesh up` with a pool node, two models, decode instances of two ranks, mTLS and API keys, and the commands that
+measure and explain it."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from kvmesh.cli import probe
@@ -67,8 +69,8 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     second = make_checkpoint(folder / "second", seed=2)
     command = [
         *KVMESH, "up", f"--model={first}", "--served-name=one", f"--add-model=org/two={second}", "--pool=1", "--tls",
-        f"--api-keys={folder / 'keys.toml'}", f"--block-tokens={BLOCK}", "--memory-mb=2", "--pool-memory-mb=2",
-        "--http-port=0", "--grpc-port=0", f"--run-dir={folder / 'run'}",
+        "--decode-tp=2", f"--api-keys={folder / 'keys.toml'}", f"--block-tokens={BLOCK}", "--memory-mb=2",
+        "--pool-memory-mb=2", "--http-port=0", "--grpc-port=0", f"--run-dir={folder / 'run'}",
     ]  # fmt: skip
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     one = Up(process, env, folder / "run", key)
@@ -96,6 +98,8 @@ def test_up_tells_what_the_gateway_wants(mesh: Up) -> None:
         "store", "conductor", "pool-0", "prefill-0", "decode-0", "org-two-prefill-0", "org-two-decode-0", "gateway",
     }  # fmt: skip
     assert list(mesh.told["models"]) == ["one", "org/two"]
+    ranks = {name: len(psutil.Process(one["pid"]).children()) for name, one in mesh.told["services"].items()}
+    assert [ranks[f"{model}{one}-0"] for model in ("", "org-two-") for one in ("prefill", "decode")] == [1, 2, 1, 2]
 
 
 def test_both_models_answer_to_the_key_and_to_nobody_else(mesh: Up) -> None:
