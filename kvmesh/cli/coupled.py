@@ -19,8 +19,9 @@ from kvmesh.node.front import Front
 from kvmesh.rpc.errors import InternalError
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2 as pb_conductor
-from kvmesh.rpc.server import Server, join
-from kvmesh.telemetry import names, setup
+from kvmesh.rpc.runner import observed
+from kvmesh.rpc.server import Server
+from kvmesh.telemetry import names
 from services.decode import inputs as i
 from services.decode import main as decode
 from services.decode.core import Core, shape_of
@@ -41,22 +42,8 @@ async def run(config: CoupledConfig, stop: asyncio.Event, started: Callable[[dic
     instance = Instance(config)
     for half in ("prefill", "decode"):
         names.activate(half)
-    telemetry = setup.start(
-        "coupled",
-        instance.front.instance_id,
-        trace_dir=config.trace_dir,
-        otlp_endpoint=config.otlp_endpoint,
-        log_level=config.log_level,
-    )
-    try:
-        metrics_port, close_metrics = names.serve_metrics(config.host, config.metrics_port)
-        try:
-            metrics = join(config.host, metrics_port)
-            await instance.run(stop, lambda found: started({**found, "metrics": metrics}))
-        finally:
-            await asyncio.to_thread(close_metrics)
-    finally:
-        await asyncio.to_thread(telemetry.shutdown)
+    async with observed("coupled", instance.front.instance_id, config) as metrics:
+        await instance.run(stop, lambda found: started({**found, "metrics": metrics}))
 
 
 class Instance:

@@ -27,8 +27,8 @@ from kvmesh.node.warm_pool import WarmPool
 from kvmesh.node.warm_segment import POOL_SLOT_BYTES
 from kvmesh.rpc.errors import InternalError
 from kvmesh.rpc.pb import common_pb2 as pb
-from kvmesh.rpc.server import Server, join
-from kvmesh.telemetry import names, setup
+from kvmesh.rpc.runner import observed
+from kvmesh.rpc.server import Server
 
 log = logging.getLogger(__name__)
 
@@ -42,22 +42,8 @@ async def run(config: PoolConfig, stop: asyncio.Event, started: Callable[[dict[s
 
     Raises ConfigError at start (a port in use, memory that is not there), InternalError when the rank ends."""
     node = PoolNode(config)
-    telemetry = setup.start(
-        "pool",
-        node.instance_id,
-        trace_dir=config.trace_dir,
-        otlp_endpoint=config.otlp_endpoint,
-        log_level=config.log_level,
-    )
-    try:
-        metrics_port, close_metrics = names.serve_metrics(config.host, config.metrics_port)
-        try:
-            metrics = join(config.host, metrics_port)
-            await node.run(stop, lambda found: started({**found, "metrics": metrics}))
-        finally:
-            await asyncio.to_thread(close_metrics)
-    finally:
-        await asyncio.to_thread(telemetry.shutdown)
+    async with observed("pool", node.instance_id, config) as metrics:
+        await node.run(stop, lambda found: started({**found, "metrics": metrics}))
 
 
 class PoolNode:

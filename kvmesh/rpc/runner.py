@@ -1,11 +1,12 @@
-"""The start, the clock and the end that control services share: telemetry, metrics, one server, ticks, stop."""
+"""What services share. All of them: logs, traces and metrics around their life (`observed`). Control services: one
+server, ticks, stop (`run`)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 from kvmesh.config import ServiceConfig
 from kvmesh.rpc.server import Server, join
@@ -37,15 +38,14 @@ class Service(ABC):
         """End streams and tasks: the server is about to stop. Called once after `start`, also when that failed."""
 
 
-async def run(
-    service: Service, config: ServiceConfig, stop: asyncio.Event, started: Callable[[dict[str, object]], None]
-) -> None:
-    """Serve until `stop`; `started` hears {"address", "metrics"}. Nothing is left running.
+@contextlib.asynccontextmanager
+async def observed(service: str, instance_id: str, config: ServiceConfig) -> AsyncIterator[str]:
+    """Logs, traces and metrics of a service while it lives; gives the address of its metrics.
 
-    Raises ConfigError when a port is in use or a setting of the telemetry is wrong."""
+    Raises ConfigError when their port is in use or a setting of the telemetry is wrong."""
     telemetry = setup.start(
-        service.name,
-        service.name,
+        service,
+        instance_id,
         trace_dir=config.trace_dir,
         otlp_endpoint=config.otlp_endpoint,
         log_level=config.log_level,
@@ -53,11 +53,21 @@ async def run(
     try:
         metrics_port, close_metrics = names.serve_metrics(config.host, config.metrics_port)
         try:
-            await _serve(service, config, stop, started, join(config.host, metrics_port))
+            yield join(config.host, metrics_port)
         finally:
             await asyncio.to_thread(close_metrics)
     finally:
         await asyncio.to_thread(telemetry.shutdown)
+
+
+async def run(
+    service: Service, config: ServiceConfig, stop: asyncio.Event, started: Callable[[dict[str, object]], None]
+) -> None:
+    """Serve until `stop`; `started` hears {"address", "metrics"}. Nothing is left running.
+
+    Raises ConfigError when a port is in use or a setting of the telemetry is wrong."""
+    async with observed(service.name, service.name, config) as metrics:
+        await _serve(service, config, stop, started, metrics)
 
 
 async def _serve(

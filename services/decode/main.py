@@ -9,8 +9,8 @@ from collections.abc import Callable
 from kvmesh.node.front import Front
 from kvmesh.rpc.errors import InternalError, Unavailable
 from kvmesh.rpc.pb import common_pb2, decode_pb2_grpc
-from kvmesh.rpc.server import Server, join
-from kvmesh.telemetry import names, setup
+from kvmesh.rpc.runner import observed
+from kvmesh.rpc.server import Server
 from services.decode import inputs as i
 from services.decode.config import DecodeConfig
 from services.decode.core import Core, shape_of
@@ -36,31 +36,20 @@ async def run(config: DecodeConfig, stop: asyncio.Event, started: Callable[[dict
         stop.set()
 
     front = Front(config, common_pb2.ROLE_DECODE, lambda rank, message: core.on_message(rank, message), on_rank_lost)
-    telemetry = setup.start(
-        "decode",
-        front.instance_id,
-        trace_dir=config.trace_dir,
-        otlp_endpoint=config.otlp_endpoint,
-        log_level=config.log_level,
-    )
-    try:
-        metrics_port, close_metrics = names.serve_metrics(config.host, config.metrics_port)
+    async with observed("decode", front.instance_id, config) as metrics:
         try:
             await front.start_ranks(stop)
             core = _make_core(front, config, limits)
             try:
                 servicer = DecodeServicer(core)
                 await front.serve(lambda server: add(server, servicer), core.observer.report, config.max_running)
-                started({"address": front.address, "metrics": join(config.host, metrics_port)})
+                started({"address": front.address, "metrics": metrics})
                 await stop.wait()
                 await wind_down(front, core, servicer, config.stop_grace_ms / 1000, lost)
             finally:
                 await core.close()
         finally:
             await front.close()
-            await asyncio.to_thread(close_metrics)
-    finally:
-        await asyncio.to_thread(telemetry.shutdown)
     if lost:
         raise InternalError(f"decode instance {front.instance_id} lost a rank: {lost[0]}")
 

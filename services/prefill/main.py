@@ -15,8 +15,9 @@ from kvmesh.node.front import Front
 from kvmesh.rpc.errors import InternalError
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import prefill_pb2_grpc as pb_grpc
-from kvmesh.rpc.server import Server, join
-from kvmesh.telemetry import names, setup
+from kvmesh.rpc.runner import observed
+from kvmesh.rpc.server import Server
+from kvmesh.telemetry import names
 from services.prefill import events as ev
 from services.prefill.checks import BrainConfig
 from services.prefill.config import PrefillConfig
@@ -36,22 +37,8 @@ async def run(config: PrefillConfig, stop: asyncio.Event, started: Callable[[dic
 
     Raises ConfigError or CheckpointError at start, InternalError when a rank process ends."""
     instance = Instance(config)
-    telemetry = setup.start(
-        "prefill",
-        instance.front.instance_id,
-        trace_dir=config.trace_dir,
-        otlp_endpoint=config.otlp_endpoint,
-        log_level=config.log_level,
-    )
-    try:
-        metrics_port, close_metrics = names.serve_metrics(config.host, config.metrics_port)
-        try:
-            metrics = join(config.host, metrics_port)
-            await instance.run(stop, lambda found: started({**found, "metrics": metrics}))
-        finally:
-            await asyncio.to_thread(close_metrics)
-    finally:
-        await asyncio.to_thread(telemetry.shutdown)
+    async with observed("prefill", instance.front.instance_id, config) as metrics:
+        await instance.run(stop, lambda found: started({**found, "metrics": metrics}))
 
 
 class Instance:
