@@ -4,7 +4,7 @@ truth, within two calls and a snapshot. Broken maps and announcers are found."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,9 +13,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from kvmesh.kvcache.announce import Announcement, Announcer, snapshot_parts
-from kvmesh.kvcache.block_map import BlockMap, Verdict, _Store
+from kvmesh.kvcache.block_map import BlockMap, Verdict
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.steady_map import SteadyBlockMap
+from tests.kvcache.broken_maps import (
+    ForgetsChangesOfParts,
+    IgnoresTheEmptyBatch,
+    KeepsBitsOfTheDead,
+    KeepsOldLives,
+    MixesParts,
+    SameNumberForSnapshot,
+    SeesNoGap,
+    ShowsParts,
+    TakesEverySnapshot,
+    WantsNoSnapshot,
+)
 
 SETTINGS = settings(max_examples=150, stateful_step_count=60, deadline=None)
 KEYS = [bytes([i]) * 16 for i in range(9)]
@@ -257,92 +269,6 @@ def test_whatever_is_lost_the_map_is_right_and_catches_up(
 ) -> None:
     monkeypatch.setattr(Mesh, "map_class", map_class)
     run_state_machine_as_test(Mesh, settings=SETTINGS)
-
-
-class SeesNoGap(BlockMap):
-    """Any later batch is taken for the next one."""
-
-    def _batch(self, store: _Store, batch: Announcement, first: bool) -> Verdict:
-        store.seq = max(store.seq, batch.seq - 1)
-        return super()._batch(store, batch, first)
-
-
-class TakesEverySnapshot(BlockMap):
-    """A snapshot is taken for the newest word whenever it comes."""
-
-    def _snapshot(self, store: _Store, part: Announcement) -> Verdict:
-        store.seq = min(store.seq, part.seq - 1)
-        return super()._snapshot(store, part)
-
-
-class ShowsParts(BlockMap):
-    """A snapshot replaces what was known with its first part."""
-
-    def _stage(self, store: _Store, keys: Iterable[bytes]) -> None:
-        keys = tuple(keys)
-        super()._stage(store, keys)
-        self._replace(store, keys)
-
-
-class MixesParts(BlockMap):
-    """Parts are gathered whichever snapshot they are of."""
-
-    def _snapshot(self, store: _Store, part: Announcement) -> Verdict:
-        if store.staged_parts:
-            store.staged_seq = max(part.seq, store.staged_seq)
-        return super()._snapshot(store, part)
-
-
-class KeepsOldLives(BlockMap):
-    """A new incarnation's announcements go on where the old one's ended."""
-
-    def apply(self, announcement: Announcement) -> Verdict:
-        store = self._stores.get(announcement.store_id)
-        if store is not None and announcement.incarnation > store.incarnation:
-            store.incarnation = announcement.incarnation
-        return super().apply(announcement)
-
-
-class IgnoresTheEmptyBatch(BlockMap):
-    """A lost tail is never noticed."""
-
-    def _batch(self, store: _Store, batch: Announcement, first: bool) -> Verdict:
-        verdict = super()._batch(store, batch, first)
-        return verdict if batch.sealed or batch.removed or verdict is Verdict.APPLIED else Verdict.DUPLICATE
-
-
-class KeepsBitsOfTheDead(BlockMap):
-    """A slot goes to another store with the keys of the last one."""
-
-    def drop(self, store_id: str, incarnation: int | None = None) -> int:
-        store = self._stores.get(store_id)
-        if store is not None:
-            store.log.clear()
-        return super().drop(store_id, incarnation)
-
-
-class SameNumberForSnapshot(Announcer):
-    """A snapshot has the number of the last batch, and two of them may differ."""
-
-    def _snapshot(self) -> None:
-        self._seq -= 1
-        super()._snapshot()
-
-
-class WantsNoSnapshot(Announcer):
-    """The master's wish is not heard."""
-
-    def acked(self, want_snapshot: bool = False) -> None:
-        super().acked(False)
-
-
-class ForgetsChangesOfParts(Announcer):
-    """What changes while a snapshot is being told is not told."""
-
-    def acked(self, want_snapshot: bool = False) -> None:
-        if self._waiting and self._waiting[0].snapshot:
-            self._store.take_changes()
-        super().acked(want_snapshot)
 
 
 def put_in(broken: type, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,14 +6,19 @@ import asyncio
 import itertools
 import os
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
+import grpc.aio
+import pytest
 import xxhash
 
 from kvmesh.node import pool
 from kvmesh.node.pool_config import PoolConfig
+from kvmesh.rpc import status
+from kvmesh.rpc.errors import KvmeshError
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.transfer import EngineConfig, Opcode, TransferEngine, TransferRequest, TransferState
@@ -127,3 +132,13 @@ async def pool_and_caller(transport: str = "shm", **changes: object) -> AsyncIte
             yield Caller(rpc, told.instance.incarnation, engine)
         finally:
             await asyncio.to_thread(engine.close)
+
+
+async def refused(call: Awaitable[Any]) -> KvmeshError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return status.from_rpc_error(caught.value)
+
+
+async def held(caller: Caller, keys: list[bytes]) -> bytes:
+    return bytes(map(bool, (await caller.rpc.Exists(pb.ExistsRequest(keys=b"".join(keys)))).tiers))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from kvmesh.rpc.errors import InvalidRequest
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import common_pb2 as pb_common
-from tests.node.putting import Caller, pool_and_caller
+from tests.node.putting import Caller, pool_and_caller, refused
 from tests.node.stores import keys_of
-from tests.node.test_put import refused
 
 BIG = 700_000
 

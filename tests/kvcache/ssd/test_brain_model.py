@@ -15,6 +15,7 @@ from hypothesis.stateful import run_state_machine_as_test as run
 from kvmesh.kvcache.ssd.brain import HITS_KEPT, Brain
 from kvmesh.kvcache.ssd.format import KEY_BYTES, PAGE, Entry, footer_bytes, record_bytes
 from kvmesh.kvcache.ssd.plans import Demote, Drop, Limits, Place, Reinsert, Slot
+from tests.kvcache.ssd.broken_brains import BROKEN
 from tests.kvcache.ssd.support import key
 
 SETTINGS = settings(max_examples=100, stateful_step_count=60, deadline=None)
@@ -374,49 +375,6 @@ class Model(RuleBasedStateMachine):
 
 def test_model() -> None:
     run(Model, settings=SETTINGS)
-
-
-class ForgetsWhatItRemoved(Brain):
-    def removed_in(self, number: int) -> list[bytes]:
-        return []
-
-
-class DropsEmptyOnesWithRemovals(Brain):
-    def _next_empty(self) -> int | None:
-        return next((b.number for b in self._buckets.values() if b.closed and not b.live), None)
-
-
-class TakesTheYoungest(Brain):
-    def force(self) -> Drop | None:
-        youngest = [bucket.number for bucket in self._buckets.values() if bucket.closed]
-        return self.discard(youngest[-1]) if youngest else None
-
-
-class NoRoomForFooters(Brain):
-    def fits(self, length: int, *, removed: int = 0) -> bool:
-        return self._open is not None and self._open.tail + record_bytes(length) <= self._open.size
-
-
-class IgnoresRemovalWhileWriting(Brain):
-    def claimed(self, key: bytes, ticket: int) -> bool:
-        return True
-
-
-class LeaksSpace(Brain):
-    def closed(self, number: int, size: int) -> None:
-        super().closed(number, size)
-        self._used += PAGE
-
-
-class OffersNothing(Brain):
-    def _leave(self, number: int) -> Demote | Drop:
-        return self._evict(number)
-
-
-BROKEN: list[type[Brain]] = [
-    ForgetsWhatItRemoved, DropsEmptyOnesWithRemovals, TakesTheYoungest, NoRoomForFooters,
-    IgnoresRemovalWhileWriting, LeaksSpace, OffersNothing,
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("broken", BROKEN)
