@@ -30,6 +30,7 @@ $(VENV)/.stamp-torch:
 
 $(RUN): $(VENV)/.stamp-torch pyproject.toml $(NATIVE)
 	@scripts/pip_install.sh $(VENV) "kvmesh" -e .
+	@$(BIN)/python -m compileall -q kvmesh services # else the processes of the first mesh do, all at once
 	@$(BIN)/python -m kvmesh.engine.cpu.build
 	@touch $@
 
