@@ -1,17 +1,18 @@
 """Coupled against disaggregated on equal cores: TTFT, TBT and goodput of one slice of a trace at rising rates.
 
-*coupled* is one instance with two threads that computes prompts in chunks beside its rows, *1P+1D* a prefill and a
-decode instance with one thread each, with as much memory together (`benchmarks.equal_cores`). Both meshes are up all
-the time, the one whose turn it is not is idle; gateway, conductor, store master and this client share the cores with
-either. Each rate sends the same requests to both, one mesh after the other in random order, at the trace's times,
-stretched so that the mean rate is right; every run has a salt of its own, so that caches begin empty.
+*coupled-N* is one instance with two threads that computes prompts in chunks of N tokens beside its rows (256 is the
+default), *1P+1D* a prefill and a decode instance with one thread each, with as much memory together
+(`benchmarks.equal_cores`). All meshes are up all the time, those whose turn it is not are idle; gateway, conductor,
+store master and this client share the cores with each. Each rate sends the same requests to all, one mesh after the
+other in random order, at the trace's times, stretched so that the mean rate is right; every run has a salt of its own,
+so that caches begin empty.
 
-Rates are shares of what the coupled mesh does with eight requests at once, measured first, so that a table from another
-machine reads the same. Goodput is told for several SLOs: TTFT and TBT within each of `--slacks` times what the better
-of the two takes for the p90 of requests that come one by one. TBT of a request: the mean of the longest tenth of its
+Rates are shares of what the first mesh does with eight requests at once, measured first, so that a table from another
+machine reads the same. Goodput is told for several SLOs: TTFT and TBT within each of `--slacks` times what the best of
+them takes for the p90 of requests that come one by one. TBT of a request: the mean of the longest tenth of its
 token intervals (`kvmesh replay`). Nothing is refused.
 
-    python -m benchmarks.coupled                                # about 5 minutes on two cores
+    python -m benchmarks.coupled                                # about 8 minutes on two cores
     python -m benchmarks.coupled --quick
     python -m benchmarks.coupled --json benchmarks/results/coupled.json --rounds 2
 """
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import progress
-from benchmarks.equal_cores import COUPLED, PAIR, TRACE, VOCAB, block_of, make_model, slice_of, two_meshes
+from benchmarks.equal_cores import TRACE, VOCAB, block_of, equal_meshes, make_model, slice_of
 from kvmesh.cli import target
 from kvmesh.cli.load import Generator, Job, Outcome
 from kvmesh.cli.report import Slo, summarise
@@ -50,6 +51,7 @@ class Load:
         maker = TokenMaker(VOCAB)
         self._prompts = [maker.prompt(one, block) for one in made]
         self._made = made
+        self.names = list(meshes)
 
     def _jobs(self, count: int, rate: float | None) -> list[Job]:
         first = self._made[0].request.at_ms
@@ -78,9 +80,9 @@ class Load:
 
 
 async def unloaded(load: Load, count: int) -> dict[str, Told]:
-    """Both meshes, one request at a time."""
+    """Every mesh, one request at a time."""
     found = {}
-    for name in (COUPLED, PAIR):
+    for name in load.names:
         await load.send(name, 4, at_once=1)  # warms threads and connections
         generator = await load.send(name, count, at_once=1)
         found[name] = summarise(generator.results, generator.wall_s, Slo())
@@ -90,14 +92,14 @@ async def unloaded(load: Load, count: int) -> dict[str, Told]:
 async def compare(
     load: Load, rates: Sequence[float], args: argparse.Namespace, slos: Sequence[Slo], rng: random.Random
 ) -> list[Told]:
-    """For each rate both meshes, `--rounds` times, all their outcomes together."""
+    """For each rate every mesh, `--rounds` times, all their outcomes together."""
     rows = []
     for rate in rates:
         count = min(args.requests, max(8, round(rate * args.seconds)))
-        outcomes: dict[str, list[Outcome]] = {COUPLED: [], PAIR: []}
+        outcomes: dict[str, list[Outcome]] = {name: [] for name in load.names}
         wall_s = dict.fromkeys(outcomes, 0.0)
         for n in range(args.rounds):
-            for name in rng.sample(sorted(outcomes), 2):
+            for name in rng.sample(sorted(outcomes), len(outcomes)):
                 generator = await load.send(name, count, rate=rate)
                 outcomes[name] += generator.results
                 wall_s[name] += generator.wall_s
@@ -110,25 +112,25 @@ async def compare(
     return rows
 
 
-def show(rows: Sequence[Told], slos: Sequence[Slo]) -> None:
+def show(rows: Sequence[Told], slos: Sequence[Slo], names: Sequence[str]) -> None:
     """A line for each rate and mesh, and goodput as bars."""
     columns = ("requests/s", "", "TTFT p50", "p90", "p99", "TBT p50", "p90", "p99", "tokens/s", "hits")
-    print("".join(f"{name:>{10 if name else 9}}" for name in columns))
+    print("".join(f"{name:>{10 if name else 13}}" for name in columns))
     for row in rows:
-        for name in (COUPLED, PAIR):
+        for name in names:
             told = row[name]
             figures = [f"{told[key][p]:,.0f}" for key in ("ttft_ms", "tbt_ms") for p in ("p50", "p90", "p99")]
             last = [f"{told['throughput']['output_tokens_per_s']:.0f}", f"{told['hit_rate']:.0%}"]
-            rate = f"{row['rate']:.2f}" if name == COUPLED else ""
-            print(f"{rate:>10}{name:>9}" + "".join(f"{word:>10}" for word in figures + last))
+            rate = f"{row['rate']:.2f}" if name == names[0] else ""
+            print(f"{rate:>10}{name:>13}" + "".join(f"{word:>10}" for word in figures + last))
     print("times in ms")
     for n, slo in enumerate(slos):
         print(f"\ngoodput: TTFT <= {slo.ttft_ms:.0f} ms and TBT <= {slo.tbt_ms:.0f} ms, share of all requests")
         for row in rows:
-            for name in (COUPLED, PAIR):
+            for name in names:
                 share = row[name]["goodput"][n]
-                rate = f"{row['rate']:.2f}/s" if name == COUPLED else ""
-                print(f"{rate:>10} {name:<8} {'#' * round(50 * share):<50} {share:.0%}")
+                rate = f"{row['rate']:.2f}/s" if name == names[0] else ""
+                print(f"{rate:>10} {name:<12} {'#' * round(50 * share):<50} {share:.0%}")
 
 
 async def run(args: argparse.Namespace, home: Path) -> Told:
@@ -136,18 +138,19 @@ async def run(args: argparse.Namespace, home: Path) -> Told:
     made = slice_of(args.trace, args.requests, args.scale, args.context, args.max_output)
     args.requests = len(made)
     rng = random.Random(args.seed)
-    async with two_meshes(model, home, args.pages) as meshes:
+    coupled = {f"coupled-{chunk}": {"mixed_chunk_tokens": chunk} for chunk in args.chunks}
+    async with equal_meshes(model, home, args.pages, coupled, dtype=args.dtype) as meshes:
         load = Load(meshes, made, block_of(args.scale))
         alone = await unloaded(load, args.calibration)
         ttft_ms, tbt_ms = (min(told[key]["p90"] for told in alone.values()) for key in ("ttft_ms", "tbt_ms"))
         slos = [Slo(slack * ttft_ms, slack * tbt_ms) for slack in args.slacks]
         slos += [Slo(args.slo_ttft, args.slo_tbt)] if args.slo_ttft and args.slo_tbt else []
-        full = await load.send(COUPLED, args.calibration, at_once=8)
+        full = await load.send(load.names[0], args.calibration, at_once=8)
         most = len(full.results) / full.wall_s
         rows = await compare(load, [share * most for share in args.shares], args, slos, rng)
         for running in meshes.values():
             await running.settled()
-    show(rows, slos)
+    show(rows, slos, load.names)
     return {
         "slos_ms": [{"ttft": slo.ttft_ms, "tbt": slo.tbt_ms} for slo in slos],
         "closed_requests_per_s": most,
@@ -163,9 +166,11 @@ def main() -> None:
     parser.add_argument("--scale", default="1/16", help="of all lengths")
     parser.add_argument("--max-output", type=int, default=64)
     parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=384)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--pages", type=int, default=1024, help="of each half, 16 tokens each")
+    parser.add_argument("--chunks", type=int, nargs="+", default=[256, 64], help="of a coupled instance beside rows")
+    parser.add_argument("--dtype", default="bfloat16", help="bfloat16 runs on the CPU operators")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.2, 0.4, 0.6, 0.8, 1.0], help="of the full rate")
     parser.add_argument("--seconds", type=float, default=25.0, help="of each run")
     parser.add_argument("--rounds", type=int, default=1)

@@ -1,10 +1,10 @@
-"""Two meshes on equal cores, side by side: one coupled instance with two threads, and a prefill and a decode instance
-with one each. As many device pages and host extents in all. What `benchmarks.coupled` and `benchmarks.soak` compare.
+"""Meshes on equal cores, side by side: one coupled instance with two threads, and a prefill and a decode instance with
+one each. As many device pages and host extents in all. What `benchmarks.coupled` and `benchmarks.soak` compare.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from fractions import Fraction
 from pathlib import Path
@@ -31,18 +31,26 @@ def make_model(folder: Path, *, layers: int, hidden: int, context: int) -> Path:
 
 
 @asynccontextmanager
-async def two_meshes(model: Path, home: Path, pages: int, **settings: Any) -> AsyncIterator[dict[str, Running]]:
-    """`pages`: device pages, and host extents, of each half of the pair; the coupled instance has twice as many.
-    Nothing is refused for an SLO."""
+async def equal_meshes(
+    model: Path, home: Path, pages: int, coupled: Mapping[str, Mapping[str, Any]] | None = None, **settings: Any
+) -> AsyncIterator[dict[str, Running]]:
+    """`pages`: device pages, and host extents, of each half of the pair; a coupled instance has twice as many.
+    `coupled`: name → flags of one mesh each; one called COUPLED as it comes by default. Nothing is refused for an SLO.
+    """
     patient = {"slo_ttft_ms": 600_000, "slo_tbt_ms": 600_000}
     half, whole = ({"num_pages": n * pages, "num_extents": n * pages} for n in (1, 2))
     common = {"block_tokens": BLOCK, **patient, **settings}
     async with AsyncExitStack() as stack:
+        meshes = {}
+        for number, (name, flags) in enumerate((coupled or {COUPLED: {}}).items()):
+            alone = running_mesh(
+                model, home / f"coupled-{number}", prefill=0, decode=0, coupled=1, threads=2,
+                flags={"coupled": {**whole, **flags}}, **common,
+            )  # fmt: skip
+            meshes[name] = await stack.enter_async_context(alone)
         pair = running_mesh(model, home / "pair", threads=1, flags={"prefill": half, "decode": half}, **common)
-        alone = running_mesh(
-            model, home / "coupled", prefill=0, decode=0, coupled=1, threads=2, flags={"coupled": whole}, **common
-        )
-        yield {COUPLED: await stack.enter_async_context(alone), PAIR: await stack.enter_async_context(pair)}
+        meshes[PAIR] = await stack.enter_async_context(pair)
+        yield meshes
 
 
 def slice_of(path: Path, requests: int, scale: str, context: int, max_output: int) -> list[trace.Made]:

@@ -33,7 +33,7 @@ import numpy as np
 import psutil
 
 from benchmarks import progress
-from benchmarks.equal_cores import COUPLED, PAIR, TRACE, VOCAB, block_of, make_model, slice_of, two_meshes
+from benchmarks.equal_cores import COUPLED, PAIR, TRACE, VOCAB, block_of, equal_meshes, make_model, slice_of
 from kvmesh.sim.trace import TokenMaker
 from tests.mesh.client import Answer
 from tests.mesh.harness import Running
@@ -159,7 +159,7 @@ async def run(args: argparse.Namespace, home: Path) -> dict[str, Any]:
     """The whole of it; `faults` of what it returns is empty when all is well."""
     model = make_model(home / "model", layers=args.layers, hidden=args.hidden, context=args.context)
     soak, todo = Soak(), works(args, random.Random(args.seed))
-    async with two_meshes(model, home, args.pages) as meshes:
+    async with equal_meshes(model, home, args.pages) as meshes:
         assert list(meshes) == [COUPLED, PAIR]
         started = time.monotonic()
         watching = asyncio.create_task(watch(meshes, started, soak))
