@@ -6,8 +6,8 @@ runs anywhere; kernels for one device register themselves in BACKENDS.
 
 Shapes: `pages [num_pages, layers, 2, K, block_tokens, D]`, `qkv [T, H + 2K, D]`: T tokens, H query heads, K KV heads.
 
-Invariant of the backends for CPUs: slots past a request's last token are zeroed when its page is first written. The
-torch backend gathers and masks them, and 0 * NaN is NaN; and pages are pushed whole, with nothing of other requests.
+Invariant: slots past a prompt's last token are zeroed, since pages are pushed whole, with nothing of other requests.
+Backends for CPUs do so with pages that a decode step begins, too: torch's gathers and masks them, and 0 * NaN is NaN.
 """
 
 from __future__ import annotations

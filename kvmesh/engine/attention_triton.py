@@ -2,7 +2,8 @@
 
 What a decode step needs (page tables, positions, slots, lengths) lies in device buffers at fixed addresses, each with a
 pinned twin on the host; a step sends one small copy, and a row's table only when its pages change. So a decode step can
-be captured once and replayed for other requests (`graphs`). Slots that hold no token are never read: nothing is zeroed.
+be captured once and replayed for other requests (`graphs`). Slots that hold no token are never read here; those of a
+page that a prompt ends in are zeroed, since pages are pushed whole, with nothing of other requests.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ class PrefillPlan:
             where = np.arange(span.start, span.start + span.length)
             positions.append(where)
             slots.append(row[where // block] * block + where % block)
+            if filled := (span.start + span.length) % block:
+                backend.pages[int(row[-1]), :, :, :, filled:] = 0
         tiles = tiles_for(backend.head_dim, backend.pages.element_size(), block)
         self.positions = backend.tensor(np.concatenate(positions))
         self.slots = backend.tensor(np.concatenate(slots))

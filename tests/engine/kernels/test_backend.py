@@ -41,6 +41,9 @@ def test_tokens_equal_the_reference_while_rows_come_and_go(stepper: Stepper, zoo
     for at, prompt in enumerate(asked):
         pages = stepper.take(len(prompt) + 8)
         first = stepper.prefill(prompt, pages, chunks=(7,) if at else ())
+        last, filled = divmod(len(prompt), stepper.layout.block_tokens)
+        tail = stepper.pages[pages[last], :, :, :, filled:]
+        assert tail.numel() and not tail.any(), "pages are pushed whole: what another request left must not go along"
         # Room as it is granted: one page at first, the list a new tuple whenever it grows.
         rows.append(DecodeInput(first, len(prompt), pages, SampleParams()))
         answers.append([first])
