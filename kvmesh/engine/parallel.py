@@ -54,10 +54,22 @@ class RanksLost(RuntimeError):
     """Another rank died or did not come in time: this one is in the middle of a step that nobody can finish."""
 
 
+# An instance's ranks are processes of one machine. NCCL's calls return before they are done, so nobody hears in the
+# middle of a step that another rank stays away: its watchdog then ends the process (SIGABRT), whose front tells of it.
+# It would wait for a minute before that, to write what only a debugger reads.
+SURROUNDINGS = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+
+
 class ProcessGroup(Group):
     """Over torch.distributed's default group, which the ranks of one machine make through `file`: it must not exist
-    before the first of them comes, and belongs to whoever made its folder. `connect` before the first call. Every call
-    raises RanksLost when another rank is dead or stays away for longer than `timeout_s`."""
+    before the first of them comes, and belongs to whoever made its folder. `connect` before the first call. Over gloo
+    every call raises RanksLost when another rank is dead or stays away for longer than `timeout_s`; over NCCL those do
+    that find the group broken when they begin, and who waits for a rank beyond `timeout_s` is ended by SIGABRT."""
 
     def __init__(self, rank: int, size: int, file: str, device: torch.device, timeout_s: float) -> None:
         self.rank, self.size = rank, size
@@ -67,15 +79,21 @@ class ProcessGroup(Group):
 
     def connect(self, patience_s: float) -> None:
         """Wait until every rank has come as far as this, up to `patience_s` (one may load for long), and meet them."""
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        for name, value in SURROUNDINGS.items():
+            os.environ.setdefault(name, value)
         distributed = self._distributed
-        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        on_gpu = self._device.type == "cuda"
         try:
             store = distributed.FileStore(self._file, self.size)
             store.set(f"here/{self.rank}", "")
             store.wait([f"here/{rank}" for rank in range(self.size)], timedelta(seconds=patience_s))
             distributed.init_process_group(
-                backend, store=store, rank=self.rank, world_size=self.size, timeout=self._timeout
+                "nccl" if on_gpu else "gloo",
+                store=store,
+                rank=self.rank,
+                world_size=self.size,
+                timeout=self._timeout,
+                device_id=self._device if on_gpu else None,  # NCCL meets now, not in the first step
             )
         except RuntimeError as error:
             raise RanksLost(f"rank {self.rank} did not meet the other ranks: {error}") from None

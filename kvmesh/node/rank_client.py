@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 SOCKET_BUFFER_BYTES = 4 << 20
 EXIT_GRACE_S = 2.0
+REAP_S = 0.2
 TUNABLES = "GLIBC_TUNABLES"
 STREAMING = "glibc.cpu.x86_non_temporal_threshold"
 STREAMING_BYTES = 512 << 10  # below a piece of the transfer engine's copies (1 MiB)
@@ -151,7 +152,7 @@ class RankClient:
             self._lost(f"receive: {error}")
             return
         if not data:
-            self._lost("closed its socket")
+            self._lost(self._end())
             return
         self.last_pong = time.monotonic()
         for message in self._frames.feed(data):
@@ -184,12 +185,19 @@ class RankClient:
         self._detach()
         if self._closing or self._refused:  # its end was announced, and by whom it was asked for is told elsewhere
             return
-        code = self._process.poll() if self._process else None
-        text = f"rank {self.rank} (pid {self.pid}) {cause}" + (f", exit status {code}" if code is not None else "")
+        text = f"rank {self.rank} (pid {self.pid}) {cause}"
         assert self._ready is not None
         if not self._ready.done():
             self._ready.set_exception(KvmeshError(text))
         self._on_lost(self.rank, text)
+
+    def _end(self) -> str:
+        """How the process behind a closed socket ended; the kernel closes it a moment before that."""
+        try:
+            code = self._process.wait(REAP_S) if self._process else 0
+        except subprocess.TimeoutExpired:
+            return "closed its socket"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
 
     def _detach(self) -> None:
         if self._sock is not None and self._loop is not None:

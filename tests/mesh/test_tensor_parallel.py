@@ -119,7 +119,7 @@ async def test_stored_blocks_go_from_one_cut_to_the_other(
 @pytest.mark.parametrize(
     ("name", "sign", "cause"),
     [
-        ("decode-1", signal.SIGKILL, "rank 1 (pid {1}) closed its socket"),
+        ("decode-1", signal.SIGKILL, "rank 1 (pid {1}) was killed by SIGKILL"),
         ("coupled-0", signal.SIGSTOP, "rank 0 (pid {0}) gave up: rank 0 lost the other ranks in a step: "),
     ],
 )
