@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 
 from kvmesh.engine.config import AttentionSpec
+from kvmesh.engine.kernels.softmax import fold, scores_of
 from kvmesh.engine.kernels.tiles import power_of_two, tiles_for
 
 MAX_SPLITS = 64
 MIN_TILES = 2  # a share is worth no less: joining it costs as much as a tile
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -28,14 +28,6 @@ def _shares(length, window, splits, TILE: tl.constexpr, MIN_TILES: tl.constexpr)
     tiles = tl.cdiv(length, TILE) - first_tile
     share = tl.maximum(tl.cdiv(tiles, splits), MIN_TILES)
     return first, first_tile, share, tl.cdiv(tiles, share)
-
-
-@triton.jit
-def capped(scores, softcap):
-    """softcap * tanh(scores / softcap), without an overflow on the way."""
-    shrunk = tl.exp(-2 * tl.abs(scores) / softcap)
-    size = softcap * (1 - shrunk) / (1 + shrunk)
-    return tl.where(scores < 0, -size, size)
 
 
 @triton.jit(do_not_specialize=["window", "splits", "table_row"])
@@ -86,20 +78,11 @@ def _attend(
         page = tl.load(table + row * table_row + tile * TILE // BLOCK_TOKENS).to(tl.int64)
         block = pages + page * page_stride + kv_head * head_stride
         inside = token % BLOCK_TOKENS * token_stride
-        key = tl.load(block + inside[None, :] + at[:, None], mask=seen[None, :] & (at < DIM)[:, None], other=0.0)
-        scores = tl.dot(query, key, input_precision="ieee") * scale
-        if CAPPED:
-            scores = capped(scores, softcap)
-        scores = tl.where(seen[None, :], scores * LOG2_E, float("-inf"))
-        higher = tl.maximum(best, tl.max(scores, 1))
-        fade = tl.exp2(best - higher)
-        part = tl.exp2(scores - higher[:, None])
-        total = total * fade + tl.sum(part, 1)
-        value = tl.load(
-            block + kv_stride + inside[:, None] + at[None, :], mask=seen[:, None] & (at < DIM)[None, :], other=0.0
-        )
-        found = found * fade[:, None] + tl.dot(part.to(value.dtype), value, input_precision="ieee")
-        best = higher
+        there = seen[None, :] & (at < DIM)[:, None]
+        scores = scores_of(query, block + inside[None, :] + at[:, None], there, scale, softcap, CAPPED)
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        values, there = block + kv_stride + inside[:, None] + at[None, :], seen[:, None] & (at < DIM)[None, :]
+        best, total, found = fold(scores, values, there, best, total, found)
 
     # A share without tiles leaves nothing: the join does not look at it.
     total = tl.where(begin < end, total, 1.0)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from kvmesh.engine.config import AttentionSpec
-from kvmesh.engine.kernels.decode import LOG2_E, capped
+from kvmesh.engine.kernels.softmax import fold, scores_of
 from kvmesh.engine.kernels.tiles import tiles_for
 
 
@@ -69,23 +69,13 @@ def _attend(
         page = tl.load(table + span * table_row + tile * TILE // BLOCK_TOKENS).to(tl.int64)
         block = pages + page * page_stride + head // GROUP * head_stride
         inside = token % BLOCK_TOKENS * token_stride
-        key = tl.load(block + inside[None, :] + at[:, None], mask=there[None, :] & (at < DIM)[:, None], other=0.0)
-        scores = tl.dot(query, key, input_precision="ieee") * scale
-        if CAPPED:
-            scores = capped(scores, softcap)
-        seen = (token[None, :] <= where[:, None]) & (token[None, :] >= oldest[:, None])
-        scores = tl.where(seen, scores * LOG2_E, float("-inf"))
-        higher = tl.maximum(best, tl.max(scores, 1))
+        keys, mask = block + inside[None, :] + at[:, None], there[None, :] & (at < DIM)[:, None]
+        scores = scores_of(query, keys, mask, scale, softcap, CAPPED)
         # With a window, a query may see none of a tile that others see.
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        fade = tl.exp2(best - base)
-        part = tl.exp2(scores - base[:, None])
-        total = total * fade + tl.sum(part, 1)
-        value = tl.load(
-            block + kv_stride + inside[:, None] + at[None, :], mask=there[:, None] & (at < DIM)[None, :], other=0.0
-        )
-        found = found * fade[:, None] + tl.dot(part.to(value.dtype), value, input_precision="ieee")
-        best = higher
+        seen = (token[None, :] <= where[:, None]) & (token[None, :] >= oldest[:, None])
+        scores = tl.where(seen, scores, float("-inf"))
+        values, mask = block + kv_stride + inside[:, None] + at[None, :], there[:, None] & (at < DIM)[None, :]
+        best, total, found = fold(scores, values, mask, best, total, found)
 
     answer = (found / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + row[:, None] * out_row + head * DIM + at[None, :], answer, mask=mine)

@@ -1,0 +1,40 @@
+"""What attention does with one tile of keys and values: scores, and a running softmax over base 2."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def capped(scores, softcap):
+    """softcap * tanh(scores / softcap), without an overflow on the way."""
+    shrunk = tl.exp(-2 * tl.abs(scores) / softcap)
+    size = softcap * (1 - shrunk) / (1 + shrunk)
+    return tl.where(scores < 0, -size, size)
+
+
+@triton.jit
+def scores_of(query, keys, there, scale, softcap, CAPPED: tl.constexpr):
+    """Of `query [M, D]` for the keys at `keys [D, N]`, as exponents of 2: float32 `[M, N]`. Where `there` is false
+    nothing is loaded."""
+    key = tl.load(keys, mask=there, other=0.0)
+    scores = tl.dot(query, key, input_precision="ieee") * scale
+    if CAPPED:
+        scores = capped(scores, softcap)
+    return scores * LOG2_E
+
+
+@triton.jit
+def fold(scores, values, there, best, total, found):
+    """One tile more, its values at `values [N, D]`: the best score so far, the sum of 2 ** (score - best) and of that
+    times the values. What a row does not see scores -inf; it may see none of a tile, or of all so far."""
+    higher = tl.maximum(best, tl.max(scores, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    fade = tl.exp2(best - base)
+    part = tl.exp2(scores - base[:, None])
+    value = tl.load(values, mask=there, other=0.0)
+    found = found * fade[:, None] + tl.dot(part.to(value.dtype), value, input_precision="ieee")
+    return higher, total * fade + tl.sum(part, 1), found
