@@ -17,6 +17,7 @@ from rich.table import Table
 
 from kvmesh.cli.console import console, one_line_errors, wide_enough
 from kvmesh.cli.doctor_checks import Finding
+from kvmesh.rpc.errors import ConfigError
 
 MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "missing": "[yellow]missing[/]", "broken": "[red]broken[/]"}
 
@@ -142,31 +143,35 @@ def doctor(
 
         kvmesh doctor --peer 10.0.0.7 --token TOKEN --transports tcp --nics eth1,eth2
     """
-    from kvmesh.rpc.errors import ConfigError
-
-    if listen and peer:
-        raise ConfigError("peer: --listen waits for others, --peer calls one: give one of them", field="peer")
-    if port is not None and not listen:
-        raise ConfigError(f"port={port}: only --listen takes one", field="port")
-    if host and not listen:
-        raise ConfigError(f"host={host!r}: only --listen takes one", field="host")
-    if not listen and peer is None:
-        for key, value in (("transports", transports), ("nics", nics)):
-            if value:
-                raise ConfigError(f"{key}={value!r}: only --listen and --peer take any", field=key)
+    if listen:
+        _refuse("--listen waits for others, --peer calls one: give one of them", peer=peer)
+    else:
+        _refuse("only --listen takes one", port=port, host=host)
     if listen or peer is not None:
         from kvmesh.cli import doctor_peer
         from kvmesh.node.transfer_config import listed
 
         plan = doctor_peer.Plan(listed(transports), listed(nics), size_mb << 20, seconds, timeout_s, fault)
-        code = (
-            doctor_peer.listen(host, port, token, plan)
-            if listen
-            else doctor_peer.call(peer or "", token, plan, as_json=as_json)
-        )
-        if code:
-            raise typer.Exit(code)
-        return
+        if listen:
+            code = doctor_peer.listen(host, port, token, plan)
+        else:
+            code = doctor_peer.call(peer or "", token, plan, as_json=as_json)
+    else:
+        _refuse("only --listen and --peer take any", transports=transports, nics=nics)
+        code = _here(as_json)
+    if code:
+        raise typer.Exit(code)
+
+
+def _refuse(why: str, **options: object) -> None:
+    """ConfigError when one of these was given."""
+    for key, value in options.items():
+        if value not in (None, ""):
+            raise ConfigError(f"{key}={value!r}: {why}", field=key)
+
+
+def _here(as_json: bool) -> int:
+    """Looks at this machine and shows it; the exit status."""
     found = findings()
     out = console()
     if as_json:
@@ -175,5 +180,4 @@ def doctor(
         wide_enough(out)
         out.print(screen(found))
         out.print(f"\n{summary(found)}")
-    if any(one.level == "broken" for one in found):
-        raise typer.Exit(1)
+    return int(any(one.level == "broken" for one in found))

@@ -111,31 +111,33 @@ def plan(settings: MeshSettings, run_dir: Path, ports: Ports) -> list[Spec]:
     for one in wanted:
         if one.service == "redis":
             specs.append(_redis(settings, port[one.name], run_dir))
-            continue
-        metrics_port = ports.take()
-        http = join(_reach(settings.host), http_port) if one.service == "gateway" else ""
-        flags: dict[str, Any] = {
-            **_common_flags(settings, one.name, run_dir),
-            "port": port[one.name],
-            "metrics_port": metrics_port,
-            **own[one.service],
-            **({"model": one.served.path, "served_name": one.served.name} if one.served else {}),
-            **_extra(settings.flags, one.name, one.service),
-        }
-        specs.append(
-            Spec(
-                name=one.name,
-                service=one.service,
-                address=join(_reach(flags["host"]), port[one.name]),
-                metrics=join(LOCALHOST, metrics_port),
-                http=http,
-                argv=_argv(one.service, flags),
-                env=_environment(settings, one.name, one.service),
-                log=run_dir / "logs" / f"{one.name}.log",
-                ready_file=Path(flags["ready_file"]),
-            )
-        )
+        else:
+            specs.append(_service(settings, one, run_dir, own[one.service], port[one.name], ports.take()))
     return specs
+
+
+def _service(
+    settings: MeshSettings, one: Planned, run_dir: Path, own: Mapping[str, Any], port: int, metrics_port: int
+) -> Spec:
+    flags: dict[str, Any] = {
+        **_common_flags(settings, one.name, run_dir),
+        "port": port,
+        "metrics_port": metrics_port,
+        **own,
+        **({"model": one.served.path, "served_name": one.served.name} if one.served else {}),
+        **_extra(settings.flags, one.name, one.service),
+    }
+    return Spec(
+        name=one.name,
+        service=one.service,
+        address=join(_reach(flags["host"]), port),
+        metrics=join(LOCALHOST, metrics_port),
+        http=join(_reach(settings.host), own["http_port"]) if one.service == "gateway" else "",
+        argv=_argv(one.service, flags),
+        env=_environment(settings, one.name, one.service),
+        log=run_dir / "logs" / f"{one.name}.log",
+        ready_file=Path(flags["ready_file"]),
+    )
 
 
 def _common_flags(settings: MeshSettings, name: str, run_dir: Path) -> dict[str, Any]:
