@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -43,7 +44,8 @@ def die(message: str, code: int = USAGE_ERROR) -> NoReturn:
 
 
 def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
-    """A KvmeshError of `command` becomes one line: exit code 2 for a bad configuration, 1 for the others."""
+    """A KvmeshError of `command` becomes one line: exit code 2 for a bad configuration, 1 for the others. Its help, the
+    docstring, breaks where the terminal ends."""
 
     @functools.wraps(command)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -54,7 +56,14 @@ def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
 
+    guarded.__doc__ = flowing(command.__doc__ or "")
     return guarded
+
+
+def flowing(text: str) -> str:
+    """Each paragraph of a docstring on one line; those that are indented (examples) as they are."""
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(one if one.startswith(" ") else " ".join(one.split("\n")) for one in paragraphs)
 
 
 def wide_enough(out: Console) -> int:

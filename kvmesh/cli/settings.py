@@ -43,8 +43,7 @@ class MeshSettings:
     add_model: tuple[str, ...] = field(
         default=(),
         metadata={
-            "help": "Another model in the same mesh, with as many prefill and decode instances of its own; "
-            "may be given several times.",
+            "help": "Another model in the same mesh, with as many instances of its own; may be given several times.",
             "metavar": "[NAME=]PATH",
             "repeat": True,
         },
@@ -53,7 +52,10 @@ class MeshSettings:
     decode: int = field(default=1, metadata={"help": "Decode instances of each model.", **_COUNT})
     coupled: int = field(
         default=0,
-        metadata={"help": "Instances of each model that do both; with them --prefill and --decode may be 0.", **_COUNT},
+        metadata={
+            "help": "Instances of each model that do both (docs/coupled.md); then --prefill and --decode may be 0.",
+            **_COUNT,
+        },
     )
     prefill_tp: int = field(
         default=1,

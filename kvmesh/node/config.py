@@ -31,10 +31,10 @@ class InstanceConfig(TierConfig):
     """Fields common to prefill and decode; each service's config adds its own."""
 
     instance_id: str = field(default="", metadata={"help": "Name in the mesh; empty: made from role and pid."})
-    model: str = field(default="", metadata={"help": "Checkpoint folder."})
+    model: str = field(default="", metadata={"help": "Checkpoint folder; needed."})
     served_name: str = field(default="", metadata={"help": "Model name clients use; empty: the folder's name."})
-    conductor: str = field(default="127.0.0.1:0", metadata={"help": "Address of the conductor."})
-    store: str = field(default="127.0.0.1:0", metadata={"help": "Store masters, host:port,host:port,..."})
+    conductor: str = field(default="127.0.0.1:0", metadata={"help": "Address of the conductor, HOST:PORT; needed."})
+    store: str = field(default="127.0.0.1:0", metadata={"help": "Store masters, HOST:PORT,HOST:PORT,...; needed."})
     dtype: str = field(default="float32", metadata={"help": "float32, bfloat16 or float16."})
     device: str = field(
         default="cpu",
@@ -46,7 +46,7 @@ class InstanceConfig(TierConfig):
     num_extents: int = field(default=0, metadata={"help": "Blocks of the host segment; 0: as many as pages."})
     memory_mb: int = field(
         default=512,
-        metadata={"help": "Memory for device pages, MiB, when num_pages is 0; 0, on a GPU only: what it has free."},
+        metadata={"help": "Device pages of a rank, MiB, when num_pages is 0; 0, on a GPU only: what it has free."},
     )
     threads: int = field(default=1, metadata={"help": "torch threads of a rank."})
     tensor_parallel: int = field(
