@@ -4,9 +4,8 @@ On a CPU pages lie in registered memory: peers land in them, pushes read them, c
 device's pages are out of the transfer engine's reach (`StagedMemory`): KV lands in host extents, what is pushed goes
 through pinned staging memory (`stager`), and copies run beside the steps.
 
-Order, of every kind of memory: a copy sees all that steps have written before it was asked for; with `ahead_of_steps`
-every later step sees the copy; `done` is called from `poll`, or at once, when the bytes are there. Until then neither
-end may be used for anything else.
+Order, of every kind of memory: a copy sees all that steps have written before it was asked for; `done` is called from
+`poll`, or at once, when the bytes are there. Until then neither end may be used for anything else, by a step either.
 """
 
 from __future__ import annotations
@@ -46,9 +45,11 @@ OnDone = Callable[[Done], None]
 
 class Memory(ABC):
     """`pages` and, after `open_extents`, `extents`: `[blocks, layers, 2, kv_heads, block_tokens, head_dim]`.
-    `page_region` is None where peers and pushes cannot reach pages. `seal_bytes`: sealed at once at most."""
+    `page_region` is None where peers and pushes cannot reach pages. `seal_bytes` and `move_bytes`: what may be copied
+    between two steps at most, because nobody and because somebody waits for it."""
 
     seal_bytes = 8 << 20  # about a millisecond of copying and looking
+    move_bytes = 64 << 20  # about ten: a step with a chunk of a prompt takes far longer
     page_region: Region | None = None
     pages: torch.Tensor
     extents: torch.Tensor
@@ -66,15 +67,7 @@ class Memory(ABC):
         self.extents = self.over(region, blocks)
 
     @abstractmethod
-    def copy(
-        self,
-        pairs: Sequence[Pair],
-        done: OnDone,
-        *,
-        into_pages: bool,
-        ahead_of_steps: bool = False,
-        check: bool = False,
-    ) -> None:
+    def copy(self, pairs: Sequence[Pair], done: OnDone, *, into_pages: bool, check: bool = False) -> None:
         """Each source to its target, in order; `check` looks for values that are not finite."""
 
     @abstractmethod
@@ -115,15 +108,7 @@ class CpuMemory(Synchronous, Memory):
         self.page_region = engine.allocate(num_pages * layout.shard_bytes, home)
         self.pages = self.over(self.page_region, num_pages)
 
-    def copy(
-        self,
-        pairs: Sequence[Pair],
-        done: OnDone,
-        *,
-        into_pages: bool,
-        ahead_of_steps: bool = False,
-        check: bool = False,
-    ) -> None:
+    def copy(self, pairs: Sequence[Pair], done: OnDone, *, into_pages: bool, check: bool = False) -> None:
         start = time.monotonic_ns()
         bad = move(pairs, check)
         done(Done(start, time.monotonic_ns(), bad))
@@ -188,19 +173,11 @@ class StagedMemory(Memory):
         self._waiting: dict[bool, deque[tuple[Copy, int, OnDone]]] = {True: deque(), False: deque()}  # by into_pages
 
     @abstractmethod
-    def _launch(self, pairs: Sequence[Pair], into_pages: bool, ahead_of_steps: bool, check: bool) -> Copy: ...
+    def _launch(self, pairs: Sequence[Pair], into_pages: bool, check: bool) -> Copy: ...
 
-    def copy(
-        self,
-        pairs: Sequence[Pair],
-        done: OnDone,
-        *,
-        into_pages: bool,
-        ahead_of_steps: bool = False,
-        check: bool = False,
-    ) -> None:
+    def copy(self, pairs: Sequence[Pair], done: OnDone, *, into_pages: bool, check: bool = False) -> None:
         start = time.monotonic_ns()
-        self._waiting[into_pages].append((self._launch(pairs, into_pages, ahead_of_steps, check), start, done))
+        self._waiting[into_pages].append((self._launch(pairs, into_pages, check), start, done))
 
     def poll(self) -> None:
         for waiting in self._waiting.values():
@@ -241,24 +218,20 @@ class LateCopy:
 
 
 class StagedCpuMemory(Synchronous, StagedMemory):
-    """A device made of host memory, whose copies are done as late as they may be. Few slots, so that they run out."""
+    """A device made of host memory, whose copies are done as late as they may be, one by one. Few slots, so that they
+    run out."""
 
     least_slot_bytes = 1
     staging_bytes = 1
+    move_bytes = 1
 
     def __init__(
         self, configure: m.Configure, layout: ShardLayout, num_pages: int, engine: TransferEngine, home: str
     ) -> None:
         super().__init__(configure, layout, torch.device("cpu"), num_pages, engine, home)
 
-    def _launch(self, pairs: Sequence[Pair], into_pages: bool, ahead_of_steps: bool, check: bool) -> Copy:
-        copy = LateCopy(pairs, check)
-        if ahead_of_steps:  # behind those before it, as in a stream
-            for earlier, _, _ in self._waiting[into_pages]:
-                assert isinstance(earlier, LateCopy)
-                earlier.run()
-            copy.run()
-        return copy
+    def _launch(self, pairs: Sequence[Pair], into_pages: bool, check: bool) -> Copy:
+        return LateCopy(pairs, check)
 
 
 def open_memory(

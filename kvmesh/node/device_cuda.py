@@ -1,8 +1,8 @@
 """Pages in a GPU's memory. Copies run on two streams beside the steps', one for each direction.
 
-A copy waits for what the steps' stream had been given when it was asked for, so it needs no host to watch over a layer;
-`ahead_of_steps` makes the steps' stream wait for it in turn. The host looks at events, never waits for one but to keep
-pace: a prefill step is launched in a fraction of the time that it takes, and its layers are to be pushed while it runs.
+A copy waits for what the steps' stream had been given when it was asked for, so it needs no host to watch over a layer.
+The host looks at events, never waits for one but to keep pace: a prefill step is launched in a fraction of the time
+that it takes, and its layers are to be pushed while it runs.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class CudaCopy:
 
 
 class CudaMemory(StagedMemory):
-    seal_bytes = 256 << 20  # the device copies by itself; five milliseconds of its bus
+    seal_bytes = move_bytes = 256 << 20  # the device copies by itself; five milliseconds of its bus
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class CudaMemory(StagedMemory):
         self._pinned.append(region)
         log.info("pinned %d MiB in %.1f s", region.length >> 20, time.monotonic() - started)
 
-    def _launch(self, pairs: Sequence[Pair], into_pages: bool, ahead_of_steps: bool, check: bool) -> Copy:
+    def _launch(self, pairs: Sequence[Pair], into_pages: bool, check: bool) -> Copy:
         steps, stream = torch.cuda.current_stream(self.device), self._streams[into_pages]
         stream.wait_stream(steps)
         sums: torch.Tensor | None = None
@@ -105,8 +105,6 @@ class CudaMemory(StagedMemory):
                 sums.copy_(found, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
-        if ahead_of_steps:
-            steps.wait_event(event)
         return CudaCopy(event, sums)
 
     def keep_pace(self, meanwhile: Callable[[], None]) -> None:

@@ -10,6 +10,9 @@ followers apply exactly as many and run the same step:
 
 A follower holds back what stands behind a shared command that the leader has not announced, so all that it does is in
 the front's order; between two layers of a step only what no step depends on is taken early, at every rank alike.
+
+A PrefillStep waits for the loads before it, and each rank copies at a pace of its own. The leader decides which turn
+has it, by its own loads; a follower that is told so finishes its loads first.
 """
 
 from __future__ import annotations
@@ -27,16 +30,17 @@ SHARED = (m.PrefillStep, m.Join, m.Grant, m.Leave)
 # sum of it, and with that done its last touch of a page.
 LEADERS = (m.DecodeStepDone, m.Stalled, m.Left)
 
-WIRE = struct.Struct("<Q?QQ")
+WIRE = struct.Struct("<Q??QQ")
 
 
 class Turn(NamedTuple):
     """The leader's word before it goes on: it has applied so many shared commands and runs a step, or only tells. It
-    has the step of `step_id` before it (0: none) and `rows` rows in the batch: a follower that sees something else is
-    not in step."""
+    has the PrefillStep of `step_id` before it (0: none), which is part of this step if it is `due`, and `rows` rows in
+    the batch: a follower that sees something else is not in step."""
 
     applied: int
     run: bool
+    due: bool
     step_id: int
     rows: int
 
@@ -69,12 +73,12 @@ class Leader:
         self._applied += isinstance(message, SHARED)
         return message
 
-    def turn(self, run: bool, step_id: int, rows: int) -> Turn | None:
+    def turn(self, run: bool, due: bool, step_id: int, rows: int) -> Turn | None:
         """What the followers must hear before this rank goes on; None: nothing new."""
         if not run and self._applied == self._told:
             return None
         self._told = self._applied
-        return Turn(self._applied, run, step_id, rows)
+        return Turn(self._applied, run, due, step_id, rows)
 
 
 class Follower:
@@ -108,9 +112,10 @@ class Follower:
             self._applied += 1
         return self._queue.popleft()
 
-    def turn(self) -> Turn | None:
-        """The leader's next turn, once this rank has applied what it had; each is returned once."""
-        if self._turns and self._applied == self._turns[0].applied:
+    def turn(self, due: bool) -> Turn | None:
+        """The leader's next turn, once this rank has applied what it had and is `due` as the leader was: what the next
+        PrefillStep reads is loaded here, too. Each turn is returned once."""
+        if self._turns and self._applied == self._turns[0].applied and (due or not self._turns[0].due):
             return self._turns.popleft()
         return None
 

@@ -66,7 +66,7 @@ class RankLoop:
         self._port = port
         self._peers = peers
         self._commands: Leader | Follower = Leader()
-        self._steps: deque[m.PrefillStep] = deque()
+        self._steps: deque[tuple[m.PrefillStep, int]] = deque()  # and the loads that were asked for before it
         self._worker: AnyWorker | None = None
 
     def run(self) -> None:
@@ -95,15 +95,16 @@ class RankLoop:
     def _lead(self, worker: AnyWorker, commands: Leader, followers: Followers) -> None:
         """Steps as commands come; the followers hear what they are made of."""
         while True:
-            busy = commands.waiting or bool(self._steps) or worker.wants_step or worker.has_chores
+            busy = commands.waiting or self._due(worker) or worker.wants_step or worker.has_chores
             commands.arrived(self._port.receive(self._patience(worker, busy)))
             while (message := commands.next()) is not None:
                 self._handle(worker, message)
             worker.tick()
-            run = bool(self._steps) or worker.wants_step
-            followers.tell(commands.turn(run, self._step_id, worker.rows))
+            due = self._due(worker)
+            run = due or worker.wants_step
+            followers.tell(commands.turn(run, due, self._step_id, worker.rows))
             if run:
-                self._step(worker)
+                self._step(worker, due)
 
     def _follow(self, worker: AnyWorker, commands: Follower, leader: LeaderPort, timeout_s: float) -> None:
         """The leader's steps. InternalError: it is gone, or what it has applied does not arrive."""
@@ -121,11 +122,11 @@ class RankLoop:
                 while (command := commands.next()) is not None:
                     self._handle(worker, command)
                 worker.tick()
-                turn = commands.turn()
+                turn = commands.turn(self._due(worker))
                 if turn is not None:
                     check(turn, self._step_id, worker.rows)
                     if turn.run:
-                        self._step(worker)
+                        self._step(worker, turn.due)
                 done = turn is None
             now = time.monotonic()
             if not commands.behind:
@@ -148,10 +149,14 @@ class RankLoop:
 
     @property
     def _step_id(self) -> int:
-        return self._steps[0].step_id if self._steps else 0
+        return self._steps[0][0].step_id if self._steps else 0
 
-    def _step(self, worker: AnyWorker) -> None:
-        worker.step(self._steps.popleft() if self._steps else None, self._take_urgent)
+    def _due(self, worker: AnyWorker) -> bool:
+        """A PrefillStep is there, and all that was to be loaded before it is. Until then rows step without it."""
+        return bool(self._steps) and worker.loaded(self._steps[0][1])
+
+    def _step(self, worker: AnyWorker, due: bool) -> None:
+        worker.step(self._steps.popleft()[0] if due else None, self._take_urgent)
 
     def _configure(self, configure: m.Configure) -> bool:
         try:
@@ -193,7 +198,7 @@ class RankLoop:
     def _handle(self, worker: AnyWorker, message: m.ToRank) -> None:
         match message:
             case m.PrefillStep():
-                self._steps.append(message)
+                self._steps.append((message, worker.loads))
             case m.Ping(nonce):
                 self._port.send(m.Pong(nonce, time.process_time(), stats_of(worker.engine)))
                 worker.tiers.report()

@@ -94,8 +94,6 @@ class Steps:
         self._pusher.step_begins(pushed)
         try:
             first, out = self._runner.step(_inputs(items), [row.step for row in rows], on_layer if items else None)
-            if items:
-                between_layers()  # loads that the step has waited for are answered before it is
         except NonFiniteLogits as error:
             bad = set(error.rows)
             bad_items = {item.handle for at, item in enumerate(items, len(rows)) if at in bad}

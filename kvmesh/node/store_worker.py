@@ -24,7 +24,7 @@ class StoreWorker:
     """The rank's state, with the same face as `worker.Worker`. All methods run on the main thread."""
 
     wants_step = has_chores = False
-    rows = 0
+    rows = loads = 0
     needs_ticks = copying = False
 
     def __init__(self, configure: m.Configure, send: Callable[[m.ToFront], None]) -> None:
@@ -77,6 +77,10 @@ class StoreWorker:
 
     def tick(self) -> None:
         """Nothing here has a lease of its own."""
+
+    def loaded(self, loads: int) -> bool:
+        """Nothing is ever loaded here."""
+        return True
 
     def step(self, prefill: m.PrefillStep | None, between_layers: Callable[[], None]) -> None:
         """Refused: there is no engine, nobody should ask."""

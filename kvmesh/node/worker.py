@@ -17,7 +17,7 @@ from kvmesh.node.device import StagedMemory, num_extents, open_memory, weight_by
 from kvmesh.node.memory import touch
 from kvmesh.node.puller import Puller
 from kvmesh.node.pusher import Pusher
-from kvmesh.node.seals import Seals
+from kvmesh.node.slices import Moves, Seals
 from kvmesh.node.stager import Stager
 from kvmesh.node.steps import Steps
 from kvmesh.node.sums import Sums
@@ -78,6 +78,7 @@ class Worker:
         self.sums = Sums(self._extent_region, send)
         self.tiers = TierWorker(self._extent_region, send)
         self.seals = Seals(memory, send)
+        self.moves = Moves(memory, send)
         self.steps = Steps(self._runner, self.pusher, configure.block_tokens, send)
         self._load_ms = int((time.monotonic() - started) * 1000)
 
@@ -147,7 +148,16 @@ class Worker:
     @property
     def has_chores(self) -> bool:
         """`tick` has something to do."""
-        return self.seals.ready
+        return self.moves.ready or self.seals.ready
+
+    @property
+    def loads(self) -> int:
+        """That were asked for so far."""
+        return self.moves.loads
+
+    def loaded(self, loads: int) -> bool:
+        """Whether the first so many loads are done: a PrefillStep behind them may run."""
+        return self.moves.loaded(loads)
 
     @property
     def copying(self) -> bool:
@@ -168,6 +178,7 @@ class Worker:
         """Between steps and commands."""
         self.pusher.check_leases()
         self._attend_copies()
+        self.moves.advance()
         self.seals.advance()
 
     def _attend_copies(self) -> None:
@@ -221,12 +232,10 @@ class Worker:
                 self.puller.cancel(ticket)
             case m.Sum():
                 self.sums.add(message)
-            case m.CopyIn() | m.CopyOut():
-                self._copy(message)
+            case m.CopyIn() | m.CopyOut() | m.LoadCopy():
+                self.moves.add(message)
             case m.SealCopy():
                 self.seals.add(message)
-            case m.LoadCopy(ticket, extents, pages):
-                self._load(ticket, extents, pages)
             case m.Join():
                 self.steps.join(message)
             case m.Grant():
@@ -252,26 +261,6 @@ class Worker:
     def _notified(self, note: Notification) -> None:
         """An end mark (transfer engine thread)."""
         self._send(m.FillEnded(note.peer, note.handoff_epoch))
-
-    def _copy(self, message: m.CopyIn | m.CopyOut) -> None:
-        into_pages = isinstance(message, m.CopyIn)
-        pages = [self.memory.pages[page] for page in message.pages]
-        extents = [self.memory.extents[extent] for extent in message.extents]
-        pairs = zip(pages, extents, strict=True) if into_pages else zip(extents, pages, strict=True)
-        self.memory.copy(
-            list(pairs),
-            lambda done: self._send(m.Copied(message.handle, into_pages, done.start_ns, done.end_ns)),
-            into_pages=into_pages,
-        )
-
-    def _load(self, ticket: int, extents: tuple[int, ...], pages: tuple[int, ...]) -> None:
-        memory = self.memory
-        self.memory.copy(
-            [(memory.pages[page], memory.extents[extent]) for extent, page in zip(extents, pages, strict=True)],
-            lambda done: self._send(m.LoadCopied(ticket, done.start_ns, done.end_ns)),
-            into_pages=True,
-            ahead_of_steps=True,  # they may come before LoadCopied
-        )
 
 
 def _group(configure: m.Configure, device: torch.device) -> Group:

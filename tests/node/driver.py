@@ -67,7 +67,11 @@ class Driver:
 
 @asynccontextmanager
 async def rank(
-    name: str, checkpoint: Path | None, transports: tuple[str, ...] = ("shm",), pages: int = 24
+    name: str,
+    checkpoint: Path | None,
+    transports: tuple[str, ...] = ("shm",),
+    pages: int = 24,
+    device: str = "cpu",
 ) -> AsyncIterator[Driver]:
     """A configured rank process (None: without an engine); on leaving, it is gone."""
     driver = Driver()
@@ -80,7 +84,7 @@ async def rank(
             world_size=1,
             model_path=str(checkpoint or ""),
             dtype="float32",
-            device="cpu",
+            device=device,
             block_tokens=BLOCK,
             num_pages=pages,
             num_extents=pages,

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from kvmesh.node import messages as m
+from kvmesh.node.config import STAGED_CPU
+from kvmesh.node.device import LATE_LOOKS
 from kvmesh.rpc.errors import CheckpointError
 from tests.node.driver import BLOCK, GREEDY, Driver, rank
 from tests.reference import assert_matches_reference
@@ -93,6 +95,29 @@ async def test_swapped_out_and_in_again_it_goes_on_with_the_same_tokens(checkpoi
             step = await b.take(m.DecodeStepDone)
             made += [t.token_id for t in step.tokens]
     assert_matches_reference(checkpoint, prompt, made)
+
+
+async def test_rows_go_on_while_a_prefix_is_loaded_and_the_step_that_reads_it_comes_after(checkpoint: Path) -> None:
+    prompt = list(range(10, 40))
+    async with rank("a", checkpoint, device=STAGED_CPU) as a:
+        item = m.PrefillItem(1, tuple(prompt), 0, (3, 4), GREEDY, push=False)
+        a.client.send(m.PrefillStep(1, (item,)))
+        (first,) = (await a.take(m.PrefillStepDone)).sampled
+        a.client.send(m.CopyOut(2, (3, 4), (5, 6)))
+        await a.take(m.Copied)
+        a.client.send(m.Join(3, (3, 4, *range(6, 12)), len(prompt), first.token_id, 0, 90, 0, (), GREEDY))
+        await a.take(m.DecodeStepDone)
+        a.inbox.clear()
+        # The prompt once more, its first block from the host; more blocks before it, so that loading takes a while.
+        a.client.send(m.LoadCopy(4, (5, 6, 7, 8), (20, 21, 22, 23)))
+        rest = m.PrefillItem(5, tuple(prompt[BLOCK:]), BLOCK, (20, 19), GREEDY, push=False)
+        a.client.send(m.PrefillStep(2, (rest,)))
+        again = await a.take(m.PrefillStepDone)
+        said = [type(x).__name__ for x in a.inbox]
+        assert again.sampled[0].token_id == first.token_id
+        loaded = said.index("LoadCopied")
+        assert said[:loaded].count("DecodeStepDone") >= LATE_LOOKS, "rows waited for a load"
+        assert all(x.prefill_tokens == 0 for x in a.inbox[:loaded] if isinstance(x, m.DecodeStepDone))
 
 
 async def test_a_cancelled_push_drains_and_an_unknown_one_too(checkpoint: Path) -> None:

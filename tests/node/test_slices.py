@@ -1,4 +1,4 @@
-"""Sealing in slices: a step never waits for more than one, and every block arrives."""
+"""Copies in slices: a step never waits for more than one, and every block arrives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from kvmesh.node import messages as m
 from kvmesh.node.device import CpuMemory, OnDone, Pair
-from kvmesh.node.seals import Seals
+from kvmesh.node.slices import Moves, Seals
 
 SHARD = 4 * 6
 
@@ -21,7 +21,7 @@ class Rows(CpuMemory):
     def __init__(self, blocks_a_slice: int) -> None:
         self.pages, self.extents = torch.arange(60.0).view(10, 6), torch.zeros(10, 6)
         self.layout = SimpleNamespace(shard_bytes=SHARD)  # type: ignore[assignment]
-        self.seal_bytes = blocks_a_slice * SHARD
+        self.seal_bytes = self.move_bytes = blocks_a_slice * SHARD
 
 
 class Later(Rows):
@@ -56,10 +56,10 @@ def test_one_slice_at_a_time_is_under_way_on_a_device() -> None:
     for under_way in (3, 2):
         work.advance()
         work.advance()
-        assert sum(len(pairs) for pairs, _ in memory.begun) == under_way and not work.ready and work
+        assert sum(len(pairs) for pairs, _ in memory.begun) == under_way and not work.ready
         memory.poll()
     assert [message.ticket for message in said if isinstance(message, m.SealCopied)] == [1, 2]
-    assert not work and torch.equal(memory.extents[[9, 8, 7, 6, 1]], memory.pages[:5])
+    assert not work.ready and torch.equal(memory.extents[[9, 8, 7, 6, 1]], memory.pages[:5])
 
 
 def test_a_slice_a_turn() -> None:
@@ -67,12 +67,12 @@ def test_a_slice_a_turn() -> None:
     work.add(m.SealCopy(1, (0, 1, 2, 3), (9, 8, 7, 6)))
     work.add(m.SealCopy(2, (4, 5), (1, 0)))
     work.advance()
-    assert bool(work) and said == []
+    assert work.ready and said == []
     assert torch.equal(extents[[9, 8, 7]], pages[[0, 1, 2]])
     assert not extents[6].any(), "more than a slice was copied"
     work.advance()
     assert [message.ticket for message in said if isinstance(message, m.SealCopied)] == [1, 2]
-    assert not work
+    assert not work.ready
     assert torch.equal(extents[[6, 1, 0]], pages[[3, 4, 5]])
     work.advance()
     assert len(said) == 2
@@ -83,9 +83,42 @@ def test_blocks_that_are_not_finite_are_named_across_slices(value: float) -> Non
     work, pages, _, said = made(2)
     pages[1, 3] = pages[4, 0] = value
     work.add(m.SealCopy(5, (0, 1, 2, 3, 4), (0, 1, 2, 3, 4)))
-    while work:
+    while work.ready:
         work.advance()
     (copied,) = said
     assert isinstance(copied, m.SealCopied)
     assert (copied.ticket, copied.bad) == (5, (1, 4))
     assert 0 < copied.start_ns <= copied.end_ns
+
+
+@pytest.mark.parametrize("kind", [Rows, Later])
+def test_what_somebody_waits_for_goes_in_its_order_a_slice_a_gap(kind: type[Rows]) -> None:
+    memory, said = kind(2), list[m.ToFront]()
+    memory.extents += 100
+    before = memory.pages.clone()
+    moves = Moves(memory, said.append)
+    moves.add(m.LoadCopy(7, (0, 1, 2), (5, 6, 7)))
+    moves.add(m.CopyOut(1, (0,), (9,)))
+    moves.add(m.LoadCopy(8, (), ()))
+    moves.add(m.CopyIn(2, (3, 4), (8, 9)))
+    gaps = []
+    while moves.ready:
+        done = len(said)
+        moves.advance()
+        memory.poll()
+        gaps.append([(type(x).__name__, x.ticket if isinstance(x, m.LoadCopied) else x.handle) for x in said[done:]])  # type: ignore[union-attr]
+        assert [moves.loaded(n) for n in range(3)] == [True, len(gaps) > 1, len(gaps) > 2]
+    assert gaps == [[], [("LoadCopied", 7), ("Copied", 1)], [("LoadCopied", 8), ("Copied", 2)]]
+    assert torch.equal(memory.extents[9], before[0])
+    assert (memory.pages[5:] == 100).all() and torch.equal(memory.pages[:5], before[:5])
+
+
+def test_a_device_has_its_next_slice_when_one_is_done() -> None:
+    memory = Later(2)
+    moves = Moves(memory, lambda _: None)
+    moves.add(m.CopyIn(1, tuple(range(6)), tuple(range(6))))
+    for _ in range(3):
+        moves.advance()
+    assert [len(pairs) for pairs, _ in memory.begun] == [2, 2] and not moves.ready
+    memory.poll()
+    assert moves.ready
