@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 MARGIN = 1e-4  # a step may differ where the reference's own best two logits are closer than this
+FARTHER = 1.5  # a bfloat16 engine may be so many times as far from float32 as the bfloat16 reference, on average,
+FARTHEST = 3.0  # ... and where either is farthest,
+APART = 0.1  # ... and so far from the bfloat16 reference on average (log-probability)
+
+Forced = tuple[Sequence[int], int, Sequence[Mapping[int, float]]]
+"""Token ids, `start`, and what an engine told with them in its context: the i-th entry has log-probabilities by token
+id, of some or all tokens that may follow `token_ids[: start + i]`."""
 
 
 @functools.lru_cache(maxsize=16)
@@ -55,3 +62,26 @@ def assert_matches_reference(path: str | Path, prompt: Sequence[int], tokens: Se
                 f"token {i} of {len(tokens)}: got {token} (reference logit {given:.5f}), reference chooses "
                 f"{int(best.indices[i, 0])} ({first:.5f}), next best {second:.5f}; prompt of {len(prompt)} tokens"
             )
+
+
+def assert_as_close_as_reference(path: str | Path, answers: Iterable[Forced]) -> None:
+    """A bfloat16 engine is about as close to the float32 reference at `path` as the bfloat16 reference is.
+
+    Teacher-forced: the references have the same tokens in their context as the engine had. Both bfloat16 engines round
+    at every step, so each is compared with float32, by the mean distance of the log-probabilities that were told."""
+    ours, theirs, apart = [], [], []
+    for token_ids, start, told in answers:
+        exact, rounded = (
+            reference_logits(path, token_ids, dtype)[start - 1 :].log_softmax(-1)
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+        for i, found in enumerate(told):
+            ids, own = list(found), torch.tensor(list(found.values()))
+            ours.append(float((own - exact[i, ids]).abs().mean()))
+            theirs.append(float((rounded[i, ids] - exact[i, ids]).abs().mean()))
+            apart.append(float((own - rounded[i, ids]).abs().mean()))
+    count = len(ours)
+    assert count, "nothing to compare"
+    assert sum(ours) <= FARTHER * sum(theirs), f"on average {sum(ours) / count} from float32, not {sum(theirs) / count}"
+    assert sum(apart) <= APART * count, f"on average {sum(apart) / count} from the bfloat16 reference"
+    assert max(ours) <= FARTHEST * max(theirs), f"at one token {max(ours)} from float32, not {max(theirs)}"

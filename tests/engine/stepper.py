@@ -8,6 +8,7 @@ from pathlib import Path
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.parallel import SOLO, Group
 from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams, pages_over, shard_layout
+from tests.reference import Forced
 
 NAN_BYTE = 0xFF  # four of them are a float32 NaN, two a bfloat16 one
 
@@ -67,3 +68,20 @@ class Stepper:
         first = self.prefill(prompt, pages, chunks, start)
         [rest] = self.decode([DecodeInput(first, len(prompt), pages, SampleParams())], count - 1)
         return [first, *rest]
+
+    def forced(self, token_ids: Sequence[int], start: int, chunks: Sequence[int] = ()) -> Forced:
+        """Log-probabilities of all tokens after token_ids[:start], which are prefilled in `chunks` and the rest, and
+        after each token from there on, which are decoded whatever the model would have said."""
+        pages = self.take(len(token_ids))
+        wanted = SampleParams(logprobs=self.checkpoint.config.vocab_size)
+        at = 0
+        for length in chunks:
+            self.runner.prefill([PrefillInput(token_ids[at : at + length], at, pages)])
+            at += length
+        [token] = self.runner.prefill([PrefillInput(token_ids[at:start], at, pages, wanted)])
+        assert token is not None
+        told = [dict(token.top)]
+        for position in range(start, len(token_ids)):
+            [token] = self.runner.decode([DecodeInput(token_ids[position], position, pages, wanted)])
+            told.append(dict(token.top))
+        return token_ids, start, told

@@ -17,13 +17,14 @@ from kvmesh.engine.parallel import Cut, Group, ProcessGroup, RanksLost, check_sh
 from kvmesh.engine.runner import DecodeInput, PrefillInput, SampleParams, shard_layout
 from kvmesh.engine.weights import Weights
 from kvmesh.rpc.errors import ConfigError
-from tests.checkpoints import make_checkpoint
+from tests.checkpoints import FAMILY_ZOO, make_checkpoint
 from tests.engine.stepper import Stepper
-from tests.reference import assert_matches_reference
+from tests.reference import Forced, assert_as_close_as_reference, assert_matches_reference
 
 TOKENS = 12
 PROMPTS = [[(7 * i * i + 5 * i) % 250 + 3 for i in range(n)] for n in (37, 5)]
-FAMILIES = ["gemma2", "gemma3", "phi3-window"]  # norms after sums; norms of heads; matrices that are stored joined
+# A window in all layers and in some, norms after sums, norms of heads, matrices that are stored joined, longrope.
+FAMILIES = ["mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-window", "phi3-long"]
 SAMPLED = SampleParams(temperature=0.9, top_p=0.95, seed=11, logprobs=2)
 
 
@@ -88,7 +89,7 @@ class Said:
 
     greedy: list[list[int]]
     sampled: list[int]
-    half: list[int]
+    half: Forced  # in bfloat16
     first_head: int
     pages: torch.Tensor  # of the first prompt
 
@@ -108,7 +109,7 @@ def answer(path: Path, group: Group) -> Said:
     greedy = [[token, *tokens] for token, tokens in zip(first, rest, strict=True)]
     sampled = [stepper.runner.prefill([PrefillInput(prompt, 0, stepper.take(40), SAMPLED)]) for prompt in PROMPTS]
     found = [token.token_id for [token] in sampled if token is not None]
-    half = Stepper(path, dtype="bfloat16", group=group).answer(PROMPTS[0], TOKENS)
+    half = Stepper(path, dtype="bfloat16", group=group).forced(PROMPTS[0], 25, chunks=(16, 7))
     kv = stepper.pages[list(pages[0])][:2]
     return Said(greedy, found, half, stepper.layout.first_head, kv.clone())
 
@@ -145,7 +146,8 @@ def test_ranks_together_answer_as_one_does(
 ) -> None:
     """Biases at every matrix (added once), KV heads that several ranks share, a vocabulary that does not divide."""
     made: dict[str, dict[str, Any]] = {
-        "biased": {"family": "llama", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+        "biased": {"family": "llama", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        "phi3-long": FAMILY_ZOO["phi3"] | {"original_max_position_embeddings": 4},  # shorter than the prompts
     }
     paths = [make_checkpoint(tmp_path / name, **made[name]) if name in made else zoo(name) for name in names]
     spawn(rank_main, (size, tmp_path, paths), nprocs=size)  # type: ignore[no-untyped-call]
@@ -159,5 +161,6 @@ def test_ranks_together_answer_as_one_does(
             expected = alone.pages[:, :, :, head : head + own.pages.shape[3]]
             assert torch.allclose(own.pages, expected, rtol=1e-3, atol=1e-4)
         assert ranks[0].sampled == alone.sampled
+        assert_as_close_as_reference(path, [ranks[0].half])
         for prompt, tokens in zip(PROMPTS, ranks[0].greedy, strict=True):
             assert_matches_reference(path, prompt, tokens)

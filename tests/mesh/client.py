@@ -23,6 +23,7 @@ class Answer:
     """One request's end: tokens and usage, or the named error."""
 
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)  # of each token's alternatives (direct, when asked)
     text: str = ""
     finish: str = ""
     cached_tokens: int = 0
@@ -32,6 +33,11 @@ class Answer:
     error: Exception | None = None
     first_s: float = 0.0  # sent → first token here (direct requests only)
     last_s: float = 0.0  # ... → last one
+
+
+def prompt(seed: int, length: int, vocab: int) -> list[int]:
+    """Token ids of a text that depends on `seed` alone."""
+    return [(seed * 7919 + i * i * 31 + i * 17) % (vocab - 10) + 5 for i in range(length)]
 
 
 def packed(tokens: Iterable[int]) -> bytes:

@@ -41,8 +41,8 @@ class Direct:
         self._serial = 0
 
     @classmethod
-    async def of(cls, running: Running) -> Direct:
-        self = cls(running, await model_card(running), {})
+    async def of(cls, running: Running, model: str = "") -> Direct:
+        self = cls(running, await model_card(running, model), {})
         await self.refresh()
         return self
 
@@ -123,6 +123,7 @@ class Direct:
             if message.tokens.token_id:
                 answer.last_s = time.monotonic() - sent
             answer.tokens += message.tokens.token_id
+            answer.logprobs += [{top.token_id: top.logprob for top in one.top} for one in message.tokens.logprobs]
             if len(answer.tokens) > 1:
                 begun.set()
             for failed in message.failed:

@@ -16,10 +16,9 @@ from rich.console import Console
 from kvmesh.cli import status
 from kvmesh.cli.collect import collect
 from tests.checkpoints import make_checkpoint
-from tests.mesh.client import until
+from tests.mesh.client import prompt, until
 from tests.mesh.direct import node_store
 from tests.mesh.harness import Running
-from tests.mesh.test_tokens import prompt
 from tests.reference import assert_matches_reference
 
 pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300)]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import make_checkpoint
+from tests.mesh.client import prompt
 from tests.mesh.harness import Running
-from tests.mesh.test_tokens import prompt
 from tests.reference import assert_matches_reference
 
 pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300)]

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import make_checkpoint
-from tests.mesh.client import until
+from tests.mesh.client import prompt, until
 from tests.mesh.direct import Direct, blocks_at, lookup
 from tests.mesh.harness import Running
-from tests.mesh.test_tokens import prompt
 from tests.reference import assert_matches_reference
 
 pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300)]
