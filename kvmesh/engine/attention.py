@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from kvmesh.engine.batch import Integers
 from kvmesh.engine.config import AttentionSpec
 from kvmesh.engine.cpu import native
 from kvmesh.rpc.errors import InternalError
@@ -74,10 +75,10 @@ class AttentionBackend(ABC):
         """Ragged batch; T = the sum of all lengths. Zeroes the rest of each span's last page."""
 
     @abstractmethod
-    def plan_decode(self, pages: Sequence[Sequence[int]], positions: Sequence[int]) -> StepPlan:
+    def plan_decode(self, pages: Sequence[Sequence[int]], positions: Integers) -> StepPlan:
         """One token a row; T = rows. The plan is valid until the next call."""
 
-    def plan_mixed(self, pages: Sequence[Sequence[int]], positions: Sequence[int], spans: Sequence[Span]) -> StepPlan:
+    def plan_mixed(self, pages: Sequence[Sequence[int]], positions: Integers, spans: Sequence[Span]) -> StepPlan:
         """Decode rows first, then the tokens of the spans, in one step; T = rows + the sum of all lengths."""
         if not spans:
             return self.plan_decode(pages, positions)

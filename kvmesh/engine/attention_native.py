@@ -13,6 +13,7 @@ import torch
 
 from kvmesh.engine.attention import AttentionBackend, Span, StepPlan
 from kvmesh.engine.attention_table import PageTable
+from kvmesh.engine.batch import Integers
 from kvmesh.engine.config import AttentionSpec
 
 
@@ -28,16 +29,18 @@ class NativeAttention(AttentionBackend):
     def plan_prefill(self, spans: Sequence[Span]) -> StepPlan:
         return self.plan_mixed((), (), spans)
 
-    def plan_decode(self, pages: Sequence[Sequence[int]], positions: Sequence[int]) -> StepPlan:
+    def plan_decode(self, pages: Sequence[Sequence[int]], positions: Integers) -> StepPlan:
         return self.plan_mixed(pages, positions, ())
 
-    def plan_mixed(self, pages: Sequence[Sequence[int]], positions: Sequence[int], spans: Sequence[Span]) -> StepPlan:
+    def plan_mixed(self, pages: Sequence[Sequence[int]], positions: Integers, spans: Sequence[Span]) -> StepPlan:
         rows = len(pages)
         count = rows + len(spans)
         steps = np.empty(
             (count, 4), dtype=np.int32
         )  # first token of the step, length, start, rest of page to be cleared
-        starts = np.array([*positions, *(span.start for span in spans)], dtype=np.int64)
+        starts = np.empty(count, dtype=np.int64)
+        starts[:rows] = positions
+        starts[rows:] = [span.start for span in spans]
         lengths = np.ones(count, dtype=np.int64)
         lengths[rows:] = [span.length for span in spans]
         steps[:, 0] = np.cumsum(lengths) - lengths

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,8 +30,10 @@ class PageTable:
         moved: npt.NDArray[np.bool_] = (self._used[:rows] != used) | (self._ends[:rows] + 1 != ends)
         self._ends[:rows] = ends
         fresh = moved.copy()
-        for i, row in enumerate(pages):
-            if not moved[i] and (row is self._known[i] or tuple(row) == self._known[i]):
+        others = np.fromiter(map(operator.is_not, pages, self._known), np.bool_, rows)
+        for i in np.flatnonzero(moved | others).tolist():
+            row = pages[i]
+            if not moved[i] and tuple(row) == self._known[i]:
                 continue
             self._used[i] = 0  # until the row holds what is said of it
             ids = self.backend.page_array(row, int(ends[i]))

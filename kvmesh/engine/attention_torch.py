@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from kvmesh.engine.attention import AttentionBackend, Span, StepPlan, seen_from
 from kvmesh.engine.attention_table import PageTable
+from kvmesh.engine.batch import Integers
 from kvmesh.engine.config import AttentionSpec
 
 Array = npt.NDArray[np.int64]
@@ -72,7 +73,7 @@ class TorchAttention(AttentionBackend):
     def plan_prefill(self, spans: Sequence[Span]) -> StepPlan:
         return PrefillPlan(self, spans)
 
-    def plan_decode(self, pages: Sequence[Sequence[int]], positions: Sequence[int]) -> StepPlan:
+    def plan_decode(self, pages: Sequence[Sequence[int]], positions: Integers) -> StepPlan:
         return self.decode_batch.plan(pages, positions)
 
 
@@ -245,7 +246,7 @@ class DecodeBatch:
         self.page_ids = torch.empty(0, dtype=torch.int64)
         self.slots = torch.empty(0, dtype=torch.int64)
 
-    def plan(self, pages: Sequence[Sequence[int]], positions: Sequence[int]) -> DecodeBatch:
+    def plan(self, pages: Sequence[Sequence[int]], positions: Integers) -> DecodeBatch:
         backend, block = self.backend, self.backend.block_tokens
         where = np.asarray(positions, dtype=np.int64)
         fresh = self.table.update(pages, where + 1)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from kvmesh.engine.attention import AttentionBackend, Span, StepPlan
+from kvmesh.engine.batch import Integers
 from kvmesh.engine.config import AttentionSpec
 from kvmesh.engine.kernels.decode import paged_decode, scratch_elements, splits_for
 from kvmesh.engine.kernels.prefill import paged_prefill, work_of
@@ -47,7 +48,7 @@ class TritonAttention(AttentionBackend):
     def plan_prefill(self, spans: Sequence[Span]) -> StepPlan:
         return PrefillPlan(self, spans)
 
-    def plan_decode(self, pages: Sequence[Sequence[int]], positions: Sequence[int]) -> StepPlan:
+    def plan_decode(self, pages: Sequence[Sequence[int]], positions: Integers) -> StepPlan:
         rows, width = len(pages), max(len(row) for row in pages)
         if rows > self.decode_tables.rows or width > self.decode_tables.width:
             have = self.decode_tables
@@ -129,8 +130,8 @@ class DecodeTables:
     def fill(
         self,
         pages: Sequence[Sequence[int]],
-        positions: Sequence[int],
-        token_ids: Sequence[int] = (),
+        positions: Integers,
+        token_ids: Integers = (),
         padded_rows: int = 0,
     ) -> None:
         """The next step: row i computes the token at `positions[i]`. Rows from there to `padded_rows` stand for none:

@@ -1,7 +1,7 @@
 """What goes into and comes out of one engine step.
 
-Inputs are plain mutable records on purpose: a running request keeps one DecodeInput and advances `token_id`, `position`
-and `sample.token_index` in place, so a step makes no objects for rows that merely go on.
+A step takes and answers decode rows as columns (`DecodeBatch`, `Chosen`): arrays that whoever keeps the batch advances
+as a whole, so that rows which merely go on cost a step no Python. `DecodeInput` is one row as a record.
 """
 
 from __future__ import annotations
@@ -10,7 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from kvmesh.engine.sampling.history import History
+
+Column = npt.NDArray[np.int64]
+Integers = Sequence[int] | Column
 
 
 @dataclass(slots=True, eq=False)
@@ -75,3 +81,33 @@ class SampledToken(NamedTuple):
     token_id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+
+
+class DecodeBatch(NamedTuple):
+    """Row i computes `token_ids[i]` at `positions[i]` over `pages[i]`, as a DecodeInput does; the token that it samples
+    is the `indices[i]`-th of the answer, counted from 0 with what an earlier life made: `answered + token_index`.
+    Columns int64 `[rows]`, which nobody changes before the step has ended."""
+
+    token_ids: Column
+    positions: Column
+    indices: Column
+    pages: Sequence[Sequence[int]]
+    params: Sequence[SampleParams]
+
+    @classmethod
+    def of(cls, rows: Sequence[DecodeInput]) -> DecodeBatch:
+        """The same rows one by one."""
+        columns = np.array([(r.token_id, r.position, r.sample.answered + r.sample.token_index) for r in rows], np.int64)
+        tokens, positions, indices = columns.reshape(-1, 3).T.copy()
+        return cls(tokens, positions, indices, [r.pages for r in rows], [r.sample for r in rows])
+
+
+class Chosen(NamedTuple):
+    """The tokens of some rows, int64 `[rows]`; `scored`: those that asked for log-probabilities, by row."""
+
+    token_ids: Column
+    scored: dict[int, SampledToken]
+
+    def tokens(self) -> list[SampledToken]:
+        """One by one."""
+        return [self.scored.get(row) or SampledToken(token) for row, token in enumerate(self.token_ids.tolist())]

@@ -16,6 +16,7 @@ import torch
 
 from kvmesh.engine.attention import StepPlan
 from kvmesh.engine.attention_triton import DecodePlan, DecodeTables, TritonAttention
+from kvmesh.engine.batch import Integers
 
 log = logging.getLogger(__name__)
 
@@ -81,9 +82,7 @@ class DecodeGraphs:
             self._logits[:rows].copy_(self._compute(plan.token_ids, plan))
         self._graphs[rows] = graph
 
-    def logits(
-        self, token_ids: Sequence[int], pages: Sequence[Sequence[int]], positions: Sequence[int]
-    ) -> torch.Tensor | None:
+    def logits(self, token_ids: Integers, pages: Sequence[Sequence[int]], positions: Integers) -> torch.Tensor | None:
         """`[rows, vocab]` of one decode step, valid until the next; None: no graph is large enough. Errors as of
         `DecodeTables.fill`."""
         size = bucket_for(len(token_ids), self._sizes)

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from kvmesh.engine.attention import Span, StepPlan, make_backend
-from kvmesh.engine.batch import DecodeInput, PrefillInput, SampledToken, SampleParams
+from kvmesh.engine.batch import Chosen, Column, DecodeBatch, DecodeInput, PrefillInput, SampledToken, SampleParams
 from kvmesh.engine.checkpoint import Checkpoint
 from kvmesh.engine.config import DTYPES, ModelConfig
 from kvmesh.engine.models.registry import MODELS
@@ -67,6 +68,9 @@ def pages_over(
         raise InternalError(f"{num_pages} pages need {nbytes} bytes, the buffer has {len(buffer)}")
     flat = torch.frombuffer(buffer, dtype=torch_dtype(dtype), count=nbytes // layout.itemsize)
     return flat.view(num_pages, *layout.shape)
+
+
+NOBODY = DecodeBatch.of(())
 
 
 class Runner:
@@ -128,98 +132,94 @@ class Runner:
         `on_layer(i)` is called once layer i of all items is in `pages`, before the layer attends; on a CUDA device,
         once that is launched: who reads waits for an event of the current stream. Raises InvalidRequest (token ids),
         ContextTooLong, NonFiniteLogits (`rows` index `items`)."""
-        return self.step(items, (), on_layer)[0]
+        return self.step(items, NOBODY, on_layer)[0]
 
     def decode(self, rows: Sequence[DecodeInput]) -> list[SampledToken]:
         """One token further for each row, in order. Raises NonFiniteLogits (`rows` index `rows`), InvalidRequest
         (token ids), ContextTooLong."""
-        return self.step((), rows)[1]
+        return self.step((), DecodeBatch.of(rows))[1].tokens()
 
     @torch.inference_mode()
     def step(
         self,
         items: Sequence[PrefillInput],
-        rows: Sequence[DecodeInput],
+        rows: DecodeBatch,
         on_layer: Callable[[int], None] | None = None,
-    ) -> tuple[list[SampledToken | None], list[SampledToken]]:
+    ) -> tuple[list[SampledToken | None], Chosen]:
         """Chunks and decode rows in one pass over the weights: one answer per item and one per row.
 
         `on_layer` and what is raised are as for `prefill` and `decode`; `rows` of NonFiniteLogits index the decode
         rows first, then the items."""
-        if not items and not rows:
-            return [], []
+        if not items and not rows.pages:
+            return [], Chosen(NOBODY.token_ids, {})
         self._check_prefill(items)
-        positions = self._check_decode(rows)
+        self._check_decode(rows)
         if self.graphs is not None and not items:
-            logits = self.graphs.logits([row.token_id for row in rows], [row.pages for row in rows], positions)
+            logits = self.graphs.logits(rows.token_ids, rows.pages, rows.positions)
             if logits is not None:
-                return [], self._sampler.sample(logits, [row.sample for row in rows])
+                return [], self._sampler.choose(logits, rows.params, rows.indices)
         spans = [Span(item.start, len(item.token_ids), item.pages) for item in items]
-        plan = self.attention.plan_mixed([row.pages for row in rows], positions, spans)
-        tokens = [row.token_id for row in rows]
-        for item in items:
-            tokens.extend(item.token_ids)
+        plan = self.attention.plan_mixed(rows.pages, rows.positions, spans)
+        tokens = np.concatenate((rows.token_ids, *(np.asarray(item.token_ids, np.int64) for item in items)))
         return self._sample(items, rows, self._hidden(tokens, plan, on_layer))
 
-    def _hidden(self, token_ids: list[int], plan: StepPlan, on_layer: Callable[[int], None] | None) -> torch.Tensor:
-        tokens = torch.tensor(token_ids, dtype=torch.int64).to(self.device, non_blocking=True)
+    def _hidden(self, token_ids: Column, plan: StepPlan, on_layer: Callable[[int], None] | None) -> torch.Tensor:
+        tokens = torch.from_numpy(token_ids).to(self.device, non_blocking=True)
         return self.model.hidden(tokens, plan.positions, _attend(plan, on_layer))
 
     def _sample(
-        self, items: Sequence[PrefillInput], rows: Sequence[DecodeInput], hidden: torch.Tensor
-    ) -> tuple[list[SampledToken | None], list[SampledToken]]:
+        self, items: Sequence[PrefillInput], rows: DecodeBatch, hidden: torch.Tensor
+    ) -> tuple[list[SampledToken | None], Chosen]:
         """Head and sampling only for the tokens that were asked for."""
         first: list[SampledToken | None] = [None] * len(items)
-        params = [row.sample for row in rows]
-        wanted: list[int] = []  # items that ask for a token
-        last = list(range(len(rows)))
-        end = len(rows)
+        count = end = len(rows.pages)
+        wanted: dict[int, int] = {}  # items that ask for a token, and which of the step's tokens is their last
         for i, item in enumerate(items):
             end += len(item.token_ids)
             if item.sample is not None:
-                wanted.append(i)
-                last.append(end - 1)
-                params.append(item.sample)
-        if not params:
+                wanted[i] = end - 1
+        if not count and not wanted:
             if self.device.type == "cuda":  # a step ends when its work does
                 torch.cuda.current_stream(self.device).synchronize()
-            return first, []
-        if len(params) < hidden.shape[0]:
-            hidden = hidden[torch.tensor(last, device=self.device)]
+            return first, Chosen(NOBODY.token_ids, {})
+        if count + len(wanted) < len(hidden):
+            hidden = hidden[torch.tensor([*range(count), *wanted.values()], device=self.device)]
+        asked = [items[i].sample for i in wanted]
+        params = [*rows.params, *(p for p in asked if p is not None)]
+        beside = np.array([p.answered + p.token_index for p in params[count:]], np.int64)
+        indices = np.concatenate((rows.indices, beside))
         try:
-            sampled = self._sampler.sample(self.model.logits(hidden), params)
+            chosen = self._sampler.choose(self.model.logits(hidden), params, indices)
         except NonFiniteLogits as err:
-            names = [*range(len(rows)), *(len(rows) + i for i in wanted)]
+            names = [*range(count), *(count + i for i in wanted)]
             raise NonFiniteLogits(err.message, rows=tuple(names[row] for row in err.rows)) from None
-        for i, token in zip(wanted, sampled[len(rows) :], strict=True):
-            first[i] = token
-        return first, sampled[: len(rows)]
+        if not wanted:
+            return first, chosen
+        for row, i in enumerate(wanted, count):
+            first[i] = chosen.scored.get(row) or SampledToken(int(chosen.token_ids[row]))
+        return first, Chosen(chosen.token_ids[:count], chosen.scored)
 
-    def _check_decode(self, rows: Sequence[DecodeInput]) -> list[int]:
-        """Their positions."""
-        positions = [row.position for row in rows]
-        if rows:
-            if max(positions) >= self.config.max_context_tokens:
-                raise ContextTooLong(
-                    f"position {max(positions)} is beyond {self.config.max_context_tokens} tokens of context"
-                )
-            self._check_tokens([row.token_id for row in rows])
-        return positions
+    def _check_decode(self, rows: DecodeBatch) -> None:
+        if rows.pages:
+            last = int(rows.positions.max())
+            if last >= self.config.max_context_tokens:
+                raise ContextTooLong(f"position {last} is beyond {self.config.max_context_tokens} tokens of context")
+            self._check_tokens(int(rows.token_ids.min()), int(rows.token_ids.max()))
 
     def _check_prefill(self, items: Sequence[PrefillInput]) -> None:
         for item in items:
             if not item.token_ids:
                 raise InvalidRequest.of("token_ids", (), "a prefill chunk needs at least one token")
-            self._check_tokens(item.token_ids)
+            self._check_tokens(min(item.token_ids), max(item.token_ids))
             if item.start < 0 or item.start + len(item.token_ids) > self.config.max_context_tokens:
                 raise ContextTooLong(
                     f"tokens {item.start}..{item.start + len(item.token_ids)} exceed {self.config.max_context_tokens} "
                     "tokens of context"
                 )
 
-    def _check_tokens(self, token_ids: Sequence[int]) -> None:
+    def _check_tokens(self, lowest: int, highest: int) -> None:
         """An id outside the embedding is an IndexError on a CPU and the end of the process on a GPU."""
-        lowest, highest, vocab = min(token_ids), max(token_ids), self.config.vocab_size
+        vocab = self.config.vocab_size
         if lowest < 0 or highest >= vocab:
             bad = lowest if lowest < 0 else highest
             raise InvalidRequest.of("token_ids", bad, f"token ids of this model lie in 0..{vocab - 1}")

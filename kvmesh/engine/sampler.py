@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
-from kvmesh.engine.batch import SampledToken, SampleParams
+from kvmesh.engine.batch import Chosen, Column, SampledToken, SampleParams
 from kvmesh.engine.sampling.adjust import Adjustments
 from kvmesh.engine.sampling.filters import Filters
 from kvmesh.engine.sampling.noise import Noise
@@ -24,19 +25,25 @@ BLOCK_BYTES = 8 << 20  # of float64 logits that a CPU works on at a time: they s
 
 class Sampler:
     """Keeps what follows from a batch's rows while the rows stay the same: the same SampleParams objects, in order. Of
-    these only `token_index` (by the caller) and `history` (here) may change while a row runs."""
+    these only `token_index` (by the caller, and not looked at by `choose`) and `history` (here) may change while a row
+    runs."""
 
     def __init__(self) -> None:
         self._batch: _Batch | None = None
 
     def sample(self, logits: torch.Tensor, params: Sequence[SampleParams]) -> list[SampledToken]:
+        """As `choose`, each row's index being its `answered + token_index`."""
+        indices = np.array([p.answered + p.token_index for p in params], np.int64)
+        return self.choose(logits, params, indices).tokens()
+
+    def choose(self, logits: torch.Tensor, params: Sequence[SampleParams], indices: Column) -> Chosen:
         """One token a row of `logits [rows, vocab]` (any float dtype, any device), which stay as they are; each goes
         into its row's history. Raises NonFiniteLogits naming the rows; then nothing has changed."""
         batch = self._batch
         if batch is None or batch.vocab != logits.shape[-1] or batch.params != list(params):
             self._batch = None  # of the old one nothing is needed: histories are with their rows
             batch = self._batch = _Batch(params, logits.shape[-1], logits.device)
-        return batch.sample(logits)
+        return batch.sample(logits, indices)
 
 
 class _Batch:
@@ -61,7 +68,7 @@ class _Batch:
         self._scored = [(row, p.logprobs) for row, p in enumerate(self.params) if p.logprobs is not None]
         self._all_worked = sum(map(len, kinds.values())) == len(self.params)
 
-    def sample(self, logits: torch.Tensor) -> list[SampledToken]:
+    def sample(self, logits: torch.Tensor, indices: Column) -> Chosen:
         """One read of the device for the tokens, and one for logprobs where rows ask for them (top_k over
         filters.CANDIDATES and top_p read once more a block)."""
         if self._all_worked:
@@ -72,20 +79,18 @@ class _Batch:
         # max passes NaN on: one look at the best logit of each row finds NaN, +inf and rows of -inf.
         bad = ~best.isfinite()
         if self._blocks and self._device.type == "cpu":
-            _check((bad * -1).tolist())  # what follows wants numbers; elsewhere it is looked at with the tokens
+            _check(
+                -bad.to(torch.int64).numpy()
+            )  # what follows wants numbers; elsewhere it is looked at with the tokens
         for block in self._blocks:
-            tokens[block.rows] = block.tokens(logits)
-        found: list[int] = tokens.masked_fill(bad, -1).tolist()
+            tokens[block.rows] = block.tokens(logits, indices)
+        found: Column = tokens.masked_fill(bad, -1).cpu().numpy()
         _check(found)
         for block in self._blocks:
             block.took(tokens)
         for row, history in self._historic:
-            history.add(found[row])
-        sampled = [SampledToken(token) for token in found]
-        if self._scored:
-            for row, token in self._with_logprobs(logits, tokens):
-                sampled[row] = token
-        return sampled
+            history.add(int(found[row]))
+        return Chosen(found, dict(self._with_logprobs(logits, tokens)) if self._scored else {})
 
     def _with_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> Iterator[tuple[int, SampledToken]]:
         """The rows that ask for log-probabilities: of the logits as they came."""
@@ -105,7 +110,8 @@ class _Block:
 
     def __init__(self, rows: list[int], params: Sequence[SampleParams], vocab: int, device: torch.device) -> None:
         self.rows = torch.tensor(rows, device=device)
-        mine = self._params = [params[row] for row in rows]
+        self._places = np.array(rows)
+        mine = [params[row] for row in rows]
         self._adjust = Adjustments(mine, device) if mine[0].penalised or mine[0].logit_bias else None
         self._temperature = self._noise = self._filters = None
         if mine[0].temperature > 0:
@@ -113,8 +119,8 @@ class _Block:
             self._noise = Noise([p.seed for p in mine])
             self._filters = Filters(mine, vocab, device) if mine[0].filtered else None
 
-    def tokens(self, logits: torch.Tensor) -> torch.Tensor:
-        """int64 `[rows]`, of logits of the whole batch."""
+    def tokens(self, logits: torch.Tensor, indices: Column) -> torch.Tensor:
+        """int64 `[rows]`, of logits and indices of the whole batch."""
         x = logits[self.rows].double()
         if self._adjust is not None:
             self._adjust.apply(x)
@@ -124,7 +130,7 @@ class _Block:
         weights = x.sub_(x.amax(-1, keepdim=True)).div_(self._temperature).exp_()
         if self._filters is not None:
             weights.masked_fill_(weights < self._filters.cut(weights)[:, None], 0.0)
-        return _draw(weights, self._noise.at([p.answered + p.token_index for p in self._params]))
+        return _draw(weights, self._noise.at(indices[self._places]))
 
     def took(self, tokens: torch.Tensor) -> None:
         """The whole batch's tokens are final."""
@@ -143,8 +149,8 @@ def _draw(weights: torch.Tensor, noise: object) -> torch.Tensor:
     return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
 
 
-def _check(found: list[int]) -> None:
+def _check(found: Column) -> None:
     """Raises NonFiniteLogits for the negative ones among them."""
-    if min(found) < 0:
-        rows = tuple(row for row, token in enumerate(found) if token < 0)
+    if (found < 0).any():
+        rows = tuple(np.flatnonzero(found < 0).tolist())
         raise NonFiniteLogits(f"logits of batch rows {list(rows)[:16]} are not finite", rows=rows)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvmesh.engine.batch import DecodeInput, PrefillInput, SampledToken, SampleParams
+from kvmesh.engine.batch import DecodeBatch, DecodeInput, PrefillInput, SampledToken, SampleParams
 from kvmesh.engine.runner import Runner
 from kvmesh.engine.sampling.history import History
 from kvmesh.kvcache.keys import unpack_tokens
@@ -93,7 +93,9 @@ class Steps:
         context = sum(row.step.position for row in rows)
         self._pusher.step_begins(pushed)
         try:
-            first, out = self._runner.step(_inputs(items), [row.step for row in rows], on_layer if items else None)
+            batch = DecodeBatch.of([row.step for row in rows])
+            first, chosen = self._runner.step(_inputs(items), batch, on_layer if items else None)
+            out = chosen.tokens()
         except NonFiniteLogits as error:
             bad = set(error.rows)
             bad_items = {item.handle for at, item in enumerate(items, len(rows)) if at in bad}

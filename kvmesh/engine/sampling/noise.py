@@ -35,9 +35,9 @@ class Noise:
     def __init__(self, seeds: Sequence[int]) -> None:
         self._keys = np.array([_key(seed) for seed in seeds], np.uint64)
 
-    def at(self, indices: Sequence[int]) -> npt.NDArray[np.float64]:
+    def at(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """float64 `[rows]`."""
-        x = self._keys + (np.array(indices, np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
+        x = self._keys + (np.asarray(indices).astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(_FIRST)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(_SECOND)
         noise: npt.NDArray[np.float64] = ((x ^ (x >> np.uint64(31))) >> np.uint64(11)) * SCALE
