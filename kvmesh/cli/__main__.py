@@ -1,5 +1,8 @@
 """`python -m kvmesh.cli`."""
 
-from kvmesh.cli.app import main
+from kvmesh.loading import lasting_imports
+
+with lasting_imports():
+    from kvmesh.cli.app import main
 
 main()

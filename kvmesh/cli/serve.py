@@ -20,6 +20,7 @@ import typer
 
 from kvmesh.cli.console import one_line_errors
 from kvmesh.config import ServiceConfig, flag_of, load
+from kvmesh.loading import lasting_imports
 from kvmesh.rpc.errors import ConfigError
 
 log = logging.getLogger("kvmesh.cli.serve")
@@ -204,7 +205,8 @@ def serve(service: str, config: ServiceConfig) -> None:
             from kvmesh.cli.coupled_config import CoupledConfig
 
             service, config = "coupled", CoupledConfig.of_decode(cast(Any, config))
-        run = importlib.import_module(SERVICES[service].main).run
+        with lasting_imports():
+            run = importlib.import_module(SERVICES[service].main).run
 
         def started(told: dict[str, object]) -> None:
             log.info("serving %s", " ".join(f"{key}={value}" for key, value in told.items()))

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvmesh.loading import lasting_imports
 from kvmesh.node import messages as m
 from kvmesh.node.ipc import RankPort
 from kvmesh.node.lockstep import LEADERS, Follower, Leader, check
@@ -177,7 +178,8 @@ class RankLoop:
             from kvmesh.node.store_worker import StoreWorker
 
             return StoreWorker(configure, self._port.send)
-        from kvmesh.node.worker import Worker  # torch loads here, after the thread cap
+        with lasting_imports():
+            from kvmesh.node.worker import Worker  # torch loads here, after the thread cap
 
         return Worker(configure, self._port.send if configure.rank == 0 else self._send_as_follower)
 
