@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import queue
+import re
 import signal
 import subprocess
 import threading
@@ -33,6 +34,7 @@ START_ATTEMPTS = 3  # deaths before the first readiness after which the start is
 GATEWAY_STOP_S = 3.0
 STOP_S = 12.0
 _CONFIG_EXIT = 2
+LEVEL = re.compile(" (?:CRITICAL|ERROR) +")  # of a line that tells of a failure
 
 
 class State(enum.Enum):
@@ -372,12 +374,14 @@ def _kill_group(pid: int) -> None:
 
 
 def last_line(path: Path, start: int = 0) -> str:
-    """The line of a log that tells most about an end: the last error after byte `start`, else the last line."""
+    """What tells most about an end: the message of the last error in a log after byte `start`, else the last line."""
     try:
         with path.open("rb") as file:
             file.seek(max(start, path.stat().st_size - 16_384))
             lines = [line.strip() for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
     except OSError:
         return ""
-    errors = [line for line in lines if " CRITICAL " in line or " ERROR " in line or line.startswith("error: ")]
-    return (errors or lines or [""])[-1][-400:]
+    errors = [line for line in lines if LEVEL.search(line) or line.startswith("error: ")]
+    told, _, raised = LEVEL.split((errors or lines or [""])[-1])[-1].partition(" | ")
+    twice = raised.partition(": ")[2].startswith(told.partition(": ")[2] or told)
+    return (told if twice or not raised else f"{told} | {raised}")[:400]

@@ -9,7 +9,8 @@ import typer
 
 from kvmesh.cli import runs
 from kvmesh.cli.console import RunDir, console, one_line_errors
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.cli.settings import INSTANCES
+from kvmesh.rpc.errors import ConfigError, ProtocolMismatch
 
 if TYPE_CHECKING:
     from kvmesh.rpc.pb import common_pb2, instance_pb2
@@ -47,20 +48,22 @@ def role(
 
 
 def _address(instance: str, run_dir: RunDir) -> str:
-    host, _, port = instance.rpartition(":")
-    if host and port.isdecimal():
+    host, colon, port = instance.rpartition(":")
+    if colon:
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ConfigError(f"instance={instance!r}: must be a name, or HOST:PORT")
         runs.secure(None)
         return instance
     run = runs.find_running(run_dir)
     runs.secure(run)
-    if instance not in run.services:
+    if run.services.get(instance, {}).get("service") not in INSTANCES:
         known = ", ".join(name for name, one in run.services.items() if one["service"] == "coupled") or "none"
-        raise ConfigError(f"instance={instance!r}: not in the mesh of {run.run_dir}; coupled ones: {known}")
+        raise ConfigError(f"instance={instance!r}: no instance of the mesh of {run.run_dir}; coupled ones: {known}")
     return str(run.services[instance]["address"])
 
 
 async def set_role(address: str, role: common_pb2.Role.ValueType) -> instance_pb2.SetRoleResponse:
-    """Raises KvmeshError as the instance answered: FixedRole, Unavailable."""
+    """Raises KvmeshError as the instance answered: FixedRole, Unavailable; or, with the address, that none does."""
     import grpc
 
     from kvmesh.rpc.channels import connect
@@ -74,4 +77,6 @@ async def set_role(address: str, role: common_pb2.Role.ValueType) -> instance_pb
             answer: instance_pb2.SetRoleResponse = await stub.SetRole(request, timeout=TIMEOUT_S)
             return answer
         except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise ProtocolMismatch(f"{address}: what listens there is no instance that has a role") from None
             raise from_rpc_error(error) from None

@@ -187,7 +187,7 @@ class MeshSettings:
         for service in INSTANCES:
             ranks = getattr(self, f"{service}_tp")
             if ranks > 1 and not getattr(self, service):
-                why = f"there are no {service} instances (--{service})"
+                why = f"there are no {service} instances: give --{service} as well"
                 raise ConfigError(f"{service}_tp={ranks}: {why}", field=f"{service}_tp")
         check(self.transports, self.nics)
         if self.tls and self.tls_cert:

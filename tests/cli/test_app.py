@@ -78,6 +78,8 @@ def test_every_key_of_a_service_is_an_option_with_help(invoke: Invoke, service: 
         (["serve", "store"], {"KVMESH_LEASE": "3"}, "unknown key 'KVMESH_LEASE'"),
         (["serve", "store", "--log-level", "loud"], {}, "log_level='loud' (from --log-level): choose one of"),
         (["serve", "store", "--config", "/no/such"], {}, "config='/no/such': No such file or directory"),
+        (["role", "127.0.0.1:99999", "both"], {}, "instance='127.0.0.1:99999': must be a name, or HOST:PORT"),
+        (["role", ":7040", "both"], {}, "instance=':7040': must be a name, or HOST:PORT"),
         (["up", "--prefill", "0"], {}, "prefill=0: without --coupled instances at least one is needed"),
         (["up", "--block-tokens", "48"], {}, "block_tokens='48' (from --block-tokens): choose one of 16, 32"),
         (["up", "--slo-ttft", "x"], {}, "slo_ttft_ms='x' (from --slo-ttft): must be a whole number"),

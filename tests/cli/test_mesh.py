@@ -22,9 +22,11 @@ import psutil
 import pytest
 
 from kvmesh.cli import collect, plan, probe, runs
-from kvmesh.cli.mesh import Event, Mesh, State
+from kvmesh.cli.mesh import Event, Mesh, State, last_line
+from kvmesh.cli.role import set_role
 from kvmesh.cli.settings import MeshSettings
-from kvmesh.rpc.errors import ConfigError, Unavailable
+from kvmesh.rpc.errors import ConfigError, ProtocolMismatch, Unavailable
+from kvmesh.rpc.pb import common_pb2
 from tests.redis_server import needs_redis
 
 pytestmark = pytest.mark.mesh
@@ -96,6 +98,8 @@ def test_a_killed_service_comes_back_on_its_port_and_the_other_goes_on(tmp_path:
     with mesh:
         mesh.wait_ready(60)
         other, pid = mesh.processes["conductor"].pid, mesh.processes["store"].pid
+        with pytest.raises(ProtocolMismatch, match=f"{mesh.addresses['store']}: what listens there is no instance"):
+            asyncio.run(set_role(mesh.addresses["store"], common_pb2.ROLE_BOTH))
         mesh.kill("store")
         assert wait_for(found, "store", State.DOWN).text == "killed by SIGKILL"
         mesh.wait_ready(60)
@@ -140,6 +144,24 @@ def test_a_refused_configuration_is_told_as_the_service_told_it(tmp_path: Path) 
     with make(tmp_path, change=change) as mesh, pytest.raises(ConfigError) as caught:
         mesh.wait_ready(60)
     assert caught.value.message.startswith("store: lease_ms=1: must be at least two heartbeats (1000)")
+
+
+@pytest.mark.parametrize(
+    ("log", "tells"),
+    [
+        (
+            "2026 INFO    a begins\n2026 CRITICAL a failed: full | X: full (a.py:3)\n2026 INFO    a ends",
+            "a failed: full",
+        ),
+        ("2026 CRITICAL a failed | X: no room (a.py:3)", "a failed | X: no room (a.py:3)"),
+        ("0\nerror: port=1: in use\n", "error: port=1: in use"),
+        ("one\n two \n\n", "two"),
+        ("", ""),
+    ],
+)
+def test_what_a_log_tells_of_an_end(tmp_path: Path, log: str, tells: str) -> None:
+    (tmp_path / "log").write_text(log)
+    assert last_line(tmp_path / "log") == tells
 
 
 def test_a_service_that_keeps_dying_ends_the_wait_with_its_last_line(tmp_path: Path) -> None:
