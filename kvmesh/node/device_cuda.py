@@ -7,6 +7,7 @@ that it takes, and its layers are to be pushed while it runs.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
@@ -84,10 +85,13 @@ class CudaMemory(StagedMemory):
 
     def _pin(self, region: Region) -> None:
         """Without it copies are right as well, but slow, and the host waits for them."""
-        started = time.monotonic()
-        code = int(_runtime().cudaHostRegister(region.address, region.length, PORTABLE))
+        started, runtime = time.monotonic(), _runtime()
+        code = int(runtime.cudaHostRegister(region.address, region.length, PORTABLE))
         if code:
-            log.warning("cudaHostRegister of %d MiB failed (error %d): copies are slow", region.length >> 20, code)
+            _forget_error(self.device)
+            why = f"{runtime.cudaGetErrorString(runtime.cudaError(code))} (CUDA's error {code})"
+            text = "%d MiB of host memory could not be pinned: %s; copies of KV are slow, and steps wait for them. %s"
+            log.warning(text, region.length >> 20, why, "Raise the limit of locked memory, or take fewer extents")
             return
         self._pinned.append(region)
         log.info("pinned %d MiB in %.1f s", region.length >> 20, time.monotonic() - started)
@@ -125,6 +129,12 @@ class CudaMemory(StagedMemory):
 
 def _runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _forget_error(device: torch.device) -> None:
+    """CUDA keeps the error of a call for whoever asks next; torch asks after each launch and would blame that one."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)
 
 
 def _pages(memory_bytes: int, layout: ShardLayout, device: torch.device, weight_bytes: int) -> int:

@@ -73,3 +73,11 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"device='cuda:64'.*this host has"):
         cuda_device("cuda:64")
+
+
+def test_memory_that_cannot_be_pinned_is_told_and_no_launch_is_blamed(
+    memory: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory.open_extents(memory._pinned[-1], BLOCKS)  # it is pinned already
+    assert "MiB of host memory could not be pinned: " in caplog.text
+    assert (torch.ones(4, device="cuda") + 1).sum().item() == 8
