@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
 
+# Modules are no garbage, and there are many: nobody looks them over while they are imported, nor between tests.
+gc.disable()
 # Before torch is imported anywhere, and inherited by every process that a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -13,3 +16,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What fails in milliseconds is told before meshes are started; the order is otherwise as written."""
     items.sort(key=lambda item: item.get_closest_marker("mesh") is not None)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()

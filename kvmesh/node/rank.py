@@ -175,7 +175,8 @@ class RankLoop:
 
     def _make(self, configure: m.Configure) -> AnyWorker:
         if not configure.model_path:
-            from kvmesh.node.store_worker import StoreWorker
+            with lasting_imports():
+                from kvmesh.node.store_worker import StoreWorker
 
             return StoreWorker(configure, self._port.send)
         with lasting_imports():
@@ -218,8 +219,9 @@ def _die_with_parent() -> None:
 
 def main() -> None:
     _die_with_parent()
-    # Ctrl-C reaches the whole terminal group; the front decides when its ranks end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C reaches the whole terminal group, systemd's SIGTERM the whole unit; the front decides when its ranks end.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(
         level=os.environ.get("KVMESH_RANK_LOG", "INFO").upper(),
         format="%(asctime)s %(levelname)s rank %(name)s %(message)s",

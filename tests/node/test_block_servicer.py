@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc.aio
 import pytest
+import pytest_asyncio
 
 from kvmesh.rpc import channels, status
 from kvmesh.rpc.errors import InvalidRequest, KvmeshError, Overloaded, UnknownInstance
@@ -30,6 +31,14 @@ async def desk() -> AsyncIterator[Bench]:
 @pytest.fixture
 async def holder(desk: Bench) -> AsyncIterator[Node]:
     async with node("h", total=16, lease_ms=1_000) as made:
+        await made.fill(desk, KEYS)
+        yield made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def lasting() -> AsyncIterator[Node]:
+    """The same for all bad input: nothing of it stays."""
+    async with bench() as desk, node("h", total=16, lease_ms=1_000) as made:
         await made.fill(desk, KEYS)
         yield made
 
@@ -218,8 +227,9 @@ async def test_a_lease_that_nobody_gives_back_ends_by_itself(holder: Node) -> No
         (pb.RenewBlocksRequest(lease_id=1, lease_ms=0), "lease_ms", InvalidRequest),
     ],
 )  # fmt: skip
+@pytest.mark.asyncio(loop_scope="module")
 async def test_bad_input_is_refused_by_name(
-    holder: Node, request_: object, field: str, kind: type[KvmeshError]
+    lasting: Node, request_: object, field: str, kind: type[KvmeshError]
 ) -> None:
     method = {
         pb.LeaseRequest: "Lease",
@@ -231,12 +241,14 @@ async def test_bad_input_is_refused_by_name(
         pb.PutBlocksRequest: "Put",
         pb.TouchBlocksRequest: "Touch",
     }
-    async with stub(holder.address) as rpc:
+    async with stub(lasting.address) as rpc:
         error = await refused(getattr(rpc, method[type(request_)])(request_))
         assert isinstance(error, kind), error
         assert error.field == field and field.split(".")[0] in error.message
-        untouched(holder)
-        assert (await rpc.Lease(lease(lease_ms=20))).held == b"\1" * 4, "alive"
+        untouched(lasting)
+        alive = await rpc.Lease(lease(lease_ms=1_000))
+        assert alive.held == b"\1" * 4
+        await rpc.ReleaseLease(pb.ReleaseBlocksRequest(lease_id=alive.lease_id))
 
 
 async def test_random_bytes_on_every_call(holder: Node) -> None:
