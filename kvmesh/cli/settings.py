@@ -108,7 +108,10 @@ class MeshSettings:
         default=64,
         metadata={"help": "Tokens a KV block: a power of two in 16..512.", "choices": (16, 32, 64, 128, 256, 512)},
     )
-    memory_mb: int = field(default=256, metadata={"help": "KV memory of each instance's ranks, MiB a rank.", "min": 1})
+    memory_mb: int = field(
+        default=256,
+        metadata={"help": "KV memory of each rank, MiB; 0, with --device cuda only: what the GPU has free.", "min": 0},
+    )
     threads: int = field(default=1, metadata={"help": "Compute threads of each rank.", "min": 1})
     transports: str = field(
         default="shm,tcp", metadata={"help": "How KV moves between instances, preferred first: rdma, shm, tcp."}
@@ -189,6 +192,8 @@ class MeshSettings:
             if ranks > 1 and not getattr(self, service):
                 why = f"there are no {service} instances: give --{service} as well"
                 raise ConfigError(f"{service}_tp={ranks}: {why}", field=f"{service}_tp")
+        if not self.memory_mb and not self.device.startswith("cuda"):
+            raise ConfigError("memory_mb=0: at least 1, but for --device cuda", field="memory_mb")
         check(self.transports, self.nics)
         if self.tls and self.tls_cert:
             raise ConfigError(f"tls_cert={self.tls_cert!r}: --tls makes certificates of its own", field="tls_cert")
