@@ -197,7 +197,7 @@ class Runner:
             return first, chosen
         for row, i in enumerate(wanted, count):
             first[i] = chosen.scored.get(row) or SampledToken(int(chosen.token_ids[row]))
-        return first, Chosen(chosen.token_ids[:count], chosen.scored)
+        return first, Chosen(chosen.token_ids[:count], {row: s for row, s in chosen.scored.items() if row < count})
 
     def _check_decode(self, rows: DecodeBatch) -> None:
         if rows.pages:

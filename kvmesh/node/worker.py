@@ -167,7 +167,7 @@ class Worker:
     @property
     def rows(self) -> int:
         """In the batch."""
-        return len(self.steps.running)
+        return len(self.steps.rows)
 
     @property
     def needs_ticks(self) -> bool:
