@@ -47,9 +47,9 @@ class Record:
 def joins(draw: st.DrawFn) -> tuple[int, int, tuple[int, ...], int, int, tuple[int, ...], bool, int]:
     held = draw(st.integers(1, 4))
     pages = draw(st.lists(st.integers(0, PAGES - 1), min_size=held, max_size=held))
-    context = draw(st.integers(1, held * BLOCK))
+    context = held * BLOCK - draw(st.integers(0, 3))  # soon without room
     stop = draw(st.lists(st.integers(0, VOCAB - 1), max_size=2))
-    most, least, answered = draw(st.integers(2, 9)), draw(st.integers(0, 9)), draw(st.integers(0, 3))
+    most, least, answered = draw(st.integers(4, 9)), draw(st.integers(0, 9)), draw(st.integers(0, 3))
     return (
         context,
         draw(st.integers(0, VOCAB - 1)),
@@ -63,8 +63,9 @@ def joins(draw: st.DrawFn) -> tuple[int, int, tuple[int, ...], int, int, tuple[i
 
 
 PLACE = st.integers(0, 7)
+JOINS = st.tuples(st.just("join"), joins())
 ACTIONS = st.one_of(
-    st.tuples(st.just("join"), joins()),
+    JOINS,
     st.tuples(st.just("grant"), st.tuples(PLACE, st.lists(st.integers(0, PAGES - 1), max_size=2))),
     st.tuples(st.just("leave"), PLACE),
     st.tuples(st.just("step"), st.lists(st.integers(0, VOCAB - 1), min_size=16, max_size=16)),
@@ -89,10 +90,10 @@ def planned(backend: AttentionBackend, batch: DecodeBatch) -> list[object]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(ACTIONS, max_size=40))
-def test_columns_do_what_records_would(actions: list[tuple[str, Any]]) -> None:
+@given(st.lists(JOINS, min_size=3, max_size=6), st.lists(ACTIONS, max_size=30))
+def test_columns_do_what_records_would(first: list[tuple[str, Any]], then: list[tuple[str, Any]]) -> None:
     rows, records, kept = Rows(BLOCK), dict[int, Record](), backends()
-    for handle, (kind, what) in enumerate(actions):
+    for handle, (kind, what) in enumerate([*first, *then]):
         match kind, what:
             case "join", (context, token, pages, most, least, stop, scored, answered):
                 params = SampleParams(logprobs=1 if scored else None, answered=answered)
