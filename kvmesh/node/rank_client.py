@@ -135,8 +135,8 @@ class RankClient:
             sent = self._sock.send(self._out)
         except BlockingIOError:
             return
-        except OSError as error:
-            self._lost(f"send: {error}")
+        except OSError:
+            self._lost()
             return
         del self._out[:sent]
         if not self._out:
@@ -148,11 +148,10 @@ class RankClient:
             data = self._sock.recv(RECEIVE_BYTES)
         except BlockingIOError:
             return
-        except OSError as error:
-            self._lost(f"receive: {error}")
-            return
+        except OSError:
+            data = b""
         if not data:
-            self._lost(self._end())
+            self._lost()
             return
         self.last_pong = time.monotonic()
         for message in self._frames.feed(data):
@@ -181,11 +180,11 @@ class RankClient:
                     # One bad message must not stop those behind it: the loop's reader would swallow them.
                     log.exception("handling %s of rank %d failed", type(message).__name__, self.rank)
 
-    def _lost(self, cause: str) -> None:
+    def _lost(self, cause: str = "") -> None:
         self._detach()
         if self._closing or self._refused:  # its end was announced, and by whom it was asked for is told elsewhere
             return
-        text = f"rank {self.rank} (pid {self.pid}) {cause}"
+        text = f"rank {self.rank} (pid {self.pid}) {cause or self._end()}"
         assert self._ready is not None
         if not self._ready.done():
             self._ready.set_exception(KvmeshError(text))
@@ -207,13 +206,13 @@ class RankClient:
             self._sock = None
 
     async def close(self) -> None:
-        """Ask the rank to end, then make it. Bounded by twice the grace."""
+        """Ask the rank to end, then make it. Bounded by twice the grace; it hears no SIGTERM."""
         transfer_metrics.forget(self)
         self.send(m.Shutdown())
         self._closing = True
         process = self._process
         if process is not None:
-            for stop_signal in (0, signal.SIGTERM, signal.SIGKILL):
+            for stop_signal in (0, signal.SIGKILL):
                 process.send_signal(stop_signal)  # 0: only look; the Shutdown message is the first request
                 if await self._exited(process):
                     break
