@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 
 from tests.kvcache.client.stores import Stores, stores
+from tests.services import START_S
 
 
 @contextlib.contextmanager
@@ -27,7 +28,7 @@ def in_thread(*nodes: str) -> Iterator[Stores]:
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     try:
-        assert started.wait(30), "the store did not start within 30 s"
+        assert started.wait(START_S), f"the store did not start within {START_S} s"
         made = found["stores"]
         assert isinstance(made, Stores)
         yield made
@@ -35,4 +36,4 @@ def in_thread(*nodes: str) -> Iterator[Stores]:
         loop, stop = found["loop"], found["stop"]
         assert isinstance(loop, asyncio.AbstractEventLoop) and isinstance(stop, asyncio.Event)
         loop.call_soon_threadsafe(stop.set)
-        thread.join(30)
+        thread.join(START_S)
