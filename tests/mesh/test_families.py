@@ -42,7 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": FAMILY_ZOO["qwen3"] | {"num_key_value_heads": 1, "head_dim": 40, "shards": 3, "vocab_size": 411},
     "gemma2": FAMILY_ZOO["gemma2"] | {"num_attention_heads": 8},
     "gemma3": FAMILY_ZOO["gemma3"],
-    "phi3": FAMILY_ZOO["phi3"] | {"sliding_window": 24},
+    "phi3": FAMILY_ZOO["phi3"] | {"sliding_window": 24, "original_max_position_embeddings": 4},
 }
 EACH = pytest.mark.parametrize("name", FAMILIES)
 
