@@ -14,8 +14,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What fails in milliseconds is told before meshes are started; the order is otherwise as written."""
-    items.sort(key=lambda item: item.get_closest_marker("mesh") is not None)
+    """What fails in milliseconds is told before meshes are started, and the one mesh that many share lives at the end
+    only; the order is otherwise as written."""
+
+    def last(item: pytest.Item) -> tuple[bool, bool]:
+        return item.get_closest_marker("mesh") is not None, "small_mesh" in getattr(item, "fixturenames", ())
+
+    items.sort(key=last)
 
 
 def pytest_collection_finish() -> None:

@@ -1,4 +1,4 @@
-"""Meshes of real processes. `small_mesh` is shared by the tests of a module; `mesh` makes one to order."""
+"""Meshes of real processes. `small_mesh` is shared by all that ask for it, who come last; `mesh` makes one to order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def mesh(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Running]]:
     return make
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def small_mesh(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
     """The demo model on 1 + 1 with few pages, so that requests wait, are preempted and share."""
     flags = {"*": {"num_pages": 96, "num_extents": 48}}

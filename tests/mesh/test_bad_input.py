@@ -28,7 +28,7 @@ from kvmesh.rpc.pb import (
 from kvmesh.rpc.status import from_rpc_error
 from tests.mesh.harness import Running
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="session")]
 
 VOCABULARY = 2040
 CHAT = {"model": "demo-model", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}

@@ -10,7 +10,7 @@ import pytest
 from tests.mesh.client import Answer
 from tests.mesh.harness import Running
 
-pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="session")]
 
 REQUESTS = 64
 

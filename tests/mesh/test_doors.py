@@ -18,13 +18,13 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from kvmesh.rpc.errors import Overloaded
 from tests.mesh.harness import Running
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="session")]
 
 MODEL = "demo-model"
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 
 
-@pytest_asyncio.fixture(loop_scope="module")
+@pytest_asyncio.fixture(loop_scope="session")
 async def client(small_mesh: Running) -> AsyncIterator[openai.AsyncOpenAI]:
     async with openai.AsyncOpenAI(base_url=f"{small_mesh.http}/v1", api_key="none", max_retries=0, timeout=60) as it:
         yield it

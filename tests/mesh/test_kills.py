@@ -16,7 +16,7 @@ from kvmesh.rpc.errors import KvmeshError
 from tests.mesh.client import Answer
 from tests.mesh.harness import Running
 
-pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="session")]
 
 MeshFactory = Callable[..., AbstractAsyncContextManager[Running]]
 DEADLINE_S = 30.0
