@@ -228,3 +228,39 @@ def test_bf16_logits_near_the_reference(tmp_path: Path, tied: bool, monkeypatch:
     far = float((dense - exact).abs().mean())
     assert 0 < float((packed - exact).abs().mean()) < 1.5 * far
     assert float((packed - exact).abs().max()) < 0.5 * scale
+
+
+# ── attention: what decode rows fetch ahead, and prompts over tiles ───────────────────────────────
+
+
+@needs_native
+@pytest.mark.parametrize("softcap", [0.0, 4.0])
+@pytest.mark.parametrize("length", [119, 120, 121, 240, 257, 300])
+def test_prompts_in_chunks_and_rows_of_every_length_equal_float64(length: int, softcap: float) -> None:
+    """Around a tile of 120 tokens and a part of 256, in bfloat16; chunks, and rows alone, to the last bit."""
+    scale, pages = 0.3, torch.zeros(20, 1, 2, 2, 16, 96, dtype=BF16)
+    table = torch.randperm(20, generator=torch.Generator().manual_seed(length)).to(torch.int32)[None]
+    qkv = random(length, 10, 96, seed=length)
+    torch.ops.kvmesh.write_kv(pages, 0, qkv, torch.tensor([[0, length, 0, 1]], dtype=torch.int32), table)
+
+    def attend(of: torch.Tensor, *runs: tuple[int, int, int], scale: float = scale) -> torch.Tensor:
+        """`runs`: first row, length, position of the first."""
+        sequences, tables = torch.tensor([[*run, 0] for run in runs], dtype=torch.int32), table.repeat(len(runs), 1)
+        answer: torch.Tensor = torch.ops.kvmesh.paged_attention(pages, 0, of, sequences, tables, scale, 0, softcap)
+        return answer
+
+    heads = qkv.double().transpose(0, 1)
+    k, v = heads[6:].repeat_interleave(3, 0).chunk(2)
+    scores = heads[:6] @ k.transpose(1, 2) * scale
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+    exact = (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(0, 1).reshape(length, -1)
+    whole = attend(qkv, (0, length, 0))
+    assert torch.allclose(whole.double(), exact, rtol=0, atol=0.03)
+    assert torch.equal(torch.cat([attend(qkv[a:b], (0, b - a, a)) for a, b in ((0, 50), (50, length))]), whole)
+    places = range(0, length, 7)
+    rows = attend(qkv[::7].contiguous(), *((i, 1, at) for i, at in enumerate(places)))
+    assert torch.allclose(rows.double(), exact[::7], rtol=0, atol=0.03)
+    assert torch.equal(attend(qkv[places[-1] :][:1], (0, 1, places[-1])), rows[-1:])
+    with pytest.raises(RuntimeError, match="scale is -1"):
+        attend(qkv, (0, length, 0), scale=-1.0)

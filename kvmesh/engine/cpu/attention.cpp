@@ -20,8 +20,7 @@ inline __m512 load(const c10::Half* p, __mmask16 m) { return _mm512_cvtph_ps(_mm
 inline void store(c10::Half* p, __m512 v, __mmask16 m) {
   _mm256_mask_storeu_epi16(p, m, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 }
-using kvmesh::load;
-using kvmesh::store;
+using kvmesh::load, kvmesh::store;
 
 // What is multiplied: bfloat16 as it is, float16 as float.
 template <typename T>
@@ -143,11 +142,12 @@ class Attend {
     std::atomic<int64_t> next{0};
     at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), count), 1, [&](int64_t, int64_t) {
       static thread_local Scratch scratch;
-      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) {
+      for (int64_t i = next++, after; i < count; i = after) {
         scratch.reset(scratch_bytes());
         const Sequence& seq = step_.sequences[pieces_[i].sequence];
         if (seq.length == 1) {
-          row(pieces_[i], seq, scratch);
+          after = next++;
+          row(pieces_[i], after < count ? &pieces_[after] : nullptr, scratch);
         } else {
           const int64_t rows = std::min(ROWS, seq.length * group_ - pieces_[i].at);
           const auto work = rows > 48   ? &Attend::template block<4>
@@ -155,6 +155,7 @@ class Attend {
                             : rows > 16 ? &Attend::template block<2>
                                         : &Attend::template block<1>;
           (this->*work)(pieces_[i], seq, rows, scratch);
+          after = next++;
         }
       }
     });
@@ -203,8 +204,9 @@ class Attend {
 
   int64_t scratch_bytes() const {
     const int64_t tokens = std::max(TILE, PART), queries = std::max(ROWS, group_);
-    const int64_t words = queries * (words_ + width_) + (TILE + 6) * ROWS + group_ * PART + TILE / 2 * width_ + width_;
-    return 4 * words + tokens * (3 * 8 + 2 * width_ * static_cast<int64_t>(sizeof(E))) + sizeof(Running) + 64 * 16 +
+    const int64_t words = queries * (words_ + width_) + (TILE + SIX) * ROWS + group_ * PART +
+                          TILE / 2 * round_up(width_, 64) + width_;
+    return 4 * words + (tokens + AHEAD) * (3 * 8 + 2 * width_ * static_cast<int64_t>(sizeof(E))) + sizeof(Running) + 64 * 16 +
            4 * partial_floats();
   }
 
@@ -239,6 +241,16 @@ class Attend {
     }
   }
 
+  // Pointers to the first AHEAD keys of a decode row's piece, where they lie in the pages.
+  void foresee(const Piece& piece, const E** k) const {
+    const int32_t* ids = step_.pages(piece.sequence);
+    const auto [begin, end] = tokens(piece);
+    for (int64_t i = 0; i < AHEAD; i++) {
+      const int64_t t = std::min(begin + i, end - 1);
+      k[i] = reinterpret_cast<const E*>(pages_.plane(ids[t / pages_.block], piece.head) + t % pages_.block * dim_);
+    }
+  }
+
   const T* query(int64_t row, int64_t head) const { return qkv_ + row * stride_ + head * dim_; }
 
   void put(int64_t row, int64_t head, const float* o, float sum) const {
@@ -247,22 +259,32 @@ class Attend {
     each16(dim_, [&](int64_t d, __mmask16 m) { store(to + d, _mm512_mul_ps(load(o + d, m), scale), m); });
   }
 
-  void row(const Piece& piece, const Sequence& seq, Scratch& scratch) const {
+  // The tokens of a decode row's piece.
+  std::pair<int64_t, int64_t> tokens(const Piece& piece) const {
+    const int64_t last = step_.sequences[piece.sequence].start, begin = seen_from(last) + piece.at * PART;
+    return {begin, std::min<int64_t>(begin + PART, last + 1)};
+  }
+
+  // `next` is what this thread does afterwards: its first keys are fetched while this one's last values are summed.
+  void row(const Piece& piece, const Piece* next, Scratch& scratch) const {
+    const Sequence& seq = step_.sequences[piece.sequence];
     const int64_t count = parts(seq);
-    const int64_t begin = seen_from(seq.start) + piece.at * PART, end = std::min<int64_t>(begin + PART, seq.start + 1);
-    const E** k = scratch.take<const E*>(2 * PART);
-    const E** v = k + (end - begin);
+    const auto [begin, end] = tokens(piece);
+    const int64_t n = end - begin;
+    const E **k = scratch.take<const E*>(2 * PART + AHEAD), **v = k + n;
     find(step_.pages(piece.sequence), piece.head, begin, end, scratch, k, v);
+    std::fill_n(v + n, AHEAD, v[n - 1]);
+    if (next && !staged_) foresee(*next, v + n);
     float* q = scratch.take<float>(group_ * words_);
     for (int64_t g = 0; g < group_; g++)
       stage(query(seq.first, piece.head * group_ + g), reinterpret_cast<E*>(q + g * words_));
     float* s = scratch.take<float>(group_ * PART);
-    row_scores(q, group_, k, end - begin, words_, s);
+    row_scores(q, group_, k, n, words_, s);
     const int64_t mine = (partials_of_[piece.sequence] + piece.at * pages_.kv_heads + piece.head) * partial_floats();
     float* o = count > 1 ? partials_ + mine : scratch.take<float>(partial_floats());
     float *top = o + group_ * width_, *sum = top + group_;
-    for (int64_t g = 0; g < group_; g++) row_weights(s + g * PART, end - begin, bend_, top[g], sum[g]);
-    row_values(s, group_, v, end - begin, o, width_);
+    for (int64_t g = 0; g < group_; g++) row_weights(s + g * PART, n, bend_, top[g], sum[g]);
+    row_values(s, group_, v, n, o, width_);
     if (count > 1) {
       if (left_[piece.sequence * pages_.kv_heads + piece.head].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
       o = scratch.take<float>(partial_floats());
@@ -302,30 +324,32 @@ class Attend {
       run.top[r] = NEVER;
       run.sum[r] = 0.0f;
     }
-    float* s = scratch.take<float>((TILE + 6) * LANES);
+    float* s = scratch.take<float>((TILE + SIX) * LANES);
     float* o = scratch.take<float>(LANES * width_);
     std::fill(o, o + LANES * width_, 0.0f);
     const float** words = scratch.take<const float*>(TILE);
-    float* paired = PACK<E> == 2 ? scratch.take<float>(TILE / 2 * width_) : nullptr;
-    const E **k = scratch.take<const E*>(TILE), **v = scratch.take<const E*>(TILE);
+    float* paired = PACK<E> == 2 ? scratch.take<float>(TILE / 2 * round_up(width_, 64)) : nullptr;
+    const E **k = scratch.take<const E*>(2 * TILE), **v = scratch.take<const E*>(2 * TILE);
     const int64_t end = run.last[rows - 1] + 1;
     for (int64_t t = seen_from(run.last[0]) / TILE * TILE; t < end; t += TILE) {
       const int64_t n = std::min(TILE, end - t);
       Scratch::Mark mark(scratch);
-      find(step_.pages(piece.sequence), piece.head, t, t + n, scratch, k, v);
-      block_scores<E, MV>(q, k, n, words_, s);
+      const int64_t next = staged_ ? 0 : std::min(TILE, end - t - n);
+      find(step_.pages(piece.sequence), piece.head, t, t + n + next, scratch, k, v);
+      __m512 most[MV];
+      block_scores<E, MV>(q, k, v, n, next, words_, s, most);
       const bool masked = t + n - 1 > run.last[0] || t < seen_from(run.last[rows - 1]);
-      block_weights<E, MV>(s, t, n, bend_, window_, masked, run);
+      block_weights<E, MV>(s, most, t, n, bend_, window_, masked, run);
       const int64_t steps = (n + PACK<E> - 1) / PACK<E>;
       for (int64_t i = 0; i < steps; i++) {
         if constexpr (PACK<E> == 2) {
-          pair_values(v[2 * i], 2 * i + 1 < n ? v[2 * i + 1] : nullptr, width_, paired + i * width_);
-          words[i] = paired + i * width_;
+          words[i] = paired + i * 64;
+          pair_values(v[2 * i], 2 * i + 1 < n ? v[2 * i + 1] : nullptr, width_, paired + i * 64);
         } else {
           words[i] = v[i];
         }
       }
-      block_values<E>(s, LANES, words, steps, round_up(rows, 4), run.fade, o, width_);
+      block_values<E>(s, LANES, words, steps, round_up(rows, 2), run.fade, o, width_);
     }
     for (int64_t r = 0; r < rows; r++) {
       const int64_t at = piece.at + r;
@@ -364,6 +388,7 @@ at::Tensor paged_attention(const at::Tensor& pages, int64_t layer, const at::Ten
   const attention::Step step = attention::step_of(sequences, table);
   const int64_t heads = qkv.size(1) - 2 * pages.size(3);
   TORCH_CHECK(heads > 0 && heads % pages.size(3) == 0, heads, " query heads over ", pages.size(3), " KV heads");
+  TORCH_CHECK(scale > 0, "scale is ", scale, ", must be positive");
   at::Tensor out = at::empty({qkv.size(0), heads * pages.size(5)}, qkv.options());
   attention::for_dtype(pages, [&]<typename T>(T) {
     attention::Attend<T>(pages, layer, qkv, step, scale, window, softcap, out).run();

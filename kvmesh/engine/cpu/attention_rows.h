@@ -33,8 +33,8 @@ inline __m512 sums16(__m512* x) {
 // few for the hardware to foresee the next ones.
 constexpr int64_t AHEAD = 48;
 
-// s[g][t] = q[g]·rows[t] for t < n, and up to the next multiple of 16 (of the last token again); rows [n, 2n) are V's.
-// `words` is a multiple of 16.
+// s[g][t] = q[g]·rows[t] for t < n, and up to the next multiple of 16 (of the last token again); rows [n, 2n) are V's,
+// AHEAD more what comes after them.// `words` is a multiple of 16.
 template <typename E>
 void row_scores(const float* q, int64_t group, const E* const* rows, int64_t n, int64_t words, float* s) {
   for (int64_t t = 0; t < n; t += 16) {
@@ -52,7 +52,7 @@ void row_scores(const float* q, int64_t group, const E* const* rows, int64_t n, 
         if (g > 0) continue;
         for (int i = 0; i < 16; i++, line += 16) {
           if (line == words) next++, line = 0;
-          _mm_prefetch(reinterpret_cast<const float*>(rows[std::min(next, 2 * n - 1)]) + line, _MM_HINT_T0);
+          _mm_prefetch(reinterpret_cast<const float*>(rows[std::min(next, 2 * n + AHEAD - 1)]) + line, _MM_HINT_T0);
         }
       }
       _mm512_store_ps(s + g * PART + t, sums16(acc));
@@ -86,7 +86,7 @@ void row_values_tile(const float* s, const E* const* v, int64_t n, int64_t d, fl
     for (int c = 0; c < DV; c++) acc[g][c] = _mm512_setzero_ps();
   for (int64_t t = 0; t < n; t++) {
     const E* row = v[t] + d;
-    const E* ahead = v[std::min(t + AHEAD, n - 1)] + d;
+    const E* ahead = v[t + AHEAD] + d;
     for (int64_t c = 0; c < DV * 16; c += 64 / sizeof(E)) _mm_prefetch(ahead + c, _MM_HINT_T0);
     __m512 vv[DV];
 #pragma GCC unroll 8
