@@ -160,7 +160,9 @@ class Runner:
                 return [], self._sampler.choose(logits, rows.params, rows.indices)
         spans = [Span(item.start, len(item.token_ids), item.pages) for item in items]
         plan = self.attention.plan_mixed(rows.pages, rows.positions, spans)
-        tokens = np.concatenate((rows.token_ids, *(np.asarray(item.token_ids, np.int64) for item in items)))
+        tokens = rows.token_ids
+        if items:
+            tokens = np.concatenate((tokens, *(np.asarray(item.token_ids, np.int64) for item in items)))
         return self._sample(items, rows, self._hidden(tokens, plan, on_layer))
 
     def _hidden(self, token_ids: Column, plan: StepPlan, on_layer: Callable[[int], None] | None) -> torch.Tensor:
@@ -184,10 +186,11 @@ class Runner:
             return first, Chosen(NOBODY.token_ids, {})
         if count + len(wanted) < len(hidden):
             hidden = hidden[torch.tensor([*range(count), *wanted.values()], device=self.device)]
-        asked = [items[i].sample for i in wanted]
-        params = [*rows.params, *(p for p in asked if p is not None)]
-        beside = np.array([p.answered + p.token_index for p in params[count:]], np.int64)
-        indices = np.concatenate((rows.indices, beside))
+        params, indices = rows.params, rows.indices
+        if wanted:
+            asked = [items[i].sample for i in wanted]
+            params = [*params, *(p for p in asked if p is not None)]
+            indices = np.append(indices, [p.answered + p.token_index for p in params[count:]])
         try:
             chosen = self._sampler.choose(self.model.logits(hidden), params, indices)
         except NonFiniteLogits as err:

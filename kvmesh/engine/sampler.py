@@ -151,6 +151,6 @@ def _draw(weights: torch.Tensor, noise: object) -> torch.Tensor:
 
 def _check(found: Column) -> None:
     """Raises NonFiniteLogits for the negative ones among them."""
-    if (found < 0).any():
+    if found.min() < 0:
         rows = tuple(np.flatnonzero(found < 0).tolist())
         raise NonFiniteLogits(f"logits of batch rows {list(rows)[:16]} are not finite", rows=rows)

@@ -18,9 +18,11 @@ from kvmesh.engine.batch import Chosen, Column, DecodeBatch, SampledToken, Sampl
 from kvmesh.node import messages as m
 from kvmesh.node.messages import Logprobs, Token
 
-# Columns: token whose KV is not computed yet; tokens whose KV lies in pages; tokens that its pages hold; of the next
-# token's index, what an earlier life made; tokens of the answer so far, at most, and before a stop token ends it.
-TOKEN, POSITION, ROOM, ANSWERED, LENGTH, MOST, LEAST = range(7)
+# Columns: token whose KV is not computed yet; tokens whose KV lies in pages; index of the next token, with what an
+# earlier life made; tokens of the answer so far; tokens that its pages hold; tokens of the answer at most, and before
+# a stop token ends it. A step adds one to what lies in ADVANCING.
+TOKEN, POSITION, INDEX, LENGTH, ROOM, MOST, LEAST = range(7)
+ADVANCING = slice(POSITION, ROOM)
 GOES_ON, STOPPED, FULL = range(3)  # m.Token.finish
 
 
@@ -52,8 +54,9 @@ class Rows:
         if row == self._columns.shape[1]:
             self._columns = np.concatenate((self._columns, np.zeros_like(self._columns)), axis=1)
         room = len(j.pages) * self._block_tokens
-        values = (j.next_token, j.context_tokens, room, params.answered, j.token_index + 1, j.max_tokens, j.min_tokens)
-        self._columns[:, row] = values
+        length = j.token_index + 1
+        index = params.answered + length
+        self._columns[:, row] = (j.next_token, j.context_tokens, index, length, room, j.max_tokens, j.min_tokens)
         self._at[j.handle] = row
         self._handles.append(j.handle)
         self._pages.append(j.pages)
@@ -116,17 +119,15 @@ class Rows:
 
     def batch(self) -> DecodeBatch:
         """The live rows' next step, a copy."""
-        live = self._columns[:, : self.live].copy()
-        indices = live[ANSWERED] + live[LENGTH]
-        return DecodeBatch(live[TOKEN], live[POSITION], indices, self._pages[: self.live], self._params[: self.live])
+        tokens, positions, indices = self._columns[: INDEX + 1, : self.live].copy()
+        return DecodeBatch(tokens, positions, indices, self._pages[: self.live], self._params[: self.live])
 
     def advance(self, chosen: Chosen) -> tuple[Token, ...]:
         """The live rows have made these tokens; those that end here are out of the batch."""
         live = self._columns[:, : self.live]
         indices: list[int] = live[LENGTH].tolist()
         live[TOKEN] = chosen.token_ids
-        live[POSITION] += 1
-        live[LENGTH] += 1
+        live[ADVANCING] += 1
         finish: Column = np.where(live[LENGTH] >= live[MOST], FULL, GOES_ON)
         token_ids: list[int] = chosen.token_ids.tolist()
         if not self._stops.keys().isdisjoint(token_ids):
