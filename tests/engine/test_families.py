@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvmesh.engine.batch import DecodeBatch
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.local import GenerateParams, LocalEngine
 from kvmesh.engine.runner import DecodeInput, PrefillInput, SampleParams
@@ -52,7 +53,8 @@ def mixed(stepper: Stepper, path: Path, running: list[int], expected: list[int],
     for length in (37, 5, len(arriving) - 42):
         last = start + length == len(arriving)
         item = PrefillInput(arriving[start : start + length], start, pages, SampleParams() if last else None)
-        [first], [token] = stepper.runner.step([item], [row])
+        [first], chosen = stepper.runner.step([item], DecodeBatch.of([row]))
+        [token] = chosen.tokens()
         row.token_id, row.position = token.token_id, row.position + 1
         answers[0].append(token.token_id)
         start += length
