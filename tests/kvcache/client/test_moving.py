@@ -121,7 +121,7 @@ async def test_what_somebody_reads_stays_until_he_is_done(three: Stores) -> None
         life = (await a.GetStore(pb.GetNodeStoreRequest())).instance.incarnation
         request = pb.LeaseRequest(reader="r", holder_incarnation=life, keys=key, lease_ms=5_000, layout="bytes")
         lease = await a.Lease(request)
-        (stays,) = await client.move([key], to="b", timeout_ms=400)
+        (stays,) = await client.move([key], to="b", timeout_ms=2_000)
         assert stays == Moved(key, held=True, cause="the copy at a stays: it is in use there")
         assert await at(client, key) == [["a", "b"]]
         going = asyncio.ensure_future(client.move([key], to="b"))
