@@ -26,8 +26,8 @@ class SealCopy(Message, frozen=True):
 
 
 class LoadCopy(Message, frozen=True):
-    """Sealed host extents → device pages. Answer LoadCopied. Done before any step or command that is sent later, but
-    not before urgent ones (PushOpen!): pages may be named as complete only once LoadCopied is here, or by a step."""
+    """Sealed host extents → device pages. Answer LoadCopied. Done before any PrefillStep that is sent later, but not
+    before other commands (PushOpen!): pages may be named as complete only once LoadCopied is here, or by that step."""
 
     ticket: int
     extents: tuple[int, ...]
