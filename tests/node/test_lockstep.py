@@ -151,10 +151,10 @@ def test_followers_do_what_the_leader_did_in_every_interleaving(
         tell(leader.lead())
     for follower in followers:
         follower.arrive(len(commands))
-        while follower.turns or follower.model.loaded < follower.model.asked:
-            follower.follow(len(follower.turns))
+        follower.follow(len(follower.turns))
+        while follower.model.loaded < follower.model.asked:
             follower.model.copy(1)
-        follower.follow(0)
+            follower.follow(0)
         said = [what for what in follower.model.did if not isinstance(what, tuple)]
         assert said == commands  # nothing is left behind, nothing overtakes
         assert not follower.order.behind  # type: ignore[union-attr]
