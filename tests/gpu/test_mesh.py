@@ -10,8 +10,8 @@ import pytest
 
 from tests.checkpoints import make_checkpoint
 from tests.gpu import NEEDS_GPU
+from tests.mesh.client import prompt
 from tests.mesh.harness import running_mesh
-from tests.mesh.test_tokens import prompt
 from tests.reference import assert_matches_reference
 
 pytestmark = [*NEEDS_GPU, pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(300)]
