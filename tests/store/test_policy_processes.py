@@ -152,10 +152,10 @@ async def a_frozen_node_hears_of_a_removal_before_it_announces(mesh: Mesh) -> No
 
     async def gone() -> bool:
         assert await mesh.shown(key) == [[]], "it was announced again"
-        return await mesh.truth(key) == [[]]
+        # A node that has just come back may be too slow to be asked where it is, and quick enough to be read.
+        return await mesh.truth(key) == [[]] and await mesh.client.get(key) is None
 
     await until(gone)
-    assert await mesh.client.get(key) is None
     again = await mesh.client.put(value)  # a new life
     assert again == key
     await mesh.at([key], 1)
