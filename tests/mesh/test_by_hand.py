@@ -64,7 +64,8 @@ def by_hand(tmp_path: Path) -> Iterator[ByHand]:
     chosen = {old: str(ports.take()) for old in sorted(set(re.findall(r"\b[78]0\d\d\b", "\n".join(lines))))}
     text = re.sub(r"\b[78]0\d\d\b", lambda found: chosen[found[0]], "\n".join(lines))
     *services, status = [shlex.split(line)[1:] for line in text.splitlines()]
-    assert [line[1] for line in services] == ["store", "conductor", "prefill", "prefill", "decode", "pool", "gateway"]
+    told = ["store", "conductor", "prefill", "prefill", "decode", "coupled", "pool", "gateway"]
+    assert [line[1] for line in services] == told
     env = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "KVMESH_MEMORY_MB": "16"}
     with ExitStack() as stack:
         log = stack.enter_context((tmp_path / "log").open("w"))
@@ -90,6 +91,6 @@ async def test_the_lines_of_the_readme_are_a_mesh(by_hand: ByHand) -> None:
     assert answer.status_code == 200, answer.text
     shown = by_hand.call(*by_hand.status)  # leaves with 1 when anything named there does not answer
     assert re.search(r"^pool-\d+ +pool +0 in 16 MiB ", shown, re.M), shown
-    assert "1 pool node" in shown
+    assert "1 pool node" in shown and re.search(r"^coupled-\d+ ", shown, re.M), shown
     assert "300 tokens, 4 blocks" in by_hand.call("explain", answer.json()["id"], "--conductor", by_hand.conductor)
     assert "2 answered" in by_hand.call("bench", "--url", by_hand.url, "--requests", "2", "--input-tokens", "64")
