@@ -34,8 +34,8 @@ BLOCK_TOKENS, STEPS, WARM = 64, 5, 2
 MAX_PAGES = 64 * (1024 // BLOCK_TOKENS + 1)  # requests of longer contexts share pages: each is read as often as asked
 PROFILED = ((1, 128), (16, 1024), (64, 128))
 KINDS = (
-    ("attention", ("attention", "attend", "index_select", "index_put", "scaled_dot", "kv")),
-    ("products", ("linear", "mm", "matmul", "gemm", "mkldnn", "head")),
+    ("attention", ("attention", "attend", "index_select", "index_put", "scaled_dot", "write_kv")),
+    ("products", ("linear", "mm", "matmul", "gemm", "mkldnn")),
     ("sampling", ("max", "isfinite", "item", "argmax", "topk", "_local_scalar")),
 )
 
