@@ -79,9 +79,8 @@ class _Batch:
         # max passes NaN on: one look at the best logit of each row finds NaN, +inf and rows of -inf.
         bad = ~best.isfinite()
         if self._blocks and self._device.type == "cpu":
-            _check(
-                -bad.to(torch.int64).numpy()
-            )  # what follows wants numbers; elsewhere it is looked at with the tokens
+            # What follows wants numbers; elsewhere it is looked at with the tokens.
+            _check(-bad.to(torch.int64).numpy())
         for block in self._blocks:
             tokens[block.rows] = block.tokens(logits, indices)
         found: Column = tokens.masked_fill(bad, -1).cpu().numpy()
