@@ -121,6 +121,40 @@ class DecodeSample:
     duration_s: float
 
 
+class Outcome(Enum):
+    DONE = "done"
+    CANCELLED = "cancelled"
+    FAILED = "failed"  # an instance is to blame
+    REFUSED = "refused"  # not taken: nobody is
+
+
+@dataclass(frozen=True)
+class RequestOutcome:
+    """How a request really went, seen from decode; see conductor.proto. Seconds; 0 where there is none."""
+
+    request_id: str
+    attempt: int
+    outcome: Outcome
+    output_tokens: int = 0
+    ttft_s: float = 0.0
+    tbt_s: float = 0.0  # mean of the slowest tenth of its intervals
+    mean_tbt_s: float = 0.0
+    duration_s: float = 0.0
+    error: str = ""
+    blamed: str = ""
+
+
+class Lane(Enum):
+    INTERACTIVE = "interactive"
+    BATCH = "batch"  # only what nobody else wants
+
+
+class CordonState(Enum):
+    OPEN = "open"
+    CORDONED = "cordoned"  # no new work; what it holds stays
+    DRAINING = "draining"  # ... and its last replicas move away
+
+
 # ── events ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -147,6 +181,7 @@ class Heartbeat:
     decode_samples: tuple[DecodeSample, ...] = ()
     finished_request_ids: tuple[str, ...] = ()
     tiers: tuple[TierUse, ...] = ()
+    outcomes: tuple[RequestOutcome, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -162,6 +197,13 @@ class Schedule:
     ttft_slo_s: float = 0.0
     tbt_slo_s: float = 0.0
     avoid: frozenset[str] = frozenset()
+    priority: int = 0  # smaller goes first
+    lane: Lane = Lane.INTERACTIVE
+    session: str = ""
+    origin: str = ""
+    tenant: str = ""
+    endpoint: str = ""
+    expected_output_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -199,13 +241,54 @@ class StoreLost:
 
 
 @dataclass(frozen=True)
+class Cordon:
+    """An operator (or what Redis keeps of an operator's word) keeps new work away from an instance."""
+
+    instance_id: str
+    state: CordonState
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Lead:
+    """This conductor orders replication and roles from now on, or (term 0) no longer."""
+
+    term: int
+
+
+@dataclass(frozen=True)
 class Tick:
     pass
 
 
-Event = Register | Heartbeat | Schedule | MembersReset | MemberJoined | MemberGone | Blocks | StoreLost | Tick
+Event = (
+    Register
+    | Heartbeat
+    | Schedule
+    | MembersReset
+    | MemberJoined
+    | MemberGone
+    | Blocks
+    | StoreLost
+    | Cordon
+    | Lead
+    | Tick
+)
 
 # ── actions ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class PredictedLife:
+    """What a placement expects, in seconds from the decision; see conductor.proto."""
+
+    pull_start_s: float = 0.0
+    fetched_s: float = 0.0
+    prefill_start_s: float = 0.0
+    prefill_end_s: float = 0.0
+    first_token_s: float = 0.0
+    end_s: float = 0.0
+    output_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -223,6 +306,8 @@ class Placed:
     decode_pulls: tuple[PullRange, ...] = ()
     load_until: int | None = None  # see `Placement` in conductor.proto
     decode_load_until: int | None = None
+    pull_after_s: float = 0.0
+    life: PredictedLife = field(default_factory=PredictedLife)
 
 
 @dataclass(frozen=True)
@@ -250,7 +335,27 @@ class OutOfStep:
     store_id: str
 
 
-Action = Placed | Refuse | Measured | OutOfStep
+@dataclass(frozen=True)
+class SwitchRole:
+    """Order: that instance takes another role. Only a leader's brain says so."""
+
+    ref: Ref
+    role: Role
+    why: str
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Order: so many holders for these blocks (of one tenant's tag, in the order of the chain), some at `targets`.
+    Only a leader's brain says so."""
+
+    keys: tuple[bytes, ...]
+    source: Ref
+    targets: tuple[Ref, ...]
+    why: str
+
+
+Action = Placed | Refuse | Measured | OutOfStep | SwitchRole | Replicate
 
 
 class Source(IntEnum):
@@ -259,50 +364,3 @@ class Source(IntEnum):
     PREFILL_PUSHES = 1
     AT_DECODE = 2
     DECODE_PULLS = 3
-
-
-@dataclass(frozen=True)
-class TierView:
-    """What GetStatus tells of a lower tier of one instance."""
-
-    use: TierUse
-    indexed_blocks: int
-    block_s: float  # expected, to read one block of its model
-
-
-@dataclass(frozen=True)
-class InstanceView:
-    """What GetStatus tells of one instance."""
-
-    ref: Ref
-    role: Role
-    model: str
-    ready: bool  # may get work now
-    not_ready_reason: str
-    load: Load
-    silent_s: float
-    capacity_blocks: int
-    queue_s: float = 0.0  # predicted
-    pending: int = 0  # placements not reported finished yet
-    indexed_blocks: int = 0  # sealed in its node store's memory in this very life, as the index has it
-    tiers: tuple[TierView, ...] = ()  # below that
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Numbers the brain decides with."""
-
-    lease_s: float = 1.5
-    slo_ttft_s: float = 30.0
-    slo_tbt_s: float = 1.0
-    stall_s: float = 0.75  # a pause between steps longer than this was the conductor's own silence
-    warm_up_s: float = 3.0  # after a start: an unknown model may just not have registered again yet
-    forget_s: float = 60.0  # an instance silent this long leaves the status too
-    pending_timeout_s: float = 15.0  # beyond twice what was predicted, a placement nobody reports is forgotten
-    balancing_threshold: float = (
-        1.0  # fetching is weighed when the best prefix is more than so many times the local one
-    )
-    fetch: Fetch = Fetch.CHEAPER
-    confirmed_s: float = 10.0  # computed blocks count for so long without being announced
-    member_grace_s: float = 5.0  # after a master's restart, for its members to join again
-    max_explained: int = 4096

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmesh.kvcache.tiers import Tier
-from services.conductor.domain import Heartbeat, Life, Measured, PrefillSample, Schedule, Settings
+from services.conductor.domain import Heartbeat, Life, Measured, PrefillSample, Schedule
 from services.conductor.index import Index
 from services.conductor.instance import Instance
 from services.conductor.interference import without_rows_s
@@ -16,6 +16,7 @@ from services.conductor.load import DecodeWork, PrefillWork
 from services.conductor.outgoing import Load, Outgoing
 from services.conductor.placement import Choice
 from services.conductor.routes import Leg, lives_of
+from services.conductor.settings import Settings
 from services.conductor.tiers import TierLoads
 
 MAX_PREDICTED_TOKENS = 4096

@@ -11,8 +11,9 @@ from kvmesh.rpc import runner
 from kvmesh.rpc.pb import conductor_pb2_grpc as pb_grpc
 from kvmesh.rpc.server import Server
 from services.conductor.config import ConductorConfig
-from services.conductor.domain import Event, Fetch, Settings
+from services.conductor.domain import Event, Fetch
 from services.conductor.servicer import ConductorServicer
+from services.conductor.settings import Settings
 from services.conductor.state import ConductorState
 from services.conductor.watch import StoreWatch
 

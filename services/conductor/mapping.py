@@ -1,12 +1,9 @@
-"""Protos to the conductor's domain and back."""
+"""Protos to the conductor's domain; and back, where both ways stand side by side (else mapping_out.py)."""
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.keys import KEY_BYTES, split
-from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import Tier, TierUse, store_name, tier_of
 from kvmesh.rpc.errors import InvalidRequest
 from kvmesh.rpc.pb import common_pb2 as pb_common
@@ -14,25 +11,24 @@ from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import store_pb2 as pb_store
 from services.conductor.domain import (
     Blocks,
+    CordonState,
     DecodeSample,
     Heartbeat,
-    InstanceView,
+    Lane,
     Load,
     Member,
     MemberGone,
     MemberJoined,
     ModelCard,
-    Placed,
+    Outcome,
     PrefillSample,
     Ref,
     Register,
+    RequestOutcome,
     Role,
     Schedule,
-    TierView,
 )
-from services.conductor.explain import Candidate, Decision, WeighedKind
 
-MAX_UINT32 = 0xFFFFFFFF
 MAX_BLOCKS = 1 << 18  # of one prompt
 MAX_REQUEST_ID = 512
 MAX_REASON = 500
@@ -42,7 +38,19 @@ _ROLES = {
     pb_common.ROLE_DECODE: Role.DECODE,
     pb_common.ROLE_BOTH: Role.BOTH,
 }
-_ROLES_OUT = {role: number for number, role in _ROLES.items()}
+_OUTCOMES = {
+    pb.OUTCOME_DONE: Outcome.DONE,
+    pb.OUTCOME_CANCELLED: Outcome.CANCELLED,
+    pb.OUTCOME_FAILED: Outcome.FAILED,
+    pb.OUTCOME_REFUSED: Outcome.REFUSED,
+}
+CORDONS = {
+    pb.CORDON_STATE_UNSPECIFIED: CordonState.OPEN,
+    pb.CORDON_STATE_CORDONED: CordonState.CORDONED,
+    pb.CORDON_STATE_DRAINING: CordonState.DRAINING,
+}
+CORDONS_OUT = {state: number for number, state in CORDONS.items()}
+ROLES_OUT = {role: number for number, role in _ROLES.items()}
 
 
 def ref_in(ref: pb_common.InstanceRef) -> Ref:
@@ -133,6 +141,23 @@ def heartbeat_in(request: pb.HeartbeatRequest) -> Heartbeat:
             for t in request.tiers[: len(Tier)]
             if (tier := tier_of(t.tier)) not in (None, Tier.DRAM)
         ),
+        outcomes=tuple(outcome_in(o) for o in request.outcomes if o.outcome in _OUTCOMES),
+    )
+
+
+def outcome_in(told: pb.RequestOutcome) -> RequestOutcome:
+    """How a request ended."""
+    return RequestOutcome(
+        told.request_id,
+        told.attempt,
+        _OUTCOMES[told.outcome],
+        told.output_tokens,
+        told.ttft_us / 1e6,
+        told.tbt_us / 1e6,
+        told.mean_tbt_us / 1e6,
+        told.duration_us / 1e6,
+        told.error,
+        told.blamed,
     )
 
 
@@ -197,80 +222,13 @@ def schedule_in(request: pb.ScheduleRequest) -> Schedule:
         ttft_slo_s=request.ttft_slo_ms / 1000,
         tbt_slo_s=request.tbt_slo_ms / 1000,
         avoid=frozenset(request.avoid_instance_ids),
-    )
-
-
-def placement_out(placed: Placed) -> pb.Placement:
-    """As the gateway carries it to decode, and decode to prefill."""
-    return pb.Placement(
-        prefill=ref_out(placed.prefill),
-        decode=ref_out(placed.decode),
-        predicted_ttft_ms=_ms(placed.ttft_s),
-        predicted_tbt_ms=_ms(placed.tbt_s),
-        predicted_cached_tokens=placed.cached_tokens,
-        sources=placed.sources,
-        pulls=[range_out(r) for r in placed.pulls],
-        decode_pulls=[range_out(r) for r in placed.decode_pulls],
-        load_until=placed.load_until,
-        decode_load_until=placed.decode_load_until,
-    )
-
-
-def range_out(r: PullRange) -> pb_common.PullRange:
-    """Blocks and their holder."""
-    holder = pb_common.InstanceRef(instance_id=r.instance_id, address=r.address, incarnation=r.incarnation)
-    tier: Any = r.tier.value
-    return pb_common.PullRange(holder=holder, first_block=r.first_block, blocks=r.blocks, tier=tier)
-
-
-def decision_out(decision: Decision, now: float) -> pb.ExplainResponse:
-    """What Explain answers."""
-    answer = pb.ExplainResponse(
-        request_id=decision.request_id,
-        attempt=decision.attempt,
-        model=decision.model,
-        outcome=decision.outcome,
-        message=decision.message,
-        prompt_tokens=max(0, decision.prompt_tokens),
-        prompt_blocks=decision.prompt_blocks,
-        best_prefix_blocks=decision.best_prefix_blocks,
-        candidates=[_candidate_out(decision, c) for c in decision.candidates],
-        age_ms=_ms(max(0.0, now - decision.at)),
-        kinds=[_kind_out(decision, kind) for kind in decision.kinds],
-    )
-    if decision.placed is not None:
-        answer.placement.CopyFrom(placement_out(decision.placed))
-    if decision.sample is not None:
-        answer.cached_tokens = decision.sample.cached_tokens
-        answer.prefill_ms = _ms(decision.sample.duration_s)
-        answer.reported = True
-    return answer
-
-
-def _kind_out(decision: Decision, kind: WeighedKind) -> pb.WeighedKind:
-    return pb.WeighedKind(
-        kind=kind.kind.value,
-        prefill=ref_out(kind.prefill),
-        decode=ref_out(kind.decode),
-        chosen=decision.is_chosen_kind(kind),
-        verdict=decision.kind_verdict(kind),
-        cost_ms=kind.cost_s * 1000,
-        terms=[pb.Term(name=name, value=value) for name, value in kind.named_terms().items()],
-    )
-
-
-def _candidate_out(decision: Decision, candidate: Candidate) -> pb.Candidate:
-    return pb.Candidate(
-        instance=ref_out(candidate.ref),
-        role=_ROLES_OUT[candidate.role],
-        chosen=decision.is_chosen(candidate),
-        verdict=decision.verdict(candidate),
-        score_ms=candidate.score_s * 1000,
-        terms=[pb.Term(name=name, value=value) for name, value in candidate.named_terms().items()],
-        local_blocks=candidate.local_blocks,
-        pulled_blocks=candidate.pulled_blocks,
-        loaded_blocks=candidate.loaded_blocks,
-        tier=candidate.tier.value if candidate.tier is not Tier.DRAM else 0,  # type: ignore[arg-type]
+        priority=request.priority,
+        lane=Lane.BATCH if request.lane == pb.LANE_BATCH else Lane.INTERACTIVE,
+        session=request.session,
+        origin=request.origin,
+        tenant=request.tenant,
+        endpoint=request.endpoint,
+        expected_output_tokens=request.expected_output_tokens,
     )
 
 
@@ -309,37 +267,3 @@ def blocks_in(told: pb_store.Announcement) -> Blocks | None:
             told.more,
         )
     )
-
-
-def view_out(view: InstanceView) -> pb.InstanceStatus:
-    """One line of GetStatus."""
-    return pb.InstanceStatus(
-        instance=ref_out(view.ref),
-        role=_ROLES_OUT[view.role],
-        model=view.model,
-        ready=view.ready,
-        not_ready_reason=view.not_ready_reason,
-        load=load_out(view.load),
-        silent_ms=_ms(view.silent_s),
-        capacity_blocks=view.capacity_blocks,
-        indexed_blocks=view.indexed_blocks,
-        tiers=[_tier_out(tier) for tier in view.tiers],
-    )
-
-
-def _tier_out(view: TierView) -> pb.IndexedTier:
-    use, number = view.use, cast(Any, view.use.tier.value)
-    usage = pb_store.TierUsage(
-        tier=number,
-        capacity_bytes=use.capacity_bytes,
-        used_bytes=use.used_bytes,
-        blocks=use.blocks,
-        read_ns=use.read_ns,
-        bytes_per_s=use.bytes_per_s,
-    )
-    return pb.IndexedTier(usage=usage, indexed_blocks=view.indexed_blocks, expected_ms=view.block_s * 1000)
-
-
-def _ms(seconds: float) -> int:
-    """Rounded up: a prediction of 0 ms would read as none."""
-    return min(MAX_UINT32, -int(-seconds * 1000 // 1))

@@ -15,8 +15,19 @@ from kvmesh.rpc.metadata import context_from_metadata
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2_grpc as pb_grpc
 from kvmesh.telemetry import names, spans
-from services.conductor import domain, mapping
-from services.conductor.domain import Event, Measured, OutOfStep, Placed, Refuse, Role, Tick
+from services.conductor import domain, mapping, mapping_out
+from services.conductor.domain import (
+    Action,
+    Event,
+    Measured,
+    OutOfStep,
+    Placed,
+    Refuse,
+    Replicate,
+    Role,
+    SwitchRole,
+    Tick,
+)
 from services.conductor.state import ConductorState
 
 log = logging.getLogger(__name__)
@@ -39,6 +50,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         self._lease_ms = lease_ms
         self._clock = clock
         self._store_status = store_status
+        self.orders: list[Action] = []  # what the brain wants done elsewhere; whoever carries it out takes it
 
     def deliver(self, event: Event) -> Placed | None:
         """Hand an event to the brain; raises the error that answers it (Unavailable: the master's stream must start
@@ -52,6 +64,8 @@ class ConductorServicer(pb_grpc.ConductorServicer):
                     raise error
                 case OutOfStep(store_id):
                     raise Unavailable(f"an announcement of {store_id!r} does not follow what is known of it")
+                case SwitchRole() | Replicate():
+                    self.orders.append(action)
                 case Measured(_, predicted_s, actual_s):
                     names.CONDUCTOR_TTFT_ERROR.observe(abs(predicted_s - actual_s))
         return placed
@@ -97,7 +111,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         outcome, failure = "placed", ""
         try:
             placed = self._place(mapping.schedule_in(request), attributes)
-            return pb.ScheduleResponse(placement=mapping.placement_out(placed))
+            return pb.ScheduleResponse(placement=mapping_out.placement_out(placed))
         except Exception as err:
             outcome, failure = getattr(err, "code", "internal"), str(err)
             attributes[names.ERROR_TYPE] = outcome
@@ -138,7 +152,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         if decision is None:
             text = f"request_id={request.request_id!r}: no decision on it here, or it was forgotten"
             raise UnknownRequest(text, field="request_id")
-        return mapping.decision_out(decision, self._clock())
+        return mapping_out.decision_out(decision, self._clock())
 
     async def GetStatus(  # noqa: N802
         self, request: pb.GetConductorStatusRequest, context: Any
@@ -146,5 +160,20 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         """Every instance known here, and how the store master is reached."""
         views = self._state.views(self._clock())
         return pb.GetConductorStatusResponse(
-            instances=[mapping.view_out(view) for view in views], store_master=self._store_status()
+            instances=[mapping_out.view_out(view) for view in views], store_master=self._store_status()
         )
+
+    async def Cordon(self, request: pb.CordonRequest, context: Any) -> pb.CordonResponse:  # noqa: N802
+        """Raises InvalidRequest, UnknownInstance."""
+        if request.state not in mapping.CORDONS:
+            raise InvalidRequest.of("state", request.state, "must be open (0), cordoned or draining")
+        was = self._state.cordon_of(request.instance_id)
+        self.deliver(domain.Cordon(request.instance_id, mapping.CORDONS[request.state], request.reason))
+        return pb.CordonResponse(was=mapping.CORDONS_OUT[was])
+
+    async def GetScaleHints(  # noqa: N802
+        self, request: pb.GetScaleHintsRequest, context: Any
+    ) -> pb.GetScaleHintsResponse:
+        """What each pool wants."""
+        hints = self._state.hints(self._clock())
+        return pb.GetScaleHintsResponse(hints=[mapping_out.hint_out(hint) for hint in hints])

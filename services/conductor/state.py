@@ -8,42 +8,40 @@ import random
 from collections.abc import Iterable, Sequence
 
 from kvmesh.kvcache.announce import Announcement
-from kvmesh.kvcache.tiers import Tier, split_name
-from kvmesh.rpc.errors import InvalidRequest, KvmeshError, UnknownInstance
-from services.conductor import explain, kinds, routes
+from kvmesh.kvcache.tiers import split_name
+from kvmesh.rpc.errors import KvmeshError, UnknownInstance
+from services.conductor.balance import Hint
 from services.conductor.domain import (
     Action,
     Blocks,
+    Cordon,
+    CordonState,
     Heartbeat,
-    InstanceView,
+    Lead,
     Life,
-    Member,
     MemberGone,
     MemberJoined,
     MembersReset,
     ModelCard,
     OutOfStep,
-    Placed,
     Refuse,
     Register,
     Schedule,
-    Settings,
     StoreLost,
     Tick,
-    TierView,
 )
 from services.conductor.domain import Event as Event
 from services.conductor.explain import Decision, Explanations
 from services.conductor.fleet import Fleet
-from services.conductor.index import Index, Place, Survey, bits
+from services.conductor.health import Breakers, Cordons
+from services.conductor.index import Index
 from services.conductor.instance import Instance
-from services.conductor.kinds import Found
 from services.conductor.ledger import Ledger
 from services.conductor.members import Members
-from services.conductor.placement import Choice, Terms
-from services.conductor.refusals import refuse_unplaceable
-from services.conductor.routes import Mesh
+from services.conductor.scheduling import Known, Scheduling
+from services.conductor.settings import Settings
 from services.conductor.tiers import TierLoads
+from services.conductor.views import InstanceView, TierView
 
 
 class ConductorState:
@@ -51,8 +49,6 @@ class ConductorState:
 
     def __init__(self, settings: Settings, rng: random.Random, now: float) -> None:
         self._settings = settings
-        self._rng = rng
-        self._started_at = now
         self._stepped_at = now
         self._fleet = Fleet()
         self._members = Members(settings.member_grace_s)
@@ -60,6 +56,19 @@ class ConductorState:
         self._tiers = TierLoads()
         self._ledger = Ledger(settings, self._index, self._tiers)
         self._explanations = Explanations(settings.max_explained)
+        self._cordons = Cordons()
+        self._breakers = Breakers(settings.breaker)
+        self._term = 0
+        known = Known(
+            self._fleet,
+            self._members,
+            self._index,
+            self._tiers,
+            self._ledger,
+            self._explanations,
+            self.why_not,
+        )
+        self.scheduling = Scheduling(settings, rng, known, now)
 
     # ── what the outside may ask ──────────────────────────────────────────────────────────────────
 
@@ -100,6 +109,10 @@ class ConductorState:
             pending=len(i.queue.works) + len(i.batch.works),
             indexed_blocks=self._index.count(i.ref.life),
             tiers=self._tier_views(i, now),
+            cordon=self._cordons.of(i.ref.instance_id)[0],
+            cordon_reason=self._cordons.of(i.ref.instance_id)[1],
+            breaker=self._breakers.why_not(i.ref.life, now),
+            tbt_s=i.decode.predict(i.batch.requests, i.batch.context_tokens) if i.batch.requests else 0.0,
         )
 
     def _tier_views(self, i: Instance, now: float) -> tuple[TierView, ...]:
@@ -119,7 +132,15 @@ class ConductorState:
             return f"silent for {silent_s * 1000:.0f} ms"
         if not instance.ready:
             return instance.not_ready_reason or "says it is not ready"
-        return ""
+        return self._cordons.why_not(instance.ref.instance_id) or self._breakers.why_not(instance.ref.life, now)
+
+    def cordon_of(self, instance_id: str) -> CordonState:
+        """What an operator has said of it."""
+        return self._cordons.of(instance_id)[0]
+
+    def hints(self, now: float) -> Sequence[Hint]:
+        """How many instances each pool wants."""
+        return self.scheduling.balance.hints([i for i in self._fleet if not self.why_not(i, now)], now)
 
     # ── events ────────────────────────────────────────────────────────────────────────────────────
 
@@ -129,7 +150,7 @@ class ConductorState:
         self._forgive_own_stall(now)
         match event:
             case Schedule():
-                return [self._schedule(event, now)]
+                return [self.scheduling.schedule(event, now)]
             case Heartbeat():
                 return self._heartbeat(event, now)
             case Blocks(announcement):
@@ -147,8 +168,14 @@ class ConductorState:
                 self._lose([life])
             case StoreLost():
                 self._members.lost()
+            case Cordon():
+                return self._cordon(event)
+            case Lead(term):
+                self._term = term
             case Tick():
                 self._expire(now)
+                able = [i for i in self._fleet if not self.why_not(i, now)]
+                return self.scheduling.balance.tick(able, self._index, now, leads=self._term > 0)
         return []
 
     def _forgive_own_stall(self, now: float) -> None:
@@ -178,6 +205,10 @@ class ConductorState:
             return [Refuse(UnknownInstance(f"{who} is not registered here: register again"))]
         instance.last_seen = now
         measured = self._ledger.learn(instance, beat, now)
+        for one in measured:
+            self.scheduling.measured(one, now)
+        for outcome in beat.outcomes:
+            self._breakers.heard(outcome, now)
         for sample in beat.prefill_samples:
             self._explanations.report(instance.ref, sample)
         for request_id in beat.finished_request_ids:
@@ -193,129 +224,17 @@ class ConductorState:
             instance.batch.report(beat.load, now, instance.queue.works)
         return list(measured)
 
+    def _cordon(self, event: Cordon) -> list[Action]:
+        if self._fleet.named(event.instance_id) is None and not self._cordons.why_not(event.instance_id):
+            text = f"instance_id={event.instance_id!r}: no such instance is registered here"
+            return [Refuse(UnknownInstance(text, field="instance_id"))]
+        self._cordons.put(event.instance_id, event.state, event.reason)
+        return []
+
     def _hear(self, announcement: Announcement) -> bool:
         instance = self._fleet.of((split_name(announcement.store_id)[0], announcement.incarnation))
         life, slot = (None, None) if instance is None else (instance.ref.life, instance.slot)
         return self._index.hear(announcement, life, slot, ended=self._members.ended)
-
-    # ── placing ───────────────────────────────────────────────────────────────────────────────────
-
-    def _schedule(self, request: Schedule, now: float) -> Placed | Refuse:
-        self._ledger.outgoing.expire(now)
-        serving = (
-            self._fleet.serving(request.model, lambda i: self.why_not(i, now)) if request.prompt_tokens > 0 else []
-        )
-        why = {i.ref.instance_id: self.why_not(i, now) for i in serving}
-        terms = Terms(
-            request.ttft_slo_s or self._settings.slo_ttft_s,
-            request.tbt_slo_s or self._settings.slo_tbt_s,
-            self._settings.balancing_threshold,
-            now,
-            self._rng,
-            self._settings.fetch,
-        )
-        mesh, found = None, None
-        answer: Placed | Refuse | None = self._refused(request, serving, why, now)
-        if answer is None:
-            self._ledger.withdraw(request.request_id, now)
-            mesh = self._mesh(self._index.survey(request.keys), request, now)
-            found = self._weigh(request, serving, why, mesh, terms)
-            answer = self._answer(request, found.answer, now)
-        self._explanations.keep(
-            explain.decided(
-                request,
-                answer,
-                explain.candidates_of(request, serving, why, found, terms.ttft_slo_s),
-                kinds=explain.kinds_of(found, request.max_tokens),
-                best_prefix=mesh.survey.reach(mesh.anywhere) if mesh is not None else 0,
-                ttft_slo_s=terms.ttft_slo_s,
-                tbt_slo_s=terms.tbt_slo_s,
-                now=now,
-            )
-        )
-        return answer
-
-    def _refused(
-        self, request: Schedule, serving: Sequence[Instance], why: dict[str, str], now: float
-    ) -> Refuse | None:
-        """Why this request can be weighed nowhere."""
-        if refused := _bad_keys(request, serving):
-            return refused
-        prefills, decodes = _able(request, serving, why)
-        if prefills and decodes:
-            return None
-        if any(i.alone_tokens for i in decodes):
-            mesh = self._mesh(self._index.survey(request.keys), request, now)
-            if kinds.possible(request, prefills, decodes, self._places(decodes), mesh):
-                return None
-        known = request.model in self._fleet.known_models
-        fresh = now - self._started_at < self._settings.warm_up_s or not len(self._fleet)
-        return refuse_unplaceable(request, serving, why, known or fresh, self._fleet.known_models)
-
-    def _weigh(
-        self, request: Schedule, serving: Sequence[Instance], why: dict[str, str], mesh: Mesh, terms: Terms
-    ) -> Found:
-        prefills, decodes = _able(request, serving, why)
-        return kinds.choose(request, prefills, decodes, self._places((*prefills, *decodes)), mesh, terms)
-
-    def _places(self, instances: Iterable[Instance]) -> dict[str, Place]:
-        return {i.ref.instance_id: self._index.place_of(i.ref.life, i.slot) for i in instances}
-
-    def _mesh(self, survey: Survey, request: Schedule, now: float) -> Mesh:
-        """Who among the holders of these blocks may be asked for them."""
-        holders, slots = {}, dict.fromkeys(Tier, 0)
-        for slot in bits(survey.everyone):
-            name = self._index.truth.store_of(slot)
-            holder = self._holder(name, now)
-            if holder is not None and holder.ref.instance_id not in request.avoid:
-                holders[slot] = holder
-                slots[split_name(name)[1]] |= 1 << slot
-        lower = tuple((tier, found) for tier, found in slots.items() if found and tier is not Tier.DRAM)
-
-        def tier_load(life: Life, tier: Tier, nbytes: int) -> float:
-            return self._tiers.seconds(life, tier, nbytes, now)
-
-        return Mesh(survey, holders, slots[Tier.DRAM], self._ledger.outgoing, lower, tier_load)
-
-    def _holder(self, store_name: str, now: float) -> Member | None:
-        """That store's owner, when the life that announced its blocks is a member, and ready if it is an instance."""
-        store_id = split_name(store_name)[0]
-        member, instance = self._members.member(store_id), self._fleet.named(store_id)
-        if member is None or self._index.truth.incarnation(store_name) != member.ref.incarnation:
-            return None
-        if instance is not None and (instance.ref.life != member.ref.life or self.why_not(instance, now)):
-            return None
-        return member
-
-    def _answer(self, request: Schedule, choice: Choice | Refuse, now: float) -> Placed | Refuse:
-        if isinstance(choice, Refuse):
-            return choice
-        self._ledger.commit(request, choice, now)
-        p, d = choice.prefill, choice.decode
-        terms = {
-            "queue_ms": p.queue_s * 1000,
-            "pull_ms": p.pull_s * 1000,
-            "load_ms": p.load_s * 1000,
-            "prefill_ms": p.prefill_s * 1000,
-            "transfer_tail_ms": p.tail_s * 1000,
-            "landing_wait_ms": d.landing_wait_s * 1000,
-            "decode_load_ms": choice.decode_load_s * 1000,
-            "stall_ms": p.shared.stall_s * 1000,
-        }
-        blocks = p.instance.blocks_for(request.prompt_tokens)
-        return Placed(
-            p.instance.ref,
-            d.instance.ref,
-            choice.ttft_s,
-            d.tbt_s,
-            p.cached_tokens,
-            terms,
-            routes.sources(blocks, d.at_decode, choice.decode_fetched_to),
-            tuple(leg.range for leg in p.legs),
-            tuple(leg.range for leg in choice.decode_legs),
-            choice.load_until,
-            choice.decode_load_until,
-        )
 
     # ── forgetting ────────────────────────────────────────────────────────────────────────────────
 
@@ -325,6 +244,7 @@ class ConductorState:
         for life in lives:
             self._index.drop(life)
             self._tiers.drop(life)
+            self._breakers.drop(life)
             instance = self._fleet.of(life)
             if instance is not None:
                 self._ledger.lost(instance)
@@ -354,22 +274,3 @@ class ConductorState:
             self._ledger.expire(instance, now)
             if now - instance.last_seen > self._settings.forget_s:
                 self._forget(instance)
-
-
-def _able(request: Schedule, serving: Sequence[Instance], why: dict[str, str]) -> tuple[list[Instance], list[Instance]]:
-    """Who could prefill it, who could decode it."""
-    usable = [i for i in serving if not why[i.ref.instance_id]]
-    return (
-        [i for i in usable if i.role.prefills and i.can_prefill(request.prompt_tokens)],
-        [i for i in usable if i.role.decodes and i.can_decode(request.prompt_tokens)],
-    )
-
-
-def _bad_keys(request: Schedule, serving: Sequence[Instance]) -> Refuse | None:
-    if request.prompt_tokens < 1:
-        return Refuse(InvalidRequest.of("prompt_tokens", request.prompt_tokens, "must be at least 1"), "invalid")
-    if serving and len(request.keys) > request.prompt_tokens // serving[0].model.block_tokens:
-        full = request.prompt_tokens // serving[0].model.block_tokens
-        why = f"{request.prompt_tokens} prompt tokens have {full} full blocks"
-        return Refuse(InvalidRequest.of("block_keys", len(request.keys), why), "invalid")
-    return None

@@ -92,6 +92,7 @@ def start_prefill(
     ask.pulls.extend(start.placement.pulls)
     if start.placement.HasField("load_until"):
         ask.load_until = start.placement.load_until
+    ask.pull_after_ms = start.placement.pull_after_ms
     return message
 
 

@@ -22,9 +22,9 @@ from services.conductor.domain import (
     Register,
     Role,
     Schedule,
-    Settings,
     Tick,
 )
+from services.conductor.settings import Settings
 from services.conductor.state import ConductorState
 
 BLOCK = 16

@@ -245,6 +245,8 @@ async def test_hostile_callers_break_nothing(mesh: Mesh) -> None:
         "ListModels": conductor_pb2.ListModelsRequest(),
         "GetStatus": conductor_pb2.GetConductorStatusRequest(),
         "Explain": conductor_pb2.ExplainRequest(request_id="r"),
+        "Cordon": conductor_pb2.CordonRequest(instance_id="r"),
+        "GetScaleHints": conductor_pb2.GetScaleHintsRequest(),
     }
     async with channels.connect(mesh.conductor_service.address) as channel:
         seen = await hostile.assault(channel, SERVICE, valid, seed=7, rounds=12)

@@ -8,7 +8,7 @@ import pytest
 
 from kvmesh.kvcache.tiers import Tier
 from services.conductor.domain import Placed, PrefillSample, Source
-from services.conductor.mapping import placement_out
+from services.conductor.mapping_out import placement_out
 from services.conductor.routes import tier_life
 from tests.conductor.brain import BLOCK, IDLE, Brain
 from tests.conductor.sharing import BYTES, LONG, X, mesh, monotone

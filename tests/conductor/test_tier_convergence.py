@@ -19,9 +19,10 @@ from kvmesh.kvcache.tiers import Tier, store_name
 from kvmesh.node.announcing import to_proto
 from kvmesh.rpc.errors import UnknownInstance
 from kvmesh.rpc.pb import store_pb2 as pb
-from services.conductor.domain import Event, Life, OutOfStep, Settings, StoreLost
+from services.conductor.domain import Event, Life, OutOfStep, StoreLost
 from services.conductor.domain import Tick as Later
 from services.conductor.index import Index
+from services.conductor.settings import Settings
 from services.conductor.state import ConductorState
 from services.conductor.watch import _Follower
 from services.store import domain, mapping

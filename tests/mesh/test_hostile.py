@@ -244,6 +244,8 @@ async def test_store_master_and_conductor(mesh: Running) -> None:
         "ListModels": conductor_pb2.ListModelsRequest(),
         "GetStatus": conductor_pb2.GetConductorStatusRequest(),
         "Explain": conductor_pb2.ExplainRequest(request_id="x"),
+        "Cordon": conductor_pb2.CordonRequest(instance_id="x"),
+        "GetScaleHints": conductor_pb2.GetScaleHintsRequest(),
     }
     async with connect(mesh.mesh.addresses["conductor"]) as channel:
         await hostile.assault(channel, service(conductor_pb2, "Conductor"), conductor, seed=3, rounds=15, borne=ENDS)

@@ -21,6 +21,56 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Outcome:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    OUTCOME_UNSPECIFIED: _Outcome.ValueType  # 0
+    OUTCOME_DONE: _Outcome.ValueType  # 1
+    """answered to its end"""
+    OUTCOME_CANCELLED: _Outcome.ValueType  # 2
+    """the client left"""
+    OUTCOME_FAILED: _Outcome.ValueType  # 3
+    """an error that an instance is to blame for: `blamed`"""
+    OUTCOME_REFUSED: _Outcome.ValueType  # 4
+    """not taken (queue, memory, deadline), nobody is to blame"""
+
+class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper): ...
+
+OUTCOME_UNSPECIFIED: Outcome.ValueType  # 0
+OUTCOME_DONE: Outcome.ValueType  # 1
+"""answered to its end"""
+OUTCOME_CANCELLED: Outcome.ValueType  # 2
+"""the client left"""
+OUTCOME_FAILED: Outcome.ValueType  # 3
+"""an error that an instance is to blame for: `blamed`"""
+OUTCOME_REFUSED: Outcome.ValueType  # 4
+"""not taken (queue, memory, deadline), nobody is to blame"""
+Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
+
+class _Lane:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LaneEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Lane.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LANE_UNSPECIFIED: _Lane.ValueType  # 0
+    """as INTERACTIVE"""
+    LANE_INTERACTIVE: _Lane.ValueType  # 1
+    LANE_BATCH: _Lane.ValueType  # 2
+    """only what nobody else wants; no SLO of its own"""
+
+class Lane(_Lane, metaclass=_LaneEnumTypeWrapper): ...
+
+LANE_UNSPECIFIED: Lane.ValueType  # 0
+"""as INTERACTIVE"""
+LANE_INTERACTIVE: Lane.ValueType  # 1
+LANE_BATCH: Lane.ValueType  # 2
+"""only what nobody else wants; no SLO of its own"""
+Global___Lane: _TypeAlias = Lane  # noqa: Y015
+
 class _BlockSource:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -40,6 +90,29 @@ BLOCK_SOURCE_PREFILL_PUSHES: BlockSource.ValueType  # 1
 BLOCK_SOURCE_AT_DECODE: BlockSource.ValueType  # 2
 BLOCK_SOURCE_DECODE_PULLS: BlockSource.ValueType  # 3
 Global___BlockSource: _TypeAlias = BlockSource  # noqa: Y015
+
+class _CordonState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CordonStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CordonState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CORDON_STATE_UNSPECIFIED: _CordonState.ValueType  # 0
+    """takes work"""
+    CORDON_STATE_CORDONED: _CordonState.ValueType  # 1
+    """no new work; what runs and what it holds stays"""
+    CORDON_STATE_DRAINING: _CordonState.ValueType  # 2
+    """... and its last replicas move away"""
+
+class CordonState(_CordonState, metaclass=_CordonStateEnumTypeWrapper): ...
+
+CORDON_STATE_UNSPECIFIED: CordonState.ValueType  # 0
+"""takes work"""
+CORDON_STATE_CORDONED: CordonState.ValueType  # 1
+"""no new work; what runs and what it holds stays"""
+CORDON_STATE_DRAINING: CordonState.ValueType  # 2
+"""... and its last replicas move away"""
+Global___CordonState: _TypeAlias = CordonState  # noqa: Y015
 
 @_typing.final
 class RegisterInstanceRequest(_message.Message):
@@ -129,6 +202,7 @@ class HeartbeatRequest(_message.Message):
     FINISHED_REQUEST_IDS_FIELD_NUMBER: _builtins.int
     NOT_READY_REASON_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
+    OUTCOMES_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     ready: _builtins.bool
     not_ready_reason: _builtins.str
@@ -151,6 +225,10 @@ class HeartbeatRequest(_message.Message):
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[_store_pb2.TierUsage]:
         """of its node store, below DRAM"""
 
+    @_builtins.property
+    def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestOutcome]:
+        """of requests that ended at this decode (or coupled) instance since then"""
+
     def __init__(
         self,
         *,
@@ -163,14 +241,68 @@ class HeartbeatRequest(_message.Message):
         finished_request_ids: _abc.Iterable[_builtins.str] | None = ...,
         not_ready_reason: _builtins.str = ...,
         tiers: _abc.Iterable[_store_pb2.TierUsage] | None = ...,
+        outcomes: _abc.Iterable[Global___RequestOutcome] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_samples", b"decode_samples", "finished_request_ids", b"finished_request_ids", "instance", b"instance", "load", b"load", "not_ready_reason", b"not_ready_reason", "prefill_samples", b"prefill_samples", "ready", b"ready", "seq", b"seq", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_samples", b"decode_samples", "finished_request_ids", b"finished_request_ids", "instance", b"instance", "load", b"load", "not_ready_reason", b"not_ready_reason", "outcomes", b"outcomes", "prefill_samples", b"prefill_samples", "ready", b"ready", "seq", b"seq", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeartbeatRequest: _TypeAlias = HeartbeatRequest  # noqa: Y015
+
+@_typing.final
+class RequestOutcome(_message.Message):
+    """How a request really went, seen from decode."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    BLAMED_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    TTFT_US_FIELD_NUMBER: _builtins.int
+    TBT_US_FIELD_NUMBER: _builtins.int
+    MEAN_TBT_US_FIELD_NUMBER: _builtins.int
+    DURATION_US_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    attempt: _builtins.int
+    outcome: Global___Outcome.ValueType
+    error: _builtins.str
+    """code of the error, "" when there was none"""
+    blamed: _builtins.str
+    """instance_id of the one that failed it"""
+    output_tokens: _builtins.int
+    ttft_us: _builtins.int
+    """from its arrival at decode; 0: no token"""
+    tbt_us: _builtins.int
+    """mean of the slowest tenth of its intervals between tokens; 0: fewer than two tokens"""
+    mean_tbt_us: _builtins.int
+    duration_us: _builtins.int
+    """from its arrival at decode to its end"""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        outcome: Global___Outcome.ValueType = ...,
+        error: _builtins.str = ...,
+        blamed: _builtins.str = ...,
+        output_tokens: _builtins.int = ...,
+        ttft_us: _builtins.int = ...,
+        tbt_us: _builtins.int = ...,
+        mean_tbt_us: _builtins.int = ...,
+        duration_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "blamed", b"blamed", "duration_us", b"duration_us", "error", b"error", "mean_tbt_us", b"mean_tbt_us", "outcome", b"outcome", "output_tokens", b"output_tokens", "request_id", b"request_id", "tbt_us", b"tbt_us", "ttft_us", b"ttft_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestOutcome: _TypeAlias = RequestOutcome  # noqa: Y015
 
 @_typing.final
 class Load(_message.Message):
@@ -338,6 +470,12 @@ class ScheduleRequest(_message.Message):
     TBT_SLO_MS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     AVOID_INSTANCE_IDS_FIELD_NUMBER: _builtins.int
+    LANE_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    ORIGIN_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     model: _builtins.str
@@ -349,6 +487,16 @@ class ScheduleRequest(_message.Message):
     """0: the conductor's default"""
     tbt_slo_ms: _builtins.int
     priority: _builtins.int
+    lane: Global___Lane.ValueType
+    session: _builtins.str
+    """requests of one conversation; "": none told"""
+    origin: _builtins.str
+    """requests that share much of their prompts (an application, a document); "": none told"""
+    tenant: _builtins.str
+    """with `endpoint`: whose answers are of similar length"""
+    endpoint: _builtins.str
+    expected_output_tokens: _builtins.int
+    """the client's own guess; 0: none"""
     @_builtins.property
     def avoid_instance_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """failed an earlier attempt"""
@@ -366,14 +514,63 @@ class ScheduleRequest(_message.Message):
         tbt_slo_ms: _builtins.int = ...,
         priority: _builtins.int = ...,
         avoid_instance_ids: _abc.Iterable[_builtins.str] | None = ...,
+        lane: Global___Lane.ValueType = ...,
+        session: _builtins.str = ...,
+        origin: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        endpoint: _builtins.str = ...,
+        expected_output_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "avoid_instance_ids", b"avoid_instance_ids", "block_keys", b"block_keys", "max_tokens", b"max_tokens", "model", b"model", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "tbt_slo_ms", b"tbt_slo_ms", "ttft_slo_ms", b"ttft_slo_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "avoid_instance_ids", b"avoid_instance_ids", "block_keys", b"block_keys", "endpoint", b"endpoint", "expected_output_tokens", b"expected_output_tokens", "lane", b"lane", "max_tokens", b"max_tokens", "model", b"model", "origin", b"origin", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session", b"session", "tbt_slo_ms", b"tbt_slo_ms", "tenant", b"tenant", "ttft_slo_ms", b"ttft_slo_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ScheduleRequest: _TypeAlias = ScheduleRequest  # noqa: Y015
+
+@_typing.final
+class PredictedLife(_message.Message):
+    """What a placement expects to happen, in milliseconds from the decision."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PULL_START_MS_FIELD_NUMBER: _builtins.int
+    FETCHED_MS_FIELD_NUMBER: _builtins.int
+    PREFILL_START_MS_FIELD_NUMBER: _builtins.int
+    PREFILL_END_MS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_MS_FIELD_NUMBER: _builtins.int
+    END_MS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    pull_start_ms: _builtins.int
+    """fetching begins (at once, while queued, or just before its turn)"""
+    fetched_ms: _builtins.int
+    """all that is fetched is in memory; 0: nothing is fetched"""
+    prefill_start_ms: _builtins.int
+    prefill_end_ms: _builtins.int
+    first_token_ms: _builtins.int
+    """decode has the KV and the first token"""
+    end_ms: _builtins.int
+    output_tokens: _builtins.int
+    """predicted length of the answer"""
+    def __init__(
+        self,
+        *,
+        pull_start_ms: _builtins.int = ...,
+        fetched_ms: _builtins.int = ...,
+        prefill_start_ms: _builtins.int = ...,
+        prefill_end_ms: _builtins.int = ...,
+        first_token_ms: _builtins.int = ...,
+        end_ms: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_ms", b"end_ms", "fetched_ms", b"fetched_ms", "first_token_ms", b"first_token_ms", "output_tokens", b"output_tokens", "prefill_end_ms", b"prefill_end_ms", "prefill_start_ms", b"prefill_start_ms", "pull_start_ms", b"pull_start_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PredictedLife: _TypeAlias = PredictedLife  # noqa: Y015
 
 @_typing.final
 class Placement(_message.Message):
@@ -389,6 +586,8 @@ class Placement(_message.Message):
     DECODE_PULLS_FIELD_NUMBER: _builtins.int
     LOAD_UNTIL_FIELD_NUMBER: _builtins.int
     DECODE_LOAD_UNTIL_FIELD_NUMBER: _builtins.int
+    PULL_AFTER_MS_FIELD_NUMBER: _builtins.int
+    LIFE_FIELD_NUMBER: _builtins.int
     predicted_ttft_ms: _builtins.int
     predicted_tbt_ms: _builtins.int
     predicted_cached_tokens: _builtins.int
@@ -400,6 +599,8 @@ class Placement(_message.Message):
     """
     decode_load_until: _builtins.int
     """The same for decode's own lower tiers: prefill pushes what lies there from this block on. Absent: whatever it finds."""
+    pull_after_ms: _builtins.int
+    """prefill begins to fetch `pulls` so much after the request has come to it"""
     @_builtins.property
     def prefill(self) -> _common_pb2.InstanceRef: ...
     @_builtins.property
@@ -412,6 +613,8 @@ class Placement(_message.Message):
     def decode_pulls(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PullRange]:
         """what decode should fetch for the blocks of source DECODE_PULLS"""
 
+    @_builtins.property
+    def life(self) -> Global___PredictedLife: ...
     def __init__(
         self,
         *,
@@ -425,10 +628,12 @@ class Placement(_message.Message):
         decode_pulls: _abc.Iterable[_common_pb2.PullRange] | None = ...,
         load_until: _builtins.int | None = ...,
         decode_load_until: _builtins.int | None = ...,
+        pull_after_ms: _builtins.int = ...,
+        life: Global___PredictedLife | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_decode_load_until", b"_decode_load_until", "_load_until", b"_load_until", "decode", b"decode", "decode_load_until", b"decode_load_until", "load_until", b"load_until", "prefill", b"prefill"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_decode_load_until", b"_decode_load_until", "_load_until", b"_load_until", "decode", b"decode", "decode_load_until", b"decode_load_until", "life", b"life", "load_until", b"load_until", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_load_until", b"_decode_load_until", "_load_until", b"_load_until", "decode", b"decode", "decode_load_until", b"decode_load_until", "decode_pulls", b"decode_pulls", "load_until", b"load_until", "predicted_cached_tokens", b"predicted_cached_tokens", "predicted_tbt_ms", b"predicted_tbt_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "prefill", b"prefill", "pulls", b"pulls", "sources", b"sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_load_until", b"_decode_load_until", "_load_until", b"_load_until", "decode", b"decode", "decode_load_until", b"decode_load_until", "decode_pulls", b"decode_pulls", "life", b"life", "load_until", b"load_until", "predicted_cached_tokens", b"predicted_cached_tokens", "predicted_tbt_ms", b"predicted_tbt_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "prefill", b"prefill", "pull_after_ms", b"pull_after_ms", "pulls", b"pulls", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__decode_load_until: _TypeAlias = _typing.Literal["decode_load_until"]  # noqa: Y015
     _WhichOneofArgType__decode_load_until: _TypeAlias = _typing.Literal["_decode_load_until", b"_decode_load_until"]  # noqa: Y015
@@ -517,23 +722,107 @@ class GetConductorStatusResponse(_message.Message):
 
     INSTANCES_FIELD_NUMBER: _builtins.int
     STORE_MASTER_FIELD_NUMBER: _builtins.int
+    LEADERSHIP_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    ADMISSION_FIELD_NUMBER: _builtins.int
+    BALANCING_THRESHOLD_FIELD_NUMBER: _builtins.int
+    ERRORS_FIELD_NUMBER: _builtins.int
     store_master: _builtins.str
     """"connected" or why not"""
+    policy: _builtins.str
+    admission: _builtins.str
+    balancing_threshold: _builtins.float
+    """as it is now"""
     @_builtins.property
     def instances(self) -> _containers.RepeatedCompositeFieldContainer[Global___InstanceStatus]: ...
+    @_builtins.property
+    def leadership(self) -> Global___Leadership: ...
+    @_builtins.property
+    def errors(self) -> _containers.RepeatedCompositeFieldContainer[Global___PredictionError]: ...
     def __init__(
         self,
         *,
         instances: _abc.Iterable[Global___InstanceStatus] | None = ...,
         store_master: _builtins.str = ...,
+        leadership: Global___Leadership | None = ...,
+        policy: _builtins.str = ...,
+        admission: _builtins.str = ...,
+        balancing_threshold: _builtins.float = ...,
+        errors: _abc.Iterable[Global___PredictionError] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["leadership", b"leadership"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instances", b"instances", "store_master", b"store_master"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "balancing_threshold", b"balancing_threshold", "errors", b"errors", "instances", b"instances", "leadership", b"leadership", "policy", b"policy", "store_master", b"store_master"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetConductorStatusResponse: _TypeAlias = GetConductorStatusResponse  # noqa: Y015
+
+@_typing.final
+class Leadership(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    LEADER_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    """"leader", "standby" or "alone" (without Redis)"""
+    term: _builtins.int
+    leader: _builtins.str
+    """who leads, as far as is known"""
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        term: _builtins.int = ...,
+        leader: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leader", b"leader", "role", b"role", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Leadership: _TypeAlias = Leadership  # noqa: Y015
+
+@_typing.final
+class PredictionError(_message.Message):
+    """Of predictions of one kind, against what happened: the last ones."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHAT_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    BIAS_FIELD_NUMBER: _builtins.int
+    P50_FIELD_NUMBER: _builtins.int
+    P90_FIELD_NUMBER: _builtins.int
+    P99_FIELD_NUMBER: _builtins.int
+    what: _builtins.str
+    """"prefill", "decode_step", "pull", "transfer", "tier_load", "ttft", "tbt", "output_tokens" """
+    samples: _builtins.int
+    bias: _builtins.float
+    """median of (measured - predicted) / predicted"""
+    p50: _builtins.float
+    """of |measured - predicted| / predicted"""
+    p90: _builtins.float
+    p99: _builtins.float
+    def __init__(
+        self,
+        *,
+        what: _builtins.str = ...,
+        samples: _builtins.int = ...,
+        bias: _builtins.float = ...,
+        p50: _builtins.float = ...,
+        p90: _builtins.float = ...,
+        p99: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bias", b"bias", "p50", b"p50", "p90", b"p90", "p99", b"p99", "samples", b"samples", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PredictionError: _TypeAlias = PredictionError  # noqa: Y015
 
 @_typing.final
 class InstanceStatus(_message.Message):
@@ -549,6 +838,11 @@ class InstanceStatus(_message.Message):
     CAPACITY_BLOCKS_FIELD_NUMBER: _builtins.int
     INDEXED_BLOCKS_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
+    CORDON_FIELD_NUMBER: _builtins.int
+    CORDON_REASON_FIELD_NUMBER: _builtins.int
+    BREAKER_FIELD_NUMBER: _builtins.int
+    QUEUE_MS_FIELD_NUMBER: _builtins.int
+    TBT_MS_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     model: _builtins.str
     ready: _builtins.bool
@@ -558,6 +852,14 @@ class InstanceStatus(_message.Message):
     capacity_blocks: _builtins.int
     indexed_blocks: _builtins.int
     """of its node store's DRAM, as the index has it"""
+    cordon: Global___CordonState.ValueType
+    cordon_reason: _builtins.str
+    breaker: _builtins.str
+    """"", or why it rests and for how long"""
+    queue_ms: _builtins.float
+    """predicted, for a request placed now"""
+    tbt_ms: _builtins.float
+    """predicted, of its batch now"""
     @_builtins.property
     def instance(self) -> _common_pb2.InstanceRef: ...
     @_builtins.property
@@ -579,14 +881,135 @@ class InstanceStatus(_message.Message):
         capacity_blocks: _builtins.int = ...,
         indexed_blocks: _builtins.int = ...,
         tiers: _abc.Iterable[Global___IndexedTier] | None = ...,
+        cordon: Global___CordonState.ValueType = ...,
+        cordon_reason: _builtins.str = ...,
+        breaker: _builtins.str = ...,
+        queue_ms: _builtins.float = ...,
+        tbt_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_blocks", b"capacity_blocks", "indexed_blocks", b"indexed_blocks", "instance", b"instance", "load", b"load", "model", b"model", "not_ready_reason", b"not_ready_reason", "ready", b"ready", "role", b"role", "silent_ms", b"silent_ms", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["breaker", b"breaker", "capacity_blocks", b"capacity_blocks", "cordon", b"cordon", "cordon_reason", b"cordon_reason", "indexed_blocks", b"indexed_blocks", "instance", b"instance", "load", b"load", "model", b"model", "not_ready_reason", b"not_ready_reason", "queue_ms", b"queue_ms", "ready", b"ready", "role", b"role", "silent_ms", b"silent_ms", "tbt_ms", b"tbt_ms", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InstanceStatus: _TypeAlias = InstanceStatus  # noqa: Y015
+
+@_typing.final
+class CordonRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    state: Global___CordonState.ValueType
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        instance_id: _builtins.str = ...,
+        state: Global___CordonState.ValueType = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "reason", b"reason", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CordonRequest: _TypeAlias = CordonRequest  # noqa: Y015
+
+@_typing.final
+class CordonResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAS_FIELD_NUMBER: _builtins.int
+    was: Global___CordonState.ValueType
+    def __init__(
+        self,
+        *,
+        was: Global___CordonState.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["was", b"was"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CordonResponse: _TypeAlias = CordonResponse  # noqa: Y015
+
+@_typing.final
+class GetScaleHintsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetScaleHintsRequest: _TypeAlias = GetScaleHintsRequest  # noqa: Y015
+
+@_typing.final
+class GetScaleHintsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HINTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hints(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScaleHint]: ...
+    def __init__(
+        self,
+        *,
+        hints: _abc.Iterable[Global___ScaleHint] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hints", b"hints"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetScaleHintsResponse: _TypeAlias = GetScaleHintsResponse  # noqa: Y015
+
+@_typing.final
+class ScaleHint(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    INSTANCES_FIELD_NUMBER: _builtins.int
+    CHANGE_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    role: _common_pb2.Role.ValueType
+    instances: _builtins.int
+    """ready now"""
+    change: _builtins.int
+    """add so many (take so many away)"""
+    load: _builtins.float
+    """of the pool: 1 = at its SLO"""
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        role: _common_pb2.Role.ValueType = ...,
+        instances: _builtins.int = ...,
+        change: _builtins.int = ...,
+        load: _builtins.float = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "instances", b"instances", "load", b"load", "model", b"model", "reason", b"reason", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScaleHint: _TypeAlias = ScaleHint  # noqa: Y015
 
 @_typing.final
 class IndexedTier(_message.Message):

@@ -65,6 +65,16 @@ class ConductorStub:
                 request_serializer=kvmesh_dot_v1_dot_conductor__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=kvmesh_dot_v1_dot_conductor__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.Cordon = channel.unary_unary(
+                '/kvmesh.v1.Conductor/Cordon',
+                request_serializer=kvmesh_dot_v1_dot_conductor__pb2.CordonRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_conductor__pb2.CordonResponse.FromString,
+                _registered_method=True)
+        self.GetScaleHints = channel.unary_unary(
+                '/kvmesh.v1.Conductor/GetScaleHints',
+                request_serializer=kvmesh_dot_v1_dot_conductor__pb2.GetScaleHintsRequest.SerializeToString,
+                response_deserializer=kvmesh_dot_v1_dot_conductor__pb2.GetScaleHintsResponse.FromString,
+                _registered_method=True)
 
 
 class ConductorServicer:
@@ -109,6 +119,21 @@ class ConductorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Cordon(self, request, context):
+        """Keep new work away from an instance, or let it have some again. Kept in Redis where there is one, so that another
+        leader knows of it. NOT_FOUND: no instance of that name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetScaleHints(self, request, context):
+        """How many instances of each role this load wants: for an external autoscaler.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ConductorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -141,6 +166,16 @@ def add_ConductorServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=kvmesh_dot_v1_dot_conductor__pb2.ExplainRequest.FromString,
                     response_serializer=kvmesh_dot_v1_dot_conductor__pb2.ExplainResponse.SerializeToString,
+            ),
+            'Cordon': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cordon,
+                    request_deserializer=kvmesh_dot_v1_dot_conductor__pb2.CordonRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_conductor__pb2.CordonResponse.SerializeToString,
+            ),
+            'GetScaleHints': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetScaleHints,
+                    request_deserializer=kvmesh_dot_v1_dot_conductor__pb2.GetScaleHintsRequest.FromString,
+                    response_serializer=kvmesh_dot_v1_dot_conductor__pb2.GetScaleHintsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -306,6 +341,60 @@ class Conductor:
             '/kvmesh.v1.Conductor/Explain',
             kvmesh_dot_v1_dot_conductor__pb2.ExplainRequest.SerializeToString,
             kvmesh_dot_v1_dot_conductor__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cordon(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.Conductor/Cordon',
+            kvmesh_dot_v1_dot_conductor__pb2.CordonRequest.SerializeToString,
+            kvmesh_dot_v1_dot_conductor__pb2.CordonResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetScaleHints(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvmesh.v1.Conductor/GetScaleHints',
+            kvmesh_dot_v1_dot_conductor__pb2.GetScaleHintsRequest.SerializeToString,
+            kvmesh_dot_v1_dot_conductor__pb2.GetScaleHintsResponse.FromString,
             options,
             channel_credentials,
             insecure,

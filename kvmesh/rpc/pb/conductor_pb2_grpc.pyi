@@ -41,6 +41,12 @@ class ConductorStub:
     GetStatus: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.GetConductorStatusRequest, _conductor_pb2.GetConductorStatusResponse]
     Explain: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ExplainRequest, _conductor_pb2.ExplainResponse]
     """Why a recent request went where it went: candidates, the terms of each, the choice. NOT_FOUND: unknown or forgotten."""
+    Cordon: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.CordonRequest, _conductor_pb2.CordonResponse]
+    """Keep new work away from an instance, or let it have some again. Kept in Redis where there is one, so that another
+    leader knows of it. NOT_FOUND: no instance of that name.
+    """
+    GetScaleHints: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.GetScaleHintsRequest, _conductor_pb2.GetScaleHintsResponse]
+    """How many instances of each role this load wants: for an external autoscaler."""
 
 @_typing.type_check_only
 class ConductorAsyncStub(ConductorStub):
@@ -55,6 +61,12 @@ class ConductorAsyncStub(ConductorStub):
     GetStatus: _aio.UnaryUnaryMultiCallable[_conductor_pb2.GetConductorStatusRequest, _conductor_pb2.GetConductorStatusResponse]  # type: ignore[assignment]
     Explain: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ExplainRequest, _conductor_pb2.ExplainResponse]  # type: ignore[assignment]
     """Why a recent request went where it went: candidates, the terms of each, the choice. NOT_FOUND: unknown or forgotten."""
+    Cordon: _aio.UnaryUnaryMultiCallable[_conductor_pb2.CordonRequest, _conductor_pb2.CordonResponse]  # type: ignore[assignment]
+    """Keep new work away from an instance, or let it have some again. Kept in Redis where there is one, so that another
+    leader knows of it. NOT_FOUND: no instance of that name.
+    """
+    GetScaleHints: _aio.UnaryUnaryMultiCallable[_conductor_pb2.GetScaleHintsRequest, _conductor_pb2.GetScaleHintsResponse]  # type: ignore[assignment]
+    """How many instances of each role this load wants: for an external autoscaler."""
 
 class ConductorServicer(metaclass=_abc_1.ABCMeta):
     """The global scheduler. All its state is soft: rebuilt from registrations and heartbeats."""
@@ -102,5 +114,23 @@ class ConductorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_conductor_pb2.ExplainResponse, _abc.Awaitable[_conductor_pb2.ExplainResponse]]:
         """Why a recent request went where it went: candidates, the terms of each, the choice. NOT_FOUND: unknown or forgotten."""
+
+    @_abc_1.abstractmethod
+    def Cordon(
+        self,
+        request: _conductor_pb2.CordonRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_conductor_pb2.CordonResponse, _abc.Awaitable[_conductor_pb2.CordonResponse]]:
+        """Keep new work away from an instance, or let it have some again. Kept in Redis where there is one, so that another
+        leader knows of it. NOT_FOUND: no instance of that name.
+        """
+
+    @_abc_1.abstractmethod
+    def GetScaleHints(
+        self,
+        request: _conductor_pb2.GetScaleHintsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_conductor_pb2.GetScaleHintsResponse, _abc.Awaitable[_conductor_pb2.GetScaleHintsResponse]]:
+        """How many instances of each role this load wants: for an external autoscaler."""
 
 def add_ConductorServicer_to_server(servicer: ConductorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

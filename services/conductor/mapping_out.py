@@ -1,0 +1,153 @@
+"""What the conductor answers, as protos."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from kvmesh.kvcache.sources import PullRange
+from kvmesh.kvcache.tiers import Tier
+from kvmesh.rpc.pb import common_pb2 as pb_common
+from kvmesh.rpc.pb import conductor_pb2 as pb
+from kvmesh.rpc.pb import store_pb2 as pb_store
+from services.conductor.balance import Hint
+from services.conductor.domain import Placed
+from services.conductor.explain import Candidate, Decision, WeighedKind
+from services.conductor.mapping import CORDONS_OUT, ROLES_OUT, load_out, ref_out
+from services.conductor.views import InstanceView, TierView
+
+MAX_UINT32 = 0xFFFFFFFF
+
+
+def placement_out(placed: Placed) -> pb.Placement:
+    """As the gateway carries it to decode, and decode to prefill."""
+    return pb.Placement(
+        prefill=ref_out(placed.prefill),
+        decode=ref_out(placed.decode),
+        predicted_ttft_ms=_ms(placed.ttft_s),
+        predicted_tbt_ms=_ms(placed.tbt_s),
+        predicted_cached_tokens=placed.cached_tokens,
+        sources=placed.sources,
+        pulls=[range_out(r) for r in placed.pulls],
+        decode_pulls=[range_out(r) for r in placed.decode_pulls],
+        load_until=placed.load_until,
+        decode_load_until=placed.decode_load_until,
+        pull_after_ms=_ms(placed.pull_after_s),
+        life=pb.PredictedLife(
+            pull_start_ms=_ms(placed.life.pull_start_s),
+            fetched_ms=_ms(placed.life.fetched_s),
+            prefill_start_ms=_ms(placed.life.prefill_start_s),
+            prefill_end_ms=_ms(placed.life.prefill_end_s),
+            first_token_ms=_ms(placed.life.first_token_s),
+            end_ms=_ms(placed.life.end_s),
+            output_tokens=placed.life.output_tokens,
+        ),
+    )
+
+
+def range_out(r: PullRange) -> pb_common.PullRange:
+    """Blocks and their holder."""
+    holder = pb_common.InstanceRef(instance_id=r.instance_id, address=r.address, incarnation=r.incarnation)
+    tier: Any = r.tier.value
+    return pb_common.PullRange(holder=holder, first_block=r.first_block, blocks=r.blocks, tier=tier)
+
+
+def decision_out(decision: Decision, now: float) -> pb.ExplainResponse:
+    """What Explain answers."""
+    answer = pb.ExplainResponse(
+        request_id=decision.request_id,
+        attempt=decision.attempt,
+        model=decision.model,
+        outcome=decision.outcome,
+        message=decision.message,
+        prompt_tokens=max(0, decision.prompt_tokens),
+        prompt_blocks=decision.prompt_blocks,
+        best_prefix_blocks=decision.best_prefix_blocks,
+        candidates=[_candidate_out(decision, c) for c in decision.candidates],
+        age_ms=_ms(max(0.0, now - decision.at)),
+        kinds=[_kind_out(decision, kind) for kind in decision.kinds],
+    )
+    if decision.placed is not None:
+        answer.placement.CopyFrom(placement_out(decision.placed))
+    if decision.sample is not None:
+        answer.cached_tokens = decision.sample.cached_tokens
+        answer.prefill_ms = _ms(decision.sample.duration_s)
+        answer.reported = True
+    return answer
+
+
+def _kind_out(decision: Decision, kind: WeighedKind) -> pb.WeighedKind:
+    return pb.WeighedKind(
+        kind=kind.kind.value,
+        prefill=ref_out(kind.prefill),
+        decode=ref_out(kind.decode),
+        chosen=decision.is_chosen_kind(kind),
+        verdict=decision.kind_verdict(kind),
+        cost_ms=kind.cost_s * 1000,
+        terms=[pb.Term(name=name, value=value) for name, value in kind.named_terms().items()],
+    )
+
+
+def _candidate_out(decision: Decision, candidate: Candidate) -> pb.Candidate:
+    return pb.Candidate(
+        instance=ref_out(candidate.ref),
+        role=ROLES_OUT[candidate.role],
+        chosen=decision.is_chosen(candidate),
+        verdict=decision.verdict(candidate),
+        score_ms=candidate.score_s * 1000,
+        terms=[pb.Term(name=name, value=value) for name, value in candidate.named_terms().items()],
+        local_blocks=candidate.local_blocks,
+        pulled_blocks=candidate.pulled_blocks,
+        loaded_blocks=candidate.loaded_blocks,
+        tier=candidate.tier.value if candidate.tier is not Tier.DRAM else 0,  # type: ignore[arg-type]
+    )
+
+
+def hint_out(hint: Hint) -> pb.ScaleHint:
+    """What a pool wants."""
+    return pb.ScaleHint(
+        model=hint.model,
+        role=ROLES_OUT[hint.role],
+        instances=hint.instances,
+        change=hint.change,
+        load=hint.load,
+        reason=hint.reason,
+    )
+
+
+def view_out(view: InstanceView) -> pb.InstanceStatus:
+    """One line of GetStatus."""
+    return pb.InstanceStatus(
+        instance=ref_out(view.ref),
+        role=ROLES_OUT[view.role],
+        model=view.model,
+        ready=view.ready,
+        not_ready_reason=view.not_ready_reason,
+        load=load_out(view.load),
+        silent_ms=_ms(view.silent_s),
+        capacity_blocks=view.capacity_blocks,
+        indexed_blocks=view.indexed_blocks,
+        tiers=[_tier_out(tier) for tier in view.tiers],
+        cordon=CORDONS_OUT[view.cordon],
+        cordon_reason=view.cordon_reason,
+        breaker=view.breaker,
+        queue_ms=view.queue_s * 1000,
+        tbt_ms=view.tbt_s * 1000,
+    )
+
+
+def _tier_out(view: TierView) -> pb.IndexedTier:
+    use, number = view.use, cast(Any, view.use.tier.value)
+    usage = pb_store.TierUsage(
+        tier=number,
+        capacity_bytes=use.capacity_bytes,
+        used_bytes=use.used_bytes,
+        blocks=use.blocks,
+        read_ns=use.read_ns,
+        bytes_per_s=use.bytes_per_s,
+    )
+    return pb.IndexedTier(usage=usage, indexed_blocks=view.indexed_blocks, expected_ms=view.block_s * 1000)
+
+
+def _ms(seconds: float) -> int:
+    """Rounded up: a prediction of 0 ms would read as none."""
+    return min(MAX_UINT32, -int(-seconds * 1000 // 1))

@@ -1,0 +1,94 @@
+"""Numbers the brain decides with. Each part of it keeps its own in its own file; a simulation sets the same ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from services.conductor.domain import Fetch
+
+
+class Policy(Enum):
+    """Who gets a request (see policies.py)."""
+
+    KVCACHE = "kvcache"  # Algorithm 1 and what was added to it: the default
+    CACHE_AWARE = "cache_aware"  # likewise, but every instance with its own prefix alone
+    LEAST_LOADED = "least_loaded"
+    POWER_OF_TWO = "power_of_two"
+    ROUND_ROBIN = "round_robin"
+    RANDOM = "random"
+    SESSION_HASH = "session_hash"
+
+
+class Mode(Enum):
+    """When a request is refused (see admission.py)."""
+
+    OFF = "off"  # never
+    BASELINE = "baseline"  # TTFT on arrival; decode refuses once the KV is there
+    EARLY = "early"  # both pools as they are on arrival
+    PREDICTED = "predicted"  # decode as it will be when this prefill ends: the default
+
+
+class ThresholdMode(Enum):
+    FIXED = "fixed"
+    ADAPTIVE = "adaptive"
+
+
+@dataclass(frozen=True)
+class AdmissionSettings:
+    """See admission.py. `by_model`: model name → (TTFT, TBT) SLO in seconds."""
+
+    mode: Mode = Mode.PREDICTED
+    by_model: tuple[tuple[str, float, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class AffinitySettings:
+    """See affinity.py: what nearness is worth, in seconds of TTFT at most."""
+
+    session_s: float = 0.0
+    origin_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class BalanceSettings:
+    """See balance.py; only a leader orders. Off by default where an order moves bytes or roles."""
+
+    replicate: bool = True
+    switch_roles: bool = False
+
+
+@dataclass(frozen=True)
+class BreakerSettings:
+    """See breaker.py."""
+
+    failures: int = 5
+    window_s: float = 10.0
+    rest_s: float = 5.0
+    max_rest_s: float = 120.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of one conductor."""
+
+    lease_s: float = 1.5
+    slo_ttft_s: float = 30.0
+    slo_tbt_s: float = 1.0
+    stall_s: float = 0.75  # a pause between steps longer than this was the conductor's own silence
+    warm_up_s: float = 3.0  # after a start: an unknown model may just not have registered again yet
+    forget_s: float = 60.0  # an instance silent this long leaves the status too
+    pending_timeout_s: float = 15.0  # beyond twice what was predicted, a placement nobody reports is forgotten
+    balancing_threshold: float = (
+        1.0  # fetching is weighed when the best prefix is more than so many times the local one
+    )
+    threshold_mode: ThresholdMode = ThresholdMode.FIXED
+    fetch: Fetch = Fetch.CHEAPER
+    policy: Policy = Policy.KVCACHE
+    confirmed_s: float = 10.0  # computed blocks count for so long without being announced
+    member_grace_s: float = 5.0  # after a master's restart, for its members to join again
+    max_explained: int = 4096
+    admission: AdmissionSettings = field(default_factory=AdmissionSettings)
+    affinity: AffinitySettings = field(default_factory=AffinitySettings)
+    balance: BalanceSettings = field(default_factory=BalanceSettings)
+    breaker: BreakerSettings = field(default_factory=BreakerSettings)
