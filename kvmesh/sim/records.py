@@ -1,0 +1,72 @@
+"""What a simulation tells of each request and, now and then, of its pools. Virtual seconds from the simulation's start
+unless said; `nan` where a request never came so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import nan
+
+from services.conductor.domain import Lane
+
+DONE, REFUSED, FAILED = "done", "refused", "failed"
+
+
+@dataclass(slots=True)
+class Record:
+    """One request, from its arrival to its one end."""
+
+    index: int
+    request_id: str
+    at_s: float  # it arrived
+    input_tokens: int
+    output_tokens: int  # asked for; a request that is done has made so many
+    lane: Lane = Lane.INTERACTIVE
+    outcome: str = ""  # DONE, REFUSED (nothing was computed) or FAILED
+    reason: str = ""  # of a refusal ("ttft", "tbt", ...: see `conductor.domain.Refuse`) or a failure
+    prefill: str = ""  # instances
+    decode: str = ""
+    cached_tokens: int = 0  # of the input, not computed; those that were fetched included
+    pulled_tokens: int = 0  # fetched from other nodes or read out of lower tiers
+    queue_s: float = nan  # from arrival to the first step that computes it, a duration
+    prefill_start_s: float = nan
+    prefill_end_s: float = nan
+    kv_end_s: float = nan  # the last byte of its KV is at decode
+    first_token_s: float = nan
+    finish_s: float = nan
+    ttft_s: float = nan  # a duration
+    tbt_s: float = nan  # mean of the longest 10% of its token intervals (at least one); nan: it has none
+    mean_tbt_s: float = nan
+    predicted_ttft_s: float = nan
+    predicted_tbt_s: float = nan
+    prefill_gpu_s: float = 0.0  # its share of the steps that computed its prompt
+    retries: int = 0
+    session: str = ""
+    origin: str = ""
+    tenant: str = ""
+    ttft_slo_s: float = 0.0  # 0: the conductor's default
+    tbt_slo_s: float = 0.0
+
+
+@dataclass(slots=True)
+class PoolSample:
+    """One pool ("prefill", "decode" or "coupled") at one moment, sums over its instances but for the loads."""
+
+    instances: int = 0
+    queued: int = 0  # requests that wait
+    running: int = 0
+    queued_tokens: int = 0  # prompt tokens still to compute
+    context_tokens: int = 0  # of running rows
+    used_blocks: int = 0  # pages and landings in use
+    stored_blocks: int = 0  # in the node stores' memory
+    load: float = 0.0  # mean over instances of predicted TTFT (prefill) or TBT (decode) over its SLO
+    max_load: float = 0.0
+
+
+@dataclass(slots=True)
+class Sample:
+    """All pools at one moment."""
+
+    at_s: float
+    pools: dict[str, PoolSample] = field(default_factory=dict)
+    wire_bytes: int = 0  # sent over NICs since the start
+    active: int = 0  # requests that have arrived and not ended
