@@ -41,6 +41,14 @@ class ConductorConfig(ServiceConfig):
         default=3_000,
         metadata={"help": "A stream of the store master silent for longer is opened again, in ms.", "min": 1},
     )
+    decision_log: str = field(
+        default="",
+        metadata={
+            "help": "File for all that this conductor hears and answers, as JSON lines; `kvmesh sim --decisions FILE` "
+            "makes every decision again."
+        },
+    )
+    decision_log_mb: int = field(default=1024, metadata={"help": "Where that file ends, in MiB.", "min": 1})
 
     def __post_init__(self) -> None:
         for name in ("slo_ttft_ms", "slo_tbt_ms", "heartbeat_interval_ms", "store_silence_ms"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 import time
 from collections.abc import Callable
 
@@ -12,9 +13,10 @@ from kvmesh.rpc.pb import conductor_pb2_grpc as pb_grpc
 from kvmesh.rpc.server import Server
 from services.conductor.config import ConductorConfig
 from services.conductor.domain import Event, Fetch
+from services.conductor.journal import Header, Recorder
+from services.conductor.log_file import LogFile
 from services.conductor.servicer import ConductorServicer
 from services.conductor.settings import Settings
-from services.conductor.state import ConductorState
 from services.conductor.watch import StoreWatch
 
 SERVICE = "kvmesh.v1.Conductor"
@@ -31,15 +33,23 @@ class Conductor(runner.Service):
 
     def __init__(self, config: ConductorConfig) -> None:
         super().__init__("conductor", tick_s=min(TICK_S, config.lease_ms / 8000))
-        rng = random.Random()
+        header = Header(secrets.randbits(63), time.monotonic(), settings_of(config))
+        self._log = LogFile(config.decision_log) if config.decision_log else None
+        recorder = None
+        if self._log is not None:
+            recorder = Recorder(header, self._log.write, config.decision_log_mb << 20)
+        state = header.brain() if recorder is None else recorder.state
         self._servicer = ConductorServicer(
-            ConductorState(settings_of(config), rng, time.monotonic()),
+            state,
+            step=state.step if recorder is None else recorder.step,
             heartbeat_interval_ms=config.heartbeat_interval_ms,
             lease_ms=config.lease_ms,
             clock=time.monotonic,
             store_status=lambda: self._watch.status,
         )
-        self._watch = StoreWatch(config.store, self._deliver, silence_s=config.store_silence_ms / 1000, rng=rng)
+        self._watch = StoreWatch(
+            config.store, self._deliver, silence_s=config.store_silence_ms / 1000, rng=random.Random()
+        )
         self._stop = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
 
@@ -58,6 +68,8 @@ class Conductor(runner.Service):
     def tick(self) -> None:
         """Leases and placements run out; gauges are set."""
         self._servicer.tick()
+        if self._log is not None:
+            self._log.flush()
 
     async def close(self) -> None:
         """Leave the store master's stream."""
@@ -65,6 +77,8 @@ class Conductor(runner.Service):
         if self._following is not None:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
+        if self._log is not None:
+            self._log.close()
 
 
 def settings_of(config: ConductorConfig) -> Settings:

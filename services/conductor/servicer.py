@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvmesh.kvcache.keys import KEY_BYTES
@@ -32,9 +32,12 @@ from services.conductor.state import ConductorState
 
 log = logging.getLogger(__name__)
 
+Step = Callable[[Event, float], Sequence[Action]]
+
 
 class ConductorServicer(pb_grpc.ConductorServicer):
-    """`clock` gives monotonic seconds; `store_status` what GetStatus says of the store master."""
+    """`clock` gives monotonic seconds; `store_status` what GetStatus says of the store master; `step` is the brain's,
+    or that of a Recorder around it."""
 
     def __init__(
         self,
@@ -44,8 +47,10 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         lease_ms: int,
         clock: Callable[[], float],
         store_status: Callable[[], str],
+        step: Step | None = None,
     ) -> None:
         self._state = state
+        self._step: Step = step or state.step
         self._interval_ms = heartbeat_interval_ms
         self._lease_ms = lease_ms
         self._clock = clock
@@ -56,7 +61,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         """Hand an event to the brain; raises the error that answers it (Unavailable: the master's stream must start
         over)."""
         placed = None
-        for action in self._state.step(event, self._clock()):
+        for action in self._step(event, self._clock()):
             match action:
                 case Placed():
                     placed = action
@@ -125,7 +130,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
             names.CONDUCTOR_SCHEDULE.observe((end_ns - start_ns) / 1e9)
 
     def _place(self, event: domain.Schedule, attributes: dict[str, spans.Value]) -> Placed:
-        (answer,) = self._state.step(event, self._clock())
+        (answer,) = self._step(event, self._clock())
         if isinstance(answer, Refuse):
             names.CONDUCTOR_REJECTIONS.labels(reason=answer.reason).inc()
             raise answer.error

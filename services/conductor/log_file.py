@@ -1,0 +1,39 @@
+"""The decision log's file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvmesh.rpc.errors import ConfigError
+
+BUFFER_BYTES = 1 << 20
+
+
+class LogFile:
+    """Begun anew with every life of the conductor; what it had is kept beside it, once, as NAME.1."""
+
+    def __init__(self, path: str) -> None:
+        """ConfigError: it cannot be written."""
+        place = Path(path).expanduser()
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if place.exists():
+                place.replace(place.with_name(place.name + ".1"))
+            self._file = place.open("wb", buffering=BUFFER_BYTES)
+        except OSError as err:
+            raise ConfigError(f"decision_log={path!r}: {err.strerror or err}", field="decision_log") from None
+        self._bytes = 0
+
+    def write(self, line: bytes) -> int:
+        """Whole lines, buffered; returns the bytes taken so far."""
+        self._file.write(line)
+        self._bytes += len(line)
+        return self._bytes
+
+    def flush(self) -> None:
+        """Now and then: a reader sees what is written."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """The end."""
+        self._file.close()
