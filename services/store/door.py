@@ -7,10 +7,10 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from kvmesh.leader.leadership import Leadership
 from kvmesh.rpc.errors import InvalidRequest, NotLeader, Unavailable
 from kvmesh.rpc.masters import MAX_TERM
 from kvmesh.rpc.pb import store_pb2 as pb
-from services.store.leadership import Leadership
 from services.store.reign import Reign
 
 

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any, cast
 
+from kvmesh.leader.leadership import Leadership, first_term
+from kvmesh.leader.redis_lease import Redis, RedisLease
 from kvmesh.rpc import runner
 from kvmesh.rpc.errors import NotLeader, StaleTerm, Unavailable
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
@@ -16,8 +18,7 @@ from kvmesh.rpc.server import Server
 from services.store.config import StoreConfig
 from services.store.door import Door
 from services.store.durable import CONFIG, Durable, Kept, MemoryDurable, nothing
-from services.store.leadership import Leadership, first_term
-from services.store.redis_lease import Redis, RedisDurable, RedisLease
+from services.store.redis_durable import RedisDurable
 from services.store.reign import Reign
 from services.store.shared_config import settled
 from services.store.state_file import StateFile

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
+from kvmesh.leader.leader import Ask, Granted, Held, Silent
+from kvmesh.leader.redis_lease import Redis, RedisLease, check_url
 from kvmesh.rpc import channels
 from kvmesh.rpc.errors import ConfigError, InvalidRequest, StaleTerm, Unavailable
 from kvmesh.rpc.pb import store_pb2, store_pb2_grpc
 from services.store import durable, main
 from services.store.config import StoreConfig
 from services.store.durable import Durable, MemoryDurable, nothing
-from services.store.leader import Ask, Granted, Held, Silent
-from services.store.redis_lease import Redis, RedisDurable, RedisLease, check_url
+from services.store.redis_durable import RedisDurable
 from tests.redis_server import RedisServer, needs_redis, redis_server
 from tests.services import running
 from tests.store.mesh import TIMEOUT, joining

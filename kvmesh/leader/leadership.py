@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from services.store.leader import Ask, Event, Heard, Lead, Leader, Release, Rise, Silent, StepDown, Stop, Tick
-from services.store.redis_lease import RedisLease
+from kvmesh.leader.leader import Ask, Event, Heard, Lead, Leader, Release, Rise, Silent, StepDown, Stop, Tick
+from kvmesh.leader.redis_lease import RedisLease
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Leadership:
         clock: Callable[[], float] = lease_clock,
         first: int | None = None,
     ) -> None:
-        """`lease_s` None: there is no Redis, and this master leads from the first step on. `first`: see Leader."""
+        """`lease_s` None: there is no Redis, and this process leads from the first step on. `first`: see Leader."""
         self._leader = Leader(lease_s, first_term() if first is None else first)
         self._clock = clock
         self._on_lead = on_lead
@@ -128,7 +128,7 @@ class Leadership:
         if (silent := isinstance(answer, Silent)) != self._silent:
             self._silent = silent
             if isinstance(answer, Silent):
-                log.warning("%s: while it is away no master can begin to lead", answer.why)
+                log.warning("%s: while it is away nobody can begin to lead", answer.why)
             else:
                 log.info("redis answers again")
         self._step(answer)

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from services.store.leader import (
+from kvmesh.leader.leader import (
     Action,
     Ask,
     Event,
@@ -48,7 +48,7 @@ class Lease:
 
 @dataclass
 class Redis:
-    """What services/store/redis_lease.py asks for, executed at one moment each."""
+    """What kvmesh/leader/redis_lease.py asks for, executed at one moment each."""
 
     lease: Lease | None = None
     term: int = 0

@@ -1,22 +1,17 @@
-"""The lease of the leader and what a new one must know, in Redis. Every call has a deadline; decides nothing."""
+"""The lease of the leader in Redis. Every call has a deadline; decides nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Awaitable, Collection, Mapping
+from collections.abc import Awaitable
 from typing import Any
 from urllib.parse import urlsplit
 
 from kvmesh import extras
-from kvmesh.rpc.errors import ConfigError, StaleTerm, Unavailable
-from services.store.durable import KINDS, Kept
-from services.store.leader import Ask, Granted, Held, Silent
-
-LOAD_PAGE = 2048  # entries in one call
-LOAD_PAGE_S = 5.0
-WRITE_S = 2.0
+from kvmesh.leader.leader import Ask, Granted, Held, Silent
+from kvmesh.rpc.errors import ConfigError, Unavailable
 
 # Gives or renews the lease in one step. KEYS: lease, terms. ARGV: token, address, ms, the term of a renewal (else 0),
 # floor, the first term of all. A renewal also restores what a Redis that was started anew has lost; a Redis that has
@@ -58,20 +53,6 @@ if held and string.match(held, '^%d+ (%S+)') == ARGV[1] then
 end
 """
 
-# KEYS: terms, hash. ARGV: term, "HSET" or "HDEL", then what it takes, without a value for HDEL. 0, or the later term.
-_WRITE = """
-local highest = tonumber(redis.call('HGET', KEYS[1], 'term') or '0')
-if highest > tonumber(ARGV[1]) then
-  return highest
-end
-if ARGV[2] == 'HSET' then
-  for i = 3, #ARGV, 2 do redis.call('HSET', KEYS[2], ARGV[i], ARGV[i + 1]) end
-else
-  for i = 3, #ARGV do redis.call('HDEL', KEYS[2], ARGV[i]) end
-end
-return 0
-"""
-
 
 def without_password(url: str) -> str:
     """As it may be shown: whatever stands before the last "@" is left out but for a user's name."""
@@ -92,9 +73,9 @@ def check_url(url: str) -> None:
 
 
 class Redis:
-    """One connection pool. `mesh` keeps several meshes apart in one Redis."""
+    """One connection pool. `mesh` keeps several meshes apart in one Redis, `part` kinds of leaders in a mesh."""
 
-    def __init__(self, url: str, mesh: str, timeout_s: float) -> None:
+    def __init__(self, url: str, mesh: str, timeout_s: float, part: str = "") -> None:
         """Raises ConfigError: a bad URL, or the client library is missing."""
         check_url(url)
         try:
@@ -110,7 +91,7 @@ class Redis:
         except ValueError as err:
             raise ConfigError(f"redis={without_password(url)!r}: {err}", field="redis") from None
         self.timeout_s = timeout_s
-        self._prefix = f"kvmesh:{mesh}:"
+        self._prefix = f"kvmesh:{mesh}:{part}:" if part else f"kvmesh:{mesh}:"
 
     def key(self, name: str) -> str:
         """What `name` is called in Redis."""
@@ -162,41 +143,3 @@ class RedisLease:
 
     def _token(self, life: int) -> str:
         return f"{self._process}.{life}"
-
-
-class RedisDurable:
-    """See services.store.durable.Durable."""
-
-    def __init__(self, redis: Redis) -> None:
-        self._redis = redis
-        self._write = redis.client.register_script(_WRITE)
-
-    async def load(self) -> Kept:
-        """See Durable."""
-        return {kind: await self._load(kind) for kind in KINDS}
-
-    async def _load(self, kind: str) -> dict[bytes, bytes]:
-        found: dict[bytes, bytes] = {}
-        cursor = 0
-        while True:
-            call = self._redis.client.hscan(self._redis.key(kind), cursor, count=LOAD_PAGE)
-            cursor, page = await self._redis.within(call, LOAD_PAGE_S)
-            found.update(page)
-            if not int(cursor):
-                return found
-
-    async def put(self, kind: str, items: Mapping[bytes, bytes], term: int) -> None:
-        """See Durable."""
-        await self._change(kind, "HSET", [part for item in items.items() for part in item], term)
-
-    async def delete(self, kind: str, keys: Collection[bytes], term: int) -> None:
-        """See Durable."""
-        await self._change(kind, "HDEL", list(keys), term)
-
-    async def _change(self, kind: str, how: str, parts: list[bytes], term: int) -> None:
-        if not parts:
-            return
-        keys = [self._redis.key("terms"), self._redis.key(kind)]
-        later = await self._redis.within(self._write(keys, [term, how, *parts]), WRITE_S)
-        if later:
-            raise StaleTerm(f"term={term}: the store has been written under term {later}", field="term")

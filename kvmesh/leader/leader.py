@@ -1,4 +1,5 @@
-"""Who leads, as one master sees it. Pure: `step(event, now) -> actions`; `leads(now)` before every answer and order.
+"""Who leads, as one of several masters (or conductors) sees it. Pure: `step(event, now) -> actions`; `leads(now)`
+before every answer and order.
 
 A lease in Redis says who leads; its term is a fencing token. A leader counts its lease from before the request that
 gave or renewed it, less a margin for clocks that run at different speeds, so that Redis can have given it to nobody
@@ -101,7 +102,7 @@ class Release:
 
 @dataclass(frozen=True)
 class Lead:
-    """From now on this master leads, with an empty map."""
+    """From now on this one leads, with an empty map."""
 
     term: int
 
@@ -274,7 +275,7 @@ class Leader:
 
     def _stop(self, actions: list[Action]) -> None:
         if self.role is Role.LEADING:
-            actions.append(StepDown("this master stops"))
+            actions.append(StepDown("this process stops"))
         if self.role in (Role.WAITING, Role.LEADING) and self._lease_s is not None:
             actions.append(Release(self._life))
         self.role, self._ask_at = Role.ENDED, FOREVER

@@ -1,0 +1,1 @@
+"""Who leads among several processes of one kind: a lease in Redis with a fencing token, the term."""
