@@ -1,0 +1,200 @@
+"""What a run comes to, added up record by record: nothing is kept of a request but counts."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from kvmesh.sim.records import DONE, REFUSED, Record, Sample
+from kvmesh.sim.sketch import Course, Sketch, tidy
+
+TTFT_SLO_S = 30.0
+TBT_SLOS_S = (0.1, 0.2, 0.3)
+POOL_FIGURES = ("instances", "queued", "running", "load", "max_load", "used_blocks", "stored_blocks")
+
+DEFINITIONS = {
+    "ttft_s": "arrival → first token at decode, over the requests that are done",
+    "tbt_s": "of a request: mean of its longest 10% token intervals (at least one); over those done with two tokens",
+    "mean_tbt_s": "of a request: mean of its token intervals",
+    "e2e_s": "arrival → last token",
+    "queue_s": "arrival → first step that computes its prompt",
+    "hit_rate": "by tokens: input tokens that were not computed / input tokens, over the requests that are done",
+    "goodput": "share of all requests, refused and failed ones included, that are done with TTFT and TBT both at most "
+    "the SLO (the paper's effective request capacity); a request of one token has no TBT and keeps any",
+    "within_own_slo": "the same, by the SLOs that the requests bear themselves (the run's where they bear none)",
+    "prefill_gpu_s": "seconds of an instance's steps that computed prompts, each step's time shared by its tokens",
+    "ttft_error": "|predicted - real| / real of TTFT, over the requests that are done",
+    "percentiles": "within 0.5% of a value of their rank; means and greatest values are exact",
+}
+
+
+class Summary:
+    """One run. `ttft_slo_s` and `tbt_slos_s`: what goodput is judged by; the last of `tbt_slos_s` is that of requests
+    that bear none."""
+
+    def __init__(self, *, ttft_slo_s: float = TTFT_SLO_S, tbt_slos_s: Sequence[float] = TBT_SLOS_S) -> None:
+        self.ttft_slo_s = ttft_slo_s
+        self.tbt_slos_s = tuple(tbt_slos_s)
+        self.requests = 0
+        self.outcomes: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
+        self.kept = [0] * len(self.tbt_slos_s)
+        self.kept_own = 0
+        self.tokens: Counter[str] = Counter()
+        self.prefill_gpu_s = 0.0
+        self.retries = 0
+        self.first_s, self.last_s = math.inf, 0.0
+        names = ("ttft_s", "tbt_s", "mean_tbt_s", "e2e_s", "queue_s", "ttft_error")
+        self.sketches = {name: Sketch() for name in names}
+        self.lanes: dict[str, tuple[Counter[str], Sketch]] = {}
+        self.course = Course()
+        self.pools: dict[str, Course] = {}
+        self.wire_bytes = 0
+
+    # ── what comes in ────────────────────────────────────────────────────────────────────────────
+
+    def add(self, record: Record) -> None:
+        """A request that has ended."""
+        self.requests += 1
+        self.outcomes[record.outcome] += 1
+        self.first_s = min(self.first_s, record.at_s)
+        self.last_s = max(self.last_s, record.at_s)
+        self.retries += record.retries
+        self.prefill_gpu_s += record.prefill_gpu_s
+        counts, lane_ttft = self.lanes.setdefault(record.lane.value, (Counter(), Sketch()))
+        counts[record.outcome] += 1
+        figures = {"arrived": 1.0, record.outcome: 1.0}
+        if record.outcome == DONE:
+            lane_ttft.add(record.ttft_s)
+            kept = self._done(record)
+            figures.update(ttft=record.ttft_s, input=record.input_tokens, cached=record.cached_tokens, kept=kept)
+        else:
+            (self.refused if record.outcome == REFUSED else self.failed)[record.reason or "unnamed"] += 1
+        self.course.add(record.at_s, figures)
+
+    def _done(self, record: Record) -> bool:
+        """Whether it kept the greatest SLO."""
+        self.last_s = max(self.last_s, record.finish_s)
+        self.tokens.update(
+            input=record.input_tokens,
+            output=record.output_tokens,
+            cached=record.cached_tokens,
+            pulled=record.pulled_tokens,
+        )
+        for name in ("ttft_s", "tbt_s", "mean_tbt_s", "queue_s"):
+            self.sketches[name].add(getattr(record, name))
+        self.sketches["e2e_s"].add(record.finish_s - record.at_s)
+        if record.ttft_s > 0:
+            self.sketches["ttft_error"].add(abs(record.predicted_ttft_s - record.ttft_s) / record.ttft_s)
+        slowest = 0.0 if math.isnan(record.tbt_s) else record.tbt_s
+        for at, bound in enumerate(self.tbt_slos_s):
+            self.kept[at] += record.ttft_s <= self.ttft_slo_s and slowest <= bound
+        own_ttft = record.ttft_slo_s or self.ttft_slo_s
+        own_tbt = record.tbt_slo_s or (self.tbt_slos_s[-1] if self.tbt_slos_s else math.inf)
+        kept = record.ttft_s <= own_ttft and slowest <= own_tbt
+        self.kept_own += kept
+        return kept
+
+    def sample(self, sample: Sample) -> None:
+        """The pools at one moment."""
+        self.wire_bytes = max(self.wire_bytes, sample.wire_bytes)
+        for name, pool in sample.pools.items():
+            figures = {one: float(getattr(pool, one)) for one in POOL_FIGURES}
+            self.pools.setdefault(name, Course()).add(sample.at_s, {"samples": 1.0, **figures})
+
+    # ── what comes out ───────────────────────────────────────────────────────────────────────────
+
+    @property
+    def duration_s(self) -> float:
+        """First arrival to last end."""
+        return max(0.0, self.last_s - self.first_s) if self.requests else 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """By tokens; nan of none."""
+        return self.tokens["cached"] / self.tokens["input"] if self.tokens["input"] else math.nan
+
+    @property
+    def goodput(self) -> dict[float, float]:
+        """TBT SLO in seconds → share of all requests."""
+        return {bound: kept / max(1, self.requests) for bound, kept in zip(self.tbt_slos_s, self.kept, strict=True)}
+
+    def quantile(self, name: str, share: float) -> float:
+        """Of `ttft_s`, `tbt_s`, `mean_tbt_s`, `e2e_s`, `queue_s` or `ttft_error`; `share` in 0..1."""
+        return self.sketches[name].quantile(share)
+
+    def mean(self, name: str) -> float:
+        """Of the same."""
+        return self.sketches[name].mean
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain JSON: what `kvmesh sim run` writes and its report is made of."""
+        return {
+            "requests": self.requests,
+            "outcomes": dict(self.outcomes),
+            "refused": dict(self.refused),
+            "failed": dict(self.failed),
+            "retries": self.retries,
+            "duration_s": tidy(self.duration_s),
+            "requests_per_s": tidy(self.requests / self.duration_s) if self.duration_s else None,
+            "ttft_slo_s": self.ttft_slo_s,
+            "goodput": [
+                {"tbt_slo_s": bound, "share": tidy(share), "per_s": self._per_s(share)}
+                for bound, share in self.goodput.items()
+            ],
+            "within_own_slo": tidy(self.kept_own / max(1, self.requests)),
+            "hit_rate": tidy(self.hit_rate),
+            "tokens": {name: self.tokens[name] for name in ("input", "output", "cached", "pulled")},
+            "prefill_gpu_s": tidy(self.prefill_gpu_s),
+            "wire_bytes": self.wire_bytes,
+            **{name: sketch.to_json() for name, sketch in self.sketches.items()},
+            "lanes": {
+                lane: {"outcomes": dict(counts), "ttft_s": ttft.to_json()}
+                for lane, (counts, ttft) in self.lanes.items()
+            },
+            "cdf": {name: _points(self.sketches[name]) for name in ("ttft_s", "tbt_s")},
+            "course": self._course(),
+            "pools": {name: _pool(course) for name, course in self.pools.items()},
+            "definitions": DEFINITIONS,
+        }
+
+    def _per_s(self, share: float) -> float | None:
+        return tidy(share * self.requests / self.duration_s) if self.duration_s else None
+
+    def _course(self) -> dict[str, Any]:
+        """By the time of arrival: rates a second, mean TTFT, hit rate, share within the SLO."""
+        width = self.course.width_s
+        told: dict[str, list[float | None]] = {name: [] for name in _COURSE}
+        for at_s, sums in self.course.rows():
+            done, arrived = sums.get(DONE, 0.0), sums["arrived"]
+            told["at_s"].append(at_s)
+            told["arrived_per_s"].append(tidy(arrived / width))
+            told["refused_per_s"].append(tidy(sums.get(REFUSED, 0.0) / width))
+            told["ttft_s"].append(_ratio(sums.get("ttft", 0.0), done))
+            told["hit_rate"].append(_ratio(sums.get("cached", 0.0), sums.get("input", 0.0)))
+            told["within_slo"].append(_ratio(sums.get("kept", 0.0), arrived))
+        return {"width_s": width, **told}
+
+
+_COURSE = ("at_s", "arrived_per_s", "refused_per_s", "ttft_s", "hit_rate", "within_slo")
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return tidy(part / whole) if whole else None
+
+
+def _points(sketch: Sketch) -> list[list[float | None]]:
+    return [[tidy(value), tidy(share)] for value, share in sketch.cdf()]
+
+
+def _pool(course: Course) -> dict[str, Any]:
+    """Means over each stretch of time."""
+    told: dict[str, list[float | None]] = {name: [] for name in ("at_s", *POOL_FIGURES)}
+    for at_s, sums in course.rows():
+        told["at_s"].append(at_s)
+        for name in POOL_FIGURES:
+            told[name].append(tidy(sums[name] / sums["samples"]))
+    return {"width_s": course.width_s, **told}
