@@ -74,6 +74,7 @@ class Instance:
                     config.max_running,
                     local_prefill_tokens=config.local_prefill_tokens,
                     prefill_chunk_tokens=min(config.mixed_chunk_tokens, config.prefill_chunk_tokens),
+                    switchable=True,
                 )
                 front.switch = halves.become
                 names.PREFILL_READY.set(1)

@@ -242,6 +242,7 @@ class Front:
         *,
         local_prefill_tokens: int = 0,
         prefill_chunk_tokens: int = 0,
+        switchable: bool = False,
     ) -> None:
         """Bind, add the role's servicers, say SERVING, then register and beat. ConfigError: the port is taken, or the
         folder of the SSD tier cannot be used."""
@@ -276,6 +277,7 @@ class Front:
             orders=blocks,
             local_prefill_tokens=local_prefill_tokens,
             prefill_chunk_tokens=prefill_chunk_tokens,
+            switchable=switchable,
         )
         if blocks is not None:
             blocks.start(self._registrar)

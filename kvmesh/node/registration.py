@@ -204,6 +204,7 @@ class Registrar:
         orders: StoreOrders | None = None,
         local_prefill_tokens: int = 0,
         prefill_chunk_tokens: int = 0,
+        switchable: bool = False,
     ) -> None:
         rng = random.Random()
         registration = pb.RegisterInstanceRequest(
@@ -216,6 +217,7 @@ class Registrar:
             max_running_requests=max_running,
             local_prefill_tokens=local_prefill_tokens,
             prefill_chunk_tokens=prefill_chunk_tokens,
+            switchable=switchable,
         )
         member = pb_store.Member(instance=ref_pb, role=role, node_id=node_id, store_id=ref_pb.instance_id)
         self._conductor: _ConductorPeer | None = _ConductorPeer(conductor_address, rng, registration, report, ready)

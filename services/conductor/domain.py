@@ -168,6 +168,7 @@ class Register:
     max_running: int
     local_prefill_tokens: int = 0  # see `RegisterInstanceRequest` in conductor.proto
     chunk_tokens: int = 0
+    switchable: bool = False
 
 
 @dataclass(frozen=True)
@@ -257,6 +258,16 @@ class Lead:
 
 
 @dataclass(frozen=True)
+class OrderEnded:
+    """What became of the order of that number. `error`: why it was not carried out, "" when it was. `held`: blocks of a
+    `Replicate` that its target has now."""
+
+    number: int
+    held: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True)
 class Tick:
     pass
 
@@ -272,6 +283,7 @@ Event = (
     | StoreLost
     | Cordon
     | Lead
+    | OrderEnded
     | Tick
 )
 
@@ -337,22 +349,24 @@ class OutOfStep:
 
 @dataclass(frozen=True)
 class SwitchRole:
-    """Order: that instance takes another role. Only a leader's brain says so."""
+    """Order: that instance takes another role. Only a leader's brain says so. `number`: what `OrderEnded` calls it."""
 
     ref: Ref
     role: Role
     why: str
+    number: int = 0
 
 
 @dataclass(frozen=True)
 class Replicate:
-    """Order: so many holders for these blocks (of one tenant's tag, in the order of the chain), some at `targets`.
-    Only a leader's brain says so."""
+    """Order: `target` copies these blocks (of one chain, in its order) from `source`. Only a leader's brain says so.
+    `number`: what `OrderEnded` calls it."""
 
     keys: tuple[bytes, ...]
     source: Ref
-    targets: tuple[Ref, ...]
+    target: Ref
     why: str
+    number: int = 0
 
 
 Action = Placed | Refuse | Measured | OutOfStep | SwitchRole | Replicate

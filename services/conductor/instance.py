@@ -50,6 +50,7 @@ class Instance:
         self.local_prefill_tokens = registered.local_prefill_tokens
         self.chunk_tokens = registered.chunk_tokens or CHUNK_TOKENS
         self._told_chunks = registered.chunk_tokens > 0
+        self.switchable = registered.switchable
 
     @property
     def alone_tokens(self) -> float:

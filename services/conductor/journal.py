@@ -44,6 +44,7 @@ _EVENTS: dict[str, type[Any]] = {
         domain.StoreLost,
         domain.Cordon,
         domain.Lead,
+        domain.OrderEnded,
         domain.Tick,
     )
 }

@@ -107,6 +107,7 @@ def register_in(request: pb.RegisterInstanceRequest) -> Register:
         max_running=request.max_running_requests,
         local_prefill_tokens=request.local_prefill_tokens,
         chunk_tokens=request.prefill_chunk_tokens,
+        switchable=request.switchable,
     )
 
 

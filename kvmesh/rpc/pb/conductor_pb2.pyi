@@ -127,6 +127,7 @@ class RegisterInstanceRequest(_message.Message):
     MAX_RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
     LOCAL_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     PREFILL_CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
+    SWITCHABLE_FIELD_NUMBER: _builtins.int
     protocol_version: _common_pb2.ProtocolVersion.ValueType
     role: _common_pb2.Role.ValueType
     node_id: _builtins.str
@@ -141,6 +142,8 @@ class RegisterInstanceRequest(_message.Message):
     """Prompt tokens in one step beside the rows of the batch at most, where this instance mixes them: what a prompt adds to
     the time between its rows' tokens. 0: not told.
     """
+    switchable: _builtins.bool
+    """Instance.SetRole gives it any role; what it bears by then is told by registering again"""
     @_builtins.property
     def instance(self) -> _common_pb2.InstanceRef: ...
     @_builtins.property
@@ -157,10 +160,11 @@ class RegisterInstanceRequest(_message.Message):
         max_running_requests: _builtins.int = ...,
         local_prefill_tokens: _builtins.int = ...,
         prefill_chunk_tokens: _builtins.int = ...,
+        switchable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_blocks", b"capacity_blocks", "instance", b"instance", "local_prefill_tokens", b"local_prefill_tokens", "max_running_requests", b"max_running_requests", "model", b"model", "node_id", b"node_id", "prefill_chunk_tokens", b"prefill_chunk_tokens", "protocol_version", b"protocol_version", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_blocks", b"capacity_blocks", "instance", b"instance", "local_prefill_tokens", b"local_prefill_tokens", "max_running_requests", b"max_running_requests", "model", b"model", "node_id", b"node_id", "prefill_chunk_tokens", b"prefill_chunk_tokens", "protocol_version", b"protocol_version", "role", b"role", "switchable", b"switchable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
