@@ -3,9 +3,11 @@
     other nodes ──pull──▶ host extents ──load──▶ device pages ──step──▶ more pages ──seal──▶ host extents
     own SSD ──────┘
 
-A pull begins when its request arrives and runs while it waits in line. Blocks that arrive are sealed in the node store
-(so they can be pulled from here in turn) and pinned for the requests that waited; whatever does not arrive is
-computed. A pull brings whole blocks before the first step: layer by layer, beside the computation, is not built.
+A pull begins when its request arrives, or later when the conductor asked for that (a long queue is ahead, and blocks
+that come early hold extents and wires that others need), and runs while the request waits in line. Blocks that arrive
+are sealed in the node store (so they can be pulled from here in turn) and pinned for the requests that waited; whatever
+does not arrive is computed. A pull brings whole blocks before the first step: layer by layer, beside the computation,
+is not built.
 
 Every reference taken here has one way back: an extent being written is sealed or abandoned when its pull or copy is
 answered, a held extent is released when its load is, a page that is being sealed when its copy is.
@@ -25,6 +27,7 @@ from kvmesh.transfer import TrafficClass
 from services.prefill import events as ev
 from services.prefill.checks import BrainConfig
 from services.prefill.handoff import Handoff
+from services.prefill.rates import Rates
 
 NS_PER_MS = 1_000_000
 
@@ -35,6 +38,7 @@ class _Pull:
 
     job: PullJob
     owner: int  # handle of the request that began it
+    from_ns: int
     until_ns: int  # nobody waits longer
     waiters: dict[int, Handoff] = field(default_factory=dict)
     cancelled: bool = False
@@ -81,6 +85,7 @@ class SharedBlocks:
         self.store = store
         self.now = 0
         self.lower: Lower | None = None
+        self.rates = Rates()
         self._pool = pool
         self._cache = cache
         self._world = config.world
@@ -109,11 +114,22 @@ class SharedBlocks:
     # ── pulls ────────────────────────────────────────────────────────────────────────────────────
 
     def arrive(self, h: Handoff, usable: Sequence[bytes], promised: Container[bytes], *, next_up: bool) -> int:
-        """A request joins the line: wait for pulls of its missing blocks, and begin one for what its hints cover
-        without a gap and nobody fetches yet, with the wires' first class if it is `next_up`: nothing is computed
-        before the pull ends. Returns when it stops waiting for its own pull; 0: it began none."""
+        """A request joins the line. Its pull begins (see `fetch`) or, if it is to begin later, is planned."""
         if self.lower is not None:
             self.lower.note(h.start.block_keys)
+        if h.start.pulls and h.start.pull_at_ns > self.now:
+            h.pull_at_ns = h.start.pull_at_ns
+            h.planned_to = self._reach(h, usable, promised)
+            h.patient_until_ns = self.now + self._timeout_ms * NS_PER_MS
+            return 0
+        return self.fetch(h, usable, promised, next_up=next_up)
+
+    def fetch(self, h: Handoff, usable: Sequence[bytes], promised: Container[bytes], *, next_up: bool) -> int:
+        """Wait for pulls of its missing blocks, and begin one for what its hints cover without a gap and nobody fetches
+        yet, with the wires' first class if it is `next_up`: nothing is computed before the pull ends. Once for each
+        request. Returns when it stops waiting for its own pull; 0: it began none."""
+        h.pull_at_ns = 0
+        h.patient_until_ns = self.now + self._timeout_ms * NS_PER_MS
         needed = self._needed(h, usable, promised)
         # Blocks that are here already get None, and are not evicted to make room for the others.
         extents = self.store.begin([usable[i] for i in needed])
@@ -131,7 +147,7 @@ class SharedBlocks:
             traceparent=h.start.traceparent,
             traffic_class=TrafficClass.HANDOFF if next_up else TrafficClass.PREFETCH,
         )
-        pull = _Pull(job, h.handle, self.now + self._timeout_ms * NS_PER_MS)
+        pull = _Pull(job, h.handle, self.now, h.patient_until_ns)
         self._pulls[job.ticket] = pull
         self._pulling.update(dict.fromkeys(job.keys, pull))
         self._join(h, pull)
@@ -141,8 +157,7 @@ class SharedBlocks:
     def _needed(self, h: Handoff, usable: Sequence[bytes], promised: Container[bytes]) -> list[int]:
         """Blocks to be read from the host segment, up to the first that is neither there nor coming nor below nor
         covered by a hint."""
-        covered, lower = _covered(h.start.pulls, len(usable)), self.lower
-        until = len(usable) if h.start.load_until is None else h.start.load_until
+        can_come = self._sources(h, usable)
         needed = []
         for i in range(self._cache.peek(usable), len(usable)):
             key = usable[i]
@@ -153,11 +168,26 @@ class SharedBlocks:
                 continue
             elif pull is not None and self._runs(pull):
                 self._join(h, pull)
-            elif (covered[i] or (lower is not None and i < until and lower.holds(key))) and not self.store.writing(key):
+            elif can_come(i) and not self.store.writing(key):
                 needed.append(i)
             else:
                 break
         return needed
+
+    def _reach(self, h: Handoff, usable: Sequence[bytes], promised: Container[bytes]) -> int:
+        """Up to which block its prefix goes when everything comes that is on its way or would be asked for now."""
+        can_come = self._sources(h, usable)
+        for i in range(self._cache.peek(usable), len(usable)):
+            key = usable[i]
+            if not (can_come(i) or key in promised or key in self._pulling or self.store.holds(key)):
+                return i
+        return len(usable)
+
+    def _sources(self, h: Handoff, usable: Sequence[bytes]) -> Callable[[int], bool]:
+        """Whether a block can be fetched: a hint covers it, or it lies below here and may be read from there."""
+        covered, lower = _covered(h.start.pulls, len(usable)), self.lower
+        until = len(usable) if h.start.load_until is None else h.start.load_until
+        return lambda i: bool(covered[i]) or (lower is not None and i < until and lower.holds(usable[i]))
 
     def _join(self, h: Handoff, pull: _Pull) -> None:
         pull.waiters[h.handle] = h
@@ -172,7 +202,7 @@ class SharedBlocks:
     def waits(self, h: Handoff, key: bytes | None = None) -> bool:
         """Whether a queued request should wait for a pull: one that it has joined or, if `key` is its next missing
         block, the one that fetches that (and it joins it)."""
-        if self.now >= h.arrived_ns + self._timeout_ms * NS_PER_MS:
+        if self.now >= h.patient_until_ns:
             return False  # however many pulls follow one another
         if key is None:
             return any(self._runs(self._pulls[ticket]) for ticket in h.pulls)
@@ -202,12 +232,14 @@ class SharedBlocks:
         h.pulls.clear()
         self.store.release(h.pinned)
         h.pinned = []
+        h.pull_at_ns = 0
 
     def pulled(self, result: Pulled) -> None:
         """Seal what arrived (a chain's tail first: its head is to live longest) and pin it for those who waited."""
         pull = self._pulls.pop(result.ticket, None)
         assert pull is not None, "a pull is answered once"
         job, arrived, lower = pull.job, set(result.arrived), set(result.lower)
+        self.rates.pulled(len(arrived), self.now - pull.from_ns)
         for at in reversed(range(len(job.keys))):
             key, extent = job.keys[at], job.extents[at]
             del self._pulling[key]
@@ -329,6 +361,7 @@ class SharedBlocks:
                 assert handoffs.get(handle) is h and ticket in h.pulls, f"{handle} waits and is gone"
         for h in handoffs.values():
             assert h.pulls <= set(self._pulls)
+            assert not h.pull_at_ns or h.handle not in {pull.owner for pull in self._pulls.values()}, "planned, begun"
 
 
 def _covered(ranges: Sequence[PullRange], blocks: int) -> bytearray:

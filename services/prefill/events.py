@@ -36,6 +36,7 @@ class Start:
     load_until: int | None = None  # blocks from here on are not read out of its own lower tiers: computing is faster
     traceparent: str = ""
     adopt: bool = False  # decode is in this very instance: it takes the pages themselves, nothing lands or is pushed
+    pull_at_ns: int = 0  # `pulls` are fetched from then on, or when its turn comes, if that is sooner; 0: at once
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,9 @@ class Handoff:
     world: int
     phase: Phase = Phase.QUEUED
 
+    pull_at_ns: int = 0  # when its own pull is to begin; 0: it has begun, or there is none
+    planned_to: int = 0  # the block that its prefix is expected to reach when that pull is over
+    patient_until_ns: int = 0  # it waits for no pull longer
     pulls: set[int] = field(default_factory=set)  # tickets of the pulls it waits for
     pinned: list[int] = field(default_factory=list)  # extents that arrived for it, one reference each, while QUEUED
     arrived: set[bytes] = field(default_factory=set)  # keys of the blocks in them that other nodes gave,

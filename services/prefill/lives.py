@@ -34,6 +34,7 @@ class Lives:
         self.actions: list[ev.Action] = []
         # Pages that no new prompt may take: those who decode in the same pool need them.
         self.reserve: Callable[[], int] = lambda: 0
+        self.idle = True  # no step is at the ranks
         self._block = planner.config.block_tokens
 
     def tell(self, h: Handoff, action: ev.Action) -> None:
@@ -48,10 +49,32 @@ class Lives:
         return h.start.block_keys[: (h.prompt_tokens - 1) // self._block]
 
     def arrive(self, h: Handoff) -> int:
-        """It has joined the line: pulls begin. Returns when it stops waiting for its own; 0: it began none."""
+        """It has joined the line: pulls begin, or are planned. Returns when it stops waiting for its own; 0: it began
+        none."""
+        return self.blocks.arrive(h, self.usable(h), self.promised, next_up=self._next_up())
+
+    def fetch(self, h: Handoff) -> int:
+        """The time of its planned pull has come, or its turn has. Returns when it stops waiting for it, likewise."""
+        return self.blocks.fetch(h, self.usable(h), self.promised, next_up=self._next_up())
+
+    def _next_up(self) -> bool:
+        """Whether nothing else is done while the only one in line waits."""
         computing = any(other.phase is Phase.COMPUTING for other in self.handoffs.values())
-        next_up = len(self.planner.line) == 1 and not computing  # nothing else is done while it waits
-        return self.blocks.arrive(h, self.usable(h), self.promised, next_up=next_up)
+        return len(self.planner.line) == 1 and not computing
+
+    def comes_first(self, handle: int) -> bool:
+        """Its turn has come before its planned pull: fetch it now? Else it is computed."""
+        h = self.handoffs[handle]
+        if not h.pull_at_ns or self.blocks.waits(h):
+            return False
+        usable = self.usable(h)
+        found = self.cache.peek(usable)
+        return self._pays(h, found + self.blocks.store.peek(usable[found:]))
+
+    def _pays(self, h: Handoff, found: int) -> bool:
+        """Whether the planned pull is to be waited for now: it keeps nobody else from computing, or it is faster."""
+        alone = self.idle and len(self.planner.line) == 1 and not self.planner.unsubmitted_tokens
+        return found < h.planned_to and (not alone or self.blocks.rates.pull_pays)
 
     def rest(self, handle: int) -> int | Wait:
         """Tokens that are not cached now, in device pages or the host segment; TWIN or PULL when the first of them are
@@ -68,6 +91,8 @@ class Lives:
             return Wait.TWIN
         if found < len(usable) and self.blocks.waits(h, usable[found]):
             return Wait.PULL
+        if h.pull_at_ns and self._pays(h, found):
+            found = h.planned_to
         return h.prompt_tokens - found * self._block
 
     def expected_rest(self, handle: int) -> int:
@@ -75,7 +100,8 @@ class Lives:
         h = self.handoffs[handle]
         usable = self.usable(h)
         found = self.cache.peek(usable)
-        return h.prompt_tokens - (found + self.blocks.coming(usable[found:])) * self._block
+        found += self.blocks.coming(usable[found:])
+        return h.prompt_tokens - max(found, h.planned_to if h.pull_at_ns else 0) * self._block
 
     def admit(self, handle: int) -> int | Wait:
         """Give a waiting request all of its pages: cached ones first, then those that the host segment's blocks are
@@ -215,7 +241,8 @@ class Lives:
         for h in self.handoffs.values():
             assert (h.phase is Phase.QUEUED) == (h.handle in self.planner.line), f"handle {h.handle}: the line"
             assert not h.over, f"handle {h.handle} should have ended"
-            assert h.phase is Phase.QUEUED or not (h.pulls or h.pinned), f"handle {h.handle} still waits for pulls"
+            waits = h.pulls or h.pinned or h.pull_at_ns
+            assert h.phase is Phase.QUEUED or not waits, f"handle {h.handle} still waits for pulls"
             if h.phase is Phase.COMPUTING:
                 for key in h.start.block_keys[h.promised_from :]:
                     promised[key] = promised.get(key, 0) + 1

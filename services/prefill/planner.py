@@ -105,7 +105,7 @@ class Wait(enum.Enum):
 
 # How many of its tokens are not cached now, or TWIN or PULL.
 Rest = Callable[[int], "int | Wait"]
-# Give it its pages: how many leading tokens are cached, or PAGES.
+# Give it its pages: how many leading tokens are cached, or PAGES; PULL: its blocks are fetched first.
 Admit = Callable[[int], "int | Wait"]
 
 
@@ -169,6 +169,8 @@ class Planner:
                     break
                 continue
             start = admit(handle)
+            if start is Wait.PULL:
+                continue
             if not isinstance(start, int):
                 self._blocked = handle
                 break

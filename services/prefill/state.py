@@ -8,6 +8,8 @@ Promises, whatever the order of events:
   handoff ended and neither load nor step nor push can touch it (Handoff.over);
 - an extent of the host segment has one writer, a pull or a copy, and is read only once it is sealed; nobody waits
   longer for a pull than its timeout, and what has not arrived is computed;
+- a pull that is planned for later begins when its request's turn comes, if that is sooner (or what it would bring is
+  computed, if that is): nobody waits for a pull that has not begun;
 - decode is told exactly one ending: FirstToken and FillDone, or Drained, or Failed (nothing once its stream broke);
 - computation never waits for the landing; the push never begins without one or after its lease.
 """
@@ -29,7 +31,7 @@ from services.prefill import events as ev
 from services.prefill.checks import BrainConfig, refusal
 from services.prefill.handoff import Handoff, Phase
 from services.prefill.lives import Lives
-from services.prefill.planner import Chunk, Planner
+from services.prefill.planner import Chunk, Planner, Wait
 from services.prefill.pushes import Pushes
 
 NO_RATE_RETRY_MS = 1000
@@ -37,6 +39,7 @@ MAX_RETRY_MS = 60_000
 RATE_WEIGHT = 0.2  # of the newest step
 QUEUED_NS = 100_000_000
 PATIENCE = 0  # in place of a handle: nobody's deadline, somebody stops waiting for a pull
+# A negative one: the time of the planned pull of -handle.
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,9 +209,13 @@ class PrefillState:
         self.planner.line.add(start.handle, start.priority, now)
         if start.deadline_ns:
             heapq.heappush(self._deadlines, (start.deadline_ns, start.handle))
-        patience_ns = self._lives.arrive(h)
-        if patience_ns:
-            heapq.heappush(self._deadlines, (patience_ns, PATIENCE))
+        self._patience(self._lives.arrive(h))
+        if h.pull_at_ns:
+            heapq.heappush(self._deadlines, (h.pull_at_ns, -h.handle))
+
+    def _patience(self, until_ns: int) -> None:
+        if until_ns:
+            heapq.heappush(self._deadlines, (until_ns, PATIENCE))
 
     def _no_room(self, start: ev.Start, now: int) -> KvmeshError | None:
         shut = self._refusing or self._silent or (self._doors.own if start.adopt else self._doors.remote)
@@ -229,8 +236,12 @@ class PrefillState:
 
     def _expire(self, now: int) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
-            h = self.handoffs.get(heapq.heappop(self._deadlines)[1])
-            if h is not None:
+            handle = heapq.heappop(self._deadlines)[1]
+            h = self.handoffs.get(abs(handle))
+            if h is not None and handle < 0:
+                if h.pull_at_ns:
+                    self._patience(self._lives.fetch(h))
+            elif h is not None:
                 where = "in the prefill queue" if h.phase is Phase.QUEUED else "in prefill"
                 waited = (now - h.arrived_ns) // 1_000_000
                 self._lives.abort(h, DeadlinePassed(f"the deadline passed after {waited} ms {where}"))
@@ -241,11 +252,21 @@ class PrefillState:
         """Keep the ranks busy: `pipeline_depth` steps are there while anything can run."""
         while len(self._steps) < self.config.plan.pipeline_depth:
             lives = self._lives
+            lives.idle = not self._steps
             total = lambda handle: self.handoffs[handle].prompt_tokens  # noqa: E731
-            chunks = self.planner.next_step(lives.rest, lives.admit, total, self.most())
+            chunks = self.planner.next_step(lives.rest, self._admit, total, self.most())
             if not chunks:
                 return
             self._submit(chunks, now)
+
+    def _admit(self, handle: int) -> int | Wait:
+        """The turn of a request has come. A pull that was planned for later begins now, or never."""
+        if self._lives.comes_first(handle):
+            h = self.handoffs[handle]
+            self._patience(self._lives.fetch(h))
+            if self._lives.blocks.waits(h):
+                return Wait.PULL
+        return self._lives.admit(handle)
 
     def _submit(self, chunks: list[Chunk], now: int) -> None:
         number = self._next_step
@@ -299,6 +320,7 @@ class PrefillState:
         step.end_ns = max(step.end_ns, done.end_ns)
         rate = (done.end_ns - done.start_ns) / step.tokens
         self._ns_per_token += (rate - self._ns_per_token) * (RATE_WEIGHT if self._ns_per_token else 1.0)
+        self._lives.blocks.rates.computed_ns = self._ns_per_token * self.config.plan.block_tokens
         self._answered(done.step_id, step, rank)
 
     def _step_failed(self, rank: int, handles: tuple[int, ...], text: str) -> None:

@@ -17,6 +17,7 @@ from services.prefill import events as ev
 
 NS_PER_MS = 1_000_000
 MAX_PULLS = 1024  # ranges of one request
+MAX_PULL_AFTER_MS = 600_000  # of a hint: no queue is so long
 
 
 def start_in(
@@ -57,7 +58,12 @@ def start_in(
         pulls=pulls_in(request.pulls, len(block_keys), own),
         load_until=request.load_until if request.HasField("load_until") else None,
         traceparent=traceparent,
+        pull_at_ns=_pull_at(request, now),
     )
+
+
+def _pull_at(request: pb.StartPrefill, now: int) -> int:
+    return now + min(request.pull_after_ms, MAX_PULL_AFTER_MS) * NS_PER_MS if request.pull_after_ms else 0
 
 
 def pulls_in(ranges: Sequence[pb_common.PullRange], blocks: int, own: str) -> tuple[PullRange, ...]:

@@ -4,7 +4,7 @@ A transcript is a text file of blocks: command lines, a line `----`, the expecte
 begin with `#` are comments. Times are milliseconds. A prompt is written as its blocks: `abc+2` stands for three
 full blocks with the contents a, b, c, and two more tokens; two prompts share a prefix where their letters agree.
 Hints are written `pulls=0-2@A,2-5@B:ssd`: blocks [0, 2) lie at A, [2, 5) on the SSD of B. `below a ab`: what lies on
-the own SSD from now on.
+the own SSD from now on. `pull_after=50`: hints are to be followed so many milliseconds later.
 """
 
 from __future__ import annotations
@@ -119,6 +119,7 @@ class Player:
             parts += [f"pages={','.join(map(str, h.pages)) or '-'}", f"push={h.pushes[0].value}"]
             parts += [f"steps={','.join(map(str, sorted(h.steps)))}"] if h.steps else []
             parts += [f"lease..{ms(h.lease.until_ns)}"] if h.lease else []
+            parts += [f"pull..{ms(h.pull_at_ns)}"] if h.pull_at_ns else []
             parts += [f"pulls={','.join(map(str, sorted(h.pulls)))}"] if h.pulls else []
             parts += [f"pinned={','.join(map(str, sorted(h.pinned)))}"] if h.pinned else []
             parts += [f"loading={h.loading}"] if h.loading else []
@@ -215,8 +216,12 @@ def _start(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:
     sampling = m.Sampling(0.0, 1.0, 0, 0)
     stream, priority = int(g.get("stream", 1)), int(g.get("priority", 0))
     hints = ranges(g.get("pulls", ""))
-    adopt = g.get("adopt") == "yes"
-    return ev.Start(int(a[0]), stream, f"r{a[0]}", tokens, keys, sampling, deadline, priority, hints, adopt=adopt)
+    adopt, later = g.get("adopt") == "yes", int(g.get("pull_after", 0))
+    at = p.now + later * MS if later else 0
+    name = f"r{a[0]}"
+    return ev.Start(
+        int(a[0]), stream, name, tokens, keys, sampling, deadline, priority, hints, adopt=adopt, pull_at_ns=at
+    )
 
 
 def _landing(p: Player, a: list[str], g: dict[str, str]) -> ev.Event:

@@ -136,9 +136,17 @@ class Machine(SharedPool):
         deadline_ms=st.sampled_from([0, 0, 0, 700]),
         priority=st.integers(-1, 1),
         hints=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=2),
+        later_ms=st.sampled_from([0, 0, 30, 2 * PATIENCE_MS]),
     )
     def start(
-        self, blocks: str, more: int, stream: int, deadline_ms: int, priority: int, hints: list[tuple[int, int]]
+        self,
+        blocks: str,
+        more: int,
+        stream: int,
+        deadline_ms: int,
+        priority: int,
+        hints: list[tuple[int, int]],
+        later_ms: int,
     ) -> None:
         if stream in self.broken:
             return
@@ -147,7 +155,9 @@ class Machine(SharedPool):
         deadline = self.now + deadline_ms * MS if deadline_ms else 0
         pulls = tuple(PullRange("A", "A:1", 1, at, min(n, len(keys) - at)) for at, n in hints if at < len(keys))
         sampling = m.Sampling(0, 1, 0, 0)
-        start = ev.Start(handle, stream, f"r{handle}", tokens, keys, sampling, deadline, priority, pulls)
+        at = self.now + later_ms * MS if later_ms else 0
+        name = f"r{handle}"
+        start = ev.Start(handle, stream, name, tokens, keys, sampling, deadline, priority, pulls, pull_at_ns=at)
         self.lives[handle] = Life(start)
         self.starts[start.request_id] = start
         self.step(start)
@@ -332,15 +342,27 @@ class Machine(SharedPool):
     @invariant()
     def the_rank_is_busy_while_anything_can_run(self) -> None:
         ready = [h for h in self.state.handoffs.values() if h.phase is Phase.QUEUED]
-        patient = self.now < max((h.arrived_ns for h in ready), default=0) + PATIENCE_MS * MS
+        patient = self.now < max((h.patient_until_ns for h in ready), default=0)
         if ready and not self.inbox and not self.outbox and not self.lost and not (patient and self.jobs):
             held = [h for h in self.state.handoffs.values() if h.pages]
             assert held, "requests wait and nothing holds pages"
 
+    @invariant()
+    def a_planned_pull_is_not_waited_for(self) -> None:
+        """Its time is to come, it holds nothing, and a timer is set."""
+        for h in self.state.handoffs.values():
+            if h.pull_at_ns:
+                assert h.phase is Phase.QUEUED and h.start.request_id not in {j.request_id for j in self.jobs.values()}
+                assert self.now < h.pull_at_ns and 0 < self.state.next_deadline_ns <= h.pull_at_ns
+            if h.phase is Phase.QUEUED:  # its own pull begins once, after that it waits as long as others do
+                begun = h.arrived_ns if not h.start.pull_at_ns else h.start.pull_at_ns + MS * 800
+                assert h.patient_until_ns <= begun + PATIENCE_MS * MS, "it might wait for ever"
+
     def teardown(self) -> None:
         """Let everything come to its natural end: the pools are full again, nobody was forgotten. Pulls end last:
         nobody waits for them for ever."""
-        self.time_passes(PATIENCE_MS)
+        for _ in range(2):  # a planned pull begins, and is given up
+            self.time_passes(2 * PATIENCE_MS)
         for _ in range(400):
             if not (self.state.handoffs or self.inbox or self.outbox):
                 break
