@@ -12,11 +12,12 @@ from services.conductor.domain import Heartbeat, Life, Measured, PrefillSample, 
 from services.conductor.index import Index
 from services.conductor.instance import Instance
 from services.conductor.interference import without_rows_s
-from services.conductor.load import DecodeWork, PrefillWork
+from services.conductor.load import PrefillWork
 from services.conductor.outgoing import Load, Outgoing
 from services.conductor.placement import Choice
 from services.conductor.routes import Leg, lives_of
 from services.conductor.settings import Settings
+from services.conductor.stays import DecodeWork
 from services.conductor.tiers import TierLoads
 
 MAX_PREDICTED_TOKENS = 4096
@@ -93,9 +94,17 @@ class Ledger:
         took_s = without_rows_s(instance, s.computed_tokens, s.duration_s)
         predicted_s = instance.prefill.predict(s.computed_tokens, s.cached_tokens)
         for fit in (instance.prefill, fits.prefill):
-            fit.add(s.computed_tokens, s.cached_tokens, took_s, now)
+            fit.add(
+                s.computed_tokens,
+                s.cached_tokens,
+                took_s,
+                now,
+                steps=s.steps,
+                beside_tokens=s.beside_tokens,
+                beside_pairs=s.beside_pairs,
+            )
         for transfer in (instance.transfer, fits.transfer):
-            transfer.add(s.transfer_bytes, s.transfer_s)
+            transfer.add(s.transfer_bytes, 0.0, s.transfer_s, now)
         self._pulled(instance, s, now)
         work = instance.queue.finish(s.request_id, done=True)
         if work is not None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from services.conductor.cost import DecayedRatio
 from services.conductor.domain import Load
+from services.conductor.stays import DecodeWork, Stays
 
 IN_FLIGHT_S = 0.05
 # Short prompts are computed together, so a queue drains faster than the sum of its parts; within these bounds.
@@ -28,6 +29,13 @@ class PrefillWork:
     keys: tuple[bytes, ...]
     placed_at: float
     expires_at: float
+    priority: int = 0  # smaller goes first
+    yields: bool = False  # of the batch lane: nobody is refused for it
+
+    @property
+    def ranked(self) -> bool:
+        """Whether it counts otherwise than by its arrival."""
+        return self.yields or self.priority != 0
 
 
 class PrefillQueue:
@@ -41,6 +49,7 @@ class PrefillQueue:
         self._done_s = 0.0  # predicted seconds of what was computed since the last report
         self._busy_at: float | None = None
         self._busy_s = 0.0
+        self._ranked = 0  # of `works`
 
     @property
     def speedup(self) -> float:
@@ -51,24 +60,55 @@ class PrefillQueue:
         """Seconds until a request placed now would begin; never negative."""
         return max(0.0, self._backlog_s - max(0.0, now - self._as_of))
 
+    def ahead_s(self, now: float, priority: int, step_s: float) -> tuple[float, float]:
+        """Seconds until a request of that priority would begin, and how many of them are work that yields. As in the
+        line of the prefill service, `step_s` of waiting outweighs one step of priority; the oldest work has begun, and
+        what has begun is not overtaken."""
+        wait_s = self.wait_s(now)
+        if wait_s <= 0 or not (self._ranked or priority):
+            return wait_s, 0.0
+        rank = now + priority * step_s
+        works = iter(self.works.values())
+        oldest = next(works, None)
+        others_s = behind_s = yielding_s = 0.0
+        for work in works:
+            seconds = work.seconds / self.speedup
+            others_s += seconds
+            if work.placed_at + work.priority * step_s > rank:
+                behind_s += seconds
+            elif work.yields:
+                yielding_s += seconds
+        begun_s = max(0.0, wait_s - others_s)
+        ahead_s = max(begun_s, wait_s - behind_s)
+        if oldest is not None and oldest.yields:
+            yielding_s += begun_s
+        return ahead_s, min(ahead_s, yielding_s)
+
     def add(self, work: PrefillWork) -> None:
         """A placement; one of the same request replaces it."""
         self._backlog_s = self.wait_s(work.placed_at) + work.seconds / self.speedup
         self._as_of = work.placed_at
-        self.works.pop(work.request_id, None)
+        self._pop(work.request_id)
         self.works[work.request_id] = work
+        self._ranked += work.ranked
+
+    def _pop(self, request_id: str) -> PrefillWork | None:
+        work = self.works.pop(request_id, None)
+        if work is not None:
+            self._ranked -= work.ranked
+        return work
 
     def finish(self, request_id: str, *, done: bool) -> PrefillWork | None:
         """The instance is through with it; `done`: it was computed, else it went away uncomputed.
         The backlog follows with the load that comes in the same heartbeat."""
-        work = self.works.pop(request_id, None)
+        work = self._pop(request_id)
         if work is not None and done:
             self._done_s += work.seconds
         return work
 
     def withdraw(self, request_id: str, now: float) -> PrefillWork | None:
         """It will not come (another attempt was placed, or its time is over): its work counts no more."""
-        work = self.works.pop(request_id, None)
+        work = self._pop(request_id)
         if work is not None:
             self._backlog_s = max(0.0, self.wait_s(now) - work.seconds / self.speedup) if self.works else 0.0
             self._as_of = now
@@ -82,6 +122,7 @@ class PrefillQueue:
         """Everything is lost with the instance."""
         lost = list(self.works.values())
         self.works.clear()
+        self._ranked = 0
         self._backlog_s, self._done_s, self._busy_s, self._busy_at = 0.0, 0.0, 0.0, None
         return lost
 
@@ -115,17 +156,6 @@ class PrefillQueue:
         self._done_s = 0.0
 
 
-@dataclass(frozen=True)
-class DecodeWork:
-    """One placement as the decode instance will meet it."""
-
-    request_id: str
-    prompt_tokens: int
-    blocks: int
-    placed_at: float
-    expires_at: float
-
-
 class DecodeBatch:
     """Predicted batch, context and room at one decode instance."""
 
@@ -137,12 +167,18 @@ class DecodeBatch:
         self._prompt_tokens = 0
         self._blocks = 0
         self._load = Load()
+        self.stays = Stays()
         self.residence_s = FIRST_RESIDENCE_S
 
     @property
     def requests(self) -> int:
         """Running, waiting and on their way."""
         return self._load.running_requests + self._load.waiting_requests + len(self._flying)
+
+    @property
+    def running(self) -> tuple[int, float]:
+        """Rows of the batch as last told, and the tokens that their step reads."""
+        return self._load.running_requests, self._load.context_tokens
 
     @property
     def context_tokens(self) -> float:
@@ -180,6 +216,7 @@ class DecodeBatch:
         self._flying_blocks += work.blocks
         self._prompt_tokens += work.prompt_tokens
         self._blocks += work.blocks
+        self.stays.add(work)
 
     def finish(self, request_id: str, now: float) -> None:
         """The instance is through with it: its stay teaches how long others will stay."""
@@ -194,6 +231,7 @@ class DecodeBatch:
             return None
         self._prompt_tokens -= work.prompt_tokens
         self._blocks -= work.blocks
+        self.stays.drop(work)
         self._land(work)
         return work
 

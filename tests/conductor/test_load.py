@@ -3,7 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.conductor.domain import Load
-from services.conductor.load import IN_FLIGHT_S, DecodeBatch, DecodeWork, PrefillQueue, PrefillWork
+from services.conductor.load import IN_FLIGHT_S, DecodeBatch, PrefillQueue, PrefillWork
+from services.conductor.stays import DecodeWork
 
 PER_TOKEN = 0.001
 
