@@ -1,4 +1,15 @@
-"""How long one instance's hardware takes for a step of the model it runs. Seconds of virtual time."""
+"""How long one instance's hardware takes for a step of the model it runs. Seconds of virtual time.
+
+Roofline: each kind of kernel is bound by arithmetic or by memory, whichever takes longer, and the kinds add up:
+
+    linear      max(2 x parameters x tokens / FLOP/s, weights / bytes/s)     weights once a step, whatever it computes
+    attention   max(FLOPs of all (query, key) pairs / FLOP/s, KV read / bytes/s), rows and prompts apart
+    all-reduce  two a layer: 2 (n-1)/n x tokens x hidden x bytes over the GPUs' links, and a latency each
+    overhead    a constant of a step
+
+with the shares of the datasheet that `hardware.Efficiency` states. Fitted: `t = a + b x tokens + c x attended`, the
+form that the conductor learns online (services/conductor/cost.py), read from a file.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +17,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvmesh.rpc.errors import ConfigError
+from kvmesh.sim.hardware import GPUS_OF_A_NODE, Hardware
+from kvmesh.sim.shapes import ModelShape, itemsize
+
+Pieces = Sequence[tuple[int, int]]
+
 
 class Times(Protocol):
     """One instance's hardware running one model. A piece is (tokens computed, tokens cached before them)."""
 
-    def prefill_s(self, pieces: Sequence[tuple[int, int]]) -> float:
+    def prefill_s(self, pieces: Pieces) -> float:
         """One step that computes these pieces of prompts together."""
 
     def decode_s(self, batch: int, context_tokens: float) -> float:
         """One step of `batch` rows whose contexts have so many tokens in all."""
 
-    def mixed_s(self, pieces: Sequence[tuple[int, int]], batch: int, context_tokens: float) -> float:
+    def mixed_s(self, pieces: Pieces, batch: int, context_tokens: float) -> float:
         """One step of both: chunked prefill beside decoding rows."""
 
 
@@ -31,3 +48,130 @@ class NodeSpec:
     nic_bytes_per_s: float  # each way
     ssd_read_bytes_per_s: float
     kv_bytes_per_token: int
+
+
+def attended(computed: int, cached: int) -> float:
+    """(query, key) pairs of a causal piece: each token sees what is cached, those before it, and itself."""
+    return computed * (cached + (computed + 1) / 2)
+
+
+def attended_within(window: int, computed: int, cached: int) -> float:
+    """The same where a token sees the last `window` tokens alone, itself among them."""
+    short = min(computed, max(0, window - cached))  # tokens that still see everything before them
+    return attended(short, cached) + (computed - short) * window
+
+
+class Roofline:
+    """`gpus` GPUs of one kind in tensor parallelism. Holds constants alone; safe to share."""
+
+    def __init__(
+        self, hardware: Hardware, gpus: int, shape: ModelShape, *, weight_dtype: str = "bf16", kv_dtype: str = "bf16"
+    ) -> None:
+        """ConfigError: GPUs that the model's heads cannot be dealt to, an unknown dtype."""
+        self.hardware, self.gpus, self.shape = hardware, gpus, shape
+        self.kv_rank_bytes = shape.kv_bytes_per_rank(gpus, kv_dtype)
+        self.weight_bytes = shape.params * itemsize(weight_dtype)
+        reached = hardware.efficiency
+        self._read_s = 1 / (hardware.memory_bytes_per_s * reached.memory)  # a byte, on each GPU
+        self._linear_s = 2 / (gpus * hardware.flops * reached.linear)  # a parameter and token
+        self._weight_s = itemsize(weight_dtype) / gpus * self._read_s  # a parameter
+        self._step_s = reached.step_s
+        layer_pairs_s = _pair_flops(shape) / (gpus * hardware.flops * reached.attention)
+        self._pair_s = layer_pairs_s * (shape.kv_layers - shape.window_layers)
+        self._window_pair_s = layer_pairs_s * shape.window_layers
+        row_pair_s = _row_pair_flops(shape) / (gpus * hardware.flops * reached.attention)
+        self._row_s = max(row_pair_s, self.kv_rank_bytes / shape.kv_layers * self._read_s)  # a layer and context token
+        self._context_s = self.kv_rank_bytes * self._read_s  # reading one cached token
+        reduces = 2 * shape.layers if gpus > 1 else 0
+        self._reduce_s = reduces * reached.all_reduce_s
+        moved = 2 * (gpus - 1) / gpus * shape.hidden * 2  # activations are bf16
+        self._reduce_token_s = reduces * moved / (hardware.link_bytes_per_s * reached.all_reduce)
+
+    def prefill_s(self, pieces: Pieces) -> float:
+        """See `Times`."""
+        return self.mixed_s(pieces, 0, 0.0)
+
+    def decode_s(self, batch: int, context_tokens: float) -> float:
+        """See `Times`."""
+        return self._fixed_s(batch, batch) + self._rows_s(batch, context_tokens)
+
+    def mixed_s(self, pieces: Pieces, batch: int, context_tokens: float) -> float:
+        """See `Times`. Every piece is reckoned to need one row of logits."""
+        tokens, pairs_s, read_s = 0, 0.0, 0.0
+        for computed, cached in pieces:
+            tokens += computed
+            pairs_s += self._pair_s * attended(computed, cached)
+            if self._window_pair_s:
+                pairs_s += self._window_pair_s * attended_within(self.shape.window, computed, cached)
+            read_s += self._context_s * (cached + computed)
+        rows_s = self._rows_s(batch, context_tokens) if batch else 0.0
+        return self._fixed_s(tokens + batch, len(pieces) + batch) + max(pairs_s, read_s) + rows_s
+
+    def _fixed_s(self, tokens: int, sampled: int) -> float:
+        """All but attention, for so many tokens of which `sampled` become logits."""
+        shape = self.shape
+        flops_s = self._linear_s * (shape.active_layer_params * tokens + shape.head_params * sampled)
+        weights_s = self._weight_s * (_touched_params(shape, tokens) + shape.head_params)
+        return self._step_s + max(flops_s, weights_s) + self._reduce_s + self._reduce_token_s * tokens
+
+    def _rows_s(self, batch: int, context_tokens: float) -> float:
+        """Attention of decoding rows."""
+        shape = self.shape
+        seen = context_tokens * (shape.kv_layers - shape.window_layers)
+        if shape.window_layers:
+            seen += min(context_tokens, float(batch * shape.window)) * shape.window_layers
+        return self._row_s * seen
+
+
+def _pair_flops(shape: ModelShape) -> float:
+    """Of one layer: a score and a weighted value for each head."""
+    return 2.0 * shape.heads * (shape.head_dim + shape.value_dim)
+
+
+def _row_pair_flops(shape: ModelShape) -> float:
+    """The same for a decoding row; MLA's rows work on the latent itself."""
+    if shape.mla:
+        return 2.0 * shape.heads * (2 * shape.kv_lora_rank + shape.rope_dim)
+    return _pair_flops(shape)
+
+
+def _touched_params(shape: ModelShape, tokens: int) -> float:
+    """Parameters of the layers that a step reads: of the experts, those that any token is expected to be sent to."""
+    always = shape.attention_params + shape.dense_params
+    if not shape.experts:
+        return always
+    share = 1 - (1 - shape.experts_per_token / shape.experts) ** tokens
+    return always + share * shape.expert_layers * shape.experts * shape.expert_params
+
+
+def node_spec(
+    hardware: Hardware,
+    gpus: int,
+    shape: ModelShape,
+    *,
+    weight_dtype: str = "bf16",
+    kv_dtype: str = "bf16",
+    times: Times | None = None,
+) -> NodeSpec:
+    """An instance over `gpus` GPUs with its share of the node's memory, disks and NICs; `times`: measured ones instead
+    of the roofline's. ConfigError: the weights do not fit."""
+    if gpus < 1:
+        raise ConfigError(f"gpus_per_instance={gpus}: must be at least 1", field="gpus_per_instance")
+    roofline = Roofline(hardware, gpus, shape, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
+    room = hardware.memory_bytes * hardware.efficiency.device_memory - roofline.weight_bytes / gpus
+    kv_tokens = int(room // roofline.kv_rank_bytes)
+    if kv_tokens < 1:
+        need, have = roofline.weight_bytes / 2**30, gpus * hardware.memory_bytes / 2**30
+        why = f"the weights ({need:,.0f} GiB in {weight_dtype}) do not fit {gpus} x {hardware.name} ({have:,.0f} GiB)"
+        raise ConfigError(f"model={shape.name!r}: {why}; more GPUs, or --weight-dtype fp8", field="model")
+    share = gpus / GPUS_OF_A_NODE
+    kv_bytes = shape.kv_bytes_per_token(kv_dtype)
+    return NodeSpec(
+        times=times or roofline,
+        kv_tokens=kv_tokens,
+        dram_tokens=int(hardware.node_dram_bytes * share // kv_bytes),
+        ssd_tokens=int(hardware.node_ssd_bytes * share // kv_bytes),
+        nic_bytes_per_s=hardware.node_nic_bytes_per_s * share * hardware.efficiency.network,
+        ssd_read_bytes_per_s=hardware.node_ssd_bytes_per_s * share,
+        kv_bytes_per_token=kv_bytes,
+    )

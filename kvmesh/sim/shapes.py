@@ -1,0 +1,201 @@
+"""The shape of a model: what its KV weighs and what a token costs to compute, from its config.json alone.
+
+    KV of a token, GQA and MQA   2 x layers x kv_heads x head_dim x bytes of a value
+    KV of a token, MLA           layers x (kv_lora_rank + rope_dim) x bytes: the latent and one rotary key, no K and V
+
+DeepSeek-V3 671B in bf16 comes to 61 x (512 + 64) x 2 = 70,272 bytes, LLaMA3-70B to 2 x 80 x 8 x 128 x 2 = 327,680.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvmesh.rpc.errors import ConfigError
+from kvmesh.sim.shape_fields import Fields
+from kvmesh.sim.shape_presets import PRESETS
+
+DTYPES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "fp8": 1, "int8": 1}
+_PLAIN_MLP = ("gpt2", "gpt_bigcode", "falcon", "gpt_neox", "bloom", "phi")  # two matrices; all others gate with a third
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """One model. Parameters are counted in matrices alone: norms and biases are too few to matter."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    attention_params: int  # of all layers
+    dense_params: int  # all layers' feed-forward matrices that every token passes
+    expert_params: int = 0  # of one expert of one layer
+    expert_layers: int = 0
+    experts: int = 0  # of a layer; a token passes `experts_per_token` of them
+    experts_per_token: int = 0
+    tied: bool = False  # one matrix is both embedding and head
+    kv_layers: int = 0  # those that keep KV at all
+    window_layers: int = 0  # of those, which see the last `window` tokens alone
+    window: int = 0
+    kv_lora_rank: int = 0  # MLA: over 0
+    rope_dim: int = 0  # of MLA's shared key
+    value_dim: int = 0  # of a head, where it is not head_dim
+
+    # ── parameters ───────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def mla(self) -> bool:
+        """Whether it keeps latents instead of keys and values."""
+        return self.kv_lora_rank > 0
+
+    @property
+    def head_params(self) -> int:
+        """The matrix that turns a token's last state into logits."""
+        return self.vocab * self.hidden
+
+    @property
+    def layer_params(self) -> int:
+        """All but embedding and head."""
+        return self.attention_params + self.dense_params + self.expert_layers * self.experts * self.expert_params
+
+    @property
+    def active_layer_params(self) -> int:
+        """Those of the layers that one token is multiplied with."""
+        routed = self.expert_layers * self.experts_per_token * self.expert_params
+        return self.attention_params + self.dense_params + routed
+
+    @property
+    def params(self) -> int:
+        """All of them."""
+        return self.layer_params + self.head_params * (1 if self.tied else 2)
+
+    @property
+    def active_params(self) -> int:
+        """As models are named by ("37B active"): a token's, embedding and head included."""
+        return self.active_layer_params + self.head_params * (1 if self.tied else 2)
+
+    # ── KV ───────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Numbers kept for one token."""
+        if self.mla:
+            return self.kv_layers * (self.kv_lora_rank + self.rope_dim)
+        return self.kv_layers * self.kv_heads * (self.head_dim + self.value_dim)
+
+    def kv_bytes_per_token(self, dtype: str = "bf16") -> int:
+        """Of one copy, all layers; ConfigError: an unknown dtype."""
+        return self.kv_values_per_token * itemsize(dtype)
+
+    def kv_bytes_per_rank(self, tp: int, dtype: str = "bf16") -> int:
+        """What each of `tp` ranks keeps of one token: heads are dealt out and, where there are fewer than ranks, kept
+        more than once; every rank needs MLA's latent whole. ConfigError: heads that do not divide."""
+        if tp < 1 or self.heads % tp:
+            raise ConfigError(f"tp={tp}: must divide the {self.heads} attention heads of {self.name}", field="tp")
+        if self.mla:
+            return self.kv_bytes_per_token(dtype)
+        if max(self.kv_heads, tp) % min(self.kv_heads, tp):
+            raise ConfigError(f"tp={tp}: does not go with the {self.kv_heads} KV heads of {self.name}", field="tp")
+        return self.kv_bytes_per_token(dtype) // min(self.kv_heads, tp)
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one value. ConfigError names an unknown dtype."""
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype={dtype!r}: choose one of {', '.join(DTYPES)}", field="dtype")
+    return DTYPES[dtype]
+
+
+# ── where shapes come from ────────────────────────────────────────────────────────────────────────
+
+
+def shape_of(model: str) -> ModelShape:
+    """A preset's name, a config.json, or a folder that holds one. ConfigError says what is wrong with it."""
+    if model.lower() in PRESETS:
+        return from_config(PRESETS[model.lower()], model.lower())
+    path = Path(model).expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as err:
+        known = ", ".join(PRESETS)
+        raise ConfigError(f"model={model!r}: {file}: {err.strerror}; presets: {known}", field="model") from None
+    except (ValueError, RecursionError):
+        raise ConfigError(f"model={model!r}: {file} is not JSON", field="model") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"model={model!r}: {file} holds no object", field="model")
+    return from_config(raw, path.parent.name if path.name == "config.json" else path.name)
+
+
+def from_config(raw: Mapping[str, Any], name: str) -> ModelShape:
+    """Of what config.json says (that of the text model, where it describes several). ConfigError names the field that
+    is missing or wrong."""
+    told = Fields(raw, name)
+    layers, hidden = told.count("num_hidden_layers", "n_layer", "n_layers"), told.count("hidden_size", "n_embd")
+    heads = told.count("num_attention_heads", "n_head")
+    lora, rope = told.number("kv_lora_rank", 0), 0
+    if lora:
+        rope, value = told.count("qk_rope_head_dim"), told.count("v_head_dim")
+        head_dim, kv_heads = told.count("qk_nope_head_dim") + rope, heads
+        attention = _mla_params(told, hidden, heads, head_dim, rope, value, lora)
+    else:
+        head_dim = value = told.number("head_dim", 0) or told.divided(hidden, heads)
+        kv_heads = told.kv_heads(heads)
+        attention = hidden * (heads + kv_heads) * head_dim * 2
+    kv_layers, windowed, window = told.attention_layers(layers)
+    dense, expert = _feed_forward(told, layers, hidden)
+    return ModelShape(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=told.count("vocab_size"),
+        attention_params=layers * attention,
+        dense_params=dense,
+        **expert,
+        tied=told.flag("tie_word_embeddings", told.family in ("gemma2", "gemma3_text", "gemma3", "gemma")),
+        kv_layers=kv_layers,
+        window_layers=windowed,
+        window=window,
+        kv_lora_rank=lora,
+        rope_dim=rope,
+        value_dim=value,
+    )
+
+
+def _mla_params(told: Fields, hidden: int, heads: int, head_dim: int, rope: int, value: int, lora: int) -> int:
+    """Of one layer: queries (through their own latent, where there is one), the latent, keys and values out of it,
+    and the output."""
+    q_lora = told.number("q_lora_rank", 0)
+    queries = q_lora * (hidden + heads * head_dim) if q_lora else hidden * heads * head_dim
+    return queries + hidden * (lora + rope) + lora * heads * (head_dim - rope + value) + heads * value * hidden
+
+
+def _feed_forward(told: Fields, layers: int, hidden: int) -> tuple[int, dict[str, int]]:
+    """Parameters that every token passes, and what ModelShape calls the others."""
+    matrices = 2 if told.family in _PLAIN_MLP else 3
+    experts = told.number("n_routed_experts", 0) or told.number("num_experts", 0) or told.number("num_local_experts", 0)
+    if not experts:
+        inner = told.number("intermediate_size", 0) or told.number("n_inner", 0) or told.number("ffn_hidden_size", 0)
+        if not inner and told.family in _PLAIN_MLP:
+            inner = 4 * hidden
+        return layers * matrices * hidden * (inner or told.count("intermediate_size")), {}
+    inner = told.number("moe_intermediate_size", 0) or told.count("intermediate_size")
+    first_dense = told.number("first_k_dense_replace", 0)
+    shared = told.number("n_shared_experts", 0) * inner + told.number("shared_expert_intermediate_size", 0)
+    sparse = layers - first_dense
+    dense = first_dense * matrices * hidden * told.count("intermediate_size") if first_dense else 0
+    return dense + sparse * (matrices * hidden * shared + hidden * experts), {
+        "expert_params": matrices * hidden * inner,
+        "expert_layers": sparse,
+        "experts": experts,
+        "experts_per_token": told.count("num_experts_per_tok", "num_experts_per_token"),
+    }
