@@ -112,6 +112,9 @@ class PrefillSample:
     pulled_tokens: int = 0
     pull_bytes: int = 0
     pull_s: float = 0.0
+    steps: int = 1
+    beside_tokens: int = 0  # of other prompts, computed in the same steps
+    beside_pairs: int = 0  # and their pairs of attention (see cost.attention_pairs)
 
 
 @dataclass(frozen=True)
@@ -243,11 +246,13 @@ class StoreLost:
 
 @dataclass(frozen=True)
 class Cordon:
-    """An operator (or what Redis keeps of an operator's word) keeps new work away from an instance."""
+    """An operator keeps new work away from an instance. `kept`: this was read from what Redis keeps of operators'
+    words, so it holds whether or not that instance is known here."""
 
     instance_id: str
     state: CordonState
     reason: str = ""
+    kept: bool = False
 
 
 @dataclass(frozen=True)

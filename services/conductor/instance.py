@@ -60,6 +60,12 @@ class Instance:
         return self.local_prefill_tokens if self.role is Role.DECODE else 0
 
     @property
+    def pools(self) -> tuple[tuple[object, ...], ...]:
+        """What it works in: its model's prefill, its decode."""
+        works = (("prefill", self.role.prefills), ("decode", self.role.decodes))
+        return tuple((self.model.name, self.model.kv_identity, name) for name, there in works if there)
+
+    @property
     def mixes(self) -> bool:
         """Whether prompts and rows share its steps: its `Load` then tells of rows what is running."""
         return self._told_chunks or self.role is Role.BOTH or self.local_prefill_tokens > 0

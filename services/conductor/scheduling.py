@@ -17,6 +17,7 @@ from services.conductor.balance import Balance
 from services.conductor.domain import Life, Measured, Member, Placed, Refuse, Schedule
 from services.conductor.explain import Explanations
 from services.conductor.fleet import Fleet
+from services.conductor.health import Breakers
 from services.conductor.index import Index, Place, Survey, bits
 from services.conductor.instance import Instance
 from services.conductor.kinds import Found
@@ -42,6 +43,7 @@ class Known:
     ledger: Ledger
     explanations: Explanations
     why_not: Callable[[Instance, float], str]
+    breakers: Breakers
 
 
 class Scheduling:
@@ -159,6 +161,8 @@ class Scheduling:
         self.threshold.placed(choice, now)
         self.affinity.placed(request, choice, now)
         p, d = choice.prefill, choice.decode
+        for instance in (p.instance, d.instance):
+            self._known.breakers.placed(instance.ref.life, request.request_id, now)
         terms = {
             "queue_ms": p.queue_s * 1000,
             "pull_ms": p.pull_s * 1000,

@@ -52,20 +52,27 @@ class AffinitySettings:
 
 @dataclass(frozen=True)
 class BalanceSettings:
-    """See balance.py; only a leader orders. Off by default where an order moves bytes or roles."""
+    """See balance.py; only a leader orders."""
 
     replicate: bool = True
     switch_roles: bool = False
+    window_s: float = 10.0  # half-life of what is measured: uses of prefixes, demand
+    copy_orders: int = 4  # under way at once, and their bytes (see hot.py)
+    copy_bytes: int = 1 << 30
+    dwell_s: float = 60.0  # an instance keeps a role for at least so long (see roles.py)
+    target_load: float = 0.7  # what scale hints make of pools (see scale.py)
 
 
 @dataclass(frozen=True)
 class BreakerSettings:
-    """See breaker.py."""
+    """See breaker.py and health.py."""
 
-    failures: int = 5
+    failures: int = 5  # so many within `window_s`,
+    share: float = 0.5  # and this share of its requests: an instance rests
     window_s: float = 10.0
-    rest_s: float = 5.0
+    rest_s: float = 5.0  # at first; doubles while it goes on failing
     max_rest_s: float = 120.0
+    probe_s: float = 30.0  # a probe not heard of for so long is given up
 
 
 @dataclass(frozen=True)

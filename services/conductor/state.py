@@ -11,6 +11,7 @@ from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.tiers import split_name
 from kvmesh.rpc.errors import KvmeshError, UnknownInstance
 from services.conductor.balance import Hint
+from services.conductor.cordons import Cordons
 from services.conductor.domain import (
     Action,
     Blocks,
@@ -33,7 +34,7 @@ from services.conductor.domain import (
 from services.conductor.domain import Event as Event
 from services.conductor.explain import Decision, Explanations
 from services.conductor.fleet import Fleet
-from services.conductor.health import Breakers, Cordons
+from services.conductor.health import Breakers, Standing
 from services.conductor.index import Index
 from services.conductor.instance import Instance
 from services.conductor.ledger import Ledger
@@ -67,6 +68,7 @@ class ConductorState:
             self._ledger,
             self._explanations,
             self.why_not,
+            self._breakers,
         )
         self.scheduling = Scheduling(settings, rng, known, now)
 
@@ -124,6 +126,10 @@ class ConductorState:
 
     def why_not(self, instance: Instance, now: float) -> str:
         """Why an instance may get no work now; "" when it may."""
+        return self._why_unable(instance, now) or self._breakers.why_not(instance.ref.life, now)
+
+    def _why_unable(self, instance: Instance, now: float) -> str:
+        """The same, whatever its breaker says."""
         verdict = self._members.verdict(instance.ref.life)
         silent_s = now - instance.last_seen
         if verdict:
@@ -132,11 +138,15 @@ class ConductorState:
             return f"silent for {silent_s * 1000:.0f} ms"
         if not instance.ready:
             return instance.not_ready_reason or "says it is not ready"
-        return self._cordons.why_not(instance.ref.instance_id) or self._breakers.why_not(instance.ref.life, now)
+        return self._cordons.why_not(instance.ref.instance_id)
 
     def cordon_of(self, instance_id: str) -> CordonState:
         """What an operator has said of it."""
         return self._cordons.of(instance_id)[0]
+
+    def cordon_refusal(self, event: Cordon) -> KvmeshError | None:
+        """Why an operator's word would not be taken."""
+        return self._cordons.refusal(event, known=self._fleet.named(event.instance_id) is not None)
 
     def hints(self, now: float) -> Sequence[Hint]:
         """How many instances each pool wants."""
@@ -174,6 +184,7 @@ class ConductorState:
                 self._term = term
             case Tick():
                 self._expire(now)
+                self._survey(now)
                 able = [i for i in self._fleet if not self.why_not(i, now)]
                 return self.scheduling.balance.tick(able, self._index, now, leads=self._term > 0)
         return []
@@ -207,8 +218,9 @@ class ConductorState:
         measured = self._ledger.learn(instance, beat, now)
         for one in measured:
             self.scheduling.measured(one, now)
+            self._breakers.served(beat.ref.life, one.request_id, now)
         for outcome in beat.outcomes:
-            self._breakers.heard(outcome, now)
+            self._breakers.heard(beat.ref.life, outcome, now)
         for sample in beat.prefill_samples:
             self._explanations.report(instance.ref, sample)
         for request_id in beat.finished_request_ids:
@@ -225,11 +237,15 @@ class ConductorState:
         return list(measured)
 
     def _cordon(self, event: Cordon) -> list[Action]:
-        if self._fleet.named(event.instance_id) is None and not self._cordons.why_not(event.instance_id):
-            text = f"instance_id={event.instance_id!r}: no such instance is registered here"
-            return [Refuse(UnknownInstance(text, field="instance_id"))]
-        self._cordons.put(event.instance_id, event.state, event.reason)
+        if not event.kept and (error := self.cordon_refusal(event)):
+            return [Refuse(error)]
+        self._cordons.put(event)
         return []
+
+    def _survey(self, now: float) -> None:
+        if self._breakers.due(now):
+            seen = (Standing(i.ref.life, i.pools, not self._why_unable(i, now)) for i in self._fleet)
+            self._breakers.survey(seen, now)
 
     def _hear(self, announcement: Announcement) -> bool:
         instance = self._fleet.of((split_name(announcement.store_id)[0], announcement.incarnation))
