@@ -130,6 +130,9 @@ def heartbeat_in(request: pb.HeartbeatRequest) -> Heartbeat:
                 s.pulled_tokens,
                 s.pull_bytes,
                 s.pull_us / 1e6,
+                max(1, s.steps),
+                s.beside_tokens,
+                s.beside_pairs,
             )
             for s in request.prefill_samples
         ),

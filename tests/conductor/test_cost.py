@@ -130,10 +130,10 @@ def test_decode_step_grows_with_batch_and_context() -> None:
 def test_bandwidth_is_weighted_by_size_and_forgets() -> None:
     model = TransferModel(bytes_per_s=1e9)
     for _ in range(60):
-        model.add(100_000_000, 0.05)
-        model.add(10, 0.001)
+        model.add(100_000_000, 0, 0.05, now=0.0)
+        model.add(10, 0, 0.001, now=0.0)
     assert model.bytes_per_s == pytest.approx(2e9, rel=0.05)
-    model.add(0, 1.0)
+    model.add(0, 0, 1.0, now=0.0)
     assert model.bytes_per_s == pytest.approx(2e9, rel=0.05)
 
 

@@ -388,6 +388,9 @@ class PrefillSample(_message.Message):
     PULLED_TOKENS_FIELD_NUMBER: _builtins.int
     PULL_BYTES_FIELD_NUMBER: _builtins.int
     PULL_US_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    BESIDE_TOKENS_FIELD_NUMBER: _builtins.int
+    BESIDE_PAIRS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     computed_tokens: _builtins.int
     cached_tokens: _builtins.int
@@ -399,6 +402,12 @@ class PrefillSample(_message.Message):
     """of cached_tokens: pulled from other nodes for this request"""
     pull_bytes: _builtins.int
     pull_us: _builtins.int
+    steps: _builtins.int
+    """that computed it; 0: not told"""
+    beside_tokens: _builtins.int
+    """of other prompts, computed in the same steps"""
+    beside_pairs: _builtins.int
+    """and their pairs of attention: each one's computed * (computed + 2 * cached) / 2"""
     def __init__(
         self,
         *,
@@ -411,10 +420,13 @@ class PrefillSample(_message.Message):
         pulled_tokens: _builtins.int = ...,
         pull_bytes: _builtins.int = ...,
         pull_us: _builtins.int = ...,
+        steps: _builtins.int = ...,
+        beside_tokens: _builtins.int = ...,
+        beside_pairs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "duration_us", b"duration_us", "pull_bytes", b"pull_bytes", "pull_us", b"pull_us", "pulled_tokens", b"pulled_tokens", "request_id", b"request_id", "transfer_bytes", b"transfer_bytes", "transfer_us", b"transfer_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beside_pairs", b"beside_pairs", "beside_tokens", b"beside_tokens", "cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "duration_us", b"duration_us", "pull_bytes", b"pull_bytes", "pull_us", b"pull_us", "pulled_tokens", b"pulled_tokens", "request_id", b"request_id", "steps", b"steps", "transfer_bytes", b"transfer_bytes", "transfer_us", b"transfer_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1160,6 +1172,7 @@ class ExplainResponse(_message.Message):
     PREFILL_MS_FIELD_NUMBER: _builtins.int
     REPORTED_FIELD_NUMBER: _builtins.int
     KINDS_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     model: _builtins.str
@@ -1186,6 +1199,10 @@ class ExplainResponse(_message.Message):
     def kinds(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeighedKind]:
         """what the request could be: the best pair, and each instance alone"""
 
+    @_builtins.property
+    def ended(self) -> Global___RequestOutcome:
+        """how it went, when decode has reported; absent before"""
+
     def __init__(
         self,
         *,
@@ -1204,10 +1221,11 @@ class ExplainResponse(_message.Message):
         prefill_ms: _builtins.int = ...,
         reported: _builtins.bool = ...,
         kinds: _abc.Iterable[Global___WeighedKind] | None = ...,
+        ended: Global___RequestOutcome | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "placement", b"placement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "attempt", b"attempt", "best_prefix_blocks", b"best_prefix_blocks", "cached_tokens", b"cached_tokens", "candidates", b"candidates", "kinds", b"kinds", "message", b"message", "model", b"model", "outcome", b"outcome", "placement", b"placement", "prefill_ms", b"prefill_ms", "prompt_blocks", b"prompt_blocks", "prompt_tokens", b"prompt_tokens", "reported", b"reported", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "attempt", b"attempt", "best_prefix_blocks", b"best_prefix_blocks", "cached_tokens", b"cached_tokens", "candidates", b"candidates", "ended", b"ended", "kinds", b"kinds", "message", b"message", "model", b"model", "outcome", b"outcome", "placement", b"placement", "prefill_ms", b"prefill_ms", "prompt_blocks", b"prompt_blocks", "prompt_tokens", b"prompt_tokens", "reported", b"reported", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,286 @@
+"""Least squares for times that cannot be negative: what every cost model stands on. Pure.
+
+    t = a·n + b·x1 + c·x2 + d·max(0, x1 - knee)        a, b, c, d >= 0
+
+`n` is how often the constant was paid (1, but for work that took several steps). Without a knee d is 0. With one the
+time is continuous and bends upwards there: a floor that is paid whatever is done, then a slope. The fit minimises the
+relative error, with Huber weights so that an outlier pulls no harder than a bounded error. A prior gives the shape
+until there are samples, and stays in as faint pseudo-samples so that a window of equal sizes still extrapolates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmesh.rpc.errors import ConfigError
+
+WINDOW = 256
+ENOUGH_SAMPLES = 8
+REFIT_EVERY = 8
+# A busy instance brings hundreds of samples a second and a fit costs a millisecond: once a second is often enough, and
+# a fit around which samples fall on both sides is left alone for longer. Half a window of others never waits.
+REFIT_INTERVAL_S = 1.0
+GOOD_INTERVAL_S = 10.0
+LEAN_WEIGHT = 0.05  # of a new sample in the side that samples fall on, from -1 (faster) to 1 (slower)
+MAX_LEAN = 0.5
+LEAN_FROM = 0.01  # a relative error up to this is on no side
+# How strongly one pseudo-sample of the prior counts beside one real sample.
+PRIOR_WEIGHT = 0.02
+HUBER = 1.5
+ROUNDS = 6
+SETTLED = 1e-3  # a round that moves no prediction by more is the last one
+MIN_RELATIVE_SPREAD = 0.02
+# A bend must pay: this much less error, and samples enough on both sides of it.
+KNEE_GAIN = 0.1
+KNEE_SIDE = 12
+MAX_KNEES = 8
+# Confidence in an old fit halves in this time while nothing new is measured (see `FittedModel.admission_s`).
+HALF_LIFE_S = 30.0
+
+_Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """Seconds; seconds per x1; per x2; per x1 beyond `knee`. None is negative."""
+
+    a: float
+    b: float
+    c: float
+    d: float = 0.0
+    knee: float = 0.0
+
+    def at(self, x1: float, x2: float, n: float = 1.0) -> float:
+        """Predicted seconds."""
+        beyond = self.d * (x1 - self.knee) if self.d and x1 > self.knee else 0.0
+        return self.a * n + self.b * x1 + self.c * x2 + beyond
+
+    def scaled(self, factor: float) -> Coefficients:
+        """The same shape, `factor` times as slow."""
+        return Coefficients(self.a * factor, self.b * factor, self.c * factor, self.d * factor, self.knee)
+
+    def to_json(self) -> dict[str, float]:
+        """Five numbers by name."""
+        return asdict(self)
+
+    @classmethod
+    def of_json(cls, told: Mapping[str, object], where: str) -> Coefficients:
+        """As `to_json` wrote it; `d` and `knee` may be missing. Raises ConfigError naming `where`, field and value."""
+        names = [one.name for one in fields(cls)]
+        if not isinstance(told, Mapping):
+            raise ConfigError(f"{where}={told!r}: must be an object with {', '.join(names)}", field=where)
+        if strange := sorted(set(told) - set(names)):
+            raise ConfigError(f"{where}.{strange[0]}: no such coefficient", field=f"{where}.{strange[0]}")
+        found = {}
+        for name in names:
+            value = told.get(name, 0.0 if name in ("d", "knee") else None)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                text = f"{where}.{name}={value!r}: must be a number, at least 0"
+                raise ConfigError(text, field=f"{where}.{name}")
+            found[name] = float(value)
+        return cls(**found)
+
+
+class Sample(NamedTuple):
+    """One measurement."""
+
+    x1: float
+    x2: float
+    seconds: float
+    n: float = 1.0
+
+    @property
+    def sound(self) -> bool:
+        """Whether it is positive, finite and no nonsense."""
+        sizes = 0 <= self.x1 < 1e12 and 0 <= self.x2 < 1e18 and 0 < self.n < 1e9
+        return 0 < self.seconds < 1e6 and sizes
+
+
+Anchors = tuple[tuple[float, float], ...]
+
+
+class FittedModel:
+    """One model, learnt from `add`."""
+
+    def __init__(self, prior: Coefficients, anchors: Anchors, *, bends: bool = False) -> None:
+        """`anchors`: the points (x1, x2) at which the prior speaks. `bends`: look for a knee."""
+        self.prior = prior
+        self.coefficients = prior
+        self._anchors, self._bends = anchors, bends
+        self._samples: deque[Sample] = deque(maxlen=WINDOW)
+        self._lean = 0.0
+        self._unfitted = self._fitted_with = 0
+        self._newest: float | None = None
+        self._fitted_at = 0.0
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def take(self, coefficients: Coefficients) -> None:
+        """These are known, from a file or from peers: the prior from now on."""
+        self.prior = coefficients
+        if not self._samples:
+            self.coefficients = coefficients
+
+    def add(self, x1: float, x2: float, seconds: float, now: float, n: float = 1.0) -> None:
+        """Learn one measurement; nonsense (not positive, not finite) is ignored."""
+        sample = Sample(x1, x2, seconds, n)
+        if not sample.sound:
+            return
+        self._lean += LEAN_WEIGHT * (_side(seconds, self.coefficients.at(x1, x2, n)) - self._lean)
+        self._samples.append(sample)
+        self._newest = now
+        self._unfitted += 1
+        if len(self._samples) < ENOUGH_SAMPLES:
+            self.coefficients = self.prior.scaled(_ratio(self._samples, self.prior))
+        elif len(self._samples) == ENOUGH_SAMPLES or self._stale(now):
+            self._fitted_at, self._fitted_with, self._unfitted = now, len(self._samples), 0
+            self.coefficients = _fit(self._samples, self.prior, self._anchors, bends=self._bends)
+
+    def _stale(self, now: float) -> bool:
+        leans = abs(self._lean) > MAX_LEAN
+        much = WINDOW // 2 if leans else self._fitted_with if self._fitted_with < WINDOW else math.inf
+        if self._unfitted >= much:
+            return True
+        interval_s = REFIT_INTERVAL_S if leans or self._fitted_with < WINDOW else GOOD_INTERVAL_S
+        return self._unfitted >= REFIT_EVERY and now - self._fitted_at >= interval_s
+
+    def predict(self, x1: float, x2: float, n: float = 1.0) -> float:
+        """Seconds, the best estimate: for ranking and for queues."""
+        return self.coefficients.at(x1, x2, n)
+
+    def admission_s(self, x1: float, x2: float, now: float, n: float = 1.0) -> float:
+        """Seconds, for refusing work. A refusal brings no measurement, so a wrong slow fit would refuse for ever:
+        few samples never speak worse than the prior, and an old fit fades towards it."""
+        fitted = self.coefficients.at(x1, x2, n)
+        floor = min(fitted, self.prior.at(x1, x2, n))
+        if len(self._samples) < ENOUGH_SAMPLES or self._newest is None:
+            return floor
+        return float(max(floor, fitted * 0.5 ** (max(0.0, now - self._newest) / HALF_LIFE_S)))
+
+
+def fit(samples: Iterable[Sample], prior: Coefficients, anchors: Anchors, *, bends: bool = False) -> Coefficients:
+    """The best coefficients for all `samples` at once, however many: what a file of a measured mesh holds. Too few of
+    them scale the prior; none give it back."""
+    sound = [sample for sample in samples if sample.sound]
+    if len(sound) < ENOUGH_SAMPLES:
+        return prior.scaled(_ratio(sound, prior)) if sound else prior
+    return _fit(sound, prior, anchors, bends=bends)
+
+
+def _side(seconds: float, expected: float) -> float:
+    error = seconds - expected
+    return 0.0 if abs(error) <= LEAN_FROM * expected else math.copysign(1.0, error)
+
+
+def _ratio(samples: Iterable[Sample], prior: Coefficients) -> float:
+    """How many times as slow as the prior these are: the median."""
+    return float(np.median([s.seconds / max(prior.at(s.x1, s.x2, s.n), 1e-9) for s in samples]))
+
+
+class _Rows(NamedTuple):
+    """Samples, then the prior's pseudo-samples."""
+
+    x: _Array  # n, x1, x2
+    times: _Array
+    faint: _Array  # weight of each row by what it is
+    measured: int
+
+
+def _fit(
+    samples: Sequence[Sample] | deque[Sample], prior: Coefficients, anchors: Anchors, *, bends: bool
+) -> Coefficients:
+    scaled = prior.scaled(_ratio(samples, prior))
+    rows = np.array(
+        [(s.n, s.x1, s.x2, s.seconds) for s in samples] + [(1.0, *at, scaled.at(*at)) for at in anchors],
+        dtype=np.float64,
+    )
+    faint = np.ones(len(rows))
+    faint[len(samples) :] = PRIOR_WEIGHT
+    data = _Rows(rows[:, :3], rows[:, 3], faint, len(samples))
+    solution, weights = _robust(data.x, data)
+    knee = _knee(data, solution, weights) if bends else 0.0
+    if not knee:
+        a, b, c = (float(v) for v in solution)
+        return Coefficients(a, b, c)
+    a, b, c, d = (float(v) for v in _robust(_bent(data, knee), data)[0])
+    return Coefficients(a, b, c, d, knee if d else 0.0)
+
+
+def _bent(data: _Rows, knee: float) -> _Array:
+    return np.column_stack([data.x, np.maximum(0.0, data.x[:, 1] - knee)])
+
+
+def _knee(data: _Rows, straight: _Array, weights: _Array) -> float:
+    """Where the time bends, of a few places that were seen; 0 where a straight line does as well."""
+    seen, sizes = data.x[: data.measured, 1], np.unique(data.x[: data.measured, 1])
+    inner = [x for x in sizes if min((seen < x).sum(), (seen > x).sum()) >= KNEE_SIDE]
+    picked = inner[:: -(-len(inner) // MAX_KNEES)] if inner else []
+    best, least = 0.0, (1 - KNEE_GAIN) * _loss(data.x @ straight, data.times, weights)
+    for knee in picked:
+        features = _bent(data, knee)
+        loss = _loss(features @ _solve(features, data.times, weights), data.times, weights)
+        if loss < least:
+            best, least = float(knee), loss
+    return best
+
+
+def _loss(predicted: _Array, times: _Array, weights: _Array) -> float:
+    return float((weights * (predicted - times) ** 2).sum())
+
+
+def _robust(features: _Array, data: _Rows) -> tuple[_Array, _Array]:
+    """The solution, and the weights that bound its outliers."""
+    times, faint = data.times, data.faint
+    weights, last = faint / times**2, times
+    solution = np.zeros(features.shape[1])
+    for _ in range(ROUNDS):
+        solution = _solve(features, times, weights)
+        predicted = np.maximum(features @ solution, 1e-9)
+        # Relative to what is predicted, not to what was measured: a wrong sample must not choose its own weight.
+        error = np.abs(times - predicted) / predicted
+        spread = max(1.4826 * float(np.median(error[: data.measured])), MIN_RELATIVE_SPREAD)
+        bounded = np.minimum(1.0, HUBER * spread / np.maximum(error, 1e-12))
+        # Beyond four times the bound the pull falls further: one frozen step must not tilt a window of equal sizes.
+        bounded = np.where(error > 4 * HUBER * spread, bounded**3, bounded)
+        weights = faint * bounded / predicted**2
+        if np.abs(predicted - last).max() <= SETTLED * predicted.min():
+            break
+        last = predicted
+    return solution, weights
+
+
+def _solve(features: _Array, times: _Array, weights: _Array) -> _Array:
+    """Weighted least squares with non-negative coefficients: the best over all supports, exact for a few columns."""
+    scale = np.maximum(np.abs(features).max(axis=0), 1e-12)
+    scaled = features / scale
+    weighted = scaled * weights[:, None]
+    gram, moment = weighted.T @ scaled, weighted.T @ times
+    columns = len(scale)
+    best, best_gain = np.zeros(columns), 0.0
+    for size in range(columns, 0, -1):
+        for support in combinations(range(columns), size):
+            index = np.array(support)
+            part = gram[np.ix_(index, index)]
+            try:
+                found = np.linalg.solve(part + np.eye(size) * 1e-12 * np.trace(part), moment[index])
+            except np.linalg.LinAlgError:
+                continue
+            if (found < 0).any():
+                continue
+            gain = float(found @ moment[index])
+            if gain > best_gain:
+                best, best_gain = np.zeros(columns), gain
+                best[index] = found
+        if size == columns and best_gain > 0:
+            break
+    unscaled: _Array = best / scale
+    return unscaled
