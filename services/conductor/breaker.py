@@ -67,7 +67,7 @@ class Breaker:
         self._until: float | None = None  # it rests; None: closed
         self._rest_s = 0.0  # the last one
         self._closed_at = 0.0
-        self._probe: tuple[str, float] | None = None  # request_id, placed when
+        self._probe: tuple[str, float] | None = None  # request_id, given up when
         self._why = ""
 
     def phase(self, now: float) -> Phase:
@@ -90,7 +90,7 @@ class Breaker:
 
     def probe(self, now: float) -> str:
         """The request that tries it now; "": none does."""
-        if self._probe is None or now - self._probe[1] >= self._settings.probe_s:
+        if self._probe is None or now >= self._probe[1]:
             return ""
         return self._probe[0]
 
@@ -98,7 +98,7 @@ class Breaker:
         """A request goes there; whether it is the probe."""
         if self.phase(now) is not Phase.HALF_OPEN or self.probe(now):
             return False
-        self._probe = request_id, now
+        self._probe = request_id, now + self._settings.probe_s
         return True
 
     def released(self, request_id: str) -> None:
