@@ -1,0 +1,58 @@
+"""Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam: SODA 2018): a key goes to the first place on
+the ring behind it that has not more than its share. Pure.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+
+POINTS = 64  # of each name on the ring
+SHARE = 1.25  # of the mean load, that one may have
+MAX_RINGS = 16  # for as many sets of names
+
+
+def _hash(text: bytes) -> int:
+    return int.from_bytes(blake2b(text, digest_size=8).digest(), "big")
+
+
+class Ring:
+    """The points of some names. When one comes or goes, only keys next to its points move."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        points = sorted((_hash(f"{name}\0{n}".encode()), at) for at, name in enumerate(names) for n in range(POINTS))
+        self._at = [point for point, _ in points]
+        self._who = [who for _, who in points]
+
+    def first(self, key: bytes, free: Callable[[int], bool]) -> int:
+        """The place in `names` of the first behind `key` that is `free`; some is."""
+        start = bisect.bisect(self._at, _hash(key))
+        seen: set[int] = set()
+        for n in range(len(self._who)):
+            who = self._who[(start + n) % len(self._who)]
+            if who not in seen:
+                if free(who):
+                    return who
+                seen.add(who)
+        raise AssertionError("nobody is free")
+
+
+class Rings:
+    """Rings by their names, the last used ones."""
+
+    def __init__(self) -> None:
+        self._rings: OrderedDict[tuple[str, ...], Ring] = OrderedDict()
+
+    def pick(self, key: bytes, names: tuple[str, ...], loads: Sequence[int]) -> int:
+        """The place in `names` where one more request with `key` goes; `loads`: requests that each has."""
+        ring = self._rings.get(names)
+        if ring is None:
+            ring = self._rings[names] = Ring(names)
+            if len(self._rings) > MAX_RINGS:
+                self._rings.popitem(last=False)
+        self._rings.move_to_end(names)
+        most = math.ceil(SHARE * (sum(loads) + 1) / len(names))
+        return ring.first(key, lambda who: loads[who] < most)
