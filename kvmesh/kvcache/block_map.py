@@ -7,8 +7,9 @@ never wrong, and the next snapshot brings it forward.
 Parts of a snapshot are collected aside and replace the store's keys at once with the last part. Batches that come
 meanwhile are applied to what is shown, as ever; if they lead past the snapshot, it is thrown away.
 
-Memory: one dict entry and one 16-byte key a block, 16 to 36 bytes a replica in its store's log, and one int (a bit for
-each slot) for each block with two replicas or more; blocks with one replica share their store's int.
+Memory: one dict entry and one 16-byte key a block, 16 to 36 bytes a replica in its store's log. Blocks with one replica
+share their store's int. Blocks with two or more have an int of a bit for each slot; those whose replica came, or went,
+in one announcement share it (`memory_bytes` counts it for each of them: it is an upper bound).
 """
 
 from __future__ import annotations
@@ -286,6 +287,7 @@ class BlockMap:
     def _add(self, store: _Store, keys: Iterable[bytes]) -> None:
         masks, bit = self._masks, store.bit
         new = []
+        before, after, growth = 0, bit, 0  # keys of one chain have the same holders: they share the int that is made
         for key in keys:
             mask = masks.get(key)
             if mask is None:
@@ -293,8 +295,11 @@ class BlockMap:
             elif mask & bit:
                 continue
             else:
-                masks[key] = more = mask | bit
-                self._mask_bytes += _int_size(more) - _int_size(mask)
+                if mask is not before:
+                    before, after = mask, mask | bit
+                    growth = _int_size(after) - _int_size(mask)
+                masks[key] = after
+                self._mask_bytes += growth
             new.append(key)
         store.count += len(new)
         self._replicas += len(new)
@@ -314,17 +319,23 @@ class BlockMap:
     def _remove(self, store: _Store, keys: Iterable[bytes]) -> None:
         masks, bit = self._masks, store.bit
         gone = []
+        before, after, growth = 0, 0, 0
         for key in keys:
             mask = masks.get(key, 0)
-            if not mask & bit:
-                continue
-            left = mask ^ bit
-            if left:
-                alone = left & (left - 1) == 0
-                self._mask_bytes += _int_size(left) - _int_size(mask)
-                masks[key] = self._only(left) if alone else left
-            else:
+            if mask is not before:
+                if not mask & bit:
+                    continue
+                before, after = mask, mask ^ bit
+                growth = _int_size(after) - _int_size(mask)
+                if after and after & (after - 1) == 0:
+                    after = self._only(after)
+            if after:
+                self._mask_bytes += growth
+                masks[key] = after
+            elif before:
                 del masks[key]
+            else:
+                continue
             gone.append(key)
         store.count -= len(gone)
         self._replicas -= len(gone)

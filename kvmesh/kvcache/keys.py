@@ -25,6 +25,7 @@ KEY_BYTES = 16
 TAG_BYTES = 4
 DIGEST_BYTES = 32
 TOKEN_BYTES = 4
+_MANY = struct.Struct(f"{KEY_BYTES}s" * 32)  # keys cut at C speed
 
 _DOMAIN = b"kvmesh.block-key\x00"
 _TAG_DOMAIN = b"kvmesh.tenant-tag\x00"
@@ -143,4 +144,8 @@ def split(packed: bytes) -> list[bytes]:
     """Packed keys one by one. ValueError: not a whole number of keys."""
     if len(packed) % KEY_BYTES:
         raise ValueError(f"packed keys have {len(packed)} bytes, not a multiple of {KEY_BYTES}")
-    return [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
+    whole = len(packed) - len(packed) % _MANY.size
+    found: list[bytes] = []
+    for some in _MANY.iter_unpack(packed[:whole]):
+        found += some
+    return found + [packed[at : at + KEY_BYTES] for at in range(whole, len(packed), KEY_BYTES)]

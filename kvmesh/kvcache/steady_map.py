@@ -6,13 +6,15 @@ from __future__ import annotations
 import heapq
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby, repeat
 
 from kvmesh.kvcache.block_map import BlockMap, _is_long, _split, _Store
 from kvmesh.kvcache.keys import KEY_BYTES
 
 SHORTEN_KEYS = 64  # of a log that is being shortened, in one step, beside four for each that has come
+FIRST_PIECE = 32  # keys looked up before the next, greater piece: a new prompt costs no more
 
 
 @dataclass(slots=True)
@@ -80,6 +82,29 @@ class SteadyBlockMap(BlockMap):
     def mask(self, key: bytes) -> int:
         """Bitset of the slots that hold `key`."""
         return super().mask(key) & ~self._hidden
+
+    def prefix(self, keys: Sequence[bytes], at_least: int = 0) -> list[tuple[int, int]]:
+        """Who holds the leading `keys`: runs (end, bitset) of keys with the same holders, up to the first key beyond
+        `at_least` that nobody holds, or to the last. What is before it and held by nobody has a run, too. O(keys) at
+        the speed of a dict's `get`, however many the holders: masks are compared by identity first."""
+        get, shown = self._masks.get, ~self._hidden
+        runs: list[tuple[int, int]] = []
+        at, size, last = 0, FIRST_PIECE, -1
+        while at < len(keys):
+            piece = list(map(get, keys[at : at + size], repeat(0)))
+            alike = [(piece[0], len(piece))] if piece.count(piece[0]) == len(piece) else _runs(piece)
+            for raw, length in alike:
+                mask = raw & shown
+                if not mask and at + length > at_least:
+                    return runs if at >= at_least else [*runs, (at_least, 0)]
+                at += length
+                if mask == last:
+                    runs[-1] = at, mask
+                else:
+                    runs.append((at, mask))
+                    last = mask
+            size *= 2
+        return runs
 
     def holders(self, key: bytes) -> list[str]:
         """The stores that hold `key`, by slot."""
@@ -208,3 +233,7 @@ class SteadyBlockMap(BlockMap):
     def _retire(self, ghost: _Store) -> None:
         """A hidden content that nobody will show again."""
         self._retired.append(ghost)
+
+
+def _runs(masks: list[int]) -> Iterator[tuple[int, int]]:
+    return ((mask, len(list(same))) for mask, same in groupby(masks))

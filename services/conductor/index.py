@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.block_map import Verdict
 from kvmesh.kvcache.steady_map import SteadyBlockMap
 from kvmesh.kvcache.tiers import Tier, split_name
 from services.conductor.domain import Life
-from services.conductor.pending import Pending
+from services.conductor.pending import Marks, Pending, span
 
 SWEEP_KEYS = 16_384  # in one tick: some milliseconds
+FEW_BITS = 24  # of a bitset, that are found faster one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +30,7 @@ class Place:
     lower: tuple[tuple[Tier, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Prompt blocks [first, end) lie at the same stores: `sealed` there, `coming` here."""
 
     first: int
@@ -92,21 +96,22 @@ class Index:
 
     def survey(self, keys: Sequence[bytes]) -> Survey:
         """Where the blocks of one prompt lie. O(keys)."""
+        coming = self.pending.prefix(keys)
+        sealed = self.truth.prefix(keys, coming[-1][0] if coming else 0)
         runs: list[Run] = []
-        first, sealed, coming = 0, 0, 0
-        sealed_of, coming_of = self.truth.mask, self.pending.mask
-        for at, key in enumerate(keys):
-            here, soon = sealed_of(key), coming_of(key)
-            if here != sealed or soon != coming:
-                if at:
-                    runs.append(Run(first, at, sealed, coming))
-                first, sealed, coming = at, here, soon
+        first, at_coming = 0, 0
+        for end, here in sealed:
+            while first < end:
+                while at_coming < len(coming) and coming[at_coming][0] <= first:
+                    at_coming += 1
+                until, soon = coming[at_coming] if at_coming < len(coming) else (end, 0)
                 if not (here or soon):
-                    break
-            elif not (here or soon):
-                break
-        if (sealed or coming) and keys:
-            runs.append(Run(first, len(keys), sealed, coming))
+                    return Survey(tuple(runs))
+                last, first = first, min(end, until)
+                if runs and runs[-1].sealed == here and runs[-1].coming == soon:
+                    runs[-1] = Run(runs[-1].first, first, here, soon)
+                else:
+                    runs.append(Run(last, first, here, soon))
         return Survey(tuple(runs))
 
     def place_of(self, life: Life, slot: int | None = None) -> Place:
@@ -164,17 +169,17 @@ class Index:
         if lower and not any(self.truth.incarnation(name) for name in lower.values()):
             del self._lower[life[0]]
 
-    def place(self, life: Life, slot: int, keys: Sequence[bytes], request_id: str) -> None:
-        """`request_id` was placed there: what is not sealed there counts as coming."""
-        self.pending.place(slot, self._unsealed(life, keys), request_id)
+    def place(self, life: Life, slot: int, marked: Marks, request_id: str) -> None:
+        """`request_id` was placed there: what is not sealed there counts as coming. `marked`: its prompt's marks."""
+        self.pending.put(slot, self._unsealed(life, marked), request_id, 0.0)
 
-    def confirm(self, life: Life, slot: int, keys: Sequence[bytes], until: float) -> None:
+    def confirm(self, life: Life, slot: int, marked: Marks, until: float) -> None:
         """They are there now; what has not been announced counts until then."""
-        self.pending.confirm(slot, self._unsealed(life, keys), until)
+        self.pending.put(slot, self._unsealed(life, marked), None, until)
 
-    def _unsealed(self, life: Life, keys: Sequence[bytes]) -> Sequence[bytes]:
+    def _unsealed(self, life: Life, marked: Marks) -> Iterable[tuple[bytes, int]]:
         bit, mask = self._bit(life), self.truth.mask
-        return [key for key in keys if not mask(key) & bit] if bit else keys
+        return [(key, span(i)) for i, key in enumerate(marked) if not bit or not mask(key) & bit]
 
     def _only(self, life: Life, ended: Callable[[Life], bool]) -> bool:
         """Make room for a word of this life: what other lives of its name hold, in whichever tier, goes. False: it is
@@ -199,9 +204,27 @@ class Index:
 
 def bits(mask: int) -> list[int]:
     """The slots of a bitset, lowest first."""
+    if mask.bit_count() > FEW_BITS:
+        found: list[int] = places(mask).tolist()
+        return found
     found = []
     while mask:
         low = mask & -mask
         found.append(low.bit_length() - 1)
         mask ^= low
     return found
+
+
+def places(mask: int) -> npt.NDArray[np.intp]:
+    """As `bits`, for many: 10,000 of them in some 20 microseconds."""
+    raw = np.frombuffer(mask.to_bytes((mask.bit_length() + 7) // 8, "little"), dtype=np.uint8)
+    return np.flatnonzero(np.unpackbits(raw, bitorder="little"))
+
+
+def bitset(found: npt.NDArray[np.intp]) -> int:
+    """The other way round."""
+    if not found.size:
+        return 0
+    raw = np.zeros(int(found.max()) + 1, dtype=np.uint8)
+    raw[found] = 1
+    return int.from_bytes(np.packbits(raw, bitorder="little").tobytes(), "little")

@@ -14,6 +14,7 @@ from services.conductor.instance import Instance
 from services.conductor.interference import without_rows_s
 from services.conductor.load import PrefillWork
 from services.conductor.outgoing import Load, Outgoing
+from services.conductor.pending import marks
 from services.conductor.placement import Choice
 from services.conductor.routes import Leg, lives_of
 from services.conductor.settings import Settings
@@ -50,10 +51,11 @@ class Ledger:
         """The chosen instances carry the work from this moment on."""
         p, d = choice.prefill, choice.decode
         name, patience_s = request.request_id, self._settings.pending_timeout_s
+        promised = marks(request.keys)
         p.instance.queue.add(
-            PrefillWork(name, p.computed_tokens, p.prefill_s, request.keys, now, now + 2 * choice.ttft_s + patience_s)
+            PrefillWork(name, p.computed_tokens, p.prefill_s, promised, now, now + 2 * choice.ttft_s + patience_s)
         )
-        self._index.place(p.instance.ref.life, p.instance.slot, request.keys, name)
+        self._index.place(p.instance.ref.life, p.instance.slot, promised, name)
         answer_s = min(request.max_tokens or MAX_PREDICTED_TOKENS, MAX_PREDICTED_TOKENS) * d.tbt_s
         stay_s = 2 * (choice.ttft_s + d.slot_wait_s + answer_s) + patience_s
         blocks = d.instance.blocks_for(request.prompt_tokens + 1)

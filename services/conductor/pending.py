@@ -4,48 +4,101 @@ A block counts from its placement on (the request before in the queue will have 
 by the worker's report and withdrawn when the request ended without one. It leaves when the node store announces it, or
 a bounded time after it was confirmed: a full store seals nothing. Each instance's share is an LRU list no longer than
 its device pool.
+
+Of a long prompt only some blocks are noted, its *marks*: the first 32, every 8th up to the 256th, every 32nd from there
+on, and the last one. A block's key names all before it, so who will have a mark will have what lies between it and the
+mark before. What is promised up to between two marks is rounded down to the first of them; announced blocks are exact.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from operator import itemgetter
+
+EACH, SOME = 32, 256  # blocks of which each one is a mark, and up to which the finer step goes
+FINE, COARSE = 8, 32
+
+Marks = tuple[bytes, ...]
+Runs = list[tuple[int, int]]  # (end, bitset): prompt blocks up to `end`
+
+
+@lru_cache(maxsize=512)
+def positions(blocks: int) -> tuple[int, ...]:
+    """Which of so many blocks are marks."""
+    fine = range(EACH + FINE - 1, min(blocks, SOME), FINE)
+    coarse = range(SOME + COARSE - 1, blocks, COARSE)
+    found = (*range(min(blocks, EACH)), *fine, *coarse)
+    return found if not blocks or found[-1] == blocks - 1 else (*found, blocks - 1)
+
+
+def marks(keys: Sequence[bytes]) -> Marks:
+    """Those of a prompt."""
+    return tuple(keys) if len(keys) <= EACH else itemgetter(*positions(len(keys)))(keys)
+
+
+def span(ordinal: int) -> int:
+    """Blocks that the so-manieth mark of a prompt stands for, at most."""
+    if ordinal < EACH:
+        return 1
+    return FINE if ordinal < EACH + (SOME - EACH) // FINE else COARSE
 
 
 class _Slot:
-    __slots__ = ("capacity", "confirmed", "held")
+    __slots__ = ("blocks", "capacity", "confirmed", "held")
 
     def __init__(self, capacity: int) -> None:
         self.capacity = max(1, capacity)
-        # key → the request that will bring the block, None once it has. Most recently used last.
-        self.held: OrderedDict[bytes, str | None] = OrderedDict()
+        self.blocks = 0  # that `held` stands for
+        # mark → the request that will bring it, None once it has; and its span. Most recently used last.
+        self.held: OrderedDict[bytes, tuple[str | None, int]] = OrderedDict()
         self.confirmed: OrderedDict[bytes, float] = OrderedDict()  # until when; those of None in `held`, soonest first
 
 
 class Pending:
-    """Key → bitset of instance slots: numbers of its own, unlike those of the `BlockMap`."""
+    """Mark → bitset of instance slots: numbers of its own, unlike those of the `BlockMap`.
+
+    Memory: one dict entry and one key a mark, one entry of an ordered dict for each slot where it is coming. Placements
+    cost O(marks)."""
 
     def __init__(self) -> None:
         self._masks: dict[bytes, int] = {}
         self._slots: dict[int, _Slot] = {}
+        self._freed: list[int] = []
 
     def __len__(self) -> int:
-        """Distinct keys."""
+        """Distinct marks."""
         return len(self._masks)
 
     def mask(self, key: bytes) -> int:
-        """Bitset of the slots where `key` is coming."""
+        """Bitset of the slots where this mark is coming."""
         return self._masks.get(key, 0)
 
+    def prefix(self, keys: Sequence[bytes]) -> Runs:
+        """Who will have the leading blocks of a prompt, in runs up to the last one that is coming anywhere."""
+        if not self._masks or not keys:
+            return []
+        get, runs, end = self._masks.get, [], 0
+        for position, key in zip(positions(len(keys)), marks(keys), strict=True):
+            mask = get(key, 0)
+            if mask:
+                end = len(runs) + 1
+            if runs and runs[-1][1] == mask:
+                runs[-1] = position + 1, mask
+                end = min(end, len(runs))
+            else:
+                runs.append((position + 1, mask))
+        return runs[:end]
+
     def blocks(self, slot: int) -> int:
-        """How many blocks are coming there."""
-        return len(self._slots[slot].held)
+        """How many blocks are coming there, at most."""
+        return self._slots[slot].blocks
 
     def open(self, capacity_blocks: int) -> int:
         """A free slot (a small int, the bit number) for an instance of that capacity."""
-        slot = 0
-        while slot in self._slots:
-            slot += 1
+        slot = heapq.heappop(self._freed) if self._freed else len(self._slots)
         self._slots[slot] = _Slot(capacity_blocks)
         return slot
 
@@ -53,29 +106,29 @@ class Pending:
         """Forget everything that slot expects and free it: its instance or incarnation is gone."""
         for key in self._slots.pop(slot).held:
             self._clear_bit(key, slot)
+        heapq.heappush(self._freed, slot)
 
-    def place(self, slot: int, keys: Sequence[bytes], request_id: str) -> None:
-        """`request_id` was placed there: its blocks count as coming."""
-        self._put(slot, keys, request_id, 0.0)
+    def place(self, slot: int, marked: Sequence[bytes], request_id: str) -> None:
+        """`request_id` was placed there: its blocks count as coming. `marked`: the prompt's marks."""
+        self.put(slot, _spans(marked), request_id, 0.0)
 
-    def confirm(self, slot: int, keys: Sequence[bytes], until: float) -> None:
+    def confirm(self, slot: int, marked: Sequence[bytes], until: float) -> None:
         """Those blocks are there now; they count until then (never earlier than an `until` before)."""
-        self._put(slot, keys, None, until)
+        self.put(slot, _spans(marked), None, until)
 
-    def withdraw(self, slot: int, keys: Sequence[bytes], request_id: str) -> None:
+    def withdraw(self, slot: int, marked: Sequence[bytes], request_id: str) -> None:
         """`request_id` ended unreported: the blocks that only it would have brought do not come."""
         held = self._slots[slot].held
-        for key in keys:
-            if held.get(key) == request_id:
+        for key in marked:
+            if held.get(key, _NOBODY)[0] == request_id:
                 self._remove(slot, key)
 
     def arrived(self, slot: int, keys: Sequence[bytes]) -> None:
         """The node store has announced them: they need no promise any more."""
         held = self._slots[slot].held
         if held:
-            for key in keys:
-                if key in held:
-                    self._remove(slot, key)
+            for key in filter(held.__contains__, keys):
+                self._remove(slot, key)
 
     def settle(self, slot: int, is_there: Callable[[bytes], bool]) -> None:
         """As `arrived`, for whatever of this slot `is_there`."""
@@ -90,27 +143,35 @@ class Pending:
                     break
                 self._remove(slot, key)
 
-    def _put(self, slot: int, keys: Sequence[bytes], owner: str | None, until: float) -> None:
+    def put(self, slot: int, marked: Iterable[tuple[bytes, int]], owner: str | None, until: float) -> None:
+        """`place`, or without an owner `confirm`, for some of a prompt's marks, each with its span."""
         record, bit = self._slots[slot], 1 << slot
-        held, confirmed = record.held, record.confirmed
+        held, confirmed, masks = record.held, record.confirmed, self._masks
+        fitting, room = [], record.capacity
+        for one in marked:
+            room -= one[1]
+            if room < 0:
+                break
+            fitting.append(one)
         # Backwards, so that the head of a chain is used later than its tail and outlives it: a tail alone is worthless.
-        for key in reversed(keys[: record.capacity]):
+        for key, blocks in reversed(fitting):
             if key in held:
                 held.move_to_end(key)
                 if owner is None:
-                    held[key] = None
+                    held[key] = None, held[key][1]
             else:
-                held[key] = owner
-                self._masks[key] = self._masks.get(key, 0) | bit
+                held[key] = owner, blocks
+                record.blocks += blocks
+                masks[key] = masks.get(key, 0) | bit
             if owner is None:
                 confirmed[key] = until
                 confirmed.move_to_end(key)
-        while len(held) > record.capacity:
+        while record.blocks > record.capacity:
             self._remove(slot, next(iter(held)))
 
     def _remove(self, slot: int, key: bytes) -> None:
         record = self._slots[slot]
-        del record.held[key]
+        record.blocks -= record.held.pop(key)[1]
         record.confirmed.pop(key, None)
         self._clear_bit(key, slot)
 
@@ -120,3 +181,10 @@ class Pending:
             self._masks[key] = left
         else:
             del self._masks[key]
+
+
+_NOBODY = None, 0
+
+
+def _spans(marked: Sequence[bytes]) -> Iterable[tuple[bytes, int]]:
+    return ((key, span(ordinal)) for ordinal, key in enumerate(marked))

