@@ -7,6 +7,7 @@ on what ground (docs/simulator.md repeats them). Units: FLOP/s, bytes, bytes a s
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 from kvmesh.rpc.errors import ConfigError
@@ -32,6 +33,8 @@ class Efficiency:
     all_reduce_s: float = 15e-6
     # Of one step beside its kernels: scheduling, input tensors, launches, sampling.
     step_s: float = 0.003
+    # Pinned host memory to device over PCIe, large copies: 25 to 27 of 32 GB/s on PCIe 4.0 x16.
+    host: float = 0.80
     # RDMA through a transfer engine: Mooncake publishes 87 of 100 GB/s over 4 x 200 Gb/s.
     network: float = 0.87
     # Of the device memory, for weights and KV: serving engines leave a tenth to activations and graphs.
@@ -47,6 +50,7 @@ class Hardware:
     memory_bytes: float
     memory_bytes_per_s: float
     link_bytes_per_s: float  # to the other GPUs, one way
+    host_bytes_per_s: float  # to the host's memory, one way
     node_nic_bytes_per_s: float  # all NICs of a node, one way
     source: str
     node_dram_bytes: float = 1024 * GIB  # for KV: Mooncake's 3M tokens of LLaMA3-70B are 0.98 TB a node
@@ -58,21 +62,22 @@ class Hardware:
 GPUS_OF_A_NODE = 8
 
 
-def _gpu(name: str, tflops: float, gib: float, gb_s: float, link: float, nics: float, source: str) -> Hardware:
-    """`link`: datasheet GB/s, both ways together; `nics`: Gb/s of a node."""
-    return Hardware(name, tflops * TERA, gib * GIB, gb_s * GIGA, link / 2 * GIGA, nics * GIGABIT, source)
+def _gpu(name: str, tflops: float, gib: float, gb_s: float, link: float, pcie: int, nics: float, said: str) -> Hardware:
+    """`link`: datasheet GB/s, both ways together; `pcie`: its generation, 16 lanes; `nics`: Gb/s of a node."""
+    host = {4: 32, 5: 64}[pcie] * GIGA
+    return Hardware(name, tflops * TERA, gib * GIB, gb_s * GIGA, link / 2 * GIGA, host, nics * GIGABIT, said)
 
 
 HARDWARE = {
     one.name: one
     for one in (
-        _gpu("a100", 312, 80, 2039, 600, 8 * 200, "NVIDIA A100 80GB SXM datasheet (2021); DGX A100: 8 x 200 Gb/s"),
-        _gpu("a800", 312, 80, 2039, 400, 4 * 200, "as A100, NVLink 400 GB/s; NICs: Mooncake (FAST'25), 4 x 200 Gb/s"),
-        _gpu("h100", 989, 80, 3350, 900, 8 * 400, "NVIDIA H100 SXM datasheet (2023); DGX H100: 8 x 400 Gb/s"),
-        _gpu("h800", 989, 80, 3350, 400, 8 * 400, "as H100, NVLink 400 GB/s; NICs: Mooncake's 8 x 400 Gb/s"),
-        _gpu("h20", 148, 96, 4000, 900, 8 * 400, "NVIDIA H20 datasheet (2023); NICs as in HGX H100"),
-        _gpu("h200", 989, 141, 4800, 900, 8 * 400, "NVIDIA H200 SXM datasheet (2024); NICs as in HGX H100"),
-        _gpu("l20", 119.5, 48, 864, 64, 2 * 200, "NVIDIA L20 datasheet (2023), PCIe 4.0 x16, no NVLink; NICs: assumed"),
+        _gpu("a100", 312, 80, 2039, 600, 4, 8 * 200, "NVIDIA A100 80GB SXM datasheet (2021); DGX A100: 8 x 200 Gb/s"),
+        _gpu("a800", 312, 80, 2039, 400, 4, 4 * 200, "as A100, NVLink 400 GB/s; NICs: FAST'25, 4 x 200 Gb/s"),
+        _gpu("h100", 989, 80, 3350, 900, 5, 8 * 400, "NVIDIA H100 SXM datasheet (2023); DGX H100: 8 x 400 Gb/s"),
+        _gpu("h800", 989, 80, 3350, 400, 5, 8 * 400, "as H100, NVLink 400 GB/s; NICs: Mooncake's 8 x 400 Gb/s"),
+        _gpu("h20", 148, 96, 4000, 900, 5, 8 * 400, "NVIDIA H20 datasheet (2023); NICs as in HGX H100"),
+        _gpu("h200", 989, 141, 4800, 900, 5, 8 * 400, "NVIDIA H200 SXM datasheet (2024); NICs as in HGX H100"),
+        _gpu("l20", 119.5, 48, 864, 64, 4, 2 * 200, "NVIDIA L20 datasheet (2023), no NVLink; NICs: assumed"),
     )
 }  # fmt: skip
 
@@ -92,18 +97,21 @@ def changed(
     ssd_gib: float | None = None,
     ssd_gb_s: float | None = None,
 ) -> Hardware:
-    """`base` with other figures of the node; None keeps. ConfigError: a negative one, or no NIC at all."""
-    wanted = (
-        ("nic_gbps", "node_nic_bytes_per_s", nic_gbps, GIGABIT),
-        ("dram_gib", "node_dram_bytes", dram_gib, GIB),
-        ("ssd_gib", "node_ssd_bytes", ssd_gib, GIB),
-        ("ssd_gb_s", "node_ssd_bytes_per_s", ssd_gb_s, GIGA),
+    """`base` with other figures of its node; None keeps. ConfigError: a negative one, or none where some is needed."""
+    for name, value in (("nic_gbps", nic_gbps), ("ssd_gb_s", ssd_gb_s)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name}={value:g}: must be over 0", field=name)
+    for name, value in (("dram_gib", dram_gib), ("ssd_gib", ssd_gib)):
+        if value is not None and not 0 <= value < math.inf:
+            raise ConfigError(f"{name}={value:g}: must be at least 0", field=name)
+
+    def other(value: float | None, unit: float, kept: float) -> float:
+        return kept if value is None else value * unit
+
+    return replace(
+        base,
+        node_nic_bytes_per_s=other(nic_gbps, GIGABIT, base.node_nic_bytes_per_s),
+        node_dram_bytes=other(dram_gib, GIB, base.node_dram_bytes),
+        node_ssd_bytes=other(ssd_gib, GIB, base.node_ssd_bytes),
+        node_ssd_bytes_per_s=other(ssd_gb_s, GIGA, base.node_ssd_bytes_per_s),
     )
-    for option, name, value, unit in wanted:
-        if value is None:
-            continue
-        least_open = option in ("nic_gbps", "ssd_gb_s")
-        if not (value > 0 if least_open else value >= 0):
-            raise ConfigError(f"{option}={value:g}: must be {'over' if least_open else 'at least'} 0", field=option)
-        base = replace(base, **{name: value * unit})
-    return base

@@ -1,13 +1,18 @@
 """What arrives: requests as the simulator takes them, read from traces and tables one at a time.
 
 A request bears the keys of its full blocks, not its tokens: only which blocks are equal matters to any decision.
-Requests come in the order of their times; nothing here holds more than one of them.
+Requests come in the order of their times; nothing here holds more than one of them (synthetic ones: synthetic.py).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+from kvmesh.rpc.errors import ConfigError
+from kvmesh.sim import trace
 from services.conductor.domain import Lane
 
 
@@ -28,3 +33,72 @@ class SimRequest:
     priority: int = 0
     ttft_slo_s: float = 0.0
     tbt_slo_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How a file becomes requests. `speed` 2: arrivals twice as dense. `limit`: so many requests at most;
+    `skip`: so many of the file's first are left out, the next one arrives at 0. `max_output`: answers are cut to it.
+    ConfigError names what cannot be."""
+
+    block_tokens: int = 512
+    speed: float = 1.0
+    limit: int | None = None
+    skip: int = 0
+    max_output: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_tokens < 1:
+            raise ConfigError(f"block_tokens={self.block_tokens}: must be at least 1", field="block_tokens")
+        if not 0 < self.speed < math.inf:
+            raise ConfigError(f"speed={self.speed:g}: must be over 0", field="speed")
+        for name in ("limit", "skip", "max_output"):
+            value, least = getattr(self, name), 0 if name == "skip" else 1
+            if value is not None and value < least:
+                raise ConfigError(f"{name}={value}: must be at least {least}", field=name)
+
+    def output(self, tokens: int) -> int:
+        """An answer has at least one token: the prefill makes it."""
+        return max(1, tokens if self.max_output is None else min(tokens, self.max_output))
+
+
+WHOLE = Reading()
+
+# Odd, so that products with distinct numbers differ modulo 2^128; random, so that all bytes of keys do.
+_SPREAD = 0x9E3779B97F4A7C15F39CC0605CEDC835
+_MASK = (1 << 128) - 1
+
+
+def key(number: int) -> bytes:
+    """A block key: distinct numbers under 2^128 have distinct ones."""
+    return (number * _SPREAD & _MASK).to_bytes(16, "little")
+
+
+def mooncake(path: Path, reading: Reading = WHOLE, *, trace_block: int = trace.TRACE_BLOCK) -> Iterator[SimRequest]:
+    """A trace of Mooncake's format (see trace.py). With blocks smaller than the trace's each id becomes several keys,
+    with larger ones each block bears the id of its end; full blocks alone have keys. ConfigError: blocks that do not
+    divide, a bad line, or one that is earlier than the one above."""
+    block = reading.block_tokens
+    if max(block, trace_block) % min(block, trace_block):
+        why = f"must divide the trace's {trace_block}, or be a multiple of it"
+        raise ConfigError(f"block_tokens={block}: {why}", field="block_tokens")
+    parts = max(1, trace_block // block)
+    start_ms: float | None = None
+    for count, line in enumerate(trace.read(path, trace_block)):
+        if reading.limit is not None and count >= reading.skip + reading.limit:
+            return
+        if count < reading.skip:
+            continue
+        start_ms = _start(reading, start_ms, line.at_ms)
+        ends = range(block, line.input_tokens + 1, block)
+        ids = line.hash_ids
+        keys = tuple(key(ids[(end - 1) // trace_block] * parts + (end - 1) // block % parts) for end in ends)
+        at_s = (line.at_ms - start_ms) / 1000 / reading.speed
+        yield SimRequest(count - reading.skip, at_s, line.input_tokens, reading.output(line.output_tokens), keys)
+
+
+def _start(reading: Reading, start: float | None, at: float) -> float:
+    """What counts as 0: the file's own 0, or the first request that is read when some are left out."""
+    if start is not None:
+        return start
+    return at if reading.skip else 0.0
