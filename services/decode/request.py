@@ -11,9 +11,10 @@ from services.decode.chain import Chain
 from services.decode.events import Phase
 from services.decode.limits import Limits, Shape
 from services.decode.outbox import Stream
+from services.decode.rules import NEVER as NEVER
+from services.decode.rules import grow_at
 from services.decode.timeline import Timeline
 
-NEVER = 1 << 62
 RETRY_AFTER_MS = 500
 
 
@@ -173,11 +174,13 @@ class Request:
 
     def plan_growth(self) -> None:
         """Set `grow_at` for the pages held now."""
-        if len(self.pages) >= self.blocks_max:
-            self.grow_at = NEVER
-        else:
-            full_at = len(self.pages) * self.shape.block_tokens - self.spec.prompt_tokens + 1
-            self.grow_at = full_at - self.limits.lookahead_tokens
+        self.grow_at = grow_at(
+            len(self.pages),
+            self.blocks_max,
+            self.spec.prompt_tokens,
+            self.shape.block_tokens,
+            self.limits.lookahead_tokens,
+        )
 
     def all_ranks(self) -> set[int]:
         """Every rank of the instance."""

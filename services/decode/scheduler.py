@@ -9,12 +9,13 @@ runs, or waits for hands that come off by a timer: a request that fits the whole
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool, Pages
 from kvmesh.rpc.errors import ContextTooLong, KvmeshError, Overloaded
 from services.decode import events as e
+from services.decode import rules
 from services.decode.events import Phase, Place
 from services.decode.handoff import Handoff
 from services.decode.limits import NS_PER_MS, Limits, Shape
@@ -53,8 +54,8 @@ class Scheduler:
         self._seated: set[int] = set()
         self._epochs = itertools.count(first_epoch)
         self._mean_request_ms = 1_000.0
-        self._watermark = max(1, shape.num_pages * limits.watermark_percent // 100)
-        self._swap_reserve = shape.num_extents * limits.swap_percent // 100
+        self._watermark = rules.watermark(shape.num_pages, limits)
+        self._swap_reserve = rules.swap_reserve(shape.num_extents, limits)
 
     # ── admission ────────────────────────────────────────────────────────────────────────────────
 
@@ -69,8 +70,8 @@ class Scheduler:
         if blocks > landing and not adopts:
             why = f"a landing here holds {landing * self.shape.block_tokens} tokens"
             return ContextTooLong.of("prompt_tokens", spec.prompt_tokens, why)
-        room = self.limits.max_running + self.limits.max_waiting
-        if self.live >= room:
+        if not rules.admits(self.live, self.limits):
+            room = self.limits.max_running + self.limits.max_waiting
             wait = int(self._mean_request_ms * (self.live - self.seats + 1) / self.limits.max_running)
             return Overloaded(
                 f"{self.live} requests here, room for {room}", retry_after_ms=max(100, min(wait, MAX_RETRY_AFTER_MS))
@@ -170,7 +171,7 @@ class Scheduler:
         return self._growth() or self._batch() or self._next_landing()
 
     def _growth(self) -> Grant | None:
-        for h in _in_order(self.needy.values()):
+        for h in rules.in_order(self.needy.values()):
             if self.pages.free:
                 del self.needy[h.handle]
                 return h, e.Grow(self.pages.allocate(1))
@@ -182,10 +183,9 @@ class Scheduler:
         """Pages ran out and somebody stands still: the last in order gives its pages back."""
         if self.sealing.frees_pages or any(h.moving_out and h.pages for h in self.requests.values()):
             return None  # some come back soon
-        holders = list(_in_order((*self.running.values(), *self._ready.values())))
-        if len(holders) < 2:
+        victim = rules.victim(rules.in_order((*self.running.values(), *self._ready.values())))
+        if victim is None:
             return None  # the others are being filled or fenced; their hands come off by a timer
-        victim = holders[-1]
         if self.extents.free >= len(victim.pages):
             return victim, e.Preempt(self.extents.allocate(len(victim.pages)))
         free = f"{self.pages.free} of {self.pages.total} pages and {self.extents.free} of {self.extents.total} extents"
@@ -193,23 +193,22 @@ class Scheduler:
         return victim, e.Cancel(Overloaded(f"out of KV memory: {free} are free", retry_after_ms=retry_ms))
 
     def _batch(self) -> Grant | None:
-        if self.seats >= self.limits.max_running or not (self._ready or self._loading):
+        if not rules.has_seat(self.seats, self.limits) or not (self._ready or self._loading):
             return None
         pages_wanted = False
-        for h in _in_order((*self._ready.values(), *self._loading.values())):
+        for h in rules.in_order((*self._ready.values(), *self._loading.values())):
             if h.phase is Phase.READY:
                 return h, e.Seat()
             if pages_wanted:
                 continue
             need = self.shape.blocks(h.context + 1)
-            spare = self._watermark if self.seats else 0
-            if self.pages.free >= need + spare:
+            if rules.may_load(self.pages.free, need, self._watermark, self.seats):
                 return h, e.Load(self.pages.allocate(need))
             pages_wanted = True
         return None
 
     def _next_landing(self) -> Grant | None:
-        for h in _in_order(self._landing.values()):
+        for h in rules.in_order(self._landing.values()):
             place = self._place(h.prompt_blocks)
             if place is None:
                 return None
@@ -227,13 +226,10 @@ class Scheduler:
         them takes no more than they would."""
         if self.shape.direct_landing and not self._loading:
             idle = self.pages.free == self.pages.total
-            if self.pages.free >= blocks + (0 if idle else self._watermark):
-                holders = sum(1 for h in self.requests.values() if h.pages)
-                if holders < self.limits.max_running:
-                    return Place.PAGES
+            holders = sum(1 for h in self.requests.values() if h.pages)
+            free, spare = self.pages.free, self._watermark
+            if rules.may_land_in_pages(free, blocks, spare, holders, self.limits, idle=idle):
+                return Place.PAGES
         idle = not any(h.extents or h.swap or h.held for h in self.requests.values())
-        return Place.EXTENTS if self.extents.free >= blocks + (0 if idle else self._swap_reserve) else None
-
-
-def _in_order(requests: Iterable[Handoff]) -> list[Handoff]:
-    return sorted(requests, key=lambda h: h.order)
+        lands = rules.may_land_in_extents(self.extents.free, blocks, self._swap_reserve, idle=idle)
+        return Place.EXTENTS if lands else None
