@@ -41,6 +41,20 @@ class ConductorConfig(ServiceConfig):
         default=3_000,
         metadata={"help": "A stream of the store master silent for longer is opened again, in ms.", "min": 1},
     )
+    redis: str = field(
+        default="",
+        metadata={
+            "help": "Redis that says which of several conductors leads, and keeps cordons; empty: this one is alone.",
+            "metavar": "redis://HOST:PORT/0",
+        },
+    )
+    mesh: str = field(default="default", metadata={"help": "Name of the mesh in Redis, the same at all conductors."})
+    leader_lease_ms: int = field(
+        default=2000, metadata={"help": "A leading conductor silent for longer is replaced, in ms.", "min": 100}
+    )
+    advertise: str = field(
+        default="", metadata={"help": "host:port at which others reach this conductor; empty: what it listens on."}
+    )
     decision_log: str = field(
         default="",
         metadata={

@@ -14,6 +14,7 @@ from kvmesh.rpc.server import Server
 from services.conductor.config import ConductorConfig
 from services.conductor.domain import Event, Fetch
 from services.conductor.journal import Header, Recorder
+from services.conductor.leadership import Office
 from services.conductor.log_file import LogFile
 from services.conductor.servicer import ConductorServicer
 from services.conductor.settings import Settings
@@ -39,6 +40,7 @@ class Conductor(runner.Service):
         if self._log is not None:
             recorder = Recorder(header, self._log.write, config.decision_log_mb << 20)
         state = header.brain() if recorder is None else recorder.state
+        self.office = Office(config, self._deliver)
         self._servicer = ConductorServicer(
             state,
             step=state.step if recorder is None else recorder.step,
@@ -46,7 +48,11 @@ class Conductor(runner.Service):
             lease_ms=config.lease_ms,
             clock=time.monotonic,
             store_status=lambda: self._watch.status,
+            office=self.office,
         )
+        self.office.begin()
+        self._advertised = config.advertise
+        self._server: Server | None = None
         self._watch = StoreWatch(
             config.store, self._deliver, silence_s=config.store_silence_ms / 1000, rng=random.Random()
         )
@@ -55,11 +61,13 @@ class Conductor(runner.Service):
 
     def add_to(self, server: Server) -> None:
         """Conductor on `server`."""
+        self._server = server
         pb_grpc.add_ConductorServicer_to_server(self._servicer, server.grpc)
         server.serves(SERVICE)
 
     async def start(self) -> None:
-        """Follow the store master."""
+        """Follow the store master; compete with other conductors, if there are any."""
+        await self.office.open(self._advertised or (self._server.address if self._server is not None else ""))
         self._following = asyncio.create_task(self._watch.run(self._stop))
 
     def _deliver(self, event: Event) -> None:
@@ -67,13 +75,15 @@ class Conductor(runner.Service):
 
     def tick(self) -> None:
         """Leases and placements run out; gauges are set."""
+        self.office.leads()  # the brain orders nothing once the lease has run out
         self._servicer.tick()
         if self._log is not None:
             self._log.flush()
 
     async def close(self) -> None:
-        """Leave the store master's stream."""
+        """Leave the store master's stream; another may lead at once."""
         self._stop.set()
+        await self.office.close()
         if self._following is not None:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)

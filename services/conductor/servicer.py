@@ -28,6 +28,7 @@ from services.conductor.domain import (
     SwitchRole,
     Tick,
 )
+from services.conductor.leadership import Office
 from services.conductor.state import ConductorState
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         lease_ms: int,
         clock: Callable[[], float],
         store_status: Callable[[], str],
+        office: Office,
         step: Step | None = None,
     ) -> None:
         self._state = state
@@ -55,6 +57,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         self._lease_ms = lease_ms
         self._clock = clock
         self._store_status = store_status
+        self._office = office
         self.orders: list[Action] = []  # what the brain wants done elsewhere; whoever carries it out takes it
 
     def deliver(self, event: Event) -> Placed | None:
@@ -165,15 +168,20 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         """Every instance known here, and how the store master is reached."""
         views = self._state.views(self._clock())
         return pb.GetConductorStatusResponse(
-            instances=[mapping_out.view_out(view) for view in views], store_master=self._store_status()
+            instances=[mapping_out.view_out(view) for view in views],
+            store_master=self._store_status(),
+            leadership=self._office.told,
         )
 
     async def Cordon(self, request: pb.CordonRequest, context: Any) -> pb.CordonResponse:  # noqa: N802
-        """Raises InvalidRequest, UnknownInstance."""
+        """Raises InvalidRequest, UnknownInstance, Overloaded, Unavailable (see Office.cordon)."""
         if request.state not in mapping.CORDONS:
             raise InvalidRequest.of("state", request.state, "must be open (0), cordoned or draining")
         was = self._state.cordon_of(request.instance_id)
-        self.deliver(domain.Cordon(request.instance_id, mapping.CORDONS[request.state], request.reason))
+        event = domain.Cordon(request.instance_id, mapping.CORDONS[request.state], request.reason)
+        if error := self._state.cordon_refusal(event):
+            raise error
+        await self._office.cordon(event, was)
         return pb.CordonResponse(was=mapping.CORDONS_OUT[was])
 
     async def GetScaleHints(  # noqa: N802
