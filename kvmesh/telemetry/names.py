@@ -196,6 +196,11 @@ CONDUCTOR_HEARTBEATS = _counter("conductor_heartbeats_total", "Heartbeats taken.
 CONDUCTOR_INDEX_BLOCKS = _gauge("conductor_index_blocks_count", "Distinct blocks that node stores have announced.")
 CONDUCTOR_FETCHED_BLOCKS = _counter("conductor_fetched_blocks_total", "Blocks that placements told prefill to fetch.")
 CONDUCTOR_HEARTBEAT_AGE = _gauge("conductor_heartbeat_age_seconds", "Longest silence of a live instance.")
+# order: replicate, switch_role; outcome: done, failed, dropped (this conductor led no more).
+CONDUCTOR_ORDERS = _counter("conductor_orders_total", "Orders that a leading conductor gave.", "order", "outcome")
+CONDUCTOR_SCALE_HINT = _gauge("conductor_scale_hint", "Instances to add, or to take away.", "model", "role")
+CONDUCTOR_SCALE_WANTED = _gauge("conductor_scale_wanted_count", "Instances that the load wants.", "model", "role")
+CONDUCTOR_POOL_LOAD = _gauge("conductor_pool_load_ratio", "Of a pool's capacity at its SLO.", "model", "role")
 
 # Prefill. outcome: done, cancelled, failed.
 PREFILL_REQUESTS = _counter("prefill_requests_total", "Handoffs that ended.", "outcome")

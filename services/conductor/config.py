@@ -63,9 +63,40 @@ class ConductorConfig(ServiceConfig):
         },
     )
     decision_log_mb: int = field(default=1024, metadata={"help": "Where that file ends, in MiB.", "min": 1})
+    replicate: bool = field(
+        default=True, metadata={"help": "While it leads: order copies of hot prefixes before their holders congest."}
+    )
+    replicate_mb: int = field(default=1024, metadata={"help": "Bytes of such copies at once, in MiB.", "min": 1})
+    switch_roles: bool = field(
+        default=False,
+        metadata={"help": "While it leads: order coupled instances into the role that is short of instances."},
+    )
+    role_dwell_ms: int = field(
+        default=60_000, metadata={"help": "An instance keeps an ordered role at least so long, in ms.", "min": 1}
+    )
+    balance_window_ms: int = field(
+        default=10_000,
+        metadata={"help": "Half-life of the load that copies, roles and scale hints go by, in ms.", "min": 100},
+    )
+    scale_target: float = field(
+        default=0.7, metadata={"help": "Load of each pool that scale hints aim at; 1: all its capacity.", "min": 0.05}
+    )
 
     def __post_init__(self) -> None:
-        for name in ("slo_ttft_ms", "slo_tbt_ms", "heartbeat_interval_ms", "store_silence_ms"):
+        if not self.mesh or not self.mesh.isprintable() or any(letter in " :" for letter in self.mesh):
+            raise ConfigError(f"mesh={self.mesh!r}: must be a name without spaces and colons", field="mesh")
+        if self.advertise and (" " in self.advertise or ":" not in self.advertise):
+            raise ConfigError(f"advertise={self.advertise!r}: must be host:port", field="advertise")
+        if self.redis and not self.advertise and self.host in ("", "0.0.0.0", "::"):
+            text = f"advertise='': with redis, and listening on {self.host!r}, say at which host:port others reach this"
+            raise ConfigError(text, field="advertise")
+        if self.leader_lease_ms < 100:
+            raise ConfigError(f"leader_lease_ms={self.leader_lease_ms}: must be at least 100", field="leader_lease_ms")
+        if not 0.05 <= self.scale_target <= 1:
+            raise ConfigError(
+                f"scale_target={self.scale_target}: must be at least 0.05, at most 1", field="scale_target"
+            )
+        for name in ("slo_ttft_ms", "slo_tbt_ms", "heartbeat_interval_ms", "store_silence_ms", "role_dwell_ms"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1", field=name)
         if not 0 <= self.balancing_threshold < float("inf"):

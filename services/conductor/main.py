@@ -16,8 +16,9 @@ from services.conductor.domain import Event, Fetch
 from services.conductor.journal import Header, Recorder
 from services.conductor.leadership import Office
 from services.conductor.log_file import LogFile
+from services.conductor.orders import Orders
 from services.conductor.servicer import ConductorServicer
-from services.conductor.settings import Settings
+from services.conductor.settings import BalanceSettings, Settings
 from services.conductor.watch import StoreWatch
 
 SERVICE = "kvmesh.v1.Conductor"
@@ -50,6 +51,7 @@ class Conductor(runner.Service):
             store_status=lambda: self._watch.status,
             office=self.office,
         )
+        self._orders = Orders(self.office.leads, self._deliver)
         self.office.begin()
         self._advertised = config.advertise
         self._server: Server | None = None
@@ -77,12 +79,14 @@ class Conductor(runner.Service):
         """Leases and placements run out; gauges are set."""
         self.office.leads()  # the brain orders nothing once the lease has run out
         self._servicer.tick()
+        self._orders.carry_out(self._servicer.take_orders())
         if self._log is not None:
             self._log.flush()
 
     async def close(self) -> None:
         """Leave the store master's stream; another may lead at once."""
         self._stop.set()
+        await self._orders.close()
         await self.office.close()
         if self._following is not None:
             self._following.cancel()
@@ -103,4 +107,12 @@ def settings_of(config: ConductorConfig) -> Settings:
         balancing_threshold=config.balancing_threshold,
         fetch=Fetch(config.fetch),
         member_grace_s=3 * lease_s,
+        balance=BalanceSettings(
+            replicate=config.replicate,
+            switch_roles=config.switch_roles,
+            window_s=config.balance_window_ms / 1000,
+            copy_bytes=config.replicate_mb << 20,
+            dwell_s=config.role_dwell_ms / 1000,
+            target_load=config.scale_target,
+        ),
     )

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from kvmesh.kvcache.tiers import Tier, split_name
 from kvmesh.rpc.errors import InvalidRequest
 from services.conductor import explain, kinds, routes
-from services.conductor.admission import Admission, Slo
+from services.conductor.admission import Admission
 from services.conductor.affinity import Affinity
 from services.conductor.balance import Balance
-from services.conductor.domain import Life, Measured, Member, Placed, Refuse, Schedule
+from services.conductor.domain import Life, Measured, Member, Placed, Refuse, RequestOutcome, Schedule
 from services.conductor.explain import Explanations
 from services.conductor.fleet import Fleet
 from services.conductor.health import Breakers
 from services.conductor.index import Index, Place, Survey, bits
 from services.conductor.instance import Instance
+from services.conductor.judge import Judge
 from services.conductor.kinds import Found
 from services.conductor.ledger import Ledger
 from services.conductor.members import Members
@@ -66,6 +67,10 @@ class Scheduling:
         """What a prefill took."""
         self.threshold.measured(measured, now)
 
+    def ended(self, outcome: RequestOutcome) -> None:
+        """How a request went."""
+        self.admission.ended(outcome)
+
     def schedule(self, request: Schedule, now: float) -> Placed | Refuse:
         """Place it, or say why not."""
         self._ledger.outgoing.expire(now)
@@ -73,19 +78,20 @@ class Scheduling:
             self._fleet.serving(request.model, lambda i: self.why_not(i, now)) if request.prompt_tokens > 0 else []
         )
         why = {i.ref.instance_id: self.why_not(i, now) for i in serving}
+        if serving:
+            self.balance.asked(request, now)
         slo = self.admission.slo(request)
+        bounds, judge = self.admission.bounds(request, slo), self.admission.judge(request, slo, now)
         threshold = self.threshold.value(now)
-        terms = Terms(slo.ttft_s, slo.tbt_s, threshold, now, self._rng, self._settings.fetch)
+        terms = Terms(bounds.ttft_s, bounds.tbt_s, threshold, now, self._rng, judge, self._settings.fetch)
         mesh, found = None, None
         answer: Placed | Refuse | None = self._refused(request, serving, why, now)
-        if answer is None:
-            answer = self.admission.gate(request, [i for i in serving if not why[i.ref.instance_id]], now)
         if answer is None:
             self._ledger.withdraw(request.request_id, now)
             mesh = self._mesh(self._index.survey(request.keys), request, now)
             found = self._weigh(request, serving, why, mesh, terms)
             self.balance.saw(request, mesh.survey, now)
-            answer = self._answer(request, found.answer, slo, now)
+            answer = self._answer(request, found.answer, judge, now)
         self._known.explanations.keep(
             explain.decided(
                 request,
@@ -152,12 +158,14 @@ class Scheduling:
             return None
         return member
 
-    def _answer(self, request: Schedule, choice: Choice | Refuse, slo: Slo, now: float) -> Placed | Refuse:
+    def _answer(self, request: Schedule, choice: Choice | Refuse, judge: Judge, now: float) -> Placed | Refuse:
         if isinstance(choice, Choice):
-            choice = self.admission.confirm(request, choice, slo, now)
+            choice = self.admission.confirm(choice, judge)
         if isinstance(choice, Refuse):
             return choice
-        self._ledger.commit(request, choice, now)
+        self._ledger.commit(request, choice, now, judge.slo, judge.answer_tokens)
+        self.admission.placed(choice, judge)
+        self.balance.placed(request, choice, now)
         self.threshold.placed(choice, now)
         self.affinity.placed(request, choice, now)
         p, d = choice.prefill, choice.decode

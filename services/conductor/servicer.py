@@ -28,6 +28,7 @@ from services.conductor.domain import (
     SwitchRole,
     Tick,
 )
+from services.conductor.gauges import ScaleGauges
 from services.conductor.leadership import Office
 from services.conductor.state import ConductorState
 
@@ -58,7 +59,8 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         self._clock = clock
         self._store_status = store_status
         self._office = office
-        self.orders: list[Action] = []  # what the brain wants done elsewhere; whoever carries it out takes it
+        self._gauges = ScaleGauges()
+        self._orders: list[Action] = []
 
     def deliver(self, event: Event) -> Placed | None:
         """Hand an event to the brain; raises the error that answers it (Unavailable: the master's stream must start
@@ -73,10 +75,15 @@ class ConductorServicer(pb_grpc.ConductorServicer):
                 case OutOfStep(store_id):
                     raise Unavailable(f"an announcement of {store_id!r} does not follow what is known of it")
                 case SwitchRole() | Replicate():
-                    self.orders.append(action)
+                    self._orders.append(action)
                 case Measured(_, predicted_s, actual_s):
                     names.CONDUCTOR_TTFT_ERROR.observe(abs(predicted_s - actual_s))
         return placed
+
+    def take_orders(self) -> list[Action]:
+        """What the brain wants done elsewhere: it is the caller's to carry out."""
+        orders, self._orders = self._orders, []
+        return orders
 
     def tick(self) -> None:
         """Let time pass, and show what is known."""
@@ -87,6 +94,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
             for ready, label in ((True, "ready"), (False, "not_ready")):
                 names.CONDUCTOR_INSTANCES.labels(role=role.value, state=label).set(count[role, ready])
         names.CONDUCTOR_INDEX_BLOCKS.set(self._state.indexed_blocks)
+        self._gauges.show(self._state.hints(self._clock()))
         names.CONDUCTOR_HEARTBEAT_AGE.set(max((v.silent_s for v in views if v.ready), default=0.0))
 
     async def Register(  # noqa: N802

@@ -24,6 +24,7 @@ from services.conductor.domain import (
     MemberJoined,
     MembersReset,
     ModelCard,
+    OrderEnded,
     OutOfStep,
     Refuse,
     Register,
@@ -35,6 +36,7 @@ from services.conductor.domain import Event as Event
 from services.conductor.explain import Decision, Explanations
 from services.conductor.fleet import Fleet
 from services.conductor.health import Breakers, Standing
+from services.conductor.hot import Moment
 from services.conductor.index import Index
 from services.conductor.instance import Instance
 from services.conductor.ledger import Ledger
@@ -149,8 +151,8 @@ class ConductorState:
         return self._cordons.refusal(event, known=self._fleet.named(event.instance_id) is not None)
 
     def hints(self, now: float) -> Sequence[Hint]:
-        """How many instances each pool wants."""
-        return self.scheduling.balance.hints([i for i in self._fleet if not self.why_not(i, now)], now)
+        """How many instances each pool wanted at the last look."""
+        return self.scheduling.balance.hints
 
     # ── events ────────────────────────────────────────────────────────────────────────────────────
 
@@ -185,8 +187,9 @@ class ConductorState:
             case Tick():
                 self._expire(now)
                 self._survey(now)
-                able = [i for i in self._fleet if not self.why_not(i, now)]
-                return self.scheduling.balance.tick(able, self._index, now, leads=self._term > 0)
+                return self._balance(now)
+            case OrderEnded():
+                self.scheduling.balance.ended(event, now)
         return []
 
     def _forgive_own_stall(self, now: float) -> None:
@@ -221,6 +224,7 @@ class ConductorState:
             self._breakers.served(beat.ref.life, one.request_id, now)
         for outcome in beat.outcomes:
             self._breakers.heard(beat.ref.life, outcome, now)
+            self.scheduling.ended(outcome)
         for sample in beat.prefill_samples:
             self._explanations.report(instance.ref, sample)
         for request_id in beat.finished_request_ids:
@@ -246,6 +250,14 @@ class ConductorState:
         if self._breakers.due(now):
             seen = (Standing(i.ref.life, i.pools, not self._why_unable(i, now)) for i in self._fleet)
             self._breakers.survey(seen, now)
+
+    def _balance(self, now: float) -> Sequence[Action]:
+        if not self.scheduling.balance.due(now):
+            return []
+        able = [i for i in self._fleet if not self.why_not(i, now)]
+        leaving = [i for i in self._fleet if self.cordon_of(i.ref.instance_id) is CordonState.DRAINING]
+        moment = Moment(now, able, leaving, self._index, self._members.member)
+        return self.scheduling.balance.tick(moment, leads=self._term > 0)
 
     def _hear(self, announcement: Announcement) -> bool:
         instance = self._fleet.of((split_name(announcement.store_id)[0], announcement.incarnation))
