@@ -175,6 +175,7 @@ class Halves:
         load.pulled_bytes += rows.load.pulled_bytes
         beat.decode_samples.extend(rows.decode_samples)
         beat.finished_request_ids.extend(rows.finished_request_ids)
+        beat.outcomes.extend(rows.outcomes)
         return beat
 
     def counters(self) -> pb.PoolCounters:

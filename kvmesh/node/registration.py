@@ -1,8 +1,8 @@
-"""How an instance makes itself known: registration and heartbeats at the conductor and the store master.
+"""How an instance makes itself known: registration and heartbeats at every conductor and at the store master.
 
-Two independent loops, one per peer. Each enters (Register or Join), beats at the interval the peer answered, and
+Independent loops, one per peer. Each enters (Register or Join), beats at the interval the peer answered, and
 enters again whenever the peer does not know this incarnation or cannot be reached. What a heartbeat reports once
-(prefill and decode samples, finished request ids) is kept and sent again until the conductor has acknowledged it.
+(samples, finished request ids, outcomes) is kept for each conductor, and sent again until that one has acknowledged it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import asyncio
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 import grpc
 
@@ -20,7 +20,7 @@ from kvmesh.node.membership import Peer
 from kvmesh.node.store_orders import StoreOrders
 from kvmesh.rpc import protocol
 from kvmesh.rpc.errors import KvmeshError
-from kvmesh.rpc.masters import Masters, Terms, moves_on
+from kvmesh.rpc.masters import Masters, Terms, moves_on, split
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2_grpc as pb_grpc
@@ -31,6 +31,37 @@ log = logging.getLogger(__name__)
 
 MAX_KEPT_SAMPLES = 512
 MAX_KEPT_FINISHED = 8192
+MAX_KEPT_OUTCOMES = 4096
+
+T = TypeVar("T")
+
+
+class _Kept(Generic[T]):
+    """What is still to be told to one peer, the last `most` of it."""
+
+    def __init__(self, most: int) -> None:
+        self._items: deque[T] = deque()
+        self._most = most
+        self._gone = 0  # how many stood before the first of them
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._items)
+
+    def extend(self, items: Iterable[T]) -> None:
+        """More of it; the oldest make room."""
+        self._items.extend(items)
+        self.told(self.end - self._most)
+
+    @property
+    def end(self) -> int:
+        """Behind the last one: what `told` takes once all that is here now has been told."""
+        return self._gone + len(self._items)
+
+    def told(self, end: int) -> None:
+        """Everything before `end` has been; others may have come or gone meanwhile."""
+        while self._gone < end:
+            self._items.popleft()
+            self._gone += 1
 
 
 class _StorePeer(Peer):
@@ -121,9 +152,10 @@ class _ConductorPeer(Peer):
         self._report = report
         self._ready = ready
         self._seq = 0
-        self._prefill: deque[pb.PrefillSample] = deque(maxlen=MAX_KEPT_SAMPLES)
-        self._decode: deque[pb.DecodeSample] = deque(maxlen=MAX_KEPT_SAMPLES)
-        self._finished: deque[str] = deque(maxlen=MAX_KEPT_FINISHED)
+        self._prefill: _Kept[pb.PrefillSample] = _Kept(MAX_KEPT_SAMPLES)
+        self._decode: _Kept[pb.DecodeSample] = _Kept(MAX_KEPT_SAMPLES)
+        self._finished: _Kept[str] = _Kept(MAX_KEPT_FINISHED)
+        self._outcomes: _Kept[pb.RequestOutcome] = _Kept(MAX_KEPT_OUTCOMES)
 
     @property
     def address(self) -> str:
@@ -146,12 +178,18 @@ class _ConductorPeer(Peer):
 
     async def _send(self, channel: grpc.aio.Channel, timeout_s: float, ready: bool, reason: str) -> None:
         beat = self._compose(ready, reason)
-        sent = len(self._prefill), len(self._decode), len(self._finished)
+        queues: tuple[_Kept[Any], ...] = self._prefill, self._decode, self._finished, self._outcomes
+        ends = [kept.end for kept in queues]
         await pb_grpc.ConductorStub(channel).Heartbeat(beat, timeout=timeout_s)
-        # Only this loop adds to the queues and it was waiting here, so what was sent still stands in front.
-        for kept, count in zip((self._prefill, self._decode, self._finished), sent, strict=True):
-            for _ in range(count):
-                cast("deque[object]", kept).popleft()
+        for kept, end in zip(queues, ends, strict=True):
+            kept.told(end)
+
+    def keep(self, new: pb.HeartbeatRequest) -> None:
+        """What this conductor must hear once, whoever has asked for it."""
+        self._prefill.extend(new.prefill_samples)
+        self._decode.extend(new.decode_samples)
+        self._finished.extend(new.finished_request_ids)
+        self._outcomes.extend(new.outcomes)
 
     def _compose(self, ready: bool, reason: str) -> pb.HeartbeatRequest:
         self._seq += 1
@@ -166,13 +204,11 @@ class _ConductorPeer(Peer):
             beat.load.CopyFrom(new.load)
             beat.tiers.extend(new.tiers)
             reason = reason or new.not_ready_reason
-            self._prefill.extend(new.prefill_samples)
-            self._decode.extend(new.decode_samples)
-            self._finished.extend(new.finished_request_ids)
         beat.not_ready_reason = "" if beat.ready else reason
         beat.prefill_samples.extend(self._prefill)
         beat.decode_samples.extend(self._decode)
         beat.finished_request_ids.extend(self._finished)
+        beat.outcomes.extend(self._outcomes)
         return beat
 
 
@@ -180,10 +216,10 @@ class Registrar:
     """Keeps one incarnation of one instance known to conductor and store master; a pool node (`pool_node`) to the
     master alone.
 
-    `report` returns what is new since its last call (`load` and `tiers` in full, samples and finished ids once, and a
-    `not_ready_reason`); the registrar fills in instance, seq and ready. `usage` is what the master is told of the node
-    store, `on_pools` hears which pool nodes it knows, `orders` the rest of its answers. `store_address` may be a list,
-    "a:1,b:2"; `terms` hears the terms of masters. All callbacks run on the event loop and must not block."""
+    `report` returns what is new since its last call (`load` and `tiers` in full, samples, finished ids and outcomes
+    once, and a `not_ready_reason`); the registrar fills in instance, seq and ready. `usage` is what the master is told
+    of the node store, `on_pools` hears which pool nodes it knows, `orders` the rest of its answers. `store_address` may
+    be a list, "a:1,b:2"; `terms` hears the terms of masters. All callbacks run on the event loop, none may block."""
 
     def __init__(
         self,
@@ -220,7 +256,11 @@ class Registrar:
             switchable=switchable,
         )
         member = pb_store.Member(instance=ref_pb, role=role, node_id=node_id, store_id=ref_pb.instance_id)
-        self._conductor: _ConductorPeer | None = _ConductorPeer(conductor_address, rng, registration, report, ready)
+        self._report = report
+        self._conductors = [
+            _ConductorPeer(address, rng, registration, self._news, ready)
+            for address in split(conductor_address, "conductor")
+        ]
         self._store = _StorePeer(Masters(store_address, terms), rng, member, usage, on_pools, orders)
 
     @classmethod
@@ -238,7 +278,7 @@ class Registrar:
         member = pb_store.Member(
             instance=ref_pb, role=pb_common.ROLE_POOL, node_id=node_id, store_id=ref_pb.instance_id
         )
-        made._conductor = None
+        made._conductors = []
         made._store = _StorePeer(Masters(store_address, terms), random.Random(), member, usage, None, orders)
         return made
 
@@ -249,21 +289,27 @@ class Registrar:
 
     @property
     def registered(self) -> dict[str, bool]:
-        """Whether each peer knows this incarnation now: {"conductor": ..., "store": ...}."""
+        """Whether a conductor and the master know this incarnation now: {"conductor": ..., "store": ...}."""
         known = {"store": self._store.registered and not self._store.doubted}
-        return known if self._conductor is None else {"conductor": self._conductor.registered} | known
+        return {"conductor": any(peer.registered for peer in self._conductors)} | known if self._conductors else known
+
+    def _news(self) -> pb.HeartbeatRequest:
+        new = self._report()
+        for peer in self._conductors:
+            peer.keep(new)
+        return new
 
     def urge(self) -> None:
         """The load has changed a lot: send a conductor heartbeat soon (coalesced, at most every 20 ms).
         Call it on the event loop that runs `run`."""
-        if self._conductor is not None:
-            self._conductor.urge()
+        for peer in self._conductors:
+            peer.urge()
 
     def become(self, role: pb_common.Role.ValueType) -> None:
         """The instance has another role from now on: the conductor hears of it at once. To the master it stays what it
         was, a node with memory."""
-        if self._conductor is not None:
-            self._conductor.become(role)
+        for peer in self._conductors:
+            peer.become(role)
 
     def urge_store(self) -> None:
         """The master seems to have forgotten us: beat soon, to find out and to join again; until then nothing counts as
@@ -272,7 +318,6 @@ class Registrar:
         self._store.urge()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until `stop` is set; then Leave to the master and a last heartbeat with ready=false to the conductor,
+        """Until `stop` is set; then Leave to the master and a last heartbeat with ready=false to the conductors,
         each with a deadline of 1 s. Raises nothing but CancelledError."""
-        peers = [self._store] if self._conductor is None else [self._conductor, self._store]
-        await asyncio.gather(*(peer.run(stop) for peer in peers))
+        await asyncio.gather(*(peer.run(stop) for peer in (*self._conductors, self._store)))

@@ -27,7 +27,7 @@ from services.decode import mapping
 from services.decode.events import Phase
 from services.decode.handoffs import Handoffs
 from services.decode.limits import NS_PER_MS, RankShape, Shape
-from services.decode.observe import Carry, Observer, begin_request, refuse_request
+from services.decode.observe import Carry, Observer, begin_request
 from services.decode.request import NEVER
 from services.decode.requests import Instance, check_start
 from services.decode.state import DecodeState
@@ -55,7 +55,7 @@ class Core:
         self.state.pulls.lower = self.blocks.lower
         self.state.refuses = self.blocks.removals.refuses
         self.blocks.removals.listeners.append(lambda gone: self.feed(i.Removed(gone)))
-        self.observer = Observer(self.state)
+        self.observer = Observer(self.state, front.instance_id)
         self.handoffs = Handoffs(self._hello, self.feed, connect_s)
         self.wake: dict[int, asyncio.Event] = {}  # by session: its outbox has something
         self._inputs: deque[i.Input] = deque()
@@ -123,11 +123,12 @@ class Core:
         try:
             if not self.front.ready:
                 raise Unavailable(f"decode instance {self.front.instance_id}: {self.front.not_ready_reason}")
-            spec = check_start(start, self.instance, received, Carry(span, start))
+            carry = Carry(span, start, start.attempt, start.placement.prefill.instance_id)
+            spec = check_start(start, self.instance, received, carry)
             if self.own is None and self._is_own(start.placement.prefill):
                 raise Unavailable(f"decode instance {self.front.instance_id} computes no prompts itself")
         except KvmeshError as error:
-            refuse_request(span, error)
+            self.observer.refused(start.request_id, start.attempt, span, error)
             self.feed(i.Refuse(session, start.slot, error))
             return
         self.feed(i.Admit(session, start.slot, self._peer(start.placement.prefill), spec, received))
@@ -213,7 +214,8 @@ class Core:
         self.observer.over(output.request, output.end)
 
     def _refused(self, output: i.Refused) -> None:
-        refuse_request(output.spec.carry.span, output.error)
+        carry: Carry = output.spec.carry
+        self.observer.refused(output.spec.request_id, carry.attempt, carry.span, output.error)
         if isinstance(output.error, Overloaded):
             self.front.urge()  # the conductor's picture of this instance is too rosy
 

@@ -52,6 +52,7 @@ class Handoff(Hands):
             return False
         self.made = index + 1
         self.last_token = token_id
+        self.times.gaps.recent.append(now - self.last_ns)
         self.last_ns = now
         self.note(token_id)
         if index == 1:
@@ -135,7 +136,7 @@ class Handoff(Hands):
             return
         self.first = event
         self.made = 1
-        self.last_token = event.token_id
+        self.last_token, self.last_ns = event.token_id, now
         times, spec = self.times, self.spec
         times.first, times.cached_tokens = now, event.cached_tokens
         times.queue_us, times.prefill_us = event.queue_us, event.prefill_us
@@ -217,6 +218,7 @@ class Handoff(Hands):
             if self.windows and self.phase is Phase.CANCELLING:
                 self._retire(Phase.CANCELLING if quiet else Phase.QUARANTINED, now, out)
         elif self.phase < Phase.LOADING or self.first is None:
+            self.times.writer_lost = now
             self._end(e.EmitFail(event.error), now, out)
             self._retire(Phase.CANCELLING if quiet else Phase.QUARANTINED, now, out)
 
@@ -276,7 +278,6 @@ class Handoff(Hands):
         self.phase = Phase.RUNNING
         self.in_batch = True
         self.stalled = False
-        self.last_ns = now
         self.times.joined = self.times.joined or now
         self._arm(now, self.limits.token_ms)
         self.plan_growth()
@@ -285,6 +286,7 @@ class Handoff(Hands):
     def _grow(self, event: e.Grow, now: int, out: list[e.Action]) -> None:
         assert self.running, self.phase
         self.pages.extend(event.pages)
+        self.times.gaps.fold()  # now and then: not on the path of every token
         self.stalled = False
         self.plan_growth()
         out.append(e.Grant(tuple(event.pages)))

@@ -15,10 +15,12 @@ from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
 from kvmesh.telemetry import names, spans
 from services.decode.events import Phase, Reason
 from services.decode.handoff import Handoff
+from services.decode.outcomes import outcome_of, refusal_of
 from services.decode.state import DecodeState
 
 NS = 1e-9
 MAX_FINISHED = 8192
+MAX_OUTCOMES = 4096
 
 
 @dataclass(slots=True)
@@ -27,6 +29,8 @@ class Carry:
 
     span: Span
     start: decode_pb2.StartRequest | None  # dropped once prefill was asked: prompts are large
+    attempt: int = 0
+    prefill: str = ""  # instance_id
 
 
 def begin_request(start: decode_pb2.StartRequest, received_ns: int, instance_id: str) -> Span:
@@ -65,19 +69,14 @@ def end_request(span: Span, h: Handoff, outcome: str, error: str) -> None:
     spans.finish(span, end_ns=times.ended, error=error)
 
 
-def refuse_request(span: Span, error: KvmeshError) -> None:
-    """A request that was not admitted."""
-    span.set_attribute(names.OUTCOME, error.code)
-    spans.finish(span, error=error.message)
-    names.DECODE_REQUESTS.labels(outcome=error.code).inc()
-
-
 class Observer:
     """Counts and times of one instance."""
 
-    def __init__(self, state: DecodeState) -> None:
+    def __init__(self, state: DecodeState, instance_id: str) -> None:
         self._state = state
+        self._instance_id = instance_id
         self._finished: deque[str] = deque(maxlen=MAX_FINISHED)
+        self._outcomes: deque[conductor_pb2.RequestOutcome] = deque(maxlen=MAX_OUTCOMES)
         self._last_end = 0
         self._pulled_bytes = 0
         self._pulls: dict[int, Span] = {}  # by ticket, under way
@@ -123,9 +122,16 @@ class Observer:
         ):
             if begun and done:
                 histogram.observe(max(0, done - begun) * NS)
-        carry = h.spec.carry
-        if carry is not None:
-            end_request(carry.span, h, outcome, error)
+        carry: Carry = h.spec.carry
+        self._outcomes.append(outcome_of(h, end, carry.attempt, carry.prefill, self._instance_id))
+        end_request(carry.span, h, outcome, error)
+
+    def refused(self, request_id: str, attempt: int, span: Span, error: KvmeshError) -> None:
+        """A request was not admitted."""
+        span.set_attribute(names.OUTCOME, error.code)
+        spans.finish(span, error=error.message)
+        names.DECODE_REQUESTS.labels(outcome=error.code).inc()
+        self._outcomes.append(refusal_of(request_id, attempt, error))
 
     def counters(self, streams: int) -> common_pb2.PoolCounters:
         """What the instance holds now."""
@@ -148,7 +154,7 @@ class Observer:
         )
 
     def report(self) -> conductor_pb2.HeartbeatRequest:
-        """Load in full; samples and finished ids once."""
+        """Load in full; samples, finished ids and outcomes once."""
         state, scheduler = self._state, self._state.scheduler
         beat = conductor_pb2.HeartbeatRequest()
         load = beat.load
@@ -166,6 +172,8 @@ class Observer:
             beat.decode_samples.add(batch=batch, context_tokens=context_tokens, duration_us=duration_ns // 1000)
         beat.finished_request_ids.extend(self._finished)
         self._finished.clear()
+        beat.outcomes.extend(self._outcomes)
+        self._outcomes.clear()
         return beat
 
     def _context_tokens(self) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from services.decode.gaps import Gaps
 
 
 @dataclass(slots=True)
@@ -20,6 +22,7 @@ class Timeline:
     joined: int = 0  # into the batch, first time only
     second: int = 0  # the step that made the second token ended
     ended: int = 0  # the client was told the end
+    writer_lost: int = 0  # prefill, or the way to it, failed what had not ended yet
     queue_us: int = 0  # as prefill told
     prefill_us: int = 0
     transfer_us: int = 0
@@ -32,6 +35,7 @@ class Timeline:
     at_decode_tokens: int = 0  # of the prompt, whose KV lay in our own store when it landed
     pulled_blocks: int = 0  # fetched by us from other nodes for this request
     preemptions: int = 0
+    gaps: Gaps = field(default_factory=Gaps)  # between tokens
 
     @property
     def admit_us(self) -> int:
