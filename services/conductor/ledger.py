@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvmesh.kvcache.tiers import Tier
-from services.conductor.domain import Heartbeat, Life, Measured, PrefillSample, Schedule
+from services.conductor.domain import Heartbeat, Lane, Life, Measured, PrefillSample, Schedule
 from services.conductor.index import Index
 from services.conductor.instance import Instance
 from services.conductor.interference import without_rows_s
+from services.conductor.judge import Slo
+from services.conductor.life import pull_after_s
 from services.conductor.load import PrefillWork
 from services.conductor.outgoing import Load, Outgoing
 from services.conductor.pending import marks
@@ -47,24 +49,48 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._placed)
 
-    def commit(self, request: Schedule, choice: Choice, now: float) -> None:
-        """The chosen instances carry the work from this moment on."""
+    def commit(self, request: Schedule, choice: Choice, now: float, slo: Slo, answer_tokens: float) -> None:
+        """The chosen instances carry the work from this moment on. `answer_tokens`: predicted."""
         p, d = choice.prefill, choice.decode
         name, patience_s = request.request_id, self._settings.pending_timeout_s
         promised = marks(request.keys)
         p.instance.queue.add(
-            PrefillWork(name, p.computed_tokens, p.prefill_s, promised, now, now + 2 * choice.ttft_s + patience_s)
+            PrefillWork(
+                name,
+                p.computed_tokens,
+                p.prefill_s,
+                promised,
+                now,
+                now + 2 * choice.ttft_s + patience_s,
+                request.priority,
+                request.lane is Lane.BATCH,
+            )
         )
         self._index.place(p.instance.ref.life, p.instance.slot, promised, name)
         answer_s = min(request.max_tokens or MAX_PREDICTED_TOKENS, MAX_PREDICTED_TOKENS) * d.tbt_s
         stay_s = 2 * (choice.ttft_s + d.slot_wait_s + answer_s) + patience_s
         blocks = d.instance.blocks_for(request.prompt_tokens + 1)
-        d.instance.batch.add(DecodeWork(name, request.prompt_tokens, blocks, now, now + stay_s))
+        joins_at = now + choice.ttft_s + d.slot_wait_s
+        d.instance.batch.add(
+            DecodeWork(
+                name,
+                request.prompt_tokens,
+                blocks,
+                now,
+                now + stay_s,
+                joins_at,
+                joins_at + answer_tokens * d.tbt_s,
+                slo.tbt_s,
+                request.lane is Lane.BATCH,
+            )
+        )
         model = p.instance.model
         block_bytes = model.block_tokens * model.kv_bytes_per_token
         sent = lives_of((*p.legs, *choice.decode_legs))
         fetch_s = max(p.fetch_s, choice.decode_load_s)
-        self.outgoing.add(name, [Load(life, n * block_bytes) for life, n in sent.items()], now + 2 * fetch_s)
+        loads = [Load(life, n * block_bytes) for life, n in sent.items()]
+        begins = now + delay_s if (delay_s := pull_after_s(choice)) and not choice.decode_legs else None
+        self.outgoing.add(name, loads, now + delay_s + 2 * fetch_s, begins)
         holders = len({leg.holder.ref.life for leg in p.legs if not leg.own})
         self._placed[name] = _Placed(
             p.instance, d.instance, p.ahead_bytes, holders, p.tier is not Tier.DRAM, _only(p.legs)

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 from services.conductor.cost import DecayedRatio
 from services.conductor.domain import Load
-from services.conductor.stays import DecodeWork, Stays
+from services.conductor.stays import DecodeWork, Rows, Stays
 
 IN_FLIGHT_S = 0.05
 # Short prompts are computed together, so a queue drains faster than the sum of its parts; within these bounds.
 MIN_SPEEDUP, MAX_SPEEDUP = 0.5, 16.0
 FIRST_RESIDENCE_S = 1.0
+PRIORITY_STEP_S = 30.0  # of waiting outweigh one step of priority: `priority_step_ms` of the prefill service
 
 
 @dataclass(frozen=True)
@@ -56,25 +57,35 @@ class PrefillQueue:
         """Predicted seconds of work done in one second while busy."""
         return min(MAX_SPEEDUP, max(MIN_SPEEDUP, self._speed.rate))
 
+    @property
+    def backlog(self) -> tuple[float, float]:
+        """Seconds of work, and when there were so many: they drain one second a second."""
+        return self._backlog_s, self._as_of
+
+    @property
+    def has_ranked(self) -> bool:
+        """Whether any work counts otherwise than by its arrival."""
+        return self._ranked > 0
+
     def wait_s(self, now: float) -> float:
         """Seconds until a request placed now would begin; never negative."""
         return max(0.0, self._backlog_s - max(0.0, now - self._as_of))
 
-    def ahead_s(self, now: float, priority: int, step_s: float) -> tuple[float, float]:
+    def ahead_s(self, now: float, priority: int) -> tuple[float, float]:
         """Seconds until a request of that priority would begin, and how many of them are work that yields. As in the
-        line of the prefill service, `step_s` of waiting outweighs one step of priority; the oldest work has begun, and
-        what has begun is not overtaken."""
+        line of the prefill service waiting outweighs priority in time; the oldest work has begun, and what has begun
+        is not overtaken."""
         wait_s = self.wait_s(now)
         if wait_s <= 0 or not (self._ranked or priority):
             return wait_s, 0.0
-        rank = now + priority * step_s
+        rank = now + priority * PRIORITY_STEP_S
         works = iter(self.works.values())
         oldest = next(works, None)
         others_s = behind_s = yielding_s = 0.0
         for work in works:
             seconds = work.seconds / self.speedup
             others_s += seconds
-            if work.placed_at + work.priority * step_s > rank:
+            if work.placed_at + work.priority * PRIORITY_STEP_S > rank:
                 behind_s += seconds
             elif work.yields:
                 yielding_s += seconds
@@ -176,9 +187,14 @@ class DecodeBatch:
         return self._load.running_requests + self._load.waiting_requests + len(self._flying)
 
     @property
-    def running(self) -> tuple[int, float]:
-        """Rows of the batch as last told, and the tokens that their step reads."""
-        return self._load.running_requests, self._load.context_tokens
+    def running(self) -> Rows:
+        """As last told."""
+        return Rows(self._load.running_requests, self._load.context_tokens)
+
+    def forecast(self, now: float, at: float, until: float) -> Rows:
+        """See `Stays.forecast`."""
+        present = Rows(self.requests, self.context_tokens)
+        return self.stays.forecast(now, at, until, present, self._load.running_requests, self.residence_s)
 
     @property
     def context_tokens(self) -> float:
@@ -200,12 +216,17 @@ class DecodeBatch:
         """Where a prompt can be computed; never negative."""
         return max(0, self._load.free_pages - self._flying_blocks)
 
+    @property
+    def mean_blocks(self) -> float:
+        """Of what was placed there; 0 when nothing is."""
+        return self._blocks / len(self.works) if self.works else 0.0
+
     def landing_wait_s(self, blocks: int, *, pages: bool = False) -> float:
         """Seconds until that many blocks are free (`pages`: on the device); 0 when they are."""
         short = blocks - (self.free_pages if pages else self.free_blocks)
         if short <= 0:
             return 0.0
-        each = self._blocks / len(self.works) if self.works else blocks
+        each = self.mean_blocks or blocks
         return self.drain_s(max(1.0, short / max(1.0, each)))
 
     def add(self, work: DecodeWork) -> None:

@@ -17,6 +17,8 @@ from services.conductor.decodes import DecodeChoice
 from services.conductor.domain import Fetch, Refuse, Schedule
 from services.conductor.index import Place
 from services.conductor.instance import Instance
+from services.conductor.judge import Judge
+from services.conductor.nearness import NOWHERE, Near
 from services.conductor.prefills import PrefillCandidate, PrefillChoice
 from services.conductor.routes import Leg, Mesh
 
@@ -52,6 +54,7 @@ class Weighed:
     prefills: Sequence[PrefillCandidate]
     decodes: Sequence[DecodeChoice]
     decode: DecodeChoice | None  # with which prefills were weighed
+    near: Near = NOWHERE  # what was added to their scores
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,9 @@ class Terms:
     threshold: float  # Settings.balancing_threshold
     now: float
     rng: random.Random
+    judge: Judge
     fetch: Fetch = Fetch.CHEAPER
+    near: Near = NOWHERE  # to whom it belongs, besides
 
 
 def choose(
@@ -84,7 +89,7 @@ def choose(
     ]
     decode = pick_decode(request, weighed_decodes, terms)
     if isinstance(decode, Refuse):
-        return Weighed(decode, (), weighed_decodes, None)
+        return Weighed(decode, (), weighed_decodes, None, terms.near)
     others = [i for i in prefills if i is not decode.instance]
     weighed_prefills = [
         prefilling.candidate(
@@ -94,7 +99,7 @@ def choose(
     ]
     prefill = pick_prefill(weighed_prefills, decode.landing_wait_s, terms)
     if isinstance(prefill, Refuse):
-        return Weighed(prefill, weighed_prefills, weighed_decodes, decode)
+        return Weighed(prefill, weighed_prefills, weighed_decodes, decode, terms.near)
     place, slo_s = places[decode.instance.ref.instance_id], terms.ttft_slo_s - decode.landing_wait_s
     legs, end = _decode_pulls(prefill, decode, place, mesh)
     of = next(c for c in weighed_prefills if c.instance is prefill.instance)
@@ -109,7 +114,7 @@ def choose(
         load.limit,
         load.load_s,
     )
-    return Weighed(chosen, weighed_prefills, weighed_decodes, decode)
+    return Weighed(chosen, weighed_prefills, weighed_decodes, decode, terms.near)
 
 
 def _decode_pulls(
@@ -129,7 +134,9 @@ def pick_prefill(candidates: Sequence[PrefillCandidate], landing_wait_s: float, 
     slo_s = terms.ttft_slo_s - landing_wait_s
     passing = [best for c in candidates if (best := c.best(slo_s, terms.tbt_slo_s)) is not None]
     if passing:
-        return pick(passing, lambda c: c.cost_s, lambda c: len(c.instance.queue.works), terms.rng)
+        near = terms.near.prefill_s
+        score = lambda c: c.cost_s + near(c.instance.ref.instance_id)  # noqa: E731
+        return pick(passing, score, lambda c: len(c.instance.queue.works), terms.rng)
     if in_time := [best for c in candidates if (best := c.best(slo_s)) is not None]:
         return _overloaded_rows(min(in_time, key=lambda c: c.shared.rows_tbt_s), terms)
     best, wanted_s, drain_s = prefilling.soonest(candidates, slo_s)
@@ -137,30 +144,29 @@ def pick_prefill(candidates: Sequence[PrefillCandidate], landing_wait_s: float, 
         excess_s = best.admission_ttft_s - slo_s
         drain_s += landing_wait_s
         wanted_s = excess_s if excess_s <= drain_s else wanted_s
-    return _overloaded("TTFT", best.admission_ttft_s + landing_wait_s, terms.ttft_slo_s, drain_s, wanted_s)
+    return overloaded("TTFT", best.admission_ttft_s + landing_wait_s, terms.ttft_slo_s, drain_s, wanted_s)
 
 
 def pick_decode(request: Schedule, choices: Sequence[DecodeChoice], terms: Terms) -> DecodeChoice | Refuse:
     """The one with the least score, if it may be, with room for the whole answer."""
-    passing = [c for c in choices if c.admission_tbt_s <= terms.tbt_slo_s]
+    verdicts = [terms.judge.decode(c) for c in choices]
+    passing = [c for c, verdict in zip(choices, verdicts, strict=True) if verdict.passes]
     if passing:
         roomy = [c for c in passing if not c.short] or passing
-        return pick(roomy, lambda c: c.score_s, lambda c: c.instance.batch.requests, terms.rng)
-    best = min(choices, key=lambda c: c.admission_tbt_s)
+        near = terms.near.decode_s
+        score = lambda c: c.score_s + near(c.instance.ref.instance_id)  # noqa: E731
+        return pick(roomy, score, lambda c: c.instance.batch.requests, terms.rng)
+    best, verdict = min(zip(choices, verdicts, strict=True), key=lambda both: both[1].tbt_s / both[1].slo_s)
     batch = best.instance.batch
-    alone_s = best.instance.decode.admission_s(1, request.prompt_tokens, terms.now)
-    each_s = (best.admission_tbt_s - alone_s) / max(1, batch.requests)
-    excess_s = best.admission_tbt_s - terms.tbt_slo_s
-    leavers = min(batch.requests, excess_s / each_s) if each_s > 0 else 0
-    wanted = batch.drain_s(leavers) if alone_s <= terms.tbt_slo_s else float("inf")
-    return _overloaded("TBT", best.admission_tbt_s, terms.tbt_slo_s, batch.drain_s(batch.requests), wanted)
+    wanted_s = terms.judge.wait_s(best, verdict.slo_s)
+    return overloaded("TBT", verdict.tbt_s, verdict.slo_s, batch.drain_s(batch.requests), wanted_s)
 
 
 def _overloaded_rows(best: PrefillChoice, terms: Terms) -> Refuse:
     """The prompt would hold up the rows beside it: it can come when they are gone."""
     batch = best.instance.batch
     drain_s = batch.drain_s(batch.requests)
-    return _overloaded("TBT", best.shared.rows_tbt_s, terms.tbt_slo_s, drain_s, drain_s)
+    return overloaded("TBT", best.shared.rows_tbt_s, terms.tbt_slo_s, drain_s, drain_s)
 
 
 def _unavoided(instances: Sequence[Instance], avoid: Collection[str]) -> Sequence[Instance]:
@@ -176,7 +182,7 @@ def pick(choices: Sequence[C], score: Callable[[C], float], crowd: Callable[[C],
     return rng.choice([c for c in tied if crowd(c) == fewest])
 
 
-def _overloaded(what: str, predicted_s: float, slo_s: float, drain_s: float, wanted_s: float) -> Refuse:
+def overloaded(what: str, predicted_s: float, slo_s: float, drain_s: float, wanted_s: float) -> Refuse:
     """`wanted_s` of waiting would help if the queue drains for that long; `drain_s` is how long it can."""
     retry_s = wanted_s if wanted_s < float("inf") else max(HOPELESS_RETRY_S, drain_s)
     retry_ms = round(1000 * min(MAX_RETRY_S, max(MIN_RETRY_S, retry_s)))

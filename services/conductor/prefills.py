@@ -39,6 +39,7 @@ class PrefillChoice:
     pull_bytes: int = 0
     ahead_bytes: int = 0  # what the holders have to send before
     shared: Shared = NOBODY  # with rows that run there; what they add is in `prefill_s`
+    yielding_s: float = 0.0  # of `queue_s`: work for which nobody is refused
 
     @property
     def start_s(self) -> float:
@@ -56,9 +57,14 @@ class PrefillChoice:
         return self.ttft_s + STALL_WEIGHT * self.shared.stall_s
 
     @property
+    def admission_start_s(self) -> float:
+        """As `start_s`, but for work that yields."""
+        return max(self.queue_s - self.yielding_s, self.fetch_s)
+
+    @property
     def admission_ttft_s(self) -> float:
         """The TTFT by which work may be refused (see cost.FittedModel.admission_s)."""
-        return self.start_s + self.admission_prefill_s + self.tail_s
+        return self.admission_start_s + self.admission_prefill_s + self.tail_s
 
     @property
     def pulled_blocks(self) -> int:
@@ -212,7 +218,7 @@ def _fetching(instance: Instance, mesh: Mesh, legs: tuple[Leg, ...], now: float)
     pull_bytes = block_bytes * sum(leg.blocks for leg in pulled)
     ahead = mesh.ahead(pulled)
     holders = len({leg.holder.ref.life for leg in pulled})
-    pull_s = instance.pull.seconds(pull_bytes + ahead, holders, now) if pulled else 0.0
+    pull_s = mesh.congestion * instance.pull.seconds(pull_bytes + ahead, holders, now) if pulled else 0.0
     own_s, others_s = mesh.load_s(legs, block_bytes)
     return _Fetching(pull_s, max(own_s, others_s), max(own_s, others_s + pull_s), pull_bytes, ahead)
 
@@ -241,12 +247,13 @@ def _choice(
     fetched = bool(legs) and all(leg.tier is Tier.DRAM for leg in legs)
     spared = cached_blocks if fetched and local <= at_decode < cached_blocks else at_decode
     pushed = max(0, request.prompt_tokens - spared * model.block_tokens) * model.kv_bytes_per_token
+    queue_s, yielding_s = instance.queue.ahead_s(now, request.priority)
     return PrefillChoice(
         instance,
         local,
         cached,
         computed,
-        queue_s=instance.queue.wait_s(now),
+        queue_s=queue_s,
         pull_s=took.pull_s,
         load_s=took.load_s,
         fetch_s=took.fetch_s,
@@ -258,6 +265,7 @@ def _choice(
         pull_bytes=took.pull_bytes,
         ahead_bytes=took.ahead_bytes,
         shared=beside,
+        yielding_s=yielding_s,
     )
 
 
@@ -266,5 +274,5 @@ def soonest(candidates: Sequence[PrefillCandidate], slo_s: float) -> tuple[Prefi
     none would); and for how long waiting helps the nearest one. Only queues drain, not fetching or computation."""
     options = [option for c in candidates for option in c.options]
     best = min(options, key=lambda o: o.admission_ttft_s)
-    waits = [excess_s for o in options if (excess_s := o.admission_ttft_s - slo_s) <= max(0.0, o.queue_s - o.fetch_s)]
-    return best, min(waits, default=float("inf")), max(0.0, best.queue_s - best.fetch_s)
+    waits = [excess_s for o in options if (excess_s := o.admission_ttft_s - slo_s) <= o.admission_start_s - o.fetch_s]
+    return best, min(waits, default=float("inf")), best.admission_start_s - best.fetch_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvmesh.rpc.errors import ContextTooLong, ModelNotFound, Unavailable
+from kvmesh.rpc.errors import ContextTooLong, ModelNotFound, Overloaded, Unavailable
 from services.conductor.domain import Refuse, Schedule
 from services.conductor.instance import Instance
 
@@ -45,6 +45,13 @@ def refuse_unplaceable(
         few = "; ".join(f"{i.ref.instance_id} at most {i.alone_tokens:,}" for i in short[:MAX_NAMED])
         parts.append(f"too many uncached tokens for those that compute short prompts themselves ({few})")
     return Refuse(Unavailable(f"model {request.model!r} has {' and '.join(parts)}"), "no_instance")
+
+
+def idle_only(retry_s: float) -> Refuse:
+    """A request of the batch lane has to wait."""
+    retry_ms = round(1000 * retry_s)
+    text = f"the batch lane takes only what is idle, and nothing is; try again in {retry_ms} ms"
+    return Refuse(Overloaded(text, retry_after_ms=retry_ms), "busy")
 
 
 def _longest(instance: Instance) -> int:

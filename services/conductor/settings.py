@@ -36,10 +36,13 @@ class ThresholdMode(Enum):
 
 @dataclass(frozen=True)
 class AdmissionSettings:
-    """See admission.py. `by_model`: model name → (TTFT, TBT) SLO in seconds."""
+    """See admission.py and lanes.py. `by_model`: model name, TTFT and TBT SLO in seconds."""
 
     mode: Mode = Mode.PREDICTED
     by_model: tuple[tuple[str, float, float], ...] = ()
+    head_room: float = 0.5  # of the room within the SLO, that the batch lane may fill
+    batch_share: float = 0.02  # of the machine time of interactive requests, that the batch lane gets in any case
+    patience_s: float = 30.0  # which it waits before
 
 
 @dataclass(frozen=True)

@@ -111,13 +111,9 @@ class Stays:
         there = [w for w in self._yielding.values() if w.joins_at <= at and (w.leaves_at > at or w.leaves_at <= now)]
         return Rows(len(there), sum(w.prompt_tokens for w in there))
 
-    def when_left(self, requests: float, now: float) -> float:
-        """Seconds until so many of those known have left; inf when there are not that many."""
-        first = bisect_right(self._leaves, (now, math.inf))
-        index = first + math.ceil(requests) - 1
-        if requests <= 0:
-            return 0.0
-        return self._leaves[index][0] - now if index < len(self._leaves) else math.inf
+    def longest_s(self, now: float) -> float:
+        """Seconds until the last of those known should have left."""
+        return max(0.0, self._leaves[-1][0] - now) if self._leaves and self._leaves[-1][0] < math.inf else 0.0
 
 
 def _tokens(entries: list[_Entry]) -> int:
