@@ -12,6 +12,7 @@ from services.conductor.decodes import DecodeChoice
 from services.conductor.domain import Placed, PrefillSample, Ref, Refuse, Role, Schedule
 from services.conductor.instance import Instance
 from services.conductor.kinds import HANDOFF_S, Found, Kind, Option, answer_s
+from services.conductor.nearness import Near, Worth
 from services.conductor.placement import Weighed
 from services.conductor.prefills import PrefillCandidate
 
@@ -29,10 +30,12 @@ PREFILL_TERMS = (
     "landing_wait_ms",
     "ttft_ms",
     "ttft_other_way_ms",
+    "session_ms",
 )
-# cost = ttft + stall + answer + handoff (see kinds.py)
-KIND_TERMS = ("ttft_ms", "rows", "stall_ms", "answer_ms", "handoff_ms", "tbt_ms", "rows_tbt_ms")
-DECODE_TERMS = ("tbt_ms", "landing_wait_ms", "slot_wait_ms", "transfer_tail_ms")
+# cost = ttft + stall + answer + handoff + far (see kinds.py)
+KIND_TERMS = ("ttft_ms", "rows", "stall_ms", "answer_ms", "handoff_ms", "tbt_ms", "rows_tbt_ms", "far_ms")
+# session, origin: what it costs not to be where the request's last ones are (see affinity.py)
+DECODE_TERMS = ("tbt_ms", "landing_wait_ms", "slot_wait_ms", "transfer_tail_ms", "session_ms", "origin_ms")
 
 
 class Candidate(NamedTuple):
@@ -214,6 +217,7 @@ def _kind(option: Option, max_tokens: int) -> WeighedKind:
         HANDOFF_S if option.kind is Kind.PAIR else 0.0,
         choice.decode.tbt_s,
         shared.rows_tbt_s,
+        *((option.far_s,) if option.far_s else ()),
     )
     return WeighedKind(option.kind, *refs, why, option.cost_s, terms)
 
@@ -248,12 +252,12 @@ def _why_unweighed(request: Schedule, instance: Instance, reason: str, fits: boo
 def _weighed(found: Weighed, ttft_slo_s: float) -> Iterable[Candidate]:
     landing_wait_s = found.decode.landing_wait_s if found.decode is not None else 0.0
     for p in found.prefills:
-        yield _prefill(p, ttft_slo_s - landing_wait_s, landing_wait_s)
+        yield _prefill(p, ttft_slo_s - landing_wait_s, landing_wait_s, found.near)
     for d in found.decodes:
-        yield _decode(d)
+        yield _decode(d, found.near)
 
 
-def _prefill(candidate: PrefillCandidate, slo_s: float, landing_wait_s: float) -> Candidate:
+def _prefill(candidate: PrefillCandidate, slo_s: float, landing_wait_s: float, near: Near) -> Candidate:
     best = candidate.best(slo_s) or min(candidate.options, key=lambda o: o.admission_ttft_s)
     others = [o for o in candidate.options if o is not best and (best is candidate.use or o is candidate.use)]
     other = min(o.ttft_s for o in others) + landing_wait_s if others else -1.0
@@ -261,13 +265,15 @@ def _prefill(candidate: PrefillCandidate, slo_s: float, landing_wait_s: float) -
     pull_s = best.pull_s if pulled else -1.0
     load_s = best.load_s or -1.0
     ttft_s = best.ttft_s + landing_wait_s
+    name = best.instance.ref.instance_id
+    far_s = _far(near.session_prefill, name)
     return Candidate(
         best.instance.ref,
         Role.PREFILL,
         "",
-        ttft_s,
+        ttft_s + near.prefill_s(name),
         best.admission_ttft_s + landing_wait_s,
-        (best.queue_s, pull_s, load_s, best.prefill_s, best.tail_s, landing_wait_s, ttft_s, other),
+        (best.queue_s, pull_s, load_s, best.prefill_s, best.tail_s, landing_wait_s, ttft_s, other, far_s),
         best.local_blocks,
         pulled,
         best.loaded_blocks,
@@ -275,6 +281,13 @@ def _prefill(candidate: PrefillCandidate, slo_s: float, landing_wait_s: float) -
     )
 
 
-def _decode(d: DecodeChoice) -> Candidate:
-    terms = (d.tbt_s, d.landing_wait_s, d.slot_wait_s, d.tail_s)
-    return Candidate(d.instance.ref, Role.DECODE, "", d.score_s, d.admission_tbt_s, terms, d.at_decode)
+def _decode(d: DecodeChoice, near: Near) -> Candidate:
+    name = d.instance.ref.instance_id
+    far = _far(near.session_decode, name), _far(near.origin, name)
+    terms = (d.tbt_s, d.landing_wait_s, d.slot_wait_s, d.tail_s, *far)
+    score_s = d.score_s + near.decode_s(name)
+    return Candidate(d.instance.ref, Role.DECODE, "", score_s, d.admission_tbt_s, terms, d.at_decode)
+
+
+def _far(worth: Worth, instance_id: str) -> float:
+    return worth.far_s(instance_id) if worth.most_s else -1.0

@@ -2,7 +2,7 @@
 Every coupled instance and every decode instance that may compute so much is weighed beside the best pair, and the least
 cost wins:
 
-    cost = TTFT + stall + answer + handoff
+    cost = TTFT + stall + answer + handoff + far
 
     TTFT     predicted: max(queue, fetching) + prompt + what of the transfer shows + waiting for room. Where rows run
              on the instance that computes, the prompt is slower by their share of the mixed steps (interference.py).
@@ -10,6 +10,7 @@ cost wins:
     answer   the next COUNTED_TOKENS of the answer at the predicted TBT, and waiting for a place in the batch. Prompts
              queued at the instance make its TBT longer.
     handoff  of a pair: its messages
+    far      what it costs not to be where the request's session and origin are (affinity.py)
 
 A kind is out when its TTFT, its TBT or, while the prompt is computed, the TBT of the rows beside it would pass the SLO;
 the request is refused when all are. Pure: instances are only read here.
@@ -54,6 +55,7 @@ class Option:
     refused: Refuse | None = None
     why_not: str = ""
     cost_s: float = 0.0
+    far_s: float = 0.0  # of that
 
     @property
     def passes(self) -> bool:
@@ -103,7 +105,7 @@ def choose(
     pair = None
     if pairable(prefills, decodes):
         pair = placement.choose(request, prefills, decodes, places, mesh, terms)
-        options.insert(0, _of_pair(request, pair, prefills, decodes))
+        options.insert(0, _of_pair(request, pair, prefills, decodes, terms))
     passing = [o for o in options if o.passes]
     if passing:
         clean = [o for o in passing if not {o.prefill.ref.instance_id, o.decode.ref.instance_id} & request.avoid]
@@ -139,14 +141,19 @@ def _alone(request: Schedule, instance: Instance, place: Place, mesh: Mesh, term
     if why := lonely.too_much(request, instance, place, mesh.survey):
         return Option(kind, instance, instance, why_not=why)
     found = lonely.weigh(request, instance, place, mesh, terms)
-    cost = cost_s(found.choice, request.max_tokens)
-    return Option(kind, instance, instance, found.choice, found.refused, cost_s=cost)
+    far_s = terms.near.of(instance, instance)
+    cost = cost_s(found.choice, request.max_tokens) + far_s
+    return Option(kind, instance, instance, found.choice, found.refused, cost_s=cost, far_s=far_s)
 
 
-def _of_pair(request: Schedule, pair: Weighed, prefills: Sequence[Instance], decodes: Sequence[Instance]) -> Option:
+def _of_pair(
+    request: Schedule, pair: Weighed, prefills: Sequence[Instance], decodes: Sequence[Instance], terms: Terms
+) -> Option:
     if isinstance(pair.answer, Choice):
         prefill, decode = pair.answer.prefill.instance, pair.answer.decode.instance
-        return Option(Kind.PAIR, prefill, decode, pair.answer, cost_s=cost_s(pair.answer, request.max_tokens))
+        far_s = terms.near.of(prefill, decode)
+        cost = cost_s(pair.answer, request.max_tokens) + far_s
+        return Option(Kind.PAIR, prefill, decode, pair.answer, cost_s=cost, far_s=far_s)
     decode = pair.decode.instance if pair.decode is not None else decodes[0]
     prefill = next((p for p in prefills if p is not decode), prefills[0])
     return Option(Kind.PAIR, prefill, decode, refused=pair.answer)

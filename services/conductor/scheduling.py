@@ -14,7 +14,7 @@ from services.conductor import explain, kinds, routes
 from services.conductor.admission import Admission
 from services.conductor.affinity import Affinity
 from services.conductor.balance import Balance
-from services.conductor.domain import Life, Measured, Member, Placed, Refuse, RequestOutcome, Schedule
+from services.conductor.domain import Life, Member, Placed, Refuse, RequestOutcome, Schedule
 from services.conductor.explain import Explanations
 from services.conductor.fleet import Fleet
 from services.conductor.health import Breakers
@@ -23,6 +23,7 @@ from services.conductor.instance import Instance
 from services.conductor.judge import Judge
 from services.conductor.kinds import Found
 from services.conductor.ledger import Ledger
+from services.conductor.life import life, pull_after_s
 from services.conductor.members import Members
 from services.conductor.placement import Choice, Terms
 from services.conductor.policies import Chooser
@@ -58,14 +59,10 @@ class Scheduling:
         self._fleet, self._members, self._index = known.fleet, known.members, known.index
         self._tiers, self._ledger, self.why_not = known.tiers, known.ledger, known.why_not
         self.admission = Admission(settings)
-        self.threshold = Threshold(settings)
+        self.threshold = Threshold(settings, now)
         self.affinity = Affinity(settings.affinity)
         self.chooser = Chooser(settings.policy)
         self.balance = Balance(settings)
-
-    def measured(self, measured: Measured, now: float) -> None:
-        """What a prefill took."""
-        self.threshold.measured(measured, now)
 
     def ended(self, outcome: RequestOutcome) -> None:
         """How a request went."""
@@ -83,7 +80,8 @@ class Scheduling:
         slo = self.admission.slo(request)
         bounds, judge = self.admission.bounds(request, slo), self.admission.judge(request, slo, now)
         threshold = self.threshold.value(now)
-        terms = Terms(bounds.ttft_s, bounds.tbt_s, threshold, now, self._rng, judge, self._settings.fetch)
+        near = self.affinity.near(request, now)
+        terms = Terms(bounds.ttft_s, bounds.tbt_s, threshold, now, self._rng, judge, self._settings.fetch, near)
         mesh, found = None, None
         answer: Placed | Refuse | None = self._refused(request, serving, why, now)
         if answer is None:
@@ -146,7 +144,8 @@ class Scheduling:
         def tier_load(life: Life, tier: Tier, nbytes: int) -> float:
             return self._tiers.seconds(life, tier, nbytes, now)
 
-        return Mesh(survey, holders, slots[Tier.DRAM], self._ledger.outgoing, lower, tier_load)
+        congestion = self.threshold.congestion
+        return Mesh(survey, holders, slots[Tier.DRAM], self._ledger.outgoing, lower, tier_load, congestion)
 
     def _holder(self, store_name: str, now: float) -> Member | None:
         """That store's owner, when the life that announced its blocks is a member, and ready if it is an instance."""
@@ -166,7 +165,8 @@ class Scheduling:
         self._ledger.commit(request, choice, now, judge.slo, judge.answer_tokens)
         self.admission.placed(choice, judge)
         self.balance.placed(request, choice, now)
-        self.threshold.placed(choice, now)
+        delay_s = pull_after_s(choice)
+        self.threshold.placed(request.request_id, choice, delay_s, now)
         self.affinity.placed(request, choice, now)
         p, d = choice.prefill, choice.decode
         for instance in (p.instance, d.instance):
@@ -194,6 +194,8 @@ class Scheduling:
             tuple(leg.range for leg in choice.decode_legs),
             choice.load_until,
             choice.decode_load_until,
+            delay_s,
+            life(choice, round(judge.answer_tokens), delay_s),
         )
 
 

@@ -42,7 +42,7 @@ from services.conductor.instance import Instance
 from services.conductor.ledger import Ledger
 from services.conductor.members import Members
 from services.conductor.scheduling import Known, Scheduling
-from services.conductor.settings import Settings
+from services.conductor.settings import Policy, Settings
 from services.conductor.tiers import TierLoads
 from services.conductor.views import InstanceView, TierView
 
@@ -88,6 +88,15 @@ class ConductorState:
     def indexed_blocks(self) -> int:
         """Distinct blocks that node stores have announced."""
         return len(self._index.truth)
+
+    @property
+    def policy(self) -> Policy:
+        """Who chooses."""
+        return self._settings.policy
+
+    def balancing_threshold(self, now: float) -> float:
+        """As it is now."""
+        return self.scheduling.threshold.value(now)
 
     def explain(self, request_id: str) -> Decision | None:
         """The last decision on that request; None: unknown or forgotten."""
@@ -187,6 +196,7 @@ class ConductorState:
             case Tick():
                 self._expire(now)
                 self._survey(now)
+                self._adapt(now)
                 return self._balance(now)
             case OrderEnded():
                 self.scheduling.balance.ended(event, now)
@@ -220,13 +230,13 @@ class ConductorState:
         instance.last_seen = now
         measured = self._ledger.learn(instance, beat, now)
         for one in measured:
-            self.scheduling.measured(one, now)
             self._breakers.served(beat.ref.life, one.request_id, now)
         for outcome in beat.outcomes:
             self._breakers.heard(beat.ref.life, outcome, now)
             self.scheduling.ended(outcome)
         for sample in beat.prefill_samples:
             self._explanations.report(instance.ref, sample)
+            self.scheduling.threshold.sampled(sample, now)
         for request_id in beat.finished_request_ids:
             self._ledger.finished(instance, request_id, now)
         if beat.seq >= instance.last_seq:  # a call that was overtaken tells an older load
@@ -250,6 +260,12 @@ class ConductorState:
         if self._breakers.due(now):
             seen = (Standing(i.ref.life, i.pools, not self._why_unable(i, now)) for i in self._fleet)
             self._breakers.survey(seen, now)
+
+    def _adapt(self, now: float) -> None:
+        threshold = self.scheduling.threshold
+        if threshold.adapts:
+            able = (i for i in self._fleet if i.role.prefills and not self.why_not(i, now))
+            threshold.tick((i.queue.wait_s(now) for i in able), now)
 
     def _balance(self, now: float) -> Sequence[Action]:
         if not self.scheduling.balance.due(now):
