@@ -18,6 +18,7 @@ _GOODPUT = (
     ("share", "Goodput against rate", "share within SLO"),
     ("per_s", "Requests a second that keep the SLO", "requests/s within SLO"),
 )
+DRAWN = 120  # points of a course over time
 _RATES = ("speed", "rate")  # what a sweep over arrivals is called
 
 
@@ -150,10 +151,7 @@ def _goodput(runs: Sequence[Run]) -> list[Chart]:
         others = [f"{name} {value}" for name, value in run.get("sweep", {}).items() if name not in _RATES]
         groups.setdefault(", ".join(others), []).append(run)
     charts = []
-    for key, title, unit in (
-        ("share", "Goodput against rate", "share within SLO"),
-        ("per_s", "", "requests/s within SLO"),
-    ):
+    for key, title, unit in _GOODPUT:
         lines: list[Line] = []
         for at, (name, members) in enumerate(groups.items()):
             members = sorted(members, key=lambda run: run["summary"]["requests_per_s"] or 0.0)
@@ -196,7 +194,14 @@ def _own(run: Run) -> list[Chart]:
 
 
 def _over(course: Mapping[str, Any], name: str) -> list[tuple[float, float]]:
-    return _pairs_of(zip(course["at_s"], course[name], strict=True))
+    return _thinned(_pairs_of(zip(course["at_s"], course[name], strict=True)))
+
+
+def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most DRAWN of them: means of neighbours. More would be a thicket."""
+    each = -(-len(points) // DRAWN) or 1
+    groups = [points[at : at + each] for at in range(0, len(points), each)]
+    return [(group[0][0], sum(y for _, y in group) / len(group)) for group in groups]
 
 
 def _pool_lines(pools: Mapping[str, Any], *names: str) -> list[Line]:

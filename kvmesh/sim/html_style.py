@@ -36,7 +36,7 @@ i.k4{border-color:var(--k4)}i.k5{border-color:var(--k5)}i.k6{border-color:var(--
 .note,.none{color:var(--soft);font-size:.85rem;margin:.4em 4px}
 .wide{overflow-x:auto}
 table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:.88rem}
-th,td{padding:4px 10px;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
+th,td{padding:4px 8px;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
 th{color:var(--soft);font-weight:600}
 th:first-child,td:first-child{text-align:left;padding-left:2px}
 thead:has(th:empty:nth-child(2)){display:none}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 WIDTH, HEIGHT = 460, 270  # of the drawing; the page scales it to its column
-LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 44
+LEFT, RIGHT, TOP, BOTTOM = 52, 20, 12, 44
 COLOURS = 8
 HOVER = 48  # points of a line that answer to a pointer
 _TICKS = 5
@@ -80,6 +80,8 @@ class _Axis:
     """Numbers → places along one side."""
 
     ticks: Sequence[float]
+    least: float  # stands at `start`
+    most: float
     start: float
     end: float
     log: bool = False
@@ -87,9 +89,9 @@ class _Axis:
 
     def __post_init__(self) -> None:
         scale: Callable[[float], float] = math.log10 if self.log else float
-        low, high = scale(self.ticks[0]), scale(self.ticks[-1])
+        low, high = scale(self.least), scale(self.most)
         rate = (self.end - self.start) / ((high - low) or 1.0)
-        floor = self.ticks[0]
+        floor = self.least
         self.place = lambda value: self.start + (scale(max(value, floor) if self.log else value) - low) * rate
 
 
@@ -116,8 +118,13 @@ def _axes(chart: Chart, points: Sequence[Point]) -> tuple[_Axis, _Axis]:
     low, high = min(xs), max(xs)
     x_ticks = log_ticks(low, max(high, low * 1.01)) if chart.x_log else nice_ticks(low, high)
     y_ticks = nice_ticks(0.0, top or 1.0)
-    x = _Axis(x_ticks, LEFT, WIDTH - RIGHT, chart.x_log)
-    return x, _Axis(y_ticks, HEIGHT - BOTTOM, TOP)
+    if not chart.x_log:  # the line goes from side to side
+        inside = [tick for tick in x_ticks if low <= tick <= high]
+        x_ticks, ends = inside, (low, high if high > low else x_ticks[-1])
+    else:
+        ends = (x_ticks[0], x_ticks[-1])
+    x = _Axis(x_ticks, *ends, LEFT, WIDTH - RIGHT, chart.x_log)
+    return x, _Axis(y_ticks, y_ticks[0], y_ticks[-1], HEIGHT - BOTTOM, TOP)
 
 
 def _grid(chart: Chart, x: _Axis, y: _Axis) -> list[str]:
