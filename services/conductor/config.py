@@ -29,6 +29,36 @@ class ConductorConfig(ServiceConfig):
             "min": 0,
         },
     )
+    threshold_mode: str = field(
+        default="fixed",
+        metadata={
+            "help": "adaptive: that threshold, and how dear pulls are taken to be, follow what pulls cost and save.",
+            "choices": ("fixed", "adaptive"),
+        },
+    )
+    policy: str = field(
+        default="kvcache",
+        metadata={
+            "help": "Who gets a request. kvcache: Algorithm 1 and what was added to it; the others are for comparison.",
+            "choices": (
+                "kvcache",
+                "cache_aware",
+                "least_loaded",
+                "power_of_two",
+                "round_robin",
+                "random",
+                "session_hash",
+            ),
+        },
+    )
+    session_affinity_ms: int = field(
+        default=0,
+        metadata={"help": "TTFT that staying where a session's last request went may cost, in ms.", "min": 0},
+    )
+    origin_affinity_ms: int = field(
+        default=0,
+        metadata={"help": "TBT that decoding requests of one origin together may cost, in ms.", "min": 0},
+    )
     fetch: str = field(
         default="cheaper",
         metadata={
@@ -99,6 +129,9 @@ class ConductorConfig(ServiceConfig):
         for name in ("slo_ttft_ms", "slo_tbt_ms", "heartbeat_interval_ms", "store_silence_ms", "role_dwell_ms"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1", field=name)
+        for name in ("session_affinity_ms", "origin_affinity_ms"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 0", field=name)
         if not 0 <= self.balancing_threshold < float("inf"):
             text = f"balancing_threshold={self.balancing_threshold}: must be a number, at least 0"
             raise ConfigError(text, field="balancing_threshold")

@@ -18,7 +18,7 @@ from services.conductor.leadership import Office
 from services.conductor.log_file import LogFile
 from services.conductor.orders import Orders
 from services.conductor.servicer import ConductorServicer
-from services.conductor.settings import BalanceSettings, Settings
+from services.conductor.settings import AffinitySettings, BalanceSettings, Policy, Settings, ThresholdMode
 from services.conductor.watch import StoreWatch
 
 SERVICE = "kvmesh.v1.Conductor"
@@ -105,7 +105,10 @@ def settings_of(config: ConductorConfig) -> Settings:
         stall_s=lease_s / 2,
         warm_up_s=2 * lease_s,
         balancing_threshold=config.balancing_threshold,
+        threshold_mode=ThresholdMode(config.threshold_mode),
         fetch=Fetch(config.fetch),
+        policy=Policy(config.policy),
+        affinity=AffinitySettings(config.session_affinity_ms / 1000, config.origin_affinity_ms / 1000),
         member_grace_s=3 * lease_s,
         balance=BalanceSettings(
             replicate=config.replicate,

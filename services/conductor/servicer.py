@@ -174,11 +174,14 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         self, request: pb.GetConductorStatusRequest, context: Any
     ) -> pb.GetConductorStatusResponse:
         """Every instance known here, and how the store master is reached."""
-        views = self._state.views(self._clock())
+        now = self._clock()
+        views = self._state.views(now)
         return pb.GetConductorStatusResponse(
             instances=[mapping_out.view_out(view) for view in views],
             store_master=self._store_status(),
             leadership=self._office.told,
+            policy=self._state.policy.value,
+            balancing_threshold=self._state.balancing_threshold(now),
         )
 
     async def Cordon(self, request: pb.CordonRequest, context: Any) -> pb.CordonResponse:  # noqa: N802
