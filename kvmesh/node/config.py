@@ -33,7 +33,7 @@ class InstanceConfig(TierConfig):
     instance_id: str = field(default="", metadata={"help": "Name in the mesh; empty: made from role and pid."})
     model: str = field(default="", metadata={"help": "Checkpoint folder; needed."})
     served_name: str = field(default="", metadata={"help": "Model name clients use; empty: the folder's name."})
-    conductor: str = field(default="127.0.0.1:0", metadata={"help": "Address of the conductor, HOST:PORT; needed."})
+    conductor: str = field(default="127.0.0.1:0", metadata={"help": "Conductors, HOST:PORT,HOST:PORT,...; needed."})
     store: str = field(default="127.0.0.1:0", metadata={"help": "Store masters, HOST:PORT,HOST:PORT,...; needed."})
     dtype: str = field(default="float32", metadata={"help": "float32, bfloat16 or float16."})
     device: str = field(

@@ -1,4 +1,4 @@
-"""Several store masters, of which one leads: which to ask next, and which answers count."""
+"""Several store masters, of which one leads, or several conductors: which to ask next, and which answers count."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def split(addresses: str, field: str = "store") -> tuple[str, ...]:
     """The addresses of a list with commas, each once. Raises ConfigError naming `field`."""
     found = tuple(dict.fromkeys(part.strip() for part in addresses.split(",") if part.strip()))
     if not found:
-        raise ConfigError(f"{field}={addresses!r}: names no master (host:port,host:port,...)", field=field)
+        raise ConfigError(f"{field}={addresses!r}: names no address (host:port,host:port,...)", field=field)
     return found
 
 
