@@ -1,0 +1,146 @@
+"""The conductors of a simulation: the service's own brains, told what services would tell them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+
+from kvmesh.kvcache.announce import Announcement
+from kvmesh.kvcache.tiers import TierUse
+from kvmesh.sim.config import SimConfig
+from kvmesh.sim.loop import Loop
+from kvmesh.sim.node import Node
+from services.conductor.domain import (
+    Action,
+    Blocks,
+    DecodeSample,
+    Heartbeat,
+    Lead,
+    Load,
+    Member,
+    MembersReset,
+    ModelCard,
+    OutOfStep,
+    Placed,
+    PrefillSample,
+    Refuse,
+    Register,
+    RequestOutcome,
+    Role,
+    Schedule,
+    Tick,
+)
+from services.conductor.state import ConductorState
+
+MODEL = "sim"
+# Where a profiling run looks: chunks behind nothing and behind some, small and large batches.
+PROFILED_PREFILLS = ((256, 0), (1024, 0), (4096, 0), (8192, 0), (16384, 0), (1024, 8192), (4096, 16384), (32768, 0))
+PROFILED_ROWS = (
+    (1, 2048),
+    (4, 16384),
+    (8, 65536),
+    (16, 65536),
+    (32, 262144),
+    (64, 262144),
+    (64, 786432),
+    (128, 524288),
+)
+
+
+class Brains:
+    """All of them hear every heartbeat and announcement; requests go round."""
+
+    def __init__(self, config: SimConfig, loop: Loop, order: Callable[[Action], None]) -> None:
+        """`order`: carries out what a leading conductor orders."""
+        self._config, self._loop, self._order = config, loop, order
+        self.states = [
+            ConductorState(config.conductor, random.Random(f"{config.seed}:{n}"), loop.now)
+            for n in range(config.conductors)
+        ]
+        self._turn = 0
+        self._seqs: dict[str, int] = {}
+
+    def start(self, nodes: Sequence[Node], roles: Sequence[Role]) -> None:
+        """Everybody is a member, and registers."""
+        members = tuple(Member(node.ref, node.name) for node in nodes)
+        now = self._loop.now
+        for state in self.states:
+            state.step(MembersReset(1, members), now)
+        for node, role in zip(nodes, roles, strict=True):
+            self.register(node, role)
+        if self._config.orders:
+            self.states[0].step(Lead(1), now)
+        self._loop.after(self._config.tick_s, self._tick)
+
+    def register(self, node: Node, role: Role) -> None:
+        """It takes this role."""
+        config, spec = self._config, node.spec
+        card = ModelCard(MODEL, MODEL, config.block_tokens, "", 0, 1, (), spec.kv_bytes_per_token, 0)
+        pages = spec.kv_tokens // config.block_tokens
+        event = Register(node.ref, role, node.name, card, pages, config.max_running)
+        for state in self.states:
+            for action in state.step(event, self._loop.now):
+                assert not isinstance(action, Refuse), action
+
+    def profile(self, node: Node, role: Role, load: Load) -> None:
+        """What a profiling run of this hardware has measured comes with its first heartbeat."""
+        times = node.spec.times
+        prefills: tuple[PrefillSample, ...] = ()
+        rows: tuple[DecodeSample, ...] = ()
+        if self._config.profiled and role.prefills:
+            prefills = tuple(
+                PrefillSample(f"profile-{new}-{cached}", new, cached, times.prefill_s([(new, cached)]), 0, 0.0)
+                for new, cached in PROFILED_PREFILLS
+            )
+        if self._config.profiled and role.decodes:
+            rows = tuple(DecodeSample(n, tokens, times.decode_s(n, tokens)) for n, tokens in PROFILED_ROWS)
+        self.beat(node, load, prefills=prefills, rows=rows)
+
+    def beat(
+        self,
+        node: Node,
+        load: Load,
+        *,
+        prefills: tuple[PrefillSample, ...] = (),
+        rows: tuple[DecodeSample, ...] = (),
+        finished: tuple[str, ...] = (),
+        outcomes: tuple[RequestOutcome, ...] = (),
+        tiers: tuple[TierUse, ...] = (),
+    ) -> None:
+        """A heartbeat of an instance."""
+        seq = self._seqs[node.name] = self._seqs.get(node.name, 0) + 1
+        beat = Heartbeat(
+            node.ref,
+            seq,
+            ready=True,
+            load=load,
+            prefill_samples=prefills,
+            decode_samples=rows,
+            finished_request_ids=finished,
+            tiers=tiers,
+            outcomes=outcomes,
+        )
+        for state in self.states:
+            state.step(beat, self._loop.now)
+
+    def announce(self, announcement: Announcement) -> bool:
+        """What a node store says; whether a snapshot is wanted instead."""
+        event, now = Blocks(announcement), self._loop.now
+        actions = [action for state in self.states for action in state.step(event, now)]  # all of them hear it
+        return any(isinstance(action, OutOfStep) for action in actions)
+
+    def schedule(self, request: Schedule) -> Placed | Refuse:
+        """The next conductor's answer."""
+        state = self.states[self._turn]
+        self._turn = (self._turn + 1) % len(self.states)
+        return _answer(state.step(request, self._loop.now))
+
+    def _tick(self) -> None:
+        for state in self.states:
+            for action in state.step(Tick(), self._loop.now):
+                self._order(action)
+        self._loop.after(self._config.tick_s, self._tick)
+
+
+def _answer(actions: Iterable[Action]) -> Placed | Refuse:
+    return next(action for action in actions if isinstance(action, Placed | Refuse))

@@ -1,0 +1,144 @@
+"""What is simulated: the instances, the conductors over them, and the limits that services are configured with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvmesh.rpc.errors import ConfigError
+from kvmesh.sim.times import NodeSpec
+from services.conductor.settings import Settings
+from services.decode.limits import Limits
+from services.prefill.planner import PlanConfig
+
+
+class Mode(Enum):
+    """How the instances work together."""
+
+    DISAGGREGATED = "disaggregated"  # prefill and decode apart, placed by conductors
+    COUPLED_PREFILL_FIRST = "coupled-prefill-first"  # each computes and answers; prompts go before rows
+    COUPLED_CHUNKED = "coupled-chunked"  # likewise; chunks of prompts beside the rows, in the same steps
+
+
+class Routing(Enum):
+    """Which coupled instance gets a request."""
+
+    ROUND_ROBIN = "round-robin"
+    LEAST_LOADED = "least-loaded"  # the fewest requests
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimConfig:
+    """One run. Seconds, tokens, bytes. ConfigError names field and value.
+
+    Instances bear the names p0, p1, ... (`prefill`), d0, ... (`decode`) and c0, ... (`coupled`). What is not here is
+    as the services have it by default; a timer that gives a request up after so long a wait (queue, landing, batch)
+    does not exist here: who waits, waits."""
+
+    mode: Mode = Mode.DISAGGREGATED
+    prefill: Sequence[NodeSpec] = ()
+    decode: Sequence[NodeSpec] = ()
+    coupled: Sequence[NodeSpec] = ()
+    block_tokens: int = 512
+    seed: int = 0
+    max_output_tokens: int = 0  # answers are cut to so many; 0: never
+
+    # conductors
+    conductor: Settings = field(default_factory=Settings)
+    conductors: int = 1  # requests go round; every one hears all heartbeats and announcements
+    heartbeat_s: float = 0.5
+    tick_s: float = 1.0
+    announce_s: float = 0.05  # a store's changes are announced so long after the first of them
+    hop_s: float = 0.001  # request → conductor → decode → prefill: before anything is done for it
+    profiled: bool = True  # conductors' models begin with samples of the hardware, as after a profiling run
+    told_max_tokens: int = 0  # the bound of the answer that clients send; 0: none
+    retries: int = 0  # of a refused request, each after its Retry-After
+    orders: bool = False  # a conductor leads: it orders replicas and roles, and they are carried out
+
+    # prefill
+    chunk_tokens: int = 8192
+    batch_tokens: int = 8192
+    long_tokens: int = 8192
+    layers: int = 80  # a chunk's KV leaves layer by layer: the last layer's when the step ends
+    pull_timeout_s: float = 10.0
+
+    # decode
+    max_running: int = 256
+    max_waiting: int = 4096
+    load_bytes_per_s: float = 0.0  # host memory → device pages; 0: no time
+    watermark_percent: int = 2
+    swap_percent: int = 25
+
+    # node stores
+    eviction: str = "lru"
+    store_high_percent: int = 95
+    store_low_percent: int = 90
+
+    # coupled
+    routing: Routing = Routing.LEAST_LOADED
+    prefix_cache: bool = True  # of each instance, in its device pages
+
+    sample_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        """Everything that cannot be."""
+        at_least_one = (
+            "block_tokens", "conductors", "chunk_tokens", "batch_tokens", "layers", "max_running",
+        )  # fmt: skip
+        for name in at_least_one:
+            if getattr(self, name) < 1:
+                raise _bad(name, getattr(self, name), "at least 1")
+        for name in ("heartbeat_s", "tick_s", "sample_s", "pull_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise _bad(name, getattr(self, name), "above 0")
+        for name in ("hop_s", "announce_s", "retries", "max_waiting", "max_output_tokens", "load_bytes_per_s"):
+            if getattr(self, name) < 0:
+                raise _bad(name, getattr(self, name), "not negative")
+        if self.chunk_tokens < self.block_tokens:
+            raise _bad("chunk_tokens", self.chunk_tokens, f"at least block_tokens={self.block_tokens}")
+        if self.heartbeat_s * 2 > self.conductor.lease_s:
+            raise _bad("heartbeat_s", self.heartbeat_s, f"at most half of the lease, {self.conductor.lease_s} s")
+        wanted = ("prefill", "decode") if self.mode is Mode.DISAGGREGATED else ("coupled",)
+        for name in wanted:
+            if not getattr(self, name):
+                raise _bad(name, "()", f"one instance or more in mode {self.mode.value}")
+        for name in ("prefill", "decode", "coupled"):
+            for at, spec in enumerate(getattr(self, name)):
+                _check_spec(f"{name}[{at}]", spec, self.block_tokens)
+
+    @property
+    def plan(self) -> PlanConfig:
+        """Of every prefill instance."""
+        chunk = max(self.chunk_tokens, self.block_tokens)
+        return PlanConfig(
+            block_tokens=self.block_tokens,
+            prefill_chunk_tokens=chunk,
+            max_batch_tokens=max(self.batch_tokens, chunk),
+            long_prompt_tokens=self.long_tokens,
+        )
+
+    @property
+    def limits(self) -> Limits:
+        """Of every decode instance. Pages are granted when they are needed, not ahead of it."""
+        return Limits(
+            max_running=self.max_running,
+            max_waiting=self.max_waiting,
+            watermark_percent=self.watermark_percent,
+            swap_percent=self.swap_percent,
+            lookahead_tokens=0,
+        )
+
+
+def _check_spec(name: str, spec: NodeSpec, block_tokens: int) -> None:
+    for field_name, least in (("kv_tokens", block_tokens), ("dram_tokens", block_tokens), ("kv_bytes_per_token", 1)):
+        if getattr(spec, field_name) < least:
+            raise _bad(f"{name}.{field_name}", getattr(spec, field_name), f"at least {least}")
+    if not spec.nic_bytes_per_s > 0:
+        raise _bad(f"{name}.nic_bytes_per_s", spec.nic_bytes_per_s, "above 0")
+    if spec.ssd_tokens > 0 and not spec.ssd_read_bytes_per_s > 0:
+        raise _bad(f"{name}.ssd_read_bytes_per_s", spec.ssd_read_bytes_per_s, "above 0 where there is an SSD")
+
+
+def _bad(name: str, value: object, why: str) -> ConfigError:
+    return ConfigError(f"{name}={value}: must be {why}", field=name)

@@ -1,0 +1,329 @@
+"""A decode instance in virtual time: the service's rules over a node store and pages, steps many at a time (rows.py).
+
+As in `services.decode`: a landing is given in host memory, in order, behind what a prompt's leading blocks take that
+lie there already; a filled one gets pages and a seat, is copied into them, and joins the batch at the next step; its
+extents become blocks of the store. When pages run out, the last in order goes back to host memory, or fails if there
+is no room for it. Differences: a page is granted when it is needed; what is preempted frees its pages at once."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from typing import Protocol
+
+from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.sim.config import SimConfig
+from kvmesh.sim.life import Life
+from kvmesh.sim.loop import Loop
+from kvmesh.sim.node import Node
+from kvmesh.sim.pulls import Pull, Puller
+from kvmesh.sim.records import DONE
+from kvmesh.sim.rows import Row, Rows
+from services.conductor.domain import DecodeSample, Load, Outcome, RequestOutcome
+from services.decode import rules
+
+
+class Owner(Protocol):
+    """Whom a decode instance tells."""
+
+    def lands(self, life: Life, at_decode: int) -> None:
+        """There is room for it; so many leading blocks need not be sent."""
+
+    def answered(self, life: Life) -> None:
+        """Its last token was made."""
+
+    def failed(self, life: Life, reason: str) -> None:
+        """It is given up."""
+
+
+class _Seat(Row):
+    """A request that decodes."""
+
+    __slots__ = ("life", "swap")
+
+    def __init__(self, life: Life, last_s: float) -> None:
+        super().__init__(life.tokens, life.record.output_tokens - 1, last_s)
+        self.life = life
+        self.swap: list[int] = []  # extents it was preempted into
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """As its request's."""
+        return self.life.order
+
+
+class Decoder:
+    """One instance."""
+
+    def __init__(self, node: Node, config: SimConfig, loop: Loop, puller: Puller, owner: Owner) -> None:
+        self.node = node
+        self.store: NodeStore = node.store
+        self.limits = config.limits
+        self.pages = node.spec.kv_tokens // config.block_tokens
+        self.free_pages = self.pages
+        self.lives: dict[int, Life] = {}  # whose client waits for its end
+        self._block = config.block_tokens
+        self._load_rate = config.load_bytes_per_s
+        self._loop, self._puller, self._owner = loop, puller, owner
+        self._watermark = rules.watermark(self.pages, self.limits)
+        self._swap_reserve = rules.swap_reserve(self.store.total, self.limits)
+        self._landing: dict[int, Life] = {}
+        self._loading: dict[int, _Seat] = {}  # KV complete in extents
+        self._seated: dict[int, _Seat] = {}  # have pages
+        self._holding = 0  # requests with extents of their own, or held ones
+        self.rows = Rows(loop, node.spec.times.decode_s, self._border, self._block)
+        self._joining: list[_Seat] = []  # have their pages, and wait for the next border
+        self._woken = False
+        self._finished: list[str] = []
+        self._outcomes: list[RequestOutcome] = []
+        self._pulled_bytes = 0
+        self.pulls = 0  # under way
+        self.preemptions = 0
+
+    # ── in ───────────────────────────────────────────────────────────────────────────────────────
+
+    def admit(self, life: Life) -> bool:
+        """The second check, after the conductor's: whether it is taken."""
+        blocks = -(-life.tokens // self._block)
+        most = -(-(life.tokens + life.record.output_tokens - 1) // self._block)
+        if not rules.admits(len(self.lives), self.limits) or blocks > self.store.total or most > self.pages:
+            return False
+        self.lives[life.handle] = life
+        self._begin_pull(life)
+        return True
+
+    def _begin_pull(self, life: Life) -> None:
+        """What the placement has decode itself fetch."""
+        placed = life.placed
+        assert placed is not None
+        if not placed.decode_pulls:
+            return
+        keys = life.request.keys
+        covered = {at for r in placed.decode_pulls for at in range(r.first_block, r.first_block + r.blocks)}
+        until = max(covered) + 1
+        extents = self.store.begin(keys[:until])
+        wanted = [(at, keys[at]) for at in range(until) if extents[at] is not None]
+        for key in [key for at, key in wanted if at not in covered]:
+            self.store.abandon(key)
+        wanted = [(at, key) for at, key in wanted if at in covered]
+        if wanted:
+            life.decode_pulls = True
+            self.pulls += 1
+            self._puller.pull(self.node, wanted, placed.decode_pulls, lambda pull: self._pulled(life, pull))
+
+    def _pulled(self, life: Life, pull: Pull) -> None:
+        for key in reversed(pull.keys):
+            if key in pull.arrived:
+                self.store.seal(key)
+            else:
+                self.store.abandon(key)
+        self._pulled_bytes += pull.wire_bytes
+        self.pulls -= 1
+        life.decode_pulls = False
+        self.knock()
+
+    def want_landing(self, life: Life) -> None:
+        """Prefill has begun."""
+        self._landing[life.handle] = life
+        self._land()
+
+    def first_token(self, life: Life) -> None:
+        """Prefill has sampled it. A request of one token is over with it; whatever comes of its KV is of no use."""
+        if life.record.output_tokens == 1:
+            self._landing.pop(life.handle, None)
+            self._keep(life, 0)
+            life.record.finish_s = life.record.first_token_s
+            self._end(life)
+
+    def filled(self, life: Life) -> None:
+        """The last byte of its KV is here, and its first token was."""
+        self._loading[life.handle] = _Seat(life, life.record.first_token_s)
+        self.knock()
+
+    # ── grants ───────────────────────────────────────────────────────────────────────────────────
+
+    def knock(self) -> None:
+        """Something may be granted now; steps take it in at their next border."""
+        self._load()
+        self._land()
+
+    def _land(self) -> None:
+        for life in rules.in_order(self._landing.values()):
+            if life.decode_pulls:
+                continue
+            blocks = -(-life.tokens // self._block)
+            idle = not self._holding
+            if not rules.may_land_in_extents(self.store.free, blocks, self._swap_reserve, idle=idle):
+                return
+            # The last block is always sent: its arrival tells that the computing is over.
+            life.held = self.store.hold(life.request.keys[: (life.tokens - 1) // self._block])
+            life.extents = self.store.allocate(blocks - len(life.held))
+            self._holding += 1
+            del self._landing[life.handle]
+            self._owner.lands(life, len(life.held))
+
+    def _load(self) -> None:
+        """Pages and seats for those whose KV is here."""
+        if not self._loading:
+            return
+        for seat in rules.in_order(self._loading.values()):
+            if not rules.has_seat(len(self._seated), self.limits):
+                return
+            need = -(-(seat.context + 1) // self._block)
+            if not rules.may_load(self.free_pages, need, self._watermark, len(self._seated)):
+                return
+            self.free_pages -= need
+            del self._loading[seat.life.handle]
+            self._seated[seat.life.handle] = seat
+            if self._load_rate:
+                nbytes = seat.context * self.node.spec.kv_bytes_per_token
+                self._loop.after(nbytes / self._load_rate, lambda seat=seat: self._loaded(seat))  # type: ignore[misc]
+            else:
+                self._loaded(seat)
+
+    def _loaded(self, seat: _Seat) -> None:
+        if seat.swap:
+            self.store.release(seat.swap)
+            seat.swap = []
+        else:
+            self._keep(seat.life, seat.life.tokens // self._block)
+        self._joining.append(seat)
+        self.rows.cut()
+        if not (self._woken or self.rows.running):
+            self._woken = True
+            self._loop.after(0.0, self._wake)
+
+    def _keep(self, life: Life, known: int) -> None:
+        """Its landing is over: the first `known` blocks become the store's, the rest of the extents go back."""
+        if not (life.held or life.extents):
+            return
+        keys, shared = life.request.keys, len(life.held)
+        own = max(0, min(known, len(keys)) - shared)
+        for at in reversed(range(own)):
+            self.store.adopt(keys[shared + at], life.extents[at])
+        self.store.release((*life.held, *life.extents[own:]))
+        life.held, life.extents = [], []
+        self._holding -= 1
+
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────
+
+    def _wake(self) -> None:
+        self._woken = False
+        if not self.rows.running:
+            self._border([], 0)
+
+    def _border(self, over: list[Row], grown: int) -> None:
+        """Between two steps: rows have ended; others join, pages are granted, and the next run begins."""
+        self.free_pages -= grown
+        for row in over:
+            assert isinstance(row, _Seat)
+            self._leave(row)
+        if over:
+            self.knock()
+        joining, self._joining = self._joining, []
+        for seat in joining:
+            self.rows.add(seat)
+        steps = self._room()
+        if steps:
+            self.rows.run(steps)
+
+    def _leave(self, seat: _Seat) -> None:
+        self.free_pages += -(-seat.context // self._block)
+        del self._seated[seat.life.handle]
+        record = seat.life.record
+        record.finish_s = seat.last_s
+        record.tbt_s, record.mean_tbt_s = seat.tbt()
+        self._end(seat.life)
+
+    def _room(self) -> int:
+        """For how many steps there are pages, at most until the first row is over; whoever has to make room does."""
+        rows = self.rows
+        while rows.rows:
+            most, free = rows.until_end, self.free_pages
+            if len(rows) * (most // self._block + 1) <= free or rows.growth(most) <= free:
+                return most
+            if rows.growth(1) <= free:
+                return bisect.bisect_right(range(1, most), free, key=rows.growth)
+            if not self._preempt():
+                return 0  # those that are being copied into their pages will run, and end
+        return 0
+
+    def _preempt(self) -> bool:
+        seats = [row for row in self.rows.rows if isinstance(row, _Seat)]
+        seat = rules.victim(rules.in_order(seats))
+        if seat is None:
+            return False
+        pages = self.rows.pages_of(seat)
+        self.rows.remove(seat)
+        del self._seated[seat.life.handle]
+        self.free_pages += pages
+        self.preemptions += 1
+        if self.store.free >= pages:
+            seat.swap = self.store.allocate(pages)
+            self._loading[seat.life.handle] = seat
+        else:
+            self._end(seat.life, "out of KV memory")
+        return True
+
+    # ── out ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _end(self, life: Life, failed: str = "") -> None:
+        del self.lives[life.handle]
+        self._finished.append(life.name)
+        if failed:
+            self._owner.failed(life, failed)
+        else:
+            self._owner.answered(life)
+        self._outcomes.append(_outcome(life))
+
+    def turned_away(self, life: Life) -> None:
+        """It was not admitted: conductors count it no longer."""
+        self._finished.append(life.name)
+
+    def load(self) -> Load:
+        """For heartbeats."""
+        seats, store = len(self._seated), self.store
+        sample = self.rows.sample()
+        return Load(
+            running_requests=seats,
+            waiting_requests=len(self.lives) - seats,
+            free_pages=self.free_pages,
+            free_extents=store.free,
+            context_tokens=sample[1] if sample is not None else self.rows.context,
+            store_blocks=store.stats.sealed,
+            store_capacity=store.total,
+            pulled_bytes=self._pulled_bytes,
+        )
+
+    def report(self) -> tuple[tuple[DecodeSample, ...], tuple[str, ...], tuple[RequestOutcome, ...]]:
+        """The step under way, and what has ended since the last call."""
+        sample = self.rows.sample()
+        finished, outcomes = tuple(self._finished), tuple(self._outcomes)
+        self._finished, self._outcomes = [], []
+        return (() if sample is None else (DecodeSample(*sample),)), finished, outcomes
+
+    def check_empty(self) -> None:
+        """AssertionError unless everything came back: after the last request."""
+        assert not (
+            self.lives or self.pulls or self._landing or self._loading or self._seated or self._joining or self._holding
+        )
+        assert not self.rows.rows and self.rows.context == 0
+        assert self.free_pages == self.pages, f"{self.node.name}: {self.free_pages} of {self.pages} pages came back"
+        self.store.check_integrity()
+        assert self.store.free == self.store.total, f"{self.node.name}: extents are held"
+
+
+def _outcome(life: Life) -> RequestOutcome:
+    record = life.record
+    done = record.outcome == DONE
+    return RequestOutcome(
+        record.request_id,
+        life.attempt,
+        Outcome.DONE if done else Outcome.FAILED,
+        record.output_tokens if done else 0,
+        record.ttft_s if done else 0.0,
+        0.0 if math.isnan(record.tbt_s) else record.tbt_s,
+        0.0 if math.isnan(record.mean_tbt_s) else record.mean_tbt_s,
+        record.finish_s - record.at_s,
+        "" if done else record.reason,
+    )

@@ -1,0 +1,75 @@
+"""One request on its way through the mesh: what is known of it at each place. Made on arrival, gone with its end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvmesh.sim.links import Flow
+from kvmesh.sim.records import Record
+from kvmesh.sim.workload import SimRequest
+from services.conductor.domain import Placed
+
+if TYPE_CHECKING:
+    from kvmesh.sim.decoder import Decoder
+    from kvmesh.sim.prefiller import Prefiller
+
+
+class Life:
+    """`handle`: from 1 on, by arrival. Times in seconds of the loop."""
+
+    __slots__ = (
+        "attempt", "bytes_per_token", "cached_blocks", "computed", "decode_pulls", "decoder", "ended",
+        "expected_rest", "extents", "first_step_s", "flow", "handle", "held", "last_step_s",
+        "left_prefill", "over", "pages", "pinned", "placed", "prefiller", "promised_from", "pull_bytes", "pull_s",
+        "pulled_keys", "pulls", "push_bytes", "push_from_s", "record", "request", "sent_to", "waits_until_s",
+    )  # fmt: skip
+
+    def __init__(self, handle: int, request: SimRequest, record: Record) -> None:
+        self.handle = handle
+        self.request = request
+        self.record = record
+        self.attempt = 1
+        self.placed: Placed | None = None
+        self.prefiller: Prefiller | None = None
+        self.decoder: Decoder | None = None
+        self.ended = False  # the client has its one end
+        # at prefill
+        self.waits_until_s = 0.0  # nobody waits longer for pulls
+        self.pulls = 0  # under way that it waits for
+        self.pinned: list[int] = []  # extents that arrived for it
+        self.pulled_keys: set[bytes] = set()
+        self.pull_bytes = 0
+        self.pull_s = 0.0
+        self.expected_rest = 0  # tokens to compute, as last looked up
+        self.cached_blocks = 0
+        self.promised_from = 0  # the block from which on others wait for what it computes
+        self.pages = 0
+        self.first_step_s = self.last_step_s = -1.0
+        self.left_prefill = False
+        # on the wires
+        self.flow: Flow | None = None
+        self.computed = 0  # tokens of the prompt whose KV is in pages here
+        self.sent_to = 0  # tokens of the prompt that were fed to the flow, or that decode has
+        self.bytes_per_token = 0
+        self.push_bytes = 0
+        self.push_from_s = 0.0
+        self.over = False  # all is computed
+        # at decode
+        self.decode_pulls = False  # it fetches blocks of the prompt for the landing
+        self.held: list[int] = []  # extents of its store's blocks that lead the prompt
+        self.extents: list[int] = []  # of the landing, behind those
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """At decode: priority, then arrival."""
+        return self.request.priority, self.handle
+
+    @property
+    def tokens(self) -> int:
+        """Of the prompt."""
+        return self.request.input_tokens
+
+    @property
+    def name(self) -> str:
+        """As conductors know it."""
+        return self.record.request_id

@@ -1,0 +1,59 @@
+"""Virtual time: what happens next, and when. Calls of the same moment are made in the order in which they were asked
+for, so that a run is the same every time."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from math import inf
+
+
+class Timer:
+    """One call to come."""
+
+    __slots__ = ("at_s", "call")
+
+    def __init__(self, at_s: float, call: Callable[[], None]) -> None:
+        self.at_s = at_s
+        self.call: Callable[[], None] | None = call
+
+    def cancel(self) -> None:
+        """It will not be made. Also right when it was made."""
+        self.call = None
+
+
+class Loop:
+    """Events in virtual seconds, from 0 on."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._heap: list[tuple[float, int, Timer]] = []
+        self._number = 0
+
+    def __len__(self) -> int:
+        """Calls to come, cancelled ones included."""
+        return len(self._heap)
+
+    def at(self, when_s: float, call: Callable[[], None]) -> Timer:
+        """Call then, or now if that is past."""
+        timer = Timer(max(when_s, self.now), call)
+        self._number += 1
+        heapq.heappush(self._heap, (timer.at_s, self._number, timer))
+        return timer
+
+    def after(self, delay_s: float, call: Callable[[], None]) -> Timer:
+        """Call in so many seconds."""
+        return self.at(self.now + delay_s, call)
+
+    def run(self, until: Callable[[], bool] = lambda: False, deadline_s: float = inf) -> None:
+        """Make calls until `until` holds, none is left, or the next one lies behind `deadline_s`."""
+        heap = self._heap
+        while heap and not until():
+            when, _, timer = heap[0]
+            if when > deadline_s:
+                return
+            heapq.heappop(heap)
+            if timer.call is not None:
+                self.now = when
+                call, timer.call = timer.call, None
+                call()

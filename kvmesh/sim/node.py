@@ -1,0 +1,108 @@
+"""One machine: its node store with the tiers below it, its wires, and what it announces of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvmesh.kvcache.announce import Announcement, Announcer
+from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.kvcache.sources import PullRange
+from kvmesh.kvcache.tiers import Tier, TierUse, store_name
+from kvmesh.sim.config import SimConfig
+from kvmesh.sim.links import Link
+from kvmesh.sim.loop import Loop
+from kvmesh.sim.times import NodeSpec
+from services.conductor.domain import Ref
+
+INCARNATION = 1
+ADDRESS = "sim:1"  # nobody dials it
+
+Tell = Callable[[Announcement], bool]  # whether somebody wants a snapshot instead
+
+
+class Shelf:
+    """A node store, or a tier below it, and its announcer. Every change is announced `announce_s` after the first one
+    that was not."""
+
+    def __init__(self, name: str, blocks: int, config: SimConfig, loop: Loop, tell: Tell) -> None:
+        self.store = NodeStore(
+            blocks,
+            high_percent=config.store_high_percent,
+            low_percent=config.store_low_percent,
+            eviction=config.eviction,
+            block_tokens=config.block_tokens,
+        )
+        self.store.journals.append(self)
+        self.below: Callable[[bytes], None] | None = None  # takes what is evicted here
+        self._announcer = Announcer(name, INCARNATION, self.store)
+        self._loop, self._tell, self._delay_s = loop, tell, config.announce_s
+        self._due = False
+
+    # ── what the store says of itself (`sealed_blocks.Journal`) ──────────────────────────────────
+
+    def sealed(self, key: bytes, extent: int, nbytes: int | None) -> None:
+        """It has it."""
+        self._wake()
+
+    def gone(self, key: bytes, extent: int, held: bool) -> None:
+        """It has it no more."""
+        self._wake()
+        if self.below is not None:
+            self.below(key)
+
+    def removed(self, keys: Sequence[bytes]) -> None:
+        """Nobody may find them any more: nobody says so here."""
+
+    def _wake(self) -> None:
+        if not self._due:
+            self._due = True
+            self._loop.after(self._delay_s, self._announce)
+
+    def _announce(self) -> None:
+        self._due = False
+        while (announcement := self._announcer.next()) is not None:
+            self._announcer.acked(self._tell(announcement))
+
+
+class Node:
+    """What instances on it share. `ref`: of its one instance."""
+
+    def __init__(self, name: str, spec: NodeSpec, config: SimConfig, loop: Loop, tell: Tell) -> None:
+        self.name = name
+        self.spec = spec
+        self.ref = Ref(name, ADDRESS, INCARNATION)
+        self.block_bytes = config.block_tokens * spec.kv_bytes_per_token
+        self.shelf = Shelf(name, spec.dram_tokens // config.block_tokens, config, loop, tell)
+        self.store = self.shelf.store
+        self.tx = Link(f"{name}.tx", spec.nic_bytes_per_s)
+        self.rx = Link(f"{name}.rx", spec.nic_bytes_per_s)
+        self.ssd: NodeStore | None = None
+        if spec.ssd_tokens >= config.block_tokens:
+            tier = store_name(name, Tier.SSD)
+            self.ssd = Shelf(tier, spec.ssd_tokens // config.block_tokens, config, loop, tell).store
+            self.disk = Link(tier, spec.ssd_read_bytes_per_s)
+            self.shelf.below = self._demote
+
+    def _demote(self, key: bytes) -> None:
+        """Writing to the SSD hides: it has a queue of its own, and nobody waits for it."""
+        assert self.ssd is not None
+        if self.ssd.begin([key])[0] is not None:
+            self.ssd.seal(key)
+
+    def tier(self, tier: Tier) -> NodeStore | None:
+        """Where its blocks of that tier are; None: it has none."""
+        return {Tier.DRAM: self.store, Tier.SSD: self.ssd}.get(tier)
+
+    def uses(self) -> tuple[TierUse, ...]:
+        """Of lower tiers, for heartbeats."""
+        if self.ssd is None:
+            return ()
+        used = self.ssd.total - self.ssd.unheld
+        rate = int(self.spec.ssd_read_bytes_per_s)
+        return (TierUse(Tier.SSD, self.ssd.total * self.block_bytes, used * self.block_bytes, used, 0, rate),)
+
+    def below(self, keys: Sequence[bytes]) -> PullRange | None:
+        """Where a prompt with these blocks is read from within this node."""
+        if self.ssd is None or not any(map(self.ssd.holds, keys)):
+            return None
+        return PullRange(self.name, ADDRESS, INCARNATION, 0, len(keys), Tier.SSD)

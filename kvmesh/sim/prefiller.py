@@ -1,0 +1,322 @@
+"""A prefill instance in virtual time: the service's planner over a node store, steps as long as the hardware takes.
+
+As in `services.prefill`: a request that arrives begins to pull what its placement names and joins the line; the planner
+forms steps of whoever has his blocks; a block that somebody else computes or pulls is waited for; what is computed is
+sealed chunk by chunk. Steps follow one another without a gap. KV leaves with each step (pushes.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from kvmesh.sim.config import SimConfig
+from kvmesh.sim.life import Life
+from kvmesh.sim.loop import Loop
+from kvmesh.sim.node import Node
+from kvmesh.sim.pulls import Pull, Puller
+from kvmesh.sim.pushes import Pushes
+from services.conductor.domain import Load, PrefillSample
+from services.prefill.planner import Chunk, Planner, Wait
+
+
+class Owner(Protocol):
+    """Whom a prefill instance tells."""
+
+    def begun(self, life: Life) -> None:
+        """Its first step begins: decode may reserve the landing."""
+
+    def prefilled(self, life: Life) -> None:
+        """Its first token is there."""
+
+
+class Prefiller:
+    """One instance. `may_compute`: whether the device is free for prompts."""
+
+    def __init__(self, node: Node, config: SimConfig, loop: Loop, puller: Puller, pushes: Pushes, owner: Owner) -> None:
+        self.node = node
+        self.store = node.store
+        self.planner = Planner(config.plan)
+        self.lives: dict[int, Life] = {}
+        self.pages = node.spec.kv_tokens // config.block_tokens
+        self.free_pages = self.pages
+        self.may_compute: Callable[[], bool] = lambda: True
+        self._block = config.block_tokens
+        self._loop, self._puller, self._pushes, self._owner = loop, puller, pushes, owner
+        self._promised: dict[bytes, int] = {}  # blocks that admitted requests will have computed
+        self._pulling: dict[bytes, Pull] = {}
+        self._waiters: dict[Pull, dict[Life, None]] = {}
+        self._step: list[Chunk] = []  # being computed
+        self._step_began_s = 0.0
+        self._samples: list[PrefillSample] = []
+        self._finished: list[str] = []
+        self._hits = [0, 0, 0]  # tokens: of prompts, found here, pulled
+        self._pulled_bytes = 0
+
+    # ── in ───────────────────────────────────────────────────────────────────────────────────────
+
+    def expect(self, life: Life, pull_after_s: float) -> None:
+        """A placement named this instance: it joins the line, and pulls so long after that."""
+        self.lives[life.handle] = life
+        now = self._loop.now
+        life.expected_rest = life.tokens - self.store.peek(self._usable(life)) * self._block
+        self.planner.line.add(life.handle, life.request.priority, int(now * 1e9))
+        if pull_after_s > 0:
+            self._loop.after(pull_after_s, lambda: self._begin_pull(life))
+        else:
+            self._begin_pull(life)
+        self.pump()
+
+    def _usable(self, life: Life) -> tuple[bytes, ...]:
+        # The last token is always computed: its logits are the answer's first token.
+        return life.request.keys[: (life.tokens - 1) // self._block]
+
+    def _begin_pull(self, life: Life) -> None:
+        """Fetch what its placement, or a lower tier of this node, covers without a gap, and nobody fetches yet."""
+        placed = life.placed
+        assert placed is not None
+        if life.handle not in self.planner.line:
+            return
+        usable = self._usable(life)
+        covered = set[int]()
+        for r in placed.pulls:
+            covered.update(range(r.first_block, r.first_block + r.blocks))
+        if not placed.pulls and self.node.ssd is None and not self._pulling:
+            return
+        below = self.node.below(usable)
+        limit = len(usable) if placed.load_until is None else placed.load_until
+        needed: list[tuple[int, bytes]] = []
+        for at, key in enumerate(usable):
+            pull = self._pulling.get(key)
+            if self.store.holds(key):
+                needed.append((at, key))
+            elif key in self._promised:
+                continue
+            elif pull is not None:
+                self._join(life, pull)
+            elif at in covered or (below is not None and at < limit and self._is_below(key)):
+                needed.append((at, key))
+            else:
+                break
+        # Blocks that are here already get None, and are not evicted to make room for the others.
+        extents = self.store.begin([key for _, key in needed])
+        wanted = [block for block, extent in zip(needed, extents, strict=True) if extent is not None]
+        if wanted:
+            sources = sorted((*placed.pulls, *([below] if below is not None else ())), key=lambda r: r.tier)
+            pull = self._puller.pull(self.node, wanted, sources, self._pulled)
+            self._pulling.update(dict.fromkeys(pull.keys, pull))
+            self._join(life, pull)
+            self._loop.at(pull.until_s, self.pump)
+
+    def _is_below(self, key: bytes) -> bool:
+        return self.node.ssd is not None and self.node.ssd.holds(key)
+
+    def _join(self, life: Life, pull: Pull) -> None:
+        waiters = self._waiters.setdefault(pull, {})
+        if life not in waiters:
+            waiters[life] = None
+            life.pulls += 1
+            life.waits_until_s = max(life.waits_until_s, pull.until_s)
+
+    def _pulled(self, pull: Pull) -> None:
+        """Seal what has arrived, a chain's tail first, and keep it for those who waited."""
+        waiters = self._waiters.pop(pull, {})
+        for key in reversed(pull.keys):
+            del self._pulling[key]
+            if key not in pull.arrived:
+                self.store.abandon(key)
+                continue
+            self.store.seal(key)
+        arrived = [key for key in pull.keys if key in pull.arrived]
+        self._pulled_bytes += pull.wire_bytes
+        for at, life in enumerate(waiters):
+            life.pulls -= 1
+            if life.handle in self.planner.line:
+                life.pinned += self.store.borrow([key for key in arrived if self.store.holds(key)])
+            life.pulled_keys.update(arrived)
+            life.pull_s = self._loop.now - pull.began_s
+            if at == 0:
+                life.pull_bytes += pull.wire_bytes
+        self.pump()
+
+    # ── what the planner asks ────────────────────────────────────────────────────────────────────
+
+    def _rest(self, handle: int) -> int | Wait:
+        """See `services.prefill.lives.Lives.rest`."""
+        life = self.lives[handle]
+        patient = self._loop.now < life.waits_until_s
+        if life.pulls and patient:
+            return Wait.PULL
+        usable = self._usable(life)
+        found = self.store.peek(usable)
+        if found < len(usable):
+            key = usable[found]
+            if key in self._promised:
+                return Wait.TWIN
+            pull = self._pulling.get(key)
+            if pull is not None and self._loop.now < pull.until_s:
+                self._join(life, pull)
+                return Wait.PULL
+        life.expected_rest = life.tokens - found * self._block
+        return life.expected_rest
+
+    def _admit(self, handle: int) -> int | Wait:
+        """See `services.prefill.lives.Lives.admit`."""
+        life = self.lives[handle]
+        usable = self._usable(life)
+        need = -(-life.tokens // self._block)
+        if need > self.free_pages:
+            return Wait.PAGES
+        self.free_pages -= need
+        life.pages = need
+        extents = self.store.hold(usable)
+        life.cached_blocks = life.promised_from = len(extents)
+        self.store.release(extents)  # loaded into pages
+        self.store.release(life.pinned)
+        life.pinned = []
+        for key in life.request.keys[life.cached_blocks :]:
+            self._promised[key] = self._promised.get(key, 0) + 1
+        record = life.record
+        life.computed = record.cached_tokens = life.cached_blocks * self._block
+        pulled = sum(key in life.pulled_keys for key in usable[: life.cached_blocks]) if life.pulled_keys else 0
+        record.pulled_tokens = pulled * self._block
+        self._hits[0] += life.tokens
+        self._hits[1] += record.cached_tokens - record.pulled_tokens
+        self._hits[2] += record.pulled_tokens
+        life.expected_rest = 0
+        return record.cached_tokens
+
+    def _total(self, handle: int) -> int:
+        return self.lives[handle].tokens
+
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def pulls(self) -> int:
+        """Under way."""
+        return len(self._waiters)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is being computed."""
+        return not self._step
+
+    def pump(self) -> None:
+        """Begin the next step if none is being computed and there is one."""
+        if self._step or not self.may_compute():
+            return
+        chunks = self.planner.next_step(self._rest, self._admit, self._total)
+        if not chunks:
+            return
+        now = self._step_began_s = self._loop.now
+        self._step = chunks
+        pieces = [(chunk.end - chunk.start, chunk.start) for chunk in chunks]
+        times = self.node.spec.times
+        seconds = times.prefill_s(pieces)
+        self._charge(chunks, pieces, seconds)
+        for chunk in chunks:
+            life = self.lives[chunk.handle]
+            if life.first_step_s < 0:
+                life.first_step_s = life.record.prefill_start_s = now
+                life.record.queue_s = now - life.record.at_s
+                self._owner.begun(life)
+            self._pushes.computing(life, chunk, now, seconds)
+        self._loop.after(seconds, self._step_done)
+
+    def _charge(self, chunks: list[Chunk], pieces: list[tuple[int, int]], seconds: float) -> None:
+        """A step's time is shared by what its pieces would take alone."""
+        if len(chunks) == 1:
+            self.lives[chunks[0].handle].record.prefill_gpu_s += seconds
+            return
+        alone = [self.node.spec.times.prefill_s([piece]) for piece in pieces]
+        for chunk, share in zip(chunks, alone, strict=True):
+            self.lives[chunk.handle].record.prefill_gpu_s += seconds * share / sum(alone)
+
+    def _step_done(self) -> None:
+        chunks, self._step = self._step, []
+        now = self._loop.now
+        for chunk in chunks:
+            life = self.lives[chunk.handle]
+            life.last_step_s = now
+            self._seal(life, chunk)
+            life.over = chunk.last
+            self._pushes.computed(life, chunk)
+            if chunk.last:
+                life.record.prefill_end_s = now
+                self._owner.prefilled(life)
+        self.pump()
+
+    def _seal(self, life: Life, chunk: Chunk) -> None:
+        """Full blocks of the chunk are in the store from now on, if it has room; nobody waits for them any more."""
+        keys = life.request.keys
+        full = chunk.end // self._block
+        for key in keys[life.promised_from : full]:
+            self._promised[key] -= 1
+            if not self._promised[key]:
+                del self._promised[key]
+        life.promised_from = max(life.promised_from, full)
+        first = chunk.start // self._block
+        new = keys[first:full]
+        for key, extent in reversed(list(zip(new, self.store.begin(new), strict=True))):
+            if extent is not None:
+                self.store.seal(key)
+        self.store.touch(keys[:full], use=False)
+
+    # ── out ──────────────────────────────────────────────────────────────────────────────────────
+
+    def leave(self, life: Life) -> None:
+        """Its last byte is at decode, or nobody wants it: pages come back."""
+        if life.left_prefill:
+            return
+        assert life.over, "it is being computed"
+        life.left_prefill = True
+        del self.lives[life.handle]
+        self.free_pages += life.pages
+        self.store.touch(life.request.keys)
+        self._finished.append(life.name)
+        record = life.record
+        self._samples.append(
+            PrefillSample(
+                life.name,
+                life.tokens - record.cached_tokens,
+                record.cached_tokens,
+                life.last_step_s - life.first_step_s,
+                life.push_bytes,
+                self._loop.now - life.push_from_s if life.push_bytes else 0.0,
+                record.pulled_tokens,
+                life.pull_bytes,
+                life.pull_s,
+            )
+        )
+        self.pump()
+
+    def load(self) -> Load:
+        """For heartbeats."""
+        line = self.planner.line
+        queued = sum(self.lives[handle].expected_rest for handle in line)
+        at_ranks = sum(chunk.end - chunk.start for chunk in self._step)
+        store = self.store
+        return Load(
+            queued_requests=len(line),
+            queued_tokens=queued + self.planner.unsubmitted_tokens + at_ranks,
+            running_requests=len(self.lives) - len(line),
+            free_pages=self.free_pages,
+            free_extents=store.free,
+            store_blocks=store.stats.sealed,
+            store_capacity=store.total,
+            prompt_tokens=self._hits[0],
+            host_hit_tokens=self._hits[1],
+            remote_hit_tokens=self._hits[2],
+            pulled_bytes=self._pulled_bytes,
+        )
+
+    def report(self) -> tuple[tuple[PrefillSample, ...], tuple[str, ...]]:
+        """Samples and names of requests that have left since the last call."""
+        told = tuple(self._samples), tuple(self._finished)
+        self._samples, self._finished = [], []
+        return told
+
+    def check_empty(self) -> None:
+        """AssertionError unless everything came back: after the last request."""
+        assert not (self.lives or self._promised or self._pulling or self._step or len(self.planner.line))
+        assert self.free_pages == self.pages, f"{self.node.name}: {self.free_pages} of {self.pages} pages came back"
+        self.store.check_integrity()

@@ -1,0 +1,102 @@
+"""Blocks on their way into a node store: leased at whoever holds them, sent over the wires, counted when here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.kvcache.sources import PullRange
+from kvmesh.kvcache.tiers import Tier
+from kvmesh.sim.links import Flow, Links
+from kvmesh.sim.loop import Timer
+from kvmesh.sim.node import Node
+
+NS = 1_000_000_000
+
+
+@dataclass(eq=False)
+class Pull:
+    """One job. `over` is called once: with the keys that have arrived, and how many of their bytes came over wires."""
+
+    keys: tuple[bytes, ...]  # begun (`NodeStore.begin`) at the reader
+    began_s: float
+    until_s: float
+    over: Callable[[Pull], None]
+    arrived: set[bytes] = field(default_factory=set)
+    wire_bytes: int = 0
+    flows: dict[Flow, tuple[NodeStore, int]] = field(default_factory=dict)  # and its lease at the holder
+    timer: Timer | None = None
+
+
+class Puller:
+    """All pulls of a simulation."""
+
+    def __init__(self, links: Links, nodes: Mapping[str, Node], timeout_s: float) -> None:
+        self._links, self._nodes, self._timeout_s = links, nodes, timeout_s
+
+    def pull(
+        self,
+        reader: Node,
+        wanted: Sequence[tuple[int, bytes]],
+        ranges: Sequence[PullRange],
+        over: Callable[[Pull], None],
+    ) -> Pull:
+        """`wanted`: blocks of a prompt by their number, begun at `reader`; `ranges` are asked in order for what they
+        cover. What nobody has, or what comes too late, does not arrive. `over` is never called before this returns."""
+        loop = self._links.loop
+        pull = Pull(tuple(key for _, key in wanted), loop.now, loop.now + self._timeout_s, over)
+        missing = dict(wanted)
+        for source in ranges:
+            covered = range(source.first_block, source.first_block + source.blocks)
+            keys = [key for at, key in missing.items() if at in covered]
+            found = self._send(pull, reader, source, keys)
+            missing = {at: key for at, key in missing.items() if key not in found}
+        if pull.flows:
+            pull.timer = loop.at(pull.until_s, lambda: self._late(pull))
+        else:
+            pull.timer = loop.after(0.0, lambda: pull.over(pull))
+        return pull
+
+    def _send(self, pull: Pull, reader: Node, source: PullRange, keys: list[bytes]) -> set[bytes]:
+        """Those of `keys` that the source has are on their way."""
+        holder = self._nodes.get(source.instance_id)
+        store = holder.tier(source.tier) if holder is not None else None
+        if holder is None or store is None or not keys:
+            return set()
+        now = self._links.loop.now
+        lease = store.lease(keys, int((pull.until_s - now + 1) * NS), int(now * NS))
+        found = [key for key, extent in zip(keys, lease.extents, strict=True) if extent is not None]
+        if not found:
+            return set()
+        path = [] if source.tier is Tier.DRAM else [holder.disk]
+        if holder is not reader:
+            path += [holder.tx, reader.rx]
+        assert path, "a block in the reader's own memory is not pulled"
+        nbytes = len(found) * reader.block_bytes
+
+        def done() -> None:
+            store.unlease(lease.lease_id)
+            del pull.flows[flow]
+            pull.arrived.update(found)
+            pull.wire_bytes += nbytes if holder is not reader else 0
+            if not pull.flows:
+                self._end(pull)
+
+        flow = self._links.open(path, done)
+        pull.flows[flow] = store, lease.lease_id
+        flow.feed(nbytes, close=True)
+        return set(found)
+
+    def _late(self, pull: Pull) -> None:
+        pull.timer = None
+        for flow, (store, lease_id) in pull.flows.items():
+            flow.cancel()
+            store.unlease(lease_id)
+        pull.flows.clear()
+        pull.over(pull)
+
+    def _end(self, pull: Pull) -> None:
+        if pull.timer is not None:
+            pull.timer.cancel()
+        pull.over(pull)
