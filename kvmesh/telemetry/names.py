@@ -180,6 +180,7 @@ GATEWAY_PROMPT_TOKENS = _counter("gateway_prompt_tokens_total", "Prompt tokens o
 GATEWAY_CACHED_TOKENS = _counter("gateway_cached_tokens_total", "Prompt tokens that came from a prefix cache.")
 GATEWAY_OUTPUT_TOKENS = _counter("gateway_output_tokens_total", "Tokens sent to clients.")
 GATEWAY_RETRIES = _counter("gateway_retries_total", "Further attempts after an instance failed.", "reason")
+GATEWAY_BATCH_WAITING = _gauge("gateway_batch_waiting_requests", "Of the batch lane, waiting for something idle.")
 GATEWAY_STREAMS = _gauge("gateway_streams_count", "Open Session streams.")
 GATEWAY_READY = _gauge("gateway_ready_bool", "1 when requests are served, of any model.")
 GATEWAY_MODEL_READY = _gauge("gateway_model_ready_bool", "1 when requests of that model are served.", "model")
@@ -187,10 +188,17 @@ GATEWAY_UNAUTHORIZED = _counter("gateway_unauthorized_total", "Calls without a v
 
 # Conductor. outcome: placed, overloaded, unavailable, ...; reason: ttft, tbt, capacity, no_instance.
 CONDUCTOR_DECISIONS = _counter("conductor_decisions_total", "Schedule calls answered.", "outcome")
-CONDUCTOR_REJECTIONS = _counter("conductor_rejections_total", "Schedule calls refused.", "reason")
+CONDUCTOR_REJECTIONS = _counter("conductor_rejections_total", "Schedule calls refused.", "reason", "lane")
+CONDUCTOR_ADMITTED = _counter("conductor_admitted_total", "Requests placed.", "lane")
+CONDUCTOR_SLO_LOAD = _gauge("conductor_slo_load_ratio", "Greatest predicted TTFT / SLO, or TBT / SLO.", "model", "pool")
 CONDUCTOR_SCHEDULE = _histogram("conductor_schedule_seconds", "One placement decision.", _STEP)
 CONDUCTOR_PREDICTED_TTFT = _histogram("conductor_predicted_ttft_seconds", "TTFT of placements.", _WAIT)
 CONDUCTOR_TTFT_ERROR = _histogram("conductor_prefill_error_seconds", "Absolute error of predicted prefill time.", _WAIT)
+# what: see services/conductor/accuracy.py; quantile: p50, p90, p99 of |measured - predicted| / predicted, or bias, the
+# median with its sign.
+CONDUCTOR_PREDICTION_ERROR = _gauge(
+    "conductor_prediction_error_ratio", "Error of predictions, relative to them.", "what", "quantile"
+)
 CONDUCTOR_INSTANCES = _gauge("conductor_instances_count", "Known instances.", "role", "state")
 CONDUCTOR_HEARTBEATS = _counter("conductor_heartbeats_total", "Heartbeats taken.")
 CONDUCTOR_INDEX_BLOCKS = _gauge("conductor_index_blocks_count", "Distinct blocks that node stores have announced.")

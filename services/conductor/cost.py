@@ -115,9 +115,12 @@ class PrefillModel:
             self.chunk_tokens = max(self._chunks)
         self.fit.add(all_tokens, attention_pairs(computed, cached) + beside_pairs, seconds, now, steps)
 
-    def predict(self, computed: float, cached: float) -> float:
-        """Seconds."""
-        return self.fit.predict(computed, attention_pairs(computed, cached), self._steps_of(computed))
+    def predict(
+        self, computed: float, cached: float, *, steps: int = 0, beside_tokens: float = 0.0, beside_pairs: float = 0.0
+    ) -> float:
+        """Seconds. What is not known before (see `add`) is left out; `steps` 0: as many as it is expected to take."""
+        pairs = attention_pairs(computed, cached) + beside_pairs
+        return self.fit.predict(computed + beside_tokens, pairs, steps or self._steps_of(computed))
 
     def admission_s(self, computed: float, cached: float, now: float) -> float:
         """Seconds, for refusing work (see `FittedModel.admission_s`)."""

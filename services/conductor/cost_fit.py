@@ -153,6 +153,11 @@ class FittedModel:
         interval_s = REFIT_INTERVAL_S if leans or self._fitted_with < WINDOW else GOOD_INTERVAL_S
         return self._unfitted >= REFIT_EVERY and now - self._fitted_at >= interval_s
 
+    @property
+    def fading_from(self) -> float:
+        """Since when nothing new is measured; -inf while too few samples are known to speak worse than the prior."""
+        return -math.inf if len(self._samples) < ENOUGH_SAMPLES or self._newest is None else self._newest
+
     def predict(self, x1: float, x2: float, n: float = 1.0) -> float:
         """Seconds, the best estimate: for ranking and for queues."""
         return self.coefficients.at(x1, x2, n)

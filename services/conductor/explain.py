@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvmesh.kvcache.tiers import Tier
 from services.conductor.decodes import DecodeChoice
-from services.conductor.domain import Placed, PrefillSample, Ref, Refuse, Role, Schedule
+from services.conductor.domain import Placed, PrefillSample, Ref, Refuse, RequestOutcome, Role, Schedule
 from services.conductor.instance import Instance
 from services.conductor.kinds import HANDOFF_S, Found, Kind, Option, answer_s
 from services.conductor.nearness import Near, Worth
@@ -92,6 +92,7 @@ class Decision:
     message: str = ""
     placed: Placed | None = None
     sample: PrefillSample | None = field(default=None)
+    ended: RequestOutcome | None = field(default=None)
     kinds: tuple[WeighedKind, ...] = ()
 
     def is_chosen(self, candidate: Candidate) -> bool:
@@ -165,6 +166,12 @@ class Explanations:
         decision = self._decisions.get(sample.request_id)
         if decision is not None and decision.placed is not None and decision.placed.prefill == ref:
             decision.sample = sample
+
+    def ended(self, outcome: RequestOutcome) -> None:
+        """How it went, seen from decode."""
+        decision = self._decisions.get(outcome.request_id)
+        if decision is not None and decision.placed is not None and decision.attempt == outcome.attempt:
+            decision.ended = outcome
 
 
 def decided(

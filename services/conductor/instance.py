@@ -38,7 +38,7 @@ class Instance:
         self.pull = PullModel(fits.pull.fit.coefficients)
         self.fits = fits
         self.tiers: tuple[TierUse, ...] = ()  # below its memory, as last told
-        self._sampled: OrderedDict[str, None] = OrderedDict()
+        self._sampled, self._outcomes = _Once(), _Once()
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold so many tokens, the last may be partial."""
@@ -90,11 +90,26 @@ class Instance:
 
     def first_sample_of(self, request_id: str) -> bool:
         """Whether no sample of that request came before: unacknowledged ones are sent again."""
-        if request_id in self._sampled:
+        return self._sampled.first(request_id)
+
+    def first_outcome_of(self, request_id: str, attempt: int) -> bool:
+        """Likewise, of outcomes of one attempt."""
+        return self._outcomes.first(f"{attempt} {request_id}")
+
+
+class _Once:
+    """Which of the last MAX_KNOWN_SAMPLES names came before."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, None] = OrderedDict()
+
+    def first(self, name: str) -> bool:
+        """Whether it comes for the first time."""
+        if name in self._known:
             return False
-        self._sampled[request_id] = None
-        if len(self._sampled) > MAX_KNOWN_SAMPLES:
-            self._sampled.popitem(last=False)
+        self._known[name] = None
+        if len(self._known) > MAX_KNOWN_SAMPLES:
+            self._known.popitem(last=False)
         return True
 
 

@@ -4,11 +4,24 @@ what its reports teach.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, TypedDict
 
 from kvmesh.kvcache.tiers import Tier
-from services.conductor.domain import Heartbeat, Lane, Life, Measured, PrefillSample, Schedule
+from services.conductor.accuracy import Accuracy, What
+from services.conductor.domain import (
+    Heartbeat,
+    Lane,
+    Life,
+    Measured,
+    Outcome,
+    Placed,
+    PrefillSample,
+    RequestOutcome,
+    Schedule,
+)
 from services.conductor.index import Index
 from services.conductor.instance import Instance
 from services.conductor.interference import without_rows_s
@@ -24,6 +37,7 @@ from services.conductor.stays import DecodeWork
 from services.conductor.tiers import TierLoads
 
 MAX_PREDICTED_TOKENS = 4096
+MAX_PROMISED = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +50,24 @@ class _Placed:
     only: tuple[Life, Tier] | None  # all of it came out of that one
 
 
+class _Beside(TypedDict):
+    """See `PrefillModel.add`."""
+
+    steps: int
+    beside_tokens: int
+    beside_pairs: int
+
+
+class _Promise(NamedTuple):
+    """What a placement has foretold, until decode tells how it went."""
+
+    attempt: int
+    decode: Life
+    ttft_s: float
+    tbt_s: float
+    output_tokens: int
+
+
 class Ledger:
     """Placements by request; one request has one."""
 
@@ -44,7 +76,9 @@ class Ledger:
         self._index = index
         self._tiers = tiers
         self.outgoing = Outgoing()
+        self.accuracy = Accuracy()
         self._placed: dict[str, _Placed] = {}
+        self._promised: OrderedDict[str, _Promise] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._placed)
@@ -96,6 +130,15 @@ class Ledger:
             p.instance, d.instance, p.ahead_bytes, holders, p.tier is not Tier.DRAM, _only(p.legs)
         )
 
+    def promise(self, request: Schedule, placed: Placed) -> None:
+        """What was foretold is kept until `ended` compares it; the oldest go first."""
+        self._promised.pop(request.request_id, None)
+        self._promised[request.request_id] = _Promise(
+            request.attempt, placed.decode.life, placed.ttft_s, placed.tbt_s, placed.life.output_tokens
+        )
+        if len(self._promised) > MAX_PROMISED:
+            self._promised.popitem(last=False)
+
     def withdraw(self, request_id: str, now: float) -> None:
         """An earlier attempt of the same request is not coming any more."""
         placed = self._placed.pop(request_id, None)
@@ -113,6 +156,7 @@ class Ledger:
             if instance.first_sample_of(sample.request_id):
                 measured.append(self._prefilled(instance, sample, now))
         for d in beat.decode_samples:
+            self.accuracy.add(What.DECODE_STEP, instance.decode.predict(d.batch, d.context_tokens), d.duration_s)
             for step in (instance.decode, instance.fits.decode):
                 step.add(d.batch, d.context_tokens, d.duration_s, now)
         return measured
@@ -120,17 +164,13 @@ class Ledger:
     def _prefilled(self, instance: Instance, s: PrefillSample, now: float) -> Measured:
         fits = instance.fits
         took_s = without_rows_s(instance, s.computed_tokens, s.duration_s)
-        predicted_s = instance.prefill.predict(s.computed_tokens, s.cached_tokens)
+        shape = s.computed_tokens, s.cached_tokens
+        beside: _Beside = {"steps": s.steps, "beside_tokens": s.beside_tokens, "beside_pairs": s.beside_pairs}
+        predicted_s = instance.prefill.predict(*shape, **beside)
+        self.accuracy.add(What.PREFILL, predicted_s if s.computed_tokens else 0.0, took_s)
+        self.accuracy.add(What.TRANSFER, instance.transfer.predict(s.transfer_bytes), s.transfer_s)
         for fit in (instance.prefill, fits.prefill):
-            fit.add(
-                s.computed_tokens,
-                s.cached_tokens,
-                took_s,
-                now,
-                steps=s.steps,
-                beside_tokens=s.beside_tokens,
-                beside_pairs=s.beside_pairs,
-            )
+            fit.add(*shape, took_s, now, **beside)
         for transfer in (instance.transfer, fits.transfer):
             transfer.add(s.transfer_bytes, 0.0, s.transfer_s, now)
         self._pulled(instance, s, now)
@@ -152,6 +192,7 @@ class Ledger:
                 self._read_below(instance, placed, s, now)
                 return
             ahead, holders = (placed.ahead_bytes, placed.holders) if placed is not None else (0, 1)
+            self.accuracy.add(What.PULL, instance.pull.predict(s.pull_bytes + ahead, holders), s.pull_s)
             for pull in (instance.pull, fits.pull):
                 pull.add(s.pull_bytes + ahead, holders, s.pull_s, now)
 
@@ -159,7 +200,27 @@ class Ledger:
         """What the wires took of it nobody can tell: it teaches nothing of them, but of the tier, if it was one."""
         if placed.only is not None:
             wires_s = instance.pull.seconds(s.pull_bytes + placed.ahead_bytes, placed.holders, now)
-            self._tiers.saw(*placed.only, s.pull_bytes, s.pull_s - wires_s, now)
+            read_s = s.pull_s - wires_s
+            self.accuracy.add(What.TIER_LOAD, self._tiers.seconds(*placed.only, s.pull_bytes, now), read_s)
+            self._tiers.saw(*placed.only, s.pull_bytes, read_s, now)
+
+    def ended(self, instance: Instance, outcome: RequestOutcome) -> bool:
+        """How a request went, as the decode instance tells it; whether that is news (what is not acknowledged is told
+        again)."""
+        if not instance.first_outcome_of(outcome.request_id, outcome.attempt):
+            return False
+        promise = self._promised.get(outcome.request_id)
+        if promise is None or (promise.attempt, promise.decode) != (outcome.attempt, instance.ref.life):
+            return True
+        del self._promised[outcome.request_id]
+        done = outcome.outcome is Outcome.DONE
+        self.accuracy.add(What.TTFT, promise.ttft_s, outcome.ttft_s)
+        self.accuracy.add(What.TBT, promise.tbt_s, outcome.tbt_s)
+        if done:
+            self.accuracy.add(What.OUTPUT_TOKENS, promise.output_tokens, outcome.output_tokens)
+        served = done or outcome.outcome is Outcome.CANCELLED
+        instance.batch.left(outcome.request_id, outcome.duration_s if served else 0.0)
+        return True
 
     def finished(self, instance: Instance, request_id: str, now: float) -> None:
         """The request has left that instance."""

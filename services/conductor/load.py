@@ -17,6 +17,7 @@ IN_FLIGHT_S = 0.05
 # Short prompts are computed together, so a queue drains faster than the sum of its parts; within these bounds.
 MIN_SPEEDUP, MAX_SPEEDUP = 0.5, 16.0
 FIRST_RESIDENCE_S = 1.0
+RESIDENCE_SHARE = 0.1  # of a new stay in what others are expected to stay
 PRIORITY_STEP_S = 30.0  # of waiting outweigh one step of priority: `priority_step_ms` of the prefill service
 
 
@@ -240,10 +241,14 @@ class DecodeBatch:
         self.stays.add(work)
 
     def finish(self, request_id: str, now: float) -> None:
-        """The instance is through with it: its stay teaches how long others will stay."""
-        work = self.drop(request_id)
-        if work is not None:
-            self.residence_s += 0.1 * (max(0.0, now - work.placed_at) - self.residence_s)
+        """The instance is through with it; where nothing else tells, its stay is the time since it was placed."""
+        if (work := self.works.get(request_id)) is not None:
+            self.left(request_id, max(0.0, now - work.placed_at))
+
+    def left(self, request_id: str, stay_s: float) -> None:
+        """It was there so long: that teaches how long others will stay. 0: it was not served, and teaches nothing."""
+        if self.drop(request_id) is not None and stay_s > 0:
+            self.residence_s += RESIDENCE_SHARE * (stay_s - self.residence_s)
 
     def drop(self, request_id: str) -> DecodeWork | None:
         """It counts no more."""

@@ -32,6 +32,7 @@ from services.conductor.domain import (
 MAX_BLOCKS = 1 << 18  # of one prompt
 MAX_REQUEST_ID = 512
 MAX_REASON = 500
+MAX_BELONGING = 512  # characters of a session, an origin, a tenant, an endpoint
 
 _ROLES = {
     pb_common.ROLE_PREFILL: Role.PREFILL,
@@ -44,6 +45,7 @@ _OUTCOMES = {
     pb.OUTCOME_FAILED: Outcome.FAILED,
     pb.OUTCOME_REFUSED: Outcome.REFUSED,
 }
+OUTCOMES_OUT = {outcome: number for number, outcome in _OUTCOMES.items()}
 CORDONS = {
     pb.CORDON_STATE_UNSPECIFIED: CordonState.OPEN,
     pb.CORDON_STATE_CORDONED: CordonState.CORDONED,
@@ -216,6 +218,11 @@ def schedule_in(request: pb.ScheduleRequest) -> Schedule:
         raise InvalidRequest.of("request_id", request.request_id, "must not be empty")
     if len(request.request_id) > MAX_REQUEST_ID:
         raise InvalidRequest.of("request_id", request.request_id, f"is longer than {MAX_REQUEST_ID} characters")
+    if request.lane not in pb.Lane.values():
+        raise InvalidRequest.of("lane", request.lane, f"must be one of {', '.join(pb.Lane.keys())}")
+    for name in ("session", "origin", "tenant", "endpoint"):
+        if len(getattr(request, name)) > MAX_BELONGING:
+            raise InvalidRequest.of(name, getattr(request, name), f"is longer than {MAX_BELONGING} characters")
     return Schedule(
         request_id=request.request_id,
         attempt=request.attempt,

@@ -9,10 +9,11 @@ from kvmesh.kvcache.tiers import Tier
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import store_pb2 as pb_store
+from services.conductor.accuracy import PredictionError
 from services.conductor.balance import Hint
-from services.conductor.domain import Placed
+from services.conductor.domain import Placed, RequestOutcome
 from services.conductor.explain import Candidate, Decision, WeighedKind
-from services.conductor.mapping import CORDONS_OUT, ROLES_OUT, load_out, ref_out
+from services.conductor.mapping import CORDONS_OUT, OUTCOMES_OUT, ROLES_OUT, load_out, ref_out
 from services.conductor.views import InstanceView, TierView
 
 MAX_UINT32 = 0xFFFFFFFF
@@ -72,7 +73,37 @@ def decision_out(decision: Decision, now: float) -> pb.ExplainResponse:
         answer.cached_tokens = decision.sample.cached_tokens
         answer.prefill_ms = _ms(decision.sample.duration_s)
         answer.reported = True
+    if decision.ended is not None:
+        answer.ended.CopyFrom(outcome_out(decision.ended))
     return answer
+
+
+def outcome_out(outcome: RequestOutcome) -> pb.RequestOutcome:
+    """As mapping.outcome_in, back."""
+    return pb.RequestOutcome(
+        request_id=outcome.request_id,
+        attempt=outcome.attempt,
+        outcome=OUTCOMES_OUT[outcome.outcome],
+        error=outcome.error,
+        blamed=outcome.blamed,
+        output_tokens=outcome.output_tokens,
+        ttft_us=round(outcome.ttft_s * 1e6),
+        tbt_us=round(outcome.tbt_s * 1e6),
+        mean_tbt_us=round(outcome.mean_tbt_s * 1e6),
+        duration_us=round(outcome.duration_s * 1e6),
+    )
+
+
+def error_out(error: PredictionError) -> pb.PredictionError:
+    """One kind of predictions."""
+    return pb.PredictionError(
+        what=error.what.value,
+        samples=error.samples,
+        bias=error.bias,
+        p50=error.p50,
+        p90=error.p90,
+        p99=error.p99,
+    )
 
 
 def _kind_out(decision: Decision, kind: WeighedKind) -> pb.WeighedKind:

@@ -90,6 +90,8 @@ class Scheduling:
             found = self._weigh(request, serving, why, mesh, terms)
             self.balance.saw(request, mesh.survey, now)
             answer = self._answer(request, found.answer, judge, now)
+        if isinstance(answer, Placed):
+            self._ledger.promise(request, answer)
         self._known.explanations.keep(
             explain.decided(
                 request,

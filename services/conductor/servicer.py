@@ -94,7 +94,14 @@ class ConductorServicer(pb_grpc.ConductorServicer):
             for ready, label in ((True, "ready"), (False, "not_ready")):
                 names.CONDUCTOR_INSTANCES.labels(role=role.value, state=label).set(count[role, ready])
         names.CONDUCTOR_INDEX_BLOCKS.set(self._state.indexed_blocks)
+        for error in self._state.prediction_errors():
+            shares = (("bias", error.bias), ("p50", error.p50), ("p90", error.p90), ("p99", error.p99))
+            for quantile, share in shares:
+                names.CONDUCTOR_PREDICTION_ERROR.labels(what=error.what.value, quantile=quantile).set(share)
         self._gauges.show(self._state.hints(self._clock()))
+        for model, loads in self._state.loads(self._clock()).items():
+            names.CONDUCTOR_SLO_LOAD.labels(model=model, pool="prefill").set(loads.prefill)
+            names.CONDUCTOR_SLO_LOAD.labels(model=model, pool="decode").set(loads.decode)
         names.CONDUCTOR_HEARTBEAT_AGE.set(max((v.silent_s for v in views if v.ready), default=0.0))
 
     async def Register(  # noqa: N802
@@ -143,7 +150,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
     def _place(self, event: domain.Schedule, attributes: dict[str, spans.Value]) -> Placed:
         (answer,) = self._step(event, self._clock())
         if isinstance(answer, Refuse):
-            names.CONDUCTOR_REJECTIONS.labels(reason=answer.reason).inc()
+            names.CONDUCTOR_REJECTIONS.labels(reason=answer.reason, lane=event.lane.value).inc()
             raise answer.error
         assert isinstance(answer, Placed), "a Schedule is answered by a placement or a refusal"
         attributes[names.PREFILL_INSTANCE] = answer.prefill.instance_id
@@ -152,6 +159,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         attributes[names.PREDICTED_TBT_MS] = answer.tbt_s * 1000
         attributes[names.PREDICTED_CACHED_TOKENS] = answer.cached_tokens
         attributes.update({f"{names.PREDICTED_TERM}.{term}": value for term, value in answer.terms.items()})
+        names.CONDUCTOR_ADMITTED.labels(lane=event.lane.value).inc()
         names.CONDUCTOR_PREDICTED_TTFT.observe(answer.ttft_s)
         names.CONDUCTOR_FETCHED_BLOCKS.inc(sum(r.blocks for r in answer.pulls))
         return answer
@@ -181,6 +189,8 @@ class ConductorServicer(pb_grpc.ConductorServicer):
             store_master=self._store_status(),
             leadership=self._office.told,
             policy=self._state.policy.value,
+            admission=self._state.admission.value,
+            errors=[mapping_out.error_out(error) for error in self._state.prediction_errors()],
             balancing_threshold=self._state.balancing_threshold(now),
         )
 

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.tiers import split_name
 from kvmesh.rpc.errors import KvmeshError, UnknownInstance
+from services.conductor.accuracy import PredictionError, What
+from services.conductor.admission import Loads
 from services.conductor.balance import Hint
 from services.conductor.cordons import Cordons
 from services.conductor.domain import (
@@ -42,7 +44,7 @@ from services.conductor.instance import Instance
 from services.conductor.ledger import Ledger
 from services.conductor.members import Members
 from services.conductor.scheduling import Known, Scheduling
-from services.conductor.settings import Policy, Settings
+from services.conductor.settings import Mode, Policy, Settings
 from services.conductor.tiers import TierLoads
 from services.conductor.views import InstanceView, TierView
 
@@ -94,9 +96,18 @@ class ConductorState:
         """Who chooses."""
         return self._settings.policy
 
+    @property
+    def admission(self) -> Mode:
+        """When a request is refused."""
+        return self._settings.admission.mode
+
     def balancing_threshold(self, now: float) -> float:
         """As it is now."""
         return self.scheduling.threshold.value(now)
+
+    def prediction_errors(self) -> Sequence[PredictionError]:
+        """Of what was foretold lately, kind by kind."""
+        return self._ledger.accuracy.errors()
 
     def explain(self, request_id: str) -> Decision | None:
         """The last decision on that request; None: unknown or forgotten."""
@@ -158,6 +169,10 @@ class ConductorState:
     def cordon_refusal(self, event: Cordon) -> KvmeshError | None:
         """Why an operator's word would not be taken."""
         return self._cordons.refusal(event, known=self._fleet.named(event.instance_id) is not None)
+
+    def loads(self, now: float) -> dict[str, Loads]:
+        """Of every model's pools, as admission sees them."""
+        return self.scheduling.admission.loads([i for i in self._fleet if not self.why_not(i, now)], now)
 
     def hints(self, now: float) -> Sequence[Hint]:
         """How many instances each pool wanted at the last look."""
@@ -232,6 +247,9 @@ class ConductorState:
         for one in measured:
             self._breakers.served(beat.ref.life, one.request_id, now)
         for outcome in beat.outcomes:
+            if not self._ledger.ended(instance, outcome):
+                continue
+            self._explanations.ended(outcome)
             self._breakers.heard(beat.ref.life, outcome, now)
             self.scheduling.ended(outcome)
         for sample in beat.prefill_samples:
@@ -245,7 +263,8 @@ class ConductorState:
             instance.not_ready_reason = beat.not_ready_reason
             instance.load = beat.load
             instance.tiers = beat.tiers
-            self._tiers.hear(instance.ref.life, beat.tiers, now)
+            for expected_s, measured_s in self._tiers.hear(instance.ref.life, beat.tiers, now):
+                self._ledger.accuracy.add(What.TIER_LOAD, expected_s, measured_s)
             instance.queue.report(beat.load.queued_tokens, instance.seconds_per_token(), now)
             instance.batch.report(beat.load, now, instance.queue.works)
         return list(measured)

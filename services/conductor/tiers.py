@@ -3,13 +3,14 @@ report to conductors), by the pulls that waited for it. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvmesh.kvcache.tiers import Tier, TierUse
 from services.conductor.cost import TierModel
 from services.conductor.domain import Life
 
 MAX_KNOWN = 16_384
+JUDGED_BYTES = 1 << 20
 
 
 class TierLoads:
@@ -21,10 +22,15 @@ class TierLoads:
     def __len__(self) -> int:
         return len(self._models)
 
-    def hear(self, life: Life, uses: Iterable[TierUse], now: float) -> None:
-        """Its own word."""
+    def hear(self, life: Life, uses: Iterable[TierUse], now: float) -> Sequence[tuple[float, float]]:
+        """Its own word. Where that is news: seconds for JUDGED_BYTES as expected before, and as measured there."""
+        news = []
         for use in uses:
-            self._of(life, use.tier).hear(use.read_ns / 1e9, use.bytes_per_s, now)
+            model = self._of(life, use.tier)
+            before_s = model.predict(JUDGED_BYTES)
+            if model.hear(use.read_ns / 1e9, use.bytes_per_s, now):
+                news.append((before_s, model.predict(JUDGED_BYTES)))
+        return news
 
     def saw(self, life: Life, tier: Tier, nbytes: int, seconds: float, now: float) -> None:
         """A pull of `nbytes` out of it took so much longer than out of memory."""
