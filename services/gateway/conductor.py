@@ -1,4 +1,4 @@
-"""The gateway's side of the conductor: placements, and what is known of the models and their instances."""
+"""The gateway's side of the conductors: placements, and what is known of the models and their instances."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import grpc
 import grpc.aio
 from opentelemetry.context import Context
 
-from kvmesh.rpc import channels, security, status
+from kvmesh.rpc import security, status
 from kvmesh.rpc.errors import DeadlinePassed, KvmeshError, ModelNotFound, Unavailable, UnknownInstance
 from kvmesh.rpc.metadata import metadata
-from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc
+from kvmesh.rpc.pb import common_pb2, conductor_pb2
 from kvmesh.telemetry import names
 from services.gateway.models import Facts, Model, Models
+from services.gateway.rotation import Asked, Rotation
 
 log = logging.getLogger(__name__)
 
@@ -31,18 +32,16 @@ _DECODE = (common_pb2.ROLE_DECODE, common_pb2.ROLE_BOTH)
 
 
 class Conductor:
-    """Calls with deadlines and named errors."""
+    """Calls with deadlines and named errors, at whichever conductor answers."""
 
-    def __init__(self, address: str, *, timeout_s: float, retry_s: float) -> None:
-        self.address = address
+    def __init__(self, addresses: str, *, timeout_s: float, retry_s: float) -> None:
         self._timeout_s = timeout_s
         self._retry_s = retry_s
-        self._channel = channels.connect(address)
-        self._stub: conductor_pb2_grpc.ConductorAsyncStub = conductor_pb2_grpc.ConductorStub(self._channel)
+        self._rotation = Rotation(addresses)
 
     async def close(self) -> None:
-        """Close the channel."""
-        await self._channel.close(grace=None)
+        """Close the channels."""
+        await self._rotation.close()
 
     async def schedule(
         self, request: conductor_pb2.ScheduleRequest, deadline: float, parent: Context
@@ -53,41 +52,62 @@ class Conductor:
         loop = asyncio.get_running_loop()
         give_up, backoff = loop.time() + self._retry_s, _BACKOFF_S
         while True:
-            left = min(self._timeout_s, deadline - loop.time())
-            if left <= 0:
-                raise DeadlinePassed("the request's deadline passed before it was placed")
-            try:
-                answer = await self._stub.Schedule(request, timeout=left, metadata=metadata(parent) or None)
-            except grpc.RpcError as err:
-                named = self._named(err)
-            else:
-                return answer.placement
-            if not isinstance(named, Unavailable) or loop.time() + backoff > min(give_up, deadline):
-                raise named
+            failure: Unavailable | None = None
+            for one in self._rotation.order:
+                # One that hangs must not eat the time of all.
+                left = min(self._timeout_s / len(self._rotation), deadline - loop.time())
+                if left <= 0:
+                    raise DeadlinePassed("the request's deadline passed before it was placed")
+                try:
+                    answer = await one.stub.Schedule(request, timeout=left, metadata=metadata(parent) or None)
+                except grpc.RpcError as err:
+                    named = self._named(err, one)
+                    if not isinstance(named, Unavailable):
+                        raise named from None
+                    # What a conductor says of the instances tells more than that another cannot be reached.
+                    failure = named if failure is None or _spoken(err) else failure
+                else:
+                    self._rotation.answered(one)
+                    return answer.placement
+            assert failure is not None, "there is a conductor"
+            if loop.time() + backoff > min(give_up, deadline):
+                raise failure
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
             backoff = min(2 * backoff, _MAX_BACKOFF_S)
 
     async def look(self) -> tuple[dict[str, common_pb2.ModelCard], list[conductor_pb2.InstanceStatus]]:
-        """The cards of all registered models by name, and all instances. Raises named errors."""
-        try:
-            cards, known = await asyncio.gather(
-                self._stub.ListModels(conductor_pb2.ListModelsRequest(), timeout=_REFRESH_TIMEOUT_S),
-                self._stub.GetStatus(conductor_pb2.GetConductorStatusRequest(), timeout=_REFRESH_TIMEOUT_S),
-            )
-        except grpc.RpcError as err:
-            raise self._named(err) from None
-        return {card.name: card for card in cards.models}, list(known.instances)
+        """The cards of all registered models by name, and all instances, as one conductor knows them that knows any.
+        Raises named errors."""
+        found: tuple[dict[str, common_pb2.ModelCard], list[conductor_pb2.InstanceStatus]] | None = None
+        failure: KvmeshError | None = None
+        for one in self._rotation.order:
+            try:
+                cards, known = await asyncio.gather(
+                    one.stub.ListModels(conductor_pb2.ListModelsRequest(), timeout=_REFRESH_TIMEOUT_S),
+                    one.stub.GetStatus(conductor_pb2.GetConductorStatusRequest(), timeout=_REFRESH_TIMEOUT_S),
+                )
+            except grpc.RpcError as err:
+                failure = failure or self._named(err, one)
+                continue
+            found = {card.name: card for card in cards.models}, list(known.instances)
+            if found[1]:
+                self._rotation.answered(one)
+                return found
+        if found is None:
+            assert failure is not None, "there is a conductor"
+            raise failure
+        return found
 
-    def _named(self, err: grpc.RpcError) -> KvmeshError:
+    def _named(self, err: grpc.RpcError, one: Asked) -> KvmeshError:
         named = status.from_rpc_error(err)
         if isinstance(named, DeadlinePassed):
-            return Unavailable(f"the conductor at {self.address} does not answer in time")
+            return Unavailable(f"the conductor at {one.address} does not answer in time")
         if isinstance(named, ModelNotFound | UnknownInstance):
             return Unavailable(named.message, retry_after_ms=1000)  # its instances have not registered yet
         if isinstance(named, Unavailable) and not _spoken(err):
             why = security.explain(err.details() or "") if isinstance(err, grpc.aio.AioRpcError) else None
             told = f": {why.message}" if why else ""
-            return Unavailable(f"the conductor at {self.address} cannot be reached{told}", retry_after_ms=1000)
+            return Unavailable(f"the conductor at {one.address} cannot be reached{told}", retry_after_ms=1000)
         return named
 
 

@@ -38,7 +38,7 @@ class GatewayConfig(ServiceConfig):
     http_tls_cert: str = field(default="", metadata={"help": "PEM certificate (chain) for HTTPS; empty: plain HTTP."})
     http_tls_key: str = field(default="", metadata={"help": "PEM private key of http_tls_cert."})
     served_name: str = field(default="", metadata={"help": "Model name clients use; empty: the folder's name."})
-    conductor: str = field(default="127.0.0.1:0", metadata={"help": "Address of the conductor."})
+    conductor: str = field(default="127.0.0.1:0", metadata={"help": "Conductors, HOST:PORT,HOST:PORT,..."})
     timeout_s: float = field(default=600.0, metadata={"help": "Longest life of a request, seconds."})
     ttft_slo_ms: int = field(default=0, metadata={"help": "Time to first token wanted; 0: the conductor's."})
     tbt_slo_ms: int = field(default=0, metadata={"help": "Time between tokens wanted; 0: the conductor's."})

@@ -1,0 +1,84 @@
+"""A gateway in front of several conductors: it stays with one that answers, and moves on when that one fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+
+from kvmesh.rpc.errors import Overloaded, Unavailable
+from tests.gateway.conftest import Mesh, MeshMaker, until
+from tests.gateway.scripted import MODEL, Conductor
+
+URL = "/v1/chat/completions"
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+
+
+@dataclass
+class Pair:
+    mesh: Mesh
+    a: Conductor
+    b: Conductor
+
+    async def code(self) -> int:
+        return (await self.mesh.http.post(URL, json=CHAT)).status_code
+
+    @property
+    def asked(self) -> tuple[int, int]:
+        return len(self.a.asked), len(self.b.asked)
+
+
+@pytest.fixture
+async def pair(make_mesh: MeshMaker) -> AsyncIterator[Pair]:
+    a, b = Conductor(), Conductor()
+    await asyncio.gather(a.server.start(), b.server.start())
+    addresses = f"{a.server.address},{b.server.address}"
+    mesh = await make_mesh(wait_ready=False, conductor=addresses, schedule_timeout_ms=800, schedule_retry_ms=500)
+    a.decodes = b.decodes = mesh.decodes
+    await until(mesh.status, lambda status: status.ready)
+    yield Pair(mesh, a, b)
+    for one in (a, b):
+        one.gate.set()
+        await one.stop()
+
+
+async def test_one_is_asked_until_it_fails_then_the_other(pair: Pair) -> None:
+    assert [await pair.code() for _ in range(3)] == [200] * 3
+    assert pair.asked == (3, 0)
+    await pair.a.stop()
+    assert [await pair.code() for _ in range(3)] == [200] * 3
+    assert pair.asked == (3, 3), "and stays there"
+
+
+async def test_one_that_hangs_is_left_in_time(pair: Pair) -> None:
+    pair.a.gate.clear()
+    assert await asyncio.wait_for(pair.code(), 5) == 200
+    assert await pair.code() == 200
+    assert pair.asked == (1, 2)
+
+
+async def test_one_that_knows_no_instances_yet_is_passed_over(pair: Pair) -> None:
+    pair.a.failures.append(Unavailable("no prefill and no decode instance of model is registered"))
+    assert await pair.code() == 200
+    assert pair.asked == (1, 1)
+
+
+async def test_a_refusal_is_final_whoever_says_it(pair: Pair) -> None:
+    pair.a.failures.append(Overloaded("ttft would be 9 s", retry_after_ms=2300))
+    assert await pair.code() == 429
+    assert pair.asked == (1, 0)
+
+
+async def test_with_nobody_left_there_is_one_clear_error(pair: Pair) -> None:
+    await pair.a.stop()
+    pair.b.failures.extend([Unavailable("no ready decode instance (d0: silent for 3 s)")] * 100)
+    response = await pair.mesh.http.post(URL, json=CHAT)
+    assert response.status_code == 503
+    assert "d0: silent" in response.json()["error"]["message"], "what a living one says tells more"
+    assert len(pair.b.asked) > 1, "for a while both are asked again"
+    await pair.b.stop()
+    response = await pair.mesh.http.post(URL, json=CHAT)
+    assert response.status_code == 503
+    assert "cannot be reached" in response.json()["error"]["message"]
