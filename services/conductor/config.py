@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from kvmesh.config import ServiceConfig
 from kvmesh.rpc.errors import ConfigError
+from services.conductor.settings import Mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +18,29 @@ class ConductorConfig(ServiceConfig):
         default=30_000, metadata={"help": "TTFT beyond which requests are refused, in ms.", "min": 1}
     )
     slo_tbt_ms: int = field(default=1_000, metadata={"help": "TBT beyond which requests are refused, in ms.", "min": 1})
+    slo_by_model: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "SLOs of single models, NAME=TTFT_MS:TBT_MS with commas between.",
+            "metavar": "NAME=TTFT_MS:TBT_MS,...",
+        },
+    )
+    admission: str = field(
+        default="predicted",
+        metadata={
+            "help": "predicted: requests are refused by what decode will be when their prefill ends; early: by what it "
+            "is when they arrive; baseline: by TTFT alone; off: never.",
+            "choices": tuple(mode.value for mode in Mode),
+        },
+    )
+    batch_share: float = field(
+        default=0.02,
+        metadata={
+            "help": "Of the machine time of interactive requests, that the batch lane gets though nothing is idle.",
+            "min": 0,
+            "max": 1,
+        },
+    )
     heartbeat_interval_ms: int = field(default=200, metadata={"help": "How often instances report, in ms.", "min": 1})
     lease_ms: int = field(
         default=1_500, metadata={"help": "An instance silent for longer gets no work, in ms.", "min": 1}
@@ -113,6 +137,14 @@ class ConductorConfig(ServiceConfig):
     )
 
     def __post_init__(self) -> None:
+        if self.admission not in {mode.value for mode in Mode}:
+            raise ConfigError(
+                f"admission={self.admission!r}: choose one of {', '.join(mode.value for mode in Mode)}",
+                field="admission",
+            )
+        if not 0 <= self.batch_share <= 1:
+            raise ConfigError(f"batch_share={self.batch_share}: must be between 0 and 1", field="batch_share")
+        self.slos  # noqa: B018 (refuses what it cannot read)
         if not self.mesh or not self.mesh.isprintable() or any(letter in " :" for letter in self.mesh):
             raise ConfigError(f"mesh={self.mesh!r}: must be a name without spaces and colons", field="mesh")
         if self.advertise and (" " in self.advertise or ":" not in self.advertise):
@@ -138,3 +170,19 @@ class ConductorConfig(ServiceConfig):
         if self.lease_ms < 2 * self.heartbeat_interval_ms:
             least = 2 * self.heartbeat_interval_ms
             raise ConfigError(f"lease_ms={self.lease_ms}: must be at least two heartbeats ({least})", field="lease_ms")
+
+    @property
+    def slos(self) -> tuple[tuple[str, float, float], ...]:
+        """`slo_by_model`: names, TTFT and TBT in seconds. ConfigError: not NAME=TTFT_MS:TBT_MS, a name twice."""
+        found: dict[str, tuple[str, float, float]] = {}
+        for text in self.slo_by_model:
+            name, _, values = text.rpartition("=")
+            ttft_ms, _, tbt_ms = values.partition(":")
+            name, parts = name.strip(), (ttft_ms.strip(), tbt_ms.strip())
+            if not name or not all(p.isascii() and p.isdigit() and 0 < int(p) < 2**32 for p in parts):
+                why = "must be NAME=TTFT_MS:TBT_MS, whole milliseconds of at least 1"
+                raise ConfigError(f"slo_by_model={text!r}: {why}", field="slo_by_model")
+            if name in found:
+                raise ConfigError(f"slo_by_model={text!r}: there are two SLOs of this model", field="slo_by_model")
+            found[name] = name, int(parts[0]) / 1000, int(parts[1]) / 1000
+        return tuple(found.values())

@@ -18,7 +18,15 @@ from services.conductor.leadership import Office
 from services.conductor.log_file import LogFile
 from services.conductor.orders import Orders
 from services.conductor.servicer import ConductorServicer
-from services.conductor.settings import AffinitySettings, BalanceSettings, Policy, Settings, ThresholdMode
+from services.conductor.settings import (
+    AdmissionSettings,
+    AffinitySettings,
+    BalanceSettings,
+    Mode,
+    Policy,
+    Settings,
+    ThresholdMode,
+)
 from services.conductor.watch import StoreWatch
 
 SERVICE = "kvmesh.v1.Conductor"
@@ -108,6 +116,7 @@ def settings_of(config: ConductorConfig) -> Settings:
         threshold_mode=ThresholdMode(config.threshold_mode),
         fetch=Fetch(config.fetch),
         policy=Policy(config.policy),
+        admission=AdmissionSettings(Mode(config.admission), config.slos, batch_share=config.batch_share),
         affinity=AffinitySettings(config.session_affinity_ms / 1000, config.origin_affinity_ms / 1000),
         member_grace_s=3 * lease_s,
         balance=BalanceSettings(

@@ -36,7 +36,7 @@ class Account:
     ) -> None:
         self._generation = generation
         self._model = brief(generation.model, MAX_NAME_CHARS)
-        self._route = route
+        self.route = route
         self.received_ns = received_ns
         self.tokenized_ns = 0
         self.scheduled_ns = 0
@@ -53,7 +53,7 @@ class Account:
             names.TOP_K: generation.top_k,
             names.STREAM: stream,
             names.CHOICE_COUNT: generation.choices,
-            names.PRIORITY: generation.priority,
+            names.PRIORITY: generation.urgency,
         }
         optional = {names.MAX_TOKENS: generation.max_tokens, names.SEED: generation.seed}
         attributes |= {name: value for name, value in optional.items() if value is not None}
@@ -90,7 +90,7 @@ class Account:
         else:
             outcome = (choices[0].answer.finish if choices else "") or RequestCancelled.code
         now_ns = time.monotonic_ns()
-        names.GATEWAY_REQUESTS.labels(route=self._route, outcome=outcome).inc()
+        names.GATEWAY_REQUESTS.labels(route=self.route, outcome=outcome).inc()
         names.GATEWAY_REQUEST_SECONDS.observe((now_ns - self.received_ns) / 1e9)
         usage = self.usage(choices)
         names.GATEWAY_CACHED_TOKENS.inc(usage.cached_tokens)

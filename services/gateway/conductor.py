@@ -12,7 +12,7 @@ import grpc.aio
 from opentelemetry.context import Context
 
 from kvmesh.rpc import security, status
-from kvmesh.rpc.errors import DeadlinePassed, KvmeshError, ModelNotFound, Unavailable, UnknownInstance
+from kvmesh.rpc.errors import DeadlinePassed, KvmeshError, ModelNotFound, Overloaded, Unavailable, UnknownInstance
 from kvmesh.rpc.metadata import metadata
 from kvmesh.rpc.pb import common_pb2, conductor_pb2
 from kvmesh.telemetry import names
@@ -34,9 +34,12 @@ _DECODE = (common_pb2.ROLE_DECODE, common_pb2.ROLE_BOTH)
 class Conductor:
     """Calls with deadlines and named errors, at whichever conductor answers."""
 
-    def __init__(self, addresses: str, *, timeout_s: float, retry_s: float) -> None:
+    def __init__(self, addresses: str, *, timeout_s: float, retry_s: float, max_waiting: int) -> None:
+        """`max_waiting`: requests of the batch lane that wait here for something idle, together."""
         self._timeout_s = timeout_s
         self._retry_s = retry_s
+        self._max_waiting = max_waiting
+        self._waiting = 0
         self._rotation = Rotation(addresses)
 
     async def close(self) -> None:
@@ -46,9 +49,32 @@ class Conductor:
     async def schedule(
         self, request: conductor_pb2.ScheduleRequest, deadline: float, parent: Context
     ) -> conductor_pb2.Placement:
-        """A placement. An unreachable conductor (or one without instances) is asked again for a short while.
+        """A placement. An unreachable conductor (or one without instances) is asked again for a short while; for the
+        batch lane one that refuses is asked again when it says, up to the deadline.
 
         `deadline` is loop time. Overloaded: the SLO cannot be met; Unavailable; DeadlinePassed."""
+        if request.lane != conductor_pb2.LANE_BATCH:
+            return await self._placed(request, deadline, parent)
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                return await self._placed(request, deadline, parent)
+            except Overloaded as err:
+                # Late by up to a tenth: those who were refused together do not come together.
+                wait_s = max(_BACKOFF_S, err.retry_after_ms / 1000) * random.uniform(1.0, 1.1)
+                if self._waiting >= self._max_waiting or loop.time() + wait_s >= deadline:
+                    raise
+            self._waiting += 1
+            names.GATEWAY_BATCH_WAITING.set(self._waiting)
+            try:
+                await asyncio.sleep(wait_s)
+            finally:
+                self._waiting -= 1
+                names.GATEWAY_BATCH_WAITING.set(self._waiting)
+
+    async def _placed(
+        self, request: conductor_pb2.ScheduleRequest, deadline: float, parent: Context
+    ) -> conductor_pb2.Placement:
         loop = asyncio.get_running_loop()
         give_up, backoff = loop.time() + self._retry_s, _BACKOFF_S
         while True:

@@ -38,7 +38,10 @@ class GatewayConfig(ServiceConfig):
     http_tls_cert: str = field(default="", metadata={"help": "PEM certificate (chain) for HTTPS; empty: plain HTTP."})
     http_tls_key: str = field(default="", metadata={"help": "PEM private key of http_tls_cert."})
     served_name: str = field(default="", metadata={"help": "Model name clients use; empty: the folder's name."})
-    conductor: str = field(default="127.0.0.1:0", metadata={"help": "Conductors, HOST:PORT,HOST:PORT,..."})
+    conductor: str = field(
+        default="127.0.0.1:0",
+        metadata={"help": "Conductors, HOST:PORT,HOST:PORT,...: one that answers places the requests."},
+    )
     timeout_s: float = field(default=600.0, metadata={"help": "Longest life of a request, seconds."})
     ttft_slo_ms: int = field(default=0, metadata={"help": "Time to first token wanted; 0: the conductor's."})
     tbt_slo_ms: int = field(default=0, metadata={"help": "Time between tokens wanted; 0: the conductor's."})
@@ -51,6 +54,10 @@ class GatewayConfig(ServiceConfig):
     )
     schedule_timeout_ms: int = field(default=5000, metadata={"help": "Longest wait for one placement."})
     schedule_retry_ms: int = field(default=2000, metadata={"help": "How long an unreachable conductor is tried again."})
+    max_waiting_batch: int = field(
+        default=1024,
+        metadata={"help": "Requests of the batch lane that wait here for something idle; more are refused at once."},
+    )
     session_timeout_ms: int = field(default=5000, metadata={"help": "Longest wait for a decode session."})
     session_credit_tokens: int = field(
         default=256, metadata={"help": "Tokens of one answer that may wait for a slow client."}
@@ -62,7 +69,7 @@ class GatewayConfig(ServiceConfig):
             ("timeout_s", 0.001), ("max_body_bytes", 1024), ("max_stops", 0), ("max_stop_chars", 1),
             ("max_choices", 1), ("max_retries", 0), ("schedule_timeout_ms", 1), ("schedule_retry_ms", 0),
             ("session_timeout_ms", 1), ("session_credit_tokens", 2), ("threads", 1), ("ttft_slo_ms", 0),
-            ("tbt_slo_ms", 0),
+            ("tbt_slo_ms", 0), ("max_waiting_batch", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if not value >= low:

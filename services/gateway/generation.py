@@ -22,6 +22,12 @@ MAX_TOKENS = 2**31 - 1
 MAX_TEMPERATURE = 2.0
 PRIORITY_BOUND = 2**31 - 1
 MAX_SALT_CHARS = 256
+MAX_SLO_MS = 24 * 3600 * 1000
+MAX_BELONGING_CHARS = 256  # of a session's or an origin's name
+INTERACTIVE, BATCH = LANES = ("interactive", "batch")
+# The batch lane stands so many steps of priority behind the others: what it yields to conductor's reckoning, prefill's
+# line and decode's seats must see, too.
+BATCH_STEPS = 20
 MAX_VOCABULARY = 2**32 - 1
 
 Prompt = str | list[int] | tuple[Message, ...]
@@ -50,13 +56,29 @@ class Generation:
     n: int = 1
     echo: bool = False
     cache_salt: str = ""
-    priority: int = 0
+    priority: int | None = None  # smaller goes first; None: 0
     timeout_s: float | None = None
+    ttft_slo_ms: int | None = None  # None: the gateway's, else the model's, also the next one
+    tbt_slo_ms: int | None = None
+    lane: str | None = None  # None: interactive
+    session: str | None = None  # requests of one conversation
+    origin: str | None = None  # requests that share much of their prompts
+    expected_tokens: int | None = None  # of the answer: the client's own guess
 
     @property
     def choices(self) -> int:
         """Answers asked for."""
         return self.n * len(self.prompts)
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether it takes only what nobody else wants."""
+        return self.lane == BATCH
+
+    @property
+    def urgency(self) -> int:
+        """As the services see it: smaller goes first."""
+        return min(PRIORITY_BOUND, (self.priority or 0) + (BATCH_STEPS if self.is_batch else 0))
 
     def check(self, limits: Limits, *, salt_field: str = "cache_salt") -> Generation:
         """Itself, when every value is in range. InvalidRequest names field and value."""
@@ -72,7 +94,7 @@ class Generation:
         _check_biases(self.logit_bias)
         between("seed", self.seed, 0, MAX_SEED)
         between("n", self.n, 1, limits.max_choices)
-        between("priority", self.priority, -PRIORITY_BOUND, PRIORITY_BOUND)
+        self.check_wishes()
         between("logprobs", self.logprobs, -1, MAX_TOP_LOGPROBS)
         if self.choices > limits.max_choices:
             raise refused("n", self.n, f"{len(self.prompts)} prompts x n must be at most {limits.max_choices}")
@@ -83,6 +105,18 @@ class Generation:
             if not prompt:
                 raise refused("messages" if isinstance(prompt, tuple) else "prompt", prompt, "must not be empty")
         return self
+
+    def check_wishes(self) -> None:
+        """As `check`, of what headers may tell, too."""
+        between("priority", self.priority, -PRIORITY_BOUND, PRIORITY_BOUND)
+        between("ttft_slo_ms", self.ttft_slo_ms, 1, MAX_SLO_MS)
+        between("tbt_slo_ms", self.tbt_slo_ms, 1, MAX_SLO_MS)
+        between("expected_tokens", self.expected_tokens, 1, MAX_TOKENS)
+        if self.lane is not None and self.lane not in LANES:
+            raise refused("lane", self.lane, f"must be one of {', '.join(LANES)}")
+        for name, text in (("session", self.session), ("origin", self.origin)):
+            if text is not None and (len(text) > MAX_BELONGING_CHARS or not text.isprintable()):
+                raise refused(name, text, f"must have at most {MAX_BELONGING_CHARS} characters, all printable")
 
 
 def between(name: str, value: float | None, low: float, high: float) -> None:

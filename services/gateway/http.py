@@ -13,6 +13,7 @@ from opentelemetry.context import Context
 
 from kvmesh.rpc.errors import BodyTooLarge, DeadlinePassed, InvalidRequest, KvmeshError
 from kvmesh.telemetry import spans
+from services.gateway import wishes
 from services.gateway.frames import error_headers, error_json
 from services.gateway.generation import brief, refused
 
@@ -56,13 +57,14 @@ class Asked:
             self.echoed_id = text
             # Clients may use an id twice; inside the mesh each request has a name of its own.
             self.request_id = f"{text}-{self.request_id[:8]}"
+        self.wishes = wishes.read(headers)
         self.timeout_s = _milliseconds(headers.get(TIMEOUT))
         self.authorization = headers.get(AUTHORIZATION)
         self.timings = headers.get(TIMINGS, b"") == b"1"
         self.parent: Context = spans.context_from(headers.get(TRACEPARENT, b"").decode("latin-1"))
 
 
-_KNOWN = frozenset((REQUEST_ID, TIMEOUT, TIMINGS, TRACEPARENT, AUTHORIZATION))
+_KNOWN = frozenset((REQUEST_ID, TIMEOUT, TIMINGS, TRACEPARENT, AUTHORIZATION)) | wishes.HEADERS
 
 
 def _milliseconds(value: bytes | None) -> float | None:

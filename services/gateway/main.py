@@ -48,7 +48,10 @@ async def run(config: GatewayConfig, stop: asyncio.Event, started: Callable[[dic
         metrics_port, close_metrics = names.serve_metrics(config.host, config.metrics_port)
         stack.push_async_callback(asyncio.to_thread, close_metrics)
         conductor = Conductor(
-            config.conductor, timeout_s=config.schedule_timeout_ms / 1000, retry_s=config.schedule_retry_ms / 1000
+            config.conductor,
+            timeout_s=config.schedule_timeout_ms / 1000,
+            retry_s=config.schedule_retry_ms / 1000,
+            max_waiting=config.max_waiting_batch,
         )
         stack.push_async_callback(conductor.close)
         gateway_id = config.instance_id or f"gateway-{os.getpid()}"

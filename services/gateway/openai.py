@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, ValidationInfo, WithJsonSchema
+from pydantic import BaseModel, Field, PlainValidator, ValidationError, ValidationInfo, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from kvmesh.rpc.errors import InvalidRequest
@@ -33,6 +33,7 @@ from services.gateway.generation import (
     check_stops,
     refused,
 )
+from services.gateway.service_fields import Service, Strict, told
 
 ROLES = ("system", "developer", "user", "assistant")
 DEFAULT_COMPLETION_TOKENS = 16
@@ -42,13 +43,13 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False), "functions": ([],),
     "function_call": ("none", "auto"), "response_format": ({"type": "text"},), "best_of": (1,), "suffix": ("",),
     "audio": (), "modalities": (["text"],), "prediction": (), "reasoning_effort": (), "verbosity": (),
-    "web_search_options": (), "service_tier": ("auto", "default"), "moderation": (),
+    "web_search_options": (), "moderation": (),
 }  # fmt: skip
 UNSUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
     "tool_calls": ([],), "tool_call_id": (), "function_call": (), "audio": (), "refusal": ("",), "annotations": ([],),
 }  # fmt: skip
 # Told to us and of no effect here.
-IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+IGNORED = ("user", "metadata", "store", "safety_identifier", "prompt_cache_retention")
 
 
 def _drop_unsupported(body: dict[str, Any], table: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
@@ -173,16 +174,7 @@ _BIASES = {
 }
 
 
-def _told(description: str, low: float, high: float) -> Any:
-    """A number's description and bounds for the documentation; `Generation.check` enforces them."""
-    return Field(description=description, json_schema_extra={"minimum": low, "maximum": high})
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-
-class ChatMessage(_Strict):
+class ChatMessage(Strict):
     """One turn of a chat."""
 
     role: Annotated[str, PlainValidator(_check_role), WithJsonSchema({"enum": list(ROLES)})]
@@ -194,39 +186,38 @@ class ChatMessage(_Strict):
     name: str | None = None
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """`include_usage`: a last chunk tells the usage. `include_obfuscation` is OpenAI's and has no effect."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class _Request(_Strict):
+class _Request(Service):
     """What chats and completions have in common. OpenAI's fields; min_p, top_k and repetition_penalty as vLLM has them;
-    ignore_eos, cache_salt and priority are kvmesh's own: `cache_salt` keeps the KV cache from others, a smaller
-    `priority` goes first."""
+    ignore_eos and cache_salt (keeps the KV cache from others) are kvmesh's own."""
 
     model: str
     max_tokens: int | None = None
-    temperature: Annotated[float | None, _told("0: always the likeliest token. Default 1", 0, MAX_TEMPERATURE)] = None
+    temperature: Annotated[float | None, told("0: always the likeliest token. Default 1", 0, MAX_TEMPERATURE)] = None
     top_p: Annotated[
-        float | None, _told("Of the likeliest tokens, those that hold this share of what is left. Default 1", 0, 1)
+        float | None, told("Of the likeliest tokens, those that hold this share of what is left. Default 1", 0, 1)
     ] = None
-    top_k: Annotated[int | None, _told("Only so many of the likeliest tokens; 0: all. Default 0", 0, 2**31 - 1)] = None
+    top_k: Annotated[int | None, told("Only so many of the likeliest tokens; 0: all. Default 0", 0, 2**31 - 1)] = None
     min_p: Annotated[
-        float | None, _told("Only tokens at least this share as likely as the likeliest. Default 0", 0, 1)
+        float | None, told("Only tokens at least this share as likely as the likeliest. Default 0", 0, 1)
     ] = None
     presence_penalty: Annotated[
         float | None,
-        _told("Taken once from the logit of what the answer has already. Default 0", -MAX_PENALTY, MAX_PENALTY),
+        told("Taken once from the logit of what the answer has already. Default 0", -MAX_PENALTY, MAX_PENALTY),
     ] = None
     frequency_penalty: Annotated[
         float | None,
-        _told("Taken from a token's logit as often as the answer has it. Default 0", -MAX_PENALTY, MAX_PENALTY),
+        told("Taken from a token's logit as often as the answer has it. Default 0", -MAX_PENALTY, MAX_PENALTY),
     ] = None
     repetition_penalty: Annotated[
         float | None,
-        _told(
+        told(
             "Divides positive logits of what prompt or answer have already, multiplies negative ones. Default 1",
             MIN_REPETITION_PENALTY,
             MAX_REPETITION_PENALTY,
@@ -239,7 +230,7 @@ class _Request(_Strict):
         Field(description="Token id to what is added to its logit: -100 forbids it, 100 all but forces it"),
     ] = ()
     seed: Annotated[
-        int | None, _told("The same seed and request give the same answer. Default: chosen anew", 0, MAX_SEED)
+        int | None, told("The same seed and request give the same answer. Default: chosen anew", 0, MAX_SEED)
     ] = None
     stop: Annotated[
         tuple[str, ...],
@@ -251,12 +242,10 @@ class _Request(_Strict):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None
-    priority: int | None = None
     user: Any = None
     metadata: Any = None
     store: Any = None
     safety_identifier: Any = None
-    prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
 
     route: ClassVar[str]
@@ -301,7 +290,7 @@ class _Request(_Strict):
             logit_bias=self.logit_bias,
             ignore_eos=bool(self.ignore_eos),
             cache_salt=self.cache_salt or "",
-            priority=self.priority or 0,
+            **self.service(),
             **{name: value for name, value in given.items() if value is not None},
             **more,
         )

@@ -12,6 +12,7 @@ from typing import Any
 from starlette.responses import Response
 
 from kvmesh.rpc.errors import InternalError, KvmeshError
+from services.gateway import wishes
 from services.gateway.choice import Delta
 from services.gateway.core import Core
 from services.gateway.frames import DONE, Frames, error_event
@@ -58,7 +59,7 @@ class Reply(Response):
             tenant = self._core.keys.tenant(asked.authorization, self._kind.route)  # before a stranger's body is read
             body = await read_json(scope, receive, self._core.config.max_body_bytes)
             read = self._kind.read(body, self._core.config.limits)
-            wanted = read.generation(self._core.config.limits)
+            wanted = wishes.joined(read.generation(self._core.config.limits), asked.wishes)
         except Gone:
             return
         except KvmeshError as err:

@@ -242,20 +242,26 @@ class Request:
             self._fail(InternalError(f"starting failed: {type(err).__name__}: {err}"))
 
     async def _place(self, choice: Choice) -> conductor_pb2.Placement:
-        config, start_ns = self.core.config, time.monotonic_ns()
+        config, wanted, start_ns = self.core.config, self.generation, time.monotonic_ns()
         attributes: dict[str, spans.Value] = {names.ATTEMPT: choice.attempt}
         span = spans.begin(names.SPAN_SCHEDULE, self.account.context, attributes, start_ns=start_ns)
         request = conductor_pb2.ScheduleRequest(
             request_id=self._engine_id(choice),
             attempt=choice.attempt,
-            model=self.generation.model,
+            model=wanted.model,
             prompt_tokens=choice.prompt.tokens,
             max_tokens=self._max_tokens(choice),
             block_keys=choice.prompt.keys,
-            ttft_slo_ms=config.ttft_slo_ms,
-            tbt_slo_ms=config.tbt_slo_ms,
-            priority=self.generation.priority,
+            ttft_slo_ms=wanted.ttft_slo_ms or config.ttft_slo_ms,
+            tbt_slo_ms=wanted.tbt_slo_ms or config.tbt_slo_ms,
+            priority=wanted.urgency,
             avoid_instance_ids=choice.avoid,
+            lane=conductor_pb2.LANE_BATCH if wanted.is_batch else conductor_pb2.LANE_INTERACTIVE,
+            session=self._own_name(wanted.session),
+            origin=self._own_name(wanted.origin),
+            tenant=self.tenant.name,
+            endpoint=self.account.route,
+            expected_output_tokens=wanted.expected_tokens or 0,
         )
         failure = "cancelled"
         try:
@@ -299,11 +305,15 @@ class Request:
             sampling=sampling,
             placement=placement,
             deadline_ms=max(1, int(1000 * (self._deadline - self._loop.time()))),
-            priority=wanted.priority,
+            priority=wanted.urgency,
             traceparent=spans.traceparent(self.account.span),
             credit_tokens=self.credit_tokens,
             chain_digest=choice.prompt.chain_digest,
         )
+
+    def _own_name(self, name: str | None) -> str:
+        """Tenants do not share sessions and origins, whatever they call them."""
+        return f"{self.tenant.name}/{name}" if name else ""
 
     def _engine_id(self, choice: Choice) -> str:
         return self.request_id if len(self.choices) == 1 else f"{self.request_id}-{choice.index}"

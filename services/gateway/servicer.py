@@ -11,13 +11,13 @@ from typing import Any
 from kvmesh.kvcache.keys import TOKEN_BYTES, unpack_tokens
 from kvmesh.rpc.errors import BodyTooLarge, DeadlinePassed, InvalidRequest
 from kvmesh.rpc.metadata import context_from_metadata
-from kvmesh.rpc.pb import common_pb2, gateway_pb2, gateway_pb2_grpc
+from kvmesh.rpc.pb import common_pb2, conductor_pb2, gateway_pb2, gateway_pb2_grpc
 from kvmesh.rpc.sampling import MAX_TOP_LOGPROBS
 from services.gateway.api_keys import Tenant
 from services.gateway.chat import Message
 from services.gateway.choice import Delta
 from services.gateway.core import Core
-from services.gateway.generation import Generation, Prompt, between, refused
+from services.gateway.generation import BATCH, Generation, Prompt, between, refused
 from services.gateway.openai import ROLES
 from services.gateway.requests import Request
 
@@ -145,8 +145,20 @@ def to_generation(request: gateway_pb2.GenerateRequest, core: Core, tenant: Tena
         logprobs=request.top_logprobs if request.logprobs else -1,
         cache_salt=request.cache_salt,
         priority=request.priority,
+        ttft_slo_ms=request.ttft_slo_ms or None,
+        tbt_slo_ms=request.tbt_slo_ms or None,
+        lane=_lane(request),
+        session=request.session or None,
+        origin=request.origin or None,
+        expected_tokens=request.expected_tokens or None,
         timeout_s=request.timeout_ms / 1000 if request.timeout_ms else None,
     ).check(core.config.limits)
+
+
+def _lane(request: gateway_pb2.GenerateRequest) -> str | None:
+    if request.lane not in conductor_pb2.Lane.values():
+        raise refused("lane", request.lane, f"must be one of {', '.join(conductor_pb2.Lane.keys())}")
+    return BATCH if request.lane == conductor_pb2.LANE_BATCH else None
 
 
 def _prompt(request: gateway_pb2.GenerateRequest) -> Prompt:

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from kvmesh.rpc.pb import common_pb2 as _common_pb2
+from kvmesh.rpc.pb import conductor_pb2 as _conductor_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -87,6 +88,12 @@ class GenerateRequest(_message.Message):
     FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
     REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    TTFT_SLO_MS_FIELD_NUMBER: _builtins.int
+    TBT_SLO_MS_FIELD_NUMBER: _builtins.int
+    LANE_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    ORIGIN_FIELD_NUMBER: _builtins.int
+    EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """empty: the gateway makes one"""
     model: _builtins.str
@@ -113,6 +120,17 @@ class GenerateRequest(_message.Message):
     presence_penalty: _builtins.float
     frequency_penalty: _builtins.float
     repetition_penalty: _builtins.float
+    ttft_slo_ms: _builtins.int
+    """0: the gateway's, else the model's, also the next one"""
+    tbt_slo_ms: _builtins.int
+    lane: _conductor_pb2.Lane.ValueType
+    """BATCH waits here, up to its deadline, until something is idle"""
+    session: _builtins.str
+    """requests of one conversation; "": none told"""
+    origin: _builtins.str
+    """requests that share much of their prompts; "": none told"""
+    expected_tokens: _builtins.int
+    """of the answer, the client's own guess; 0: none"""
     @_builtins.property
     def chat(self) -> Global___Chat: ...
     @_builtins.property
@@ -146,10 +164,16 @@ class GenerateRequest(_message.Message):
         frequency_penalty: _builtins.float = ...,
         repetition_penalty: _builtins.float = ...,
         logit_bias: _abc.Iterable[_common_pb2.LogitBias] | None = ...,
+        ttft_slo_ms: _builtins.int = ...,
+        tbt_slo_ms: _builtins.int = ...,
+        lane: _conductor_pb2.Lane.ValueType = ...,
+        session: _builtins.str = ...,
+        origin: _builtins.str = ...,
+        expected_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "chat", b"chat", "prompt", b"prompt", "seed", b"seed", "temperature", b"temperature", "text", b"text", "token_ids", b"token_ids", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "cache_salt", b"cache_salt", "chat", b"chat", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "model", b"model", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt", b"prompt", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "seed", b"seed", "stop", b"stop", "temperature", b"temperature", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "cache_salt", b"cache_salt", "chat", b"chat", "expected_tokens", b"expected_tokens", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "lane", b"lane", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "model", b"model", "origin", b"origin", "presence_penalty", b"presence_penalty", "priority", b"priority", "prompt", b"prompt", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "seed", b"seed", "session", b"session", "stop", b"stop", "tbt_slo_ms", b"tbt_slo_ms", "temperature", b"temperature", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p", "ttft_slo_ms", b"ttft_slo_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
