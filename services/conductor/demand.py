@@ -177,7 +177,8 @@ class Demands:
         backlog_s = sum(i.queue.wait_s(now) for i in instances)
         asked.backlog_s += passed * (backlog_s - asked.backlog_s)
         placed, placed_tokens, batch = asked.placed.at(now), asked.placed_tokens.at(now), asked.batch.at(now)
-        asked.rows += passed * (_rows(instances) * placed / (placed + batch or 1.0) - asked.rows)
+        counted = placed / (placed + batch) if placed + batch > 0 else 1.0
+        asked.rows += passed * (_rows(instances) * counted - asked.rows)
         token_s = asked.placed_s.at(now) / placed_tokens if placed_tokens > 0 else instances[0].seconds_per_token()
         unplaced = min(MAX_UNPLACED, max(1.0, asked.requests.at(now) / placed)) if placed > 0 else 1.0
         carried = [_carried(i, tbt_slo_s) for i in instances if i.role.decodes] or [1.0]

@@ -77,6 +77,8 @@ class Scale:
 
     def _wanted(self, key: tuple[str, Role], there: int, demand: float, now: float) -> int:
         pool = self._pools.setdefault(key, _Pool(max(1, there)))
+        if there < pool.wanted and demand <= BELOW * self._target * there:
+            pool.wanted = max(1, there)  # some have gone, and are not missed
         enough = min(MAX_WANTED, max(1, math.ceil(demand / self._target)))
         if demand > self._high * pool.wanted:
             pool.wanted, pool.calm_since = max(enough, pool.wanted), None
