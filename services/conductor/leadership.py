@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvmesh.leader.leadership import Leadership, first_term
+from kvmesh.leader.leadership import Leadership, first_term, lease_clock
 from kvmesh.leader.redis_lease import Redis, RedisLease
 from kvmesh.rpc.errors import DeadlinePassed, InvalidRequest, KvmeshError, NotLeader, Unavailable, UnknownInstance
 from kvmesh.rpc.masters import Caller, Masters
@@ -22,8 +22,10 @@ DRAIN_S = 3.0
 class Office:
     """`deliver` hands an event to the brain, on the event loop."""
 
-    def __init__(self, config: ConductorConfig, deliver: Callable[[Event], object]) -> None:
-        """Alone it leads at once. Raises ConfigError: a setting of Redis is wrong."""
+    def __init__(
+        self, config: ConductorConfig, deliver: Callable[[Event], object], clock: Callable[[], float] = lease_clock
+    ) -> None:
+        """`clock`: see Leadership. Raises ConfigError: a setting of Redis is wrong."""
         self._config = config
         self._deliver = deliver
         self._address = ""
@@ -36,7 +38,7 @@ class Office:
             self._redis = Redis(config.redis, config.mesh, lease_s / 3, PART)
             self._book = CordonBook(self._redis, deliver)
         first = 1 if lease_s is None else first_term()
-        self._leadership = Leadership(lease_s, self._lead, self._lead, lambda why: self._lead(0), first=first)
+        self._leadership = Leadership(lease_s, self._lead, self._lead, lambda why: self._lead(0), clock, first)
 
     def begin(self) -> None:
         """Without Redis: lead."""
