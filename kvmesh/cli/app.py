@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvmesh.cli import apikey, bench, chat, doctor, explain, replay, role, serve, sim, status, store, trace, up
+from kvmesh.cli import apikey, bench, chat, doctor, explain, kvsize, replay, role, serve, sim, status, store, trace, up
 from kvmesh.cli.console import console
 
 app = typer.Typer(
@@ -35,6 +35,7 @@ app.command("role")(role.role)
 app.command("bench", help=bench.HELP)(bench.bench)
 app.command("replay", help=replay.HELP)(replay.replay)
 app.add_typer(sim.app, name="sim")
+app.command("kvsize", help=kvsize.HELP)(kvsize.kvsize)
 app.add_typer(store.app, name="store")
 app.command("apikey")(apikey.apikey)
 app.command("doctor")(doctor.doctor)

@@ -60,17 +60,22 @@ class CsvTable:
         self._file.close()
 
 
+def need_pyarrow() -> Any:
+    """The module. ConfigError: it is not installed."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        why = "needs pyarrow: pip install 'kvmesh[sim]'; csv needs nothing"
+        raise ConfigError(f"table='parquet': {why}", field="table") from None
+    return pyarrow
+
+
 class ParquetTable:
     """Row groups of GROUP_ROWS, zstd."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            import pyarrow
-            import pyarrow.parquet
-        except ImportError:
-            why = "needs pyarrow: pip install 'kvmesh[sim]'; csv needs nothing"
-            raise ConfigError(f"table='parquet': {why}", field="table") from None
-        self._arrow = pyarrow
+        pyarrow = self._arrow = need_pyarrow()
         kinds = {"int": pyarrow.int64(), "float": pyarrow.float64()}
         self._schema = pyarrow.schema(
             [(one.name, kinds.get(str(one.type), pyarrow.string())) for one in fields(Record)]

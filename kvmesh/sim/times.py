@@ -156,7 +156,7 @@ def node_spec(
     """An instance over `gpus` GPUs with its share of the node's memory, disks and NICs; `times`: measured ones instead
     of the roofline's. ConfigError: the weights do not fit."""
     if gpus < 1:
-        raise ConfigError(f"gpus_per_instance={gpus}: must be at least 1", field="gpus_per_instance")
+        raise ConfigError(f"gpus={gpus}: must be at least 1", field="gpus")
     roofline = Roofline(hardware, gpus, shape, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
     room = hardware.memory_bytes * hardware.efficiency.device_memory - roofline.weight_bytes / gpus
     kv_tokens = int(room // roofline.kv_rank_bytes)

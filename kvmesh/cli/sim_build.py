@@ -1,0 +1,149 @@
+"""Options of `kvmesh sim run` → what the simulator takes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from enum import Enum
+from typing import TYPE_CHECKING, TypeVar
+
+from kvmesh.cli.sim_options import Options, number_of, synthetic_of
+from kvmesh.rpc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvmesh.sim.config import SimConfig
+    from kvmesh.sim.times import NodeSpec
+    from kvmesh.sim.workload import SimRequest
+    from services.conductor.settings import Settings
+
+E = TypeVar("E", bound=Enum)
+
+
+def requests_of(options: Options) -> Iterator[SimRequest]:
+    """The workload, anew each time. ConfigError: a value, or, while it is read, a line that cannot be."""
+    from kvmesh.sim import workload, workload_csv
+    from kvmesh.sim.synthetic import synthetic
+
+    if options.synthetic is not None:
+        config = synthetic_of(options.synthetic, options.requests, options.block_tokens, options.speed)
+        made = itertools.islice(synthetic(config, options.seed), options.skip, None)
+        return made if options.max_output is None else _cut(made, options.max_output)
+    reading = workload.Reading(
+        block_tokens=options.block_tokens,
+        speed=options.speed,
+        limit=options.requests,
+        skip=options.skip,
+        max_output=options.max_output,
+    )
+    if options.trace is not None:
+        return workload.mooncake(options.trace, reading, trace_block=options.trace_block)
+    assert options.csv is not None
+    return workload_csv.read(options.csv, reading)
+
+
+def _cut(requests: Iterator[SimRequest], most: int) -> Iterator[SimRequest]:
+    return (replace(one, output_tokens=min(one.output_tokens, most)) for one in requests)
+
+
+def count_of(options: Options) -> int | None:
+    """How many requests there will be, for a progress bar; None: as many as the file has."""
+    if options.synthetic is not None:
+        return synthetic_of(options.synthetic, options.requests, options.block_tokens, options.speed).requests or None
+    path = options.trace or options.csv
+    assert path is not None
+    try:
+        with path.open("rb") as file:
+            lines = sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
+    except OSError as err:
+        name = "trace" if options.trace else "csv"
+        raise ConfigError(f"{name}={str(path)!r}: {err.strerror}", field=name) from None
+    left = max(0, lines - options.skip)
+    return left if options.requests is None else min(left, options.requests)
+
+
+def config_of(options: Options) -> SimConfig:
+    """The machines and their conductor. ConfigError names option and value."""
+    from kvmesh.sim.config import Mode, SimConfig
+    from kvmesh.sim.hardware import hardware
+    from kvmesh.sim.shapes import shape_of
+
+    spec = node_of(options)
+    gpu, shape = hardware(options.gpu), shape_of(options.model)
+    counts = {"coupled": options.coupled or 0}
+    if options.coupled is None:
+        counts = {"prefill": options.prefill or 8, "decode": options.decode or 8}
+    mode = f"coupled-{options.coupled_mode}" if options.coupled else Mode.DISAGGREGATED.value
+    return SimConfig(
+        mode=_member(Mode, "coupled_mode", mode),
+        prefill=(spec,) * counts.get("prefill", 0),
+        decode=(spec,) * counts.get("decode", 0),
+        coupled=(spec,) * counts.get("coupled", 0),
+        block_tokens=options.block_tokens,
+        seed=options.seed,
+        conductor=_settings(options),
+        conductors=options.conductors,
+        orders=options.orders,
+        retries=options.retries,
+        chunk_tokens=options.chunk_tokens,
+        batch_tokens=options.chunk_tokens,
+        layers=shape.layers,
+        max_running=options.max_running,
+        load_bytes_per_s=options.gpus * gpu.host_bytes_per_s * gpu.efficiency.host,
+        prefix_cache=options.prefix_cache,
+    )
+
+
+def node_of(options: Options) -> NodeSpec:
+    """One instance: the roofline of its GPUs or, with `times`, what was fitted."""
+    from kvmesh.sim.fitted import Fitted, read_costs
+    from kvmesh.sim.hardware import changed, hardware
+    from kvmesh.sim.shapes import shape_of
+    from kvmesh.sim.times import node_spec
+
+    gpu = changed(hardware(options.gpu), nic_gbps=options.nic_gbps, dram_gib=options.dram_gib, ssd_gib=options.ssd_gib)
+    spec = node_spec(
+        gpu,
+        options.gpus,
+        shape_of(options.model),
+        weight_dtype=options.weight_dtype,
+        kv_dtype=options.kv_dtype,
+    )
+    for name in ("kv_tokens", "dram_tokens"):
+        if (tokens := getattr(options, name)) is not None:
+            spec = replace(spec, **{name: tokens})
+    if options.times is None:
+        return spec
+    costs = read_costs(options.times)
+    if options.nic_gbps is None and costs.transfer.b > 0:
+        spec = replace(spec, nic_bytes_per_s=1 / costs.transfer.b)
+    return replace(spec, times=Fitted(costs))
+
+
+def _settings(options: Options) -> Settings:
+    from services.conductor.domain import Fetch
+    from services.conductor.settings import AdmissionSettings, Mode, Policy, Settings, ThresholdMode
+
+    adaptive = options.threshold == "adaptive"
+    threshold = 1.0 if adaptive else number_of("threshold", options.threshold)
+    if threshold < 0:
+        raise ConfigError(f"threshold={options.threshold!r}: must be at least 0, or adaptive", field="threshold")
+    bounds_s = options.tbt_bounds_s
+    return Settings(
+        slo_ttft_s=options.slo_ttft / 1000,
+        slo_tbt_s=bounds_s[-1] if options.slo_tbt is None else options.slo_tbt / 1000,
+        balancing_threshold=threshold,
+        threshold_mode=ThresholdMode.ADAPTIVE if adaptive else ThresholdMode.FIXED,
+        fetch=_member(Fetch, "fetch", options.fetch),
+        policy=_member(Policy, "policy", options.policy.replace("-", "_")),
+        admission=AdmissionSettings(mode=_member(Mode, "admission", options.admission)),
+    )
+
+
+def _member(kind: type[E], name: str, text: str) -> E:
+    """ConfigError names what there is to choose from."""
+    try:
+        return kind(text)
+    except ValueError:
+        values = ", ".join(str(one.value) for one in kind)
+        raise ConfigError(f"{name}={text!r}: choose one of {values}", field=name) from None

@@ -1,0 +1,236 @@
+"""What `kvmesh sim run` is told: one value per option, sweeps over them, and the checks that need no simulator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+
+from kvmesh.rpc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvmesh.sim.synthetic import Lengths, SyntheticConfig
+
+MAX_RUNS = 64
+
+
+def _opt(default: Any, text: str, metavar: str = "", *, least: int | None = None, flags: tuple[str, ...] = ()) -> Any:
+    """A field that is an option; `least`: its least value."""
+    return field(default=default, metadata={"help": text, "metavar": metavar or None, "least": least, "flags": flags})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is served."""
+
+    trace: Path | None = _opt(None, "Trace of Mooncake's format.", "FILE")  # noqa: RUF009
+    csv: Path | None = _opt(None, "Table with a header: time (s, or time_ms), input, output.", "FILE")  # noqa: RUF009
+    synthetic: str | None = _opt(
+        None,
+        "Sessions over prefix trees: rate (requests/s), burstiness (1: Poisson), applications, zipf, depth, branching, "
+        "turns, think_s, and lengths as MEAN[:SPREAD[:MOST]]: system, node, user, output.",
+        "NAME=VALUE,...",
+    )
+    requests: int | None = _opt(None, "The first N.", "N", least=1)
+    skip: int = _opt(0, "Leave out the first N.", "N", least=0)
+    speed: float = _opt(1.0, "2: arrivals twice as dense.", "X")
+    max_output: int | None = _opt(None, "Cut answers.", "TOKENS", least=1)
+    trace_block: int = _opt(512, "Tokens behind one hash id.", "N", least=1)
+    block_tokens: int = _opt(256, "Tokens of a block.", "N", least=1)
+    seed: int = _opt(0, "Of arrivals, lengths and ties.", "N")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machines:
+    """What serves it."""
+
+    gpu: str = _opt("a800", "a100, a800, h100, h800, h20, h200 or l20.", "NAME")
+    gpus: int = _opt(
+        8, "Of an instance, in tensor parallelism; 8 fill a node.", "N", least=1, flags=("--gpus", "--gpus-per-node")
+    )
+    model: str = _opt("llama3-70b", "Preset, config.json or its folder: see kvmesh kvsize.", "MODEL")
+    weight_dtype: str = _opt("bf16", "bf16, fp8, ...", "DTYPE")
+    kv_dtype: str = _opt("bf16", "bf16, fp8, ...", "DTYPE")
+    prefill: int | None = _opt(None, "Prefill instances; by default 8.", "N", least=1)
+    decode: int | None = _opt(None, "Decode instances; by default 8.", "N", least=1)
+    coupled: int | None = _opt(None, "Instances that do both, instead of these.", "N", least=1)
+    coupled_mode: str = _opt("prefill-first", "prefill-first or chunked.", "MODE")
+    prefix_cache: bool = _opt(True, "Of coupled instances, in device memory.")
+    times: Path | None = _opt(None, "Fitted step times instead of the roofline's.", "FILE")  # noqa: RUF009
+    nic_gbps: float | None = _opt(None, "NICs of a node of 8 GPUs.", "Gb/s")
+    dram_gib: float | None = _opt(None, "Host memory for KV of a node; by default 1024.", "GiB")
+    dram_tokens: int | None = _opt(None, "The same of an instance.", "TOKENS", least=1)
+    ssd_gib: float | None = _opt(None, "SSD for KV of a node; by default none.", "GiB")
+    kv_tokens: int | None = _opt(None, "Device memory for KV of an instance.", "TOKENS", least=1)
+    chunk_tokens: int = _opt(8192, "Of a prefill step.", "N", least=1)
+    max_running: int = _opt(256, "Rows of a decode batch.", "N", least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deciding:
+    """What decides, and by which bounds. SLOs in ms."""
+
+    policy: str = _opt(
+        "kvcache",
+        "kvcache, cache-aware, least-loaded, power-of-two, round-robin, random or session-hash.",
+        "NAME",
+    )
+    admission: str = _opt("predicted", "off, baseline, early or predicted.", "MODE")
+    threshold: str = _opt("1", "Balancing threshold: a number, or adaptive.", "X")
+    fetch: str = _opt("cheaper", "Prefixes of others: cheaper, always or never.", "WHEN")
+    conductors: int = _opt(1, "How many.", "N", least=1)
+    orders: bool = _opt(False, "Carry out the leader's orders (replicas, roles).")
+    retries: int = _opt(0, "Of a refused request, after its Retry-After.", "N", least=0)
+    slo_ttft: float = _opt(30_000.0, "TTFT, for admission and goodput.", "MS")
+    slo_tbt: float | None = _opt(None, "TBT for admission; by default the last of --tbt-slos.", "MS")
+    tbt_slos: str = _opt("100,200,300", "TBT for goodput.", "MS,...")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Deciding, Machines, Workload):
+    """One run. Fields are the options of `kvmesh sim run`, one by one."""
+
+    def __post_init__(self) -> None:
+        """What contradicts itself."""
+        given = [name for name in ("trace", "csv", "synthetic") if getattr(self, name) is not None]
+        if len(given) != 1:
+            told = " and ".join(f"--{name}" for name in given) or "none"
+            raise ConfigError(f"{told}: give one of --trace, --csv and --synthetic", field="trace")
+        if self.coupled is not None and (self.prefill is not None or self.decode is not None):
+            raise ConfigError(f"coupled={self.coupled}: not with --prefill or --decode", field="coupled")
+        for name in ("prefill", "decode", "coupled"):
+            count = getattr(self, name)
+            if count is not None and not 1 <= count <= 100_000:
+                raise ConfigError(f"{name}={count}: must be at least 1", field=name)
+        if not 0 < self.slo_ttft < math.inf:
+            raise ConfigError(f"slo_ttft={self.slo_ttft:g}: must be over 0 ms", field="slo_ttft")
+        if self.slo_tbt is not None and not 0 < self.slo_tbt < math.inf:
+            raise ConfigError(f"slo_tbt={self.slo_tbt:g}: must be over 0 ms", field="slo_tbt")
+
+    @property
+    def tbt_bounds_s(self) -> list[float]:
+        """What goodput is judged by, rising."""
+        found = sorted(number_of("tbt_slos", word) for word in self.tbt_slos.split(","))
+        for bound in found:
+            if not 0 < bound < math.inf:
+                raise ConfigError(f"tbt_slos={self.tbt_slos!r}: must be over 0 ms", field="tbt_slos")
+        return [bound / 1000 for bound in found]
+
+    @property
+    def source(self) -> str:
+        """What the requests come from, for a title."""
+        if self.synthetic is not None:
+            return f"synthetic ({self.synthetic})" if self.synthetic else "synthetic"
+        path = self.trace or self.csv
+        assert path is not None
+        return path.name
+
+    def told(self) -> dict[str, Any]:
+        """For a report: all that was given or has a default; nothing of what does not apply."""
+        found = {one.name: getattr(self, one.name) for one in fields(self)}
+        if self.coupled is None:
+            del found["coupled_mode"], found["prefix_cache"]
+        return {
+            name: str(value) if isinstance(value, Path) else value for name, value in found.items() if value is not None
+        }
+
+
+def number_of(name: str, text: str) -> float:
+    """ConfigError names the option."""
+    try:
+        found = float(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text!r}: is no number", field=name) from None
+    if not math.isfinite(found):
+        raise ConfigError(f"{name}={text!r}: must be finite", field=name)
+    return found
+
+
+def value_of(name: str, kind: Any, text: str) -> Any:
+    """`text` as a field of this type. ConfigError names field and value."""
+    kinds = get_args(kind) or (kind,)
+    if bool in kinds:
+        if text not in ("true", "false"):
+            raise ConfigError(f"{name}={text!r}: must be true or false", field=name)
+        return text == "true"
+    if int in kinds:
+        found = number_of(name, text)
+        if found != int(found):
+            raise ConfigError(f"{name}={text!r}: must be a whole number", field=name)
+        return int(found)
+    if float in kinds:
+        return number_of(name, text)
+    return Path(text) if Path in kinds else text
+
+
+# ── sweeps ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def sweeps(base: Options, texts: Sequence[str]) -> Iterator[tuple[dict[str, str], Options]]:
+    """Every combination of `NAME=VALUE,VALUE,...`: (what differs, the options). ConfigError: an unknown name, one given
+    twice, too many runs."""
+    kinds = get_type_hints(Options)
+    axes: dict[str, list[str]] = {}
+    for text in texts:
+        name, equals, values = text.partition("=")
+        name = name.strip().lstrip("-").replace("-", "_")
+        if not equals or name not in kinds or name == "tbt_slos":
+            known = ", ".join(one for one in kinds if one != "tbt_slos")
+            raise ConfigError(f"sweep={text!r}: must be NAME=VALUE,VALUE,... with NAME one of {known}", field="sweep")
+        if name in axes:
+            raise ConfigError(f"sweep={text!r}: {name} stands twice", field="sweep")
+        words = values.split(";" if ";" in values else ",")
+        axes[name] = [word.strip() for word in words]
+        if len(set(axes[name])) != len(axes[name]):
+            raise ConfigError(f"sweep={text!r}: a value stands twice", field="sweep")
+    if (runs := math.prod(map(len, axes.values()))) > MAX_RUNS:
+        raise ConfigError(f"sweep={list(texts)}: makes {runs} runs, at most {MAX_RUNS}", field="sweep")
+    for combination in product(*axes.values()):
+        chosen = dict(zip(axes, combination, strict=True))
+        yield chosen, replace(base, **{name: value_of(name, kinds[name], text) for name, text in chosen.items()})
+
+
+def label(chosen: dict[str, str]) -> str:
+    """Of one run of a sweep; fit for a folder's name."""
+    text = ",".join(f"{name}={value}" for name, value in chosen.items()) or "run"
+    return "".join(char if char.isalnum() or char in "=,._-" else "_" for char in text)
+
+
+# ── synthetic workloads ───────────────────────────────────────────────────────────────────────────
+
+
+def synthetic_of(text: str, requests: int | None, block_tokens: int, speed: float) -> SyntheticConfig:
+    """`NAME=VALUE,...` with the fields of SyntheticConfig; lengths are MEAN[:SPREAD[:MOST]]. `speed` multiplies the
+    rate. ConfigError names field and value."""
+    from kvmesh.sim.synthetic import Lengths, SyntheticConfig
+
+    kinds = {name: kind for name, kind in get_type_hints(SyntheticConfig).items() if name not in _GIVEN}
+    told: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = part.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals or name not in kinds or name in told:
+            raise ConfigError(f"synthetic={part!r}: must be NAME=VALUE, once, of {', '.join(kinds)}", field="synthetic")
+        told[name] = _lengths(name, value) if kinds[name] is Lengths else value_of(name, kinds[name], value)
+    if not 0 < speed < math.inf:
+        raise ConfigError(f"speed={speed:g}: must be over 0", field="speed")
+    told["rate"] = told.get("rate", 1.0) * speed
+    if requests is not None:
+        told["requests"] = requests
+    return SyntheticConfig(**told, block_tokens=block_tokens)
+
+
+_GIVEN = ("requests", "block_tokens")  # by options of their own
+
+
+def _lengths(name: str, text: str) -> Lengths:
+    from kvmesh.sim.synthetic import Lengths
+
+    numbers = [number_of(name, word) for word in text.split(":")]
+    if len(numbers) > 3:
+        raise ConfigError(f"{name}={text!r}: must be MEAN, MEAN:SPREAD or MEAN:SPREAD:MOST", field=name)
+    found = Lengths(*numbers[:2])
+    return replace(found, most=int(numbers[2])) if len(numbers) == 3 else found
