@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvmesh.cli.console import console, one_line_errors, wide_enough
 from kvmesh.rpc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvmesh.sim.shapes import ModelShape
 
 GIB = 1 << 30
 
@@ -39,7 +42,7 @@ def sizes(model: str, dtype: str, tp: int, block_tokens: int) -> dict[str, Any]:
         beyond = token * (shape.kv_layers - shape.window_layers) // shape.kv_layers
     return {
         "model": shape.name,
-        "attention": "MLA" if shape.mla else "MHA" if shape.kv_heads == shape.heads else f"GQA {shape.kv_heads}",
+        "attention": _attention(shape),
         "layers": shape.layers,
         "kv_layers": shape.kv_layers,
         "params": shape.params,
@@ -58,6 +61,13 @@ def sizes(model: str, dtype: str, tp: int, block_tokens: int) -> dict[str, Any]:
     }
 
 
+def _attention(shape: ModelShape) -> str:
+    if shape.mla:
+        return f"MLA, latent of {shape.kv_lora_rank} + {shape.rope_dim}"
+    kind = "MHA" if shape.kv_heads == shape.heads else "MQA" if shape.kv_heads == 1 else "GQA"
+    return f"{kind}, {shape.kv_heads} KV head{'s' if shape.kv_heads > 1 else ''} of {shape.head_dim}"
+
+
 def lines(told: dict[str, Any]) -> list[tuple[str, str]]:
     """What a person reads."""
     found = [
@@ -70,20 +80,21 @@ def lines(told: dict[str, Any]) -> list[tuple[str, str]]:
         copies = f" (kept {told['copies']:g} times in all)" if told["copies"] > 1 else ""
         found.append((f"of a token, each of {told['tp']} ranks", f"{told['bytes_per_token_of_a_rank']:,} B{copies}"))
     if told["window_layers"]:
-        seen = (
-            f"{told['window_layers']} of {told['kv_layers']} layers see the last {told['window_tokens']:,} tokens alone"
-        )
-        found.append(
-            ("sliding window", f"{seen}; a token before them needs {told['bytes_per_token_beyond_window']:,} B")
-        )
+        seen = f"{told['window_layers']} of {told['kv_layers']} layers see {told['window_tokens']:,} tokens back"
+        beyond = f"{told['bytes_per_token_beyond_window']:,} B"
+        found.append(("sliding window", f"{seen}; a token before them needs {beyond}"))
     if told["kv_layers"] < told["layers"]:
         found.append(("layers with KV", f"{told['kv_layers']} of {told['layers']}"))
     return found
 
 
 def _billions(told: dict[str, Any]) -> str:
-    text = f"{told['params'] / 1e9:.3g}B parameters"
-    return text if told["active_params"] == told["params"] else f"{text} ({told['active_params'] / 1e9:.3g}B active)"
+    text = f"{_short(told['params'])} parameters"
+    return text if told["active_params"] == told["params"] else f"{text} ({_short(told['active_params'])} active)"
+
+
+def _short(count: int) -> str:
+    return f"{count / 1e9:.3g}B" if count >= 1e8 else f"{count / 1e6:.3g}M"
 
 
 @one_line_errors

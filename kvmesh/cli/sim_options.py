@@ -232,5 +232,6 @@ def _lengths(name: str, text: str) -> Lengths:
     numbers = [number_of(name, word) for word in text.split(":")]
     if len(numbers) > 3:
         raise ConfigError(f"{name}={text!r}: must be MEAN, MEAN:SPREAD or MEAN:SPREAD:MOST", field=name)
-    found = Lengths(*numbers[:2])
-    return replace(found, most=int(numbers[2])) if len(numbers) == 3 else found
+    found = Lengths(numbers[0])
+    found = replace(found, spread=numbers[1]) if len(numbers) > 1 else found
+    return replace(found, most=int(numbers[2])) if len(numbers) > 2 else found
