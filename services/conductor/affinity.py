@@ -6,8 +6,8 @@ the score, never a router of its own. Pure.
     origin    Requests that share much of their prompts and run in one batch share reads of the KV (cascade attention),
               so they gather at one decode instance, among those where they went lately.
 
-Each is a number of seconds that being *elsewhere* costs (nearness.py): at most what `AffinitySettings` says, less as
-time goes by. An instance whose load costs more than that is left, so nothing piles up.
+Each is a number of seconds that being *elsewhere* costs a request (nearness.py): at most what `AffinitySettings` says,
+less as time goes by. An instance whose load costs more than that is left, so nothing piles up.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 
 from services.conductor.domain import Schedule
-from services.conductor.nearness import NOTHING, NOWHERE, Near, Worth
+from services.conductor.nearness import ANSWER_TOKENS, NOTHING, NOWHERE, Near, Worth
 from services.conductor.placement import Choice
 from services.conductor.settings import AffinitySettings
 
@@ -48,10 +48,11 @@ class Affinity:
         prefill = decode = together = NOTHING
         if last is not None:
             worth_s = most.session_s * math.exp(-max(0.0, now - last[2]) / SESSION_FADES_S)
-            prefill, decode = Worth({last[0]: worth_s}), Worth({last[1]: worth_s})
+            prefill, decode = Worth({last[0]: worth_s}), Worth({last[1]: worth_s / ANSWER_TOKENS})
         if places is not None:
-            fade = ORIGIN_FADES_S
-            together = Worth({i: most.origin_s * math.exp(-max(0.0, now - at) / fade) for i, at in places.items()})
+            each_s = most.origin_s / ANSWER_TOKENS
+            faded = {i: math.exp(-max(0.0, now - at) / ORIGIN_FADES_S) for i, at in places.items()}
+            together = Worth({i: each_s * share for i, share in faded.items()})
         return Near(prefill, decode, together)
 
     def placed(self, request: Schedule, choice: Choice, now: float) -> None:

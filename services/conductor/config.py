@@ -77,11 +77,11 @@ class ConductorConfig(ServiceConfig):
     )
     session_affinity_ms: int = field(
         default=0,
-        metadata={"help": "TTFT that staying where a session's last request went may cost, in ms.", "min": 0},
+        metadata={"help": "What staying where a session's last request went may cost a request, in ms.", "min": 0},
     )
     origin_affinity_ms: int = field(
         default=0,
-        metadata={"help": "TBT that decoding requests of one origin together may cost, in ms.", "min": 0},
+        metadata={"help": "What decoding requests of one origin together may cost a request, in ms.", "min": 0},
     )
     fetch: str = field(
         default="cheaper",

@@ -23,44 +23,42 @@ class Outgoing:
 
     def __init__(self) -> None:
         self._bytes: dict[Life, int] = {}
-        self._pulls: dict[str, tuple[int, Sequence[Load]]] = {}
-        self._later: list[tuple[float, int, str]] = []  # likewise, of pulls that have not begun
-        self._begun: set[str] = set()
-        self._ends: list[tuple[float, int, str]] = []  # a heap; entries of ended pulls are skipped by their number
+        self._pulls: dict[str, tuple[int, list[Load]]] = {}  # those that count already
+        # Heaps; entries of ended pulls are skipped by their number.
+        self._later: list[tuple[float, int, str, Sequence[Load]]] = []
+        self._ends: list[tuple[float, int, str]] = []
         self._number = 0
 
     def __len__(self) -> int:
-        """Pulls under way."""
+        """Pulls under way, or to come."""
         return len(self._pulls)
 
     def ahead(self, holder: Life) -> int:
         """Bytes that it has still to send."""
         return self._bytes.get(holder, 0)
 
-    def add(self, request_id: str, loads: Sequence[Load], until: float, begins: float | None = None) -> None:
-        """A placement made `request_id` read these, at once or when it `begins`; what it read before is over."""
+    def add(
+        self, request_id: str, loads: Sequence[Load], until: float, later: Sequence[Load] = (), begins: float = 0.0
+    ) -> None:
+        """A placement made `request_id` read these, and `later` when that `begins`; what it read before is over."""
         self.end(request_id)
-        if not loads:
+        if not loads and not later:
             return
         self._number += 1
-        self._pulls[request_id] = self._number, loads
-        if begins is None:
-            self._begin(request_id, loads)
-        else:
-            heapq.heappush(self._later, (begins, self._number, request_id))
+        self._pulls[request_id] = self._number, []
+        self._count(request_id, loads)
+        if later:
+            heapq.heappush(self._later, (begins, self._number, request_id, later))
         heapq.heappush(self._ends, (until, self._number, request_id))
 
-    def _begin(self, request_id: str, loads: Sequence[Load]) -> None:
-        self._begun.add(request_id)
+    def _count(self, request_id: str, loads: Sequence[Load]) -> None:
+        self._pulls[request_id][1].extend(loads)
         for load in loads:
             self._bytes[load.holder] = self._bytes.get(load.holder, 0) + load.nbytes
 
     def end(self, request_id: str) -> None:
         """Its pulls are over; also right when there is none."""
         _, loads = self._pulls.pop(request_id, (0, ()))
-        if request_id not in self._begun:
-            return
-        self._begun.remove(request_id)
         for load in loads:
             left = self._bytes[load.holder] - load.nbytes
             if left > 0:
@@ -71,10 +69,9 @@ class Outgoing:
     def expire(self, now: float) -> None:
         """Time passes."""
         while self._later and self._later[0][0] <= now:
-            _, number, request_id = heapq.heappop(self._later)
-            known, loads = self._pulls.get(request_id, (0, ()))
-            if known == number:
-                self._begin(request_id, loads)
+            _, number, request_id, loads = heapq.heappop(self._later)
+            if self._pulls.get(request_id, (0, ()))[0] == number:
+                self._count(request_id, loads)
         while self._ends and self._ends[0][0] <= now:
             _, number, request_id = heapq.heappop(self._ends)
             if self._pulls.get(request_id, (0, ()))[0] == number:

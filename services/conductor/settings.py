@@ -47,7 +47,7 @@ class AdmissionSettings:
 
 @dataclass(frozen=True)
 class AffinitySettings:
-    """See affinity.py: what nearness is worth, in seconds of TTFT at most."""
+    """See affinity.py: what nearness is worth at most, in seconds of a whole request."""
 
     session_s: float = 0.0
     origin_s: float = 0.0

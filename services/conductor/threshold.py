@@ -166,7 +166,7 @@ class Threshold:
     def _threshold_by(self, burden: float) -> float:
         low, high = self.bounds
         if burden > RAISE_AT:
-            return min(high, self._value * STEP) if self._value > 0 else high
+            return min(high, max(1.0, self._value) * STEP)  # below 1 is as good as 1
         if burden < LOWER_AT and self._uneven > UNEVEN:
             return max(low, self._value / STEP)
         return self._value
