@@ -40,6 +40,7 @@ class SteadyBlockMap(BlockMap):
         self._retired: deque[_Store] = deque()
         self._gathering: dict[str, _Store] = {}
         self._shortening: dict[str, _Shortening] = {}
+        self.moved: dict[str, None] | None = None  # stores whose slots have changed: for whoever puts a dict here
 
     def __len__(self) -> int:
         """Distinct keys; while `sweep` has work left at most so many, and no fewer than shown."""
@@ -156,7 +157,20 @@ class SteadyBlockMap(BlockMap):
         if not hidden:
             super().check_integrity()
 
+    def drop(self, store_id: str, incarnation: int | None = None) -> int:
+        """See BlockMap."""
+        self._moves(store_id)
+        return super().drop(store_id, incarnation)
+
     # ── inner ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _moves(self, store_id: str) -> None:
+        if self.moved is not None:
+            self.moved[store_id] = None
+
+    def _add_store(self, store_id: str, incarnation: int) -> _Store:
+        self._moves(store_id)
+        return super()._add_store(store_id, incarnation)
 
     def _gathers(self, store_id: str) -> bool:
         """Whether a snapshot of that store is still under way: it may have been overtaken, or its store dropped."""
@@ -228,6 +242,7 @@ class SteadyBlockMap(BlockMap):
         shown.log, other.log = other.log, shown.log
         shown.count, other.count = other.count, shown.count
         self._slots[shown.slot], self._slots[other.slot] = shown, other
+        self._moves(shown.store_id)
         self._hidden = self._hidden & ~shown.bit | other.bit
 
     def _retire(self, ghost: _Store) -> None:

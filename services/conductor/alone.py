@@ -4,10 +4,12 @@ take any, decode instances those of which little is to be computed. Pure: instan
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.conductor import decodes as decoding
 from services.conductor import prefills as prefilling
+from services.conductor.columns import Chosen, Field
 from services.conductor.domain import Refuse, Schedule
 from services.conductor.index import Place, Survey
 from services.conductor.instance import Instance
@@ -24,6 +26,13 @@ class Alone:
 
     choice: Choice
     refused: Refuse | None
+
+
+def able(decodes: Sequence[Instance]) -> Sequence[Instance]:
+    """Those who may compute prompts for their own batch."""
+    if isinstance(decodes, Chosen):
+        return Chosen(decodes.view, decodes.mask & (decodes.view.columns[Field.ALONE] > 0))
+    return [i for i in decodes if i.alone_tokens]
 
 
 def uncached_tokens(request: Schedule, instance: Instance, place: Place, survey: Survey) -> int:

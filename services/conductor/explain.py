@@ -94,6 +94,7 @@ class Decision:
     sample: PrefillSample | None = field(default=None)
     ended: RequestOutcome | None = field(default=None)
     kinds: tuple[WeighedKind, ...] = ()
+    screened: int = 0  # instances that could not have been the best, or get no work, of whom nothing else is told
 
     def is_chosen(self, candidate: Candidate) -> bool:
         """Whether the request went there, as a pair."""
@@ -180,12 +181,14 @@ def decided(
     candidates: tuple[Candidate, ...],
     *,
     kinds: tuple[WeighedKind, ...] = (),
+    serving: int = 0,
     best_prefix: int,
     ttft_slo_s: float,
     tbt_slo_s: float,
     now: float,
 ) -> Decision:
-    """The record of one answer."""
+    """The record of one answer. `serving`: how many instances of the model there are."""
+    told = {c.ref.instance_id for c in candidates} | {k.decode.instance_id for k in kinds if k.kind is not Kind.PAIR}
     placed = answer if isinstance(answer, Placed) else None
     return Decision(
         request.request_id,
@@ -202,6 +205,7 @@ def decided(
         "" if isinstance(answer, Placed) else str(answer.error),
         placed,
         kinds=kinds,
+        screened=max(0, serving - len(told)),
     )
 
 
@@ -232,7 +236,8 @@ def _kind(option: Option, max_tokens: int) -> WeighedKind:
 def candidates_of(
     request: Schedule, serving: Sequence[Instance], why: Mapping[str, str], found: Found | None, slo_s: float
 ) -> tuple[Candidate, ...]:
-    """Every instance of the model in every role it has in a pair; `found`: None when nobody could be weighed."""
+    """Whoever was weighed, and those `serving` instances that were not, in every role that they have in a pair.
+    `found`: None when nobody could be weighed."""
     pair = found.pair if found is not None else None
     known = list(_weighed(pair, slo_s)) if pair is not None else []
     done = {(c.ref, c.role) for c in known}

@@ -11,7 +11,7 @@ from services.conductor.domain import Life, ModelCard, Register
 from services.conductor.instance import Instance, ModelFits
 
 MAX_REPLACED = 4096
-MAX_INSTANCES = 4096
+MAX_INSTANCES = 16_384
 MAX_TEXT = 256  # characters of a name, an address, a fingerprint
 
 _IDENTITY = ("fingerprint", "block_tokens", "dtype", "weights_epoch")  # of ModelCard.kv_identity

@@ -7,7 +7,7 @@ fails them all is something else, and work that may fail is better than none.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
 
 from services.conductor.breaker import Breaker, Phase
@@ -51,6 +51,11 @@ class Breakers:
         self._judged_at = float("-inf")
         self._surveyed_at = float("-inf")
         self._failures: OrderedDict[tuple[str, int, str], None] = OrderedDict()
+
+    @property
+    def tripped(self) -> Collection[Life]:
+        """Those that may rest; nobody else does."""
+        return self._tripped
 
     def due(self, now: float) -> bool:
         """Whether it is time for a survey."""

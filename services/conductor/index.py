@@ -91,6 +91,7 @@ class Index:
 
     def __init__(self) -> None:
         self.truth = SteadyBlockMap()
+        self.truth.moved = {}
         self.pending = Pending()
         self._lower: dict[str, dict[Tier, str]] = {}  # by instance: its tiers below DRAM that have said anything
 
@@ -119,6 +120,19 @@ class Index:
         lower = self._lower.get(life[0])
         below = tuple((t, bit) for t, name in lower.items() if (bit := self._bit((name, life[1])))) if lower else ()
         return Place(self._bit(life), 0 if slot is None else 1 << slot, below)
+
+    def moved(self) -> Iterable[str]:
+        """Stores and tiers whose slots in the map have changed since this was asked before."""
+        found, self.truth.moved = self.truth.moved or {}, {}
+        return found
+
+    def slots(self, instance_id: str) -> dict[str, tuple[int, int]]:
+        """Where each of its tiers shows in the map, and of which life; by the store's name."""
+        found = {}
+        for name in self._names(instance_id):
+            if (slot := self.truth.slot(name)) is not None:
+                found[name] = slot, self.truth.incarnation(name)
+        return found
 
     def count(self, life: Life) -> int:
         """Blocks in memory announced by that very life."""

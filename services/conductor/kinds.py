@@ -25,14 +25,15 @@ from enum import Enum
 from kvmesh.rpc.errors import Overloaded
 from services.conductor import alone as lonely
 from services.conductor import placement
+from services.conductor.columns import Chosen
 from services.conductor.domain import Refuse, Role, Schedule
 from services.conductor.index import Place
 from services.conductor.instance import Instance
 from services.conductor.interference import STALL_WEIGHT
 from services.conductor.placement import Choice, Terms, Weighed, pick
 from services.conductor.routes import Mesh
+from services.conductor.screen import COUNTED_TOKENS, Weighing, screen_of
 
-COUNTED_TOKENS = 32
 # Two streams, the landing and its lease, the first token's way through decode: at one request at a time about a
 # millisecond of `admit` and `stream` in benchmarks/results/mesh-closed.json.
 HANDOFF_S = 0.001
@@ -56,6 +57,11 @@ class Option:
     why_not: str = ""
     cost_s: float = 0.0
     far_s: float = 0.0  # of that
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of its instances."""
+        return frozenset((self.prefill.ref.instance_id, self.decode.ref.instance_id))
 
     @property
     def passes(self) -> bool:
@@ -101,15 +107,16 @@ def choose(
 ) -> Found:
     """Instances that may get this request and whose KV fits together, by what they may do for it; some kind is possible
     (see `possible`). `places`: of each of them, by instance id."""
-    options = [_alone(request, i, places[i.ref.instance_id], mesh, terms) for i in decodes if i.alone_tokens]
-    pair = None
+    pair, options = None, []
     if pairable(prefills, decodes):
         pair = placement.choose(request, prefills, decodes, places, mesh, terms)
-        options.insert(0, _of_pair(request, pair, prefills, decodes, terms))
+        options.append(_of_pair(request, pair, prefills, decodes, terms))
+    some = _alones(request, decodes, places, mesh, terms, options)
+    options = list(some.weighed)
     passing = [o for o in options if o.passes]
     if passing:
-        clean = [o for o in passing if not {o.prefill.ref.instance_id, o.decode.ref.instance_id} & request.avoid]
-        best = pick(clean or passing, lambda o: o.cost_s, _crowd, terms.rng)
+        clean = [o for o in passing if not o.names & request.avoid]
+        best = pick(clean or passing, lambda o: o.cost_s, _crowd, terms.rng, some.floor)
         assert best.choice is not None, "an option that passes has a choice"
         return Found(best.choice, options, pair)
     refusals = [o.refused for o in options if o.refused is not None]
@@ -134,6 +141,35 @@ def possible(
     return any(
         i.alone_tokens and not lonely.too_much(request, i, places[i.ref.instance_id], mesh.survey) for i in decodes
     )
+
+
+def _alones(
+    request: Schedule,
+    decodes: Sequence[Instance],
+    places: Mapping[str, Place],
+    mesh: Mesh,
+    terms: Terms,
+    pair: Sequence[Option],
+) -> Weighing[Option]:
+    """`pair`, and whoever could have the request alone; where these are many those that are worth weighing, first those
+    that are not to be avoided."""
+
+    def weigh(instance: Instance) -> Option:
+        return _alone(request, instance, places[instance.ref.instance_id], mesh, terms)
+
+    among = lonely.able(decodes)
+    if not isinstance(among, Chosen) or (screen := screen_of(request, among, mesh, terms)) is None:
+        return Weighing([*pair, *map(weigh, among)], float("inf"))
+    wanted = among.without(request.avoid)
+    some = screen.alone(wanted, weigh, _score, [o for o in pair if not o.names & request.avoid])
+    if any(o.passes for o in some.weighed):
+        return some
+    others = screen.alone(among.only(request.avoid), weigh, _score, [o for o in pair if o.names & request.avoid])
+    return Weighing((*some.weighed, *others.weighed), others.floor)
+
+
+def _score(option: Option) -> float:
+    return option.cost_s if option.passes else float("inf")
 
 
 def _alone(request: Schedule, instance: Instance, place: Place, mesh: Mesh, terms: Terms) -> Option:

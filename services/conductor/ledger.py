@@ -5,7 +5,7 @@ what its reports teach.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypedDict
 
@@ -71,10 +71,14 @@ class _Promise(NamedTuple):
 class Ledger:
     """Placements by request; one request has one."""
 
-    def __init__(self, settings: Settings, index: Index, tiers: TierLoads) -> None:
+    def __init__(
+        self, settings: Settings, index: Index, tiers: TierLoads, touch: Callable[[str], None] = lambda name: None
+    ) -> None:
+        """`touch` hears the names of instances whose load has changed."""
         self._settings = settings
         self._index = index
         self._tiers = tiers
+        self._touch = touch
         self.outgoing = Outgoing()
         self.accuracy = Accuracy()
         self._placed: dict[str, _Placed] = {}
@@ -120,15 +124,17 @@ class Ledger:
         )
         model = p.instance.model
         block_bytes = model.block_tokens * model.kv_bytes_per_token
-        sent = lives_of((*p.legs, *choice.decode_legs))
-        fetch_s = max(p.fetch_s, choice.decode_load_s)
-        loads = [Load(life, n * block_bytes) for life, n in sent.items()]
-        begins = now + delay_s if (delay_s := pull_after_s(choice)) and not choice.decode_legs else None
-        self.outgoing.add(name, loads, now + delay_s + 2 * fetch_s, begins)
+        delay_s = pull_after_s(choice)  # of prefill: decode fetches at once
+        sent, later = lives_of((*(() if delay_s else p.legs), *choice.decode_legs)), lives_of(p.legs if delay_s else ())
+        until = now + delay_s + 2 * max(p.fetch_s, choice.decode_load_s)
+        loads, loads_later = ([Load(life, n * block_bytes) for life, n in some.items()] for some in (sent, later))
+        self.outgoing.add(name, loads, until, loads_later, now + delay_s)
         holders = len({leg.holder.ref.life for leg in p.legs if not leg.own})
         self._placed[name] = _Placed(
             p.instance, d.instance, p.ahead_bytes, holders, p.tier is not Tier.DRAM, _only(p.legs)
         )
+        self._touch(p.instance.ref.instance_id)
+        self._touch(d.instance.ref.instance_id)
 
     def promise(self, request: Schedule, placed: Placed) -> None:
         """What was foretold is kept until `ended` compares it; the oldest go first."""
@@ -147,6 +153,8 @@ class Ledger:
             if work is not None:
                 self._index.pending.withdraw(placed.prefill.slot, work.keys, request_id)
             placed.decode.batch.drop(request_id)
+            self._touch(placed.prefill.ref.instance_id)
+            self._touch(placed.decode.ref.instance_id)
         self.outgoing.end(request_id)
 
     def learn(self, instance: Instance, beat: Heartbeat, now: float) -> list[Measured]:
@@ -163,14 +171,14 @@ class Ledger:
 
     def _prefilled(self, instance: Instance, s: PrefillSample, now: float) -> Measured:
         fits = instance.fits
-        took_s = without_rows_s(instance, s.computed_tokens, s.duration_s)
+        took_s = without_rows_s(instance, s.computed_tokens, s.duration_s, s.steps)
         shape = s.computed_tokens, s.cached_tokens
         beside: _Beside = {"steps": s.steps, "beside_tokens": s.beside_tokens, "beside_pairs": s.beside_pairs}
         predicted_s = instance.prefill.predict(*shape, **beside)
         self.accuracy.add(What.PREFILL, predicted_s if s.computed_tokens else 0.0, took_s)
         self.accuracy.add(What.TRANSFER, instance.transfer.predict(s.transfer_bytes), s.transfer_s)
         for fit in (instance.prefill, fits.prefill):
-            fit.add(*shape, took_s, now, **beside)
+            fit.add(*shape, took_s, now, chunks=s.chunks, **beside)
         for transfer in (instance.transfer, fits.transfer):
             transfer.add(s.transfer_bytes, 0.0, s.transfer_s, now)
         self._pulled(instance, s, now)
@@ -240,6 +248,7 @@ class Ledger:
         instance.queue.clear()
         instance.batch.clear()
         self._index.pending.close(instance.slot)
+        self._touch(instance.ref.instance_id)
 
     def expire(self, instance: Instance, now: float) -> None:
         """Placements there whose time is over count no more."""
@@ -247,9 +256,11 @@ class Ledger:
             work = instance.queue.withdraw(request_id, now)
             assert work is not None, "an expired placement is in the queue"
             self._index.pending.withdraw(instance.slot, work.keys, request_id)
+            self._touch(instance.ref.instance_id)
         for request_id in instance.batch.expired(now):
             instance.batch.drop(request_id)
             self._placed.pop(request_id, None)
+            self._touch(instance.ref.instance_id)
 
 
 def _only(legs: Sequence[Leg]) -> tuple[Life, Tier] | None:

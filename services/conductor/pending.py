@@ -80,7 +80,8 @@ class Pending:
         """Who will have the leading blocks of a prompt, in runs up to the last one that is coming anywhere."""
         if not self._masks or not keys:
             return []
-        get, runs, end = self._masks.get, [], 0
+        get, end = self._masks.get, 0
+        runs: Runs = []
         for position, key in zip(positions(len(keys)), marks(keys), strict=True):
             mask = get(key, 0)
             if mask:

@@ -4,30 +4,27 @@ predicted TBT, or a refusal that says when to come back. Pure: instances are onl
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from kvmesh.rpc.errors import Overloaded
 from services.conductor import decodes as decoding
 from services.conductor import prefills as prefilling
+from services.conductor.columns import Chosen
 from services.conductor.decode_loads import decode_load
 from services.conductor.decodes import DecodeChoice
-from services.conductor.domain import Fetch, Refuse, Schedule
+from services.conductor.domain import Refuse, Schedule
 from services.conductor.index import Place
 from services.conductor.instance import Instance
-from services.conductor.judge import Judge
 from services.conductor.nearness import NOWHERE, Near
 from services.conductor.prefills import PrefillCandidate, PrefillChoice
 from services.conductor.routes import Leg, Mesh
+from services.conductor.screen import Screen, Weighing, screen_of
+from services.conductor.terms import Terms as Terms
+from services.conductor.ties import pick as pick
 
-# Scores this close are equal: the models know no better. Then the fewest requests win, then chance: it spreads
-# what arrives between two heartbeats, also over conductors that do not know of each other.
-TIE_SHARE, TIE_FLOOR_S, TIE_CAP_S = 0.005, 20e-6, 1e-3
 MIN_RETRY_S, HOPELESS_RETRY_S, MAX_RETRY_S = 0.1, 1.0, 60.0
-
-C = TypeVar("C")
+_INF = float("inf")
 
 
 @dataclass(frozen=True)
@@ -57,20 +54,6 @@ class Weighed:
     near: Near = NOWHERE  # what was added to their scores
 
 
-@dataclass(frozen=True)
-class Terms:
-    """What a choice is made by, besides the instances."""
-
-    ttft_slo_s: float
-    tbt_slo_s: float
-    threshold: float  # Settings.balancing_threshold
-    now: float
-    rng: random.Random
-    judge: Judge
-    fetch: Fetch = Fetch.CHEAPER
-    near: Near = NOWHERE  # to whom it belongs, besides
-
-
 def choose(
     request: Schedule,
     prefills: Sequence[Instance],
@@ -80,24 +63,19 @@ def choose(
     terms: Terms,
 ) -> Weighed:
     """Both lists hold instances that may get this request and whose KV fits together, some two of them different ones.
-    `places`: of each of them, by instance id."""
+    `places`: of each of them, by instance id. Where they are many, most of them are screened out (screen.py)."""
     if len(prefills) == 1:  # which is then not its own decode instance: that would be no pair
-        decodes = [i for i in decodes if i is not prefills[0]]
-    weighed_decodes = [
-        decoding.choice(request, i, places[i.ref.instance_id], mesh.survey, terms.now)
-        for i in _unavoided(decodes, request.avoid)
-    ]
-    decode = pick_decode(request, weighed_decodes, terms)
+        decodes = without(decodes, {prefills[0].ref.instance_id})
+    screen = screen_of(request, decodes, mesh, terms)
+    some = _weigh_decodes(request, without(decodes, request.avoid) or decodes, places, mesh, terms, screen)
+    weighed_decodes = some.weighed
+    decode = pick_decode(request, weighed_decodes, terms, some.floor)
     if isinstance(decode, Refuse):
         return Weighed(decode, (), weighed_decodes, None, terms.near)
-    others = [i for i in prefills if i is not decode.instance]
-    weighed_prefills = [
-        prefilling.candidate(
-            request, i, places[i.ref.instance_id], mesh, decode.at_decode, terms.threshold, terms.now, terms.fetch
-        )
-        for i in _unavoided(others, request.avoid)
-    ]
-    prefill = pick_prefill(weighed_prefills, decode.landing_wait_s, terms)
+    others = without(prefills, {decode.instance.ref.instance_id})
+    few = _weigh_prefills(request, without(others, request.avoid) or others, decode, places, mesh, terms, screen)
+    weighed_prefills = few.weighed
+    prefill = pick_prefill(weighed_prefills, decode.landing_wait_s, terms, few.floor)
     if isinstance(prefill, Refuse):
         return Weighed(prefill, weighed_prefills, weighed_decodes, decode, terms.near)
     place, slo_s = places[decode.instance.ref.instance_id], terms.ttft_slo_s - decode.landing_wait_s
@@ -117,6 +95,49 @@ def choose(
     return Weighed(chosen, weighed_prefills, weighed_decodes, decode, terms.near)
 
 
+def _weigh_decodes(
+    request: Schedule,
+    among: Sequence[Instance],
+    places: Mapping[str, Place],
+    mesh: Mesh,
+    terms: Terms,
+    screen: Screen | None,
+) -> Weighing[DecodeChoice]:
+    def weigh(instance: Instance) -> DecodeChoice:
+        return decoding.choice(request, instance, places[instance.ref.instance_id], mesh.survey, terms.now)
+
+    def score(c: DecodeChoice) -> float:
+        return c.score_s + terms.near.decode_s(c.instance.ref.instance_id) if terms.judge.decode(c).passes else _INF
+
+    if screen is None or not isinstance(among, Chosen):
+        return Weighing([weigh(i) for i in among], _INF)
+    return screen.decodes(among, weigh, score, lambda c: c.short)
+
+
+def _weigh_prefills(
+    request: Schedule,
+    among: Sequence[Instance],
+    decode: DecodeChoice,
+    places: Mapping[str, Place],
+    mesh: Mesh,
+    terms: Terms,
+    screen: Screen | None,
+) -> Weighing[PrefillCandidate]:
+    slo_s = terms.ttft_slo_s - decode.landing_wait_s
+
+    def weigh(i: Instance) -> PrefillCandidate:
+        place = places[i.ref.instance_id]
+        return prefilling.candidate(request, i, place, mesh, decode.at_decode, terms.threshold, terms.now, terms.fetch)
+
+    def score(c: PrefillCandidate) -> float:
+        best = c.best(slo_s, terms.tbt_slo_s)
+        return _INF if best is None else best.cost_s + terms.near.prefill_s(c.instance.ref.instance_id)
+
+    if screen is None or not isinstance(among, Chosen):
+        return Weighing([weigh(i) for i in among], _INF)
+    return screen.prefills(among, decode.at_decode, decode.landing_wait_s, weigh, score)
+
+
 def _decode_pulls(
     prefill: PrefillChoice, decode: DecodeChoice, place: Place, mesh: Mesh
 ) -> tuple[tuple[Leg, ...], int]:
@@ -129,14 +150,16 @@ def _decode_pulls(
     return mesh.plan(own, decode.instance.node_id, decode.at_decode, prefill.fetched_to, mesh.memory)
 
 
-def pick_prefill(candidates: Sequence[PrefillCandidate], landing_wait_s: float, terms: Terms) -> PrefillChoice | Refuse:
-    """The best way of them all. `landing_wait_s`: what else is in the TTFT."""
+def pick_prefill(
+    candidates: Sequence[PrefillCandidate], landing_wait_s: float, terms: Terms, floor: float = _INF
+) -> PrefillChoice | Refuse:
+    """The best way of them all. `landing_wait_s`: what else is in the TTFT. `floor`: see `ties.pick`."""
     slo_s = terms.ttft_slo_s - landing_wait_s
     passing = [best for c in candidates if (best := c.best(slo_s, terms.tbt_slo_s)) is not None]
     if passing:
         near = terms.near.prefill_s
         score = lambda c: c.cost_s + near(c.instance.ref.instance_id)  # noqa: E731
-        return pick(passing, score, lambda c: len(c.instance.queue.works), terms.rng)
+        return pick(passing, score, lambda c: len(c.instance.queue.works), terms.rng, floor)
     if in_time := [best for c in candidates if (best := c.best(slo_s)) is not None]:
         return _overloaded_rows(min(in_time, key=lambda c: c.shared.rows_tbt_s), terms)
     best, wanted_s, drain_s = prefilling.soonest(candidates, slo_s)
@@ -147,15 +170,17 @@ def pick_prefill(candidates: Sequence[PrefillCandidate], landing_wait_s: float, 
     return overloaded("TTFT", best.admission_ttft_s + landing_wait_s, terms.ttft_slo_s, drain_s, wanted_s)
 
 
-def pick_decode(request: Schedule, choices: Sequence[DecodeChoice], terms: Terms) -> DecodeChoice | Refuse:
-    """The one with the least score, if it may be, with room for the whole answer."""
+def pick_decode(
+    request: Schedule, choices: Sequence[DecodeChoice], terms: Terms, floor: float = _INF
+) -> DecodeChoice | Refuse:
+    """The one with the least score, if it may be, with room for the whole answer. `floor`: see `ties.pick`."""
     verdicts = [terms.judge.decode(c) for c in choices]
     passing = [c for c, verdict in zip(choices, verdicts, strict=True) if verdict.passes]
     if passing:
         roomy = [c for c in passing if not c.short] or passing
         near = terms.near.decode_s
         score = lambda c: c.score_s + near(c.instance.ref.instance_id)  # noqa: E731
-        return pick(roomy, score, lambda c: c.instance.batch.requests, terms.rng)
+        return pick(roomy, score, lambda c: c.instance.batch.requests, terms.rng, floor)
     best, verdict = min(zip(choices, verdicts, strict=True), key=lambda both: both[1].tbt_s / both[1].slo_s)
     batch = best.instance.batch
     wanted_s = terms.judge.wait_s(best, verdict.slo_s)
@@ -169,17 +194,11 @@ def _overloaded_rows(best: PrefillChoice, terms: Terms) -> Refuse:
     return overloaded("TBT", best.shared.rows_tbt_s, terms.tbt_slo_s, drain_s, drain_s)
 
 
-def _unavoided(instances: Sequence[Instance], avoid: Collection[str]) -> Sequence[Instance]:
-    return [i for i in instances if i.ref.instance_id not in avoid] or instances
-
-
-def pick(choices: Sequence[C], score: Callable[[C], float], crowd: Callable[[C], int], rng: random.Random) -> C:
-    """The least score; of those that are as good the least crowd, then chance."""
-    best = min(map(score, choices))
-    near = best + min(TIE_CAP_S, max(TIE_FLOOR_S, TIE_SHARE * best))
-    tied = [c for c in choices if score(c) <= near]
-    fewest = min(map(crowd, tied))
-    return rng.choice([c for c in tied if crowd(c) == fewest])
+def without(instances: Sequence[Instance], names: Collection[str]) -> Sequence[Instance]:
+    """But for these."""
+    if isinstance(instances, Chosen):
+        return instances.without(names)
+    return [i for i in instances if i.ref.instance_id not in names]
 
 
 def overloaded(what: str, predicted_s: float, slo_s: float, drain_s: float, wanted_s: float) -> Refuse:

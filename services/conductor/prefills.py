@@ -135,12 +135,12 @@ def candidate(
     usable = (request.prompt_tokens - 1) // instance.model.block_tokens
     use = _choice(request, instance, local, min(local, usable), at_decode, now)
     reach = min(mesh.reach(place, local), usable)
-    others = rule is not Fetch.NEVER and _worth_weighing(reach, local, threshold)
+    others = rule is not Fetch.NEVER and worth_weighing(reach, local, threshold)
     if not others:
         reach = min(mesh.survey.depth_in_all(place), usable) if place.lower else local
     fetches = []
     for legs, end in _plans(instance, place, mesh, local, reach, others=others):
-        if not _worth_weighing(end, local, threshold) and not all(leg.own for leg in legs):
+        if not worth_weighing(end, local, threshold) and not all(leg.own for leg in legs):
             continue
         for part, until in _ends(instance, mesh, legs, local, end, now):
             fetches.append(_choice(request, instance, local, until, at_decode, now, mesh, part))
@@ -150,7 +150,8 @@ def candidate(
     return PrefillCandidate(use, tuple(fetches), rule, own)
 
 
-def _worth_weighing(best: int, local: int, threshold: float) -> bool:
+def worth_weighing(best: int, local: int, threshold: float) -> bool:
+    """Whether a prefix of `best` blocks is so much longer than the local one that fetching is weighed."""
     return best > local and best > threshold * local
 
 

@@ -13,6 +13,7 @@ from services.conductor.index import Place, Survey, bits
 from services.conductor.outgoing import Outgoing
 
 MAX_RANGES = 8
+MAX_HOLDERS = 64  # of one block, among whom the one to ask is sought
 
 TierLoad = Callable[[Life, Tier, int], float]  # seconds to read so many bytes out of that tier of that node
 
@@ -130,8 +131,15 @@ class Mesh:
         """Bytes that the holders of `legs` have to send before."""
         return sum(self.outgoing.ahead(life) for life in {leg.holder.ref.life for leg in legs})
 
+    def named(self, slots: int) -> list[Member]:
+        """Whose stores they are; of very many, MAX_HOLDERS that lie evenly among them."""
+        found = bits(slots)
+        if len(found) > MAX_HOLDERS:
+            found = found[:: -(-len(found) // MAX_HOLDERS)]
+        return [self.holders[slot] for slot in found]
+
     def _preferred(self, alive: int, node_id: str, tier: Tier) -> Member:
-        holders = [self.holders[slot] for slot in bits(alive)]
+        holders = self.named(alive)
         if len(holders) == 1:
             return holders[0]
         busy = self.outgoing.ahead

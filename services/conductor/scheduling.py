@@ -5,25 +5,26 @@ of its own (admission, policies, threshold, affinity); this file says in which o
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvmesh.kvcache.tiers import Tier, split_name
 from kvmesh.rpc.errors import InvalidRequest
-from services.conductor import explain, kinds, routes
+from services.conductor import alone, explain, kinds, routes
 from services.conductor.admission import Admission
 from services.conductor.affinity import Affinity
 from services.conductor.balance import Balance
+from services.conductor.columns import NO_GROUP, Chosen, Columns, View
 from services.conductor.domain import Life, Member, Placed, Refuse, RequestOutcome, Schedule
 from services.conductor.explain import Explanations
 from services.conductor.fleet import Fleet
 from services.conductor.health import Breakers
-from services.conductor.index import Index, Place, Survey, bits
+from services.conductor.index import Index, Place, Survey
 from services.conductor.instance import Instance
 from services.conductor.judge import Judge
-from services.conductor.kinds import Found
 from services.conductor.ledger import Ledger
 from services.conductor.life import life, pull_after_s
+from services.conductor.lookup import Asked
 from services.conductor.members import Members
 from services.conductor.placement import Choice, Terms
 from services.conductor.policies import Chooser
@@ -32,6 +33,8 @@ from services.conductor.routes import Mesh
 from services.conductor.settings import Settings
 from services.conductor.threshold import Threshold
 from services.conductor.tiers import TierLoads
+
+MAX_TOLD = 16  # instances that get no work, of many: in an explanation
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Known:
     explanations: Explanations
     why_not: Callable[[Instance, float], str]
     breakers: Breakers
+    columns: Columns
 
 
 class Scheduling:
@@ -71,10 +75,10 @@ class Scheduling:
     def schedule(self, request: Schedule, now: float) -> Placed | Refuse:
         """Place it, or say why not."""
         self._ledger.outgoing.expire(now)
-        serving = (
-            self._fleet.serving(request.model, lambda i: self.why_not(i, now)) if request.prompt_tokens > 0 else []
-        )
-        why = {i.ref.instance_id: self.why_not(i, now) for i in serving}
+        view = self._known.columns.view(now, self._settings.lease_s, self.why_not, self._known.breakers.tripped)
+        serving = view.serving(view.group(request.model) if request.prompt_tokens > 0 else NO_GROUP)
+        usable = view.able_of(serving)
+        prefills, decodes = view.prefills(usable, request.prompt_tokens), view.decodes(usable, request.prompt_tokens)
         if serving:
             self.balance.asked(request, now)
         slo = self.admission.slo(request)
@@ -83,11 +87,12 @@ class Scheduling:
         near = self.affinity.near(request, now)
         terms = Terms(bounds.ttft_s, bounds.tbt_s, threshold, now, self._rng, judge, self._settings.fetch, near)
         mesh, found = None, None
-        answer: Placed | Refuse | None = self._refused(request, serving, why, now)
+        answer: Placed | Refuse | None = self._refused(request, serving, prefills, decodes, now)
         if answer is None:
             self._ledger.withdraw(request.request_id, now)
-            mesh = self._mesh(self._index.survey(request.keys), request, now)
-            found = self._weigh(request, serving, why, mesh, terms)
+            self._known.columns.settle()
+            mesh = self._mesh(self._index.survey(request.keys), request, view)
+            found = self.chooser.choose(request, prefills, decodes, Asked(self._place), mesh, terms)
             self.balance.saw(request, mesh.survey, now)
             answer = self._answer(request, found.answer, judge, now)
         if isinstance(answer, Placed):
@@ -96,7 +101,8 @@ class Scheduling:
             explain.decided(
                 request,
                 answer,
-                explain.candidates_of(request, serving, why, found, terms.ttft_slo_s),
+                explain.candidates_of(request, serving.some(MAX_TOLD), self._why(now), found, terms.ttft_slo_s),
+                serving=len(serving),
                 kinds=explain.kinds_of(found, request.max_tokens),
                 best_prefix=mesh.survey.reach(mesh.anywhere) if mesh is not None else 0,
                 ttft_slo_s=terms.ttft_slo_s,
@@ -107,56 +113,50 @@ class Scheduling:
         return answer
 
     def _refused(
-        self, request: Schedule, serving: Sequence[Instance], why: dict[str, str], now: float
+        self, request: Schedule, serving: Chosen, prefills: Chosen, decodes: Chosen, now: float
     ) -> Refuse | None:
         """Why this request can be weighed nowhere."""
         if refused := _bad_keys(request, serving):
             return refused
-        prefills, decodes = _able(request, serving, why)
         if prefills and decodes:
             return None
-        if any(i.alone_tokens for i in decodes):
-            mesh = self._mesh(self._index.survey(request.keys), request, now)
-            if kinds.possible(request, prefills, decodes, self._places(decodes), mesh):
+        if lonely := alone.able(decodes):
+            mesh = self._mesh(self._index.survey(request.keys), request, decodes.view)
+            if kinds.possible(request, prefills, lonely, Asked(self._place), mesh):
                 return None
         known = request.model in self._fleet.known_models
         fresh = now - self._started_at < self._settings.warm_up_s or not len(self._fleet)
-        return refuse_unplaceable(request, serving, why, known or fresh, self._fleet.known_models)
+        return refuse_unplaceable(request, serving, self._why(now), known or fresh, self._fleet.known_models)
 
-    def _weigh(
-        self, request: Schedule, serving: Sequence[Instance], why: dict[str, str], mesh: Mesh, terms: Terms
-    ) -> Found:
-        prefills, decodes = _able(request, serving, why)
-        return self.chooser.choose(request, prefills, decodes, self._places((*prefills, *decodes)), mesh, terms)
+    def _why(self, now: float) -> Asked[str, str]:
+        """Why instances may get no work, by name."""
 
-    def _places(self, instances: Iterable[Instance]) -> dict[str, Place]:
-        return {i.ref.instance_id: self._index.place_of(i.ref.life, i.slot) for i in instances}
+        def why_not(name: str) -> str:
+            instance = self._fleet.named(name)
+            return self.why_not(instance, now) if instance is not None else "gone"
 
-    def _mesh(self, survey: Survey, request: Schedule, now: float) -> Mesh:
+        return Asked(why_not)
+
+    def _place(self, name: str) -> Place:
+        instance = self._fleet.named(name)
+        assert instance is not None, f"{name} is weighed and not registered"
+        return self._index.place_of(instance.ref.life, instance.slot)
+
+    def _mesh(self, survey: Survey, request: Schedule, view: View) -> Mesh:
         """Who among the holders of these blocks may be asked for them."""
-        holders, slots = {}, dict.fromkeys(Tier, 0)
-        for slot in bits(survey.everyone):
-            name = self._index.truth.store_of(slot)
-            holder = self._holder(name, now)
-            if holder is not None and holder.ref.instance_id not in request.avoid:
-                holders[slot] = holder
-                slots[split_name(name)[1]] |= 1 << slot
-        lower = tuple((tier, found) for tier, found in slots.items() if found and tier is not Tier.DRAM)
+        found = view.columns.asked(survey.everyone, view.able, request.avoid)
+        lower = tuple((tier, slots) for tier, slots in found.items() if slots and tier is not Tier.DRAM)
 
         def tier_load(life: Life, tier: Tier, nbytes: int) -> float:
-            return self._tiers.seconds(life, tier, nbytes, now)
+            return self._tiers.seconds(life, tier, nbytes, view.now)
 
-        congestion = self.threshold.congestion
-        return Mesh(survey, holders, slots[Tier.DRAM], self._ledger.outgoing, lower, tier_load, congestion)
+        memory, congestion = found.get(Tier.DRAM, 0), self.threshold.congestion
+        holders = Asked(self._holder)
+        return Mesh(survey, holders, memory, self._ledger.outgoing, lower, tier_load, congestion)
 
-    def _holder(self, store_name: str, now: float) -> Member | None:
-        """That store's owner, when the life that announced its blocks is a member, and ready if it is an instance."""
-        store_id = split_name(store_name)[0]
-        member, instance = self._members.member(store_id), self._fleet.named(store_id)
-        if member is None or self._index.truth.incarnation(store_name) != member.ref.incarnation:
-            return None
-        if instance is not None and (instance.ref.life != member.ref.life or self.why_not(instance, now)):
-            return None
+    def _holder(self, slot: int) -> Member:
+        member = self._members.member(split_name(self._index.truth.store_of(slot))[0])
+        assert member is not None, f"the store of slot {slot} is asked for blocks, and no member"
         return member
 
     def _answer(self, request: Schedule, choice: Choice | Refuse, judge: Judge, now: float) -> Placed | Refuse:
@@ -201,20 +201,11 @@ class Scheduling:
         )
 
 
-def _able(request: Schedule, serving: Sequence[Instance], why: dict[str, str]) -> tuple[list[Instance], list[Instance]]:
-    """Who could prefill it, who could decode it."""
-    usable = [i for i in serving if not why[i.ref.instance_id]]
-    return (
-        [i for i in usable if i.role.prefills and i.can_prefill(request.prompt_tokens)],
-        [i for i in usable if i.role.decodes and i.can_decode(request.prompt_tokens)],
-    )
-
-
-def _bad_keys(request: Schedule, serving: Sequence[Instance]) -> Refuse | None:
+def _bad_keys(request: Schedule, serving: Chosen) -> Refuse | None:
     if request.prompt_tokens < 1:
         return Refuse(InvalidRequest.of("prompt_tokens", request.prompt_tokens, "must be at least 1"), "invalid")
-    if serving and len(request.keys) > request.prompt_tokens // serving[0].model.block_tokens:
-        full = request.prompt_tokens // serving[0].model.block_tokens
+    if serving and len(request.keys) > request.prompt_tokens // serving.first.model.block_tokens:
+        full = request.prompt_tokens // serving.first.model.block_tokens
         why = f"{request.prompt_tokens} prompt tokens have {full} full blocks"
         return Refuse(InvalidRequest.of("block_keys", len(request.keys), why), "invalid")
     return None

@@ -13,6 +13,7 @@ from kvmesh.rpc.errors import KvmeshError, UnknownInstance
 from services.conductor.accuracy import PredictionError, What
 from services.conductor.admission import Loads
 from services.conductor.balance import Hint
+from services.conductor.columns import Columns
 from services.conductor.cordons import Cordons
 from services.conductor.domain import (
     Action,
@@ -59,7 +60,8 @@ class ConductorState:
         self._members = Members(settings.member_grace_s)
         self._index = Index()
         self._tiers = TierLoads()
-        self._ledger = Ledger(settings, self._index, self._tiers)
+        self._columns = Columns(self._fleet, self._index, self._members, self._is_open)
+        self._ledger = Ledger(settings, self._index, self._tiers, self._columns.touch)
         self._explanations = Explanations(settings.max_explained)
         self._cordons = Cordons()
         self._breakers = Breakers(settings.breaker)
@@ -73,6 +75,7 @@ class ConductorState:
             self._explanations,
             self.why_not,
             self._breakers,
+            self._columns,
         )
         self.scheduling = Scheduling(settings, rng, known, now)
 
@@ -150,6 +153,11 @@ class ConductorState:
         """Why an instance may get no work now; "" when it may."""
         return self._why_unable(instance, now) or self._breakers.why_not(instance.ref.life, now)
 
+    def _is_open(self, instance: Instance) -> bool:
+        """Whether it may get work, but for silence and its breaker."""
+        verdict = self._members.verdict(instance.ref.life)
+        return not verdict and instance.ready and not self._cordons.why_not(instance.ref.instance_id)
+
     def _why_unable(self, instance: Instance, now: float) -> str:
         """The same, whatever its breaker says."""
         verdict = self._members.verdict(instance.ref.life)
@@ -197,13 +205,19 @@ class ConductorState:
             case MembersReset(incarnation, members):
                 self._lose(self._members.reset(incarnation, members, now))
                 self._drop_strangers()
+                for member in members:
+                    self._columns.touch(member.ref.instance_id)
+                self._columns.touch_all()
             case MemberJoined(member):
                 self._lose(self._members.joined(member))
+                self._columns.touch(member.ref.instance_id)
             case MemberGone(life, how):
                 self._members.gone(life, how)
+                self._columns.touch(life[0])
                 self._lose([life])
             case StoreLost():
                 self._members.lost()
+                self._columns.touch_all()
             case Cordon():
                 return self._cordon(event)
             case Lead(term):
@@ -223,6 +237,7 @@ class ConductorState:
         if gap > self._settings.stall_s:
             for instance in self._fleet:
                 instance.last_seen += gap
+            self._columns.touch_all()
 
     def _register(self, event: Register, now: float) -> KvmeshError | None:
         if error := self._fleet.check(event):
@@ -231,10 +246,12 @@ class ConductorState:
         if old is not None and self._fleet.is_same(event):
             old.become(event)
             old.last_seen = now
+            self._columns.touch(event.ref.instance_id)
             return None
         if old is not None:
             self._forget(old, replaced=old.ref.incarnation != event.ref.incarnation)
         self._fleet.add(event, self._index.pending.open(event.capacity_blocks), now)
+        self._columns.touch(event.ref.instance_id)
         return None
 
     def _heartbeat(self, beat: Heartbeat, now: float) -> list[Action]:
@@ -243,6 +260,7 @@ class ConductorState:
             who = f"instance {beat.ref.instance_id!r} incarnation {beat.ref.incarnation}"
             return [Refuse(UnknownInstance(f"{who} is not registered here: register again"))]
         instance.last_seen = now
+        self._columns.touch(beat.ref.instance_id)
         measured = self._ledger.learn(instance, beat, now)
         for one in measured:
             self._breakers.served(beat.ref.life, one.request_id, now)
@@ -273,6 +291,7 @@ class ConductorState:
         if not event.kept and (error := self.cordon_refusal(event)):
             return [Refuse(error)]
         self._cordons.put(event)
+        self._columns.touch(event.instance_id)
         return []
 
     def _survey(self, now: float) -> None:
@@ -325,12 +344,15 @@ class ConductorState:
         self._ledger.lost(instance)
         self._tiers.drop(instance.ref.life)
         self._fleet.remove(instance, replaced=replaced)
+        self._columns.touch(instance.ref.instance_id)
 
     def _expire(self, now: float) -> None:
         self._ledger.outgoing.expire(now)
         for life in self._members.expire(now):
             self._index.drop(life)
             self._tiers.drop(life)
+            self._columns.touch(life[0])
+        self._columns.settle()
         # While the master is not heard nothing could take the place of what was promised.
         self._index.expire(now, promises=self._members.connected)
         for instance in self._fleet:

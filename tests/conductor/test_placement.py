@@ -145,6 +145,7 @@ def test_over_the_ttft_slo_is_429_with_the_time_the_queue_needs() -> None:
     p1 = brain.state._fleet.named("p1")
     assert p1 is not None
     p1.last_seen = brain.now  # the queue has drained as predicted, unreported
+    brain.state._columns.touch("p1")
     brain.placed(100, ttft_slo_s=1.2)
 
 

@@ -250,6 +250,7 @@ def test_retry_after_counts_what_drains_and_no_pull() -> None:
         found = brain.state._fleet.named(name)
         assert found is not None
         found.last_seen = brain.now
+        brain.state._columns.touch(name)
     brain.placed(LONG, keys=X, ttft_slo_s=slo_s + 0.001)
 
 

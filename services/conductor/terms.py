@@ -1,0 +1,24 @@
+"""What a choice is made by, besides the instances. Pure."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from services.conductor.domain import Fetch
+from services.conductor.judge import Judge
+from services.conductor.nearness import NOWHERE, Near
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Of one request; seconds."""
+
+    ttft_slo_s: float
+    tbt_slo_s: float
+    threshold: float  # Settings.balancing_threshold
+    now: float
+    rng: random.Random
+    judge: Judge
+    fetch: Fetch = Fetch.CHEAPER
+    near: Near = NOWHERE  # to whom it belongs, besides
