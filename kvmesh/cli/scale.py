@@ -1,0 +1,103 @@
+"""`kvmesh scale`: how many instances of each role the load wants."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from kvmesh.cli import runs
+from kvmesh.cli.console import RunDir, console, one_line_errors
+
+if TYPE_CHECKING:
+    from kvmesh.rpc.pb import conductor_pb2 as pb
+
+TIMEOUT_S = 5.0
+
+
+@one_line_errors
+def scale(
+    run_dir: RunDir = None,
+    conductor: Annotated[
+        str | None, typer.Option(help="Conductor of a mesh that `kvmesh up` did not start here.", metavar="HOST:PORT")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Show how many instances of each role the load wants, for people and for autoscalers.
+
+    load: what the pool's requests ask of it over what it can do within its SLOs. change: add so many, or take so many
+    away. The metrics `kvmesh_conductor_scale_hint` and `kvmesh_conductor_scale_wanted_count` say the same.
+
+    Examples:
+
+        kvmesh scale
+
+        kvmesh scale --conductor 10.0.0.5:7001 --json
+    """
+    if conductor is None:
+        run = runs.find_running(run_dir)
+        runs.secure(run)
+        conductor = str(run.services["conductor"]["address"])
+    else:
+        runs.secure(None)
+    hints = [_plain(hint) for hint in asyncio.run(scale_hints(conductor))]
+    out = console()
+    if as_json:
+        out.out(json.dumps(hints, indent=2), highlight=False)
+    else:
+        out.print(_table(hints) if hints else "No instance gets work now.")
+
+
+def _plain(hint: pb.ScaleHint) -> dict[str, Any]:
+    from kvmesh.rpc.pb import common_pb2
+
+    return {
+        "model": hint.model,
+        "role": common_pb2.Role.Name(hint.role).removeprefix("ROLE_").lower(),
+        "instances": hint.instances,
+        "change": hint.change,
+        "load": hint.load if hint.load < float("inf") else None,  # there is nobody to carry it
+        "reason": hint.reason,
+    }
+
+
+def _table(hints: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    for column in ("model", "role"):
+        table.add_column(column)
+    for column in ("instances", "load", "change"):
+        table.add_column(column, justify="right")
+    table.add_column("")
+    for hint in hints:
+        load = "-" if hint["load"] is None else f"{hint['load']:.2f}"
+        change = f"{hint['change']:+d}" if hint["change"] else "0"
+        table.add_row(
+            escape(hint["model"]),
+            hint["role"],
+            str(hint["instances"]),
+            load,
+            change,
+            f"[dim]{escape(hint['reason'])}[/]",
+        )
+    return table
+
+
+async def scale_hints(conductor: str) -> list[pb.ScaleHint]:
+    """Of each pool. Raises KvmeshError as the conductor answered, or that none does."""
+    import grpc
+
+    from kvmesh.rpc.channels import connect
+    from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc
+    from kvmesh.rpc.status import from_rpc_error
+
+    async with connect(conductor) as channel:
+        try:
+            stub = conductor_pb2_grpc.ConductorStub(channel)
+            answer = await stub.GetScaleHints(conductor_pb2.GetScaleHintsRequest(), timeout=TIMEOUT_S)
+            return list(answer.hints)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
