@@ -58,21 +58,7 @@ class Cluster:
         """It arrives now."""
         self._handles += 1
         self.active += 1
-        cut = self.config.max_output_tokens
-        output = min(request.output_tokens, cut) if cut else request.output_tokens
-        record = Record(
-            request.index,
-            f"r{request.index}",
-            self._loop.now,
-            request.input_tokens,
-            max(1, output),
-            request.lane,
-            session=request.session,
-            origin=request.origin,
-            tenant=request.tenant,
-            ttft_slo_s=request.ttft_slo_s,
-            tbt_slo_s=request.tbt_slo_s,
-        )
+        record = Record.of(request, self._loop.now, self.config.max_output_tokens)
         self._schedule(Life(self._handles, request, record))
 
     def _schedule(self, life: Life) -> None:

@@ -212,24 +212,16 @@ class Prefiller:
         pieces = [(chunk.end - chunk.start, chunk.start) for chunk in chunks]
         times = self.node.spec.times
         seconds = times.prefill_s(pieces)
-        self._charge(chunks, pieces, seconds)
+        tokens = sum(new for new, _ in pieces)
         for chunk in chunks:
             life = self.lives[chunk.handle]
+            life.record.prefill_gpu_s += seconds * (chunk.end - chunk.start) / tokens
             if life.first_step_s < 0:
                 life.first_step_s = life.record.prefill_start_s = now
                 life.record.queue_s = now - life.record.at_s
                 self._owner.begun(life)
             self._pushes.computing(life, chunk, now, seconds)
         self._loop.after(seconds, self._step_done)
-
-    def _charge(self, chunks: list[Chunk], pieces: list[tuple[int, int]], seconds: float) -> None:
-        """A step's time is shared by what its pieces would take alone."""
-        if len(chunks) == 1:
-            self.lives[chunks[0].handle].record.prefill_gpu_s += seconds
-            return
-        alone = [self.node.spec.times.prefill_s([piece]) for piece in pieces]
-        for chunk, share in zip(chunks, alone, strict=True):
-            self.lives[chunk.handle].record.prefill_gpu_s += seconds * share / sum(alone)
 
     def _step_done(self) -> None:
         chunks, self._step = self._step, []

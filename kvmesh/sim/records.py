@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import nan
 
+from kvmesh.sim.workload import SimRequest
 from services.conductor.domain import Lane
 
 DONE, REFUSED, FAILED = "done", "refused", "failed"
@@ -45,6 +46,24 @@ class Record:
     tenant: str = ""
     ttft_slo_s: float = 0.0  # 0: the conductor's default
     tbt_slo_s: float = 0.0
+
+    @staticmethod
+    def of(request: SimRequest, now: float, max_output_tokens: int = 0) -> Record:
+        """Of a request that arrives now; its answer is cut to `max_output_tokens`, 0: it is not."""
+        output = max(1, request.output_tokens)
+        return Record(
+            request.index,
+            f"r{request.index}",
+            now,
+            request.input_tokens,
+            min(output, max_output_tokens) if max_output_tokens else output,
+            request.lane,
+            session=request.session,
+            origin=request.origin,
+            tenant=request.tenant,
+            ttft_slo_s=request.ttft_slo_s,
+            tbt_slo_s=request.tbt_slo_s,
+        )
 
 
 @dataclass(slots=True)

@@ -7,7 +7,8 @@ from typing import Protocol
 
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.sim.cluster import Cluster
-from kvmesh.sim.config import SimConfig
+from kvmesh.sim.config import Mode, SimConfig
+from kvmesh.sim.coupled_cluster import CoupledCluster
 from kvmesh.sim.loop import Loop
 from kvmesh.sim.records import Record, Sample
 from kvmesh.sim.summary import Summary
@@ -62,7 +63,8 @@ class _Run:
         self._last_s = 0.0
         self._all = False
         self.summary = Summary(ttft_slo_s=config.conductor.slo_ttft_s)
-        self.system: System = Cluster(config, self._loop, self._ended)
+        make = Cluster if config.mode is Mode.DISAGGREGATED else CoupledCluster
+        self.system: System = make(config, self._loop, self._ended)
 
     def go(self) -> Summary:
         self._next()

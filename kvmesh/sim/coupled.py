@@ -1,0 +1,280 @@
+"""A coupled instance in virtual time, for comparison: it computes prompts and answers on the same device, as vLLM did.
+
+One pool of pages in device memory, with a prefix cache of its own (the product's, `kvcache.prefix_cache`). Prompts wait
+first come, first served, and begin when all of their pages are free. *Prefill first*: whenever prompts can begin, a step
+computes as many whole ones as `batch_tokens` hold (one at least), and the rows stand still. *Chunked*: every step makes
+a token of each row and computes as many prompt tokens as the rest of `chunk_tokens` holds. When pages run out, the
+request that came last gives its own back, and is computed anew from its first token to its last."""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from kvmesh.kvcache.page_pool import PagePool
+from kvmesh.kvcache.prefix_cache import PrefixCache
+from kvmesh.sim.config import Mode, SimConfig
+from kvmesh.sim.loop import Loop
+from kvmesh.sim.records import PoolSample, Record
+from kvmesh.sim.rows import Row, Rows
+from kvmesh.sim.times import NodeSpec
+from kvmesh.sim.workload import SimRequest
+from services.decode import rules
+
+NO_STEPS = np.zeros(0)
+
+
+class Guest(Row):
+    """One request. `total`: tokens whose KV it needs before its next token, `computed` of them are there."""
+
+    __slots__ = ("cached", "computed", "order", "own", "record", "request", "total")
+
+    def __init__(self, number: int, request: SimRequest, record: Record) -> None:
+        super().__init__(request.input_tokens, record.output_tokens, record.at_s)
+        self.order = request.priority, number
+        self.request = request
+        self.record = record
+        self.total = request.input_tokens
+        self.computed = 0
+        self.own: list[int] = []  # its pages when it joined: those that it has grown by are counted alone
+
+
+class Coupled:
+    """One instance. `ended(guest)`: it made its last token; `failed(guest, reason)`: it never will."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: NodeSpec,
+        config: SimConfig,
+        loop: Loop,
+        ended: Callable[[Guest], None],
+        failed: Callable[[Guest, str], None],
+    ) -> None:
+        self.name, self.spec = name, spec
+        self._block = config.block_tokens
+        self.pool = PagePool(spec.kv_tokens // config.block_tokens)
+        self.cache = PrefixCache(self.pool)
+        self.caches = config.prefix_cache
+        self.live = 0
+        self.rows = Rows(loop, spec.times.decode_s, self._rows_over, self._block)
+        self._chunked = config.mode is Mode.COUPLED_CHUNKED
+        self._budget = config.chunk_tokens if self._chunked else config.batch_tokens
+        self._limits = config.limits
+        self._watermark = rules.watermark(self.pool.total, self._limits)
+        self._loop, self._ended, self._failed = loop, ended, failed
+        self._waiting: deque[Guest] = deque()
+        self._prefilling: list[Guest] = []  # have their pages
+        self._pieces: list[tuple[Guest, int]] = []  # in the step under way: tokens of each
+        self._grown: list[int] = []  # pages that rows have grown by
+        self._busy = False
+        self.preemptions = 0
+
+    # ── in ───────────────────────────────────────────────────────────────────────────────────────
+
+    def arrive(self, guest: Guest) -> None:
+        """A request was sent here."""
+        self.live += 1
+        if self._blocks(guest.request.input_tokens + guest.record.output_tokens) > self.pool.total:
+            self._leave(guest)
+            self._failed(guest, "longer than the pages hold")
+            return
+        self._waiting.append(guest)
+        if not self._busy:
+            self._busy = True
+            self._loop.after(0.0, self._next)
+        elif len(self._waiting) == 1:
+            self.rows.cut()
+
+    @property
+    def running(self) -> int:
+        """Requests with pages."""
+        return len(self.rows) + len(self._prefilling)
+
+    @property
+    def queued_tokens(self) -> int:
+        """To compute, as if nothing were cached of those that wait."""
+        return sum(g.total for g in self._waiting) + sum(g.total - g.computed for g in self._prefilling)
+
+    def add_to(self, pool: PoolSample) -> None:
+        """Count it in."""
+        sample = self.rows.sample()
+        used = self.pool.total - self.pool.free - self.cache.evictable
+        pool.queued += len(self._waiting)
+        pool.running += self.running
+        pool.queued_tokens += self.queued_tokens
+        pool.context_tokens += sample[1] if sample is not None else self.rows.context
+        pool.used_blocks += used
+        pool.stored_blocks += len(self.cache)
+        pool.load += used / self.pool.total / pool.instances
+        pool.max_load = max(pool.max_load, used / self.pool.total)
+
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────
+
+    def _rows_over(self, over: list[Row], grown: int) -> None:
+        self.cache.evict(grown - self.pool.free)
+        self._grown += self.pool.allocate(grown)
+        for row in over:
+            assert isinstance(row, Guest)
+            self._give_back(row)
+            self._finish(row)
+        self._next()
+
+    def _next(self) -> None:
+        """The step that was under way is over: what it computed counts, and the next one begins."""
+        pieces, self._pieces = self._pieces, []
+        for guest, tokens in pieces:
+            self._computed(guest, tokens)
+        steps = self._room()
+        self._admit()
+        self._pieces = self._plan()
+        self._busy = bool(self._pieces or steps)
+        if self._pieces:
+            self._compute()
+        elif steps:
+            self.rows.run(steps)
+
+    def _plan(self) -> list[tuple[Guest, int]]:
+        """Who computes how many tokens in the next step, first come, first served."""
+        room = self._budget - (len(self.rows) if self._chunked else 0)
+        pieces: list[tuple[Guest, int]] = []
+        for guest in self._prefilling:
+            rest = guest.total - guest.computed
+            if room <= 0 or (not self._chunked and pieces and rest > room):
+                break
+            tokens = min(rest, room) if self._chunked else rest
+            pieces.append((guest, tokens))
+            room -= tokens
+        return pieces
+
+    def _compute(self) -> None:
+        times, rows = self.spec.times, self.rows
+        shapes = [(tokens, guest.computed) for guest, tokens in self._pieces]
+        mixed = self._chunked and len(rows) > 0
+        seconds = times.mixed_s(shapes, len(rows), rows.context) if mixed else times.prefill_s(shapes)
+        whole = sum(tokens for _, tokens in self._pieces) + (len(rows) if mixed else 0)
+        now = self._loop.now
+        for guest, tokens in self._pieces:
+            guest.record.prefill_gpu_s += seconds * tokens / whole
+            if guest.record.prefill_start_s != guest.record.prefill_start_s:
+                guest.record.prefill_start_s = now
+                guest.record.queue_s = now - guest.record.at_s
+        if mixed:
+            rows.run_one(seconds)
+        else:
+            self._loop.after(seconds, lambda: self._stalled(seconds))
+
+    def _stalled(self, seconds: float) -> None:
+        self.rows.stall(seconds)
+        self._next()
+
+    def _computed(self, guest: Guest, tokens: int) -> None:
+        """KV of so many more tokens is in its pages; with the last of them comes a token."""
+        guest.computed += tokens
+        keys = guest.request.keys[: guest.computed // self._block]
+        if self.caches:
+            done = min(len(keys), (guest.computed - tokens) // self._block)
+            self.cache.insert(keys, guest.own[: len(keys)], start=done)
+        if guest.computed < guest.total:
+            return
+        self._prefilling.remove(guest)
+        now, record = self._loop.now, guest.record
+        if guest.total == guest.request.input_tokens and record.first_token_s != record.first_token_s:
+            record.prefill_end_s = record.kv_end_s = record.first_token_s = now
+            record.ttft_s = now - record.at_s
+        else:
+            guest.leave(now - guest.last_s, NO_STEPS)  # it was computed anew, and its next token comes with that
+        guest.last_s = now
+        guest.left -= 1
+        guest.context = guest.total
+        if guest.left:
+            self.rows.add(guest)
+        else:
+            self.pool.release(guest.own)
+            guest.own = []
+            self._finish(guest)
+
+    # ── pages ────────────────────────────────────────────────────────────────────────────────────
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self._block)
+
+    @property
+    def _free(self) -> int:
+        return self.pool.free + self.cache.evictable
+
+    def _admit(self) -> None:
+        """Prompts get all of their pages, in order, while there are any."""
+        budget = self._budget - sum(g.total - g.computed for g in self._prefilling)
+        while self._waiting and budget > 0 and rules.has_seat(self.running, self._limits):
+            guest = self._waiting[0]
+            # The last token is always computed: it gives the next one.
+            usable = guest.request.keys[: (guest.total - 1) // self._block] if self.caches else ()
+            found = self.cache.match(usable)
+            need = self._blocks(guest.total + 1) - len(found)
+            if not rules.may_load(self._free, need, self._watermark, self.running):
+                self.pool.release(found)
+                return
+            self._waiting.popleft()
+            self.cache.evict(need - self.pool.free)
+            guest.own = found + self.pool.allocate(need)
+            guest.computed = len(found) * self._block
+            if guest.record.first_token_s != guest.record.first_token_s:
+                guest.record.cached_tokens = guest.computed
+            self._prefilling.append(guest)
+            budget -= guest.total - guest.computed
+
+    def _room(self) -> int:
+        """For how many steps the rows have pages, at most until the first is over; whoever has to make room does."""
+        rows = self.rows
+        while rows.rows:
+            most, free = rows.until_end, self._free
+            if len(rows) * (most // self._block + 1) <= free or rows.growth(most) <= free:
+                return most
+            if rows.growth(1) <= free:
+                return bisect.bisect_right(range(1, most), free, key=rows.growth)
+            self._preempt()
+        return 0
+
+    def _preempt(self) -> None:
+        """The one that came last: prompts under way before rows."""
+        self.preemptions += 1
+        if self._prefilling:
+            guest = self._prefilling.pop()
+            self.pool.release(guest.own)
+            guest.own = []
+        else:
+            guest = rules.in_order([row for row in self.rows.rows if isinstance(row, Guest)])[-1]
+            self.rows.remove(guest)
+            self._give_back(guest)
+            guest.total = guest.context
+        guest.computed = 0
+        self._waiting.appendleft(guest)
+
+    def _give_back(self, guest: Guest) -> None:
+        """Its own pages, and as many as it has grown by."""
+        grown = max(0, self._blocks(guest.context) - len(guest.own))
+        self.pool.release(guest.own)
+        self.pool.release(self._grown[len(self._grown) - grown :])
+        del self._grown[len(self._grown) - grown :]
+        guest.own = []
+
+    # ── out ──────────────────────────────────────────────────────────────────────────────────────
+
+    def _finish(self, guest: Guest) -> None:
+        guest.record.finish_s = guest.last_s
+        guest.record.tbt_s, guest.record.mean_tbt_s = guest.tbt()
+        self._leave(guest)
+        self._ended(guest)
+
+    def _leave(self, guest: Guest) -> None:
+        self.live -= 1
+
+    def check_empty(self) -> None:
+        """AssertionError unless everything came back: after the last request."""
+        assert not (self.live or self._waiting or self._prefilling or self.rows.rows or self._grown)
+        self.cache.check_integrity()
+        assert self._free == self.pool.total, f"{self.name}: {self._free} of {self.pool.total} pages came back"
