@@ -7,7 +7,24 @@ from typing import Annotated
 
 import typer
 
-from kvmesh.cli import apikey, bench, chat, doctor, explain, kvsize, replay, role, serve, sim, status, store, trace, up
+from kvmesh.cli import (
+    apikey,
+    bench,
+    chat,
+    cordon,
+    doctor,
+    explain,
+    kvsize,
+    replay,
+    role,
+    scale,
+    serve,
+    sim,
+    status,
+    store,
+    trace,
+    up,
+)
 from kvmesh.cli.console import console
 
 app = typer.Typer(
@@ -32,6 +49,9 @@ app.command("status")(status.status)
 app.command("trace")(trace.trace)
 app.command("explain")(explain.explain)
 app.command("role")(role.role)
+app.command("scale")(scale.scale)
+app.command("cordon")(cordon.cordon)
+app.command("uncordon")(cordon.uncordon)
 app.command("bench", help=bench.HELP)(bench.bench)
 app.command("replay", help=replay.HELP)(replay.replay)
 app.add_typer(sim.app, name="sim")

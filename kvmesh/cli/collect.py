@@ -32,11 +32,11 @@ TIMEOUT_S = 2.0
 
 
 async def collect(conductor: str, gateway: str, store: str) -> dict[str, Any]:
-    """Ask conductor, gateway, store master, every instance that the conductor knows and every node store that the
-    master knows, all at once.
+    """Ask conductors ("a:1,b:2"), gateway, store masters, every instance that a conductor knows and every node store
+    that the master knows, all at once.
 
     Returns plain JSON; a service that does not answer has `error` in the place of its answer."""
-    jobs: dict[str, Any] = {"conductor": _conductor(conductor)}
+    jobs: dict[str, Any] = {"conductor": _conductors(conductor)}
     if gateway:
         jobs["gateway"] = _gateway(gateway)
     if store:
@@ -55,8 +55,19 @@ async def collect(conductor: str, gateway: str, store: str) -> dict[str, Any]:
     return found
 
 
-async def explained(conductor: str, request_id: str) -> dict[str, Any] | None:
-    """The conductor's account of one request, as plain JSON; None: it knows none. KvmeshError: it does not answer."""
+async def explained(conductors: str, request_id: str) -> dict[str, Any] | None:
+    """The last account of one request that a conductor of "a:1,b:2" gives, as plain JSON; None: they know of none.
+    KvmeshError: none knows of it, and one does not answer."""
+    asking = (_explained(address, request_id) for address in split(conductors, "conductor"))
+    told = await asyncio.gather(*asking, return_exceptions=True)
+    found = [one for one in told if isinstance(one, dict)]
+    for one in told:
+        if not found and isinstance(one, BaseException):
+            raise one
+    return min(found, key=lambda one: int(one["age_ms"]), default=None)
+
+
+async def _explained(conductor: str, request_id: str) -> dict[str, Any] | None:
     channel = connect(conductor)
     try:
         request = conductor_pb2.ExplainRequest(request_id=request_id)
@@ -103,11 +114,33 @@ async def _ask(address: str, call: Any) -> dict[str, Any]:
         await channel.close()
 
 
-def _conductor(address: str) -> Any:
+async def _conductors(addresses: str) -> dict[str, Any]:
+    """Of several: what the one that leads knows of instances (else the one that knows most), and under `conductors`
+    what each says of itself."""
+    try:
+        every = split(addresses, "conductor")
+    except KvmeshError as err:
+        return {"address": addresses, "error": err.message}
     request = conductor_pb2.GetConductorStatusRequest()
-    return _ask(
-        address, lambda channel: conductor_pb2_grpc.ConductorStub(channel).GetStatus(request, timeout=TIMEOUT_S)
+    told = await asyncio.gather(
+        *(
+            _ask(one, lambda channel: conductor_pb2_grpc.ConductorStub(channel).GetStatus(request, timeout=TIMEOUT_S))
+            for one in every
+        )
     )
+
+    def rank(one: dict[str, Any]) -> tuple[bool, bool, int]:
+        leads = one.get("leadership", {}).get("role") == "leader"
+        return "error" not in one, leads, len(one.get("instances", []))
+
+    kept = ("address", "error", "leadership", "store_master")
+    each = [{key: one[key] for key in kept if key in one} | _counted(one) for one in told]
+    most: dict[str, Any] = max(told, key=rank)
+    return {**most, "conductors": each}
+
+
+def _counted(one: dict[str, Any]) -> dict[str, int]:
+    return {} if "error" in one else {"known_instances": len(one["instances"])}
 
 
 def _gateway(address: str) -> Any:

@@ -31,7 +31,8 @@ def explain(
     request_id: Annotated[str, typer.Argument(help="Request or response id (cmpl-..., chatcmpl-...).")],
     run_dir: RunDir = None,
     conductor: Annotated[
-        str | None, typer.Option(help="Conductor of a mesh that `kvmesh up` did not start here.", metavar="HOST:PORT")
+        str | None,
+        typer.Option(help="Conductors of a mesh that was not started here.", metavar="HOST:PORT[,...]"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The conductor's answer, as JSON.")] = False,
 ) -> None:
@@ -47,13 +48,13 @@ def explain(
 
     run = None if conductor else runs.find_running(run_dir)
     runs.secure(run)
-    address = conductor or (run.services["conductor"]["address"] if run else "")
+    addresses = conductor or (runs.conductors(run) if run else "")
     bare = request_id.removeprefix("chatcmpl-").removeprefix("cmpl-")
     if not bare:
         raise ConfigError(f"request_id={request_id!r}: names no request", field="request_id")
-    told = asyncio.run(explained(address, bare))
+    told = asyncio.run(explained(addresses, bare))
     if told is None:
-        raise InvalidRequest.of("request_id", request_id, "the conductor does not know it, or has forgotten it")
+        raise InvalidRequest.of("request_id", request_id, "no conductor knows it, or it was forgotten")
     out = console()
     if as_json:
         out.out(json.dumps(told, indent=2), highlight=False)

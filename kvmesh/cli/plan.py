@@ -89,15 +89,18 @@ def processes(settings: MeshSettings) -> list[Planned]:
         for i in range(getattr(settings, service))
     ]
     pools = [Planned(f"pool-{i}", "pool") for i in range(settings.pool)]
-    masters = ["store"] if settings.masters == 1 else [f"store-{i}" for i in range(settings.masters)]
     return [
         *([Planned("redis", "redis")] if settings.redis == "auto" else []),
-        *(Planned(name, "store") for name in masters),
-        Planned("conductor", "conductor"),
+        *(Planned(name, "store") for name in _names("store", settings.masters)),
+        *(Planned(name, "conductor") for name in _names("conductor", settings.conductors)),
         *pools,
         *instances,
         Planned("gateway", "gateway"),
     ]
+
+
+def _names(service: str, count: int) -> list[str]:
+    return [service] if count == 1 else [f"{service}-{i}" for i in range(count)]
 
 
 def plan(settings: MeshSettings, run_dir: Path, ports: Ports) -> list[Spec]:
@@ -162,8 +165,10 @@ def _own_flags(
     settings: MeshSettings, wanted: Sequence[Planned], port: Mapping[str, int], http_port: int
 ) -> dict[str, dict[str, Any]]:
     """What the services of one kind are told beside that."""
-    conductor = join(LOCALHOST, port["conductor"])
-    store = ",".join(join(LOCALHOST, port[one.name]) for one in wanted if one.service == "store")
+    conductor, store = (
+        ",".join(join(LOCALHOST, port[one.name]) for one in wanted if one.service == service)
+        for service in ("conductor", "store")
+    )
     redis = f"redis://{join(LOCALHOST, port['redis'])}/0" if settings.redis == "auto" else settings.redis
     transfer = {"transports": settings.transports, "nics": settings.nics, "topology": settings.topology}
     instance = {
@@ -178,7 +183,12 @@ def _own_flags(
     }
     return {
         "store": {"redis": redis},
-        "conductor": {"store": store, "slo_ttft_ms": settings.slo_ttft_ms, "slo_tbt_ms": settings.slo_tbt_ms},
+        "conductor": {
+            "store": store,
+            "redis": redis,
+            "slo_ttft_ms": settings.slo_ttft_ms,
+            "slo_tbt_ms": settings.slo_tbt_ms,
+        },
         "pool": {"store": store, "memory_mb": settings.pool_memory_mb, **transfer},
         **{one: {**instance, "tensor_parallel": getattr(settings, f"{one}_tp")} for one in INSTANCES},
         "gateway": {

@@ -113,7 +113,16 @@ class Run:
 
 def masters(run: Run) -> str:
     """The addresses of its store masters, "a:1,b:2"."""
-    return ",".join(one["address"] for one in run.services.values() if one["service"] == "store")
+    return _addresses(run, "store")
+
+
+def conductors(run: Run) -> str:
+    """Likewise."""
+    return _addresses(run, "conductor")
+
+
+def _addresses(run: Run, service: str) -> str:
+    return ",".join(one["address"] for one in run.services.values() if one["service"] == service)
 
 
 def secure(run: Run | None) -> None:

@@ -186,10 +186,10 @@ def serve(service: str, config: ServiceConfig) -> None:
     process.follow_supervisor()
     for key in ("port", "http_port", "metrics_port"):  # before a model is loaded for minutes
         check_port(config.host, getattr(config, key, 0), key)
-    check_peer("conductor", getattr(config, "conductor", None))
-    if (masters := getattr(config, "store", None)) is not None:
-        for address in split(masters):
-            check_peer("store", address)
+    for key in ("conductor", "store"):
+        if (addresses := getattr(config, key, None)) is not None:
+            for address in split(addresses, key):
+                check_peer(key, address)
     security.configure(config)
     if getattr(config, "instance_id", None) == "":
         config = dataclasses.replace(cast(Any, config), instance_id=f"{service}-{os.getpid()}")
@@ -227,10 +227,10 @@ def serve(service: str, config: ServiceConfig) -> None:
         telemetry.shutdown()
 
 
-def check_peer(key: str, address: str | None) -> None:
+def check_peer(key: str, address: str) -> None:
     """ConfigError unless it names a port: without its peer, such a service would wait for ever and be of no use."""
-    port = (address or "").rpartition(":")[2]
-    if address is not None and not (port.isdecimal() and 0 < int(port) < 65536):
+    port = address.rpartition(":")[2]
+    if not (port.isdecimal() and 0 < int(port) < 65536):
         raise ConfigError(f"{key}={address!r}: must be HOST:PORT (--{key})", field=key)
 
 

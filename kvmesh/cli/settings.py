@@ -69,10 +69,18 @@ class MeshSettings:
     masters: int = field(
         default=1, metadata={"help": "Store masters, of which one leads; several need --redis.", "min": 1, "max": 9}
     )
+    conductors: int = field(
+        default=1,
+        metadata={
+            "help": "Conductors: all place, one of them orders; several need --redis (docs/conductor-operation.md).",
+            "min": 1,
+            "max": 9,
+        },
+    )
     redis: str = field(
         default="",
         metadata={
-            "help": "Redis that says which master leads; auto: a redis-server of this mesh's own.",
+            "help": "Redis that says which master and which conductor leads; auto: a redis-server of this mesh's own.",
             "metavar": "auto|redis://HOST:PORT/0",
         },
     )
@@ -184,6 +192,9 @@ class MeshSettings:
         if self.masters > 1 and not self.redis:
             why = "which of several leads is kept in Redis: give --redis auto, or its URL"
             raise ConfigError(f"masters={self.masters}: {why}", field="masters")
+        if self.conductors > 1 and not self.redis:
+            why = "which of several orders is kept in Redis: give --redis auto, or its URL"
+            raise ConfigError(f"conductors={self.conductors}: {why}", field="conductors")
         for key in ("prefill", "decode"):
             if not getattr(self, key) and not self.coupled:
                 raise ConfigError(f"{key}=0: without --coupled instances at least one is needed", field=key)

@@ -27,7 +27,8 @@ _WIDE = 110
 def status(
     run_dir: RunDir = None,
     conductor: Annotated[
-        str | None, typer.Option(help="Conductor of a mesh that `kvmesh up` did not start here.", metavar="HOST:PORT")
+        str | None,
+        typer.Option(help="Conductors of a mesh that `kvmesh up` did not start here.", metavar="HOST:PORT[,...]"),
     ] = None,
     gateway: Annotated[str | None, typer.Option(help="Its gateway (gRPC).", metavar="HOST:PORT")] = None,
     store: Annotated[
@@ -62,7 +63,7 @@ def status(
         run = runs.find_running(run_dir)
         runs.secure(run)
         address = {name: one["address"] for name, one in run.services.items()}
-        asking = collect(address["conductor"], address["gateway"], runs.masters(run))
+        asking = collect(runs.conductors(run), address["gateway"], runs.masters(run))
         found = asyncio.run(patiently("asking the mesh", asking) if watch is None else asking)
         return {"run": run.told, **found}
 
@@ -122,8 +123,8 @@ def _services(found: dict[str, Any]) -> Table:
         told = found.get(name)
         if told is None:
             continue
-        masters = told.get("masters", [])
-        for one in masters if len(masters) > 1 else [told]:
+        several = told.get("masters") or told.get("conductors", [])
+        for one in several if len(several) > 1 else [told]:
             life: dict[str, Any] = next((x for x in supervised.values() if x["address"] == one["address"]), {})
             whole = told if one["address"] == told["address"] else one
             table.add_row(name, one["address"], _state(name, one), str(life.get("restarts", "")), _says(name, whole))
@@ -151,13 +152,22 @@ def _says(name: str, told: dict[str, Any]) -> str:
             else f"{count(told['requests'], 'request')}, {count(told['streams'], 'decode stream')}"
         )
     if name == "conductor":
-        return f"{count(len(told['instances']), 'instance')}, store master {escape(told['store_master'])}"
+        known = told["known_instances"] if "known_instances" in told else len(told["instances"])
+        return f"{_leads(told)}{count(known, 'instance')}, store master {escape(told['store_master'])}"
     if "members" not in told:  # one of several, and not the leader
         return f"leader: {escape(told['leader'] or 'unknown')}"
     rebuilding = told["map"].get("rebuilding", [])
     late = f", {len(rebuilding)} have not announced yet" if rebuilding else ""
     term = f"leads, term {told['map']['term']}, " if "term" in told["map"] else ""
     return f"{term}{count(len(told['members']), 'member')}{late}"
+
+
+def _leads(conductor: dict[str, Any]) -> str:
+    """Of several: "leads, term 3, "."""
+    told = conductor.get("leadership", {})
+    if told.get("role") == "leader":
+        return f"leads, term {told['term']}, "
+    return f"places, leader: {escape(told['leader'] or 'unknown')}, " if told.get("role") == "standby" else ""
 
 
 def _instances(instances: list[dict[str, Any]], width: int) -> RenderableType:
@@ -177,7 +187,7 @@ def _instances(instances: list[dict[str, Any]], width: int) -> RenderableType:
         table.add_row(
             escape(_id(one)),
             *(_role(one) if word == "role" else escape(one["model"]) for word in kind),
-            "[green]ready[/]" if one["ready"] else "[yellow]not ready[/]",
+            _work(one),
             str(load.get("queued_requests", 0)),
             str(load.get("running_requests", 0)),
             str(load.get("waiting_requests", 0)),
@@ -188,6 +198,16 @@ def _instances(instances: list[dict[str, Any]], width: int) -> RenderableType:
         )
     below = [] if beside else [f"[dim]{escape(name)}: {escape(note)}[/]" for name, note in notes.items() if note]
     return Group(table, *below)
+
+
+def _work(one: dict[str, Any]) -> str:
+    """Whether it gets some."""
+    if one["ready"]:
+        return "[green]ready[/]"
+    cordon = str(one.get("cordon", "")).removeprefix("CORDON_STATE_").lower()
+    if cordon in ("cordoned", "draining"):
+        return f"[yellow]{cordon}[/]"
+    return "[yellow]resting[/]" if one.get("breaker") == one["not_ready_reason"] != "" else "[yellow]not ready[/]"
 
 
 def _id(one: dict[str, Any]) -> str:

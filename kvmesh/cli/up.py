@@ -50,7 +50,7 @@ Examples:
 
     kvmesh up --coupled 1 --prefill 0 --decode 0 --coupled-tp 2 --device cuda --dtype bfloat16
 
-    kvmesh up --masters 3 --redis auto
+    kvmesh up --masters 3 --conductors 2 --redis auto
 
     kvmesh up --model ./chat-model --add-model code=./code-model
 

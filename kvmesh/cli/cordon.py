@@ -1,0 +1,131 @@
+"""`kvmesh cordon` and `uncordon`: keep new work away from an instance, let it have some again."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from kvmesh.cli import runs
+from kvmesh.cli.console import RunDir, console, one_line_errors
+from kvmesh.rpc.errors import KvmeshError, Unavailable, UnknownInstance
+
+if TYPE_CHECKING:
+    from kvmesh.rpc.pb import conductor_pb2 as pb
+
+LOOK_S = 2.0
+TELL_S = 10.0  # the conductor tells Redis and the store master first
+STATES = {0: "open", 1: "cordoned", 2: "draining"}
+
+Instance = Annotated[str, typer.Argument(help="Its name, as `kvmesh status` shows it.")]
+Conductors = Annotated[
+    str | None,
+    typer.Option(
+        "--conductor",
+        help="Conductors of a mesh that `kvmesh up` did not start here; without Redis: all of them.",
+        metavar="HOST:PORT[,...]",
+    ),
+]
+
+
+@one_line_errors
+def cordon(
+    instance: Instance,
+    drain: Annotated[bool, typer.Option("--drain", help="Also move the last replicas of its blocks away.")] = False,
+    reason: Annotated[str, typer.Option(help="For those who read `kvmesh status`.")] = "",
+    conductor: Conductors = None,
+    run_dir: RunDir = None,
+) -> None:
+    """Keep new work away from an instance. What runs there goes on to its end.
+
+    It holds for that name, whatever life bears it, until `kvmesh uncordon`. With --drain, pool nodes also copy what
+    only this instance holds; `kvmesh store drain INSTANCE` waits until that is done. Examples:
+
+        kvmesh cordon decode-1 --reason "a fan fails"
+
+        kvmesh cordon prefill-0 --drain
+    """
+    state = 2 if drain else 1
+    was = _say(instance, state, reason, conductor, run_dir)
+    console().print(f"{escape(instance)}: {STATES[state]} (was {was})")
+
+
+@one_line_errors
+def uncordon(instance: Instance, conductor: Conductors = None, run_dir: RunDir = None) -> None:
+    """Let a cordoned or draining instance have work again. What has been moved away is not moved back.
+
+    Example:
+
+        kvmesh uncordon decode-1
+    """
+    was = _say(instance, 0, "", conductor, run_dir)
+    console().print(f"{escape(instance)}: {STATES[0]} (was {was})")
+
+
+def _say(instance: str, state: int, reason: str, conductor: str | None, run_dir: Path | None) -> str:
+    """Have the conductors mind it; returns what was. KvmeshError: some do not."""
+    from kvmesh.rpc.masters import split
+    from kvmesh.rpc.pb import conductor_pb2 as pb
+
+    run = None if conductor else runs.find_running(run_dir)
+    runs.secure(run)
+    addresses = split(conductor or (runs.conductors(run) if run else ""), "conductor")
+    request = pb.CordonRequest(instance_id=instance, state=pb.CordonState.ValueType(state), reason=reason)
+    return STATES[asyncio.run(tell(addresses, request))]
+
+
+async def tell(addresses: tuple[str, ...], request: pb.CordonRequest) -> int:
+    """Through Redis one conductor tells all; without it each must be told. The state that was.
+
+    Raises KvmeshError: what the conductor refused; or, naming them, which could not be told."""
+    roles = dict(zip(addresses, await asyncio.gather(*(_role(address) for address in addresses)), strict=True))
+    shared = [address for address, role in roles.items() if role in ("leader", "standby")]
+    if shared:
+        return await _tell(shared[0], request)
+    told = await asyncio.gather(*(_tell(address, request) for address in addresses), return_exceptions=True)
+    was = [answer for answer in told if isinstance(answer, int)]
+    errors = [(address, error) for address, error in zip(addresses, told, strict=True) if not isinstance(error, int)]
+    for _, error in errors:
+        if not was or not isinstance(error, KvmeshError):
+            raise error
+    if errors:
+        text = "; ".join(f"{address}: {error}" for address, error in errors)
+        raise Unavailable(f"{len(was)} of {len(addresses)} conductors mind it, say it again to the others ({text})")
+    return max(was)
+
+
+async def _role(address: str) -> str:
+    """In the leadership; "" when it does not answer."""
+    import grpc
+
+    from kvmesh.rpc.channels import connect
+    from kvmesh.rpc.pb import conductor_pb2 as pb
+    from kvmesh.rpc.pb import conductor_pb2_grpc
+
+    async with connect(address) as channel:
+        try:
+            stub = conductor_pb2_grpc.ConductorStub(channel)
+            return str((await stub.GetStatus(pb.GetConductorStatusRequest(), timeout=LOOK_S)).leadership.role)
+        except grpc.RpcError:
+            return ""
+
+
+async def _tell(address: str, request: pb.CordonRequest) -> int:
+    import grpc
+
+    from kvmesh.rpc.channels import connect
+    from kvmesh.rpc.pb import conductor_pb2_grpc
+    from kvmesh.rpc.status import from_rpc_error
+
+    async with connect(address) as channel:
+        try:
+            return int((await conductor_pb2_grpc.ConductorStub(channel).Cordon(request, timeout=TELL_S)).was)
+        except grpc.RpcError as err:
+            error = from_rpc_error(err)
+            if isinstance(error, UnknownInstance):
+                text = error.message.replace("instance_id=", "instance=", 1)
+                error = UnknownInstance(f"{text}; `kvmesh status` shows them", field="instance")
+            raise error from None
