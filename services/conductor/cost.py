@@ -100,18 +100,19 @@ class PrefillModel:
         now: float,
         *,
         steps: int = 1,
+        chunks: int = 1,
         beside_tokens: float = 0.0,
         beside_pairs: float = 0.0,
     ) -> None:
-        """Learn one prompt, from the beginning of its first step to the end of its last one. `beside_*`: of other
-        prompts, computed in the same steps."""
+        """Learn one prompt, from the beginning of its first step to the end of its last one: so many `steps`, `chunks`
+        of them with tokens of its own. `beside_*`: of other prompts, computed in these steps."""
         if computed <= 0:
             return
         steps, all_tokens = max(1, steps), computed + beside_tokens
         self._steps.append(all_tokens / steps)
         self.step_tokens = max(self._steps)
-        if steps > 1:
-            self._chunks.append(computed / steps)
+        if chunks > 1:
+            self._chunks.append(computed / chunks)
             self.chunk_tokens = max(self._chunks)
         self.fit.add(all_tokens, attention_pairs(computed, cached) + beside_pairs, seconds, now, steps)
 

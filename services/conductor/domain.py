@@ -112,9 +112,10 @@ class PrefillSample:
     pulled_tokens: int = 0
     pull_bytes: int = 0
     pull_s: float = 0.0
-    steps: int = 1
-    beside_tokens: int = 0  # of other prompts, computed in the same steps
+    steps: int = 1  # of the instance, from its first one to its last one
+    beside_tokens: int = 0  # of other prompts, computed in these steps
     beside_pairs: int = 0  # and their pairs of attention (see cost.attention_pairs)
+    chunks: int = 1  # of `steps`: those that it was part of itself
 
 
 @dataclass(frozen=True)

@@ -61,11 +61,11 @@ def mixed_tbt_s(step_s: float, chunk_s: float, busy_s: float, stay_s: float) -> 
     return step_s + chunk_s * min(1.0, busy_s / max(SLOWEST * stay_s, 1e-9))
 
 
-def without_rows_s(instance: Instance, computed: int, seconds: float) -> float:
-    """What of the measured time of a prompt was its own: the rows that ran beside it (as last told) are taken out. At
-    least a quarter: the models are no better."""
+def without_rows_s(instance: Instance, computed: int, seconds: float, steps: int = 1) -> float:
+    """What of the measured time of a prompt was the prompts' own: the rows that ran beside them (as last told) in
+    `steps` or more are taken out. At least a quarter: the models are no better."""
     load = instance.load
     if not instance.mixes or not load.running_requests or computed <= 0:
         return seconds
     step_s = instance.decode.predict(load.running_requests, load.context_tokens)
-    return max(seconds / 4, seconds - instance.chunks(computed) * step_s)
+    return max(seconds / 4, seconds - max(steps, instance.chunks(computed)) * step_s)

@@ -135,6 +135,7 @@ def heartbeat_in(request: pb.HeartbeatRequest) -> Heartbeat:
                 max(1, s.steps),
                 s.beside_tokens,
                 s.beside_pairs,
+                max(1, s.chunks),
             )
             for s in request.prefill_samples
         ),

@@ -15,6 +15,7 @@ from kvmesh.node import messages as m
 from kvmesh.node.removals import Gone
 from kvmesh.rpc.errors import KvmeshError
 from kvmesh.transfer import Carried
+from services.prefill.done import Done
 
 # ── what happened ─────────────────────────────────────────────────────────────────────────────────
 
@@ -290,6 +291,7 @@ class Ended:
     transfer_bytes: int
     carried: Carried = field(default_factory=Carried)
     adopt: bool = False  # decode is in this instance: the request is here until it ends there
+    meanwhile: Done = field(default_factory=Done)  # all that was computed from its first step to its last one
 
 
 Action = (

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvmesh.rpc.errors import KvmeshError
 from kvmesh.transfer import Carried
+from services.prefill.done import Done
 from services.prefill.events import Ended, Found, Landing, Outcome, Start
 
 # The writer stops before its lease ends: the holder counts from a little later and with another clock. What clocks
@@ -94,6 +95,8 @@ class Handoff:
 
     first_step_ns: int = 0
     last_step_ns: int = 0
+    done_before: Done | None = None  # by the instance, before its first step
+    meanwhile: Done = field(default_factory=Done)  # by the instance, from its first step to its last one
     first_post_ns: int = 0
     last_ack_ns: int = 0
     carried: Carried = field(default_factory=Carried)
@@ -159,4 +162,5 @@ class Handoff:
             transfer_bytes=sum(self.acked_bytes),
             carried=self.carried,
             adopt=self.start.adopt,
+            meanwhile=self.meanwhile,
         )

@@ -81,6 +81,8 @@ class Reporter:
         if not end.adopt:  # else it is here until its row ends
             self._beat.finished_request_ids.append(origin.request_id)
         if end.outcome is ev.Outcome.DONE:
+            whole = end.computed_tokens + end.found.cached_tokens
+            own_pairs = (whole**2 - end.found.cached_tokens**2) // 2
             self._beat.prefill_samples.add(
                 request_id=origin.request_id,
                 computed_tokens=end.computed_tokens,
@@ -91,6 +93,10 @@ class Reporter:
                 pulled_tokens=end.found.pulled_tokens,
                 pull_bytes=end.found.pull_bytes,
                 pull_us=end.found.pull_ns // 1000,
+                steps=end.meanwhile.steps,
+                chunks=end.chunks,
+                beside_tokens=max(0, end.meanwhile.tokens - end.computed_tokens),
+                beside_pairs=max(0, end.meanwhile.double_pairs // 2 - own_pairs),
             )
         elif end.outcome is ev.Outcome.FAILED:
             log.warning("prefill failed: %s", end.cause, extra={"request_id": origin.request_id})

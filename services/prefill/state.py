@@ -29,6 +29,7 @@ from kvmesh.node.sampling import history_of
 from kvmesh.rpc.errors import DeadlinePassed, HandoffLost, KvmeshError, Overloaded, Unavailable
 from services.prefill import events as ev
 from services.prefill.checks import BrainConfig, refusal
+from services.prefill.done import Done
 from services.prefill.handoff import Handoff, Phase
 from services.prefill.lives import Lives
 from services.prefill.planner import Chunk, Planner, Wait
@@ -75,6 +76,7 @@ class PrefillState:
         self.config = config
         self.planner = Planner(config.plan)
         self._lives = Lives(config, pool, store, self.planner)
+        self._done = Done()  # in steps that every rank has answered: they run one after another
         self._pushes = Pushes(self._lives, config.world, config.layouts, at_end=config.push_at_end)
         self._steps: dict[int, _Step] = {}
         self._next_step = 1
@@ -345,9 +347,12 @@ class PrefillState:
         if step.waiting:
             return
         del self._steps[number]
+        before, self._done = self._done, self._done.plus(step.chunks)
         for chunk in step.chunks:
             h = self.handoffs[chunk.handle]
             h.steps.discard(number)
+            h.done_before = h.done_before or before
+            h.meanwhile = self._done.since(h.done_before)
             h.first_step_ns = h.first_step_ns or step.start_ns
             h.last_step_ns = max(h.last_step_ns, step.end_ns)
             if not h.ending:

@@ -391,6 +391,7 @@ class PrefillSample(_message.Message):
     STEPS_FIELD_NUMBER: _builtins.int
     BESIDE_TOKENS_FIELD_NUMBER: _builtins.int
     BESIDE_PAIRS_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     computed_tokens: _builtins.int
     cached_tokens: _builtins.int
@@ -403,11 +404,13 @@ class PrefillSample(_message.Message):
     pull_bytes: _builtins.int
     pull_us: _builtins.int
     steps: _builtins.int
-    """that computed it; 0: not told"""
+    """of the instance from its first one to its last one; 0: not told"""
     beside_tokens: _builtins.int
-    """of other prompts, computed in the same steps"""
+    """of other prompts, computed in these steps"""
     beside_pairs: _builtins.int
     """and their pairs of attention: each one's computed * (computed + 2 * cached) / 2"""
+    chunks: _builtins.int
+    """of `steps`: those that it was part of itself"""
     def __init__(
         self,
         *,
@@ -423,10 +426,11 @@ class PrefillSample(_message.Message):
         steps: _builtins.int = ...,
         beside_tokens: _builtins.int = ...,
         beside_pairs: _builtins.int = ...,
+        chunks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beside_pairs", b"beside_pairs", "beside_tokens", b"beside_tokens", "cached_tokens", b"cached_tokens", "computed_tokens", b"computed_tokens", "duration_us", b"duration_us", "pull_bytes", b"pull_bytes", "pull_us", b"pull_us", "pulled_tokens", b"pulled_tokens", "request_id", b"request_id", "steps", b"steps", "transfer_bytes", b"transfer_bytes", "transfer_us", b"transfer_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beside_pairs", b"beside_pairs", "beside_tokens", b"beside_tokens", "cached_tokens", b"cached_tokens", "chunks", b"chunks", "computed_tokens", b"computed_tokens", "duration_us", b"duration_us", "pull_bytes", b"pull_bytes", "pull_us", b"pull_us", "pulled_tokens", b"pulled_tokens", "request_id", b"request_id", "steps", b"steps", "transfer_bytes", b"transfer_bytes", "transfer_us", b"transfer_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
