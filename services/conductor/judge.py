@@ -60,13 +60,18 @@ class Judge:
     now: float
 
     def decode(self, choice: DecodeChoice, first_token_s: float | None = None) -> Verdict:
-        """`first_token_s`: predicted TTFT; None: as far as it is known without a prefill instance."""
+        """`first_token_s`: predicted TTFT. None: no prefill instance was chosen yet; then it passes if it would after
+        the queue that the last request met, or after none."""
         if self.mode in (Mode.OFF, Mode.BASELINE) or self.request.lane is Lane.BATCH:
             return Verdict(choice.admission_tbt_s, math.inf)
-        bound_s = min(self.slo.tbt_s, max(choice.tightest_slo_s, self.default_tbt_s))
+        bound_s = min(self.slo.tbt_s, max(self._theirs_s(choice), self.default_tbt_s))
         if choice.admission_tbt_s <= bound_s:  # even if all who are on their way were there at once
             return Verdict(choice.admission_tbt_s, bound_s)
-        return Verdict(self.tbt_s(choice, self._lead_s(choice, first_token_s)), bound_s)
+        if first_token_s is not None:
+            return Verdict(self.tbt_s(choice, first_token_s), bound_s)
+        lead_s = self._lead_s(choice)
+        leads = {lead_s, lead_s - self.queue_s}
+        return Verdict(min(self.tbt_s(choice, lead_s) for lead_s in leads), bound_s)
 
     def tbt_s(self, choice: DecodeChoice, lead_s: float, *, everybody: bool = False) -> float:
         """TBT there with this request in the batch in `lead_s`; `everybody`: what yields counts, too."""
@@ -83,7 +88,7 @@ class Judge:
         batch = choice.instance.batch
         if self.alone_s(choice.instance) > bound_s:
             return math.inf
-        lead_s = self._lead_s(choice, None)
+        lead_s = self._lead_s(choice)
         if self.mode is Mode.EARLY and not everybody:
             running, _ = batch.running
             each_s = (self.tbt_s(choice, lead_s) - self.alone_s(choice.instance)) / max(1, running)
@@ -100,9 +105,12 @@ class Judge:
             low, high = (low, middle) if passes else (middle, high)
         return high
 
-    def _lead_s(self, choice: DecodeChoice, first_token_s: float | None) -> float:
-        if first_token_s is not None:
-            return first_token_s
+    def _theirs_s(self, choice: DecodeChoice) -> float:
+        """The tightest SLO of those who are there: the default of whom nothing is known."""
+        batch = choice.instance.batch
+        return choice.tightest_slo_s if batch.requests <= len(batch.stays) else self.default_tbt_s
+
+    def _lead_s(self, choice: DecodeChoice) -> float:
         return self.queue_s + choice.instance.fits.prefill.predict(self.request.prompt_tokens, 0)
 
     def _rows(self, choice: DecodeChoice, lead_s: float, *, everybody: bool) -> Rows:

@@ -6,6 +6,7 @@ instance's own figures include it. It ends when the instance reports it, or when
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -52,6 +53,7 @@ class PrefillQueue:
         self._busy_at: float | None = None
         self._busy_s = 0.0
         self._ranked = 0  # of `works`
+        self.echo = 1.0  # how often what was placed since the last report counts: others place likewise (echo.py)
 
     @property
     def speedup(self) -> float:
@@ -98,7 +100,7 @@ class PrefillQueue:
 
     def add(self, work: PrefillWork) -> None:
         """A placement; one of the same request replaces it."""
-        self._backlog_s = self.wait_s(work.placed_at) + work.seconds / self.speedup
+        self._backlog_s = self.wait_s(work.placed_at) + self.echo * work.seconds / self.speedup
         self._as_of = work.placed_at
         self._pop(work.request_id)
         self.works[work.request_id] = work
@@ -152,7 +154,7 @@ class PrefillQueue:
         share = min(1.0, queued_tokens / settled_tokens) if settled_tokens else 0.0
         # Tokens that no placement of ours explains: another conductor's, or placed before we were restarted.
         foreign = max(0, queued_tokens - settled_tokens - flying_tokens)
-        self._backlog_s = (settled_s * share + flying_s + foreign * seconds_per_token) / self.speedup
+        self._backlog_s = (settled_s * share + self.echo * flying_s + foreign * seconds_per_token) / self.speedup
         self._as_of = now
 
     def _learn_speed(self, busy: bool, now: float) -> None:
@@ -181,6 +183,7 @@ class DecodeBatch:
         self._load = Load()
         self.stays = Stays()
         self.residence_s = FIRST_RESIDENCE_S
+        self._stays_learnt = False
 
     @property
     def requests(self) -> int:
@@ -195,7 +198,8 @@ class DecodeBatch:
     def forecast(self, now: float, at: float, until: float) -> Rows:
         """See `Stays.forecast`."""
         present = Rows(self.requests, self.context_tokens)
-        return self.stays.forecast(now, at, until, present, self._load.running_requests, self.residence_s)
+        usual_s = self.residence_s if self._stays_learnt else math.inf
+        return self.stays.forecast(now, at, until, present, self._load.running_requests, usual_s)
 
     @property
     def context_tokens(self) -> float:
@@ -249,6 +253,7 @@ class DecodeBatch:
         """It was there so long: that teaches how long others will stay. 0: it was not served, and teaches nothing."""
         if self.drop(request_id) is not None and stay_s > 0:
             self.residence_s += RESIDENCE_SHARE * (stay_s - self.residence_s)
+            self._stays_learnt = True
 
     def drop(self, request_id: str) -> DecodeWork | None:
         """It counts no more."""

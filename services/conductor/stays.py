@@ -2,7 +2,8 @@
 
 What the instance tells of now is the truth (rows, context); what was placed there and is on its way, or will have left,
 is added and taken away by the times that its placement predicted. Requests that should have left already, and those
-of which nothing is known, leave at the usual rate: after `residence_s` one in e of them is still there.
+of which nothing is known, leave at the usual rate: after `residence_s` one in e of them is still there (all of them,
+while nobody has been seen to leave: inf).
 """
 
 from __future__ import annotations
