@@ -1,10 +1,12 @@
 """A coupled instance in virtual time, for comparison: it computes prompts and answers on the same device, as vLLM did.
 
 One pool of pages in device memory, with a prefix cache of its own (the product's, `kvcache.prefix_cache`). Prompts wait
-first come, first served, and begin when all of their pages are free. *Prefill first*: whenever prompts can begin, a step
-computes as many whole ones as `batch_tokens` hold (one at least), and the rows stand still. *Chunked*: every step makes
-a token of each row and computes as many prompt tokens as the rest of `chunk_tokens` holds. When pages run out, the
-request that came last gives its own back, and is computed anew from its first token to its last."""
+first come, first served, and begin when all of their pages are free.
+
+*Prefill first*: whenever prompts can begin, a step computes as many whole ones as `batch_tokens` hold (one at least),
+and the rows stand still. *Chunked*: every step makes a token of each row and computes as many prompt tokens as the rest
+of `chunk_tokens` holds. When pages run out, the request that came last gives its own back, and is computed anew from
+its first token to its last."""
 
 from __future__ import annotations
 
@@ -208,6 +210,7 @@ class Coupled:
 
     def _admit(self) -> None:
         """Prompts get all of their pages, in order, while there are any."""
+        reserve = self.rows.growth(1)  # what the rows that run take before their next step
         budget = self._budget - sum(g.total - g.computed for g in self._prefilling)
         while self._waiting and budget > 0 and rules.has_seat(self.running, self._limits):
             guest = self._waiting[0]
@@ -215,7 +218,7 @@ class Coupled:
             usable = guest.request.keys[: (guest.total - 1) // self._block] if self.caches else ()
             found = self.cache.match(usable)
             need = self._blocks(guest.total + 1) - len(found)
-            if not rules.may_load(self._free, need, self._watermark, self.running):
+            if not rules.may_load(self._free - reserve, need, self._watermark, self.running):
                 self.pool.release(found)
                 return
             self._waiting.popleft()
