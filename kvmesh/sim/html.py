@@ -51,12 +51,12 @@ def _figures(runs: Sequence[Run]) -> str:
     """The table that one looks at first: a row a run."""
     heads = ["run", "requests", "done", "TTFT mean", "P50", "P90", "P99", "TBT P50", "P99", "hit rate"]
     bounds = [one["tbt_slo_s"] for one in runs[0]["summary"]["goodput"]]
-    heads += [f"goodput {number(bound * 1000)} ms" for bound in bounds]
+    heads += [f"≤ {number(bound * 1000)} ms" for bound in bounds]
     heads += ["prefill GPU"]
     rows = [[escape(run["name"]), *_row(run["summary"])] for run in runs]
     slo = number(runs[0]["summary"]["ttft_slo_s"])
     note = (
-        f"Times in seconds. Goodput: share of all requests with TTFT within {slo} s and TBT within the bound. "
+        f"Times in seconds. ≤ N ms: goodput, the share of all requests with TTFT within {slo} s and TBT within N ms. "
         "Definitions are at the end of the page."
     )
     return f'<div class="wide">{_table(heads, rows)}</div><p class="note">{note}</p>'
@@ -150,22 +150,31 @@ def _goodput(runs: Sequence[Run]) -> list[Chart]:
     for run in runs:
         others = [f"{name} {value}" for name, value in run.get("sweep", {}).items() if name not in _RATES]
         groups.setdefault(", ".join(others), []).append(run)
+    bounds = [one["tbt_slo_s"] for one in runs[0]["summary"]["goodput"]]
     charts = []
     for key, title, unit in _GOODPUT:
-        lines: list[Line] = []
-        for at, (name, members) in enumerate(groups.items()):
-            members = sorted(members, key=lambda run: run["summary"]["requests_per_s"] or 0.0)
-            bounds = [one["tbt_slo_s"] for one in members[0]["summary"]["goodput"]]
-            for place, bound in enumerate(bounds):
-                told = f"{name + ', ' if name else ''}TBT {number(bound * 1000)} ms"
-                points = [
-                    (run["summary"]["requests_per_s"] or 0.0, run["summary"]["goodput"][place][key] or 0.0)
-                    for run in members
-                ]
-                colour = place if len(groups) == 1 else at
-                lines.append(Line(told, points, colour, dashed=len(groups) > 1 and place > 0, dots=True))
-        charts.append(Chart(title, "requests a second", unit, lines, percent=key == "share"))
+        if len(groups) == 1:  # a line a bound
+            lines = [Line(_within(bound), _rated(runs, at, key), at, dots=True) for at, bound in enumerate(bounds)]
+            charts.append(Chart(title, "requests a second", unit, lines, percent=key == "share"))
+            continue
+        for at, bound in enumerate(bounds):  # a chart a bound
+            lines = [
+                Line(name, _rated(members, at, key), place, dots=True)
+                for place, (name, members) in enumerate(groups.items())
+            ]
+            named = f"{title}, {_within(bound)}"
+            charts.append(Chart(named, "requests a second", unit, lines, percent=key == "share"))
     return charts
+
+
+def _within(bound_s: float) -> str:
+    return f"TBT ≤ {number(bound_s * 1000)} ms"
+
+
+def _rated(runs: Sequence[Run], at: int, key: str) -> list[tuple[float, float]]:
+    """(requests a second, goodput by the bound at place `at`) of each run."""
+    told = [run["summary"] for run in runs]
+    return sorted((one["requests_per_s"] or 0.0, one["goodput"][at][key] or 0.0) for one in told)
 
 
 def _own(run: Run) -> list[Chart]:

@@ -117,10 +117,11 @@ class Course:
             _into(self._bins.setdefault(place // 2, {}), figures)
 
     def rows(self) -> Iterator[tuple[float, dict[str, float]]]:
-        """(start of the stretch in seconds, sums), in the order of time; stretches that nothing fell into are left
-        out."""
-        for place in sorted(self._bins):
-            yield place * self.width_s, self._bins[place]
+        """(start of the stretch in seconds, sums), from the first stretch that something fell into to the last; empty
+        sums where nothing did."""
+        if self._bins:
+            for place in range(min(self._bins), max(self._bins) + 1):
+                yield place * self.width_s, self._bins.get(place, {})
 
 
 def _into(sums: dict[str, float], figures: dict[str, float]) -> None:

@@ -22,7 +22,8 @@ DEFINITIONS = {
     "queue_s": "arrival → first step that computes its prompt",
     "hit_rate": "by tokens: input tokens that were not computed / input tokens, over the requests that are done",
     "goodput": "share of all requests, refused and failed ones included, that are done with TTFT and TBT both at most "
-    "the SLO (the paper's effective request capacity); a request of one token has no TBT and keeps any",
+    "the SLO (the paper's effective request capacity); a request of one token has no TBT and keeps any. "
+    "A second: that share of the arrivals a second",
     "within_own_slo": "the same, by the SLOs that the requests bear themselves (the run's where they bear none)",
     "prefill_gpu_s": "seconds of an instance's steps that computed prompts, each step's time shared by its tokens",
     "ttft_error": "|predicted - real| / real of TTFT, over the requests that are done",
@@ -46,7 +47,7 @@ class Summary:
         self.tokens: Counter[str] = Counter()
         self.prefill_gpu_s = 0.0
         self.retries = 0
-        self.first_s, self.last_s = math.inf, 0.0
+        self.first_s, self.arrived_s, self.last_s = math.inf, 0.0, 0.0  # first and last arrival, last end
         names = ("ttft_s", "tbt_s", "mean_tbt_s", "e2e_s", "queue_s", "ttft_error")
         self.sketches = {name: Sketch() for name in names}
         self.lanes: dict[str, tuple[Counter[str], Sketch]] = {}
@@ -61,6 +62,7 @@ class Summary:
         self.requests += 1
         self.outcomes[record.outcome] += 1
         self.first_s = min(self.first_s, record.at_s)
+        self.arrived_s = max(self.arrived_s, record.at_s)
         self.last_s = max(self.last_s, record.at_s)
         self.retries += record.retries
         self.prefill_gpu_s += record.prefill_gpu_s
@@ -113,6 +115,12 @@ class Summary:
         return max(0.0, self.last_s - self.first_s) if self.requests else 0.0
 
     @property
+    def requests_per_s(self) -> float:
+        """Arrivals, from the first to the last; nan of fewer than two."""
+        span_s = self.arrived_s - self.first_s
+        return (self.requests - 1) / span_s if span_s > 0 else math.nan
+
+    @property
     def hit_rate(self) -> float:
         """By tokens; nan of none."""
         return self.tokens["cached"] / self.tokens["input"] if self.tokens["input"] else math.nan
@@ -139,7 +147,7 @@ class Summary:
             "failed": dict(self.failed),
             "retries": self.retries,
             "duration_s": tidy(self.duration_s),
-            "requests_per_s": tidy(self.requests / self.duration_s) if self.duration_s else None,
+            "requests_per_s": tidy(self.requests_per_s),
             "ttft_slo_s": self.ttft_slo_s,
             "goodput": [
                 {"tbt_slo_s": bound, "share": tidy(share), "per_s": self._per_s(share)}
@@ -162,14 +170,14 @@ class Summary:
         }
 
     def _per_s(self, share: float) -> float | None:
-        return tidy(share * self.requests / self.duration_s) if self.duration_s else None
+        return tidy(share * self.requests_per_s)
 
     def _course(self) -> dict[str, Any]:
         """By the time of arrival: rates a second, mean TTFT, hit rate, share within the SLO."""
         width = self.course.width_s
         told: dict[str, list[float | None]] = {name: [] for name in _COURSE}
         for at_s, sums in self.course.rows():
-            done, arrived = sums.get(DONE, 0.0), sums["arrived"]
+            done, arrived = sums.get(DONE, 0.0), sums.get("arrived", 0.0)
             told["at_s"].append(at_s)
             told["arrived_per_s"].append(tidy(arrived / width))
             told["refused_per_s"].append(tidy(sums.get(REFUSED, 0.0) / width))
@@ -196,5 +204,5 @@ def _pool(course: Course) -> dict[str, Any]:
     for at_s, sums in course.rows():
         told["at_s"].append(at_s)
         for name in POOL_FIGURES:
-            told[name].append(tidy(sums[name] / sums["samples"]))
+            told[name].append(_ratio(sums.get(name, 0.0), sums.get("samples", 0.0)))
     return {"width_s": course.width_s, **told}

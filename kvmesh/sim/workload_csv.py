@@ -7,7 +7,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,8 @@ class _Row:
             found = float(text)
         except ValueError:
             try:
-                found = datetime.fromisoformat(text[:26]).timestamp()  # microseconds at most
+                told = datetime.fromisoformat(text[:26])  # microseconds at most
+                found = (told if told.tzinfo else told.replace(tzinfo=UTC)).timestamp()
             except ValueError:
                 raise self.bad("time", text, "is neither a number nor an ISO date") from None
         if not math.isfinite(found):
