@@ -16,6 +16,9 @@ from kvmesh.sim.workload import SimRequest
 from services.conductor.domain import Lane
 
 
+BIG = 1 << 20  # no block is full: where keys do not matter
+
+
 def made(seed: int = 0, **changes: Any) -> list[SimRequest]:
     return list(synthetic(SyntheticConfig(**{"requests": 2000, "block_tokens": 64, **changes}), seed))
 
@@ -25,16 +28,17 @@ def gaps(requests: list[SimRequest]) -> list[float]:
 
 
 def test_a_seed_is_a_workload_and_its_beginning_does_not_depend_on_the_end() -> None:
-    assert made(1) == made(1) != made(2)
-    assert made(1, requests=50) == made(1)[:50]
+    first = made(1, requests=500)
+    assert first == made(1, requests=500) != made(2, requests=500)
+    assert made(1, requests=50) == first[:50]
 
 
 @pytest.mark.parametrize("burstiness", [0.5, 1.0, 3.0])
 def test_arrivals_have_rate_and_burstiness(burstiness: float) -> None:
-    between = gaps(made(requests=20_000, rate=4.0, burstiness=burstiness))
+    between = gaps(made(requests=10_000, block_tokens=BIG, rate=4.0, burstiness=burstiness))
     mean = statistics.fmean(between)
-    assert mean == pytest.approx(0.25, rel=0.08)
-    assert statistics.pstdev(between) / mean == pytest.approx(burstiness, rel=0.08)
+    assert mean == pytest.approx(0.25, rel=0.1)
+    assert statistics.pstdev(between) / mean == pytest.approx(burstiness, rel=0.1)
 
 
 def test_full_blocks_have_keys() -> None:
@@ -82,17 +86,17 @@ def test_prefixes_are_a_tree_of_applications() -> None:
 
 def test_popularity_follows_zipf() -> None:
     counts = defaultdict(int)
-    for one in made(requests=20_000, applications=10, zipf=1.0, turns=1.0):
+    for one in made(requests=10_000, block_tokens=BIG, applications=10, zipf=1.0, turns=1.0):
         counts[one.tenant] += 1
     harmonic = sum(1 / rank for rank in range(1, 11))
     for rank in (1, 2, 5, 10):
-        assert counts[f"app{rank - 1}"] / 20_000 == pytest.approx(1 / rank / harmonic, rel=0.12)
-    even = made(requests=20_000, applications=10, zipf=0.0, turns=1.0)
-    assert sum(one.tenant == "app9" for one in even) == pytest.approx(2000, rel=0.12)
+        assert counts[f"app{rank - 1}"] / 10_000 == pytest.approx(1 / rank / harmonic, rel=0.12)
+    even = made(requests=10_000, block_tokens=BIG, applications=10, zipf=0.0, turns=1.0)
+    assert sum(one.tenant == "app9" for one in even) == pytest.approx(1000, rel=0.12)
 
 
 def test_lengths_are_log_normal_with_their_mean_and_bound() -> None:
-    outputs = [one.output_tokens for one in made(requests=20_000, output=Lengths(200, 0.8, 2000))]
+    outputs = [one.output_tokens for one in made(requests=10_000, block_tokens=BIG, output=Lengths(200, 0.8, 2000))]
     assert statistics.fmean(outputs) == pytest.approx(200, rel=0.05)
     assert statistics.stdev(map(math.log, outputs)) == pytest.approx(0.8, rel=0.05)
     assert max(outputs) == 2000 and min(outputs) >= 1
@@ -110,14 +114,14 @@ def test_prompts_are_bounded_and_end_their_session() -> None:
 
 
 def test_lanes_and_origins_are_dealt_out() -> None:
-    requests = made(requests=5000, batch_share=0.25, origins=4, turns=1.0)
+    requests = made(requests=5000, block_tokens=BIG, batch_share=0.25, origins=4, turns=1.0)
     assert sum(one.lane is Lane.BATCH for one in requests) == pytest.approx(1250, rel=0.12)
     assert {one.origin for one in requests} == {"o0", "o1", "o2", "o3"}
 
 
 def test_it_goes_on_for_ever_and_holds_those_alone_who_think() -> None:
-    endless = synthetic(SyntheticConfig(requests=0, rate=50.0, think_s=2.0, turns=5.0, block_tokens=4096))
-    for _ in itertools.islice(endless, 20_000):
+    endless = synthetic(SyntheticConfig(requests=0, rate=50.0, think_s=2.0, turns=5.0, block_tokens=BIG))
+    for _ in itertools.islice(endless, 10_000):
         pass
     assert len(endless.gi_frame.f_locals["thinking"]) < 400  # about rate x think time
 

@@ -110,7 +110,7 @@ def read(tmp_path: Path, text: str, **reading: Any) -> list[SimRequest]:
     [
         ("time,input,output", "10,128,5", "10.5,64,6"),
         ("Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type", "10,x,128,5,1,y", "10.5,x,64,6,1,y"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:17:03.9799600,128,5", "2023-11-16T18:17:04.48Z,64,6"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:17:03.98000,128,5", "2023-11-16T18:17:04.48Z,64,6"),
         ("output_tokens,Input_Tokens,AT_MS", "5,128,10000", "6,64,10500"),
     ],
 )  # fmt: skip
