@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
+from kvmesh.cli.plan import Ports
 from kvmesh.leader.redis_lease import Redis
 from kvmesh.rpc import channels
 from kvmesh.rpc.errors import ConfigError, Unavailable, UnknownInstance
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2_grpc, store_pb2, store_pb2_grpc
+from kvmesh.rpc.process import PARENT_ENV
 from services.conductor import main
 from services.conductor.config import ConductorConfig
 from services.conductor.cordon_book import CordonBook
@@ -112,6 +118,48 @@ async def test_one_leads_the_other_stands_by_and_follows(redis: RedisServer) -> 
             await a.service.stop()
             await until(b.leads)
             assert (await b.status()).leadership.term > term
+
+
+def conductor_process(port: int, redis: RedisServer, mesh: str, log: Path) -> subprocess.Popen[bytes]:
+    flags = {"port": port, "store": NOWHERE, "redis": redis.url, "mesh": mesh, "leader-lease-ms": LEASE_MS}
+    argv = [sys.executable, "-m", "kvmesh.cli", "serve", "conductor", *(f"--{k}={v}" for k, v in flags.items())]
+    with log.open("wb") as out:
+        env = {**os.environ, PARENT_ENV: str(os.getpid())}
+        return subprocess.Popen(argv, stdout=out, stderr=out, env=env)
+
+
+@needs_redis
+async def test_a_leader_that_is_killed_is_followed_within_its_lease(redis: RedisServer, tmp_path: Path) -> None:
+    port, log = Ports().take(), tmp_path / "log"
+    process = conductor_process(port, redis, "killed", log)
+    try:
+        leader = f"127.0.0.1:{port}"
+
+        async with channels.connect(leader) as channel:
+            stub: Any = conductor_pb2_grpc.ConductorStub(channel)
+
+            async def leads() -> bool:
+                assert process.poll() is None, log.read_text()
+                request = pb.GetConductorStatusRequest()
+                with contextlib.suppress(grpc.RpcError):
+                    return (await stub.GetStatus(request, timeout=TIMEOUT)).leadership.role == "leader"
+                return False
+
+            await until(leads, 60.0)
+        async with conductor(config(redis, "killed")) as heir:
+
+            async def follows() -> bool:
+                return (await heir.status()).leadership.leader == leader
+
+            await until(follows)
+            assert await heir.role() == "standby"
+            process.kill()
+            start = asyncio.get_running_loop().time()
+            await until(heir.leads)
+            assert asyncio.get_running_loop().time() - start < 2 * LEASE_MS / 1000
+    finally:
+        process.kill()
+        process.wait(10)
 
 
 @needs_redis

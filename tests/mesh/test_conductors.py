@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import AsyncIterator
 from functools import partial
@@ -143,18 +144,27 @@ async def test_kill_of_the_conductor_in_use_under_load(mesh: Running) -> None:
     await mesh.settled()
 
 
-async def test_the_standby_leads_within_a_lease(mesh: Running) -> None:
+async def test_the_standby_leads_within_a_lease_and_a_frozen_leader_wakes_as_none(mesh: Running) -> None:
     name, term = await leader(mesh)
-    pid = mesh.pid(name)
-    mesh.kill(name)
-    start = time.monotonic()
-    follower, later = await leader(mesh, above=term)
-    took_s = time.monotonic() - start
-    assert follower != name
-    assert later > term
-    assert took_s < LEASE_S * 1.5 + 1, took_s
-    await mesh.restarted(name, pid)
-    assert (await leader(mesh))[0] == follower
+    mesh.kill(name, signal.SIGSTOP)
+    try:
+        start = time.monotonic()
+        follower, later = await leader(mesh, above=term)
+        took_s = time.monotonic() - start
+        assert follower != name
+        assert later > term
+        assert took_s < LEASE_S * 1.5 + 2, took_s  # a look at a frozen one takes 2 s
+        answer = await mesh.client.generate(prompts(1)[0], 4, timeout_s=30)
+        assert answer.error is None, "placed by whoever answers"
+    finally:
+        mesh.kill(name, signal.SIGCONT)
+
+    async def stands_by() -> bool:
+        said = (await told(mesh))[name].get("leadership", {})
+        return (said.get("role"), said.get("term")) == ("standby", later)
+
+    await until(stands_by, "the former leader to say that it leads no more")
+    assert await leader(mesh) == (follower, later)
 
 
 async def test_a_cordon_holds_at_both_and_over_restarts(mesh: Running) -> None:
