@@ -237,13 +237,13 @@ class TransferModel:
         """Average over the last handoffs, weighted by their size."""
         return self._bandwidth.rate
 
-    def tail_s(self, nbytes: float, prefill_s: float, hidden_share: float = 15 / 16, ahead: float = 0.0) -> float:
+    def tail_s(self, nbytes: float, prefill_s: float, ahead: float = 0.0, hidden_share: float = 15 / 16) -> float:
         """Seconds between the end of prefill and the last byte. Layers travel while later ones are computed, all
         but the last of them: at least the share that cannot hide remains. `ahead`: bytes on the same wires before."""
         if nbytes <= 0:
             return 0.0
         whole = self.predict(nbytes, ahead)
-        return max(whole - prefill_s, nbytes / self.bytes_per_s * (1 - hidden_share))
+        return max(whole - prefill_s, whole * (1 - hidden_share))
 
 
 class PullModel:

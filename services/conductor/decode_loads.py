@@ -50,7 +50,9 @@ def decode_load(
         late_s = max(0.0, load_s(until) - prefill.start_s)
         pushed = max(0, request.prompt_tokens - until * model.block_tokens) * model.kv_bytes_per_token
         hidden_s = max(0.0, prefill.prefill_s - late_s)
-        return max(0.0, late_s - prefill.prefill_s) + prefill.instance.transfer.tail_s(pushed, hidden_s)
+        return max(0.0, late_s - prefill.prefill_s) + prefill.instance.transfer.tail_s(
+            pushed, hidden_s, min(pushed, prefill.push_ahead)
+        )
 
     free, high = first, end  # what is read by the time prefill begins delays nothing
     while free < high:

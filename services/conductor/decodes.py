@@ -9,6 +9,7 @@ from services.conductor.domain import Schedule
 from services.conductor.index import Place, Survey
 from services.conductor.instance import Instance
 from services.conductor.interference import mixed_tbt_s
+from services.conductor.outgoing import shared_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class DecodeChoice:
     tail_s: float  # what of the transfer nothing can hide: less of it when blocks are here already
     short: bool  # of pages for prompt and answer together
     tightest_slo_s: float = math.inf  # for the TBT of those that are there or coming
+    arriving: int = 0  # bytes that others send there
 
     @property
     def score_s(self) -> float:
@@ -32,10 +34,17 @@ class DecodeChoice:
 
 
 def choice(
-    request: Schedule, instance: Instance, place: Place, survey: Survey, now: float, *, alone: bool = False
+    request: Schedule,
+    instance: Instance,
+    place: Place,
+    survey: Survey,
+    now: float,
+    *,
+    alone: bool = False,
+    arriving: int = 0,
 ) -> DecodeChoice:
     """`place`: the instance's blocks in the survey; only sealed ones count. `alone`: it computes the prompt, too, in
-    device pages, and nothing lands."""
+    device pages, and nothing lands. `arriving`: bytes that others send there."""
     batch, model = instance.batch, instance.model
     at_decode = 0 if alone else survey.depth(Place(place.sealed))
     size = batch.requests + 1
@@ -51,7 +60,8 @@ def choice(
         admission_tbt_s=admission_step_s,
         landing_wait_s=batch.landing_wait_s(blocks, pages=alone),
         slot_wait_s=batch.drain_s(too_many) if too_many else 0.0,
-        tail_s=0.0 if alone else instance.fits.transfer.tail_s(sent, float("inf")),
+        tail_s=0.0 if alone else instance.fits.transfer.tail_s(sent, float("inf"), shared_bytes(sent, arriving)),
+        arriving=arriving,
         short=batch.free_blocks < min(whole, instance.capacity_blocks),
         tightest_slo_s=batch.stays.tightest_slo_s,
     )

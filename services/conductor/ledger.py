@@ -28,7 +28,7 @@ from services.conductor.interference import without_rows_s
 from services.conductor.judge import Slo
 from services.conductor.life import pull_after_s
 from services.conductor.load import PrefillWork
-from services.conductor.outgoing import Load, Outgoing
+from services.conductor.outgoing import Load, Outgoing, Wires
 from services.conductor.pending import marks
 from services.conductor.placement import Choice
 from services.conductor.routes import Leg, lives_of
@@ -45,6 +45,7 @@ class _Placed:
     prefill: Instance
     decode: Instance
     ahead_bytes: int  # what the holders had to send before its pull
+    push_ahead: int  # what seemed to go before its push
     holders: int
     below: bool  # whether lower tiers had to read for it
     only: tuple[Life, Tier] | None  # all of it came out of that one
@@ -79,13 +80,18 @@ class Ledger:
         self._index = index
         self._tiers = tiers
         self._touch = touch
-        self.outgoing = Outgoing()
+        self.wires = Wires()
         self.accuracy = Accuracy()
         self._placed: dict[str, _Placed] = {}
         self._promised: OrderedDict[str, _Promise] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._placed)
+
+    @property
+    def outgoing(self) -> Outgoing:
+        """What node stores have still to send."""
+        return self.wires.outgoing
 
     def commit(self, request: Schedule, choice: Choice, now: float, slo: Slo, answer_tokens: float) -> None:
         """The chosen instances carry the work from this moment on. `answer_tokens`: predicted."""
@@ -128,13 +134,27 @@ class Ledger:
         sent, later = lives_of((*(() if delay_s else p.legs), *choice.decode_legs)), lives_of(p.legs if delay_s else ())
         until = now + delay_s + 2 * max(p.fetch_s, choice.decode_load_s)
         loads, loads_later = ([Load(life, n * block_bytes) for life, n in some.items()] for some in (sent, later))
-        self.outgoing.add(name, loads, until, loads_later, now + delay_s)
+        self.wires.outgoing.add(name, loads, until, loads_later, now + delay_s)
+        self._flows(name, choice, block_bytes, now, now + delay_s, until)
         holders = len({leg.holder.ref.life for leg in p.legs if not leg.own})
         self._placed[name] = _Placed(
-            p.instance, d.instance, p.ahead_bytes, holders, p.tier is not Tier.DRAM, _only(p.legs)
+            p.instance, d.instance, p.ahead_bytes, p.push_ahead, holders, p.tier is not Tier.DRAM, _only(p.legs)
         )
         self._touch(p.instance.ref.instance_id)
         self._touch(d.instance.ref.instance_id)
+
+    def _flows(self, name: str, choice: Choice, block_bytes: int, now: float, pull_at: float, until: float) -> None:
+        """What will arrive at prefill and at decode."""
+        p, d = choice.prefill, choice.decode
+        fetched = [Load(p.instance.ref.life, p.pull_bytes)] if p.pull_bytes else []
+        own = sum(leg.blocks for leg in choice.decode_legs if not leg.own) * block_bytes
+        at_once = [Load(d.instance.ref.life, own)] if own else []
+        if pull_at <= now:
+            self.wires.pull(name, at_once + fetched, until, (), now)
+        else:
+            self.wires.pull(name, at_once, until, fetched, pull_at)
+        begins = now + p.start_s
+        self.wires.push(name, d.instance.ref.life, p.pushed_bytes, begins, begins + 2 * (p.prefill_s + p.tail_s))
 
     def promise(self, request: Schedule, placed: Placed) -> None:
         """What was foretold is kept until `ended` compares it; the oldest go first."""
@@ -155,7 +175,7 @@ class Ledger:
             placed.decode.batch.drop(request_id)
             self._touch(placed.prefill.ref.instance_id)
             self._touch(placed.decode.ref.instance_id)
-        self.outgoing.end(request_id)
+        self.wires.end(request_id)
 
     def learn(self, instance: Instance, beat: Heartbeat, now: float) -> list[Measured]:
         """Take in the samples of a heartbeat."""
@@ -176,17 +196,19 @@ class Ledger:
         beside: _Beside = {"steps": s.steps, "beside_tokens": s.beside_tokens, "beside_pairs": s.beside_pairs}
         predicted_s = instance.prefill.predict(*shape, **beside)
         self.accuracy.add(What.PREFILL, predicted_s if s.computed_tokens else 0.0, took_s)
-        self.accuracy.add(What.TRANSFER, instance.transfer.predict(s.transfer_bytes), s.transfer_s)
+        placed = self._placed.get(s.request_id)
+        ahead = placed.push_ahead if placed is not None else 0
+        self.accuracy.add(What.TRANSFER, instance.transfer.predict(s.transfer_bytes, ahead), s.transfer_s)
         for fit in (instance.prefill, fits.prefill):
             fit.add(*shape, took_s, now, chunks=s.chunks, **beside)
         for transfer in (instance.transfer, fits.transfer):
-            transfer.add(s.transfer_bytes, 0.0, s.transfer_s, now)
+            transfer.add(s.transfer_bytes, ahead, s.transfer_s, now)
         self._pulled(instance, s, now)
         work = instance.queue.finish(s.request_id, done=True)
         if work is not None:
             until = now + self._settings.confirmed_s
             self._index.confirm(instance.ref.life, instance.slot, work.keys, until)
-        self.outgoing.end(s.request_id)
+        self.wires.end(s.request_id)
         return Measured(s.request_id, predicted_s, took_s)
 
     def _pulled(self, instance: Instance, s: PrefillSample, now: float) -> None:
@@ -235,7 +257,7 @@ class Ledger:
         work = instance.queue.finish(request_id, done=False)
         if work is not None:
             self._index.pending.withdraw(instance.slot, work.keys, request_id)
-            self.outgoing.end(request_id)
+            self.wires.end(request_id)
         instance.batch.finish(request_id, now)
         placed = self._placed.get(request_id)
         if placed is not None and placed.decode is instance:

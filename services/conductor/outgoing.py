@@ -1,4 +1,9 @@
-"""What node stores have still to send: pulls that this conductor has named them for. A sender shares its bandwidth."""
+"""What is on its way by this conductor's word, at both ends of the wires. Pure.
+
+A holder that many pull from sends to one after the other: what it has still to send goes before (`Outgoing.ahead`).
+Where two flows meet at a node, its link is shared fairly: one of n bytes beside others of m is as slow as one of
+n + min(n, m) bytes alone (`shared_bytes`). A flow crosses two ends, and the slower one decides.
+"""
 
 from __future__ import annotations
 
@@ -76,3 +81,40 @@ class Outgoing:
             _, number, request_id = heapq.heappop(self._ends)
             if self._pulls.get(request_id, (0, ()))[0] == number:
                 self.end(request_id)
+
+
+class Wires:
+    """Pulls by who sends and by who receives, pushes by who receives. Each ends when its prompt is reported, or when
+    its predicted time is over twice."""
+
+    def __init__(self) -> None:
+        self.outgoing = Outgoing()
+        self._pulled = Outgoing()
+        self._pushed = Outgoing()
+
+    def pull(self, request_id: str, readers: Sequence[Load], until: float, later: Sequence[Load], at: float) -> None:
+        """Whoever reads for it (`holder`: the reader), at once and from `at` on."""
+        self._pulled.add(request_id, readers, until, later, at)
+
+    def push(self, request_id: str, to: Life, nbytes: int, begins: float, until: float) -> None:
+        """Its prefill sends so much to its decode instance."""
+        self._pushed.add(request_id, (), until, [Load(to, nbytes)] if nbytes else (), begins)
+
+    def arriving(self, reader: Life) -> int:
+        """Bytes that are on their way to it."""
+        return self._pulled.ahead(reader) + self._pushed.ahead(reader)
+
+    def end(self, request_id: str) -> None:
+        """All of it is where it should be, or will never come."""
+        for flows in (self.outgoing, self._pulled, self._pushed):
+            flows.end(request_id)
+
+    def expire(self, now: float) -> None:
+        """Time passes."""
+        for flows in (self.outgoing, self._pulled, self._pushed):
+            flows.expire(now)
+
+
+def shared_bytes(nbytes: int, *others: int) -> int:
+    """What `nbytes` lose to the fullest of the ends that they cross: bytes that seem to go before them."""
+    return min(nbytes, max(others, default=0))

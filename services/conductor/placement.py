@@ -104,7 +104,8 @@ def _weigh_decodes(
     screen: Screen | None,
 ) -> Weighing[DecodeChoice]:
     def weigh(instance: Instance) -> DecodeChoice:
-        return decoding.choice(request, instance, places[instance.ref.instance_id], mesh.survey, terms.now)
+        place, arriving = places[instance.ref.instance_id], mesh.arriving(instance.ref.life)
+        return decoding.choice(request, instance, place, mesh.survey, terms.now, arriving=arriving)
 
     def score(c: DecodeChoice) -> float:
         return c.score_s + terms.near.decode_s(c.instance.ref.instance_id) if terms.judge.decode(c).passes else _INF
@@ -127,7 +128,9 @@ def _weigh_prefills(
 
     def weigh(i: Instance) -> PrefillCandidate:
         place = places[i.ref.instance_id]
-        return prefilling.candidate(request, i, place, mesh, decode.at_decode, terms.threshold, terms.now, terms.fetch)
+        return prefilling.candidate(
+            request, i, place, mesh, decode.at_decode, terms.threshold, terms.now, terms.fetch, decode.arriving
+        )
 
     def score(c: PrefillCandidate) -> float:
         best = c.best(slo_s, terms.tbt_slo_s)

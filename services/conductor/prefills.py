@@ -13,6 +13,7 @@ from services.conductor.domain import Fetch, Schedule
 from services.conductor.index import Place
 from services.conductor.instance import Instance
 from services.conductor.interference import NOBODY, STALL_WEIGHT, Shared, shared
+from services.conductor.outgoing import shared_bytes
 from services.conductor.routes import Leg, Mesh
 
 # A lower tier is forbidden to its own node when it would make the first token later by more than this.
@@ -37,7 +38,9 @@ class PrefillChoice:
     legs: tuple[Leg, ...] = ()
     fetched_to: int = 0  # the block that `legs` end before
     pull_bytes: int = 0
-    ahead_bytes: int = 0  # what the holders have to send before
+    ahead_bytes: int = 0  # what the holders have to send before, or what slows it down on the way here as much
+    pushed_bytes: int = 0  # to decode
+    push_ahead: int = 0  # what slows that down, as if it went before
     shared: Shared = NOBODY  # with rows that run there; what they add is in `prefill_s`
     yielding_s: float = 0.0  # of `queue_s`: work for which nobody is refused
 
@@ -128,12 +131,15 @@ def candidate(
     threshold: float,
     now: float,
     rule: Fetch = Fetch.CHEAPER,
+    arriving: int = 0,
 ) -> PrefillCandidate:
-    """`place`: the instance's blocks in the survey; `at_decode`: leading blocks that nobody need send to decode."""
+    """`place`: the instance's blocks in the survey; `at_decode`: leading blocks that nobody need send to decode;
+    `arriving`: bytes that others send there."""
+    there = _Decode(at_decode, arriving)
     local = mesh.survey.depth(place)
     # The last token is always computed: its logits are the answer's first token.
     usable = (request.prompt_tokens - 1) // instance.model.block_tokens
-    use = _choice(request, instance, local, min(local, usable), at_decode, now)
+    use = _choice(request, instance, local, min(local, usable), there, now, mesh)
     reach = min(mesh.reach(place, local), usable)
     others = rule is not Fetch.NEVER and worth_weighing(reach, local, threshold)
     if not others:
@@ -143,10 +149,10 @@ def candidate(
         if not worth_weighing(end, local, threshold) and not all(leg.own for leg in legs):
             continue
         for part, until in _ends(instance, mesh, legs, local, end, now):
-            fetches.append(_choice(request, instance, local, until, at_decode, now, mesh, part))
+            fetches.append(_choice(request, instance, local, until, there, now, mesh, part))
     own = None
     if place.lower and (found := _plans(instance, place, mesh, local, usable, others=False)):
-        own = _choice(request, instance, local, found[0][1], at_decode, now, mesh, found[0][0])
+        own = _choice(request, instance, local, found[0][1], there, now, mesh, found[0][0])
     return PrefillCandidate(use, tuple(fetches), rule, own)
 
 
@@ -199,6 +205,13 @@ def cut(legs: tuple[Leg, ...], end: int) -> tuple[Leg, ...]:
     return tuple(leg.until(end) for leg in legs if leg.first < end)
 
 
+class _Decode(NamedTuple):
+    """Where the KV goes."""
+
+    at_decode: int  # leading blocks that need not be sent
+    arriving: int  # bytes that others send there
+
+
 class _Fetching(NamedTuple):
     """Seconds."""
 
@@ -217,7 +230,7 @@ def _fetching(instance: Instance, mesh: Mesh, legs: tuple[Leg, ...], now: float)
     block_bytes = instance.model.block_tokens * instance.model.kv_bytes_per_token
     pulled = [leg for leg in legs if not leg.own]
     pull_bytes = block_bytes * sum(leg.blocks for leg in pulled)
-    ahead = mesh.ahead(pulled)
+    ahead = max(mesh.ahead(pulled), shared_bytes(pull_bytes, mesh.arriving(instance.ref.life))) if pulled else 0
     holders = len({leg.holder.ref.life for leg in pulled})
     pull_s = mesh.congestion * instance.pull.seconds(pull_bytes + ahead, holders, now) if pulled else 0.0
     own_s, others_s = mesh.load_s(legs, block_bytes)
@@ -229,9 +242,9 @@ def _choice(
     instance: Instance,
     local: int,
     cached_blocks: int,
-    at_decode: int,
+    there: _Decode,
     now: float,
-    mesh: Mesh | None = None,
+    mesh: Mesh,
     legs: tuple[Leg, ...] = (),
 ) -> PrefillChoice:
     model = instance.model
@@ -243,11 +256,12 @@ def _choice(
     )
     beside = shared(instance, computed, alone_s, admission_s, now)
     prefill_s = alone_s + beside.slower_s
-    took = _fetching(instance, mesh, legs, now) if mesh is not None else _NOTHING
+    took = _fetching(instance, mesh, legs, now) if legs else _NOTHING
     # What decode fetches itself (see `placement._decode_pulls`) is not sent either.
     fetched = bool(legs) and all(leg.tier is Tier.DRAM for leg in legs)
-    spared = cached_blocks if fetched and local <= at_decode < cached_blocks else at_decode
+    spared = cached_blocks if fetched and local <= there.at_decode < cached_blocks else there.at_decode
     pushed = max(0, request.prompt_tokens - spared * model.block_tokens) * model.kv_bytes_per_token
+    push_ahead = shared_bytes(pushed, mesh.outgoing.ahead(instance.ref.life), there.arriving)
     queue_s, yielding_s = instance.queue.ahead_s(now, request.priority)
     return PrefillChoice(
         instance,
@@ -259,12 +273,14 @@ def _choice(
         load_s=took.load_s,
         fetch_s=took.fetch_s,
         prefill_s=prefill_s,
-        tail_s=instance.transfer.tail_s(pushed, prefill_s),
+        tail_s=instance.transfer.tail_s(pushed, prefill_s, push_ahead),
         admission_prefill_s=admission_s + beside.slower_s,
         legs=legs,
         fetched_to=cached_blocks if legs else 0,
         pull_bytes=took.pull_bytes,
         ahead_bytes=took.ahead_bytes,
+        pushed_bytes=pushed,
+        push_ahead=push_ahead,
         shared=beside,
         yielding_s=yielding_s,
     )

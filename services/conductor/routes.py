@@ -58,6 +58,7 @@ class Mesh:
     outgoing: Outgoing
     lower: tuple[tuple[Tier, int], ...] = ()  # and of those below, the fastest tier first
     tier_load: TierLoad = lambda life, tier, nbytes: 0.0
+    arriving: Callable[[Life], int] = lambda life: 0  # bytes on their way to a node
     congestion: float = 1.0  # how many times as long as the fitted model says pulls take now, at least 1
 
     @cached_property

@@ -74,7 +74,7 @@ class Scheduling:
 
     def schedule(self, request: Schedule, now: float) -> Placed | Refuse:
         """Place it, or say why not."""
-        self._ledger.outgoing.expire(now)
+        self._ledger.wires.expire(now)
         view = self._known.columns.view(now, self._settings.lease_s, self.why_not, self._known.breakers.tripped)
         serving = view.serving(view.group(request.model) if request.prompt_tokens > 0 else NO_GROUP)
         usable = view.able_of(serving)
@@ -152,7 +152,8 @@ class Scheduling:
 
         memory, congestion = found.get(Tier.DRAM, 0), self.threshold.congestion
         holders = Asked(self._holder)
-        return Mesh(survey, holders, memory, self._ledger.outgoing, lower, tier_load, congestion)
+        wires = self._ledger.wires
+        return Mesh(survey, holders, memory, wires.outgoing, lower, tier_load, wires.arriving, congestion)
 
     def _holder(self, slot: int) -> Member:
         member = self._members.member(split_name(self._index.truth.store_of(slot))[0])

@@ -347,7 +347,7 @@ class ConductorState:
         self._columns.touch(instance.ref.instance_id)
 
     def _expire(self, now: float) -> None:
-        self._ledger.outgoing.expire(now)
+        self._ledger.wires.expire(now)
         for life in self._members.expire(now):
             self._index.drop(life)
             self._tiers.drop(life)
