@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvmesh.cli import sim_run
+from kvmesh.cli import sim_decisions, sim_run
 from kvmesh.cli.console import console, one_line_errors, wide_enough
 from kvmesh.rpc.errors import ConfigError
 
@@ -197,8 +197,10 @@ def cache(
 app = typer.Typer(
     help="What the product's own decisions would do with a workload, without a mesh.\n\n"
     "Examples:\n\n    kvmesh sim run --trace conversation_trace.jsonl --prefill 8 --decode 8 --out run/\n\n"
-    "    kvmesh sim cache conversation_trace.jsonl",
+    "    kvmesh sim cache conversation_trace.jsonl\n\n"
+    "    kvmesh sim --decisions decisions.jsonl",
     no_args_is_help=True,
 )
+app.callback(invoke_without_command=True)(sim_decisions.decisions)
 app.command("run", help=sim_run.HELP)(sim_run.command())
 app.command("cache", help=CACHE_HELP)(cache)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from kvmesh.sim.workload import SimRequest
     from services.conductor.settings import Settings
 
+CHUNK = 8192  # tokens of a prefill step where nothing else runs
+MIXED_CHUNK = 512  # beside rows: what vLLM 0.5 took by default
 E = TypeVar("E", bound=Enum)
 
 
@@ -73,9 +75,15 @@ def config_of(options: Options) -> SimConfig:
     counts = {"coupled": options.coupled or 0}
     if options.coupled is None:
         counts = {"prefill": options.prefill or 8, "decode": options.decode or 8}
-    mode = f"coupled-{options.coupled_mode}" if options.coupled else Mode.DISAGGREGATED.value
+    coupled = {"prefill-first": Mode.COUPLED_PREFILL_FIRST, "chunked": Mode.COUPLED_CHUNKED}
+    if options.coupled_mode not in coupled:
+        raise ConfigError(
+            f"coupled_mode={options.coupled_mode!r}: choose one of {', '.join(coupled)}", field="coupled_mode"
+        )
+    mode = coupled[options.coupled_mode] if options.coupled else Mode.DISAGGREGATED
+    chunk = options.chunk_tokens or (MIXED_CHUNK if mode is Mode.COUPLED_CHUNKED else CHUNK)
     return SimConfig(
-        mode=_member(Mode, "coupled_mode", mode),
+        mode=mode,
         prefill=(spec,) * counts.get("prefill", 0),
         decode=(spec,) * counts.get("decode", 0),
         coupled=(spec,) * counts.get("coupled", 0),
@@ -85,8 +93,8 @@ def config_of(options: Options) -> SimConfig:
         conductors=options.conductors,
         orders=options.orders,
         retries=options.retries,
-        chunk_tokens=options.chunk_tokens,
-        batch_tokens=options.chunk_tokens,
+        chunk_tokens=chunk,
+        batch_tokens=chunk,
         layers=shape.layers,
         max_running=options.max_running,
         load_bytes_per_s=options.gpus * gpu.host_bytes_per_s * gpu.efficiency.host,

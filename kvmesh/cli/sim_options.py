@@ -65,7 +65,7 @@ class Machines:
     dram_tokens: int | None = _opt(None, "The same of an instance.", "TOKENS", least=1)
     ssd_gib: float | None = _opt(None, "SSD for KV of a node; by default none.", "GiB")
     kv_tokens: int | None = _opt(None, "Device memory for KV of an instance.", "TOKENS", least=1)
-    chunk_tokens: int = _opt(8192, "Of a prefill step.", "N", least=1)
+    chunk_tokens: int | None = _opt(None, "Of a prefill step; by default 8192, beside rows 512.", "N", least=1)
     max_running: int = _opt(256, "Rows of a decode batch.", "N", least=1)
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -17,10 +15,9 @@ import typer
 from kvmesh.cli import sim_build, sim_out
 from kvmesh.cli.console import console, one_line_errors
 from kvmesh.cli.sim_options import Deciding, Machines, Options, Workload, label, sweeps
+from kvmesh.cli.sim_progress import progress
 from kvmesh.rpc.errors import ConfigError
 
-PATIENCE_S = 2.0  # what takes longer shows how far it is
-LINE_S = 10.0  # between lines of progress, where there is no terminal
 TRACED = 50_000
 
 HELP = """Serve a workload in virtual time: the product's own conductor, prefill planner, decode batcher and stores, \
@@ -143,7 +140,7 @@ def _simulate(options: Options, files: sim_out.RunFiles, name: str) -> dict[str,
         files.sample(sample)
 
     began = time.monotonic()
-    with progress(name, sim_build.count_of(options)) as tell:
+    with progress(name, sim_build.count_of(options), "requests") as tell:
         simulate(
             sim_build.config_of(options),
             sim_build.requests_of(options),
@@ -165,37 +162,3 @@ def _finish(runs: list[dict[str, Any]], title: str, out: Path | None, as_json: b
     sim_out.show(runs, title)
     if out is not None:
         console().print(f"\nreport: {out / 'report.html'}", markup=False)
-
-
-@contextmanager
-def progress(what: str, total: int | None) -> Iterator[Callable[[int, str], None]]:
-    """A function that is told (requests done, a word): after PATIENCE_S it shows a bar on a terminal's standard error;
-    elsewhere a line now and then. `total` None: unknown."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    screen = console(stderr=True)
-    live = screen.is_terminal and sys.stderr.isatty()
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
-    bar = Progress(*columns, TextColumn("{task.fields[more]}"), TimeRemainingColumn(), console=screen, transient=True)
-    task = bar.add_task(what, total=total, more="")
-    shown = time.monotonic() + PATIENCE_S - (0 if live else LINE_S)
-    started = False
-
-    def tell(done: int, more: str) -> None:
-        nonlocal shown, started
-        now = time.monotonic()
-        if live:
-            if not started and now >= shown:
-                bar.start()
-                started = True
-            bar.update(task, completed=done, more=more)
-        elif now - shown >= LINE_S:
-            shown = now
-            of = f" of {total:,}" if total else ""
-            screen.print(f"{what}: {done:,}{of} requests, {more}", markup=False)
-
-    try:
-        yield tell
-    finally:
-        if started:
-            bar.stop()

@@ -15,7 +15,6 @@ from kvmesh.sim.synthetic import Lengths, SyntheticConfig, synthetic
 from kvmesh.sim.workload import SimRequest
 from services.conductor.domain import Lane
 
-
 BIG = 1 << 20  # no block is full: where keys do not matter
 
 
