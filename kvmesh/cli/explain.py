@@ -294,12 +294,43 @@ def _afterwards(told: dict[str, Any]) -> list[str]:
     placed = told.get("placement") or {}
     expected = (
         f"Expected: TTFT {placed.get('predicted_ttft_ms', 0):,} ms, TBT {placed.get('predicted_tbt_ms', 0):,} ms, "
-        f"{placed.get('predicted_cached_tokens', 0):,} cached tokens."
+        f"{placed.get('predicted_cached_tokens', 0):,} cached tokens"
     )
+    answer = placed.get("life", {}).get("output_tokens", 0)
+    lines = [f"{expected}, {tokens(answer)} of answer." if answer else f"{expected}."]
     if not told["reported"]:
-        return [expected, "Afterwards: prefill has not reported on it (yet)."]
+        lines.append("Afterwards: prefill has not reported on it (yet).")
+    else:
+        lines.append(
+            f"Afterwards: prefill took {told['prefill_ms']:,} ms and found {told['cached_tokens']:,} of "
+            f"{told['prompt_tokens']:,} prompt tokens cached."
+        )
+    return [*lines, *_ended(told.get("ended"))]
+
+
+def tokens(count: int) -> str:
+    """1 token; 1,234 tokens."""
+    return f"{count:,} token{'' if count == 1 else 's'}"
+
+
+_ENDS = {
+    "OUTCOME_DONE": "done",
+    "OUTCOME_CANCELLED": "cancelled",
+    "OUTCOME_FAILED": "failed",
+    "OUTCOME_REFUSED": "refused",
+}
+
+
+def _ended(ended: dict[str, Any] | None) -> list[str]:
+    """How it went, as decode told it; nothing until it has."""
+    if not ended:
+        return []
+    how = _ENDS.get(ended["outcome"], "ended")
+    why = f" ({ended['error']}{', by ' + ended['blamed'] if ended['blamed'] else ''})" if ended["error"] else ""
+    if not ended["ttft_us"]:
+        return [f"In the end: {how}{why}, without a token, after {number(ended['duration_us'] / 1000)} ms."]
+    between = f", TBT {number(ended['tbt_us'] / 1000)} ms (its slowest tenth)" if ended["tbt_us"] else ""
     return [
-        expected,
-        f"Afterwards: prefill took {told['prefill_ms']:,} ms and found {told['cached_tokens']:,} of "
-        f"{told['prompt_tokens']:,} prompt tokens cached.",
+        f"In the end: {how}{why}: TTFT {number(ended['ttft_us'] / 1000)} ms{between}, "
+        f"{tokens(ended['output_tokens'])} in {number(ended['duration_us'] / 1000)} ms."
     ]

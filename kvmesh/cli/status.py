@@ -101,6 +101,8 @@ def _screen(found: dict[str, Any], width: int) -> RenderableType:
     parts.append(_services(found))
     if "error" not in found["conductor"]:
         parts += ["", _instances(found["conductor"].get("instances", []), width)]
+        if foretold := _foretold(found["conductor"]):
+            parts.append(f"[dim]{escape(foretold)}[/]")
     if found["node_stores"]:
         parts += ["", _stores(found, width), ""]
         if lower := _lower_tiers(found):
@@ -208,6 +210,13 @@ def _work(one: dict[str, Any]) -> str:
     if cordon in ("cordoned", "draining"):
         return f"[yellow]{cordon}[/]"
     return "[yellow]resting[/]" if one.get("breaker") == one["not_ready_reason"] != "" else "[yellow]not ready[/]"
+
+
+def _foretold(conductor: dict[str, Any]) -> str:
+    """How far predictions were off, kind by kind: in the middle, and one in ten by more."""
+    errors = conductor.get("errors") or []
+    told = [f"{one['what'].replace('_', ' ')} {one['p50']:.0%}/{one['p90']:.0%}" for one in errors]
+    return f"predictions off by (median/p90): {', '.join(told)}" if told else ""
 
 
 def _id(one: dict[str, Any]) -> str:
