@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 
 from kvmesh.kvcache.announce import Announcement
-from kvmesh.kvcache.tiers import TierUse
 from kvmesh.sim.config import SimConfig
 from kvmesh.sim.loop import Loop
 from kvmesh.sim.node import Node
@@ -20,6 +19,7 @@ from services.conductor.domain import (
     Member,
     MembersReset,
     ModelCard,
+    OrderEnded,
     OutOfStep,
     Placed,
     PrefillSample,
@@ -77,7 +77,7 @@ class Brains:
         config, spec = self._config, node.spec
         card = ModelCard(MODEL, MODEL, config.block_tokens, "", 0, 1, (), spec.kv_bytes_per_token, 0)
         pages = spec.kv_tokens // config.block_tokens
-        event = Register(node.ref, role, node.name, card, pages, config.max_running)
+        event = Register(node.ref, role, node.name, card, pages, config.max_running, switchable=config.orders)
         for state in self.states:
             for action in state.step(event, self._loop.now):
                 assert not isinstance(action, Refuse), action
@@ -105,19 +105,20 @@ class Brains:
         rows: tuple[DecodeSample, ...] = (),
         finished: tuple[str, ...] = (),
         outcomes: tuple[RequestOutcome, ...] = (),
-        tiers: tuple[TierUse, ...] = (),
+        why_not_ready: str = "",
     ) -> None:
         """A heartbeat of an instance."""
         seq = self._seqs[node.name] = self._seqs.get(node.name, 0) + 1
         beat = Heartbeat(
             node.ref,
             seq,
-            ready=True,
+            ready=not why_not_ready,
             load=load,
+            not_ready_reason=why_not_ready,
             prefill_samples=prefills,
             decode_samples=rows,
             finished_request_ids=finished,
-            tiers=tiers,
+            tiers=node.uses(),
             outcomes=outcomes,
         )
         for state in self.states:
@@ -134,6 +135,10 @@ class Brains:
         state = self.states[self._turn]
         self._turn = (self._turn + 1) % len(self.states)
         return _answer(state.step(request, self._loop.now))
+
+    def order_ended(self, event: OrderEnded) -> None:
+        """What became of an order: the leader hears it."""
+        self.states[0].step(event, self._loop.now)
 
     def _tick(self) -> None:
         for state in self.states:

@@ -12,12 +12,22 @@ from kvmesh.sim.life import Life
 from kvmesh.sim.links import Links
 from kvmesh.sim.loop import Loop
 from kvmesh.sim.node import Node
+from kvmesh.sim.orders import Orders
 from kvmesh.sim.prefiller import Prefiller
 from kvmesh.sim.pulls import Puller
 from kvmesh.sim.pushes import Pushes
-from kvmesh.sim.records import DONE, FAILED, REFUSED, PoolSample, Record, Sample
+from kvmesh.sim.records import REFUSED, PoolSample, Record, Sample
 from kvmesh.sim.workload import SimRequest
-from services.conductor.domain import Action, Load, Refuse, Role, Schedule
+from services.conductor.domain import (
+    DecodeSample,
+    Load,
+    PrefillSample,
+    Refuse,
+    RequestOutcome,
+    Role,
+    Schedule,
+    SwitchRole,
+)
 
 
 class Cluster:
@@ -28,29 +38,35 @@ class Cluster:
         self._loop, self._ended = loop, ended
         self._handles = 0
         self.active = 0
-        self.brains = Brains(config, loop, self._carry_out)
+        self.brains = Brains(config, loop, lambda action: self._orders.carry_out(action))
         links = Links(loop)
         self.nodes: dict[str, Node] = {}
         puller = Puller(links, self.nodes, config.pull_timeout_s)
         self._pushes = Pushes(links, config.layers, self._pushed)
         self.prefills: dict[str, Prefiller] = {}
         self.decodes: dict[str, Decoder] = {}
-        for n, spec in enumerate(config.prefill):
-            node = self._node(f"p{n}", Node(f"p{n}", spec, config, loop, self.brains.announce))
-            self.prefills[node.name] = Prefiller(node, config, loop, puller, self._pushes, self)
-        for n, spec in enumerate(config.decode):
-            node = self._node(f"d{n}", Node(f"d{n}", spec, config, loop, self.brains.announce))
-            self.decodes[node.name] = Decoder(node, config, loop, puller, self)
-        roles = [Role.PREFILL if name in self.prefills else Role.DECODE for name in self.nodes]
-        self.brains.start(list(self.nodes.values()), roles)
-        for n, (node, role) in enumerate(zip(self.nodes.values(), roles, strict=True)):
-            self.brains.profile(node, role, self._load(node.name))
+        self._puller = puller
+        self._orders = Orders(self.nodes, puller, self.brains.order_ended, self._switch)
+        self.roles: dict[str, Role] = {}
+        self._switching: dict[str, SwitchRole] = {}
+        for letter, role, specs in (("p", Role.PREFILL, config.prefill), ("d", Role.DECODE, config.decode)):
+            for n, spec in enumerate(specs):
+                name = f"{letter}{n}"
+                self.nodes[name] = Node(name, spec, config, loop, self.brains.announce)
+                self._become(name, role)
+        self.brains.start(list(self.nodes.values()), list(self.roles.values()))
+        for n, name in enumerate(self.nodes):
+            self.brains.profile(self.nodes[name], self.roles[name], self._load(name))
             # They did not all start at once.
-            loop.after(config.heartbeat_s * (n + 1) / len(roles), lambda name=node.name: self._beat(name))  # type: ignore[misc]
+            loop.after(config.heartbeat_s * (n + 1) / len(self.nodes), lambda name=name: self._beat(name))  # type: ignore[misc]
 
-    def _node(self, name: str, node: Node) -> Node:
-        self.nodes[name] = node
-        return node
+    def _become(self, name: str, role: Role) -> None:
+        self.roles[name] = role
+        node = self.nodes[name]
+        if role is Role.PREFILL and name not in self.prefills:
+            self.prefills[name] = Prefiller(node, self.config, self._loop, self._puller, self._pushes, self)
+        if role is Role.DECODE and name not in self.decodes:
+            self.decodes[name] = Decoder(node, self.config, self._loop, self._puller, self)
 
     # ── one request ──────────────────────────────────────────────────────────────────────────────
 
@@ -135,13 +151,9 @@ class Cluster:
         life.prefiller.leave(life)
         life.decoder.filled(life)
 
-    def answered(self, life: Life) -> None:
-        """All its tokens were made."""
-        self._end(life, DONE, "")
-
-    def failed(self, life: Life, reason: str) -> None:
-        """An instance gives it up."""
-        self._end(life, FAILED, reason)
+    def ended(self, life: Life, outcome: str, reason: str) -> None:
+        """Decode is through with it."""
+        self._end(life, outcome, reason)
 
     def _end(self, life: Life, outcome: str, reason: str) -> None:
         assert not life.ended, f"{life.name} ends twice"
@@ -153,41 +165,59 @@ class Cluster:
     # ── heartbeats, orders, samples ──────────────────────────────────────────────────────────────
 
     def _load(self, name: str) -> Load:
-        prefiller = self.prefills.get(name)
-        return prefiller.load() if prefiller is not None else self.decodes[name].load()
+        return self.prefills[name].load() if self.roles[name] is Role.PREFILL else self.decodes[name].load()
 
     def _beat(self, name: str) -> None:
-        node, prefiller, decoder = self.nodes[name], self.prefills.get(name), self.decodes.get(name)
+        prefiller, decoder = self.prefills.get(name), self.decodes.get(name)
+        prefills: tuple[PrefillSample, ...] = ()
+        rows: tuple[DecodeSample, ...] = ()
+        outcomes: tuple[RequestOutcome, ...] = ()
+        finished: tuple[str, ...] = ()
         if prefiller is not None:
-            samples, finished = prefiller.report()
-            self.brains.beat(node, prefiller.load(), prefills=samples, finished=finished, tiers=node.uses())
-        elif decoder is not None:
-            decoder.knock()
-            rows, finished, outcomes = decoder.report()
-            self.brains.beat(node, decoder.load(), rows=rows, finished=finished, outcomes=outcomes, tiers=node.uses())
+            prefills, finished = prefiller.report()
+        if decoder is not None:
+            decoder.knock()  # leases of others at its store may have ended
+            rows, left, outcomes = decoder.report()
+            finished += left
+        why_not = ""
+        if name in self._switching and not (why_not := self._drains(name)):
+            self._become(name, self._switching.pop(name).role)
+            self.brains.register(self.nodes[name], self.roles[name])
+        told = {"prefills": prefills, "rows": rows, "finished": finished, "outcomes": outcomes}
+        self.brains.beat(self.nodes[name], self._load(name), why_not_ready=why_not, **told)  # type: ignore[arg-type]
         self._loop.after(self.config.heartbeat_s, lambda: self._beat(name))
 
-    def _carry_out(self, order: Action) -> None:
-        """What a leading conductor orders."""
+    def _switch(self, order: SwitchRole) -> str:
+        """It takes nothing new; what it has, it ends, and then it is the other."""
+        name = order.ref.instance_id
+        if order.role is Role.BOTH or name in self._switching or self.roles[name] is order.role:
+            return f"{name} cannot become {order.role.value} now"
+        self._switching[name] = order
+        return ""
+
+    def _drains(self, name: str) -> str:
+        """Why it cannot change its role yet."""
+        held = any(name in pool and pool[name].lives for pool in (self.prefills, self.decodes))
+        return f"ends what it has to become {self._switching[name].role.value}" if held else ""
 
     def sample(self) -> Sample:
         """The pools, now."""
         views = {view.ref.instance_id: view for view in self.brains.states[0].views(self._loop.now)}
-        prefill, decode = PoolSample(len(self.prefills)), PoolSample(len(self.decodes))
+        counts = list(self.roles.values())
+        pools = {role.value: PoolSample(counts.count(role)) for role in (Role.PREFILL, Role.DECODE)}
         settings = self.config.conductor
-        for name, prefiller in self.prefills.items():
-            load = prefiller.load()
-            add_load(prefill, load, prefiller.pages, views[name].queue_s / settings.slo_ttft_s)
-        for name, decoder in self.decodes.items():
-            load = decoder.load()
-            add_load(decode, load, decoder.pages, views[name].tbt_s / settings.slo_tbt_s)
+        for name, role in self.roles.items():
+            view, node = views[name], self.nodes[name]
+            share = view.queue_s / settings.slo_ttft_s if role is Role.PREFILL else view.tbt_s / settings.slo_tbt_s
+            add_load(pools[role.value], self._load(name), node.spec.kv_tokens // self.config.block_tokens, share)
         wires = round(sum(node.tx.sent for node in self.nodes.values()))
-        return Sample(self._loop.now, {"prefill": prefill, "decode": decode}, wires, self.active)
+        return Sample(self._loop.now, pools, wires, self.active)
 
     @property
     def quiet(self) -> bool:
         """Whether no byte is on its way."""
-        return not any(p.pulls for p in self.prefills.values()) and not any(d.pulls for d in self.decodes.values())
+        pulls = [p.pulls for p in self.prefills.values()] + [d.pulls for d in self.decodes.values()]
+        return not self._orders.pulls and not any(pulls)
 
     def check_empty(self) -> None:
         """AssertionError unless everything came back: after the last request."""

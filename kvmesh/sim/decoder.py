@@ -17,9 +17,10 @@ from kvmesh.sim.life import Life
 from kvmesh.sim.loop import Loop
 from kvmesh.sim.node import Node
 from kvmesh.sim.pulls import Pull, Puller
-from kvmesh.sim.records import DONE
+from kvmesh.sim.records import DONE, FAILED, REFUSED
 from kvmesh.sim.rows import Row, Rows
 from services.conductor.domain import DecodeSample, Load, Outcome, RequestOutcome
+from services.conductor.settings import Mode
 from services.decode import rules
 
 
@@ -29,11 +30,8 @@ class Owner(Protocol):
     def lands(self, life: Life, at_decode: int) -> None:
         """There is room for it; so many leading blocks need not be sent."""
 
-    def answered(self, life: Life) -> None:
-        """Its last token was made."""
-
-    def failed(self, life: Life, reason: str) -> None:
-        """It is given up."""
+    def ended(self, life: Life, outcome: str, reason: str) -> None:
+        """Its last token was made, or it is given up."""
 
 
 class _Seat(Row):
@@ -65,10 +63,12 @@ class Decoder:
         self._block = config.block_tokens
         self._load_rate = config.load_bytes_per_s
         self._loop, self._puller, self._owner = loop, puller, owner
+        self._judges = config.conductor.admission.mode is Mode.BASELINE
+        self._tbt_slo_s = config.conductor.slo_tbt_s
         self._watermark = rules.watermark(self.pages, self.limits)
         self._swap_reserve = rules.swap_reserve(self.store.total, self.limits)
-        self._landing: dict[int, Life] = {}
-        self._loading: dict[int, _Seat] = {}  # KV complete in extents
+        self._landing: list[Life] = []  # in order, as `rules.in_order` has it
+        self._loading: list[_Seat] = []  # KV complete in extents; in order
         self._seated: dict[int, _Seat] = {}  # have pages
         self._holding = 0  # requests with extents of their own, or held ones
         self.rows = Rows(loop, node.spec.times.decode_s, self._border, self._block)
@@ -124,21 +124,39 @@ class Decoder:
 
     def want_landing(self, life: Life) -> None:
         """Prefill has begun."""
-        self._landing[life.handle] = life
+        bisect.insort(self._landing, life, key=_order)
         self._land()
 
     def first_token(self, life: Life) -> None:
         """Prefill has sampled it. A request of one token is over with it; whatever comes of its KV is of no use."""
         if life.record.output_tokens == 1:
-            self._landing.pop(life.handle, None)
+            if life in self._landing:
+                self._landing.remove(life)
             self._keep(life, 0)
             life.record.finish_s = life.record.first_token_s
             self._end(life)
 
     def filled(self, life: Life) -> None:
         """The last byte of its KV is here, and its first token was."""
-        self._loading[life.handle] = _Seat(life, life.record.first_token_s)
+        if self._too_slow(life):
+            self._keep(life, 0)
+            self._end(life, REFUSED, "decode")
+            self.knock()
+            return
+        bisect.insort(self._loading, _Seat(life, life.record.first_token_s), key=_order)
         self.knock()
+
+    def _too_slow(self, life: Life) -> bool:
+        """Where conductors judge prefill alone (the paper's baseline), decode refuses whom it cannot serve in time: the
+        prompt was computed for nothing."""
+        if not self._judges:
+            return False
+        here = [*self._loading, *self._joining]
+        sample = self.rows.sample()
+        context = sample[1] if sample is not None else self.rows.context
+        context += life.tokens + sum(seat.context for seat in here)
+        seconds = self.node.spec.times.decode_s(len(self.rows) + len(here) + 1, context)
+        return seconds > (life.request.tbt_slo_s or self._tbt_slo_s)
 
     # ── grants ───────────────────────────────────────────────────────────────────────────────────
 
@@ -148,8 +166,11 @@ class Decoder:
         self._land()
 
     def _land(self) -> None:
-        for life in rules.in_order(self._landing.values()):
+        at = 0
+        while at < len(self._landing):
+            life = self._landing[at]
             if life.decode_pulls:
+                at += 1
                 continue
             blocks = -(-life.tokens // self._block)
             idle = not self._holding
@@ -159,21 +180,18 @@ class Decoder:
             life.held = self.store.hold(life.request.keys[: (life.tokens - 1) // self._block])
             life.extents = self.store.allocate(blocks - len(life.held))
             self._holding += 1
-            del self._landing[life.handle]
+            del self._landing[at]
             self._owner.lands(life, len(life.held))
 
     def _load(self) -> None:
         """Pages and seats for those whose KV is here."""
-        if not self._loading:
-            return
-        for seat in rules.in_order(self._loading.values()):
-            if not rules.has_seat(len(self._seated), self.limits):
-                return
+        while self._loading and rules.has_seat(len(self._seated), self.limits):
+            seat = self._loading[0]
             need = -(-(seat.context + 1) // self._block)
             if not rules.may_load(self.free_pages, need, self._watermark, len(self._seated)):
                 return
             self.free_pages -= need
-            del self._loading[seat.life.handle]
+            del self._loading[0]
             self._seated[seat.life.handle] = seat
             if self._load_rate:
                 nbytes = seat.context * self.node.spec.kv_bytes_per_token
@@ -260,20 +278,17 @@ class Decoder:
         self.preemptions += 1
         if self.store.free >= pages:
             seat.swap = self.store.allocate(pages)
-            self._loading[seat.life.handle] = seat
+            bisect.insort(self._loading, seat, key=_order)
         else:
-            self._end(seat.life, "out of KV memory")
+            self._end(seat.life, FAILED, "out of KV memory")
         return True
 
     # ── out ──────────────────────────────────────────────────────────────────────────────────────
 
-    def _end(self, life: Life, failed: str = "") -> None:
+    def _end(self, life: Life, outcome: str = DONE, reason: str = "") -> None:
         del self.lives[life.handle]
         self._finished.append(life.name)
-        if failed:
-            self._owner.failed(life, failed)
-        else:
-            self._owner.answered(life)
+        self._owner.ended(life, outcome, reason)
         self._outcomes.append(_outcome(life))
 
     def turned_away(self, life: Life) -> None:
@@ -313,17 +328,24 @@ class Decoder:
         assert self.store.free == self.store.total, f"{self.node.name}: extents are held"
 
 
+def _order(waiting: Life | _Seat) -> tuple[int, int]:
+    return waiting.order
+
+
+_OUTCOMES = {DONE: Outcome.DONE, REFUSED: Outcome.REFUSED, FAILED: Outcome.FAILED}
+
+
 def _outcome(life: Life) -> RequestOutcome:
     record = life.record
     done = record.outcome == DONE
     return RequestOutcome(
         record.request_id,
         life.attempt,
-        Outcome.DONE if done else Outcome.FAILED,
+        _OUTCOMES[record.outcome],
         record.output_tokens if done else 0,
         record.ttft_s if done else 0.0,
         0.0 if math.isnan(record.tbt_s) else record.tbt_s,
         0.0 if math.isnan(record.mean_tbt_s) else record.mean_tbt_s,
-        record.finish_s - record.at_s,
+        record.finish_s - record.at_s if done else 0.0,
         "" if done else record.reason,
     )

@@ -8,6 +8,7 @@ from kvmesh.sim.links import Flow
 from kvmesh.sim.records import Record
 from kvmesh.sim.workload import SimRequest
 from services.conductor.domain import Placed
+from services.prefill.done import Done
 
 if TYPE_CHECKING:
     from kvmesh.sim.decoder import Decoder
@@ -18,10 +19,40 @@ class Life:
     """`handle`: from 1 on, by arrival. Times in seconds of the loop."""
 
     __slots__ = (
-        "attempt", "bytes_per_token", "cached_blocks", "computed", "decode_pulls", "decoder", "ended",
-        "expected_rest", "extents", "first_step_s", "flow", "handle", "held", "last_step_s",
-        "left_prefill", "over", "pages", "pinned", "placed", "prefiller", "promised_from", "pull_bytes", "pull_s",
-        "pulled_keys", "pulls", "push_bytes", "push_from_s", "record", "request", "sent_to", "waits_until_s",
+        "attempt",
+        "bytes_per_token",
+        "cached_blocks",
+        "chunks",
+        "computed",
+        "decode_pulls",
+        "decoder",
+        "done_before",
+        "ended",
+        "expected_rest",
+        "extents",
+        "first_step_s",
+        "flow",
+        "handle",
+        "held",
+        "last_step_s",
+        "left_prefill",
+        "meanwhile",
+        "over",
+        "pages",
+        "pinned",
+        "placed",
+        "prefiller",
+        "promised_from",
+        "pull_bytes",
+        "pull_s",
+        "pulled_keys",
+        "pulls",
+        "push_bytes",
+        "push_from_s",
+        "record",
+        "request",
+        "sent_to",
+        "waits_until_s",
     )  # fmt: skip
 
     def __init__(self, handle: int, request: SimRequest, record: Record) -> None:
@@ -45,6 +76,9 @@ class Life:
         self.promised_from = 0  # the block from which on others wait for what it computes
         self.pages = 0
         self.first_step_s = self.last_step_s = -1.0
+        self.chunks = 0
+        self.done_before: Done | None = None  # by the instance, before its first step
+        self.meanwhile = Done()  # by the instance, from its first step to its last one
         self.left_prefill = False
         # on the wires
         self.flow: Flow | None = None

@@ -16,6 +16,7 @@ from kvmesh.sim.node import Node
 from kvmesh.sim.pulls import Pull, Puller
 from kvmesh.sim.pushes import Pushes
 from services.conductor.domain import Load, PrefillSample
+from services.prefill.done import Done
 from services.prefill.planner import Chunk, Planner, Wait
 
 
@@ -47,6 +48,7 @@ class Prefiller:
         self._waiters: dict[Pull, dict[Life, None]] = {}
         self._step: list[Chunk] = []  # being computed
         self._step_began_s = 0.0
+        self._done = Done()
         self._samples: list[PrefillSample] = []
         self._finished: list[str] = []
         self._hits = [0, 0, 0]  # tokens: of prompts, found here, pulled
@@ -226,9 +228,13 @@ class Prefiller:
     def _step_done(self) -> None:
         chunks, self._step = self._step, []
         now = self._loop.now
+        before, self._done = self._done, self._done.plus(chunks)
         for chunk in chunks:
             life = self.lives[chunk.handle]
             life.last_step_s = now
+            life.chunks += 1
+            life.done_before = life.done_before or before
+            life.meanwhile = self._done.since(life.done_before)
             self._seal(life, chunk)
             life.over = chunk.last
             self._pushes.computed(life, chunk)
@@ -265,21 +271,28 @@ class Prefiller:
         self.free_pages += life.pages
         self.store.touch(life.request.keys)
         self._finished.append(life.name)
-        record = life.record
-        self._samples.append(
-            PrefillSample(
-                life.name,
-                life.tokens - record.cached_tokens,
-                record.cached_tokens,
-                life.last_step_s - life.first_step_s,
-                life.push_bytes,
-                self._loop.now - life.push_from_s if life.push_bytes else 0.0,
-                record.pulled_tokens,
-                life.pull_bytes,
-                life.pull_s,
-            )
-        )
+        self._samples.append(self._sample(life))
         self.pump()
+
+    def _sample(self, life: Life) -> PrefillSample:
+        """As `services.prefill.report` says it."""
+        cached = life.record.cached_tokens
+        computed, pairs = life.tokens - cached, (life.tokens**2 - cached**2) // 2
+        return PrefillSample(
+            life.name,
+            computed,
+            cached,
+            life.last_step_s - life.first_step_s,
+            life.push_bytes,
+            self._loop.now - life.push_from_s if life.push_bytes else 0.0,
+            life.record.pulled_tokens,
+            life.pull_bytes,
+            life.pull_s,
+            steps=life.meanwhile.steps,
+            chunks=life.chunks,
+            beside_tokens=max(0, life.meanwhile.tokens - computed),
+            beside_pairs=max(0, life.meanwhile.double_pairs // 2 - pairs),
+        )
 
     def load(self) -> Load:
         """For heartbeats."""

@@ -69,16 +69,16 @@ def test_a_twin_waits_for_the_prefix_that_is_being_computed() -> None:
     assert two.prefill_start_s == pytest.approx(one.prefill_end_s)
 
 
-def test_a_prefix_is_pulled_from_whoever_holds_it_when_its_holder_is_busy() -> None:
+def test_a_prefix_is_pulled_from_whoever_holds_it_and_waited_for() -> None:
     fast = node(nic_bytes_per_s=1e9)
     known = request(0, 0.0, 1600, 1)
     others = [request(n, 20.0, 2400, 1) for n in range(1, 5)]
     others = [replace(one, keys=(*known.keys, *one.keys[len(known.keys) :])) for one in others]
     records = served(mesh(2, spec=fast), [known, *others])
-    assert {record.prefill for record in records[1:]} == {"p0", "p1"}
     assert all(record.cached_tokens == 1600 for record in records[1:])
     away = [record for record in records[1:] if record.prefill != records[0].prefill]
     assert away[0].pulled_tokens == 1600
+    assert away[0].prefill_start_s - 20.0 >= 1600 * KV_BYTES / 1e9  # it waited for the bytes
 
 
 def test_what_leaves_memory_is_read_from_the_ssd() -> None:
