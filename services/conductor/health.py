@@ -6,7 +6,6 @@ fails them all is something else, and work that may fail is better than none.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
 
@@ -15,7 +14,6 @@ from services.conductor.domain import Life, Outcome, RequestOutcome
 from services.conductor.settings import BreakerSettings
 
 SURVEY_S = 1.0  # while nobody rests
-MAX_FAILURES = 4096  # remembered, since what is not acknowledged is told again
 
 Pool = Hashable
 
@@ -50,7 +48,6 @@ class Breakers:
         self._panics: dict[Pool, bool] = {}  # at `_judged_at`, and while nothing changes
         self._judged_at = float("-inf")
         self._surveyed_at = float("-inf")
-        self._failures: OrderedDict[tuple[str, int, str], None] = OrderedDict()
 
     @property
     def tripped(self) -> Collection[Life]:
@@ -98,7 +95,7 @@ class Breakers:
             self._panics.clear()
 
     def heard(self, life: Life, outcome: RequestOutcome, now: float) -> None:
-        """How a request ended, as the decode instance `life` says."""
+        """How a request ended, as the decode instance `life` says: once for each attempt."""
         began = now - outcome.duration_s
         lives = self._probes.pop(outcome.request_id, set()) & self._known.keys()
         match outcome.outcome:
@@ -107,7 +104,7 @@ class Breakers:
                     self._known[one].breaker.succeeded(outcome.request_id, began, now)
             case Outcome.FAILED if (blamed := self._named.get(outcome.blamed)) is not None:
                 known = self._known[blamed]
-                if began >= known.since and self._is_news(outcome):  # else its last life may have failed it
+                if began >= known.since:  # else its last life may have failed it
                     known.breaker.failed(outcome.request_id, began, now)
                     self._tripped.add(blamed)
             case _:
@@ -128,15 +125,6 @@ class Breakers:
 
     def _tries(self, life: Life, request_id: str, now: float) -> bool:
         return life in self._tripped and self._known[life].breaker.probe(now) == request_id
-
-    def _is_news(self, outcome: RequestOutcome) -> bool:
-        told = outcome.request_id, outcome.attempt, outcome.blamed
-        if told in self._failures:
-            return False
-        self._failures[told] = None
-        if len(self._failures) > MAX_FAILURES:
-            self._failures.popitem(last=False)
-        return True
 
     def _panic(self, pool: Pool, now: float) -> bool:
         """Whether more than half of those who could work there would rest."""

@@ -29,6 +29,7 @@ class Office:
         self._config = config
         self._deliver = deliver
         self._address = ""
+        self.opened = False  # what operators have said has been read, if Redis answered
         self._redis: Redis | None = None
         self._book: CordonBook | None = None
         self._store = Caller(Masters(config.store))
@@ -44,12 +45,14 @@ class Office:
         """Without Redis: lead."""
         if self._redis is None:
             self._leadership.begin()
+            self.opened = True
 
     async def open(self, address: str) -> None:
         """Compete for the lease under `address`; read what operators have said."""
         self._address = address
         if self._redis is not None and self._book is not None:
             await self._book.open()
+            self.opened = True
             self._leadership.start(RedisLease(self._redis, address, self._config.leader_lease_ms))
 
     async def close(self) -> None:

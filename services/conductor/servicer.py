@@ -133,6 +133,8 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         }
         outcome, failure = "placed", ""
         try:
+            if not self._office.opened:
+                raise Unavailable("this conductor has just started")
             placed = self._place(mapping.schedule_in(request), attributes)
             return pb.ScheduleResponse(placement=mapping_out.placement_out(placed))
         except Exception as err:

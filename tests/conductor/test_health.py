@@ -9,10 +9,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvmesh.rpc.errors import InvalidRequest, Overloaded, Unavailable, UnknownInstance
+from kvmesh.rpc.pb import conductor_pb2 as pb
 from services.conductor.cordons import MAX_CORDONS, MAX_REASON, Cordons, changes
 from services.conductor.domain import Cordon, CordonState, Outcome, Placed, Refuse, RequestOutcome, Role
 from services.conductor.settings import BreakerSettings
 from tests.conductor.brain import Brain
+from tests.conductor.test_leadership import TIMEOUT, conductor, config
+from tests.conductor.test_service import beat, scheduling
+from tests.services import until
 
 CORDONED, DRAINING, OPEN = CordonState.CORDONED, CordonState.DRAINING, CordonState.OPEN
 BREAKER = BreakerSettings(failures=3, window_s=10.0, rest_s=5.0, max_rest_s=20.0, probe_s=30.0)
@@ -215,3 +219,24 @@ def test_whoever_rests_is_tried_again(story: list[tuple[str, bool]]) -> None:
             b.tick(1.0)
     b.tick(max(BREAKER.max_rest_s, BREAKER.probe_s))
     assert all(b.view(i).breaker == "" for i in b.refs)
+
+
+# ── as a service ──────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_reported_failures_rest_an_instance_of_a_running_conductor() -> None:
+    number = 0
+    async with conductor(config(None)) as one:
+        await one.serve("p0", "p1", "d0")
+
+        async def rests() -> bool:
+            nonlocal number
+            number += 1
+            failing = beat("d0", seq=1 + number)
+            failing.outcomes.add(request_id=f"r{number}", outcome=pb.OUTCOME_FAILED, error="unavailable", blamed="p0")
+            await one.stub.Heartbeat(failing, timeout=TIMEOUT)
+            return (await one.reasons())["p0"].startswith("rests for ")
+
+        await until(rests)
+        placed = [(await one.stub.Schedule(scheduling(), timeout=TIMEOUT)).placement for _ in range(5)]
+        assert {placement.prefill.instance_id for placement in placed} == {"p1"}
