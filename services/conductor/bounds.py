@@ -226,8 +226,11 @@ class Weights:
         """Hashes of the nodes of all who could be named for one of these legs."""
         found = set()
         for leg in legs:
-            run = next(r for r in self.mesh.survey.runs if r.end > leg.first)
-            found |= {self.view.columns.node(member.node_id) for member in self.mesh.named(run.sealed)}
+            alive = self.mesh.among if leg.tier is Tier.DRAM else dict(self.mesh.lower)[leg.tier]
+            for run in self.mesh.survey.runs:
+                if run.end > leg.first and run.first < leg.first + leg.blocks:
+                    alive &= run.sealed
+            found |= {self.view.columns.node(member.node_id) for member in self.mesh.named(alive)}
         return list(found)
 
     def _way(self, cached: Floats | float, pushed: float, fetch_s: Floats | float) -> Way:

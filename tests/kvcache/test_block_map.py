@@ -248,7 +248,7 @@ def test_answers_equal_those_of_plain_sets(
 
 @pytest.mark.parametrize(("stores", "replicas", "limit"), [(10, 1, 160), (1000, 1, 160), (10, 2, 150), (1000, 3, 180)])
 def test_memory_is_what_it_says(stores: int, replicas: int, limit: int) -> None:
-    """Bytes a block. The map's own estimate is within 20 % of what the allocator counts; where announcements bring others
+    """Bytes a block. The estimate is within 20 % of what the allocator counts; where announcements bring others
     a replica, whose keys share an int that the estimate counts for each, it is above that."""
     rng, seqs, blocks = random.Random(1), dict.fromkeys(range(stores), 0), 30_000
     tracemalloc.start()
