@@ -28,7 +28,7 @@ REFIT_EVERY = 8
 # A busy instance brings hundreds of samples a second and a fit costs a millisecond: once a second is often enough, and
 # a fit around which samples fall on both sides is left alone for longer. Half a window of others never waits.
 REFIT_INTERVAL_S = 1.0
-GOOD_INTERVAL_S = 10.0
+GOOD_INTERVAL_S = 30.0
 LEAN_WEIGHT = 0.05  # of a new sample in the side that samples fall on, from -1 (faster) to 1 (slower)
 MAX_LEAN = 0.5
 LEAN_FROM = 0.01  # a relative error up to this is on no side
@@ -42,6 +42,7 @@ MIN_RELATIVE_SPREAD = 0.02
 KNEE_GAIN = 0.1
 KNEE_SIDE = 12
 MAX_KNEES = 8
+KNEE_EVERY = 8  # fits: to look for it costs as much as several
 # Confidence in an old fit halves in this time while nothing new is measured (see `FittedModel.admission_s`).
 HALF_LIFE_S = 30.0
 
@@ -117,7 +118,7 @@ class FittedModel:
         self._anchors, self._bends = anchors, bends
         self._samples: deque[Sample] = deque(maxlen=WINDOW)
         self._lean = 0.0
-        self._unfitted = self._fitted_with = 0
+        self._unfitted = self._fitted_with = self._fits = 0
         self._newest: float | None = None
         self._fitted_at = 0.0
 
@@ -143,7 +144,10 @@ class FittedModel:
             self.coefficients = self.prior.scaled(_ratio(self._samples, self.prior))
         elif len(self._samples) == ENOUGH_SAMPLES or self._stale(now):
             self._fitted_at, self._fitted_with, self._unfitted = now, len(self._samples), 0
-            self.coefficients = _fit(self._samples, self.prior, self._anchors, bends=self._bends)
+            known = self._fits >= KNEE_EVERY and self._fits % KNEE_EVERY > 0
+            knee = None if self._bends and not known else self.coefficients.knee
+            self.coefficients = _fit(self._samples, self.prior, self._anchors, knee)
+            self._fits += 1
 
     def _stale(self, now: float) -> bool:
         leans = abs(self._lean) > MAX_LEAN
@@ -178,7 +182,7 @@ def fit(samples: Iterable[Sample], prior: Coefficients, anchors: Anchors, *, ben
     sound = [sample for sample in samples if sample.sound]
     if len(sound) < ENOUGH_SAMPLES:
         return prior.scaled(_ratio(sound, prior)) if sound else prior
-    return _fit(sound, prior, anchors, bends=bends)
+    return _fit(sound, prior, anchors, None if bends else 0.0)
 
 
 def _side(seconds: float, expected: float) -> float:
@@ -201,8 +205,9 @@ class _Rows(NamedTuple):
 
 
 def _fit(
-    samples: Sequence[Sample] | deque[Sample], prior: Coefficients, anchors: Anchors, *, bends: bool
+    samples: Sequence[Sample] | deque[Sample], prior: Coefficients, anchors: Anchors, knee: float | None
 ) -> Coefficients:
+    """`knee`: where it is known to be, 0: nowhere; None: to be found."""
     scaled = prior.scaled(_ratio(samples, prior))
     rows = np.array(
         [(s.n, s.x1, s.x2, s.seconds) for s in samples] + [(1.0, *at, scaled.at(*at)) for at in anchors],
@@ -211,8 +216,9 @@ def _fit(
     faint = np.ones(len(rows))
     faint[len(samples) :] = PRIOR_WEIGHT
     data = _Rows(rows[:, :3], rows[:, 3], faint, len(samples))
-    solution, weights = _robust(data.x, data)
-    knee = _knee(data, solution, weights) if bends else 0.0
+    if not knee:
+        solution, weights = _robust(data.x, data)
+        knee = _knee(data, solution, weights) if knee is None else 0.0
     if not knee:
         a, b, c = (float(v) for v in solution)
         return Coefficients(a, b, c)
@@ -225,17 +231,25 @@ def _bent(data: _Rows, knee: float) -> _Array:
 
 
 def _knee(data: _Rows, straight: _Array, weights: _Array) -> float:
-    """Where the time bends, of a few places that were seen; 0 where a straight line does as well."""
+    """Where the time bends, of the sizes that were seen: first a few of them, then those around the best; 0 where a
+    straight line does as well."""
     seen, sizes = data.x[: data.measured, 1], np.unique(data.x[: data.measured, 1])
-    inner = [x for x in sizes if min((seen < x).sum(), (seen > x).sum()) >= KNEE_SIDE]
-    picked = inner[:: -(-len(inner) // MAX_KNEES)] if inner else []
-    best, least = 0.0, (1 - KNEE_GAIN) * _loss(data.x @ straight, data.times, weights)
-    for knee in picked:
-        features = _bent(data, knee)
-        loss = _loss(features @ _solve(features, data.times, weights), data.times, weights)
-        if loss < least:
-            best, least = float(knee), loss
-    return best
+    inner = [float(x) for x in sizes if min((seen < x).sum(), (seen > x).sum()) >= KNEE_SIDE]
+    least = (1 - KNEE_GAIN) * _loss(data.x @ straight, data.times, weights)
+    best, stride = -1, max(1, len(inner) // MAX_KNEES)
+    picked = range(0, len(inner), stride)
+    while picked:
+        for at in picked:
+            features = _bent(data, inner[at])
+            loss = _loss(features @ _solve(features, data.times, weights), data.times, weights)
+            if loss < least:
+                best, least = at, loss
+        if stride == 1 or best < 0:
+            break
+        low, high = max(0, best - stride), min(len(inner), best + stride)
+        stride = max(1, (high - low) // MAX_KNEES)
+        picked = range(low, high, stride)
+    return inner[best] if best >= 0 else 0.0
 
 
 def _loss(predicted: _Array, times: _Array, weights: _Array) -> float:

@@ -1,18 +1,24 @@
 import math
 import random
+from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvmesh.kvcache.tiers import Tier
 from services.conductor.cost import (
     ENOUGH_SAMPLES,
     HALF_LIFE_S,
     Coefficients,
+    CostModel,
     DecayedRatio,
     DecodeModel,
     PrefillModel,
+    PullModel,
+    TierModel,
     TransferModel,
+    attention_pairs,
 )
 
 TRUTH = Coefficients(a=0.02, b=2e-4, c=3e-8)
@@ -146,3 +152,138 @@ def test_transfer_hides_behind_prefill_except_for_its_tail() -> None:
 
 def test_a_decayed_ratio_starts_where_it_is_told() -> None:
     assert DecayedRatio(10.0, 2.0, keep=0.5).rate == 5.0
+
+
+# ── batches, knees, congestion ────────────────────────────────────────────────────────────────────
+
+
+def test_prompts_of_one_step_share_its_constant() -> None:
+    """Every sample tells the time of a step with several prompts in it; one alone is foretold all the same."""
+    rng, model = random.Random(3), PrefillModel()
+    for _ in range(256):
+        prompts = [(rng.randint(16, 200), rng.choice([0, 400])) for _ in range(rng.randint(1, 8))]
+        seconds = sum(prefill_time(n, m) - TRUTH.a for n, m in prompts) + TRUTH.a
+        (computed, cached), others = prompts[0], prompts[1:]
+        model.add(
+            computed,
+            cached,
+            seconds,
+            0.0,
+            beside_tokens=sum(n for n, _ in others),
+            beside_pairs=sum(attention_pairs(n, m) for n, m in others),
+        )
+    assert model.predict(100, 0) == pytest.approx(prefill_time(100, 0), rel=0.03)
+    together = model.together([(100, 0)] * 5)
+    assert together == pytest.approx(5 * prefill_time(100, 0) - 4 * TRUTH.a, rel=0.03)
+    assert model.step_tokens > 1000
+
+
+def test_a_long_prompt_pays_the_constant_once_a_chunk() -> None:
+    rng, model = random.Random(4), PrefillModel()
+    for _ in range(256):
+        computed = rng.randint(100, 8000)
+        chunks = -(-computed // 512)
+        seconds = prefill_time(computed, 0) + (chunks - 1) * TRUTH.a
+        model.add(computed, 0, seconds, 0.0, steps=chunks, chunks=chunks)
+    assert model.chunk_tokens == pytest.approx(512, rel=0.05)
+    assert model.predict(5120, 0) == pytest.approx(prefill_time(5120, 0) + 9 * TRUTH.a, rel=0.05)
+    assert model.predict(200, 0) == pytest.approx(prefill_time(200, 0), rel=0.05)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+def test_a_step_has_a_floor_and_then_a_slope(noise: float) -> None:
+    """Up to 48 rows the weights' way from memory is all that counts; from there each row is computed for."""
+
+    def step_s(rows: int, context: int) -> float:
+        return 0.020 + 1e-7 * context + 1e-3 * max(0, rows - 48)
+
+    rng, model = random.Random(5), DecodeModel()
+    for i in range(256):
+        rows = rng.randint(1, 128)
+        context = rows * rng.randint(100, 2000)
+        model.add(rows, context, step_s(rows, context) * rng.gauss(1, noise), now=0.1 * i)
+    found = model.coefficients
+    assert 36 <= found.knee <= 60
+    for rows, context in ((4, 4000), (40, 40_000), (64, 64_000), (120, 120_000)):
+        assert model.predict(rows, context) == pytest.approx(step_s(rows, context), rel=0.05)
+    below, above = (found.at(found.knee + by, 1000) for by in (-1e-6, 1e-6))
+    assert above == pytest.approx(below, rel=1e-6), "continuous"
+
+
+def test_a_straight_line_is_given_no_knee() -> None:
+    rng, model = random.Random(6), DecodeModel()
+    for i in range(256):
+        rows = rng.randint(1, 64)
+        model.add(rows, rows * 500, (0.01 + 2e-4 * rows) * rng.gauss(1, 0.05), now=0.1 * i)
+    assert (model.coefficients.d, model.coefficients.knee) == (0.0, 0.0)
+
+
+@given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 10**6), st.floats(1e-4, 10)), min_size=60, max_size=90))
+@settings(max_examples=60, deadline=None)
+def test_a_step_never_gets_cheaper_with_rows_or_context(samples: list[tuple[int, int, float]]) -> None:
+    model = DecodeModel()
+    for i, (rows, context, seconds) in enumerate(samples):
+        model.add(rows, context, seconds, now=float(i))
+    times = [model.predict(rows, 1000) for rows in range(1, 300, 7)]
+    assert times == sorted(times)
+    assert model.predict(8, 1000) <= model.predict(8, 9000)
+
+
+def test_what_goes_before_makes_a_transfer_longer_and_is_learnt() -> None:
+    """At 1 GB/s, half of all transfers beside as many bytes again: the bandwidth is seen through the crowd."""
+    model = TransferModel()
+    for i in range(60):
+        ahead = 50_000_000 * (i % 2)
+        model.add(50_000_000, ahead, (50_000_000 + ahead) / 1e9, now=0.0)
+    assert model.bytes_per_s == pytest.approx(1e9, rel=0.02)
+    assert model.predict(1e8, 1e8) == pytest.approx(2 * model.predict(1e8, 0))
+    assert model.tail_s(1e8, 0.05, ahead=1e8) == pytest.approx(0.15, rel=0.02)
+
+
+def test_one_stuck_transfer_does_not_make_the_wires_slow() -> None:
+    model = TransferModel()
+    for _ in range(40):
+        model.add(10_000_000, 0, 0.01, now=0.0)
+    model.add(10_000_000, 0, 60.0, now=0.0)
+    assert model.bytes_per_s > 0.5e9
+
+
+def test_a_fit_that_foretells_is_left_alone_and_a_changed_machine_is_not() -> None:
+    rng, model = random.Random(7), DecodeModel()
+    fits, last, at = [], model.coefficients, 0.0
+    for i in range(6000):
+        at += 0.02
+        slower = 2.0 if i >= 4000 else 1.0
+        rows = rng.randint(1, 32)
+        model.add(rows, rows * 500, slower * (0.01 + 2e-4 * rows) * rng.gauss(1, 0.03), now=at)
+        if model.coefficients is not last:
+            fits.append(at)
+            last = model.coefficients
+    calm = [at for at in fits if 20.0 < at <= 80.0]
+    assert len(calm) <= 8, "once in ten seconds"
+    assert any(80.0 < at <= 83.0 for at in fits), "a machine that became slow is noticed at once"
+    assert model.predict(16, 8000) == pytest.approx(2 * (0.01 + 2e-4 * 16), rel=0.05)
+
+
+# ── one interface ─────────────────────────────────────────────────────────────────────────────────
+
+MODELS: dict[str, Callable[[], CostModel]] = {
+    "prefill": PrefillModel,
+    "decode": DecodeModel,
+    "transfer": TransferModel,
+    "pull": PullModel,
+    "tier": lambda: TierModel(Tier.SSD),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_learns_saves_and_takes_the_same_way(name: str) -> None:
+    model, other = MODELS[name](), MODELS[name]()
+    before = model.predict(1000, 2)
+    for i in range(300):
+        model.add(1000 + i, 2, 7 * before, now=0.1 * i)
+    assert model.predict(1000, 2) == pytest.approx(7 * before, rel=0.5)
+    assert model.admission_s(1000, 2, now=30.0) <= model.predict(1000, 2) * 1.0001
+    other.take(Coefficients.of_json(model.coefficients.to_json(), name))
+    assert other.predict(1000, 2) == pytest.approx(model.predict(1000, 2))
+    assert other.coefficients.at(5.0, 0.0) == pytest.approx(model.coefficients.at(5.0, 0.0))
