@@ -170,7 +170,7 @@ def test_explain_names_candidates_terms_and_what_came_of_it(mesh: Up) -> None:
     ):
         assert re.search(words, screen, re.M), screen
     unknown = mesh.call("explain", "cmpl-nobody", code=1)
-    assert "request_id='cmpl-nobody': the conductor does not know it, or has forgotten it" in unknown
+    assert "request_id='cmpl-nobody': no conductor knows it, or it was forgotten" in unknown
 
 
 def test_status_tells_blocks_hits_and_the_map(mesh: Up) -> None:
