@@ -75,8 +75,7 @@ class BatchLane:
 
     def way_in(self, asked: Asked, now: float) -> str:
         """ "idle" or "turn"; "" when it must wait."""
-        first, _ = self._waiting.get(asked.request_id, (now, 0.0))
-        waited = now - first >= self._settings.patience_s
+        waited = now - self._since(asked.request_id, now) >= self._settings.patience_s
         if not asked.room:
             return ""
         if self._idle(asked, waited=waited):
@@ -92,7 +91,7 @@ class BatchLane:
 
     def told_to_wait(self, request_id: str, retry_s: float, now: float) -> None:
         """It was refused; it waits until it asks again, or has been silent for long."""
-        first, _ = self._waiting.get(request_id, (now, 0.0))
+        first = self._since(request_id, now)
         self._waiting[request_id] = first, now + GONE_FACTOR * retry_s + GONE_S
         if len(self._waiting) > MAX_WAITING:
             self._waiting.popitem()  # the newest: whoever waits is not forgotten for newcomers
@@ -110,6 +109,14 @@ class BatchLane:
             return False
         fits = asked.queue_s + asked.prefill_s <= self._settings.head_room * asked.ttft_slo_s
         return fits or (waited and asked.queue_s <= 0)
+
+    def _since(self, request_id: str, now: float) -> float:
+        """When it came; it begins anew if it was gone."""
+        first, gone_at = self._waiting.get(request_id, (now, now))
+        if gone_at <= now:
+            self._waiting.pop(request_id, None)
+            return now
+        return first
 
     def _oldest(self, now: float) -> str:
         while self._waiting:

@@ -41,7 +41,7 @@ class Shown:
 
 
 class Driven:
-    """`decides`: the brain. Prompts are computed one after the other, the first in the line without a break; rows of a
+    """Prompts are computed one after the other, the first in the line without a break; rows of a
     batch each get a token a step."""
 
     def __init__(self, prefills: int = 4, decodes: int = 2, *, seed: int = 0, **settings: Any) -> None:
@@ -63,6 +63,7 @@ class Driven:
             self.batches[f"d{index}"] = []
             self.coming[f"d{index}"], self.ended[f"d{index}"] = 0, []
             self.brain.add(f"d{index}", Role.DECODE, capacity=1 << 20, max_running=256, model=model)
+        self.report()
 
     def ask(self, prompt: int, output: int, **more: Any) -> Placed | Refuse:
         """One request, at this moment."""
@@ -91,12 +92,16 @@ class Driven:
         for name, batch in self.batches.items():
             self._decode(name, batch)
         if self.steps % BEAT_EVERY == 0:
-            for name in self.lines:
-                self._beat_prefill(name)
-            for name in self.batches:
-                self._beat_decode(name)
+            self.report()
         self.shown.rows.append(sum(map(len, self.batches.values())))
         self.shown.backlog_s.append(sum(job.left_s for line in self.lines.values() for job in line))
+
+    def report(self) -> None:
+        """Everybody's heartbeat."""
+        for name in self.lines:
+            self.brain.beat(name, self._prefill_load(name))
+        for name in self.batches:
+            self._beat_decode(name)
 
     def run(self, seconds: float) -> None:
         """Nobody comes."""
@@ -140,9 +145,6 @@ class Driven:
     def _prefill_load(self, name: str) -> Load:
         tokens = round(sum(job.prompt * job.left_s / job.whole_s for job in self.lines[name]))
         return Load(queued_requests=len(self.lines[name]), queued_tokens=tokens, free_pages=1 << 19)
-
-    def _beat_prefill(self, name: str) -> None:
-        self.brain.beat(name, self._prefill_load(name))
 
     def _beat_decode(self, name: str) -> None:
         batch, ended = self.batches[name], self.ended[name]
