@@ -53,6 +53,8 @@ def test_turns_of_a_session_go_on_where_the_last_one_ended() -> None:
     lengths = [len(turns) for turns in sessions.values()]
     assert statistics.fmean(lengths) == pytest.approx(4.0, rel=0.15)
     assert max(lengths) > 8 and min(lengths) == 1
+    pauses = [gap for turns in sessions.values() for gap in gaps(turns)]
+    assert statistics.fmean(pauses) > 0.9 * 5.0
     for turns in sessions.values():
         for before, after in itertools.pairwise(turns):
             assert after.keys[: len(before.keys)] == before.keys
