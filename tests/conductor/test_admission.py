@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.rpc.errors import Overloaded
-from services.conductor.domain import Load, Outcome, Placed, RequestOutcome, Role, Schedule
+from services.conductor.domain import Load, Outcome, Placed, Refuse, RequestOutcome, Role, Schedule
 from services.conductor.settings import AdmissionSettings, Mode
 from tests.conductor.brain import Brain, card
 from tests.conductor.driven import Driven
@@ -154,7 +154,7 @@ def test_loads_are_the_papers() -> None:
 # ── Retry-After ───────────────────────────────────────────────────────────────────────────────────
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 60_000), st.integers(1, 3000)), min_size=1, max_size=30),
     st.integers(1, 60_000),
@@ -165,15 +165,10 @@ def test_who_waits_as_told_is_taken_in_a_quiet_mesh(others: list[tuple[int, int]
     for tokens, output in others:
         loop.ask(tokens, output, max_tokens=output)
     answer = loop.ask(prompt, 50, max_tokens=50, request_id="x")
-    for attempt in range(20):
-        if isinstance(answer, Placed):
-            break
+    if isinstance(answer, Refuse):
         assert isinstance(answer.error, Overloaded)
-        assert answer.error.retry_after_ms >= 100
         loop.run(answer.error.retry_after_ms / 1000)
-        answer = loop.ask(prompt, 50, max_tokens=50, request_id="x")
-        assert isinstance(answer, Placed) or attempt < 3, answer  # its queue may be read a little late, twice
-    assert isinstance(answer, Placed)
+        assert isinstance(loop.ask(prompt, 50, max_tokens=50, request_id="x"), Placed), answer
 
 
 # ── priorities ────────────────────────────────────────────────────────────────────────────────────
