@@ -65,11 +65,11 @@ class Outgoing:
         """Its pulls are over; also right when there is none."""
         _, loads = self._pulls.pop(request_id, (0, ()))
         for load in loads:
-            left = self._bytes[load.holder] - load.nbytes
+            left = self._bytes.get(load.holder, 0) - load.nbytes
             if left > 0:
                 self._bytes[load.holder] = left
-            else:
-                del self._bytes[load.holder]
+            else:  # also of loads without a byte, of models that tell none
+                self._bytes.pop(load.holder, None)
 
     def expire(self, now: float) -> None:
         """Time passes."""
