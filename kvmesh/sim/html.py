@@ -191,7 +191,8 @@ def _own(run: Run) -> list[Chart]:
         return Line(name, _over(course, figure), colour)
 
     arrivals = [line("arrived", "arrived_per_s", 0), line("refused", "refused_per_s", 3)]
-    note = f"Means over {number(course['width_s'])} s, requests by their arrival."
+    width_s = course["width_s"] * _each(len(course["at_s"]))
+    note = f"Means over {number(width_s)} s, requests by their arrival."
     hits, kept = [line("hit rate", "hit_rate", 2)], [line("within SLO", "within_slo", 1)]
     return [
         *charts,
@@ -206,9 +207,14 @@ def _over(course: Mapping[str, Any], name: str) -> list[tuple[float, float]]:
     return _thinned(_pairs_of(zip(course["at_s"], course[name], strict=True)))
 
 
+def _each(points: int) -> int:
+    """How many of them become one."""
+    return max(1, -(-points // DRAWN))
+
+
 def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """At most DRAWN of them: means of neighbours. More would be a thicket."""
-    each = -(-len(points) // DRAWN) or 1
+    each = _each(len(points))
     groups = [points[at : at + each] for at in range(0, len(points), each)]
     return [(group[0][0], sum(y for _, y in group) / len(group)) for group in groups]
 
