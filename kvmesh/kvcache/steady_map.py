@@ -107,6 +107,11 @@ class SteadyBlockMap(BlockMap):
             size *= 2
         return runs
 
+    def masks(self, keys: Sequence[bytes]) -> list[int]:
+        """`mask` of each."""
+        shown, get = ~self._hidden, self._masks.get
+        return [get(key, 0) & shown for key in keys]
+
     def holders(self, key: bytes) -> list[str]:
         """The stores that hold `key`, by slot."""
         mask, found = self.mask(key), []

@@ -13,10 +13,10 @@ from itertools import pairwise
 import numpy as np
 
 from kvmesh.kvcache.tiers import Tier
-from services.conductor.columns import Chosen, Field, Floats, Mask, View
+from services.conductor.columns import NO_ROW, Chosen, Field, Floats, Mask, View
 from services.conductor.cost_fit import HALF_LIFE_S
 from services.conductor.domain import Fetch, Schedule
-from services.conductor.index import Place, Survey, places
+from services.conductor.index import FEW_BITS, Place, Survey, places
 from services.conductor.interference import SLOWEST, STALL_WEIGHT
 from services.conductor.prefills import worth_weighing
 from services.conductor.routes import Leg, Mesh
@@ -24,6 +24,7 @@ from services.conductor.terms import Terms
 
 ROUNDING_S = 1e-9
 TAIL_SHARE = 1 / 16  # of a transfer, that nothing hides: see `TransferModel.tail_s`
+FEW_RUNS = 8
 MAX_RUNS = 64  # of a survey, that are told apart
 HIDDEN_STEPS = 4  # parts of a leg in which the end that hides behind a queue is looked for
 _NOBODY = Place(0)
@@ -38,8 +39,10 @@ def fitted(view: View, model: int, x1: Floats, x2: Floats, n: Floats | float = 1
 
 def admitted(view: View, model: int, x1: Floats, x2: Floats, n: Floats | float = 1.0) -> Floats:
     """As `FittedModel.admission_s`."""
-    seconds = fitted(view, model, x1, x2, n)
-    floor = np.minimum(seconds, fitted(view, model, x1, x2, n, prior=True))
+    seconds, before = fitted(view, model, x1, x2, n), fitted(view, model, x1, x2, n, prior=True)
+    if (seconds <= before).all():  # nothing to fade
+        return seconds
+    floor = np.minimum(seconds, before)
     age_s = np.maximum(0.0, view.now - view.columns[model + 10])
     return np.maximum(floor, seconds * np.exp2(-age_s / HALF_LIFE_S))
 
@@ -64,6 +67,12 @@ def held(view: View, survey: Survey) -> Held:
     """Of every instance. O(runs × instances), a few microseconds for a thousand."""
     count = len(view.columns)
     depth, sealed, last = np.zeros(count), np.zeros(count), np.zeros(count + 1)
+    if not survey.runs:
+        return Held(depth, sealed, last[:count])
+    if len(survey.runs) <= FEW_RUNS and all(
+        run.sealed.bit_count() + run.coming.bit_count() <= FEW_BITS for run in survey.runs
+    ):
+        return _held_by_few(view, survey, depth, sealed, last[:count])
     own, own_coming = view.columns[Field.SEALED].astype(np.intp), view.columns[Field.PENDING].astype(np.intp)
     alive = alive_sealed = np.ones(count, dtype=np.bool_)
     for run in survey.runs[:MAX_RUNS]:
@@ -78,6 +87,23 @@ def held(view: View, survey: Survey) -> Held:
         rest |= run.sealed
     last[view.columns.rows_of(rest)] = survey.runs[-1].end if rest else 0
     return Held(depth, sealed, last[:count])
+
+
+def _held_by_few(view: View, survey: Survey, depth: Floats, sealed: Floats, last: Floats) -> Held:
+    """The same, one by one."""
+    columns = view.columns
+    own, own_coming = columns[Field.SEALED], columns[Field.PENDING]
+    for run in survey.runs:
+        for row in columns.rows_of(run.sealed).tolist():
+            if row >= 0:
+                last[row] = run.end
+    first = survey.runs[0]
+    rows = {*columns.rows_of(first.sealed).tolist(), *columns.rows_pending(first.coming)} - {NO_ROW}
+    for row in rows:
+        slot = int(own[row])
+        place = Place(1 << slot if slot >= 0 else 0, 1 << int(own_coming[row]))
+        depth[row], sealed[row] = survey.depth(place), survey.depth(Place(place.sealed))
+    return Held(depth, sealed, last)
 
 
 def _has(mask: int, slots: np.ndarray[tuple[int], np.dtype[np.intp]]) -> Mask:
@@ -140,9 +166,10 @@ class Weights:
         odd = self.held.last > self.held.depth
         end = min(self.usable_blocks, self.mesh.survey.runs[-1].end if self.mesh.survey.runs else 0)
         if self.terms.fetch is not Fetch.NEVER and end:
-            for local in np.unique(self.held.depth[self.view.able]).astype(int).tolist()[:MAX_RUNS]:
+            for local in (0, *(run.end for run in self.mesh.survey.runs[:MAX_RUNS])):
                 here = self.held.depth == local
-                odd |= here & self._fetch(found, here, local, at_decode, room_s, alone=alone)
+                if here.any():
+                    odd |= here & self._fetch(found, here, local, at_decode, room_s, alone=alone)
         if odd.any():  # the most that it could have, for nothing
             tokens = float(end * self.block)
             pushed = max(0, self.request.prompt_tokens - max(at_decode, end) * self.block)
@@ -320,7 +347,7 @@ class Weights:
         if not alone:
             sent = np.maximum(0.0, request.prompt_tokens - self.held.sealed * self.block) * columns[Field.KV_BYTES]
             tail_s = sent / self.peers.transfer.bytes_per_s * TAIL_SHARE
-        return Answers(tbt_s, landing_s + np.zeros(len(columns)), slot_s + np.zeros(len(columns)), tail_s, short)
+        return Answers(tbt_s, landing_s, slot_s, tail_s, short)
 
 
 @dataclass(frozen=True)
@@ -365,8 +392,8 @@ class Answers:
     """Terms of the TBT at each, seconds. `short`: of pages for prompt and answer together."""
 
     tbt: Floats
-    landing: Floats
-    slot: Floats
+    landing: Floats | float
+    slot: Floats | float
     tail: Floats | float
     short: Mask
 

@@ -19,7 +19,7 @@ from kvmesh.kvcache.tiers import Tier, split_name
 from services.conductor.cost_fit import FittedModel
 from services.conductor.domain import Life
 from services.conductor.fleet import Fleet
-from services.conductor.index import Index, bitset, places
+from services.conductor.index import FEW_BITS, Index, bits, bitset, places
 from services.conductor.instance import Instance
 from services.conductor.members import Members
 
@@ -89,6 +89,9 @@ class Columns:
         self.instances: list[Instance] = []
         self._rows: dict[str, int] = {}
         self._dirty: dict[str, None] = {}
+        self._reload: dict[str, None] = {}
+        self._columns: list[Floats] = []
+        self._row_of_pending: dict[int, int] = {}
         self._groups: dict[tuple[str, tuple[object, ...]], int] = {}
         self._numbers = 0  # of groups
         self._row_of_slot = np.full(64, NO_ROW, dtype=np.int64)
@@ -101,7 +104,7 @@ class Columns:
 
     def __getitem__(self, field: int) -> Floats:
         """A column, one value an instance."""
-        return self._data[field, : len(self.instances)]
+        return self._columns[field]
 
     def node(self, node_id: str) -> float:
         """What `Field.NODE` holds for that node."""
@@ -110,6 +113,10 @@ class Columns:
     def touch(self, instance_id: str) -> None:
         """Something of it has changed: it came, left, has another load, another role, is a member now."""
         self._dirty[instance_id] = None
+
+    def reload(self, instance_id: str) -> None:
+        """Only its load has changed, or when it was heard."""
+        self._reload[instance_id] = None
 
     def touch_all(self) -> None:
         """Something of everybody has changed."""
@@ -123,6 +130,13 @@ class Columns:
         """Fill again what has been touched."""
         for name in self._index.moved():
             self._dirty[split_name(name)[0]] = None
+        for name in self._reload:
+            row, instance = self._rows.get(name), self._fleet.named(name)
+            if row is not None and instance is not None and instance is self.instances[row]:
+                self._load(row, instance)
+            else:
+                self._dirty[name] = None
+        self._reload.clear()
         if self._dirty:
             names = list(self._dirty)
             for name in names:
@@ -131,6 +145,8 @@ class Columns:
                 names, self._dirty = list(self._dirty), {}
                 for name in names:
                     self._refresh(name)
+        if not self._columns or len(self._columns[0]) != len(self.instances):
+            self._columns = list(self._data[:, : len(self.instances)])
 
     def view(
         self, now: float, lease_s: float, rests: Callable[[Instance, float], str], tripped: Collection[Life]
@@ -152,15 +168,16 @@ class Columns:
 
     def rows_of(self, mask: int) -> npt.NDArray[np.int64]:
         """Rows of the instances that slots of the block map, as a bitset, stand for; NO_ROW for other slots."""
-        return self._row_of_slot[places(mask)]
+        return self._row_of_slot[bits(mask)] if mask.bit_count() <= FEW_BITS else self._row_of_slot[places(mask)]
+
+    def rows_pending(self, mask: int) -> list[int]:
+        """Rows of the instances that slots of `Pending`, as a bitset, stand for."""
+        return [self._row_of_pending[slot] for slot in bits(mask)]
 
     def asked(self, mask: int, able: Mask, avoid: Collection[str]) -> dict[Tier, int]:
         """Those slots of a bitset whose stores may be asked for blocks, by what they hold: the life that announced them
         is a member and, if it is an instance, may get work."""
-        slots = places(mask)
-        kinds, rows = self._asked[slots], self._row_of_slot[slots]
-        padded = np.append(able, False)  # NO_ROW is the last one
-        found = bitset(slots[(kinds == _ASKED) | ((kinds == _ASKED_IF_ABLE) & padded[rows])])
+        found = self._asked_of_few(mask, able) if mask.bit_count() <= FEW_BITS else self._asked_of_many(mask, able)
         for name in avoid:
             for slot in self._slots.get(name, {}).values():
                 found &= ~(1 << slot)
@@ -168,6 +185,20 @@ class Columns:
         for lower in parted.values():
             found ^= lower
         return {Tier.DRAM: found, **parted}
+
+    def _asked_of_few(self, mask: int, able: Mask) -> int:
+        found = 0
+        for slot in bits(mask):
+            kind = self._asked.item(slot)
+            if kind == _ASKED or (kind == _ASKED_IF_ABLE and able[self._row_of_slot.item(slot)]):
+                found |= 1 << slot
+        return found
+
+    def _asked_of_many(self, mask: int, able: Mask) -> int:
+        slots = places(mask)
+        kinds, rows = self._asked[slots], self._row_of_slot[slots]
+        padded = np.append(able, False)  # NO_ROW is the last one
+        return bitset(slots[(kinds == _ASKED) | ((kinds == _ASKED_IF_ABLE) & padded[rows])])
 
     # ── filling ───────────────────────────────────────────────────────────────────────────────────
 
@@ -187,6 +218,7 @@ class Columns:
         self._known.append(())
         if row == self._data.shape[1]:
             self._data = np.concatenate([self._data, np.zeros_like(self._data)], axis=1)
+            self._columns = []
         return row
 
     def _remove(self, name: str, row: int) -> None:
@@ -202,7 +234,12 @@ class Columns:
     def _fill(self, row: int, instance: Instance) -> None:
         if self.instances[row] is not instance:
             self.instances[row], self._known[row] = instance, ()
+        self._load(row, instance)
+        self._learn(row, instance)
+
+    def _load(self, row: int, instance: Instance) -> None:
         queue, batch = instance.queue, instance.batch
+        self._row_of_pending[instance.slot] = row
         self._data[:LOADS, row] = (
             *queue.backlog,
             len(queue.works),
@@ -220,6 +257,8 @@ class Columns:
             self._is_open(instance),
             instance.slot,
         )
+
+    def _learn(self, row: int, instance: Instance) -> None:
         models = (instance.prefill.fit, instance.decode.fit, instance.pull.fit)
         rates = instance.transfer.bytes_per_s, instance.prefill.chunk_tokens
         known = (
@@ -239,7 +278,7 @@ class Columns:
         model, capacity = instance.model, instance.capacity_blocks * instance.model.block_tokens
         limit = model.max_context_tokens - 1 if model.max_context_tokens else float("inf")
         if (name := (model.name, model.kv_identity)) not in self._groups:
-            there = set(self[Field.GROUP].tolist())
+            there = set(self._data[Field.GROUP, : len(self.instances)].tolist())
             self._groups = {known: number for known, number in self._groups.items() if number in there}
             self._groups[name] = self._numbers = self._numbers + 1
         return (

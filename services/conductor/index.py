@@ -192,8 +192,11 @@ class Index:
         self.pending.put(slot, self._unsealed(life, marked), None, until)
 
     def _unsealed(self, life: Life, marked: Marks) -> Iterable[tuple[bytes, int]]:
-        bit, mask = self._bit(life), self.truth.mask
-        return [(key, span(i)) for i, key in enumerate(marked) if not bit or not mask(key) & bit]
+        bit, spans = self._bit(life), map(span, range(len(marked)))
+        if not bit:
+            return list(zip(marked, spans, strict=True))
+        masks = self.truth.masks(marked)
+        return [(key, blocks) for key, blocks, mask in zip(marked, spans, masks, strict=True) if not mask & bit]
 
     def _only(self, life: Life, ended: Callable[[Life], bool]) -> bool:
         """Make room for a word of this life: what other lives of its name hold, in whichever tier, goes. False: it is

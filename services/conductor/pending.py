@@ -39,6 +39,7 @@ def marks(keys: Sequence[bytes]) -> Marks:
     return tuple(keys) if len(keys) <= EACH else itemgetter(*positions(len(keys)))(keys)
 
 
+@lru_cache(maxsize=4096)
 def span(ordinal: int) -> int:
     """Blocks that the so-manieth mark of a prompt stands for, at most."""
     if ordinal < EACH:

@@ -28,7 +28,7 @@ from services.conductor.settings import Mode
 from services.conductor.terms import Terms
 from services.conductor.ties import as_good
 
-AT_ONCE = 3  # weighed at first, then twice as many
+AT_ONCE = 2  # weighed at first, then twice as many
 DEEP = 32
 NEAREST = 4  # weighed for a refusal's words
 

@@ -61,7 +61,7 @@ class ConductorState:
         self._index = Index()
         self._tiers = TierLoads()
         self._columns = Columns(self._fleet, self._index, self._members, self._is_open)
-        self._ledger = Ledger(settings, self._index, self._tiers, self._columns.touch)
+        self._ledger = Ledger(settings, self._index, self._tiers, self._columns.reload)
         self._explanations = Explanations(settings.max_explained)
         self._cordons = Cordons()
         self._breakers = Breakers(settings.breaker)
@@ -260,7 +260,10 @@ class ConductorState:
             who = f"instance {beat.ref.instance_id!r} incarnation {beat.ref.incarnation}"
             return [Refuse(UnknownInstance(f"{who} is not registered here: register again"))]
         instance.last_seen = now
-        self._columns.touch(beat.ref.instance_id)
+        if beat.prefill_samples or beat.decode_samples:
+            self._columns.touch(beat.ref.instance_id)
+        else:
+            self._columns.reload(beat.ref.instance_id)
         measured = self._ledger.learn(instance, beat, now)
         for one in measured:
             self._breakers.served(beat.ref.life, one.request_id, now)
