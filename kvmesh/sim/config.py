@@ -47,7 +47,7 @@ class SimConfig:
     # conductors
     conductor: Settings = field(default_factory=Settings)
     conductors: int = 1  # requests go round; every one hears all heartbeats and announcements
-    heartbeat_s: float = 0.5
+    heartbeat_s: float = 1.0  # no beat is lost or late here, so they may be rarer than live ones
     tick_s: float = 1.0
     announce_s: float = 0.05  # a store's changes are announced so long after the first of them
     hop_s: float = 0.001  # request → conductor → decode → prefill: before anything is done for it
@@ -97,8 +97,8 @@ class SimConfig:
                 raise _bad(name, getattr(self, name), "not negative")
         if self.chunk_tokens < self.block_tokens:
             raise _bad("chunk_tokens", self.chunk_tokens, f"at least block_tokens={self.block_tokens}")
-        if self.heartbeat_s * 2 > self.conductor.lease_s:
-            raise _bad("heartbeat_s", self.heartbeat_s, f"at most half of the lease, {self.conductor.lease_s} s")
+        if self.heartbeat_s >= self.conductor.lease_s:
+            raise _bad("heartbeat_s", self.heartbeat_s, f"below conductor.lease_s={self.conductor.lease_s}")
         wanted = ("prefill", "decode") if self.mode is Mode.DISAGGREGATED else ("coupled",)
         for name in wanted:
             if not getattr(self, name):

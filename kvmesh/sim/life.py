@@ -59,7 +59,7 @@ class Life:
         self.handle = handle
         self.request = request
         self.record = record
-        self.attempt = 1
+        self.attempt = 0
         self.placed: Placed | None = None
         self.prefiller: Prefiller | None = None
         self.decoder: Decoder | None = None

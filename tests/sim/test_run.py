@@ -224,7 +224,7 @@ def test_requests_out_of_order_are_refused_by_name() -> None:
     [
         ({"decode": ()}, r"decode=\(\): must be one instance or more"),
         ({"chunk_tokens": 8}, "chunk_tokens=8: must be at least block_tokens=16"),
-        ({"heartbeat_s": 2.0}, "heartbeat_s=2.0: must be at most half of the lease"),
+        ({"heartbeat_s": 2.0}, "heartbeat_s=2.0: must be below conductor.lease_s=1.5"),
         ({"prefill": (node(nic_bytes_per_s=0.0),)}, r"prefill\[0\].nic_bytes_per_s=0.0: must be above 0"),
     ],
 )
