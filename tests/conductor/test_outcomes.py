@@ -60,6 +60,21 @@ def test_an_outcome_told_twice_counts_once() -> None:
     assert errors(brain)[What.TTFT].samples == 1
 
 
+def test_a_failure_told_again_and_again_is_one_failure() -> None:
+    """What is not acknowledged is sent again: that opens no circuit breaker."""
+    brain = pair()
+    brain.add("p1", Role.PREFILL)
+    brain.tick(0.0)
+    failed = done("r", outcome=Outcome.FAILED, error="handoff_lost", blamed="p0", duration_s=0.0)
+    brain.placed(100, request_id="r")
+    for _ in range(3 * brain.settings.breaker.failures):
+        brain.beat("d0", outcomes=(failed,))
+    assert brain.view("p0").ready
+    for i in range(brain.settings.breaker.failures):
+        brain.beat("d0", outcomes=(dataclasses.replace(failed, request_id=f"s{i}"),))
+    assert not brain.view("p0").ready
+
+
 @pytest.mark.parametrize(
     "outcome",
     [
