@@ -1,4 +1,4 @@
-"""The two pools under twice the load they can take: judged as they are, they swing against each other; judged as they
+"""The two pools under three times the load they can take: judged as they are, they swing against each other; judged as they
 will be, they do not. The real brain in a closed loop."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tests.conductor.driven import STEP_S, Driven
 SECONDS, WARM_S = 120.0, 40.0
 PROMPT, OUTPUT = 16_000, 200
 TBT_SLO_S = 0.1  # of 26 rows at each of two instances
-RATE = 7.0
+RATE = 10.0
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +51,13 @@ def test_judged_as_it_is_the_load_swings_and_as_it_will_be_it_does_not(driven: d
 
 
 def test_judged_as_it_will_be_rows_keep_their_slo(driven: dict[Mode, Driven]) -> None:
-    assert late_share(driven[Mode.PREDICTED]) < 0.02
-    assert late_share(driven[Mode.EARLY]) > 0.3
+    assert late_share(driven[Mode.PREDICTED]) < 0.05
+    assert late_share(driven[Mode.EARLY]) > 0.35
     assert late_share(driven[Mode.BASELINE]) > 0.6
 
 
 def test_the_steady_pool_finishes_as_much(driven: dict[Mode, Driven]) -> None:
-    assert len(driven[Mode.PREDICTED].done) > 0.93 * len(driven[Mode.EARLY].done)
+    assert len(driven[Mode.PREDICTED].done) > 0.9 * len(driven[Mode.EARLY].done)
 
 
 def test_no_prefill_is_paid_for_what_is_refused(driven: dict[Mode, Driven]) -> None:
