@@ -5,7 +5,7 @@ what its reports teach.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypedDict
 
@@ -28,6 +28,7 @@ from services.conductor.interference import without_rows_s
 from services.conductor.judge import Slo
 from services.conductor.life import pull_after_s
 from services.conductor.load import PrefillWork
+from services.conductor.others import Others
 from services.conductor.outgoing import Load, Outgoing, Wires
 from services.conductor.pending import marks
 from services.conductor.placement import Choice
@@ -82,6 +83,7 @@ class Ledger:
         self._touch = touch
         self.wires = Wires()
         self.accuracy = Accuracy()
+        self._others: dict[str, Others] = {}  # by model name
         self._placed: dict[str, _Placed] = {}
         self._promised: OrderedDict[str, _Promise] = OrderedDict()
 
@@ -92,6 +94,17 @@ class Ledger:
     def outgoing(self) -> Outgoing:
         """What node stores have still to send."""
         return self.wires.outgoing
+
+    def expect_others(self, model: str, prefills: Iterable[Instance], now: float) -> None:
+        """What other conductors place may lie before what this one is about to place at one of these."""
+        others = self._others.get(model)
+        if others is not None and others.due(now):
+            among = list(prefills)
+            for at in others.spread([i.queue for i in among], now):
+                self._touch(among[at].ref.instance_id)
+
+    def _others_of(self, model: str, now: float) -> Others:
+        return self._others.setdefault(model, Others(now))
 
     def commit(self, request: Schedule, choice: Choice, now: float, slo: Slo, answer_tokens: float) -> None:
         """The chosen instances carry the work from this moment on. `answer_tokens`: predicted."""
@@ -205,6 +218,8 @@ class Ledger:
             transfer.add(s.transfer_bytes, ahead, s.transfer_s, now)
         self._pulled(instance, s, now)
         work = instance.queue.finish(s.request_id, done=True)
+        if work is None:
+            self._others_of(instance.model.name, now).computed(predicted_s, now)
         if work is not None:
             until = now + self._settings.confirmed_s
             self._index.confirm(instance.ref.life, instance.slot, work.keys, until)

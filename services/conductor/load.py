@@ -53,7 +53,8 @@ class PrefillQueue:
         self._busy_at: float | None = None
         self._busy_s = 0.0
         self._ranked = 0  # of `works`
-        self.echo = 1.0  # how often what was placed since the last report counts: others place likewise (echo.py)
+        self._expected_s = 0.0  # of the backlog: others', that no report has told of
+        self._told_at = now
 
     @property
     def speedup(self) -> float:
@@ -100,7 +101,7 @@ class PrefillQueue:
 
     def add(self, work: PrefillWork) -> None:
         """A placement; one of the same request replaces it."""
-        self._backlog_s = self.wait_s(work.placed_at) + self.echo * work.seconds / self.speedup
+        self._backlog_s = self.wait_s(work.placed_at) + work.seconds / self.speedup
         self._as_of = work.placed_at
         self._pop(work.request_id)
         self.works[work.request_id] = work
@@ -154,8 +155,26 @@ class PrefillQueue:
         share = min(1.0, queued_tokens / settled_tokens) if settled_tokens else 0.0
         # Tokens that no placement of ours explains: another conductor's, or placed before we were restarted.
         foreign = max(0, queued_tokens - settled_tokens - flying_tokens)
-        self._backlog_s = (settled_s * share + self.echo * flying_s + foreign * seconds_per_token) / self.speedup
+        self._backlog_s = (settled_s * share + flying_s + foreign * seconds_per_token) / self.speedup
+        self._as_of = self._told_at = now
+        self._expected_s = 0.0
+
+    def silent_s(self, now: float) -> float:
+        """Since the last report."""
+        return max(0.0, now - self._told_at)
+
+    def told_s(self, now: float) -> float:
+        """`wait_s` without what was expected of others."""
+        return max(0.0, self.wait_s(now) - self._expected_s)
+
+    def expect(self, seconds: float, now: float) -> bool:
+        """Others have placed so much here since the last report, it seems (others.py), whatever was thought before.
+        Whether that changes anything."""
+        if seconds == self._expected_s == 0.0:
+            return False
+        self._backlog_s, self._expected_s = self.told_s(now) + seconds, seconds
         self._as_of = now
+        return True
 
     def _learn_speed(self, busy: bool, now: float) -> None:
         """Only from spans between heartbeats that all found it busy: an idle span says nothing of speed."""

@@ -21,10 +21,11 @@ from services.conductor.domain import Fetch, Role, Schedule
 from services.conductor.index import Place
 from services.conductor.instance import Instance
 from services.conductor.kinds import Found, Kind, Option
-from services.conductor.placement import Choice, Terms
+from services.conductor.placement import Choice
 from services.conductor.ring import Rings
 from services.conductor.routes import Mesh
 from services.conductor.settings import Policy
+from services.conductor.terms import Terms
 
 MAX_TURNS = 65_536  # instances whose last turn is remembered
 

@@ -90,6 +90,7 @@ class Scheduling:
         answer: Placed | Refuse | None = self._refused(request, serving, prefills, decodes, now)
         if answer is None:
             self._ledger.withdraw(request.request_id, now)
+            self._ledger.expect_others(request.model, prefills, now)
             self._known.columns.settle()
             mesh = self._mesh(self._index.survey(request.keys), request, view)
             found = self.chooser.choose(request, prefills, decodes, Asked(self._place), mesh, terms)
