@@ -1,5 +1,5 @@
-"""The two pools under three times the load they can take: judged as they are, they swing against each other; judged as they
-will be, they do not. The real brain in a closed loop."""
+"""The two pools under three times the load they can take: judged as they are, they swing against each other; judged as
+they will be, they do not. The real brain in a closed loop."""
 
 from __future__ import annotations
 
