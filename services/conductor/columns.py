@@ -360,6 +360,11 @@ class View:
 
         return max(groups, key=worth)
 
+    def longest_silence_s(self) -> float:
+        """Of those who may get work."""
+        seen = self.columns[Field.SEEN][self.able]
+        return max(0.0, self.now - float(seen.min())) if seen.size else 0.0
+
     def serving(self, group: int) -> Chosen:
         """All of that set, able or not."""
         return Chosen(self, self.columns[Field.GROUP] == group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 
 from kvmesh.kvcache.tiers import MARK
@@ -26,6 +26,8 @@ class Fleet:
         self._instances: dict[str, Instance] = {}
         self._fits: dict[tuple[str, tuple[object, ...]], ModelFits] = {}
         self._replaced: OrderedDict[Life, None] = OrderedDict()
+        self._turn = 0
+        self._kin: dict[str, Counter[tuple[object, ...]]] = {}  # instances by model name and KV identity
         self.known_models: dict[str, None] = {}  # ever served here
 
     def __iter__(self) -> Iterator[Instance]:
@@ -33,6 +35,19 @@ class Fleet:
 
     def __len__(self) -> int:
         return len(self._instances)
+
+    def next(self, count: int) -> list[Instance]:
+        """The next so many of all, round and round."""
+        instances = list(self._instances.values())
+        if len(instances) <= count:
+            return instances
+        first, self._turn = self._turn, (self._turn + count) % len(instances)
+        return (instances + instances)[first : first + count]
+
+    @property
+    def strands(self) -> bool:
+        """Whether some model is served in several KV identities, so that instances may be stranded."""
+        return any(len(groups) > 1 for groups in self._kin.values())
 
     def named(self, instance_id: str) -> Instance | None:
         """Whoever bears that name now."""
@@ -67,11 +82,14 @@ class Fleet:
         fits = self._fits.setdefault((model.name, model.kv_identity), ModelFits())
         instance = self._instances[event.ref.instance_id] = Instance(event, slot, fits, now)
         self.known_models[model.name] = None
+        self._kin.setdefault(model.name, Counter())[model.kv_identity] += 1
         return instance
 
     def remove(self, instance: Instance, *, replaced: bool = False) -> None:
         """It leaves; `replaced`: its life may not come back."""
         del self._instances[instance.ref.instance_id]
+        model = instance.model
+        self._kin[model.name] -= Counter([model.kv_identity])
         if replaced:
             self._replaced[instance.ref.life] = None
             if len(self._replaced) > MAX_REPLACED:
@@ -105,9 +123,9 @@ class Fleet:
     def stranded(self, instance: Instance) -> str:
         """Why nobody of its model can work with this instance, though somebody could if their KV fitted together; "" if
         somebody can, or nobody of the other role is there at all."""
-        kin = [i for i in self._instances.values() if i.model.name == instance.model.name and i is not instance]
-        if instance.alone_tokens:
+        if instance.alone_tokens or len(self._kin.get(instance.model.name, ())) <= 1:
             return ""
+        kin = [i for i in self._instances.values() if i.model.name == instance.model.name and i is not instance]
         others = [i for i in kin if (i.role.decodes if instance.role.prefills else i.role.prefills)]
         if not others or any(i.model.kv_identity == instance.model.kv_identity for i in others):
             return ""

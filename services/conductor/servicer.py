@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -88,11 +87,10 @@ class ConductorServicer(pb_grpc.ConductorServicer):
     def tick(self) -> None:
         """Let time pass, and show what is known."""
         self.deliver(Tick())
-        views = self._state.views(self._clock())
-        count = Counter((view.role, view.ready) for view in views)
+        count, silent_s = self._state.readiness(self._clock())
         for role in Role:
             for ready, label in ((True, "ready"), (False, "not_ready")):
-                names.CONDUCTOR_INSTANCES.labels(role=role.value, state=label).set(count[role, ready])
+                names.CONDUCTOR_INSTANCES.labels(role=role.value, state=label).set(count.get((role, ready), 0))
         names.CONDUCTOR_INDEX_BLOCKS.set(self._state.indexed_blocks)
         for error in self._state.prediction_errors():
             shares = (("bias", error.bias), ("p50", error.p50), ("p90", error.p90), ("p99", error.p99))
@@ -102,7 +100,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         for model, loads in self._state.loads(self._clock()).items():
             names.CONDUCTOR_SLO_LOAD.labels(model=model, pool="prefill").set(loads.prefill)
             names.CONDUCTOR_SLO_LOAD.labels(model=model, pool="decode").set(loads.decode)
-        names.CONDUCTOR_HEARTBEAT_AGE.set(max((v.silent_s for v in views if v.ready), default=0.0))
+        names.CONDUCTOR_HEARTBEAT_AGE.set(silent_s)
 
     async def Register(  # noqa: N802
         self, request: pb.RegisterInstanceRequest, context: Any

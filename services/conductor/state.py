@@ -5,7 +5,8 @@ and the store master's stream of members and blocks, which says who is dead and 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.tiers import split_name
@@ -13,7 +14,7 @@ from kvmesh.rpc.errors import KvmeshError, UnknownInstance
 from services.conductor.accuracy import PredictionError, What
 from services.conductor.admission import Loads
 from services.conductor.balance import Hint
-from services.conductor.columns import Columns
+from services.conductor.columns import Chosen, Columns, View
 from services.conductor.cordons import Cordons
 from services.conductor.domain import (
     Action,
@@ -31,6 +32,7 @@ from services.conductor.domain import (
     OutOfStep,
     Refuse,
     Register,
+    Role,
     Schedule,
     StoreLost,
     Tick,
@@ -48,6 +50,8 @@ from services.conductor.scheduling import Known, Scheduling
 from services.conductor.settings import Mode, Policy, Settings
 from services.conductor.tiers import TierLoads
 from services.conductor.views import InstanceView, TierView
+
+EXPIRE_INSTANCES = 2048  # looked at in one tick: some milliseconds
 
 
 class ConductorState:
@@ -141,6 +145,19 @@ class ConductorState:
             breaker=self._breakers.why_not(i.ref.life, now),
             tbt_s=i.decode.predict(i.batch.requests, i.batch.context_tokens) if i.batch.requests else 0.0,
         )
+
+    def readiness(self, now: float) -> tuple[Mapping[tuple[Role, bool], int], float]:
+        """How many instances of each role may get work and may not, and the longest silence of one that may."""
+        if self._fleet.strands:
+            views = self.views(now)
+            return Counter((v.role, v.ready) for v in views), max((v.silent_s for v in views if v.ready), default=0.0)
+        view = self._view_of_all(now)
+        instances, able = self._columns.instances, view.able.tolist()
+        count = Counter((i.role, ready) for i, ready in zip(instances, able, strict=True))
+        return count, view.longest_silence_s()
+
+    def _view_of_all(self, now: float) -> View:
+        return self._columns.view(now, self._settings.lease_s, self.why_not, self._breakers.tripped)
 
     def _tier_views(self, i: Instance, now: float) -> tuple[TierView, ...]:
         indexed, block_bytes = self._index.counts(i.ref.life), i.model.block_tokens * i.model.kv_bytes_per_token
@@ -311,7 +328,8 @@ class ConductorState:
     def _balance(self, now: float) -> Sequence[Action]:
         if not self.scheduling.balance.due(now):
             return []
-        able = [i for i in self._fleet if not self.why_not(i, now)]
+        view = self._view_of_all(now)
+        able = list(Chosen(view, view.able))
         leaving = [i for i in self._fleet if self.cordon_of(i.ref.instance_id) is CordonState.DRAINING]
         moment = Moment(now, able, leaving, self._index, self._members.member)
         return self.scheduling.balance.tick(moment, leads=self._term > 0)
@@ -358,7 +376,7 @@ class ConductorState:
         self._columns.settle()
         # While the master is not heard nothing could take the place of what was promised.
         self._index.expire(now, promises=self._members.connected)
-        for instance in self._fleet:
+        for instance in self._fleet.next(EXPIRE_INSTANCES):
             self._ledger.expire(instance, now)
             if now - instance.last_seen > self._settings.forget_s:
                 self._forget(instance)
