@@ -98,6 +98,18 @@ def test_memory_is_bounded_and_what_is_hot_is_found_among_what_is_not(seed: int,
     assert all(rate <= used[key] * 0.1387 for key, rate in found.items())
 
 
+def test_what_becomes_hot_finds_a_place_among_what_was() -> None:
+    """A newcomer inherits the count of whom it replaces: with a fourth of all uses it stays, though the other uses are
+    of prefixes never seen before, and all old ones were used more than it at first."""
+    heat, now = Heat(1e9, capacity=16), 0.0
+    for n in range(16 * 5):
+        heat.use(request(chain(f"old{n % 16}", 1)), survey((0, 1, 1)), now)
+    for n in range(160):
+        keys = chain("new", 1) if n % 4 == 0 else chain(f"once{n}", 1)
+        heat.use(request(keys), survey((0, 1, 1)), now)
+    assert chain("new", 1) in {hot.keys for hot in heat.hottest(now, most=16, least_rate=1e-12)}
+
+
 def test_a_long_life_does_not_wear_out_its_numbers() -> None:
     heat = Heat(1.0, capacity=8)
     for hour in range(50):

@@ -85,6 +85,7 @@ def test_the_idle_pool_gives_to_the_busy_one() -> None:
         (Demand(1.6, 0.2), (P, P, D, D)),  # below HIGH
         (Demand(1.9, 1.6), (P, P, D, D)),  # both are busy: nothing is gained
         (Demand(9.0, 9.0), (P, P, D, D)),
+        (Demand(3.6, 2.4), (P, P, P, P, D, D, D, D)),  # 0.90 would become 0.80: too little
     ],
 )
 def test_in_the_dead_band_nothing_is_ordered(demand: Demand, roles: tuple[Role, ...]) -> None:
@@ -159,6 +160,17 @@ def test_a_large_pool_moves_one_by_one() -> None:
     times = [at for at, _ in world.orders]
     assert all(b - a >= PAUSE * DWELL_S for a, b in itertools.pairwise(times))
     assert len(times) == prefill - 20
+
+
+def test_a_load_that_turns_round_waits_for_a_dwell() -> None:
+    world = World(P, P, D, D)
+    world.look(Demand(2.4, 0.5))
+    assert world.counts == (3, 1, 0)
+    for _ in range(int(DWELL_S) - 1):
+        world.look(Demand(0.5, 2.4))
+        assert world.counts == (3, 1, 0)
+    world.look(Demand(0.5, 2.4))
+    assert world.counts == (2, 2, 0)
 
 
 def test_one_order_at_a_time_and_a_silent_one_is_given_up() -> None:

@@ -147,6 +147,17 @@ def test_rows_count_at_the_slo_of_their_model_or_by_their_room() -> None:
     assert demands.look({"demo": [d]}, 0.0)["demo"][0].decode == 10 / 8
 
 
+def test_who_waits_for_prefill_is_no_work_for_decode() -> None:
+    """Decode instances count whoever they wait for, too."""
+    p, d = instance("p", P), instance("d", D)
+    p.load = Load(queued_requests=12, queued_tokens=24_000)
+    d.load = Load(running_requests=4, waiting_requests=14, context_tokens=400)
+    d.batch.report(d.load, 0.0)
+    demands = Demands(Settings(slo_tbt_s=10.0))
+    demands.asked(asked("r"), 0.0)
+    assert demands.look({"demo": [p, d]}, 0.0)["demo"][0].decode == 6 / 32
+
+
 def test_a_loop_in_overload_asks_for_what_it_needs() -> None:
     """2.2 instances' worth of prompts at two: the hint says four (2.2 / 0.7 = 3.2 and what is queued)."""
     loop = Loop(2, 1, balance=BalanceSettings(window_s=3.0, replicate=False))
