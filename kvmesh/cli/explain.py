@@ -21,7 +21,7 @@ _HEADINGS = {"pull_ms": "pulling", "load_ms": "loading"}
 _TIERS = {"TIER_SSD": "SSD", "TIER_OBJECT": "object storage"}
 _OTHER_WAY = "ttft_other_way_ms"
 _PAIR = "pair"
-_KIND_TERMS = ("ttft_ms", "rows", "stall_ms", "answer_ms", "handoff_ms")
+_KIND_TERMS = ("ttft_ms", "rows", "stall_ms", "answer_ms", "handoff_ms", "far_ms")
 _NOTHING = 1e-6
 _NO_BLOCKS = "none of the prompt's blocks"
 
@@ -296,8 +296,9 @@ def _afterwards(told: dict[str, Any]) -> list[str]:
         f"Expected: TTFT {placed.get('predicted_ttft_ms', 0):,} ms, TBT {placed.get('predicted_tbt_ms', 0):,} ms, "
         f"{placed.get('predicted_cached_tokens', 0):,} cached tokens"
     )
-    answer = placed.get("life", {}).get("output_tokens", 0)
-    lines = [f"{expected}, {tokens(answer)} of answer." if answer else f"{expected}."]
+    life = placed.get("life", {})
+    answer = life.get("output_tokens", 0)
+    lines = [f"{expected}, {tokens(answer)} of answer." if answer else f"{expected}.", *_laid_out(life)]
     if not told["reported"]:
         lines.append("Afterwards: prefill has not reported on it (yet).")
     else:
@@ -306,6 +307,21 @@ def _afterwards(told: dict[str, Any]) -> list[str]:
             f"{told['prompt_tokens']:,} prompt tokens cached."
         )
     return [*lines, *_ended(told.get("ended"))]
+
+
+def _laid_out(life: dict[str, Any]) -> list[str]:
+    """What was to happen when, in ms from the decision."""
+    if not life.get("prefill_end_ms"):
+        return []
+    said = []
+    if life["fetched_ms"]:
+        begins = f"from {life['pull_start_ms']:,} ms" if life["pull_start_ms"] else "at once"
+        said.append(f"blocks are fetched {begins}, until {life['fetched_ms']:,} ms")
+    said.append(f"prefill computes from {life['prefill_start_ms']:,} to {life['prefill_end_ms']:,} ms")
+    said.append(f"first token at {life['first_token_ms']:,} ms")
+    if life["output_tokens"]:
+        said.append(f"the last at {life['end_ms']:,} ms")
+    return [f"Laid out: {'; '.join(said)}."]
 
 
 def tokens(count: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -9,11 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.rpc.errors import Overloaded
+from kvmesh.rpc import channels
+from kvmesh.rpc.errors import ConfigError, Overloaded
+from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc
+from services.conductor import main
+from services.conductor.config import ConductorConfig
 from services.conductor.domain import Cordon, CordonState, Load, Role
+from services.conductor.main import settings_of
 from services.conductor.ring import POINTS, Ring, Rings
-from services.conductor.settings import Policy
+from services.conductor.settings import AffinitySettings, Policy, ThresholdMode
 from tests.conductor.brain import BLOCK, Brain, chain, reset
+from tests.services import running
 
 PLAIN = [p for p in Policy if p not in (Policy.KVCACHE, Policy.CACHE_AWARE)]
 
@@ -234,3 +241,22 @@ def test_explain_tells_whom_it_took(policy: Policy) -> None:
     chosen = {c.ref.instance_id: decision.verdict(c) for c in decision.candidates if decision.is_chosen(c)}
     assert chosen == {placed.prefill.instance_id: "chosen", placed.decode.instance_id: "chosen"}
     assert sum(decision.verdict(c) == "not weighed" for c in decision.candidates) == 4
+
+
+def test_the_service_is_told_by_its_configuration() -> None:
+    for policy in Policy:
+        assert settings_of(ConductorConfig(policy=policy.value)).policy is policy
+    told = next(f for f in dataclasses.fields(ConductorConfig) if f.name == "policy").metadata["choices"]
+    assert set(told) == {policy.value for policy in Policy}
+    made = settings_of(ConductorConfig(threshold_mode="adaptive", session_affinity_ms=50, origin_affinity_ms=20))
+    assert made.threshold_mode is ThresholdMode.ADAPTIVE and made.affinity == AffinitySettings(0.05, 0.02)
+    with pytest.raises(ConfigError, match="session_affinity_ms=-1"):
+        ConductorConfig(session_affinity_ms=-1)
+
+
+async def test_status_tells_policy_and_threshold() -> None:
+    config = ConductorConfig(policy="round_robin", balancing_threshold=1.5)
+    async with running(main.run, config) as service, channels.connect(service.address) as channel:
+        stub = conductor_pb2_grpc.ConductorStub(channel)
+        told = await stub.GetStatus(conductor_pb2.GetConductorStatusRequest(), timeout=10)
+    assert (told.policy, told.balancing_threshold) == ("round_robin", 1.5)
