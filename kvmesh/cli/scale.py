@@ -30,7 +30,7 @@ def scale(
     """Show how many instances of each role the load wants, for people and for autoscalers.
 
     load: what the pool's requests ask of it over what it can do within its SLOs. change: add so many, or take so many
-    away. The metrics `kvmesh_conductor_scale_hint` and `kvmesh_conductor_scale_wanted_count` say the same.
+    away. The metrics `kvmesh_conductor_scale_hint_count` and `kvmesh_conductor_scale_wanted_count` say the same.
 
     Examples:
 

@@ -206,7 +206,7 @@ CONDUCTOR_FETCHED_BLOCKS = _counter("conductor_fetched_blocks_total", "Blocks th
 CONDUCTOR_HEARTBEAT_AGE = _gauge("conductor_heartbeat_age_seconds", "Longest silence of a live instance.")
 # order: replicate, switch_role; outcome: done, failed, dropped (this conductor led no more).
 CONDUCTOR_ORDERS = _counter("conductor_orders_total", "Orders that a leading conductor gave.", "order", "outcome")
-CONDUCTOR_SCALE_HINT = _gauge("conductor_scale_hint", "Instances to add, or to take away.", "model", "role")
+CONDUCTOR_SCALE_HINT = _gauge("conductor_scale_hint_count", "Instances to add, or to take away.", "model", "role")
 CONDUCTOR_SCALE_WANTED = _gauge("conductor_scale_wanted_count", "Instances that the load wants.", "model", "role")
 CONDUCTOR_POOL_LOAD = _gauge("conductor_pool_load_ratio", "Of a pool's capacity at its SLO.", "model", "role")
 

@@ -1,6 +1,6 @@
 """What an autoscaler reads: scale hints as metrics.
 
-kvmesh_conductor_scale_hint{model,role}          instances to add, or to take away
+kvmesh_conductor_scale_hint_count{model,role}    instances to add, or to take away
 kvmesh_conductor_scale_wanted_count{model,role}  instances wanted: with Kubernetes' HorizontalPodAutoscaler an
                                                  external metric of target AverageValue 1
 kvmesh_conductor_pool_load_ratio{model,role}     demand over capacity

@@ -6,11 +6,14 @@ import itertools
 import random
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvmesh.rpc.errors import ConfigError
 from kvmesh.telemetry import names
 from services.conductor import mapping_out
+from services.conductor.config import ConductorConfig
 from services.conductor.demand import MIXED, Demand, Demands
 from services.conductor.domain import Lane, Load, Role, Schedule
 from services.conductor.gauges import MAX_LOAD, ScaleGauges
@@ -167,6 +170,12 @@ def test_a_loop_in_overload_asks_for_what_it_needs() -> None:
     assert found[P].change == 2
     assert 1.05 < found[P].load < 1.3
     assert found[D].change == 0
+
+
+@pytest.mark.parametrize("target", [0.0, 1.5, float("nan")])
+def test_a_target_that_cannot_be(target: float) -> None:
+    with pytest.raises(ConfigError, match=f"scale_target={target}: must be at least 0.05, at most 1"):
+        ConductorConfig(scale_target=target)
 
 
 # ── how it is shown ───────────────────────────────────────────────────────────────────────────────
