@@ -158,16 +158,16 @@ class Weights:
 
     # ── prompts ───────────────────────────────────────────────────────────────────────────────────
 
-    def prompts(self, at_decode: int, room_s: Floats | float, *, alone: bool = False) -> Prompts:
-        """Computing the prompt at each. `room_s`: waiting for room at decode, in the TTFT besides. `alone`: nothing is
-        pushed."""
+    def prompts(self, among: Mask, at_decode: int, room_s: Floats | float, *, alone: bool = False) -> Prompts:
+        """Computing the prompt at each of `among`. `room_s`: waiting for room at decode, in the TTFT besides. `alone`:
+        nothing is pushed."""
         found = Prompts(len(self.view.columns))
         self._use(found, at_decode, room_s, alone=alone)
         odd = self.held.last > self.held.depth
         end = min(self.usable_blocks, self.mesh.survey.runs[-1].end if self.mesh.survey.runs else 0)
         if self.terms.fetch is not Fetch.NEVER and end:
             for local in (0, *(run.end for run in self.mesh.survey.runs[:MAX_RUNS])):
-                here = self.held.depth == local
+                here = among & (self.held.depth == local)
                 if here.any():
                     odd |= here & self._fetch(found, here, local, at_decode, room_s, alone=alone)
         if odd.any():  # the most that it could have, for nothing

@@ -77,7 +77,7 @@ class Screen:
         score: Callable[[C], float],
     ) -> Weighing[C]:
         """`score`: inf of one that has no way in time. When nobody has one, those that come nearest are weighed."""
-        prompts = self._weights.prompts(at_decode, landing_s)
+        prompts = self._weights.prompts(among.mask, at_decode, landing_s)
         bound = np.where(among.mask, prompts.cost + self._far((self._terms.near.session_prefill,)), np.inf)
         found = self._search(bound, self._columns[Field.WORKS], among.mask, weigh, score)
         if any(score(c) < np.inf for c in found.weighed):
@@ -91,7 +91,7 @@ class Screen:
         columns, request = self._columns, self._request
         among = Chosen(self._view, among.mask & self._may_be_alone())
         answers = self._weights.answers(alone=True)
-        prompts = self._weights.prompts(0, answers.landing, alone=True)
+        prompts = self._weights.prompts(among.mask, 0, answers.landing, alone=True)
         near = self._terms.near
         cost = (
             prompts.cost

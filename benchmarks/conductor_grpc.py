@@ -1,0 +1,240 @@
+"""Decisions of a conductor process over gRPC at a stated rate: part of benchmarks/conductor.py."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import psutil
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvmesh.kvcache.announce import snapshot_parts
+from kvmesh.kvcache.keys import split
+from kvmesh.rpc.channels import connect
+from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, store_pb2, store_pb2_grpc
+from kvmesh.rpc.protocol import PROTOCOL_VERSION
+
+PROMPT = 100_000
+TIMEOUT_S = 30.0
+TASKS = 4  # that make calls, each with a connection of its own
+LEASE_MS = 3_600_000
+
+
+class Service:
+    """One service in a process of its own, ready."""
+
+    def __init__(self, folder: str, name: str, *more: str) -> None:
+        ready = Path(folder) / f"{name}.json"
+        self.process = subprocess.Popen(
+            [
+                sys.executable, "-m", "kvmesh.cli", "serve", name, "--ready-file", str(ready), "--log-level", "warning",
+                "--heartbeat-interval-ms", "1000", "--lease-ms", str(LEASE_MS), *more,
+            ]
+        )  # fmt: skip
+        deadline = time.monotonic() + TIMEOUT_S
+        while not ready.exists():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the {name} did not start (exit {self.process.poll()})")
+            time.sleep(0.02)
+        self.address: str = json.loads(ready.read_text())["address"]
+
+    def cpu_s(self) -> float:
+        times = psutil.Process(self.process.pid).cpu_times()
+        return float(times.user + times.system)
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(20)
+
+
+class Mesh:
+    """Instances that exist only in what the two services are told."""
+
+    def __init__(self, instances: int, block: int, store: Service, conductor: Service) -> None:
+        self.rng, self.block, half = random.Random(4), block, instances // 2
+        names = [f"prefill-{i}" for i in range(half)] + [f"decode-{i}" for i in range(instances - half)]
+        self.refs = [common_pb2.InstanceRef(instance_id=n, address="127.0.0.1:9", incarnation=1) for n in names]
+        self.roles = [common_pb2.ROLE_PREFILL] * half + [common_pb2.ROLE_DECODE] * (instances - half)
+        self.half, self.seqs, self.beats = half, dict.fromkeys(names, 0), 1
+        self.placed: dict[str, list[str]] = {name: [] for name in names}
+        self.channels: list[grpc.aio.Channel] = [connect(a) for a in (store.address, conductor.address)]
+        self.store: Any = store_pb2_grpc.StoreMasterStub(self.channels[0])
+        self.conductor: Any = conductor_pb2_grpc.ConductorStub(self.channels[1])
+        self.asked = 0
+        self.prompts: list[bytes] = []
+
+    async def build(self) -> None:
+        """Everybody joins, registers and is ready; prompts lie where they lie; the conductor has heard of all."""
+        card = common_pb2.ModelCard(
+            name="m",
+            fingerprint="f",
+            block_tokens=self.block,
+            kv_dtype="bf16",
+            vocab_size=1,
+            kv_bytes_per_token=131_072,
+        )
+        for i, (ref, role) in enumerate(zip(self.refs, self.roles, strict=True)):
+            member = store_pb2.Member(instance=ref, role=role, node_id=f"node-{i // 8}", store_id=ref.instance_id)
+            joins = store_pb2.JoinRequest(protocol_version=PROTOCOL_VERSION, member=member)
+            await self.store.Join(joins, timeout=TIMEOUT_S, wait_for_ready=True)
+            request = conductor_pb2.RegisterInstanceRequest(
+                protocol_version=PROTOCOL_VERSION, instance=ref, role=role, node_id=f"node-{i // 8}", model=card,
+                capacity_blocks=4_000_000 // self.block, max_running_requests=256,
+            )  # fmt: skip
+            await self.conductor.Register(request, timeout=TIMEOUT_S, wait_for_ready=True)
+            await self.beat(ref)
+        blocks, told = PROMPT // self.block, 0
+        self.prompts = [self.rng.randbytes(16 * blocks) for _ in range(64)]
+        for prompt in self.prompts:
+            keys = split(prompt[: 16 * (3 * blocks // 4)])
+            await self.announce(self.rng.choice(self.refs[: self.half]), keys)
+            told += len(keys)
+        deadline = time.monotonic() + TIMEOUT_S
+        while sum(i.indexed_blocks for i in (await self.status()).instances) < told:
+            if time.monotonic() > deadline:
+                raise RuntimeError("the conductor has not heard of all blocks")
+            await asyncio.sleep(0.1)
+
+    async def status(self) -> conductor_pb2.GetConductorStatusResponse:
+        return await self.conductor.GetStatus(conductor_pb2.GetConductorStatusRequest(), timeout=TIMEOUT_S)
+
+    async def beat(self, ref: common_pb2.InstanceRef) -> None:
+        """It has done all it was given."""
+        finished, self.placed[ref.instance_id] = self.placed[ref.instance_id], []
+        samples = [
+            conductor_pb2.PrefillSample(request_id=r, computed_tokens=1000, cached_tokens=99_000, duration_us=2000)
+            for r in finished
+            if ref.instance_id.startswith("prefill")
+        ]
+        self.beats += 1
+        load = conductor_pb2.Load(free_pages=1 << 20, free_extents=1 << 20)
+        request = conductor_pb2.HeartbeatRequest(
+            instance=ref, seq=self.beats, ready=True, load=load, prefill_samples=samples, finished_request_ids=finished
+        )
+        await self.conductor.Heartbeat(request, timeout=TIMEOUT_S)
+
+    async def announce(self, ref: common_pb2.InstanceRef, keys: list[bytes]) -> None:
+        """It seals these."""
+        name = ref.instance_id
+        self.seqs[name] += 1
+        for part in snapshot_parts(name, 1, self.seqs[name], keys) if self.seqs[name] == 1 else [None]:
+            told = store_pb2.Announcement(store_id=name, incarnation=1, seq=self.seqs[name], sealed=b"".join(keys))
+            if part is not None:
+                told.sealed, told.snapshot, told.part, told.more = b"".join(part.sealed), True, part.part, part.more
+            await self.store.Announce(store_pb2.AnnounceRequest(announcement=told), timeout=TIMEOUT_S)
+
+    async def schedule(self, stub: Any) -> None:
+        self.asked += 1
+        request = conductor_pb2.ScheduleRequest(
+            request_id=f"r{self.asked}", model="m", prompt_tokens=PROMPT, max_tokens=256,
+            block_keys=self.rng.choice(self.prompts),
+        )  # fmt: skip
+        answer = await stub.Schedule(request, timeout=TIMEOUT_S)
+        for ref in (answer.placement.prefill, answer.placement.decode):
+            self.placed[ref.instance_id].append(request.request_id)
+
+    async def close(self) -> None:
+        for channel in self.channels:
+            await channel.close()
+
+
+async def open_loop(call: Callable[[], Awaitable[None]], rate: float, offset: float, seconds: float) -> list[float]:
+    """`rate` calls a second from `offset` on, each when it is due; seconds from then to its answer."""
+    took: list[float] = []
+    began, calls = time.perf_counter() + offset, []
+
+    async def one(due: float) -> None:
+        await call()
+        took.append(time.perf_counter() - due)
+
+    for i in range(int(rate * seconds)):
+        due = began + i / rate
+        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        calls.append(asyncio.create_task(one(due)))
+    await asyncio.gather(*calls)
+    return took
+
+
+async def measure(args: argparse.Namespace, block: int) -> dict[str, Any]:
+    """One conductor, one block size."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = Service(folder, "store")
+        conductor = Service(folder, "conductor", "--store", store.address, "--slo-ttft-ms", "1000000000")
+        mesh = Mesh(args.grpc_instances, block, store, conductor)
+        try:
+            await mesh.build()
+            return await drive(args, mesh, conductor)
+        finally:
+            await mesh.close()
+            conductor.close()
+            store.close()
+
+
+async def drive(args: argparse.Namespace, mesh: Mesh, conductor: Service) -> dict[str, Any]:
+    channels = [connect(conductor.address) for _ in range(TASKS)]
+    each, seconds = args.grpc_rate / TASKS, args.grpc_seconds
+    turn = iter(range(1 << 40))
+
+    async def beat() -> None:
+        await mesh.beat(mesh.refs[next(turn) % len(mesh.refs)])
+
+    async def seal() -> None:
+        await mesh.announce(mesh.rng.choice(mesh.refs[: mesh.half]), split(mesh.rng.randbytes(16 * 64)))
+
+    calls, empties = [], []
+    for i, channel in enumerate(channels):
+        stub: Any = conductor_pb2_grpc.ConductorStub(channel)
+        health: Any = health_pb2_grpc.HealthStub(channel)
+
+        async def ask(stub: Any = stub) -> None:
+            await mesh.schedule(stub)
+
+        async def empty(health: Any = health) -> None:
+            await health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+
+        calls.append(open_loop(ask, each, 0.2 + i / args.grpc_rate, seconds))
+        empties.append(open_loop(empty, each, 0.2 + (i + 0.5) / args.grpc_rate, seconds))
+    beside = [open_loop(beat, args.grpc_beats, 0.1, seconds), open_loop(seal, 10.0, 0.1, seconds)]
+    before = conductor.cpu_s()
+    found = await asyncio.gather(*calls, *empties, *beside)
+    spent = conductor.cpu_s() - before
+    for channel in channels:
+        await channel.close()
+    asked = [one for some in found[:TASKS] for one in some]
+    nothing = [one for some in found[TASKS : 2 * TASKS] for one in some]
+    return {
+        "instances": args.grpc_instances,
+        "block": mesh.block,
+        "rate": args.grpc_rate,
+        "heartbeats_per_s": args.grpc_beats,
+        "schedule": told(asked),
+        "empty": told(nothing),
+        "conductor_cpu_share": spent / seconds,
+    }
+
+
+def told(some: list[float]) -> dict[str, float]:
+    ordered = sorted(some)
+    return {
+        "calls": len(ordered),
+        **{f"p{share}_ms": 1e3 * ordered[min(len(ordered) - 1, len(ordered) * share // 100)] for share in (50, 90, 99)},
+    }
+
+
+def show(found: dict[str, Any]) -> None:
+    line = f"gRPC, {found['instances']:,} instances, prompts of {PROMPT:,} tokens in blocks of {found['block']}, "
+    line += f"{found['rate']:.0f} decisions/s, {found['heartbeats_per_s']:.0f} heartbeats/s: "
+    for name in ("schedule", "empty"):
+        one = found[name]
+        line += f"{name} p50 {one['p50_ms']:.2f} p90 {one['p90_ms']:.2f} p99 {one['p99_ms']:.2f} ms; "
+    print(f"{line}the conductor took {found['conductor_cpu_share']:.2f} of a core")
