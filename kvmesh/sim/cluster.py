@@ -8,6 +8,7 @@ from kvmesh.rpc.errors import Overloaded
 from kvmesh.sim.brains import MODEL, Brains
 from kvmesh.sim.config import SimConfig
 from kvmesh.sim.decoder import Decoder
+from kvmesh.sim.host import Machine
 from kvmesh.sim.life import Life
 from kvmesh.sim.links import Links
 from kvmesh.sim.loop import Loop
@@ -40,6 +41,7 @@ class Cluster:
         self.active = 0
         self.brains = Brains(config, loop, lambda action: self._orders.carry_out(action))
         links = Links(loop)
+        self.machine = None if config.host is None else Machine(loop, config.host, config.seed)
         self.nodes: dict[str, Node] = {}
         puller = Puller(links, self.nodes, config.pull_timeout_s)
         self._pushes = Pushes(links, config.layers, self._pushed)
@@ -52,7 +54,7 @@ class Cluster:
         for letter, role, specs in (("p", Role.PREFILL, config.prefill), ("d", Role.DECODE, config.decode)):
             for n, spec in enumerate(specs):
                 name = f"{letter}{n}"
-                self.nodes[name] = Node(name, spec, config, loop, self.brains.announce)
+                self.nodes[name] = Node(name, spec, config, loop, self.brains.announce, self.machine)
                 self._become(name, role)
         self.brains.start(list(self.nodes.values()), list(self.roles.values()))
         for n, name in enumerate(self.nodes):
@@ -75,7 +77,11 @@ class Cluster:
         self._handles += 1
         self.active += 1
         record = Record.of(request, self._loop.now, self.config.max_output_tokens)
-        self._schedule(Life(self._handles, request, record))
+        life = Life(self._handles, request, record)
+        if self.machine is not None:
+            self.machine.enter(lambda: self._schedule(life))
+        else:
+            self._schedule(life)
 
     def _schedule(self, life: Life) -> None:
         request = life.request
@@ -149,7 +155,11 @@ class Cluster:
         assert life.prefiller is not None and life.decoder is not None
         life.record.kv_end_s = self._loop.now
         life.prefiller.leave(life)
-        life.decoder.filled(life)
+        decoder = life.decoder
+        if self.machine is not None and self.machine.model.handoff_s:
+            self._loop.after(self.machine.model.handoff_s, lambda: decoder.filled(life))
+        else:
+            decoder.filled(life)
 
     def ended(self, life: Life, outcome: str, reason: str) -> None:
         """Decode is through with it."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvmesh.rpc.errors import ConfigError
+from kvmesh.sim.host import HostModel
 from kvmesh.sim.times import NodeSpec
 from services.conductor.settings import Settings
 from services.decode.limits import Limits
@@ -78,6 +79,10 @@ class SimConfig:
     # coupled
     routing: Routing = Routing.LEAST_LOADED
     prefix_cache: bool = True  # of each instance, in its device pages
+
+    host: HostModel | None = (
+        None  # one machine that prefill and decode instances and the door share; None: each its own
+    )
 
     sample_s: float = 10.0
 

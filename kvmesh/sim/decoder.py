@@ -242,7 +242,9 @@ class Decoder:
         for seat in joining:
             self.rows.add(seat)
         steps = self._room()
-        if steps:
+        if steps and self.node.machine is not None:
+            self.rows.run_shared(self.node.machine.decode)
+        elif steps:
             self.rows.run(steps)
 
     def _leave(self, seat: _Seat) -> None:
@@ -311,11 +313,13 @@ class Decoder:
         )
 
     def report(self) -> tuple[tuple[DecodeSample, ...], tuple[str, ...], tuple[RequestOutcome, ...]]:
-        """The step under way, and what has ended since the last call."""
+        """The step under way, or all since the last call where each has a time of its own, and what has ended."""
         sample = self.rows.sample()
+        steps = [sample] if sample is not None and self.node.machine is None else [*self.rows.measured]
+        self.rows.measured.clear()
         finished, outcomes = tuple(self._finished), tuple(self._outcomes)
         self._finished, self._outcomes = [], []
-        return (() if sample is None else (DecodeSample(*sample),)), finished, outcomes
+        return tuple(DecodeSample(*step) for step in steps), finished, outcomes
 
     def check_empty(self) -> None:
         """AssertionError unless everything came back: after the last request."""

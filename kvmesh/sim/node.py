@@ -9,6 +9,7 @@ from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import Tier, TierUse, store_name
 from kvmesh.sim.config import SimConfig
+from kvmesh.sim.host import Machine
 from kvmesh.sim.links import Link
 from kvmesh.sim.loop import Loop
 from kvmesh.sim.times import NodeSpec
@@ -65,10 +66,13 @@ class Shelf:
 
 
 class Node:
-    """What instances on it share. `ref`: of its one instance."""
+    """What instances on it share. `ref`: of its one instance. `machine`: what it shares with other nodes, if so."""
 
-    def __init__(self, name: str, spec: NodeSpec, config: SimConfig, loop: Loop, tell: Tell) -> None:
+    def __init__(
+        self, name: str, spec: NodeSpec, config: SimConfig, loop: Loop, tell: Tell, machine: Machine | None = None
+    ) -> None:
         self.name = name
+        self.machine = machine
         self.spec = spec
         self.ref = Ref(name, ADDRESS, INCARNATION)
         self.block_bytes = config.block_tokens * spec.kv_bytes_per_token

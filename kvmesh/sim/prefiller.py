@@ -223,7 +223,10 @@ class Prefiller:
                 life.record.queue_s = now - life.record.at_s
                 self._owner.begun(life)
             self._pushes.computing(life, chunk, now, seconds)
-        self._loop.after(seconds, self._step_done)
+        if self.node.machine is not None:
+            self.node.machine.prefill(seconds, self._step_done)
+        else:
+            self._loop.after(seconds, self._step_done)
 
     def _step_done(self) -> None:
         chunks, self._step = self._step, []

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import deque
 from collections.abc import Callable
+from math import inf
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,7 @@ from kvmesh.sim.loop import Loop, Timer
 SLOWEST = 0.1  # of a request's token intervals: their mean is its TBT
 LINEAR = 1e-9  # relative: how far the middle of a run may lie from the line
 TRIM_STEPS = 65_536
+KEPT_STEPS = 1024
 
 _Array = npt.NDArray[np.float64]
 
@@ -75,6 +78,7 @@ class Rows:
         self._ended_s = np.zeros(1024)  # when each of them ended
         self._base = 0  # the step that `_log` begins with
         self._stalled_s = 0.0
+        self.measured: deque[tuple[int, int, float]] = deque(maxlen=KEPT_STEPS)  # of `run_shared`: as `sample`
         # the run under way
         self._timer: Timer | None = None
         self._start_s = 0.0
@@ -154,6 +158,19 @@ class Rows:
     def run_one(self, seconds: float) -> None:
         """One step that takes so long."""
         self._begin(seconds, 0.0, 1)
+
+    def run_shared(self, compute: Callable[[float, Callable[[], None]], None]) -> None:
+        """One step, on something that others use, too: `compute` hears what it takes on average and whom to call when
+        it is over."""
+        self._start_s, self._steps, self._cut = self._loop.now, 1, True
+        self._first, self._slope = self._step_s(len(self.rows), self.context), 0.0
+        self._timer = Timer(inf, self._over)  # only tells that a step is under way
+        compute(self._first, self._shared_over)
+
+    def _shared_over(self) -> None:
+        self._first = self._loop.now - self._start_s
+        self.measured.append((len(self.rows), self.context, self._first))
+        self._over()
 
     def stall(self, seconds: float) -> None:
         """They have stood still for so long."""

@@ -9,6 +9,7 @@ from kvmesh.rpc.errors import ConfigError
 from kvmesh.sim.cluster import Cluster
 from kvmesh.sim.config import Mode, SimConfig
 from kvmesh.sim.coupled_cluster import CoupledCluster
+from kvmesh.sim.host import Watch
 from kvmesh.sim.loop import Loop
 from kvmesh.sim.records import Record, Sample
 from kvmesh.sim.summary import Summary
@@ -38,13 +39,18 @@ def run(
     sink: Callable[[Record], None] = lambda record: None,
     samples: Callable[[Sample], None] = lambda sample: None,
     progress: Callable[[float, int], None] = lambda at_s, done: None,
+    steps: Watch | None = None,
 ) -> Summary:
     """Serve `requests` (in the order of their times; taken one at a time) to the end of each. `sink` gets every record
-    when its request ends, `samples` the pools now and then, `progress` virtual seconds and requests done. The same
-    configuration and requests give the same result. Memory: of the requests under way alone.
+    when its request ends, `samples` the pools now and then, `progress` virtual seconds and requests done, `steps` every
+    step of instances that share a host. The same configuration and requests give the same result. Memory: of the
+    requests under way alone.
 
     ConfigError: what cannot be simulated, or a request earlier than the one before it."""
-    return _Run(config, requests, sink, samples, progress).go()
+    one = _Run(config, requests, sink, samples, progress)
+    if steps is not None and isinstance(one.system, Cluster) and one.system.machine is not None:
+        one.system.machine.watch = steps
+    return one.go()
 
 
 class _Run:

@@ -1,0 +1,211 @@
+"""A live mesh on one machine → what makes a simulation of the same requests come out the same.
+
+Instances report what their steps took *while others used the same cores*. Least squares give the form of these times
+(services/conductor/cost_file.py). What they are alone, how much a request costs outside of steps and how steps scatter
+is found by simulating the very requests that were observed, and moving one figure towards each measurement:
+
+    figure               is moved by                                                       until they agree
+    prefill_alone        mean time from a prompt's first step to the end of its last one
+    decode_alone         mean token interval of a request
+    handoff_s            mean TBT of a request (its slowest tenth holds the first interval)
+    door_s               mean TTFT
+    residuals            variance of log(step time / fitted time), of prefill and decode steps
+
+Percentiles are not looked at: that they agree, too, is what a fit can be judged by (`Fit.rounds`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean, pvariance
+
+from kvmesh.rpc.errors import ConfigError
+from kvmesh.sim.config import SimConfig
+from kvmesh.sim.host import HostModel, quantiles_of
+from kvmesh.sim.observed import Observed
+from kvmesh.sim.records import DONE, Record
+from kvmesh.sim.run import run
+from kvmesh.sim.workload import SimRequest
+from services.conductor.cost import attention_pairs
+from services.conductor.cost_file import Costs
+
+ROUNDS = 12
+SEEDS = 3  # simulations of one round
+MAX_FACTOR = 2.0  # of one figure, in one round
+LEAST_S = 1e-6
+ENOUGH = 20  # requests
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Means over requests, in seconds, and variances of log residuals."""
+
+    ttft_s: float
+    tbt_s: float
+    mean_tbt_s: float
+    prefill_s: float
+    prefill_spread: float = 0.0
+    decode_spread: float = 0.0
+
+    def within(self, other: Targets, share: float) -> bool:
+        """Whether every time of `other` is as close as that."""
+        return all(
+            abs(getattr(other, name) - getattr(self, name)) <= share * getattr(self, name)
+            for name in ("ttft_s", "tbt_s", "mean_tbt_s", "prefill_s")
+        )
+
+
+@dataclass
+class Fit:
+    """`rounds`: what the simulation gave in each."""
+
+    host: HostModel
+    targets: Targets
+    rounds: list[Targets] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """Step times over fitted times, as they were measured."""
+
+    prefill: tuple[float, ...]
+    decode: tuple[float, ...]
+
+
+def residuals_of(observed: Observed, costs: Costs) -> Residuals:
+    """Of every sample. ConfigError: there are too few."""
+    prefills = [
+        s.duration_s
+        / costs.prefill.at(
+            s.computed_tokens + s.beside_tokens,
+            attention_pairs(s.computed_tokens, s.cached_tokens) + s.beside_pairs,
+            max(1, s.steps),
+        )
+        for s in observed.prefills.values()
+        if s.computed_tokens > 0 and s.duration_s > 0
+    ]
+    rows = [
+        s.duration_s / costs.decode_step.at(s.batch, s.context_tokens)
+        for s in observed.rows
+        if s.batch > 0 and s.duration_s > 0
+    ]
+    for name, values in (("prompts", prefills), ("decode steps", rows)):
+        if len(values) < ENOUGH:
+            raise ConfigError(f"decision log: {len(values)} {name}: at least {ENOUGH} are needed", field="decisions")
+    return Residuals(tuple(prefills), tuple(rows))
+
+
+def targets_of(observed: Observed, residuals: Residuals) -> Targets:
+    """As decode has seen it."""
+    done = [observed.outcomes[name] for name in observed.done()]
+    answers = [one for one in done if one.output_tokens > 1]
+    prefills = list(observed.prefills.values())
+    if len(answers) < ENOUGH or len(prefills) < ENOUGH:
+        why = f"at least {ENOUGH} answers of two tokens are needed"
+        raise ConfigError(f"decision log: {len(answers)} answers: {why}", field="decisions")
+    return Targets(
+        fmean(one.ttft_s for one in done),
+        fmean(one.tbt_s for one in answers),
+        fmean(one.mean_tbt_s for one in answers),
+        fmean(one.duration_s for one in prefills),
+        _spread(residuals.prefill),
+        _spread(residuals.decode),
+    )
+
+
+def calibrate(
+    config: SimConfig,
+    requests: Sequence[SimRequest],
+    targets: Targets,
+    residuals: Residuals,
+    *,
+    rounds: int = ROUNDS,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> Fit:
+    """`config`: the mesh that was observed, with the fitted step times; its `host` is where the search begins.
+    `requests`: those that were served. The same arguments give the same fit."""
+    host = config.host
+    if host is None:
+        raise ConfigError("host=None: a mesh that shares no host has nothing to calibrate", field="host")
+    shares = {"prefill": 1.0, "decode": 1.0}  # powers of the measured residuals
+    fit = Fit(host, targets)
+    best = math.inf
+    for at in range(rounds):
+        host = replace(
+            host,
+            prefill_residuals=scattered(residuals.prefill, shares["prefill"]),
+            decode_residuals=scattered(residuals.decode, shares["decode"]),
+        )
+        seen = simulated(replace(config, host=host), requests)
+        fit.rounds.append(seen)
+        if (off := _off(targets, seen)) < best:
+            best, fit.host = off, host
+        progress(at + 1, rounds)
+        host = _moved(host, targets, seen)
+        for role in shares:
+            wanted, found = getattr(targets, f"{role}_spread"), getattr(seen, f"{role}_spread")
+            # The variance of a power goes with its square; what sharing adds is not ours to scatter.
+            own = shares[role] ** 2 * wanted
+            shares[role] = math.sqrt(max(0.0, own + wanted - found) / wanted) if wanted > 0 else 0.0
+    return fit
+
+
+def simulated(config: SimConfig, requests: Sequence[SimRequest]) -> Targets:
+    """The same figures of a simulation, over a few seeds."""
+    records: list[Record] = []
+    logs: dict[str, list[float]] = {"prefill": [], "decode": []}
+
+    def step(role: str, usual_s: float, took_s: float) -> None:
+        logs[role].append(took_s / usual_s)
+
+    for seed in range(SEEDS):
+        run(replace(config, seed=config.seed + seed), requests, sink=records.append, steps=step)
+    done = [one for one in records if one.outcome == DONE]
+    answers = [one for one in done if not math.isnan(one.tbt_s)]
+    if not answers:
+        raise ConfigError("the simulation answers nothing of what the log has: too little memory?", field="decisions")
+    return Targets(
+        fmean(one.ttft_s for one in done),
+        fmean(one.tbt_s for one in answers),
+        fmean(one.mean_tbt_s for one in answers),
+        fmean(one.prefill_end_s - one.prefill_start_s for one in done),
+        _spread(logs["prefill"]),
+        _spread(logs["decode"]),
+    )
+
+
+def scattered(measured: Sequence[float], power: float) -> tuple[float, ...]:
+    """Quantiles of the same shape, more or less wide, with mean 1."""
+    found = [one**power for one in quantiles_of(measured)]
+    mean = fmean(found)
+    return tuple(one / mean for one in found)
+
+
+def _spread(ratios: Sequence[float]) -> float:
+    return pvariance([math.log(one) for one in ratios])
+
+
+def _off(targets: Targets, seen: Targets) -> float:
+    """How far the worst of the times is from what was measured."""
+    names = ("ttft_s", "tbt_s", "mean_tbt_s", "prefill_s")
+    return max(abs(math.log(float(getattr(seen, name)) / float(getattr(targets, name)))) for name in names)
+
+
+def _moved(host: HostModel, targets: Targets, seen: Targets) -> HostModel:
+    """Each figure towards its measurement."""
+
+    def factor(name: str) -> float:
+        return min(MAX_FACTOR, max(1 / MAX_FACTOR, float(getattr(targets, name)) / float(getattr(seen, name))))
+
+    def shifted(value: float, name: str, share: float) -> float:
+        missing = float(getattr(targets, name)) - float(getattr(seen, name))
+        return max(0.0, value + share * missing)
+
+    return replace(
+        host,
+        prefill_alone=host.prefill_alone * factor("prefill_s"),
+        decode_alone=max(LEAST_S, host.decode_alone * factor("mean_tbt_s")),
+        handoff_s=shifted(host.handoff_s, "tbt_s", 1.0),
+        door_s=shifted(host.door_s, "ttft_s", 0.1),
+    )
