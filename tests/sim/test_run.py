@@ -64,8 +64,11 @@ def test_a_known_prefix_is_neither_computed_nor_sent_again() -> None:
 
 
 def test_a_twin_waits_for_the_prefix_that_is_being_computed() -> None:
-    one, two = served(mesh(), [request(0, 0.0, 320, 1, family=1), request(1, 0.001, 320, 1, family=1)])
-    assert two.cached_tokens == 304  # all but the block of its last token
+    """Both would fit one step."""
+    asked = [request(0, 0.0, 500, 1), *(request(n, 0.001, 160, 1, family=1) for n in (1, 2))]
+    _, one, two = served(mesh(), asked)
+    assert one.cached_tokens == 0
+    assert two.cached_tokens == 144  # all but the block of its last token
     assert two.prefill_start_s == pytest.approx(one.prefill_end_s)
 
 
@@ -177,7 +180,13 @@ def test_everybody_ends_once_and_everything_comes_back(
 @settings(max_examples=30, deadline=None)
 @given(REQUESTS, st.integers(1, 2), st.sampled_from((Mode.COUPLED_CHUNKED, Mode.COUPLED_PREFILL_FIRST)), st.booleans())
 @example(  # prompts that begin may not take the pages that rows need for the very next step
-    [(1.0, 312, 58, None), (1.390625, 274, 32, None), (0.25, 687, 110, None), (1.34375, 237, 37, 0), (1.33, 96, 1, 0)],
+    [
+        (1.0, 312, 58, None),
+        (1.390625, 274, 32, None),
+        (0.25, 687, 110, None),
+        (1.34375, 237, 37, 0),
+        (1.328125, 96, 1, 0),
+    ],
     1,
     Mode.COUPLED_CHUNKED,
     True,
