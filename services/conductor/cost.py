@@ -22,6 +22,7 @@ MAX_SEEN = 1e4  # times as slow, or as fast, as the prior
 # A transfer so many times as slow (or as fast) as the others counts as that much, once others are known.
 MAX_ODD = 8.0
 KEPT_STEPS = 64
+HIDDEN_SHARE = 15 / 16  # of a transfer, that computing can hide: its layers but the last
 
 
 class CostModel(Protocol):
@@ -214,12 +215,16 @@ class TransferModel:
         self._count = 0
         self._bandwidth = DecayedRatio(first, first * max(coefficients.b, 1e-15), keep=0.9)
 
-    def add(self, nbytes: float, ahead: float, seconds: float, now: float) -> None:
-        """Learn one handoff. Once others are known, an odd one counts as MAX_ODD times as slow or as fast."""
+    def add(self, nbytes: float, ahead: float, seconds: float, now: float, *, prefill_s: float = 0.0) -> None:
+        """Learn one handoff: `seconds` from its first byte to its last, in `prefill_s` of which it was computed. One
+        that ended with its computing waited for that, not for the wires: it tells that they are no slower. Once others
+        are known, an odd one counts as MAX_ODD times as slow or as fast."""
         if nbytes <= 0 or not 0 < seconds < 1e6:
             return
+        usual = self.predict(nbytes, ahead)
+        if usual <= seconds < prefill_s / HIDDEN_SHARE:
+            return
         if self._count >= ENOUGH_SAMPLES:
-            usual = self.predict(nbytes, ahead)
             seconds = min(MAX_ODD * usual, max(usual / MAX_ODD, seconds))
         self._count += 1
         self._bandwidth.add(nbytes + ahead, seconds)
@@ -237,7 +242,7 @@ class TransferModel:
         """Average over the last handoffs, weighted by their size."""
         return self._bandwidth.rate
 
-    def tail_s(self, nbytes: float, prefill_s: float, ahead: float = 0.0, hidden_share: float = 15 / 16) -> float:
+    def tail_s(self, nbytes: float, prefill_s: float, ahead: float = 0.0, hidden_share: float = HIDDEN_SHARE) -> float:
         """Seconds between the end of prefill and the last byte. Layers travel while later ones are computed, all
         but the last of them: at least the share that cannot hide remains. `ahead`: bytes on the same wires before."""
         if nbytes <= 0:

@@ -215,7 +215,7 @@ class Ledger:
         for fit in (instance.prefill, fits.prefill):
             fit.add(*shape, took_s, now, chunks=s.chunks, **beside)
         for transfer in (instance.transfer, fits.transfer):
-            transfer.add(s.transfer_bytes, ahead, s.transfer_s, now)
+            transfer.add(s.transfer_bytes, ahead, s.transfer_s, now, prefill_s=s.duration_s)
         self._pulled(instance, s, now)
         work = instance.queue.finish(s.request_id, done=True)
         if work is None:

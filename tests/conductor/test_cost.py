@@ -248,6 +248,24 @@ def test_one_stuck_transfer_does_not_make_the_wires_slow() -> None:
     assert model.bytes_per_s > 0.5e9
 
 
+def test_a_push_that_computing_hides_does_not_make_the_wires_slow() -> None:
+    """10 GB/s; every push lasts as long as its prompt is computed, five times longer than the wires need."""
+    model = TransferModel(bytes_per_s=10e9)
+    for _ in range(60):
+        model.add(1e9, 0, 0.5, now=0.0, prefill_s=0.5)
+    assert model.bytes_per_s == pytest.approx(10e9)
+    for _ in range(60):  # the wires become slower: now computing waits for them
+        model.add(1e9, 0, 0.8, now=0.0, prefill_s=0.5)
+    assert model.tail_s(1e9, 0.5) == pytest.approx(0.3, rel=0.05)
+
+
+def test_a_hidden_push_tells_that_the_wires_are_no_slower() -> None:
+    model = TransferModel(bytes_per_s=1e9)
+    for _ in range(60):
+        model.add(1e9, 0, 0.25, now=0.0, prefill_s=0.25)
+    assert model.bytes_per_s == pytest.approx(4e9, rel=0.05)
+
+
 def test_a_fit_that_foretells_is_left_alone_and_a_changed_machine_is_not() -> None:
     rng, model = random.Random(7), DecodeModel()
     fits, last, at = [], model.coefficients, 0.0
