@@ -72,6 +72,11 @@ def screen(told: dict[str, Any], width: int = 80) -> RenderableType:
         candidates = [one for one in told["candidates"] if one["role"] == role]
         if candidates:
             parts += [_table(word, candidates, width), ""]
+    if more := told.get("screened", 0):
+        parts += [
+            f"[dim]{more:,} more instances were not weighed: none could have been the best, or they get no work[/]",
+            "",
+        ]
     kinds = _kinds(told)
     if kinds:
         parts += [_kind_table(kinds, width), ""]

@@ -66,6 +66,7 @@ def decision_out(decision: Decision, now: float) -> pb.ExplainResponse:
         candidates=[_candidate_out(decision, c) for c in decision.candidates],
         age_ms=_ms(max(0.0, now - decision.at)),
         kinds=[_kind_out(decision, kind) for kind in decision.kinds],
+        screened=decision.screened,
     )
     if decision.placed is not None:
         answer.placement.CopyFrom(placement_out(decision.placed))
