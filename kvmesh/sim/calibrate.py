@@ -45,6 +45,7 @@ class Targets:
     tbt_s: float
     mean_tbt_s: float
     prefill_s: float
+    tbt_spread: float = 0.0
     prefill_spread: float = 0.0
     decode_spread: float = 0.0
 
@@ -109,6 +110,7 @@ def targets_of(observed: Observed, residuals: Residuals) -> Targets:
         fmean(one.tbt_s for one in answers),
         fmean(one.mean_tbt_s for one in answers),
         fmean(one.duration_s for one in prefills),
+        _spread([one.tbt_s for one in answers]),
         _spread(residuals.prefill),
         _spread(residuals.decode),
     )
@@ -170,6 +172,7 @@ def simulated(config: SimConfig, requests: Sequence[SimRequest]) -> Targets:
         fmean(one.tbt_s for one in answers),
         fmean(one.mean_tbt_s for one in answers),
         fmean(one.prefill_end_s - one.prefill_start_s for one in done),
+        _spread([one.tbt_s for one in answers]),
         _spread(logs["prefill"]),
         _spread(logs["decode"]),
     )
@@ -206,6 +209,9 @@ def _moved(host: HostModel, targets: Targets, seen: Targets) -> HostModel:
         host,
         prefill_alone=host.prefill_alone * factor("prefill_s"),
         decode_alone=max(LEAST_S, host.decode_alone * factor("mean_tbt_s")),
+        turn_s=max(
+            0.0, host.turn_s + 0.5 * seen.mean_tbt_s * (math.sqrt(targets.tbt_spread) - math.sqrt(seen.tbt_spread))
+        ),
         handoff_s=shifted(host.handoff_s, "tbt_s", 1.0),
         door_s=shifted(host.door_s, "ttft_s", 0.1),
     )

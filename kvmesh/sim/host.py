@@ -31,6 +31,7 @@ class HostModel:
     prefill_alone: float = 1.0  # a prefill step alone / the same as instances report it, on average
     decode_alone: float = 1.0  # likewise of a decode step
     door_s: float = 0.0  # of a core, for each request, before it is placed; one request after the other
+    turn_s: float = 0.0  # that a decode step waits for its turn, for each job beyond the cores that it finds there
     handoff_s: float = 0.0  # a prompt is computed → its row may join the batch
     prefill_residuals: tuple[float, ...] = (1.0,)  # quantiles, from the least to the greatest, evenly spaced in rank
     decode_residuals: tuple[float, ...] = (1.0,)
@@ -40,7 +41,7 @@ class HostModel:
         for name in ("cores", "prefill_alone", "decode_alone"):
             if not 0 < getattr(self, name) < inf:
                 raise _bad(name, getattr(self, name), "a number above 0")
-        for name in ("door_s", "handoff_s"):
+        for name in ("door_s", "turn_s", "handoff_s"):
             if not 0 <= getattr(self, name) < inf:
                 raise _bad(name, getattr(self, name), "a number, at least 0")
         for name in ("prefill_residuals", "decode_residuals"):
@@ -148,19 +149,21 @@ class Machine:
     def decode(self, seconds: float, over: Callable[[], None]) -> None:
         """Likewise."""
         residual = drawn(self.model.decode_residuals, self._random.random())
-        self._step("decode", seconds, seconds * self.model.decode_alone * residual, over)
+        turns = max(0.0, self.cores.busy + 1 - self.model.cores)
+        self._step("decode", seconds, seconds * self.model.decode_alone * residual, over, turns * self.model.turn_s)
 
-    def _step(self, role: str, usual_s: float, work_s: float, over: Callable[[], None]) -> None:
-        if self.watch is None:
-            self.cores.run(work_s, over)
-            return
-        watch, began = self.watch, self._loop.now
+    def _step(self, role: str, usual_s: float, work_s: float, over: Callable[[], None], wait_s: float = 0.0) -> None:
+        began = self._loop.now
 
-        def watched() -> None:
-            watch(role, usual_s, self._loop.now - began)
+        def done() -> None:
+            if self.watch is not None:
+                self.watch(role, usual_s, self._loop.now - began)
             over()
 
-        self.cores.run(work_s, watched)
+        if wait_s:
+            self._loop.after(wait_s, lambda: self.cores.run(work_s, done))
+        else:
+            self.cores.run(work_s, done)
 
     def enter(self, inside: Callable[[], None]) -> None:
         """A request comes to the door, which takes them one by one."""

@@ -1,0 +1,202 @@
+"""Does the simulator predict a mesh that it has not seen serve these requests?
+
+A mesh of 2 prefill and 2 decode instances serves slice A of a trace; the models are fitted from its decision log and
+from what the client measured (`kvmesh.sim.calibrate`). Then the simulator serves slice B, free-running: nothing of a
+live run of B goes in, no decision, no time. The prediction is printed *before* B is sent for the first time. Then B
+is sent to live meshes, `--runs` times, each started anew and warmed up with other prompts, so that caches are as empty
+as the simulation's at first.
+
+All processes of a mesh and the client share `--cores` cores (pinned), so steps take longer the more goes on: the fit
+holds that, too. Both slices come at the trace's own times (bursts), stretched to `--rate` requests a second.
+
+Told apart from that: the decision log of A, replayed through the brain, must give the same decisions bit for bit.
+
+    python -m benchmarks.fidelity                    # about 7 minutes on two cores; the machine must be quiet
+    python -m benchmarks.fidelity --requests 60 --runs 2
+    python -m benchmarks.fidelity --json benchmarks/results/fidelity.json --save-fit fit.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from benchmarks import progress
+from benchmarks.equal_cores import TRACE
+from benchmarks.fidelity_live import Live, Slice, live, slices
+from benchmarks.fidelity_predict import FIGURES, WITHIN, Percentiles, Row, compared, fitted, of_outcomes, predicted
+from kvmesh.sim.calibrate import Fit
+from kvmesh.sim.decisions import Replayed, replay
+from kvmesh.sim.mesh_fit import MeshFit
+from kvmesh.sim.observed import Observed, observe
+from services.conductor import journal
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def observed_of(run: Live) -> Observed:
+    """What its decision log tells of the slice, without the warm-up before it."""
+    with run.log.open("rb") as file:
+        started_at = journal.header_of(file.readline()).started_at
+        file.seek(0)
+        return observe(file, run.began_s - started_at)
+
+
+def again(run: Live) -> Replayed:
+    """Every decision of its log, made again."""
+    with run.log.open("rb") as file:
+        return replay(file)
+
+
+# ── the screen ────────────────────────────────────────────────────────────────────────────────────
+
+
+def about(part: Slice) -> str:
+    prompt, answer = (sum(getattr(one, name) for one in part.made) for name in ("prompt_tokens", "output_tokens"))
+    count = len(part.made)
+    return f"slice {part.name}: {count} requests in {part.times[-1]:.0f} s, {prompt / count:.0f} / {answer / count:.0f}"
+
+
+def show_fit(fit: Fit, percentiles: list[Percentiles], run: Live) -> None:
+    host = fit.host
+    print(
+        f"\nfitted on A: {host.cores:g} cores; a step alone takes {host.prefill_alone:.2f} (prefill) and "
+        f"{host.decode_alone:.2f} (decode) of what instances report,\n"
+        f"a request {host.door_s * 1e3:.1f} ms of a core at the door, {host.handoff_s * 1e3:.1f} ms from prefill into "
+        f"the batch, a decode step {host.turn_s * 1e3:.1f} ms for a turn"
+    )
+    print("the simulation of A after the fit, which knows means alone, not these percentiles:")
+    show_rows(compared([of_outcomes(run.outcomes)], percentiles), spread=False)
+
+
+def show_rows(rows: Sequence[Row], *, spread: bool) -> None:
+    """A line for each percentile, in ms."""
+    head = f"{'':10}{'live':>8}"
+    head += f"{'[least .. most]':>20}" if spread else ""
+    print(f"{head}{'predicted':>11}{'error':>8}" + (f"  within {WITHIN:.0%}  within the live runs" if spread else ""))
+    for row in rows:
+        line = f"{row.what + ' p' + str(row.share):<10}{row.live_s * 1e3:>8.1f}"
+        if spread:
+            line += f"{f'[{row.least_s * 1e3:.1f} .. {row.most_s * 1e3:.1f}]':>20}"
+        line += f"{row.predicted_s * 1e3:>11.1f}{row.error:>+8.0%}"
+        print(line + (f"  {_yes(row.kept):<10}  {_yes(row.inside)}" if spread else ""))
+
+
+def _yes(held: bool) -> str:
+    return "yes" if held else "no"
+
+
+def show_prediction(percentiles: Sequence[Percentiles]) -> None:
+    print("\npredicted of B, before it was sent, ms (median, least .. most over seeds):")
+    for figure in FIGURES:
+        found = sorted(one[figure] * 1e3 for one in percentiles)
+        print(f"{figure[0]} p{figure[1]:<6}{found[len(found) // 2]:>9.1f}   [{found[0]:.1f} .. {found[-1]:.1f}]")
+
+
+# ── the run ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def go(args: argparse.Namespace, home: Path) -> dict[str, Any]:
+    config = json.loads((args.model / "config.json").read_text())
+    first, second = slices(
+        args.trace, args.requests, args.rate, scale=Fraction(args.scale), max_output=args.max_output,
+        context=config["max_position_embeddings"], vocab=config["vocab_size"],
+    )  # fmt: skip
+    for part in (first, second):
+        print(f"{about(part)} tokens of prompt and answer on average")
+    began = time.monotonic()
+
+    def tell(text: str) -> None:
+        progress.tell(f"{text}  ({time.monotonic() - began:.0f} s)")
+
+    tell("A, live")
+    run = live(args.model, first, home / "A")
+    sim_config, mesh_fit, fit = fitted(
+        observed_of(run), run.outcomes, first.requests(), float(args.cores),
+        lambda done, of: tell(f"fitting, round {done}/{of}"),
+    )  # fmt: skip
+    tell("simulating A")
+    of_a = predicted(sim_config, first.requests())
+    tell("")
+    show_fit(fit, of_a, run)
+    decided = again(run)
+    print(
+        f"\ndecision log of A, replayed through the brain: {decided.decisions} decisions among {decided.events:,} events, "
+        f"{decided.different} came out otherwise"
+    )
+    of_b = predicted(sim_config, second.requests())
+    show_prediction(of_b)
+    lives = []
+    for n in range(args.runs):
+        tell(f"B, live, run {n + 1}/{args.runs}")
+        lives.append(of_outcomes(live(args.model, second, home / f"B{n}").outcomes))
+    tell("")
+    rows = compared(lives, of_b)
+    print(f"\nB, live {args.runs} times (median) and predicted, ms:")
+    show_rows(rows, spread=True)
+    print(
+        f"{sum(row.kept for row in rows)} of {len(rows)} within {WITHIN:.0%}; {time.monotonic() - began:.0f} s in all"
+    )
+    if args.save_fit:
+        args.save_fit.write_text(json.dumps(mesh_fit.to_json(), indent=1) + "\n")
+    return told(rows, fit, mesh_fit, of_outcomes(run.outcomes), of_a, lives, of_b, decided)
+
+
+def told(
+    rows: Sequence[Row], fit: Fit, mesh_fit: MeshFit, a: Percentiles, of_a: Sequence[Percentiles],
+    lives: Sequence[Percentiles], of_b: Sequence[Percentiles], decided: Replayed,
+) -> dict[str, Any]:  # fmt: skip
+    """For --json; seconds."""
+
+    def plain(one: Percentiles) -> dict[str, float]:
+        return {f"{what} p{share}": value for (what, share), value in one.items()}
+
+    return {
+        "rows": [asdict(row) | {"error": row.error, "kept": row.kept, "inside": row.inside} for row in rows],
+        "fit": mesh_fit.to_json(),
+        "targets": asdict(fit.targets),
+        "rounds": [asdict(one) for one in fit.rounds],
+        "a_live": plain(a),
+        "a_simulated": list(map(plain, of_a)),
+        "b_live": list(map(plain, lives)),
+        "b_predicted": list(map(plain, of_b)),
+        "decisions": {"made_again": decided.decisions, "different": decided.different},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=ROOT / "examples" / "demo-model")
+    parser.add_argument("--trace", type=Path, default=TRACE)
+    parser.add_argument("--requests", type=int, default=200, help="of each slice")
+    parser.add_argument("--rate", type=float, default=5.0, help="requests a second")
+    parser.add_argument("--scale", default="1/16", help="of all lengths")
+    parser.add_argument("--max-output", type=int, default=64)
+    parser.add_argument("--cores", type=int, default=2, help="that everything is pinned to")
+    parser.add_argument("--runs", type=int, default=5, help="live ones of B")
+    parser.add_argument("--save-fit", type=Path, help="what was fitted, for kvmesh sim run --times")
+    parser.add_argument("--json", default="", help="also write the results here")
+    args = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))[: args.cores]
+    if len(cores) < args.cores:
+        raise SystemExit(f"cores={args.cores}: this machine gives {len(cores)}")
+    os.sched_setaffinity(0, cores)  # and all that is started from here
+    with tempfile.TemporaryDirectory() as folder:
+        found = go(args, Path(folder))
+    if args.json:
+        given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+        said = {"machine": platform.machine(), "args": given | {"trace": args.trace.name, "model": args.model.name}}
+        Path(args.json).write_text(json.dumps(said | found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

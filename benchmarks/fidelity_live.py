@@ -1,0 +1,113 @@
+"""Slices of a trace on a real mesh of 2 prefill and 2 decode instances, for `benchmarks.fidelity`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from kvmesh.cli import target
+from kvmesh.cli.load import Generator, Job, Outcome
+from kvmesh.kvcache.keys import Namespace, chain, pack_tokens, split
+from kvmesh.sim import trace
+from kvmesh.sim.workload import SimRequest
+from tests.mesh.harness import running_mesh
+
+BLOCK_TOKENS = 16
+PAGES = 4096  # and extents, of each instance
+WARM_UP = 24  # requests, before what is measured
+TIMEOUT_S = 120.0
+NEVER_MS = 600_000  # SLOs: nothing is refused
+_ANY = Namespace(fingerprint="fidelity", kv_dtype="")
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Requests of a trace as they are sent: `times` in seconds from the first one, prompts as token ids."""
+
+    name: str
+    made: tuple[trace.Made, ...]
+    times: tuple[float, ...]
+    prompts: tuple[tuple[int, ...], ...]
+
+    def requests(self) -> list[SimRequest]:
+        """The same for a simulation: blocks that are equal have equal keys."""
+        found = []
+        for index, (made, at_s, prompt) in enumerate(zip(self.made, self.times, self.prompts, strict=True)):
+            keys = tuple(split(chain(_ANY, pack_tokens(prompt), BLOCK_TOKENS)))
+            found.append(SimRequest(index, at_s, len(prompt), made.output_tokens, keys))
+        return found
+
+
+def slices(
+    path: Path, requests: int, rate: float, *, scale: Fraction, max_output: int, context: int, vocab: int
+) -> tuple[Slice, Slice]:
+    """The first `requests` of a trace, and as many that follow: each at the trace's own times, stretched so that `rate`
+    requests a second arrive."""
+    shape = trace.Shape(scale=scale, context_tokens=context, max_output=max_output)
+    made = trace.fit(trace.between(trace.read(path), count=2 * requests), shape).made
+    if len(made) < 2 * requests:
+        raise SystemExit(f"requests={requests}: {path} holds {len(made)} that fit, two slices need twice as many")
+    maker = trace.TokenMaker(vocab)
+
+    def one(name: str, part: Sequence[trace.Made]) -> Slice:
+        first, last = part[0].request.at_ms, part[-1].request.at_ms
+        stretch = (len(part) - 1) / rate / (last - first)
+        times = tuple((made.request.at_ms - first) * stretch for made in part)
+        return Slice(name, tuple(part), times, tuple(tuple(maker.prompt(made, shape.block)) for made in part))
+
+    return one("A", made[:requests]), one("B", made[requests:])
+
+
+@dataclass(frozen=True)
+class Live:
+    """One run. `began_s`: on the clock of the decision log."""
+
+    outcomes: tuple[Outcome, ...]
+    log: Path
+    began_s: float
+    wall_s: float
+
+
+async def serve(model: Path, part: Slice, home: Path) -> Live:
+    """A mesh is started, warmed up with other prompts and served the slice; then it is stopped. So its caches hold
+    nothing of the slice at first."""
+    log = home / "decisions.jsonl"
+    flags = {"*": {"num_pages": PAGES, "num_extents": PAGES}, "conductor": {"decision_log": str(log)}}
+    async with running_mesh(
+        model, home / "mesh", prefill=2, decode=2, block_tokens=BLOCK_TOKENS, flags=flags,
+        slo_ttft_ms=NEVER_MS, slo_tbt_ms=NEVER_MS, log_level="warning",
+    ) as running:  # fmt: skip
+        where = target.find(running.http, None, None, None, None)
+        warm = Generator(where, salt="warm-up", timeout_s=TIMEOUT_S, concurrency=3)
+        await warm.run(_jobs(part, WARM_UP, timed=False))
+        await running.settled()
+        generator = Generator(where, salt="measured", timeout_s=TIMEOUT_S)
+        began_s = time.monotonic()
+        await generator.run(_jobs(part, len(part.made), timed=True))
+        await running.settled()
+    failed = [one for one in generator.results if not one.ok]
+    if failed:
+        raise SystemExit(f"{part.name}: {len(failed)} requests failed: {failed[0].code}: {failed[0].message}")
+    return Live(tuple(generator.results), log, began_s, generator.wall_s)
+
+
+def _jobs(part: Slice, count: int, *, timed: bool) -> list[Job]:
+    return [
+        Job(
+            index,
+            lambda prompt=part.prompts[index]: list(prompt),  # type: ignore[misc]
+            part.made[index].output_tokens,
+            part.times[index] if timed else None,
+        )
+        for index in range(min(count, len(part.made)))
+    ]
+
+
+def live(model: Path, part: Slice, home: Path) -> Live:
+    """`serve`, from outside of a loop."""
+    home.mkdir(parents=True)
+    return asyncio.run(serve(model, part, home))

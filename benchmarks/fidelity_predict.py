@@ -1,0 +1,119 @@
+"""From a live run to a prediction of another one, and how the two compare. Pure, for `benchmarks.fidelity`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median, pvariance
+
+from kvmesh.cli.load import Outcome
+from kvmesh.cli.report import intervals, percentile, tbt_s
+from kvmesh.sim.calibrate import Fit, Targets, calibrate, residuals_of, targets_of
+from kvmesh.sim.config import SimConfig
+from kvmesh.sim.host import HostModel
+from kvmesh.sim.mesh_fit import MeshFit, config_of, costs_of
+from kvmesh.sim.observed import Observed
+from kvmesh.sim.records import DONE, Record
+from kvmesh.sim.run import run
+from kvmesh.sim.workload import SimRequest
+
+SHARES = (50, 90, 99)
+FIGURES = tuple((what, share) for what in ("TTFT", "TBT") for share in SHARES)
+SEEDS = 9
+WITHIN = 0.15
+
+Percentiles = dict[tuple[str, int], float]  # (what, percentile) → seconds
+
+
+def of_outcomes(outcomes: Iterable[Outcome]) -> Percentiles:
+    """As the client saw it, by the definitions of `kvmesh replay`."""
+    done = [one for one in outcomes if one.ok]
+    return _percentiles([one.ttft_s for one in done], [found for one in done if (found := tbt_s(one)) is not None])
+
+
+def of_records(records: Iterable[Record]) -> Percentiles:
+    """The same of a simulation."""
+    done = [one for one in records if one.outcome == DONE]
+    return _percentiles([one.ttft_s for one in done], [one.tbt_s for one in done if not math.isnan(one.tbt_s)])
+
+
+def _percentiles(ttfts: Sequence[float], tbts: Sequence[float]) -> Percentiles:
+    rising = {"TTFT": sorted(ttfts), "TBT": sorted(tbts)}
+    return {(what, share): percentile(rising[what], share) for what, share in FIGURES}
+
+
+def seen_by_client(targets: Targets, outcomes: Iterable[Outcome]) -> Targets:
+    """What the fit is held against: the client's means in place of decode's. Its clock starts when it begins to send,
+    and its tokens come through the gateway."""
+    done = [one for one in outcomes if one.ok]
+    tbts = [found for one in done if (found := tbt_s(one)) is not None]
+    return replace(
+        targets,
+        ttft_s=fmean(one.ttft_s for one in done),
+        tbt_s=fmean(tbts),
+        mean_tbt_s=fmean(fmean(gaps) for one in done if (gaps := intervals(one))),
+        tbt_spread=pvariance([math.log(one) for one in tbts]),
+    )
+
+
+def fitted(
+    observed: Observed,
+    outcomes: Sequence[Outcome],
+    requests: Sequence[SimRequest],
+    cores: float,
+    progress: Callable[[int, int], None],
+) -> tuple[SimConfig, MeshFit, Fit]:
+    """The mesh as a simulation has it, what a file of it holds, and how the search went."""
+    costs = costs_of(observed)
+    residuals = residuals_of(observed, costs)
+    targets = seen_by_client(targets_of(observed, residuals), outcomes)
+    config = config_of(observed, MeshFit(costs, HostModel(cores=cores)))
+    fit = calibrate(config, requests, targets, residuals, progress=progress)
+    return replace(config, host=fit.host), MeshFit(costs, fit.host), fit
+
+
+def predicted(config: SimConfig, requests: Sequence[SimRequest], seeds: int = SEEDS) -> list[Percentiles]:
+    """Of free-running simulations, one a seed: nothing of a live run of these requests goes in."""
+    found = []
+    for seed in range(seeds):
+        records: list[Record] = []
+        run(replace(config, seed=seed), requests, sink=records.append)
+        found.append(of_records(records))
+    return found
+
+
+@dataclass(frozen=True)
+class Row:
+    """One percentile, in seconds. `error`: of the prediction, of the live runs' median."""
+
+    what: str
+    share: int
+    live_s: float
+    least_s: float
+    most_s: float
+    predicted_s: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.live_s - 1
+
+    @property
+    def kept(self) -> bool:
+        """Within the 15% that are asked for."""
+        return abs(self.error) <= WITHIN
+
+    @property
+    def inside(self) -> bool:
+        """As one of the live runs might have been."""
+        return self.least_s <= self.predicted_s <= self.most_s
+
+
+def compared(lives: Sequence[Percentiles], predictions: Sequence[Percentiles]) -> list[Row]:
+    """Medians over runs and over seeds."""
+    rows = []
+    for figure in FIGURES:
+        live = [one[figure] for one in lives]
+        middle = median(one[figure] for one in predictions)
+        rows.append(Row(*figure, median(live), min(live), max(live), middle))
+    return rows
