@@ -14,6 +14,7 @@ import numpy as np
 
 from kvmesh.kvcache.tiers import Tier
 from services.conductor.columns import NO_ROW, Chosen, Field, Floats, Mask, View
+from services.conductor.cost import HIDDEN_SHARE
 from services.conductor.cost_fit import HALF_LIFE_S
 from services.conductor.domain import Fetch, Schedule
 from services.conductor.index import FEW_BITS, Place, Survey, places
@@ -23,7 +24,7 @@ from services.conductor.routes import Leg, Mesh
 from services.conductor.terms import Terms
 
 ROUNDING_S = 1e-9
-TAIL_SHARE = 1 / 16  # of a transfer, that nothing hides: see `TransferModel.tail_s`
+TAIL_SHARE = 1 - HIDDEN_SHARE  # of a transfer: see `TransferModel.tail_s`
 FEW_RUNS = 8
 MAX_RUNS = 64  # of a survey, that are told apart
 HIDDEN_STEPS = 4  # parts of a leg in which the end that hides behind a queue is looked for
@@ -135,6 +136,7 @@ class Weights:
         self.block = one.model.block_tokens
         self.usable_blocks = (request.prompt_tokens - 1) // self.block
         self.peers = one.fits
+        self.arriving = 0  # bytes, at the decode instance that was chosen
 
     @cached_property
     def queue_s(self) -> Floats:
@@ -226,7 +228,8 @@ class Weights:
 
     def _fetch_s(self, part: Fetching) -> Floats:
         columns = self.view.columns
-        nbytes = part.blocks * self.block * columns[Field.KV_BYTES] + part.ahead
+        pulled = part.blocks * self.block * columns[Field.KV_BYTES]
+        nbytes = pulled + np.maximum(part.ahead, np.minimum(pulled, columns[Field.ARRIVING]))
         holders = np.full(len(columns), float(max(0, part.holders - 1)))
         return part.read_s + self.mesh.congestion * admitted(self.view, Field.PULL, nbytes, holders)
 
@@ -275,7 +278,9 @@ class Weights:
             step_s = fitted(view, Field.DECODE, rows, columns[Field.CONTEXT])
             slower_s, stall_s = np.where(rows > 0, chunks * step_s, 0.0), rows * alone_s
             prefill_s = alone_s + slower_s
-        whole_s = pushed * columns[Field.KV_BYTES] / columns[Field.TRANSFER]
+        sent = pushed * columns[Field.KV_BYTES]
+        ahead = np.minimum(sent, np.maximum(columns[Field.SENDING], self.arriving)) if pushed else 0.0
+        whole_s = (sent + ahead) / columns[Field.TRANSFER]
         tail_s = np.maximum(whole_s - prefill_s, whole_s * TAIL_SHARE) if pushed else 0.0
         ttft_s = np.maximum(self.queue_s, fetch_s) + prefill_s + tail_s
         return Way(ttft_s, ttft_s + STALL_WEIGHT * stall_s, fetch_s, computed, pairs, steps, alone_s, slower_s, tail_s)
@@ -346,7 +351,8 @@ class Weights:
         tail_s: Floats | float = 0.0
         if not alone:
             sent = np.maximum(0.0, request.prompt_tokens - self.held.sealed * self.block) * columns[Field.KV_BYTES]
-            tail_s = sent / self.peers.transfer.bytes_per_s * TAIL_SHARE
+            seem = sent + np.minimum(sent, columns[Field.ARRIVING])  # see `outgoing.shared_bytes`
+            tail_s = seem / self.peers.transfer.bytes_per_s * TAIL_SHARE
         return Answers(tbt_s, landing_s, slot_s, tail_s, short)
 
 

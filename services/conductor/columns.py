@@ -22,6 +22,7 @@ from services.conductor.fleet import Fleet
 from services.conductor.index import FEW_BITS, Index, bits, bitset, places
 from services.conductor.instance import Instance
 from services.conductor.members import Members
+from services.conductor.outgoing import Wires
 
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
@@ -70,11 +71,13 @@ class Field:
     CHUNK = 60
     KV_BYTES = 61
     NODE = 62  # a hash of its name
-    # with snapshots
+    # of its own accord
     SEALED = 63  # its slot in the block map; -1: none
+    SENDING = 64  # bytes on their way from it
+    ARRIVING = 65  # and to it
 
 
-FIELDS = 64
+FIELDS = 66
 LOADS = Field.PREFILL
 MODELS = Field.GROUP
 
@@ -90,6 +93,7 @@ class Columns:
         self._rows: dict[str, int] = {}
         self._dirty: dict[str, None] = {}
         self._reload: dict[str, None] = {}
+        self.wires = Wires()
         self._columns: list[Floats] = []
         self._row_of_pending: dict[int, int] = {}
         self._groups: dict[tuple[str, tuple[object, ...]], int] = {}
@@ -130,6 +134,10 @@ class Columns:
         """Fill again what has been touched."""
         for name in self._index.moved():
             self._dirty[split_name(name)[0]] = None
+        for life in self.wires.changed():
+            at = self.row(life[0])
+            if at >= 0 and self.instances[at].ref.incarnation == life[1]:
+                self._send(at, life)
         for name in self._reload:
             row, instance = self._rows.get(name), self._fleet.named(name)
             if row is not None and instance is not None and instance is self.instances[row]:
@@ -236,6 +244,11 @@ class Columns:
             self.instances[row], self._known[row] = instance, ()
         self._load(row, instance)
         self._learn(row, instance)
+        self._send(row, instance.ref.life)
+
+    def _send(self, row: int, life: Life) -> None:
+        self._data[Field.SENDING, row] = self.wires.outgoing.ahead(life)
+        self._data[Field.ARRIVING, row] = self.wires.arriving(life)
 
     def _load(self, row: int, instance: Instance) -> None:
         queue, batch = instance.queue, instance.batch
@@ -272,7 +285,7 @@ class Columns:
         if known != self._known[row]:
             self._known[row] = known
             self._data[LOADS:MODELS, row] = (*(x for m in models for x in _model(m)), *rates)
-            self._data[MODELS:, row] = (*self._fixed(instance), -1)
+            self._data[MODELS : Field.SEALED, row] = self._fixed(instance)
 
     def _fixed(self, instance: Instance) -> tuple[float, ...]:
         model, capacity = instance.model, instance.capacity_blocks * instance.model.block_tokens

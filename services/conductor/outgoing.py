@@ -28,6 +28,7 @@ class Outgoing:
 
     def __init__(self) -> None:
         self._bytes: dict[Life, int] = {}
+        self.changed: dict[Life, None] = {}  # whose bytes are others than when somebody cleared this
         self._pulls: dict[str, tuple[int, list[Load]]] = {}  # those that count already
         # Heaps; entries of ended pulls are skipped by their number.
         self._later: list[tuple[float, int, str, Sequence[Load]]] = []
@@ -60,11 +61,13 @@ class Outgoing:
         self._pulls[request_id][1].extend(loads)
         for load in loads:
             self._bytes[load.holder] = self._bytes.get(load.holder, 0) + load.nbytes
+            self.changed[load.holder] = None
 
     def end(self, request_id: str) -> None:
         """Its pulls are over; also right when there is none."""
         _, loads = self._pulls.pop(request_id, (0, ()))
         for load in loads:
+            self.changed[load.holder] = None
             left = self._bytes.get(load.holder, 0) - load.nbytes
             if left > 0:
                 self._bytes[load.holder] = left
@@ -103,6 +106,14 @@ class Wires:
     def arriving(self, reader: Life) -> int:
         """Bytes that are on their way to it."""
         return self._pulled.ahead(reader) + self._pushed.ahead(reader)
+
+    def changed(self) -> set[Life]:
+        """Who has other bytes before it, or on their way to it, than when this was asked before."""
+        found = set[Life]()
+        for flows in (self.outgoing, self._pulled, self._pushed):
+            found |= flows.changed.keys()
+            flows.changed = {}
+        return found
 
     def end(self, request_id: str) -> None:
         """All of it is where it should be, or will never come."""

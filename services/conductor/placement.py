@@ -138,7 +138,7 @@ def _weigh_prefills(
 
     if screen is None or not isinstance(among, Chosen):
         return Weighing([weigh(i) for i in among], _INF)
-    return screen.prefills(among, decode.at_decode, decode.landing_wait_s, weigh, score)
+    return screen.prefills(among, decode.at_decode, decode.arriving, decode.landing_wait_s, weigh, score)
 
 
 def _decode_pulls(

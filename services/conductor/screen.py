@@ -72,11 +72,13 @@ class Screen:
         self,
         among: Chosen,
         at_decode: int,
+        arriving: int,
         landing_s: float,
         weigh: Callable[[Instance], C],
         score: Callable[[C], float],
     ) -> Weighing[C]:
         """`score`: inf of one that has no way in time. When nobody has one, those that come nearest are weighed."""
+        self._weights.arriving = arriving
         prompts = self._weights.prompts(among.mask, at_decode, landing_s)
         bound = np.where(among.mask, prompts.cost + self._far((self._terms.near.session_prefill,)), np.inf)
         found = self._search(bound, self._columns[Field.WORKS], among.mask, weigh, score)

@@ -66,6 +66,7 @@ class ConductorState:
         self._tiers = TierLoads()
         self._columns = Columns(self._fleet, self._index, self._members, self._is_open)
         self._ledger = Ledger(settings, self._index, self._tiers, self._columns.reload)
+        self._columns.wires = self._ledger.wires
         self._explanations = Explanations(settings.max_explained)
         self._cordons = Cordons()
         self._breakers = Breakers(settings.breaker)

@@ -255,6 +255,7 @@ def _check(brain: Brain, table: columns.Columns) -> None:
     view = table.view(now, brain.settings.lease_s, state.why_not, state._breakers.tripped)
     assert sorted(i.ref.instance_id for i in table.instances) == sorted(i.ref.instance_id for i in state._fleet)
     filled = columns.Columns(state._fleet, state._index, state._members, state._is_open)
+    filled.wires = table.wires
     for row, instance in enumerate(table.instances):
         name = instance.ref.instance_id
         assert state._fleet.named(name) is instance
@@ -274,6 +275,19 @@ def _check(brain: Brain, table: columns.Columns) -> None:
         if instance is not None:
             there = there and instance.ref.incarnation == truth.incarnation(store) and not state.why_not(instance, now)
         assert bool(asked_for) == there
+
+
+def test_few_are_weighed_of_many_busy_ones_too() -> None:
+    """Bounds are tight: also where prompts are promised, pulled and pushed, queues wait and rows run."""
+    fleet = Fleet(2, 300, alike=True)
+    for i in range(400):
+        fleet.brain.now += 0.002
+        fleet.brain.schedule(1600, request_id=f"q{i}", keys=PROMPTS[i % 2][: 40 + i % 60])
+        if i % 4 == 0:
+            fleet.brain.beat(fleet.names[i % 300], Load(running_requests=i % 9, context_tokens=500 * i, free_pages=900))
+        found = fleet.brain.state.explain(f"q{i}")
+        assert found is not None
+        assert len(found.candidates) < 60, i
 
 
 def test_thousands_of_idle_instances_share_evenly_and_few_are_weighed(monkeypatch: pytest.MonkeyPatch) -> None:
