@@ -40,17 +40,20 @@ def run(
     samples: Callable[[Sample], None] = lambda sample: None,
     progress: Callable[[float, int], None] = lambda at_s, done: None,
     steps: Watch | None = None,
+    last: Callable[[System], None] = lambda system: None,
 ) -> Summary:
     """Serve `requests` (in the order of their times; taken one at a time) to the end of each. `sink` gets every record
     when its request ends, `samples` the pools now and then, `progress` virtual seconds and requests done, `steps` every
-    step of instances that share a host. The same configuration and requests give the same result. Memory: of the
-    requests under way alone.
+    step of instances that share a host, `last` what served them, at the end. The same configuration and requests give
+    the same result. Memory: of the requests under way alone.
 
     ConfigError: what cannot be simulated, or a request earlier than the one before it."""
     one = _Run(config, requests, sink, samples, progress)
     if steps is not None and isinstance(one.system, Cluster) and one.system.machine is not None:
         one.system.machine.watch = steps
-    return one.go()
+    summary = one.go()
+    last(one.system)
+    return summary
 
 
 class _Run:

@@ -1,0 +1,125 @@
+"""Runs of the simulator that figures need, each once, in a pool of processes."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+from typing import Any
+
+from benchmarks.paper_setup import Case, Parameters, config_of, requests_of, summary_of
+from kvmesh.sim.cluster import Cluster
+from kvmesh.sim.run import System, run
+from kvmesh.sim.workload import SimRequest
+
+Told = dict[str, Any]  # of one run, plain JSON
+HOT = 100  # blocks used most
+WARM = 1_000
+EVERY_S = 0.5
+
+_done: Synchronized[int] | None = None  # requests, over all processes
+
+
+@dataclass(frozen=True)
+class Task:
+    """All that a process needs."""
+
+    parameters: Parameters
+    case: Case
+    trace: Path
+    limit: int | None
+
+
+def simulate(task: Task, progress: Callable[[int], None] = lambda new: None) -> Told:
+    """One run. `progress` hears how many requests more are done."""
+    at, case = task.parameters, task.case
+    summary, uses = summary_of(at), Counter[bytes]()
+    copies: dict[bytes, int] = {}
+    told = 0
+
+    def counted() -> Iterator[SimRequest]:
+        for request in requests_of(at, case, task.trace, task.limit):
+            uses.update(request.keys)
+            yield request
+
+    def tell(_: float, done: int) -> None:
+        nonlocal told
+        progress(done - told)
+        told = done
+
+    def last(system: System) -> None:
+        if isinstance(system, Cluster):
+            stores = [system.nodes[name].store for name in system.prefills]
+            copies.update((key, sum(map(lambda one: one.holds(key), stores))) for key, _ in uses.most_common(WARM))
+
+    began = time.monotonic()
+    run(config_of(at, case), counted(), sink=summary.add, samples=summary.sample, progress=tell, last=last)
+    return {
+        "wall_s": round(time.monotonic() - began, 1),
+        "requests": summary.requests,
+        "outcomes": dict(summary.outcomes),
+        "refused": dict(summary.refused),
+        "failed": dict(summary.failed),
+        "requests_per_s": round(summary.requests_per_s, 3),
+        "ttft_s": _spread(summary.sketches["ttft_s"].to_json()),
+        "tbt_s": _spread(summary.sketches["tbt_s"].to_json()),
+        "queue_s": _spread(summary.sketches["queue_s"].to_json()),
+        "ttft_error": _spread(summary.sketches["ttft_error"].to_json()),
+        "capacity": [round(share, 4) for share in summary.goodput.values()],
+        "hit_rate": round(summary.hit_rate, 4),
+        "tokens": dict(summary.tokens),
+        "prefill_gpu_s": round(summary.prefill_gpu_s, 1),
+        "copies": _copies(uses, copies),
+    }
+
+
+def _spread(sketch: Mapping[str, Any]) -> Told:
+    return {name: sketch[name] for name in ("mean", "p50", "p90", "p99")}
+
+
+def _copies(uses: Counter[bytes], copies: Mapping[bytes, int]) -> list[list[int]]:
+    """Uses and prefill nodes that hold it, of the blocks used most."""
+    return [[uses[key], count] for key, count in copies.items()]
+
+
+def simulate_all(tasks: Sequence[Task], jobs: int, progress: Callable[[int, int], None]) -> dict[Case, Told]:
+    """All of them, `jobs` at once. `progress` hears of requests and of runs done."""
+    context = get_context("spawn")
+    done = context.Value("q", 0)
+    found: dict[Case, Told] = {}
+    with ProcessPoolExecutor(jobs, context, initializer=_share, initargs=(done,)) as pool:
+        left: dict[Future[Told], Case] = {pool.submit(_simulate, task): task.case for task in tasks}
+        try:
+            while left:
+                ended, _ = wait(left, EVERY_S, FIRST_COMPLETED)
+                for future in ended:
+                    found[left.pop(future)] = future.result()
+                progress(done.value, len(found))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return found
+
+
+def _share(done: Synchronized[int]) -> None:
+    global _done
+    _done = done
+
+
+def _simulate(task: Task) -> Told:
+    def add(new: int) -> None:
+        if _done is not None:
+            with _done.get_lock():
+                _done.value += new
+
+    return simulate(task, add)
+
+
+def distinct(cases: Iterable[Case]) -> list[Case]:
+    """Each once, in order."""
+    return list(dict.fromkeys(cases))
