@@ -211,6 +211,13 @@ def test_each_outcome_is_among_those_compared() -> None:
     assert seen["no decode"] > 3
 
 
+def _compare_many() -> None:
+    for seed in range(100):
+        fleet = Fleet(seed, 12)
+        for i in range(4):
+            compare(fleet, fleet.request(i))
+
+
 @pytest.mark.parametrize("broken", ["queue_s", "held"])
 def test_a_wrong_bound_is_found(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if broken == "held":
@@ -219,10 +226,7 @@ def test_a_wrong_bound_is_found(broken: str, monkeypatch: pytest.MonkeyPatch) ->
     else:
         monkeypatch.setattr(bounds.Weights, "queue_s", property(lambda self: 2 * self.wait_s))
     with pytest.raises(AssertionError):
-        for seed in range(100):
-            fleet = Fleet(seed, 12)
-            for i in range(4):
-                compare(fleet, fleet.request(i))
+        _compare_many()
 
 
 def test_columns_hold_what_the_instances_are_after_any_history() -> None:
