@@ -130,8 +130,8 @@ def go(args: argparse.Namespace, home: Path) -> dict[str, Any]:
     show_fit(fit, of_a, run)
     decided = again(run)
     print(
-        f"\ndecision log of A, replayed through the brain: {decided.decisions} decisions among {decided.events:,} events, "
-        f"{decided.different} came out otherwise"
+        f"\ndecision log of A, replayed through the brain: {decided.decisions} decisions among "
+        f"{decided.events:,} events, {decided.different} came out otherwise"
     )
     of_b = predicted(sim_config, second.requests())
     show_prediction(of_b)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvmesh.cli import sim_decisions, sim_run
+from kvmesh.cli import sim_decisions, sim_fit, sim_run
 from kvmesh.cli.console import console, one_line_errors, wide_enough
 from kvmesh.rpc.errors import ConfigError
 
@@ -203,4 +203,5 @@ app = typer.Typer(
 )
 app.callback(invoke_without_command=True)(sim_decisions.decisions)
 app.command("run", help=sim_run.HELP)(sim_run.command())
+app.command("fit", help=sim_fit.HELP)(sim_fit.fit)
 app.command("cache", help=CACHE_HELP)(cache)

@@ -13,6 +13,7 @@ from kvmesh.rpc.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvmesh.sim.config import SimConfig
+    from kvmesh.sim.host import HostModel
     from kvmesh.sim.times import NodeSpec
     from kvmesh.sim.workload import SimRequest
     from services.conductor.settings import Settings
@@ -99,13 +100,22 @@ def config_of(options: Options) -> SimConfig:
         max_running=options.max_running,
         load_bytes_per_s=options.gpus * gpu.host_bytes_per_s * gpu.efficiency.host,
         prefix_cache=options.prefix_cache,
+        host=_host_of(options),
     )
+
+
+def _host_of(options: Options) -> HostModel | None:
+    """What instances share, where the file of fitted times says so; coupled ones share nothing."""
+    from kvmesh.sim.mesh_fit import read_fit
+
+    return None if options.times is None or options.coupled else read_fit(options.times).host
 
 
 def node_of(options: Options) -> NodeSpec:
     """One instance: the roofline of its GPUs or, with `times`, what was fitted."""
-    from kvmesh.sim.fitted import Fitted, read_costs
+    from kvmesh.sim.fitted import Fitted
     from kvmesh.sim.hardware import changed, hardware
+    from kvmesh.sim.mesh_fit import read_fit
     from kvmesh.sim.shapes import shape_of
     from kvmesh.sim.times import node_spec
 
@@ -122,7 +132,7 @@ def node_of(options: Options) -> NodeSpec:
             spec = replace(spec, **{name: tokens})
     if options.times is None:
         return spec
-    costs = read_costs(options.times)
+    costs = read_fit(options.times).costs
     if options.nic_gbps is None and costs.transfer.b > 0:
         spec = replace(spec, nic_bytes_per_s=1 / costs.transfer.b)
     return replace(spec, times=Fitted(costs))

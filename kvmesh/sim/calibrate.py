@@ -35,6 +35,7 @@ SEEDS = 3  # simulations of one round
 MAX_FACTOR = 2.0  # of one figure, in one round
 LEAST_S = 1e-6
 ENOUGH = 20  # requests
+TIMES = ("ttft_s", "tbt_s", "mean_tbt_s", "prefill_s")
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,9 @@ class Targets:
     prefill_spread: float = 0.0
     decode_spread: float = 0.0
 
-    def within(self, other: Targets, share: float) -> bool:
-        """Whether every time of `other` is as close as that."""
-        return all(
-            abs(getattr(other, name) - getattr(self, name)) <= share * getattr(self, name)
-            for name in ("ttft_s", "tbt_s", "mean_tbt_s", "prefill_s")
-        )
+    def off(self, targets: Targets) -> float:
+        """How far the worst of the times is from what was measured: |log| of the ratio."""
+        return max(abs(math.log(float(getattr(self, name)) / float(getattr(targets, name)))) for name in TIMES)
 
 
 @dataclass
@@ -141,7 +139,7 @@ def calibrate(
         )
         seen = simulated(replace(config, host=host), requests)
         fit.rounds.append(seen)
-        if (off := _off(targets, seen)) < best:
+        if (off := seen.off(targets)) < best:
             best, fit.host = off, host
         progress(at + 1, rounds)
         host = _moved(host, targets, seen)
@@ -187,12 +185,6 @@ def scattered(measured: Sequence[float], power: float) -> tuple[float, ...]:
 
 def _spread(ratios: Sequence[float]) -> float:
     return pvariance([math.log(one) for one in ratios])
-
-
-def _off(targets: Targets, seen: Targets) -> float:
-    """How far the worst of the times is from what was measured."""
-    names = ("ttft_s", "tbt_s", "mean_tbt_s", "prefill_s")
-    return max(abs(math.log(float(getattr(seen, name)) / float(getattr(targets, name)))) for name in names)
 
 
 def _moved(host: HostModel, targets: Targets, seen: Targets) -> HostModel:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
-from kvmesh.rpc.errors import ConfigError
 from kvmesh.sim.times import Pieces
 from services.conductor.cost_file import Costs
 
@@ -36,19 +31,3 @@ class Fitted:
         if not batch:
             return self.prefill_s(pieces)
         return self.prefill_s(pieces) + self.decode_s(batch, context_tokens) - self._shared_s
-
-
-def read_costs(path: Path) -> Costs:
-    """A file of fitted costs. ConfigError names it, and the field that is wrong."""
-    try:
-        told: Any = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as err:
-        raise ConfigError(f"times={str(path)!r}: {err.strerror}", field="times") from None
-    except (ValueError, RecursionError):
-        raise ConfigError(f"times={str(path)!r}: is not JSON", field="times") from None
-    if not isinstance(told, dict):
-        raise ConfigError(f"times={str(path)!r}: holds no object", field="times")
-    try:
-        return Costs.of_json(told)
-    except ConfigError as err:
-        raise ConfigError(f"times={str(path)!r}: {err.message}", field="times") from None

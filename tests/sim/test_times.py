@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.rpc.errors import ConfigError
-from kvmesh.sim.fitted import Fitted, read_costs
+from kvmesh.sim.fitted import Fitted
 from kvmesh.sim.hardware import hardware
+from kvmesh.sim.mesh_fit import read_fit
 from kvmesh.sim.shapes import shape_of
 from kvmesh.sim.times import Roofline, attended, attended_within
 from services.conductor.cost import PrefillModel
@@ -121,7 +122,7 @@ def test_pieces_of_one_step_pay_its_constant_once() -> None:
 def test_a_file_of_fits_comes_back(tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
     file.write_text(json.dumps(COSTS.to_json()))
-    assert read_costs(file) == COSTS
+    assert read_fit(file).costs == COSTS
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ def test_a_file_that_is_none_is_named(tmp_path: Path, text: str, words: str) -> 
     file = tmp_path / "costs.json"
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        read_costs(file)
+        read_fit(file)
     assert caught.value.message.startswith(f"times={str(file)!r}: ") and words in caught.value.message
     with pytest.raises(ConfigError, match="No such file"):
-        read_costs(tmp_path / "gone")
+        read_fit(tmp_path / "gone")
