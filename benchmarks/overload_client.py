@@ -78,6 +78,8 @@ class _Connection(asyncio.Protocol):
             raise
         finally:
             self._settle(seen)
+        if self.open:
+            self._idle.append(self)
 
     def _settle(self, seen: Seen) -> None:
         self._seen = None
@@ -138,8 +140,6 @@ class _Connection(asyncio.Protocol):
             error = orjson.loads(self._body)["error"]
             self._seen.code, self._seen.message = str(error["code"]), str(error["message"])
         self._parser = httptools.HttpResponseParser(self)
-        if self._seen is not None and self.open:
-            self._idle.append(self)
         self._end()
 
     def _event(self, data: bytes, seen: Seen) -> None:

@@ -121,7 +121,7 @@ class Admission:
     def _interactive(self, choice: Choice, judge: Judge) -> Refuse | None:
         share, p, slo = share_of(judge.request.priority), choice.prefill, judge.slo
         ttft_s = p.admission_ttft_s + choice.decode.landing_wait_s
-        idle_s = ttft_s - max(0.0, p.admission_start_s - p.fetch_s) - choice.decode.landing_wait_s
+        idle_s = p.admission_alone_s
         bound_s = slo.ttft_s - (1 - share) * max(0.0, slo.ttft_s - idle_s)
         if ttft_s > bound_s:
             drain_s = ttft_s - idle_s

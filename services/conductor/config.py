@@ -33,6 +33,15 @@ class ConductorConfig(ServiceConfig):
             "choices": tuple(mode.value for mode in Mode),
         },
     )
+    admission_confidence: float = field(
+        default=0.9,
+        metadata={
+            "help": "Of all requests that are taken, the share that shall be within its SLO: predictions are judged by "
+            "how far the last ones were exceeded. 0: they are taken at their word.",
+            "min": 0,
+            "max": 1,
+        },
+    )
     batch_share: float = field(
         default=0.02,
         metadata={
@@ -142,6 +151,9 @@ class ConductorConfig(ServiceConfig):
                 f"admission={self.admission!r}: choose one of {', '.join(mode.value for mode in Mode)}",
                 field="admission",
             )
+        if not 0 <= self.admission_confidence <= 1:
+            text = f"admission_confidence={self.admission_confidence}: must be between 0 and 1"
+            raise ConfigError(text, field="admission_confidence")
         if not 0 <= self.batch_share <= 1:
             raise ConfigError(f"batch_share={self.batch_share}: must be between 0 and 1", field="batch_share")
         self.slos  # noqa: B018 (refuses what it cannot read)

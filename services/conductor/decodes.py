@@ -69,6 +69,7 @@ def choice(
 
 def steps(instance: Instance, requests: float, context_tokens: float, now: float) -> tuple[float, float]:
     """TBT with so many requests there: predicted, and that by which work may be refused."""
+    others = requests - 1
     if instance.max_running and requests > instance.max_running:
         # The others wait for a place and cost the step nothing.
         context_tokens *= instance.max_running / requests
@@ -81,4 +82,4 @@ def steps(instance: Instance, requests: float, context_tokens: float, now: float
         step_s = mixed_tbt_s(step_s, instance.prefill.predict(chunk, 0), busy_s, stay_s)
         chunk_s = instance.prefill.admission_s(chunk, 0, now)
         admission_step_s = mixed_tbt_s(admission_step_s, chunk_s, busy_s, stay_s)
-    return step_s, admission_step_s
+    return step_s, instance.margins.tbt.of(admission_step_s, others)

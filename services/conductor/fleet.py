@@ -22,7 +22,9 @@ WhyNot = Callable[[Instance], str]
 class Fleet:
     """Instances by name, in the order in which they came."""
 
-    def __init__(self) -> None:
+    def __init__(self, confidence: float = 0.0) -> None:
+        """`confidence`: see margins.py."""
+        self._confidence = confidence
         self._instances: dict[str, Instance] = {}
         self._fits: dict[tuple[str, tuple[object, ...]], ModelFits] = {}
         self._replaced: OrderedDict[Life, None] = OrderedDict()
@@ -80,7 +82,7 @@ class Fleet:
         """A checked registration of somebody new; whoever bore the name was removed before."""
         model = event.model
         fits = self._fits.setdefault((model.name, model.kv_identity), ModelFits())
-        instance = self._instances[event.ref.instance_id] = Instance(event, slot, fits, now)
+        instance = self._instances[event.ref.instance_id] = Instance(event, slot, fits, now, self._confidence)
         self.known_models[model.name] = None
         self._kin.setdefault(model.name, Counter())[model.kv_identity] += 1
         return instance

@@ -8,6 +8,7 @@ from kvmesh.kvcache.tiers import TierUse
 from services.conductor.cost import DecodeModel, PrefillModel, PullModel, TransferModel
 from services.conductor.domain import Load, ModelCard, Ref, Register, Role
 from services.conductor.load import DecodeBatch, PrefillQueue
+from services.conductor.margins import Margins
 
 MAX_KNOWN_SAMPLES = 2048
 CHUNK_TOKENS = 512  # of an instance that does not tell
@@ -16,7 +17,7 @@ CHUNK_TOKENS = 512  # of an instance that does not tell
 class Instance:
     """Mutable; owned by ConductorState. `slot`: its bit among pending blocks."""
 
-    def __init__(self, registered: Register, slot: int, fits: ModelFits, now: float) -> None:
+    def __init__(self, registered: Register, slot: int, fits: ModelFits, now: float, confidence: float = 0.0) -> None:
         self.ref: Ref = registered.ref
         self.node_id = registered.node_id
         self.model: ModelCard = registered.model
@@ -37,6 +38,7 @@ class Instance:
         self.transfer = TransferModel(fits.transfer.bytes_per_s)
         self.pull = PullModel(fits.pull.fit.coefficients)
         self.fits = fits
+        self.margins = Margins(confidence)
         self.tiers: tuple[TierUse, ...] = ()  # below its memory, as last told
         self._sampled, self._outcomes = _Once(), _Once()
 

@@ -68,6 +68,8 @@ class _Promise(NamedTuple):
     ttft_s: float
     tbt_s: float
     output_tokens: int
+    queued_at: Instance | None  # the prefill instance, if others were before it
+    among_rows: bool
 
 
 class Ledger:
@@ -172,8 +174,15 @@ class Ledger:
     def promise(self, request: Schedule, placed: Placed) -> None:
         """What was foretold is kept until `ended` compares it; the oldest go first."""
         self._promised.pop(request.request_id, None)
+        at = self._placed[request.request_id]
         self._promised[request.request_id] = _Promise(
-            request.attempt, placed.decode.life, placed.ttft_s, placed.tbt_s, placed.life.output_tokens
+            request.attempt,
+            placed.decode.life,
+            placed.ttft_s,
+            placed.tbt_s,
+            placed.life.output_tokens,
+            at.prefill if placed.terms["queue_ms"] > 0 else None,
+            at.decode.batch.requests > 1,
         )
         if len(self._promised) > MAX_PROMISED:
             self._promised.popitem(last=False)
@@ -264,6 +273,8 @@ class Ledger:
         if done:
             self.accuracy.add(What.OUTPUT_TOKENS, promise.output_tokens, outcome.output_tokens)
         served = done or outcome.outcome is Outcome.CANCELLED
+        if served:
+            _teach(promise, instance, outcome)
         instance.batch.left(outcome.request_id, outcome.duration_s if served else 0.0)
         return True
 
@@ -298,6 +309,16 @@ class Ledger:
             instance.batch.drop(request_id)
             self._placed.pop(request_id, None)
             self._touch(instance.ref.instance_id)
+
+
+def _teach(promise: _Promise, decode: Instance, outcome: RequestOutcome) -> None:
+    """How far what happened was from what was foretold."""
+    # Who gave up before the first token would have waited longer still.
+    ttft_s = outcome.ttft_s or max(outcome.duration_s, promise.ttft_s)
+    if promise.queued_at is not None:
+        promise.queued_at.margins.ttft.add(promise.ttft_s, ttft_s)
+    if promise.among_rows:
+        decode.margins.tbt.add(promise.tbt_s, outcome.tbt_s)
 
 
 def _only(legs: Sequence[Leg]) -> tuple[Life, Tier] | None:

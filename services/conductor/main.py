@@ -116,7 +116,9 @@ def settings_of(config: ConductorConfig) -> Settings:
         threshold_mode=ThresholdMode(config.threshold_mode),
         fetch=Fetch(config.fetch),
         policy=Policy(config.policy),
-        admission=AdmissionSettings(Mode(config.admission), config.slos, batch_share=config.batch_share),
+        admission=AdmissionSettings(
+            Mode(config.admission), config.slos, config.admission_confidence, batch_share=config.batch_share
+        ),
         affinity=AffinitySettings(config.session_affinity_ms / 1000, config.origin_affinity_ms / 1000),
         member_grace_s=3 * lease_s,
         balance=BalanceSettings(

@@ -66,8 +66,15 @@ class PrefillChoice:
 
     @property
     def admission_ttft_s(self) -> float:
-        """The TTFT by which work may be refused (see cost.FittedModel.admission_s)."""
-        return self.admission_start_s + self.admission_prefill_s + self.tail_s
+        """The TTFT by which work may be refused (see cost.FittedModel.admission_s, and margins.py)."""
+        seconds = self.admission_start_s + self.admission_prefill_s + self.tail_s
+        ahead_s = max(0.0, self.queue_s - self.yielding_s)
+        return self.instance.margins.ttft.of(seconds, ahead_s / max(self.admission_prefill_s, 1e-9))
+
+    @property
+    def admission_alone_s(self) -> float:
+        """Likewise, if there were no queue."""
+        return self.fetch_s + self.admission_prefill_s + self.tail_s
 
     @property
     def pulled_blocks(self) -> int:
@@ -291,5 +298,9 @@ def soonest(candidates: Sequence[PrefillCandidate], slo_s: float) -> tuple[Prefi
     none would); and for how long waiting helps the nearest one. Only queues drain, not fetching or computation."""
     options = [option for c in candidates for option in c.options]
     best = min(options, key=lambda o: o.admission_ttft_s)
-    waits = [excess_s for o in options if (excess_s := o.admission_ttft_s - slo_s) <= o.admission_start_s - o.fetch_s]
+    waits = [
+        min(o.admission_ttft_s - slo_s, o.admission_start_s - o.fetch_s)
+        for o in options
+        if o.admission_alone_s <= slo_s
+    ]
     return best, min(waits, default=float("inf")), best.admission_start_s - best.fetch_s

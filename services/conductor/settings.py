@@ -36,10 +36,11 @@ class ThresholdMode(Enum):
 
 @dataclass(frozen=True)
 class AdmissionSettings:
-    """See admission.py and lanes.py. `by_model`: model name, TTFT and TBT SLO in seconds."""
+    """See admission.py, margins.py and lanes.py. `by_model`: model name, TTFT and TBT SLO in seconds."""
 
     mode: Mode = Mode.PREDICTED
     by_model: tuple[tuple[str, float, float], ...] = ()
+    confidence: float = 0.0  # see margins.py; 0, as in the paper: predictions are taken at their word
     head_room: float = 0.5  # of the room within the SLO, that the batch lane may fill
     batch_share: float = 0.02  # of the machine time of interactive requests, that the batch lane gets in any case
     patience_s: float = 30.0  # which it waits before

@@ -60,7 +60,7 @@ class ConductorState:
     def __init__(self, settings: Settings, rng: random.Random, now: float) -> None:
         self._settings = settings
         self._stepped_at = now
-        self._fleet = Fleet()
+        self._fleet = Fleet(settings.admission.confidence)
         self._members = Members(settings.member_grace_s)
         self._index = Index()
         self._tiers = TierLoads()
