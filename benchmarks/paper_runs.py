@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -18,32 +18,38 @@ from kvmesh.sim.run import System, run
 from kvmesh.sim.workload import SimRequest
 
 Told = dict[str, Any]  # of one run, plain JSON
-HOT = 100  # blocks used most
-WARM = 1_000
+WARM = 1_000  # blocks used most, whose copies are counted
 EVERY_S = 0.5
 
 _done: Synchronized[int] | None = None  # requests, over all processes
 
 
 @dataclass(frozen=True)
+class Inputs:
+    """Of all runs. `limit`: so many requests of each workload; None: all."""
+
+    parameters: Parameters
+    trace: Path
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
 class Task:
     """All that a process needs."""
 
-    parameters: Parameters
+    inputs: Inputs
     case: Case
-    trace: Path
-    limit: int | None
 
 
 def simulate(task: Task, progress: Callable[[int], None] = lambda new: None) -> Told:
     """One run. `progress` hears how many requests more are done."""
-    at, case = task.parameters, task.case
+    inputs, at, case = task.inputs, task.inputs.parameters, task.case
     summary, uses = summary_of(at), Counter[bytes]()
     copies: dict[bytes, int] = {}
     told = 0
 
     def counted() -> Iterator[SimRequest]:
-        for request in requests_of(at, case, task.trace, task.limit):
+        for request in requests_of(at, case, inputs.trace, inputs.limit):
             uses.update(request.keys)
             yield request
 
@@ -55,7 +61,7 @@ def simulate(task: Task, progress: Callable[[int], None] = lambda new: None) -> 
     def last(system: System) -> None:
         if isinstance(system, Cluster):
             stores = [system.nodes[name].store for name in system.prefills]
-            copies.update((key, sum(map(lambda one: one.holds(key), stores))) for key, _ in uses.most_common(WARM))
+            copies.update((key, sum(one.holds(key) for one in stores)) for key, _ in uses.most_common(WARM))
 
     began = time.monotonic()
     run(config_of(at, case), counted(), sink=summary.add, samples=summary.sample, progress=tell, last=last)
@@ -87,8 +93,11 @@ def _copies(uses: Counter[bytes], copies: Mapping[bytes, int]) -> list[list[int]
     return [[uses[key], count] for key, count in copies.items()]
 
 
-def simulate_all(tasks: Sequence[Task], jobs: int, progress: Callable[[int, int], None]) -> dict[Case, Told]:
-    """All of them, `jobs` at once. `progress` hears of requests and of runs done."""
+def simulate_all(
+    inputs: Inputs, cases: Iterable[Case], jobs: int, progress: Callable[[int, int], None]
+) -> dict[Case, Told]:
+    """Each case once, `jobs` at a time. `progress` hears of requests and of runs done."""
+    tasks = [Task(inputs, case) for case in dict.fromkeys(cases)]
     context = get_context("spawn")
     done = context.Value("q", 0)
     found: dict[Case, Told] = {}
@@ -118,8 +127,3 @@ def _simulate(task: Task) -> Told:
                 _done.value += new
 
     return simulate(task, add)
-
-
-def distinct(cases: Iterable[Case]) -> list[Case]:
-    """Each once, in order."""
-    return list(dict.fromkeys(cases))
