@@ -72,7 +72,8 @@ class PushProgress(Message, frozen=True):
 
 
 class PushDone(Message, frozen=True):
-    """Everything acknowledged and every end mark delivered."""
+    """Everything acknowledged and every end mark delivered. `busy_ns`: what of the time between first post and last ack
+    had bytes on their way; the rest of it waited for layers to be computed."""
 
     handle: int
     handoff_epoch: int
@@ -80,6 +81,7 @@ class PushDone(Message, frozen=True):
     last_ack_ns: int
     bytes_done: int
     carried: Carried = Carried()
+    busy_ns: int = 0
 
 
 class PushFailed(Message, frozen=True):

@@ -271,4 +271,4 @@ class Pusher:
         else:
             now = self._clock_ns()
             times = write.first_post_ns or now, write.last_ack_ns or now
-            self._send(m.PushDone(handle, epoch, *times, write.bytes_done, write.carried))
+            self._send(m.PushDone(handle, epoch, *times, write.bytes_done, write.carried, write.busy_ns))

@@ -107,7 +107,7 @@ class Cluster:
             return
         life.placed = answer
         life.record.prefill, life.record.decode = answer.prefill.instance_id, answer.decode.instance_id
-        life.record.predicted_ttft_s, life.record.predicted_tbt_s = answer.ttft_s, answer.tbt_s
+        life.record.predicted_ttft_s, life.record.predicted_tbt_s = answer.life.prefill_end_s, answer.tbt_s
         life.prefiller, life.decoder = self.prefills[life.record.prefill], self.decodes[life.record.decode]
         self._loop.after(self.config.hop_s, lambda: self._start(life))
 

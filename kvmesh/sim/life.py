@@ -48,7 +48,6 @@ class Life:
         "pulled_keys",
         "pulls",
         "push_bytes",
-        "push_from_s",
         "record",
         "request",
         "sent_to",
@@ -86,7 +85,6 @@ class Life:
         self.sent_to = 0  # tokens of the prompt that were fed to the flow, or that decode has
         self.bytes_per_token = 0
         self.push_bytes = 0
-        self.push_from_s = 0.0
         self.over = False  # all is computed
         # at decode
         self.decode_pulls = False  # it fetches blocks of the prompt for the landing

@@ -38,7 +38,7 @@ class Link:
 class Flow:
     """Bytes over one path. `done` is called once, when it was closed and all of it has arrived."""
 
-    __slots__ = ("_done", "_links", "_produced", "_since", "_timer", "cap", "closed", "left", "path", "rate")
+    __slots__ = ("_done", "_links", "_produced", "_since", "_timer", "busy_s", "cap", "closed", "left", "path", "rate")
 
     def __init__(self, links: Links, path: Sequence[Link], done: Callable[[], None]) -> None:
         self.path = tuple(dict.fromkeys(path))
@@ -47,6 +47,9 @@ class Flow:
         self._since = links.loop.now
         self._produced = 0.0  # bytes a second, now
         self._timer: Timer | None = None
+        self.busy_s = (
+            0.0  # with bytes on their way; what is sent as it is produced goes out piece by piece at full speed
+        )
         self.left = 0.0  # fed and not sent
         self.cap = 0.0  # what it asks for: bytes a second
         self.rate = 0.0
@@ -76,6 +79,10 @@ class Flow:
         passed, self._since = now - self._since, now
         if passed > 0:
             sent = self.rate * passed
+            if self.left > 0:
+                self.busy_s += passed
+            elif sent:
+                self.busy_s += sent / min(link.capacity for link in self.path)
             left = self.left + self._produced * passed - sent
             if left < NOTHING:
                 sent, left = sent + left, 0.0

@@ -48,6 +48,7 @@ class Prefiller:
         self._waiters: dict[Pull, dict[Life, None]] = {}
         self._step: list[Chunk] = []  # being computed
         self._step_began_s = 0.0
+        self._resting = False  # between two steps, where that takes time
         self._done = Done()
         self._samples: list[PrefillSample] = []
         self._finished: list[str] = []
@@ -204,7 +205,7 @@ class Prefiller:
 
     def pump(self) -> None:
         """Begin the next step if none is being computed and there is one."""
-        if self._step or not self.may_compute():
+        if self._step or self._resting or not self.may_compute():
             return
         chunks = self.planner.next_step(self._rest, self._admit, self._total)
         if not chunks:
@@ -244,6 +245,14 @@ class Prefiller:
             if chunk.last:
                 life.record.prefill_end_s = now
                 self._owner.prefilled(life)
+        if self.node.machine is not None and self.node.machine.model.rest_s:
+            self._resting = True
+            self.node.machine.rest(self._rested)
+        else:
+            self.pump()
+
+    def _rested(self) -> None:
+        self._resting = False
         self.pump()
 
     def _seal(self, life: Life, chunk: Chunk) -> None:
@@ -287,7 +296,7 @@ class Prefiller:
             cached,
             life.last_step_s - life.first_step_s,
             life.push_bytes,
-            self._loop.now - life.push_from_s if life.push_bytes else 0.0,
+            life.flow.busy_s if life.push_bytes and life.flow is not None else 0.0,
             life.record.pulled_tokens,
             life.pull_bytes,
             life.pull_s,

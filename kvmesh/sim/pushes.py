@@ -42,7 +42,6 @@ class Pushes:
         life.sent_to = at_decode
         life.bytes_per_token = source.spec.kv_bytes_per_token
         life.push_bytes = (life.tokens - at_decode) * life.bytes_per_token
-        life.push_from_s = self._links.loop.now
         life.flow = self._links.open((source.tx, target.rx), lambda: self._done(life))
         self._feed(life)
 

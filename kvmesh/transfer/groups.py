@@ -77,6 +77,9 @@ class GroupWrite:
         self.bytes_done = 0
         self.first_post_ns = 0
         self.last_ack_ns = 0
+        self.busy_ns = (
+            0  # with bytes on their way: first post to last ack, without the gaps in which nothing was posted
+        )
         self.cause = ""  # failed: nothing more is posted
         self.cancelled = False
         self.carried = Carried()
@@ -93,6 +96,7 @@ class GroupWrite:
         self._lock = lock or threading.RLock()
         self._clock_ns = clock_ns
         self._batches: dict[BatchId, tuple[int, _Tally]] = {}  # in flight → bytes
+        self._busy_from_ns = 0  # since when there are some
         self._marking = 0  # end marks on their way
         self._held = 0
 
@@ -177,6 +181,8 @@ class GroupWrite:
         except TransferError as error:
             self.fail(f"submit: {error}")
             return
+        if not self._batches:
+            self._busy_from_ns = self._clock_ns()
         self._batches[batch] = sum(r.length for r in requests), tally
         tally.left += 1
         try:
@@ -193,6 +199,8 @@ class GroupWrite:
         """A batch is final (any thread)."""
         with self._lock:
             nbytes, tally = self._batches.pop(batch)
+            if not self._batches:
+                self.busy_ns += self._clock_ns() - self._busy_from_ns
             tally.less()
             cause = ""
             for status in self._engine.statuses(batch):

@@ -178,7 +178,7 @@ class Ledger:
         self._promised[request.request_id] = _Promise(
             request.attempt,
             placed.decode.life,
-            placed.ttft_s,
+            placed.life.prefill_end_s,  # the client has the first token then: it waits for no KV
             placed.tbt_s,
             placed.life.output_tokens,
             at.prefill if placed.terms["queue_ms"] > 0 else None,

@@ -39,7 +39,7 @@ class Choice:
 
     @property
     def ttft_s(self) -> float:
-        """Predicted TTFT."""
+        """Predicted, until decode can go on from the first token: what placements and admission go by."""
         return self.prefill.ttft_s + self.decode.landing_wait_s
 
 

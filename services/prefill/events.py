@@ -292,6 +292,7 @@ class Ended:
     carried: Carried = field(default_factory=Carried)
     adopt: bool = False  # decode is in this instance: the request is here until it ends there
     meanwhile: Done = field(default_factory=Done)  # all that was computed from its first step to its last one
+    wire_ns: int = 0  # with bytes on their way, at the slowest rank
 
 
 Action = (

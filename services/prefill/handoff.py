@@ -99,6 +99,7 @@ class Handoff:
     meanwhile: Done = field(default_factory=Done)  # by the instance, from its first step to its last one
     first_post_ns: int = 0
     last_ack_ns: int = 0
+    wire_ns: int = 0  # bytes of it were on their way, at the slowest rank
     carried: Carried = field(default_factory=Carried)
 
     def __post_init__(self) -> None:
@@ -159,6 +160,7 @@ class Handoff:
             last_step_ns=self.last_step_ns,
             first_post_ns=self.first_post_ns,
             last_ack_ns=self.last_ack_ns,
+            wire_ns=self.wire_ns,
             transfer_bytes=sum(self.acked_bytes),
             carried=self.carried,
             adopt=self.start.adopt,

@@ -152,6 +152,7 @@ class Pushes:
             return  # cancelled meanwhile: PushDrained follows
         h.pushes[rank] = Push.DONE
         h.acked_bytes[rank] = done.bytes_done
+        h.wire_ns = max(h.wire_ns, done.busy_ns)
         _moved(h, done)
         if h.pushed:
             h.fill_told = True

@@ -89,7 +89,7 @@ class Reporter:
                 cached_tokens=end.found.cached_tokens,
                 duration_us=(end.last_step_ns - end.first_step_ns) // 1000,
                 transfer_bytes=end.transfer_bytes,
-                transfer_us=(end.last_ack_ns - end.first_post_ns) // 1000,
+                transfer_us=end.wire_ns // 1000,
                 pulled_tokens=end.found.pulled_tokens,
                 pull_bytes=end.found.pull_bytes,
                 pull_us=end.found.pull_ns // 1000,

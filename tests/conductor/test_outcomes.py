@@ -44,7 +44,7 @@ def done(request_id: str, **more: object) -> RequestOutcome:
 def test_a_placements_predictions_are_held_against_the_outcome() -> None:
     brain = pair()
     placed = brain.placed(100, request_id="r")
-    brain.beat("d0", outcomes=(done("r", ttft_s=placed.ttft_s * 1.5, tbt_s=placed.tbt_s * 0.8),))
+    brain.beat("d0", outcomes=(done("r", ttft_s=placed.life.prefill_end_s * 1.5, tbt_s=placed.tbt_s * 0.8),))
     found = errors(brain)
     assert found[What.TTFT].bias == pytest.approx(0.5)
     assert found[What.TBT].bias == pytest.approx(-0.2)

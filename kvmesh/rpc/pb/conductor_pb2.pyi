@@ -164,7 +164,28 @@ class RegisterInstanceRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_blocks", b"capacity_blocks", "instance", b"instance", "local_prefill_tokens", b"local_prefill_tokens", "max_running_requests", b"max_running_requests", "model", b"model", "node_id", b"node_id", "prefill_chunk_tokens", b"prefill_chunk_tokens", "protocol_version", b"protocol_version", "role", b"role", "switchable", b"switchable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal[
+        "capacity_blocks",
+        b"capacity_blocks",
+        "instance",
+        b"instance",
+        "local_prefill_tokens",
+        b"local_prefill_tokens",
+        "max_running_requests",
+        b"max_running_requests",
+        "model",
+        b"model",
+        "node_id",
+        b"node_id",
+        "prefill_chunk_tokens",
+        b"prefill_chunk_tokens",
+        "protocol_version",
+        b"protocol_version",
+        "role",
+        b"role",
+        "switchable",
+        b"switchable",
+    ]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -187,7 +208,9 @@ class RegisterInstanceResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval_ms", b"heartbeat_interval_ms", "lease_ms", b"lease_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal[
+        "heartbeat_interval_ms", b"heartbeat_interval_ms", "lease_ms", b"lease_ms"
+    ]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -249,7 +272,28 @@ class HeartbeatRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_samples", b"decode_samples", "finished_request_ids", b"finished_request_ids", "instance", b"instance", "load", b"load", "not_ready_reason", b"not_ready_reason", "outcomes", b"outcomes", "prefill_samples", b"prefill_samples", "ready", b"ready", "seq", b"seq", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal[
+        "decode_samples",
+        b"decode_samples",
+        "finished_request_ids",
+        b"finished_request_ids",
+        "instance",
+        b"instance",
+        "load",
+        b"load",
+        "not_ready_reason",
+        b"not_ready_reason",
+        "outcomes",
+        b"outcomes",
+        "prefill_samples",
+        b"prefill_samples",
+        "ready",
+        b"ready",
+        "seq",
+        b"seq",
+        "tiers",
+        b"tiers",
+    ]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -302,7 +346,28 @@ class RequestOutcome(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "blamed", b"blamed", "duration_us", b"duration_us", "error", b"error", "mean_tbt_us", b"mean_tbt_us", "outcome", b"outcome", "output_tokens", b"output_tokens", "request_id", b"request_id", "tbt_us", b"tbt_us", "ttft_us", b"ttft_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal[
+        "attempt",
+        b"attempt",
+        "blamed",
+        b"blamed",
+        "duration_us",
+        b"duration_us",
+        "error",
+        b"error",
+        "mean_tbt_us",
+        b"mean_tbt_us",
+        "outcome",
+        b"outcome",
+        "output_tokens",
+        b"output_tokens",
+        "request_id",
+        b"request_id",
+        "tbt_us",
+        b"tbt_us",
+        "ttft_us",
+        b"ttft_us",
+    ]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -369,7 +434,36 @@ class Load(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "device_hit_tokens", b"device_hit_tokens", "free_extents", b"free_extents", "free_pages", b"free_pages", "host_hit_tokens", b"host_hit_tokens", "prompt_tokens", b"prompt_tokens", "pulled_bytes", b"pulled_bytes", "queued_requests", b"queued_requests", "queued_tokens", b"queued_tokens", "remote_hit_tokens", b"remote_hit_tokens", "running_requests", b"running_requests", "store_blocks", b"store_blocks", "store_capacity", b"store_capacity", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal[
+        "context_tokens",
+        b"context_tokens",
+        "device_hit_tokens",
+        b"device_hit_tokens",
+        "free_extents",
+        b"free_extents",
+        "free_pages",
+        b"free_pages",
+        "host_hit_tokens",
+        b"host_hit_tokens",
+        "prompt_tokens",
+        b"prompt_tokens",
+        "pulled_bytes",
+        b"pulled_bytes",
+        "queued_requests",
+        b"queued_requests",
+        "queued_tokens",
+        b"queued_tokens",
+        "remote_hit_tokens",
+        b"remote_hit_tokens",
+        "running_requests",
+        b"running_requests",
+        "store_blocks",
+        b"store_blocks",
+        "store_capacity",
+        b"store_capacity",
+        "waiting_requests",
+        b"waiting_requests",
+    ]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -399,6 +493,7 @@ class PrefillSample(_message.Message):
     duration_us: _builtins.int
     transfer_bytes: _builtins.int
     transfer_us: _builtins.int
+    """with bytes on their way, not while layers were computed"""
     pulled_tokens: _builtins.int
     """of cached_tokens: pulled from other nodes for this request"""
     pull_bytes: _builtins.int
@@ -430,7 +525,34 @@ class PrefillSample(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beside_pairs", b"beside_pairs", "beside_tokens", b"beside_tokens", "cached_tokens", b"cached_tokens", "chunks", b"chunks", "computed_tokens", b"computed_tokens", "duration_us", b"duration_us", "pull_bytes", b"pull_bytes", "pull_us", b"pull_us", "pulled_tokens", b"pulled_tokens", "request_id", b"request_id", "steps", b"steps", "transfer_bytes", b"transfer_bytes", "transfer_us", b"transfer_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal[
+        "beside_pairs",
+        b"beside_pairs",
+        "beside_tokens",
+        b"beside_tokens",
+        "cached_tokens",
+        b"cached_tokens",
+        "chunks",
+        b"chunks",
+        "computed_tokens",
+        b"computed_tokens",
+        "duration_us",
+        b"duration_us",
+        "pull_bytes",
+        b"pull_bytes",
+        "pull_us",
+        b"pull_us",
+        "pulled_tokens",
+        b"pulled_tokens",
+        "request_id",
+        b"request_id",
+        "steps",
+        b"steps",
+        "transfer_bytes",
+        b"transfer_bytes",
+        "transfer_us",
+        b"transfer_us",
+    ]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -455,7 +577,9 @@ class DecodeSample(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "context_tokens", b"context_tokens", "duration_us", b"duration_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal[
+        "batch", b"batch", "context_tokens", b"context_tokens", "duration_us", b"duration_us"
+    ]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -543,7 +667,40 @@ class ScheduleRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "avoid_instance_ids", b"avoid_instance_ids", "block_keys", b"block_keys", "endpoint", b"endpoint", "expected_output_tokens", b"expected_output_tokens", "lane", b"lane", "max_tokens", b"max_tokens", "model", b"model", "origin", b"origin", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session", b"session", "tbt_slo_ms", b"tbt_slo_ms", "tenant", b"tenant", "ttft_slo_ms", b"ttft_slo_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal[
+        "attempt",
+        b"attempt",
+        "avoid_instance_ids",
+        b"avoid_instance_ids",
+        "block_keys",
+        b"block_keys",
+        "endpoint",
+        b"endpoint",
+        "expected_output_tokens",
+        b"expected_output_tokens",
+        "lane",
+        b"lane",
+        "max_tokens",
+        b"max_tokens",
+        "model",
+        b"model",
+        "origin",
+        b"origin",
+        "priority",
+        b"priority",
+        "prompt_tokens",
+        b"prompt_tokens",
+        "request_id",
+        b"request_id",
+        "session",
+        b"session",
+        "tbt_slo_ms",
+        b"tbt_slo_ms",
+        "tenant",
+        b"tenant",
+        "ttft_slo_ms",
+        b"ttft_slo_ms",
+    ]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -586,7 +743,22 @@ class PredictedLife(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_ms", b"end_ms", "fetched_ms", b"fetched_ms", "first_token_ms", b"first_token_ms", "output_tokens", b"output_tokens", "prefill_end_ms", b"prefill_end_ms", "prefill_start_ms", b"prefill_start_ms", "pull_start_ms", b"pull_start_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal[
+        "end_ms",
+        b"end_ms",
+        "fetched_ms",
+        b"fetched_ms",
+        "first_token_ms",
+        b"first_token_ms",
+        "output_tokens",
+        b"output_tokens",
+        "prefill_end_ms",
+        b"prefill_end_ms",
+        "prefill_start_ms",
+        b"prefill_start_ms",
+        "pull_start_ms",
+        b"pull_start_ms",
+    ]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -651,16 +823,62 @@ class Placement(_message.Message):
         pull_after_ms: _builtins.int = ...,
         life: Global___PredictedLife | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_decode_load_until", b"_decode_load_until", "_load_until", b"_load_until", "decode", b"decode", "decode_load_until", b"decode_load_until", "life", b"life", "load_until", b"load_until", "prefill", b"prefill"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal[
+        "_decode_load_until",
+        b"_decode_load_until",
+        "_load_until",
+        b"_load_until",
+        "decode",
+        b"decode",
+        "decode_load_until",
+        b"decode_load_until",
+        "life",
+        b"life",
+        "load_until",
+        b"load_until",
+        "prefill",
+        b"prefill",
+    ]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_load_until", b"_decode_load_until", "_load_until", b"_load_until", "decode", b"decode", "decode_load_until", b"decode_load_until", "decode_pulls", b"decode_pulls", "life", b"life", "load_until", b"load_until", "predicted_cached_tokens", b"predicted_cached_tokens", "predicted_tbt_ms", b"predicted_tbt_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "prefill", b"prefill", "pull_after_ms", b"pull_after_ms", "pulls", b"pulls", "sources", b"sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal[
+        "_decode_load_until",
+        b"_decode_load_until",
+        "_load_until",
+        b"_load_until",
+        "decode",
+        b"decode",
+        "decode_load_until",
+        b"decode_load_until",
+        "decode_pulls",
+        b"decode_pulls",
+        "life",
+        b"life",
+        "load_until",
+        b"load_until",
+        "predicted_cached_tokens",
+        b"predicted_cached_tokens",
+        "predicted_tbt_ms",
+        b"predicted_tbt_ms",
+        "predicted_ttft_ms",
+        b"predicted_ttft_ms",
+        "prefill",
+        b"prefill",
+        "pull_after_ms",
+        b"pull_after_ms",
+        "pulls",
+        b"pulls",
+        "sources",
+        b"sources",
+    ]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__decode_load_until: _TypeAlias = _typing.Literal["decode_load_until"]  # noqa: Y015
     _WhichOneofArgType__decode_load_until: _TypeAlias = _typing.Literal["_decode_load_until", b"_decode_load_until"]  # noqa: Y015
     _WhichOneofReturnType__load_until: _TypeAlias = _typing.Literal["load_until"]  # noqa: Y015
     _WhichOneofArgType__load_until: _TypeAlias = _typing.Literal["_load_until", b"_load_until"]  # noqa: Y015
     @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__decode_load_until) -> _WhichOneofReturnType__decode_load_until | None: ...
+    def WhichOneof(
+        self, oneof_group: _WhichOneofArgType__decode_load_until
+    ) -> _WhichOneofReturnType__decode_load_until | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__load_until) -> _WhichOneofReturnType__load_until | None: ...
 
@@ -772,7 +990,22 @@ class GetConductorStatusResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["leadership", b"leadership"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "balancing_threshold", b"balancing_threshold", "errors", b"errors", "instances", b"instances", "leadership", b"leadership", "policy", b"policy", "store_master", b"store_master"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal[
+        "admission",
+        b"admission",
+        "balancing_threshold",
+        b"balancing_threshold",
+        "errors",
+        b"errors",
+        "instances",
+        b"instances",
+        "leadership",
+        b"leadership",
+        "policy",
+        b"policy",
+        "store_master",
+        b"store_master",
+    ]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -838,7 +1071,9 @@ class PredictionError(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bias", b"bias", "p50", b"p50", "p90", b"p90", "p99", b"p99", "samples", b"samples", "what", b"what"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal[
+        "bias", b"bias", "p50", b"p50", "p90", b"p90", "p99", b"p99", "samples", b"samples", "what", b"what"
+    ]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -909,7 +1144,38 @@ class InstanceStatus(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["breaker", b"breaker", "capacity_blocks", b"capacity_blocks", "cordon", b"cordon", "cordon_reason", b"cordon_reason", "indexed_blocks", b"indexed_blocks", "instance", b"instance", "load", b"load", "model", b"model", "not_ready_reason", b"not_ready_reason", "queue_ms", b"queue_ms", "ready", b"ready", "role", b"role", "silent_ms", b"silent_ms", "tbt_ms", b"tbt_ms", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal[
+        "breaker",
+        b"breaker",
+        "capacity_blocks",
+        b"capacity_blocks",
+        "cordon",
+        b"cordon",
+        "cordon_reason",
+        b"cordon_reason",
+        "indexed_blocks",
+        b"indexed_blocks",
+        "instance",
+        b"instance",
+        "load",
+        b"load",
+        "model",
+        b"model",
+        "not_ready_reason",
+        b"not_ready_reason",
+        "queue_ms",
+        b"queue_ms",
+        "ready",
+        b"ready",
+        "role",
+        b"role",
+        "silent_ms",
+        b"silent_ms",
+        "tbt_ms",
+        b"tbt_ms",
+        "tiers",
+        b"tiers",
+    ]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -934,7 +1200,9 @@ class CordonRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "reason", b"reason", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal[
+        "instance_id", b"instance_id", "reason", b"reason", "state", b"state"
+    ]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1025,7 +1293,20 @@ class ScaleHint(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "instances", b"instances", "load", b"load", "model", b"model", "reason", b"reason", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal[
+        "change",
+        b"change",
+        "instances",
+        b"instances",
+        "load",
+        b"load",
+        "model",
+        b"model",
+        "reason",
+        b"reason",
+        "role",
+        b"role",
+    ]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1054,7 +1335,9 @@ class IndexedTier(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_ms", b"expected_ms", "indexed_blocks", b"indexed_blocks", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal[
+        "expected_ms", b"expected_ms", "indexed_blocks", b"indexed_blocks", "usage", b"usage"
+    ]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1151,7 +1434,28 @@ class Candidate(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "instance", b"instance", "loaded_blocks", b"loaded_blocks", "local_blocks", b"local_blocks", "pulled_blocks", b"pulled_blocks", "role", b"role", "score_ms", b"score_ms", "terms", b"terms", "tier", b"tier", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal[
+        "chosen",
+        b"chosen",
+        "instance",
+        b"instance",
+        "loaded_blocks",
+        b"loaded_blocks",
+        "local_blocks",
+        b"local_blocks",
+        "pulled_blocks",
+        b"pulled_blocks",
+        "role",
+        b"role",
+        "score_ms",
+        b"score_ms",
+        "terms",
+        b"terms",
+        "tier",
+        b"tier",
+        "verdict",
+        b"verdict",
+    ]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1233,7 +1537,42 @@ class ExplainResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "placement", b"placement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "attempt", b"attempt", "best_prefix_blocks", b"best_prefix_blocks", "cached_tokens", b"cached_tokens", "candidates", b"candidates", "ended", b"ended", "kinds", b"kinds", "message", b"message", "model", b"model", "outcome", b"outcome", "placement", b"placement", "prefill_ms", b"prefill_ms", "prompt_blocks", b"prompt_blocks", "prompt_tokens", b"prompt_tokens", "reported", b"reported", "request_id", b"request_id", "screened", b"screened"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal[
+        "age_ms",
+        b"age_ms",
+        "attempt",
+        b"attempt",
+        "best_prefix_blocks",
+        b"best_prefix_blocks",
+        "cached_tokens",
+        b"cached_tokens",
+        "candidates",
+        b"candidates",
+        "ended",
+        b"ended",
+        "kinds",
+        b"kinds",
+        "message",
+        b"message",
+        "model",
+        b"model",
+        "outcome",
+        b"outcome",
+        "placement",
+        b"placement",
+        "prefill_ms",
+        b"prefill_ms",
+        "prompt_blocks",
+        b"prompt_blocks",
+        "prompt_tokens",
+        b"prompt_tokens",
+        "reported",
+        b"reported",
+        "request_id",
+        b"request_id",
+        "screened",
+        b"screened",
+    ]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1278,7 +1617,22 @@ class WeighedKind(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "cost_ms", b"cost_ms", "decode", b"decode", "kind", b"kind", "prefill", b"prefill", "terms", b"terms", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal[
+        "chosen",
+        b"chosen",
+        "cost_ms",
+        b"cost_ms",
+        "decode",
+        b"decode",
+        "kind",
+        b"kind",
+        "prefill",
+        b"prefill",
+        "terms",
+        b"terms",
+        "verdict",
+        b"verdict",
+    ]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
