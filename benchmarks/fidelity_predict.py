@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, median, pvariance
+from statistics import fmean, median
 
 from kvmesh.cli.load import Outcome
 from kvmesh.cli.report import intervals, percentile, tbt_s
-from kvmesh.sim.calibrate import Fit, Targets, calibrate, residuals_of, targets_of
+from kvmesh.sim.calibrate import Fit, Targets, calibrate, of_intervals, of_ttfts, residuals_of, targets_of
 from kvmesh.sim.config import SimConfig
 from kvmesh.sim.host import HostModel
 from kvmesh.sim.mesh_fit import MeshFit, config_of, costs_of
@@ -48,12 +48,16 @@ def seen_by_client(targets: Targets, outcomes: Iterable[Outcome]) -> Targets:
     and its tokens come through the gateway."""
     done = [one for one in outcomes if one.ok]
     tbts = [found for one in done if (found := tbt_s(one)) is not None]
+    mean_s, deviation_s = of_ttfts([one.ttft_s for one in done])
+    gaps = [found for one in done if (found := intervals(one))]
+    interval_s, first_s = of_intervals([(len(one), fmean(one)) for one in gaps])
     return replace(
         targets,
-        ttft_s=fmean(one.ttft_s for one in done),
+        ttft_s=mean_s,
+        ttft_deviation_s=deviation_s,
         tbt_s=fmean(tbts),
-        mean_tbt_s=fmean(fmean(gaps) for one in done if (gaps := intervals(one))),
-        tbt_spread=pvariance([math.log(one) for one in tbts]),
+        interval_s=interval_s,
+        first_s=first_s,
     )
 
 

@@ -115,7 +115,7 @@ def _show(mesh: MeshFit) -> None:
         markup=False,
     )
     measured, simulated = mesh.told["measured"], mesh.told["simulated"]
-    for name, title in (("ttft_s", "TTFT"), ("tbt_s", "TBT"), ("mean_tbt_s", "interval"), ("prefill_s", "prefill")):
+    for name, title in (("ttft_s", "TTFT"), ("tbt_s", "TBT"), ("interval_s", "interval"), ("prefill_s", "prefill")):
         screen.print(
             f"mean {title:<9} {measured[name] * 1e3:,.1f} ms measured, {simulated[name] * 1e3:,.1f} ms simulated",
             markup=False,

@@ -4,21 +4,24 @@ Instances report what their steps took *while others used the same cores*. Least
 (services/conductor/cost_file.py). What they are alone, how much a request costs outside of steps and how steps scatter
 is found by simulating the very requests that were observed, and moving one figure towards each measurement:
 
-    figure               is moved by                                                       until they agree
+    figure               is moved until simulation and measurement agree on
     prefill_alone        mean time from a prompt's first step to the end of its last one
-    decode_alone         mean token interval of a request
-    handoff_s            mean TBT of a request (its slowest tenth holds the first interval)
+    decode_alone         mean time of a decode step
+    between_s            a token interval but the first of a request: g in mean interval = g + h / intervals
+    handoff_s            what the first one takes longer: h
+    turn_s               mean TBT of a request (of its slowest tenth)
     door_s               mean TTFT
+    rest_s               standard deviation of TTFT
     residuals            variance of log(step time / fitted time), of prefill and decode steps
 
-Percentiles are not looked at: that they agree, too, is what a fit can be judged by (`Fit.rounds`)."""
+Percentiles are not looked at: whether they agree, too, is what a fit can be judged by."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import fmean, pvariance
+from statistics import fmean, pstdev, pvariance
 
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.sim.config import SimConfig
@@ -33,20 +36,23 @@ from services.conductor.cost_file import Costs
 ROUNDS = 12
 SEEDS = 3  # simulations of one round
 MAX_FACTOR = 2.0  # of one figure, in one round
+DAMPED = 0.8  # figures move each other's measurements, too
 LEAST_S = 1e-6
 ENOUGH = 20  # requests
-TIMES = ("ttft_s", "tbt_s", "mean_tbt_s", "prefill_s")
+TIMES = ("ttft_s", "ttft_deviation_s", "tbt_s", "interval_s", "prefill_s", "step_s")
 
 
 @dataclass(frozen=True)
 class Targets:
-    """Means over requests, in seconds, and variances of log residuals."""
+    """In seconds, over requests and over decode steps; spreads are variances of log residuals."""
 
     ttft_s: float
+    ttft_deviation_s: float
     tbt_s: float
-    mean_tbt_s: float
+    interval_s: float  # between two tokens, but the first two
+    first_s: float  # that the first interval takes longer
     prefill_s: float
-    tbt_spread: float = 0.0
+    step_s: float
     prefill_spread: float = 0.0
     decode_spread: float = 0.0
 
@@ -104,11 +110,11 @@ def targets_of(observed: Observed, residuals: Residuals) -> Targets:
         why = f"at least {ENOUGH} answers of two tokens are needed"
         raise ConfigError(f"decision log: {len(answers)} answers: {why}", field="decisions")
     return Targets(
-        fmean(one.ttft_s for one in done),
+        *of_ttfts([one.ttft_s for one in done]),
         fmean(one.tbt_s for one in answers),
-        fmean(one.mean_tbt_s for one in answers),
+        *of_intervals([(one.output_tokens - 1, one.mean_tbt_s) for one in answers]),
         fmean(one.duration_s for one in prefills),
-        _spread([one.tbt_s for one in answers]),
+        fmean(one.duration_s for one in observed.rows),
         _spread(residuals.prefill),
         _spread(residuals.decode),
     )
@@ -155,9 +161,12 @@ def simulated(config: SimConfig, requests: Sequence[SimRequest]) -> Targets:
     """The same figures of a simulation, over a few seeds."""
     records: list[Record] = []
     logs: dict[str, list[float]] = {"prefill": [], "decode": []}
+    steps_s: list[float] = []
 
     def step(role: str, usual_s: float, took_s: float) -> None:
         logs[role].append(took_s / usual_s)
+        if role == "decode":
+            steps_s.append(took_s)
 
     for seed in range(SEEDS):
         run(replace(config, seed=config.seed + seed), requests, sink=records.append, steps=step)
@@ -166,11 +175,11 @@ def simulated(config: SimConfig, requests: Sequence[SimRequest]) -> Targets:
     if not answers:
         raise ConfigError("the simulation answers nothing of what the log has: too little memory?", field="decisions")
     return Targets(
-        fmean(one.ttft_s for one in done),
+        *of_ttfts([one.ttft_s for one in done]),
         fmean(one.tbt_s for one in answers),
-        fmean(one.mean_tbt_s for one in answers),
+        *of_intervals([(one.output_tokens - 1, one.mean_tbt_s) for one in answers]),
         fmean(one.prefill_end_s - one.prefill_start_s for one in done),
-        _spread([one.tbt_s for one in answers]),
+        fmean(steps_s),
         _spread(logs["prefill"]),
         _spread(logs["decode"]),
     )
@@ -183,6 +192,22 @@ def scattered(measured: Sequence[float], power: float) -> tuple[float, ...]:
     return tuple(one / mean for one in found)
 
 
+def of_ttfts(ttfts: Sequence[float]) -> tuple[float, float]:
+    """Mean and standard deviation."""
+    return fmean(ttfts), pstdev(ttfts)
+
+
+def of_intervals(requests: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """From (intervals, their mean) of each request: what an interval takes, and what the first one takes longer. Least
+    squares of mean = g + h / intervals, each request counted as often as it has intervals. Not negative."""
+    n = float(sum(count for count, _ in requests))
+    x, xx = float(len(requests)), sum(1 / count for count, _ in requests)
+    y, xy = sum(count * mean for count, mean in requests), sum(mean for _, mean in requests)
+    below = n * xx - x * x
+    first = max(0.0, (n * xy - x * y) / below) if below > 1e-12 * n * xx else 0.0
+    return max(LEAST_S, (y - first * x) / n), first
+
+
 def _spread(ratios: Sequence[float]) -> float:
     return pvariance([math.log(one) for one in ratios])
 
@@ -191,7 +216,8 @@ def _moved(host: HostModel, targets: Targets, seen: Targets) -> HostModel:
     """Each figure towards its measurement."""
 
     def factor(name: str) -> float:
-        return min(MAX_FACTOR, max(1 / MAX_FACTOR, float(getattr(targets, name)) / float(getattr(seen, name))))
+        ratio = float(getattr(targets, name)) / float(getattr(seen, name))
+        return min(MAX_FACTOR, max(1 / MAX_FACTOR, ratio**DAMPED))
 
     def shifted(value: float, name: str, share: float) -> float:
         missing = float(getattr(targets, name)) - float(getattr(seen, name))
@@ -200,10 +226,10 @@ def _moved(host: HostModel, targets: Targets, seen: Targets) -> HostModel:
     return replace(
         host,
         prefill_alone=host.prefill_alone * factor("prefill_s"),
-        decode_alone=max(LEAST_S, host.decode_alone * factor("mean_tbt_s")),
-        turn_s=max(
-            0.0, host.turn_s + 0.5 * seen.mean_tbt_s * (math.sqrt(targets.tbt_spread) - math.sqrt(seen.tbt_spread))
-        ),
-        handoff_s=shifted(host.handoff_s, "tbt_s", 1.0),
+        decode_alone=host.decode_alone * factor("step_s"),
+        between_s=shifted(host.between_s, "interval_s", 0.5),
+        turn_s=shifted(host.turn_s, "tbt_s", 0.3),
+        handoff_s=shifted(host.handoff_s, "first_s", 0.7),
         door_s=shifted(host.door_s, "ttft_s", 0.1),
+        rest_s=shifted(host.rest_s, "ttft_deviation_s", 0.05),
     )

@@ -31,7 +31,9 @@ class HostModel:
     prefill_alone: float = 1.0  # a prefill step alone / the same as instances report it, on average
     decode_alone: float = 1.0  # likewise of a decode step
     door_s: float = 0.0  # of a core, for each request, before it is placed; one request after the other
-    turn_s: float = 0.0  # that a decode step waits for its turn, for each job beyond the cores that it finds there
+    rest_s: float = 0.0  # of a core, after each prefill step, before the next one
+    between_s: float = 0.0  # of a core, after each decode step: its tokens go out, the next one is made up
+    turn_s: float = 0.0  # before a decode step, for each job beyond the cores that is found at work
     handoff_s: float = 0.0  # a prompt is computed → its row may join the batch
     prefill_residuals: tuple[float, ...] = (1.0,)  # quantiles, from the least to the greatest, evenly spaced in rank
     decode_residuals: tuple[float, ...] = (1.0,)
@@ -41,7 +43,7 @@ class HostModel:
         for name in ("cores", "prefill_alone", "decode_alone"):
             if not 0 < getattr(self, name) < inf:
                 raise _bad(name, getattr(self, name), "a number above 0")
-        for name in ("door_s", "turn_s", "handoff_s"):
+        for name in ("door_s", "rest_s", "between_s", "turn_s", "handoff_s"):
             if not 0 <= getattr(self, name) < inf:
                 raise _bad(name, getattr(self, name), "a number, at least 0")
         for name in ("prefill_residuals", "decode_residuals"):
@@ -146,13 +148,24 @@ class Machine:
         residual = drawn(self.model.prefill_residuals, self._random.random())
         self._step("prefill", seconds, seconds * self.model.prefill_alone * residual, over)
 
+    def rest(self, over: Callable[[], None]) -> None:
+        """Between two prefill steps of one instance."""
+        self.cores.run(self.model.rest_s, over)
+
     def decode(self, seconds: float, over: Callable[[], None]) -> None:
         """Likewise."""
         residual = drawn(self.model.decode_residuals, self._random.random())
-        turns = max(0.0, self.cores.busy + 1 - self.model.cores)
-        self._step("decode", seconds, seconds * self.model.decode_alone * residual, over, turns * self.model.turn_s)
+        model = self.model
+        turns = max(0.0, self.cores.busy + 1 - model.cores)
+        work_s = seconds * model.decode_alone * residual
+        after = (lambda: self.cores.run(model.between_s, over)) if model.between_s else over
+        if turns and model.turn_s:
+            wait_s = turns * model.turn_s * self._random.expovariate(1.0)
+            self._loop.after(wait_s, lambda: self._step("decode", seconds, work_s, after))
+        else:
+            self._step("decode", seconds, work_s, after)
 
-    def _step(self, role: str, usual_s: float, work_s: float, over: Callable[[], None], wait_s: float = 0.0) -> None:
+    def _step(self, role: str, usual_s: float, work_s: float, over: Callable[[], None]) -> None:
         began = self._loop.now
 
         def done() -> None:
@@ -160,10 +173,7 @@ class Machine:
                 self.watch(role, usual_s, self._loop.now - began)
             over()
 
-        if wait_s:
-            self._loop.after(wait_s, lambda: self.cores.run(work_s, done))
-        else:
-            self.cores.run(work_s, done)
+        self.cores.run(work_s, done)
 
     def enter(self, inside: Callable[[], None]) -> None:
         """A request comes to the door, which takes them one by one."""
