@@ -128,6 +128,7 @@ class RegisterInstanceRequest(_message.Message):
     LOCAL_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     PREFILL_CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     SWITCHABLE_FIELD_NUMBER: _builtins.int
+    PREFILL_SIZE_WEIGHT_FIELD_NUMBER: _builtins.int
     protocol_version: _common_pb2.ProtocolVersion.ValueType
     role: _common_pb2.Role.ValueType
     node_id: _builtins.str
@@ -144,6 +145,8 @@ class RegisterInstanceRequest(_message.Message):
     """
     switchable: _builtins.bool
     """Instance.SetRole gives it any role; what it bears by then is told by registering again"""
+    prefill_size_weight: _builtins.float
+    """Its waiting line goes by arrival + priority + this many times `Placement.prefill_us`. 0: sizes do not matter there."""
     @_builtins.property
     def instance(self) -> _common_pb2.InstanceRef: ...
     @_builtins.property
@@ -161,31 +164,11 @@ class RegisterInstanceRequest(_message.Message):
         local_prefill_tokens: _builtins.int = ...,
         prefill_chunk_tokens: _builtins.int = ...,
         switchable: _builtins.bool = ...,
+        prefill_size_weight: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "capacity_blocks",
-        b"capacity_blocks",
-        "instance",
-        b"instance",
-        "local_prefill_tokens",
-        b"local_prefill_tokens",
-        "max_running_requests",
-        b"max_running_requests",
-        "model",
-        b"model",
-        "node_id",
-        b"node_id",
-        "prefill_chunk_tokens",
-        b"prefill_chunk_tokens",
-        "protocol_version",
-        b"protocol_version",
-        "role",
-        b"role",
-        "switchable",
-        b"switchable",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_blocks", b"capacity_blocks", "instance", b"instance", "local_prefill_tokens", b"local_prefill_tokens", "max_running_requests", b"max_running_requests", "model", b"model", "node_id", b"node_id", "prefill_chunk_tokens", b"prefill_chunk_tokens", "prefill_size_weight", b"prefill_size_weight", "protocol_version", b"protocol_version", "role", b"role", "switchable", b"switchable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -208,9 +191,7 @@ class RegisterInstanceResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "heartbeat_interval_ms", b"heartbeat_interval_ms", "lease_ms", b"lease_ms"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval_ms", b"heartbeat_interval_ms", "lease_ms", b"lease_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -272,28 +253,7 @@ class HeartbeatRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "decode_samples",
-        b"decode_samples",
-        "finished_request_ids",
-        b"finished_request_ids",
-        "instance",
-        b"instance",
-        "load",
-        b"load",
-        "not_ready_reason",
-        b"not_ready_reason",
-        "outcomes",
-        b"outcomes",
-        "prefill_samples",
-        b"prefill_samples",
-        "ready",
-        b"ready",
-        "seq",
-        b"seq",
-        "tiers",
-        b"tiers",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_samples", b"decode_samples", "finished_request_ids", b"finished_request_ids", "instance", b"instance", "load", b"load", "not_ready_reason", b"not_ready_reason", "outcomes", b"outcomes", "prefill_samples", b"prefill_samples", "ready", b"ready", "seq", b"seq", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -346,28 +306,7 @@ class RequestOutcome(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "attempt",
-        b"attempt",
-        "blamed",
-        b"blamed",
-        "duration_us",
-        b"duration_us",
-        "error",
-        b"error",
-        "mean_tbt_us",
-        b"mean_tbt_us",
-        "outcome",
-        b"outcome",
-        "output_tokens",
-        b"output_tokens",
-        "request_id",
-        b"request_id",
-        "tbt_us",
-        b"tbt_us",
-        "ttft_us",
-        b"ttft_us",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "blamed", b"blamed", "duration_us", b"duration_us", "error", b"error", "mean_tbt_us", b"mean_tbt_us", "outcome", b"outcome", "output_tokens", b"output_tokens", "request_id", b"request_id", "tbt_us", b"tbt_us", "ttft_us", b"ttft_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -434,36 +373,7 @@ class Load(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "context_tokens",
-        b"context_tokens",
-        "device_hit_tokens",
-        b"device_hit_tokens",
-        "free_extents",
-        b"free_extents",
-        "free_pages",
-        b"free_pages",
-        "host_hit_tokens",
-        b"host_hit_tokens",
-        "prompt_tokens",
-        b"prompt_tokens",
-        "pulled_bytes",
-        b"pulled_bytes",
-        "queued_requests",
-        b"queued_requests",
-        "queued_tokens",
-        b"queued_tokens",
-        "remote_hit_tokens",
-        b"remote_hit_tokens",
-        "running_requests",
-        b"running_requests",
-        "store_blocks",
-        b"store_blocks",
-        "store_capacity",
-        b"store_capacity",
-        "waiting_requests",
-        b"waiting_requests",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "device_hit_tokens", b"device_hit_tokens", "free_extents", b"free_extents", "free_pages", b"free_pages", "host_hit_tokens", b"host_hit_tokens", "prompt_tokens", b"prompt_tokens", "pulled_bytes", b"pulled_bytes", "queued_requests", b"queued_requests", "queued_tokens", b"queued_tokens", "remote_hit_tokens", b"remote_hit_tokens", "running_requests", b"running_requests", "store_blocks", b"store_blocks", "store_capacity", b"store_capacity", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -525,34 +435,7 @@ class PrefillSample(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "beside_pairs",
-        b"beside_pairs",
-        "beside_tokens",
-        b"beside_tokens",
-        "cached_tokens",
-        b"cached_tokens",
-        "chunks",
-        b"chunks",
-        "computed_tokens",
-        b"computed_tokens",
-        "duration_us",
-        b"duration_us",
-        "pull_bytes",
-        b"pull_bytes",
-        "pull_us",
-        b"pull_us",
-        "pulled_tokens",
-        b"pulled_tokens",
-        "request_id",
-        b"request_id",
-        "steps",
-        b"steps",
-        "transfer_bytes",
-        b"transfer_bytes",
-        "transfer_us",
-        b"transfer_us",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beside_pairs", b"beside_pairs", "beside_tokens", b"beside_tokens", "cached_tokens", b"cached_tokens", "chunks", b"chunks", "computed_tokens", b"computed_tokens", "duration_us", b"duration_us", "pull_bytes", b"pull_bytes", "pull_us", b"pull_us", "pulled_tokens", b"pulled_tokens", "request_id", b"request_id", "steps", b"steps", "transfer_bytes", b"transfer_bytes", "transfer_us", b"transfer_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -577,9 +460,7 @@ class DecodeSample(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "batch", b"batch", "context_tokens", b"context_tokens", "duration_us", b"duration_us"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "context_tokens", b"context_tokens", "duration_us", b"duration_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -667,40 +548,7 @@ class ScheduleRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "attempt",
-        b"attempt",
-        "avoid_instance_ids",
-        b"avoid_instance_ids",
-        "block_keys",
-        b"block_keys",
-        "endpoint",
-        b"endpoint",
-        "expected_output_tokens",
-        b"expected_output_tokens",
-        "lane",
-        b"lane",
-        "max_tokens",
-        b"max_tokens",
-        "model",
-        b"model",
-        "origin",
-        b"origin",
-        "priority",
-        b"priority",
-        "prompt_tokens",
-        b"prompt_tokens",
-        "request_id",
-        b"request_id",
-        "session",
-        b"session",
-        "tbt_slo_ms",
-        b"tbt_slo_ms",
-        "tenant",
-        b"tenant",
-        "ttft_slo_ms",
-        b"ttft_slo_ms",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "avoid_instance_ids", b"avoid_instance_ids", "block_keys", b"block_keys", "endpoint", b"endpoint", "expected_output_tokens", b"expected_output_tokens", "lane", b"lane", "max_tokens", b"max_tokens", "model", b"model", "origin", b"origin", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session", b"session", "tbt_slo_ms", b"tbt_slo_ms", "tenant", b"tenant", "ttft_slo_ms", b"ttft_slo_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -743,22 +591,7 @@ class PredictedLife(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "end_ms",
-        b"end_ms",
-        "fetched_ms",
-        b"fetched_ms",
-        "first_token_ms",
-        b"first_token_ms",
-        "output_tokens",
-        b"output_tokens",
-        "prefill_end_ms",
-        b"prefill_end_ms",
-        "prefill_start_ms",
-        b"prefill_start_ms",
-        "pull_start_ms",
-        b"pull_start_ms",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_ms", b"end_ms", "fetched_ms", b"fetched_ms", "first_token_ms", b"first_token_ms", "output_tokens", b"output_tokens", "prefill_end_ms", b"prefill_end_ms", "prefill_start_ms", b"prefill_start_ms", "pull_start_ms", b"pull_start_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -780,6 +613,7 @@ class Placement(_message.Message):
     DECODE_LOAD_UNTIL_FIELD_NUMBER: _builtins.int
     PULL_AFTER_MS_FIELD_NUMBER: _builtins.int
     LIFE_FIELD_NUMBER: _builtins.int
+    PREFILL_US_FIELD_NUMBER: _builtins.int
     predicted_ttft_ms: _builtins.int
     predicted_tbt_ms: _builtins.int
     predicted_cached_tokens: _builtins.int
@@ -793,6 +627,8 @@ class Placement(_message.Message):
     """The same for decode's own lower tiers: prefill pushes what lies there from this block on. Absent: whatever it finds."""
     pull_after_ms: _builtins.int
     """prefill begins to fetch `pulls` so much after the request has come to it"""
+    prefill_us: _builtins.int
+    """predicted, of computing what is not cached: prefill's line may go by it"""
     @_builtins.property
     def prefill(self) -> _common_pb2.InstanceRef: ...
     @_builtins.property
@@ -822,63 +658,18 @@ class Placement(_message.Message):
         decode_load_until: _builtins.int | None = ...,
         pull_after_ms: _builtins.int = ...,
         life: Global___PredictedLife | None = ...,
+        prefill_us: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal[
-        "_decode_load_until",
-        b"_decode_load_until",
-        "_load_until",
-        b"_load_until",
-        "decode",
-        b"decode",
-        "decode_load_until",
-        b"decode_load_until",
-        "life",
-        b"life",
-        "load_until",
-        b"load_until",
-        "prefill",
-        b"prefill",
-    ]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_decode_load_until", b"_decode_load_until", "_load_until", b"_load_until", "decode", b"decode", "decode_load_until", b"decode_load_until", "life", b"life", "load_until", b"load_until", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "_decode_load_until",
-        b"_decode_load_until",
-        "_load_until",
-        b"_load_until",
-        "decode",
-        b"decode",
-        "decode_load_until",
-        b"decode_load_until",
-        "decode_pulls",
-        b"decode_pulls",
-        "life",
-        b"life",
-        "load_until",
-        b"load_until",
-        "predicted_cached_tokens",
-        b"predicted_cached_tokens",
-        "predicted_tbt_ms",
-        b"predicted_tbt_ms",
-        "predicted_ttft_ms",
-        b"predicted_ttft_ms",
-        "prefill",
-        b"prefill",
-        "pull_after_ms",
-        b"pull_after_ms",
-        "pulls",
-        b"pulls",
-        "sources",
-        b"sources",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_load_until", b"_decode_load_until", "_load_until", b"_load_until", "decode", b"decode", "decode_load_until", b"decode_load_until", "decode_pulls", b"decode_pulls", "life", b"life", "load_until", b"load_until", "predicted_cached_tokens", b"predicted_cached_tokens", "predicted_tbt_ms", b"predicted_tbt_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "prefill", b"prefill", "prefill_us", b"prefill_us", "pull_after_ms", b"pull_after_ms", "pulls", b"pulls", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__decode_load_until: _TypeAlias = _typing.Literal["decode_load_until"]  # noqa: Y015
     _WhichOneofArgType__decode_load_until: _TypeAlias = _typing.Literal["_decode_load_until", b"_decode_load_until"]  # noqa: Y015
     _WhichOneofReturnType__load_until: _TypeAlias = _typing.Literal["load_until"]  # noqa: Y015
     _WhichOneofArgType__load_until: _TypeAlias = _typing.Literal["_load_until", b"_load_until"]  # noqa: Y015
     @_typing.overload
-    def WhichOneof(
-        self, oneof_group: _WhichOneofArgType__decode_load_until
-    ) -> _WhichOneofReturnType__decode_load_until | None: ...
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__decode_load_until) -> _WhichOneofReturnType__decode_load_until | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__load_until) -> _WhichOneofReturnType__load_until | None: ...
 
@@ -990,22 +781,7 @@ class GetConductorStatusResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["leadership", b"leadership"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "admission",
-        b"admission",
-        "balancing_threshold",
-        b"balancing_threshold",
-        "errors",
-        b"errors",
-        "instances",
-        b"instances",
-        "leadership",
-        b"leadership",
-        "policy",
-        b"policy",
-        "store_master",
-        b"store_master",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "balancing_threshold", b"balancing_threshold", "errors", b"errors", "instances", b"instances", "leadership", b"leadership", "policy", b"policy", "store_master", b"store_master"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1071,9 +847,7 @@ class PredictionError(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "bias", b"bias", "p50", b"p50", "p90", b"p90", "p99", b"p99", "samples", b"samples", "what", b"what"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bias", b"bias", "p50", b"p50", "p90", b"p90", "p99", b"p99", "samples", b"samples", "what", b"what"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1144,38 +918,7 @@ class InstanceStatus(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "breaker",
-        b"breaker",
-        "capacity_blocks",
-        b"capacity_blocks",
-        "cordon",
-        b"cordon",
-        "cordon_reason",
-        b"cordon_reason",
-        "indexed_blocks",
-        b"indexed_blocks",
-        "instance",
-        b"instance",
-        "load",
-        b"load",
-        "model",
-        b"model",
-        "not_ready_reason",
-        b"not_ready_reason",
-        "queue_ms",
-        b"queue_ms",
-        "ready",
-        b"ready",
-        "role",
-        b"role",
-        "silent_ms",
-        b"silent_ms",
-        "tbt_ms",
-        b"tbt_ms",
-        "tiers",
-        b"tiers",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["breaker", b"breaker", "capacity_blocks", b"capacity_blocks", "cordon", b"cordon", "cordon_reason", b"cordon_reason", "indexed_blocks", b"indexed_blocks", "instance", b"instance", "load", b"load", "model", b"model", "not_ready_reason", b"not_ready_reason", "queue_ms", b"queue_ms", "ready", b"ready", "role", b"role", "silent_ms", b"silent_ms", "tbt_ms", b"tbt_ms", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1200,9 +943,7 @@ class CordonRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "instance_id", b"instance_id", "reason", b"reason", "state", b"state"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "reason", b"reason", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1293,20 +1034,7 @@ class ScaleHint(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "change",
-        b"change",
-        "instances",
-        b"instances",
-        "load",
-        b"load",
-        "model",
-        b"model",
-        "reason",
-        b"reason",
-        "role",
-        b"role",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "instances", b"instances", "load", b"load", "model", b"model", "reason", b"reason", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1335,9 +1063,7 @@ class IndexedTier(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "expected_ms", b"expected_ms", "indexed_blocks", b"indexed_blocks", "usage", b"usage"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_ms", b"expected_ms", "indexed_blocks", b"indexed_blocks", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1434,28 +1160,7 @@ class Candidate(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "chosen",
-        b"chosen",
-        "instance",
-        b"instance",
-        "loaded_blocks",
-        b"loaded_blocks",
-        "local_blocks",
-        b"local_blocks",
-        "pulled_blocks",
-        b"pulled_blocks",
-        "role",
-        b"role",
-        "score_ms",
-        b"score_ms",
-        "terms",
-        b"terms",
-        "tier",
-        b"tier",
-        "verdict",
-        b"verdict",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "instance", b"instance", "loaded_blocks", b"loaded_blocks", "local_blocks", b"local_blocks", "pulled_blocks", b"pulled_blocks", "role", b"role", "score_ms", b"score_ms", "terms", b"terms", "tier", b"tier", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1537,42 +1242,7 @@ class ExplainResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "placement", b"placement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "age_ms",
-        b"age_ms",
-        "attempt",
-        b"attempt",
-        "best_prefix_blocks",
-        b"best_prefix_blocks",
-        "cached_tokens",
-        b"cached_tokens",
-        "candidates",
-        b"candidates",
-        "ended",
-        b"ended",
-        "kinds",
-        b"kinds",
-        "message",
-        b"message",
-        "model",
-        b"model",
-        "outcome",
-        b"outcome",
-        "placement",
-        b"placement",
-        "prefill_ms",
-        b"prefill_ms",
-        "prompt_blocks",
-        b"prompt_blocks",
-        "prompt_tokens",
-        b"prompt_tokens",
-        "reported",
-        b"reported",
-        "request_id",
-        b"request_id",
-        "screened",
-        b"screened",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "attempt", b"attempt", "best_prefix_blocks", b"best_prefix_blocks", "cached_tokens", b"cached_tokens", "candidates", b"candidates", "ended", b"ended", "kinds", b"kinds", "message", b"message", "model", b"model", "outcome", b"outcome", "placement", b"placement", "prefill_ms", b"prefill_ms", "prompt_blocks", b"prompt_blocks", "prompt_tokens", b"prompt_tokens", "reported", b"reported", "request_id", b"request_id", "screened", b"screened"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1617,22 +1287,7 @@ class WeighedKind(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "chosen",
-        b"chosen",
-        "cost_ms",
-        b"cost_ms",
-        "decode",
-        b"decode",
-        "kind",
-        b"kind",
-        "prefill",
-        b"prefill",
-        "terms",
-        b"terms",
-        "verdict",
-        b"verdict",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "cost_ms", b"cost_ms", "decode", b"decode", "kind", b"kind", "prefill", b"prefill", "terms", b"terms", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
