@@ -33,6 +33,8 @@ from services.conductor.state import ConductorState
 
 log = logging.getLogger(__name__)
 
+SHOWN_S = 1.0  # between two looks at all instances for gauges: with thousands one takes milliseconds
+
 Step = Callable[[Event, float], Sequence[Action]]
 
 
@@ -60,6 +62,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         self._office = office
         self._gauges = ScaleGauges()
         self._orders: list[Action] = []
+        self._shown_at = float("-inf")
 
     def deliver(self, event: Event) -> Placed | None:
         """Hand an event to the brain; raises the error that answers it (Unavailable: the master's stream must start
@@ -92,6 +95,13 @@ class ConductorServicer(pb_grpc.ConductorServicer):
             for ready, label in ((True, "ready"), (False, "not_ready")):
                 names.CONDUCTOR_INSTANCES.labels(role=role.value, state=label).set(count.get((role, ready), 0))
         names.CONDUCTOR_INDEX_BLOCKS.set(self._state.indexed_blocks)
+        names.CONDUCTOR_HEARTBEAT_AGE.set(silent_s)
+        if self._clock() >= self._shown_at + SHOWN_S:
+            self._shown_at = self._clock()
+            self._show()
+
+    def _show(self) -> None:
+        """Gauges for which every instance is looked at."""
         for error in self._state.prediction_errors():
             shares = (("bias", error.bias), ("p50", error.p50), ("p90", error.p90), ("p99", error.p99))
             for quantile, share in shares:
@@ -100,7 +110,6 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         for model, loads in self._state.loads(self._clock()).items():
             names.CONDUCTOR_SLO_LOAD.labels(model=model, pool="prefill").set(loads.prefill)
             names.CONDUCTOR_SLO_LOAD.labels(model=model, pool="decode").set(loads.decode)
-        names.CONDUCTOR_HEARTBEAT_AGE.set(silent_s)
 
     async def Register(  # noqa: N802
         self, request: pb.RegisterInstanceRequest, context: Any

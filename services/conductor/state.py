@@ -198,7 +198,8 @@ class ConductorState:
 
     def loads(self, now: float) -> dict[str, Loads]:
         """Of every model's pools, as admission sees them."""
-        return self.scheduling.admission.loads([i for i in self._fleet if not self.why_not(i, now)], now)
+        view = self._view_of_all(now)
+        return self.scheduling.admission.loads(Chosen(view, view.able), now)
 
     def hints(self, now: float) -> Sequence[Hint]:
         """How many instances each pool wanted at the last look."""
