@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.sim.config import SimConfig
@@ -54,7 +55,7 @@ class Brains:
         """`order`: carries out what a leading conductor orders."""
         self._config, self._loop, self._order = config, loop, order
         self.states = [
-            ConductorState(config.conductor, random.Random(f"{config.seed}:{n}"), loop.now)
+            ConductorState(replace(config.conductor, max_explained=0), random.Random(f"{config.seed}:{n}"), loop.now)
             for n in range(config.conductors)
         ]
         self._turn = 0
@@ -77,7 +78,16 @@ class Brains:
         config, spec = self._config, node.spec
         card = ModelCard(MODEL, MODEL, config.block_tokens, "", 0, 1, (), spec.kv_bytes_per_token, 0)
         pages = spec.kv_tokens // config.block_tokens
-        event = Register(node.ref, role, node.name, card, pages, config.max_running, switchable=config.orders)
+        event = Register(
+            node.ref,
+            role,
+            node.name,
+            card,
+            pages,
+            config.max_running,
+            switchable=config.orders,
+            size_weight=config.size_weight if role.prefills else 0.0,
+        )
         for state in self.states:
             for action in state.step(event, self._loop.now):
                 assert not isinstance(action, Refuse), action

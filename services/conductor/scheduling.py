@@ -98,20 +98,29 @@ class Scheduling:
             answer = self._answer(request, found.answer, judge, now)
         if isinstance(answer, Placed):
             self._ledger.promise(request, answer)
+        if self._settings.max_explained:
+            best = mesh.survey.reach(mesh.anywhere) if mesh is not None else 0
+            self._explain(request, answer, serving, found, best, terms)
+        return answer
+
+    def _explain(
+        self, request: Schedule, answer: Placed | Refuse, serving: Chosen, found: Found | None, best: int, terms: Terms
+    ) -> None:
+        """Keep why, for who asks. `best`: leading blocks that lie anywhere."""
+        told, now = serving.some(MAX_TOLD), terms.now
         self._known.explanations.keep(
             explain.decided(
                 request,
                 answer,
-                explain.candidates_of(request, serving.some(MAX_TOLD), self._why(now), found, terms.ttft_slo_s),
+                explain.candidates_of(request, told, self._why(now), found, terms.ttft_slo_s),
                 serving=len(serving),
                 kinds=explain.kinds_of(found, request.max_tokens),
-                best_prefix=mesh.survey.reach(mesh.anywhere) if mesh is not None else 0,
+                best_prefix=best,
                 ttft_slo_s=terms.ttft_slo_s,
                 tbt_slo_s=terms.tbt_slo_s,
                 now=now,
             )
         )
-        return answer
 
     def _refused(
         self, request: Schedule, serving: Chosen, prefills: Chosen, decodes: Chosen, now: float
@@ -165,7 +174,7 @@ class Scheduling:
         if isinstance(choice, Choice):
             choice = self.admission.confirm(choice, judge)
         if isinstance(choice, Refuse):
-            return choice
+            return self.admission.refused(request, choice, now)
         self._ledger.commit(request, choice, now, judge.slo, judge.answer_tokens)
         self.admission.placed(choice, judge)
         self.balance.placed(request, choice, now)
