@@ -75,6 +75,7 @@ class Instance:
                     local_prefill_tokens=config.local_prefill_tokens,
                     prefill_chunk_tokens=min(config.mixed_chunk_tokens, config.prefill_chunk_tokens),
                     switchable=True,
+                    prefill_size_weight=config.size_weight,
                 )
                 front.switch = halves.become
                 names.PREFILL_READY.set(1)

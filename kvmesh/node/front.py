@@ -243,6 +243,7 @@ class Front:
         local_prefill_tokens: int = 0,
         prefill_chunk_tokens: int = 0,
         switchable: bool = False,
+        prefill_size_weight: float = 0.0,
     ) -> None:
         """Bind, add the role's servicers, say SERVING, then register and beat. ConfigError: the port is taken, or the
         folder of the SSD tier cannot be used."""
@@ -278,6 +279,7 @@ class Front:
             local_prefill_tokens=local_prefill_tokens,
             prefill_chunk_tokens=prefill_chunk_tokens,
             switchable=switchable,
+            prefill_size_weight=prefill_size_weight,
         )
         if blocks is not None:
             blocks.start(self._registrar)

@@ -241,6 +241,7 @@ class Registrar:
         local_prefill_tokens: int = 0,
         prefill_chunk_tokens: int = 0,
         switchable: bool = False,
+        prefill_size_weight: float = 0.0,
     ) -> None:
         rng = random.Random()
         registration = pb.RegisterInstanceRequest(
@@ -254,6 +255,7 @@ class Registrar:
             local_prefill_tokens=local_prefill_tokens,
             prefill_chunk_tokens=prefill_chunk_tokens,
             switchable=switchable,
+            prefill_size_weight=prefill_size_weight,
         )
         member = pb_store.Member(instance=ref_pb, role=role, node_id=node_id, store_id=ref_pb.instance_id)
         self._report = report

@@ -61,6 +61,7 @@ class SimConfig:
     chunk_tokens: int = 8192
     batch_tokens: int = 8192
     long_tokens: int = 8192
+    size_weight: float = 0.0  # of predicted prefill times in the lines
     layers: int = 80  # a chunk's KV leaves layer by layer: the last layer's when the step ends
     pull_timeout_s: float = 10.0
 
@@ -97,7 +98,15 @@ class SimConfig:
         for name in ("heartbeat_s", "tick_s", "sample_s", "pull_timeout_s"):
             if not getattr(self, name) > 0:
                 raise _bad(name, getattr(self, name), "above 0")
-        for name in ("hop_s", "announce_s", "retries", "max_waiting", "max_output_tokens", "load_bytes_per_s"):
+        for name in (
+            "hop_s",
+            "announce_s",
+            "retries",
+            "max_waiting",
+            "max_output_tokens",
+            "load_bytes_per_s",
+            "size_weight",
+        ):
             if getattr(self, name) < 0:
                 raise _bad(name, getattr(self, name), "not negative")
         if self.chunk_tokens < self.block_tokens:
@@ -121,6 +130,7 @@ class SimConfig:
             prefill_chunk_tokens=chunk,
             max_batch_tokens=max(self.batch_tokens, chunk),
             long_prompt_tokens=self.long_tokens,
+            size_weight=self.size_weight,
         )
 
     @property

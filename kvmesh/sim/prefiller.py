@@ -62,7 +62,8 @@ class Prefiller:
         self.lives[life.handle] = life
         now = self._loop.now
         life.expected_rest = life.tokens - self.store.peek(self._usable(life)) * self._block
-        self.planner.line.add(life.handle, life.request.priority, int(now * 1e9))
+        size_ns = round(life.placed.life.prefill_s * 1e9) if life.placed is not None else 0
+        self.planner.line.add(life.handle, life.request.priority, int(now * 1e9), size_ns)
         if pull_after_s > 0:
             self._loop.after(pull_after_s, lambda: self._begin_pull(life))
         else:

@@ -173,6 +173,7 @@ class Register:
     local_prefill_tokens: int = 0  # see `RegisterInstanceRequest` in conductor.proto
     chunk_tokens: int = 0
     switchable: bool = False
+    size_weight: float = 0.0  # of its line
 
 
 @dataclass(frozen=True)
@@ -307,6 +308,11 @@ class PredictedLife:
     first_token_s: float = 0.0
     end_s: float = 0.0
     output_tokens: int = 0
+
+    @property
+    def prefill_s(self) -> float:
+        """Computing what is not cached: the size by which a prefill line may go."""
+        return self.prefill_end_s - self.prefill_start_s
 
 
 @dataclass(frozen=True)

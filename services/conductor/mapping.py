@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.keys import KEY_BYTES, split
 from kvmesh.kvcache.tiers import Tier, TierUse, store_name, tier_of
@@ -96,10 +98,12 @@ def card_out(card: ModelCard) -> pb_common.ModelCard:
 
 
 def register_in(request: pb.RegisterInstanceRequest) -> Register:
-    """Raises InvalidRequest for an unknown role."""
+    """Raises InvalidRequest for an unknown role, a weight that is none."""
     role = _ROLES.get(request.role)
     if role is None:
         raise InvalidRequest.of("role", request.role, "must be prefill, decode or both")
+    if not 0 <= request.prefill_size_weight < math.inf:
+        raise InvalidRequest.of("prefill_size_weight", request.prefill_size_weight, "must be a number, at least 0")
     return Register(
         ref=ref_in(request.instance),
         role=role,
@@ -110,6 +114,7 @@ def register_in(request: pb.RegisterInstanceRequest) -> Register:
         local_prefill_tokens=request.local_prefill_tokens,
         chunk_tokens=request.prefill_chunk_tokens,
         switchable=request.switchable,
+        size_weight=request.prefill_size_weight,
     )
 
 

@@ -33,6 +33,7 @@ def placement_out(placed: Placed) -> pb.Placement:
         load_until=placed.load_until,
         decode_load_until=placed.decode_load_until,
         pull_after_ms=_ms(placed.pull_after_s),
+        prefill_us=min(MAX_UINT32, round(placed.life.prefill_s * 1e6)),
         life=pb.PredictedLife(
             pull_start_ms=_ms(placed.life.pull_start_s),
             fetched_ms=_ms(placed.life.fetched_s),

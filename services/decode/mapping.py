@@ -93,6 +93,7 @@ def start_prefill(
     if start.placement.HasField("load_until"):
         ask.load_until = start.placement.load_until
     ask.pull_after_ms = start.placement.pull_after_ms
+    ask.prefill_us = start.placement.prefill_us
     return message
 
 

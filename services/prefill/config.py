@@ -10,6 +10,8 @@ from kvmesh.rpc.errors import ConfigError
 from services.prefill.checks import BrainConfig
 from services.prefill.planner import PlanConfig
 
+MAX_SIZE_WEIGHT = 1000.0  # beyond, sizes alone decide
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillConfig(InstanceConfig):
@@ -32,6 +34,14 @@ class PrefillConfig(InstanceConfig):
     )
     priority_step_ms: int = field(
         default=30_000, metadata={"help": "Waiting this long outweighs one step of priority.", "min": 1}
+    )
+    size_weight: float = field(
+        default=0.0,
+        metadata={
+            "help": "Short requests go first: who comes later than so many times a request's predicted computing time "
+            "after it does not go before it. 0: by arrival, long and short ones taking turns.",
+            "min": 0,
+        },
     )
     stop_grace_ms: int = field(
         default=2_000, metadata={"help": "On stop, running handoffs have so long to finish.", "min": 0}
@@ -59,6 +69,8 @@ class PrefillConfig(InstanceConfig):
         for key in ("long_prompt_tokens", "max_queued", "stop_grace_ms"):
             if getattr(self, key) < 0:
                 raise _bad(key, getattr(self, key), "not negative")
+        if not 0 <= self.size_weight <= MAX_SIZE_WEIGHT:
+            raise _bad("size_weight", self.size_weight, f"between 0 and {MAX_SIZE_WEIGHT:g}")
         if self.push not in ("layers", "end"):
             raise _bad("push", self.push, "layers or end")
 
@@ -74,6 +86,7 @@ class PrefillConfig(InstanceConfig):
             long_prompt_tokens=self.long_prompt_tokens,
             pipeline_depth=self.pipeline_depth,
             priority_step_ns=self.priority_step_ms * 1_000_000,
+            size_weight=self.size_weight,
         )
         return BrainConfig(
             plan=plan,

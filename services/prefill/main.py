@@ -60,7 +60,11 @@ class Instance:
             runner = self._runner = self._build()
             servicer = PrefillServicer(runner, lambda: front.ref, writers(front))
             try:
-                await front.serve(lambda server: add(server, servicer), runner.reporter.beat)
+                await front.serve(
+                    lambda server: add(server, servicer),
+                    runner.reporter.beat,
+                    prefill_size_weight=self.config.size_weight,
+                )
                 names.PREFILL_READY.set(1)
                 started({"address": front.address, "instance_id": front.instance_id})
                 await watch(self.front, runner, stop, self._lost)

@@ -1,9 +1,16 @@
 """Which tokens the ranks compute next: the waiting line, chunk borders, batches by input length. Pure.
 
-- The line is ordered by priority, then arrival; waiting wears priority off (`priority_step_ns` of waiting equals
-  one step of priority), so nobody waits for ever behind a stream of more urgent requests.
+- The line is ordered by rank, smaller first:
+
+      rank = arrival + priority x `priority_step_ns` + size x `size_weight`
+
+  where the size of a request is how long computing it was predicted to take when it was placed. Short ones go first,
+  which lowers the mean (shortest processing time), but waiting wears priority and size off: whoever comes later than
+  `size_weight` times its size after a request of the same priority does not go before it, so nobody waits for ever.
 - A request whose uncached rest is over `long_prompt_tokens` runs alone, one chunk a step; shorter ones are packed
-  together. While both kinds are waiting, steps alternate between them: neither starves the other.
+  together. With a `size_weight` every step is of the kind of whoever has the least rank, of those that could run and
+  the one long request that has begun: a long one is held up between its chunks, never given up. Without one, while
+  both kinds are waiting, steps alternate between them: neither starves the other.
 - A request that does not get its pages blocks everybody behind it in the line: none overtakes it on memory.
 - A request whose next block is being computed or loaded for somebody else is passed over until that block is in the
   cache, and one whose next block is being pulled from another node until it is here, for a bounded time.
@@ -30,6 +37,7 @@ class PlanConfig:
     long_prompt_tokens: int = 512
     pipeline_depth: int = 2
     priority_step_ns: int = 30_000_000_000
+    size_weight: float = 0.0  # 0: sizes do not matter
 
 
 def chunk_end(start: int, total: int, block_tokens: int, limit: int) -> int:
@@ -45,8 +53,8 @@ def chunk_end(start: int, total: int, block_tokens: int, limit: int) -> int:
 class Line:
     """The waiting line; smaller rank goes first, equal ranks in order of arrival."""
 
-    def __init__(self, priority_step_ns: int) -> None:
-        self._step_ns = priority_step_ns
+    def __init__(self, priority_step_ns: int, size_weight: float = 0.0) -> None:
+        self._step_ns, self._size_weight = priority_step_ns, size_weight
         self._order: list[tuple[int, int, int]] = []  # (rank, arrival number, handle)
         self._entries: dict[int, tuple[int, int, int]] = {}
         self._arrivals = 0
@@ -61,13 +69,19 @@ class Line:
         """Handles, first to go first."""
         return (handle for _, _, handle in self._order)
 
-    def add(self, handle: int, priority: int, arrived_ns: int) -> None:
-        """Join the line; `handle` must not be in it."""
+    def add(self, handle: int, priority: int, arrived_ns: int, size_ns: int = 0) -> None:
+        """Join the line; `handle` must not be in it. `size_ns`: predicted time of computing it; 0 is not known, and
+        counts as none."""
         assert handle not in self._entries
-        entry = (arrived_ns + priority * self._step_ns, self._arrivals, handle)
+        rank = arrived_ns + priority * self._step_ns + round(size_ns * self._size_weight)
+        entry = (rank, self._arrivals, handle)
         self._arrivals += 1
         self._entries[handle] = entry
         bisect.insort(self._order, entry)
+
+    def rank(self, handle: int) -> tuple[int, int]:
+        """Less than that of whoever it goes before; KeyError if not in the line."""
+        return self._entries[handle][:2]
 
     def remove(self, handle: int) -> None:
         """Leave the line; KeyError if not in it."""
@@ -83,6 +97,7 @@ class Work:
     start: int
     total: int
     long: bool
+    rank: tuple[int, int]  # that it had in the line
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +129,7 @@ class Planner:
 
     def __init__(self, config: PlanConfig) -> None:
         self.config = config
-        self.line = Line(config.priority_step_ns)
+        self.line = Line(config.priority_step_ns, config.size_weight)
         self._work: dict[int, Work] = {}  # with tokens left to submit, in order of admission
         self._blocked = 0  # did not get its pages; 0 = none (handles begin at 1)
         self._last_long = True  # short ones begin
@@ -138,12 +153,28 @@ class Planner:
         step, whatever the configuration allows (one block at least): somebody's next token waits for it."""
         chunk, batch = self.config.prefill_chunk_tokens, self.config.max_batch_tokens
         self._chunk, self._batch = (chunk, batch) if most is None else (min(chunk, most), min(batch, most))
-        for long in (not self._last_long, self._last_long):
+        first = self._goes_first(rest) if self.config.size_weight else not self._last_long
+        for long in (first, not first):
             chunks = self._fill(long, rest, admit, total)
             if chunks:
                 self._last_long = long
                 return chunks
         return []
+
+    def _goes_first(self, rest: Rest) -> bool:
+        """Whether the one with the least rank is a long one."""
+        best = min(self._work.values(), key=lambda work: work.rank, default=None)
+        running = any(work.long for work in self._work.values())
+        for handle in self._candidates():
+            if best is not None and best.rank < self.line.rank(handle):
+                break
+            tokens = rest(handle)
+            if not isinstance(tokens, int):
+                continue
+            long = tokens > self.config.long_prompt_tokens
+            if not (long and running):  # long ones are computed one after the other
+                return long
+        return best is not None and best.long
 
     def _fill(self, long: bool, rest: Rest, admit: Admit, total: Callable[[int], int]) -> list[Chunk]:
         room = self._chunk if long else self._batch
@@ -176,8 +207,8 @@ class Planner:
                 break
             if handle == self._blocked:
                 self._blocked = 0
+            work = self._work[handle] = Work(handle, start, total(handle), long, self.line.rank(handle))
             self.line.remove(handle)
-            work = self._work[handle] = Work(handle, start, total(handle), long)
             room = self._take(work, room, chunks)
         return chunks
 

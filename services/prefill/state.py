@@ -208,7 +208,7 @@ class PrefillState:
         if error is not None:
             self._lives.abort(h, error)
             return
-        self.planner.line.add(start.handle, start.priority, now)
+        self.planner.line.add(start.handle, start.priority, now, start.size_ns)
         if start.deadline_ns:
             heapq.heappush(self._deadlines, (start.deadline_ns, start.handle))
         self._patience(self._lives.arrive(h))

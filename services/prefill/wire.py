@@ -15,7 +15,7 @@ from kvmesh.rpc.pb import prefill_pb2 as pb
 from kvmesh.rpc.status import to_detail
 from services.prefill import events as ev
 
-NS_PER_MS = 1_000_000
+NS_PER_US, NS_PER_MS = 1_000, 1_000_000
 MAX_PULLS = 1024  # ranges of one request
 MAX_PULL_AFTER_MS = 600_000  # of a hint: no queue is so long
 
@@ -59,6 +59,7 @@ def start_in(
         load_until=request.load_until if request.HasField("load_until") else None,
         traceparent=traceparent,
         pull_at_ns=_pull_at(request, now),
+        size_ns=request.prefill_us * NS_PER_US,
     )
 
 
