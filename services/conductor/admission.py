@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvmesh.rpc.errors import Overloaded
 from services.conductor.domain import Lane, Refuse, RequestOutcome, Schedule
 from services.conductor.instance import Instance
 from services.conductor.judge import Judge, Slo
@@ -22,8 +23,10 @@ from services.conductor.lengths import LearntLengths, LengthModel
 from services.conductor.placement import Choice, overloaded
 from services.conductor.refusals import idle_only
 from services.conductor.settings import Mode, Settings
+from services.conductor.turns import Turns
 
 MIN_BATCH_RETRY_S = 1.0
+LOADS = ("ttft", "tbt")  # what interactive requests are refused for
 USUAL_SHARE = 0.1  # of a new prompt in what is thought usual
 
 
@@ -56,6 +59,7 @@ class Admission:
         self._mode = settings.admission.mode
         self._defaults = {name: Slo(ttft_s, tbt_s) for name, ttft_s, tbt_s in settings.admission.by_model}
         self._seen: dict[str, _Seen] = {}
+        self._turns: dict[str, Turns] = {}
         self.lengths: LengthModel = LearntLengths()
         self.batch = BatchLane(settings.admission)
 
@@ -99,7 +103,17 @@ class Admission:
         seen.prompt_s += (USUAL_SHARE if seen.prompt_s else 1.0) * (p.prefill_s - seen.prompt_s)
         self.lengths.placed(request)
         if request.lane is not Lane.BATCH:
+            self._turns.setdefault(request.model, Turns()).taken(judge.now)
             self.batch.earn(_machine_s(choice, judge))
+
+    def refused(self, request: Schedule, refuse: Refuse, now: float) -> Refuse:
+        """The same, with a turn of its own for coming again, if it is for load that it is refused."""
+        if not isinstance(refuse.error, Overloaded) or refuse.reason not in LOADS or request.lane is Lane.BATCH:
+            return refuse
+        wait_s = self._turns.setdefault(request.model, Turns()).wait_s(refuse.error.retry_after_ms / 1000, now)
+        wait_ms = math.ceil(1000 * wait_s)
+        text = f"{refuse.error.message}; try again in {wait_ms} ms"
+        return Refuse(Overloaded(text, retry_after_ms=wait_ms), refuse.reason)
 
     def ended(self, outcome: RequestOutcome) -> None:
         """How a request went."""

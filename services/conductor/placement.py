@@ -4,6 +4,7 @@ predicted TBT, or a refusal that says when to come back. Pure: instances are onl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -207,10 +208,9 @@ def without(instances: Sequence[Instance], names: Collection[str]) -> Sequence[I
 def overloaded(what: str, predicted_s: float, slo_s: float, drain_s: float, wanted_s: float) -> Refuse:
     """`wanted_s` of waiting would help if the queue drains for that long; `drain_s` is how long it can."""
     retry_s = wanted_s if wanted_s < float("inf") else max(HOPELESS_RETRY_S, drain_s)
-    retry_ms = round(1000 * min(MAX_RETRY_S, max(MIN_RETRY_S, retry_s)))
+    retry_ms = math.ceil(1000 * min(MAX_RETRY_S, max(MIN_RETRY_S, retry_s)))
     error = Overloaded(
-        f"predicted {what} {predicted_s * 1000:.0f} ms is over the SLO of {slo_s * 1000:.0f} ms at every instance; "
-        f"try again in {retry_ms} ms",
+        f"predicted {what} {predicted_s * 1000:.0f} ms is over the SLO of {slo_s * 1000:.0f} ms at every instance",
         retry_after_ms=retry_ms,
     )
     return Refuse(error, what.lower())
