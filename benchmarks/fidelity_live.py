@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
+import orjson
+
+from benchmarks.overload_client import Ask, Clients
 from kvmesh.cli import target
-from kvmesh.cli.load import Generator, Job, Outcome
+from kvmesh.cli.load import Outcome
 from kvmesh.kvcache.keys import Namespace, chain, pack_tokens, split
 from kvmesh.sim import trace
 from kvmesh.sim.workload import SimRequest
@@ -19,7 +22,7 @@ from tests.mesh.harness import running_mesh
 BLOCK_TOKENS = 16
 PAGES = 4096  # and extents, of each instance
 WARM_UP = 24  # requests, before what is measured
-TIMEOUT_S = 120.0
+WARM_UP_EVERY_S = 0.15
 NEVER_MS = 600_000  # SLOs: nothing is refused
 _ANY = Namespace(fingerprint="fidelity", kv_dtype="")
 
@@ -69,42 +72,45 @@ class Live:
     outcomes: tuple[Outcome, ...]
     log: Path
     began_s: float
-    wall_s: float
 
 
 async def serve(model: Path, part: Slice, home: Path) -> Live:
-    """A mesh is started, warmed up with other prompts and served the slice; then it is stopped. So its caches hold
-    nothing of the slice at first."""
+    """A mesh is started, warmed up with prompts that share nothing with the slice's, and served the slice; then it is
+    stopped. So its caches hold nothing of the slice at first."""
     log = home / "decisions.jsonl"
     flags = {"*": {"num_pages": PAGES, "num_extents": PAGES}, "conductor": {"decision_log": str(log)}}
     async with running_mesh(
         model, home / "mesh", prefill=2, decode=2, block_tokens=BLOCK_TOKENS, flags=flags,
         slo_ttft_ms=NEVER_MS, slo_tbt_ms=NEVER_MS, log_level="warning",
     ) as running:  # fmt: skip
-        where = target.find(running.http, None, None, None, None)
-        warm = Generator(where, salt="warm-up", timeout_s=TIMEOUT_S, concurrency=3)
-        await warm.run(_jobs(part, WARM_UP, timed=False))
-        await running.settled()
-        generator = Generator(where, salt="measured", timeout_s=TIMEOUT_S)
-        began_s = time.monotonic()
-        await generator.run(_jobs(part, len(part.made), timed=True))
-        await running.settled()
-    failed = [one for one in generator.results if not one.ok]
+        name = target.find(running.http, None, None, None, None).model
+        clients = Clients(running.http)
+        try:
+            few = [n * WARM_UP_EVERY_S for n in range(min(WARM_UP, len(part.made)))]
+            await clients.run(_asks(part, few, name, "warm-up"))
+            await running.settled()
+            asks = _asks(part, part.times, name, "measured")
+            began_s = time.monotonic()
+            outcomes = await clients.run(asks)
+            await running.settled()
+        finally:
+            await clients.close()
+    failed = [one for one in outcomes if not one.ok]
     if failed:
         raise SystemExit(f"{part.name}: {len(failed)} requests failed: {failed[0].code}: {failed[0].message}")
-    return Live(tuple(generator.results), log, began_s, generator.wall_s)
+    return Live(tuple(outcomes), log, began_s)
 
 
-def _jobs(part: Slice, count: int, *, timed: bool) -> list[Job]:
-    return [
-        Job(
-            index,
-            lambda prompt=part.prompts[index]: list(prompt),  # type: ignore[misc]
-            part.made[index].output_tokens,
-            part.times[index] if timed else None,
-        )
-        for index in range(min(count, len(part.made)))
-    ]
+def _asks(part: Slice, times: Sequence[float], model: str, salt: str) -> list[Ask]:
+    """One at each time; their bodies are written here, not while it is measured."""
+    found = []
+    for index, (at_s, made, prompt) in enumerate(zip(times, part.made, part.prompts, strict=False)):
+        body = {
+            "model": model, "prompt": prompt, "max_tokens": made.output_tokens, "temperature": 0, "ignore_eos": True,
+            "stream": True, "stream_options": {"include_usage": True}, "cache_salt": salt,
+        }  # fmt: skip
+        found.append(Ask(index, at_s, len(prompt), made.output_tokens, orjson.dumps(body)))
+    return found
 
 
 def live(model: Path, part: Slice, home: Path) -> Live:
