@@ -139,8 +139,24 @@ class Weights:
         self.arriving = 0  # bytes, at the decode instance that was chosen
 
     @cached_property
+    def short_queue_s(self) -> Floats:
+        """As `load.passing_s` tells of `queue_s`."""
+        columns, ahead_s = self.view.columns, self.queue_s
+        if not columns[Field.LONG_CHUNK].any():
+            return ahead_s
+        long_s = ahead_s * columns[Field.LONG_SHARE]
+        short_s = ahead_s - long_s
+        return np.asarray(short_s + np.minimum(long_s, short_s + columns[Field.LONG_CHUNK] / 2))
+
+    def _queue_of(self, computed: Floats) -> Floats:
+        """What a prompt waits of which so many tokens are computed."""
+        if self.short_queue_s is self.queue_s:
+            return self.queue_s
+        return np.where(computed <= self.view.columns[Field.FITTED_CHUNK], self.short_queue_s, self.queue_s)
+
+    @cached_property
     def queue_s(self) -> Floats:
-        """As `PrefillQueue.ahead_s` tells."""
+        """As `PrefillQueue.ahead_s` tells of long prompts."""
         columns, now = self.view.columns, self.view.now
         wait = np.maximum(0.0, columns[Field.BACKLOG] - np.maximum(0.0, now - columns[Field.AS_OF]))
         ranked = wait > 0
@@ -282,8 +298,10 @@ class Weights:
         ahead = np.minimum(sent, np.maximum(columns[Field.SENDING], self.arriving)) if pushed else 0.0
         whole_s = (sent + ahead) / columns[Field.TRANSFER]
         tail_s = np.maximum(whole_s - prefill_s, whole_s * TAIL_SHARE) if pushed else 0.0
-        ttft_s = np.maximum(self.queue_s, fetch_s) + prefill_s + tail_s
-        return Way(ttft_s, ttft_s + STALL_WEIGHT * stall_s, fetch_s, computed, pairs, steps, alone_s, slower_s, tail_s)
+        queue_s = self._queue_of(computed)
+        ttft_s = np.maximum(queue_s, fetch_s) + prefill_s + tail_s
+        cost_s = ttft_s + STALL_WEIGHT * stall_s
+        return Way(ttft_s, cost_s, queue_s, fetch_s, computed, pairs, steps, alone_s, slower_s, tail_s)
 
     def _offer(
         self, found: Prompts, way: Way, room_s: Floats | float, here: Mask | None, *, instead: bool = False
@@ -297,7 +315,7 @@ class Weights:
         tight = bool(rows.any()) and self.terms.tbt_slo_s < np.inf
         if tight or (way.ttft[able] > (slo_s if isinstance(slo_s, float) else slo_s[able])).any():
             prompt_s = admitted(self.view, Field.PREFILL, way.computed, way.pairs, way.steps)
-            start_s = np.maximum(self.queue_s - self.yielding_s, way.fetch_s)
+            start_s = np.maximum(way.queue_s - np.minimum(self.yielding_s, way.queue_s), way.fetch_s)
             least = start_s + prompt_s + way.slower_s + way.tail_s
             passes = least <= slo_s + ROUNDING_S
             if tight:
@@ -362,6 +380,7 @@ class Way:
 
     ttft: Floats
     cost: Floats
+    queue_s: Floats
     fetch_s: Floats | float
     computed: Floats
     pairs: Floats

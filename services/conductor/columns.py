@@ -75,9 +75,12 @@ class Field:
     SEALED = 63  # its slot in the block map; -1: none
     SENDING = 64  # bytes on their way from it
     ARRIVING = 65  # and to it
+    # of its queue
+    LONG_SHARE = 66
+    LONG_CHUNK = 67
 
 
-FIELDS = 66
+FIELDS = 68
 LOADS = Field.PREFILL
 MODELS = Field.GROUP
 
@@ -252,6 +255,7 @@ class Columns:
 
     def _load(self, row: int, instance: Instance) -> None:
         queue, batch = instance.queue, instance.batch
+        self._data[Field.LONG_SHARE, row], self._data[Field.LONG_CHUNK, row] = queue.long_share, queue.chunk_s
         self._row_of_pending[instance.slot] = row
         self._data[:LOADS, row] = (
             *queue.backlog,

@@ -135,6 +135,10 @@ class PrefillModel:
             tokens, pairs = tokens + computed, pairs + attention_pairs(computed, cached)
         return self.fit.predict(tokens, pairs)
 
+    def chunks_of(self, computed: float) -> int:
+        """How many chunks a prompt is cut into, as far as samples tell."""
+        return int(self._steps_of(computed))
+
     def _steps_of(self, computed: float) -> float:
         return max(1.0, -(-computed // self.chunk_tokens))
 

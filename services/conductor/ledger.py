@@ -123,6 +123,7 @@ class Ledger:
                 now + 2 * choice.ttft_s + patience_s,
                 request.priority,
                 request.lane is Lane.BATCH,
+                p.instance.prefill.chunks_of(p.computed_tokens),
             )
         )
         self._index.place(p.instance.ref.life, p.instance.slot, promised, name)

@@ -22,6 +22,15 @@ RESIDENCE_SHARE = 0.1  # of a new stay in what others are expected to stay
 PRIORITY_STEP_S = 30.0  # of waiting outweigh one step of priority: `priority_step_ms` of the prefill service
 
 
+def passing_s(ahead_s: float, long_share: float, chunk_s: float) -> float:
+    """What a short prompt waits for of `ahead_s`, where prefill takes turns (services/prefill/planner.py): for the
+    short ones before it, for as much of the long ones as steps of those let in, and for the rest of the chunk that is
+    being computed, half of one on the average. bounds.py reckons the same for many."""
+    long_s = ahead_s * long_share
+    short_s = ahead_s - long_s
+    return short_s + min(long_s, short_s + chunk_s / 2)
+
+
 @dataclass(frozen=True)
 class PrefillWork:
     """One placement as the prefill instance will meet it."""
@@ -34,6 +43,12 @@ class PrefillWork:
     expires_at: float
     priority: int = 0  # smaller goes first
     yields: bool = False  # of the batch lane: nobody is refused for it
+    chunks: int = 1  # more than one: it is long, and its chunks take turns with short prompts
+
+    @property
+    def long(self) -> bool:
+        """Whether short prompts that come later pass it."""
+        return self.chunks > 1
 
     @property
     def ranked(self) -> bool:
@@ -53,6 +68,9 @@ class PrefillQueue:
         self._busy_at: float | None = None
         self._busy_s = 0.0
         self._ranked = 0  # of `works`
+        # Predicted seconds of `works`, of the long ones among them, and chunks of these.
+        self._works_s = self._long_s = 0.0
+        self._chunks = 0
         self._expected_s = 0.0  # of the backlog: others', that no report has told of
         self._told_at = now
 
@@ -75,10 +93,27 @@ class PrefillQueue:
         """Seconds until a request placed now would begin; never negative."""
         return max(0.0, self._backlog_s - max(0.0, now - self._as_of))
 
-    def ahead_s(self, now: float, priority: int) -> tuple[float, float]:
-        """Seconds until a request of that priority would begin, and how many of them are work that yields. As in the
-        line of the prefill service waiting outweighs priority in time; the oldest work has begun, and what has begun
-        is not overtaken."""
+    @property
+    def long_share(self) -> float:
+        """Of the backlog: long prompts. What others placed is taken to be as what we did."""
+        return self._long_s / self._works_s if self._chunks else 0.0
+
+    @property
+    def chunk_s(self) -> float:
+        """Of one chunk of those, on the average; 0 without any."""
+        return self._long_s / self._chunks / self.speedup if self._chunks else 0.0
+
+    def ahead_s(self, now: float, priority: int, *, short: bool = False) -> tuple[float, float]:
+        """Seconds until a request of that priority, of one chunk if `short`, would begin, and how many of them are
+        work that yields. As in the line of the prefill service waiting outweighs priority in time; the oldest work has
+        begun, and what has begun is not overtaken."""
+        ahead_s, yielding_s = self._ranked_s(now, priority)
+        if short and self._chunks:
+            ahead_s = passing_s(ahead_s, self.long_share, self.chunk_s)
+        return ahead_s, min(ahead_s, yielding_s)
+
+    def _ranked_s(self, now: float, priority: int) -> tuple[float, float]:
+        """As if all prompts were alike."""
         wait_s = self.wait_s(now)
         if wait_s <= 0 or not (self._ranked or priority):
             return wait_s, 0.0
@@ -106,12 +141,20 @@ class PrefillQueue:
         self._pop(work.request_id)
         self.works[work.request_id] = work
         self._ranked += work.ranked
+        self._count(work, 1)
 
     def _pop(self, request_id: str) -> PrefillWork | None:
         work = self.works.pop(request_id, None)
         if work is not None:
             self._ranked -= work.ranked
+            self._count(work, -1)
         return work
+
+    def _count(self, work: PrefillWork, sign: int) -> None:
+        self._works_s = self._works_s + sign * work.seconds if self.works else 0.0
+        if work.long:
+            self._chunks += sign * work.chunks
+            self._long_s = self._long_s + sign * work.seconds if self._chunks else 0.0
 
     def finish(self, request_id: str, *, done: bool) -> PrefillWork | None:
         """The instance is through with it; `done`: it was computed, else it went away uncomputed.
@@ -137,7 +180,8 @@ class PrefillQueue:
         """Everything is lost with the instance."""
         lost = list(self.works.values())
         self.works.clear()
-        self._ranked = 0
+        self._ranked = self._chunks = 0
+        self._works_s = self._long_s = 0.0
         self._backlog_s, self._done_s, self._busy_s, self._busy_at = 0.0, 0.0, 0.0, None
         return lost
 

@@ -269,7 +269,8 @@ def _choice(
     spared = cached_blocks if fetched and local <= there.at_decode < cached_blocks else there.at_decode
     pushed = max(0, request.prompt_tokens - spared * model.block_tokens) * model.kv_bytes_per_token
     push_ahead = shared_bytes(pushed, mesh.outgoing.ahead(instance.ref.life), there.arriving)
-    queue_s, yielding_s = instance.queue.ahead_s(now, request.priority)
+    short = computed <= instance.prefill.chunk_tokens
+    queue_s, yielding_s = instance.queue.ahead_s(now, request.priority, short=short)
     return PrefillChoice(
         instance,
         local,

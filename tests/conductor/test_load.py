@@ -185,3 +185,43 @@ def test_the_batch_is_never_negative_and_returns_to_zero(steps: list[tuple[str, 
         batch.drop(name)
     batch.report(Load(free_pages=77), now + 10)
     assert (batch.works, batch.requests, batch.context_tokens, batch.free_blocks) == ({}, 0, 0, 77)
+
+
+# ── short prompts pass long ones ─────────────────────────────────────────────────────────────────
+
+
+def long_work(name: str, chunks: int) -> PrefillWork:
+    return PrefillWork(name, chunks * 1000, chunks * 1000 * PER_TOKEN, (), 0.0, 1e9, chunks=chunks)
+
+
+def test_a_short_prompt_waits_for_the_chunk_under_way_and_not_for_all_of_a_long_one() -> None:
+    queue = PrefillQueue(0.0)
+    queue.add(long_work("long", 8))
+    assert queue.ahead_s(0.0, 0)[0] == pytest.approx(8.0)
+    assert queue.ahead_s(0.0, 0, short=True)[0] == pytest.approx(0.5)
+    assert queue.ahead_s(7.8, 0, short=True)[0] == pytest.approx(0.2)  # never more than all that is left
+
+
+def test_short_prompts_before_it_let_as_much_of_the_long_one_in() -> None:
+    queue = PrefillQueue(0.0)
+    queue.add(long_work("long", 8))
+    queue.add(work("a", 1000, 0.0))
+    queue.add(work("b", 1000, 0.0))
+    assert queue.ahead_s(0.0, 0, short=True)[0] == pytest.approx(2 + 2 + 0.5)
+    assert queue.ahead_s(0.0, 0)[0] == pytest.approx(10.0)  # a long one goes behind both kinds
+    queue.finish("long", done=True)
+    queue.report(2000, PER_TOKEN, 8.0)
+    assert queue.ahead_s(8.0, 0, short=True)[0] == queue.wait_s(8.0) == pytest.approx(2.0)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), max_size=12), st.floats(0, 30))
+def test_short_prompts_wait_no_longer_than_long_ones(works: list[tuple[int, bool]], now: float) -> None:
+    queue = PrefillQueue(0.0)
+    for n, (chunks, goes) in enumerate(works):
+        queue.add(long_work(f"{n}", chunks))
+        if goes:
+            queue.withdraw(f"{n}", 0.0)
+    whole = queue.ahead_s(now, 0)[0]
+    assert -1e-9 <= queue.ahead_s(now, 0, short=True)[0] <= whole + 1e-9
+    if not any(work.long for work in queue.works.values()):
+        assert queue.ahead_s(now, 0, short=True)[0] == pytest.approx(whole)

@@ -65,7 +65,9 @@ class Fleet:
         for i in range(rng.choice([0, 0, 3, 12])):
             tokens = rng.randrange(1, 3000)
             pulls = {"pull_bytes": 1 << 20, "pull_s": 0.02 * slow} if rng.random() < 0.5 else {}
-            sample = PrefillSample(f"{name}-{i}", tokens, 0, 1e-4 * slow * tokens, tokens * 1024, 0.001, **pulls)
+            cut = {"steps": 2, "chunks": 2} if rng.random() < 0.3 else {}
+            took_s = 1e-4 * slow * tokens
+            sample = PrefillSample(f"{name}-{i}", tokens, 0, took_s, tokens * 1024, 0.001, **pulls, **cut)
             step = DecodeSample(1 + i, 100 * i, 0.01 * slow * (1 + i / 4))
             brain.beat(name, prefill_samples=(sample,), decode_samples=(step,))
         load = Load(
