@@ -22,6 +22,7 @@ from services.conductor.health import Breakers
 from services.conductor.index import Index, Place, Survey
 from services.conductor.instance import Instance
 from services.conductor.judge import Judge
+from services.conductor.kinds import Found
 from services.conductor.ledger import Ledger
 from services.conductor.life import life, pull_after_s
 from services.conductor.lookup import Asked
