@@ -173,17 +173,18 @@ def _sizes(inputs: Inputs, told: Mapping[str, Told]) -> list[Panel]:
 
 def _replicas(inputs: Inputs, told: Mapping[str, Told]) -> list[Panel]:
     at, copies = inputs.parameters, told["kvcache"]["copies"]
-    hot, warm = [count for _, count in copies[:100]], [count for _, count in copies[100:]]
-    all_but_one = at.cluster.prefill - 1
-    lines = (
-        Line("top 100 by use: mean nodes", sum(hot) / len(hot)),
-        Line(
-            f"of them on {all_but_one} or more of {at.cluster.prefill}", sum(n >= all_but_one for n in hot) / len(hot)
-        ),
-        Line("ranks 101 to 1,000: mean nodes", sum(warm) / max(1, len(warm))),
-    )
-    claim = "hot blocks end with a replica on almost every prefill instance"
-    return [Panel("prefill nodes that hold a block at the end", "", lines, "", claim, lines[0].ours >= all_but_one)]
+    groups = {"first": copies[:1], "2 to 15": copies[1:15], "16 to 100": copies[15:100], "101 to 1,000": copies[100:]}
+    lines = []
+    for name, group in groups.items():
+        uses, end, ever = (_mean([block[n] for block in group]) for n in range(3))
+        lines.append(Line(f"{name} by use: at the end", end, None, f"{uses:,.0f} uses each; {ever:.2f} ever had them"))
+    claim = "the top 100 end with a replica on almost every prefill instance"
+    holds = _mean([end for _, end, _ in copies[:100]]) >= at.cluster.prefill - 1
+    return [Panel("prefill instances that hold a hot block, mean", "", tuple(lines), "", claim, holds)]
+
+
+def _mean(values: Sequence[int]) -> float:
+    return sum(values) / max(1, len(values))
 
 
 # ── g: bandwidth ─────────────────────────────────────────────────────────────────────────────────

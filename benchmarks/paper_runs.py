@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmarks.paper_setup import Case, Parameters, config_of, requests_of, summary_of
 from kvmesh.sim.cluster import Cluster
+from kvmesh.sim.records import Record
 from kvmesh.sim.run import System, run
 from kvmesh.sim.workload import SimRequest
 
@@ -44,27 +45,21 @@ class Task:
 def simulate(task: Task, progress: Callable[[int], None] = lambda new: None) -> Told:
     """One run. `progress` hears how many requests more are done."""
     inputs, at, case = task.inputs, task.inputs.parameters, task.case
-    summary, uses = summary_of(at), Counter[bytes]()
-    copies: dict[bytes, int] = {}
+    summary, hot = summary_of(at), Hot(requests_of(at, case, inputs.trace, inputs.limit))
     told = 0
 
-    def counted() -> Iterator[SimRequest]:
-        for request in requests_of(at, case, inputs.trace, inputs.limit):
-            uses.update(request.keys)
-            yield request
+    def ended(record: Record) -> None:
+        summary.add(record)
+        hot.ended(record)
 
     def tell(_: float, done: int) -> None:
         nonlocal told
         progress(done - told)
         told = done
 
-    def last(system: System) -> None:
-        if isinstance(system, Cluster):
-            stores = [system.nodes[name].store for name in system.prefills]
-            copies.update((key, sum(one.holds(key) for one in stores)) for key, _ in uses.most_common(WARM))
-
     began = time.monotonic()
-    run(config_of(at, case), counted(), sink=summary.add, samples=summary.sample, progress=tell, last=last)
+    requests = hot.seen(requests_of(at, case, inputs.trace, inputs.limit))
+    run(config_of(at, case), requests, sink=ended, samples=summary.sample, progress=tell, last=hot.last)
     return {
         "wall_s": round(time.monotonic() - began, 1),
         "requests": summary.requests,
@@ -80,7 +75,7 @@ def simulate(task: Task, progress: Callable[[int], None] = lambda new: None) -> 
         "hit_rate": round(summary.hit_rate, 4),
         "tokens": dict(summary.tokens),
         "prefill_gpu_s": round(summary.prefill_gpu_s, 1),
-        "copies": _copies(uses, copies),
+        "copies": hot.told(),
     }
 
 
@@ -88,9 +83,37 @@ def _spread(sketch: Mapping[str, Any]) -> Told:
     return {name: sketch[name] for name in ("mean", "p50", "p90", "p99")}
 
 
-def _copies(uses: Counter[bytes], copies: Mapping[bytes, int]) -> list[list[int]]:
-    """Uses and prefill nodes that hold it, of the blocks used most."""
-    return [[uses[key], count] for key, count in copies.items()]
+class Hot:
+    """Where the WARM blocks that a workload uses most are."""
+
+    def __init__(self, requests: Iterable[SimRequest]) -> None:
+        uses = Counter(key for request in requests for key in request.keys)
+        self._uses = dict(uses.most_common(WARM))
+        self._ever: dict[bytes, set[str]] = {key: set() for key in self._uses}
+        self._at_end: dict[bytes, int] = {}
+        self._under_way: dict[int, list[bytes]] = {}
+
+    def seen(self, requests: Iterable[SimRequest]) -> Iterator[SimRequest]:
+        """The same, as they arrive."""
+        for request in requests:
+            self._under_way[request.index] = [key for key in request.keys if key in self._uses]
+            yield request
+
+    def ended(self, record: Record) -> None:
+        """Its prompt was computed at one instance, which then had all of its blocks."""
+        for key in self._under_way.pop(record.index):
+            if record.prefill:
+                self._ever[key].add(record.prefill)
+
+    def last(self, system: System) -> None:
+        """Nothing comes any more."""
+        if isinstance(system, Cluster):
+            stores = [system.nodes[name].store for name in system.prefills]
+            self._at_end = {key: sum(one.holds(key) for one in stores) for key in self._uses}
+
+    def told(self) -> list[list[int]]:
+        """Of each: uses, prefill instances that have it at the end, and that ever had it."""
+        return [[uses, self._at_end.get(key, 0), len(self._ever[key])] for key, uses in self._uses.items()]
 
 
 def simulate_all(

@@ -147,7 +147,7 @@ def test_a_run_tells_what_figures_are_made_of() -> None:
     told = simulate(Task(Inputs(read(), NOWHERE, 40), Case(synthetic=True, nic_gbps=100.0)))
     assert told["requests"] == told["outcomes"]["done"] == 40
     assert told["ttft_s"]["mean"] > 0
-    uses = [used for used, _ in told["copies"]]
+    uses = [used for used, _, _ in told["copies"]]
     assert uses == sorted(uses, reverse=True)
-    assert all(0 <= nodes <= 8 for _, nodes in told["copies"])
-    assert any(nodes for _, nodes in told["copies"])
+    assert all(0 <= end <= ever <= min(8, used) for used, end, ever in told["copies"])
+    assert any(end for _, end, _ in told["copies"])
