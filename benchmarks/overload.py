@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import progress
+from benchmarks.equal_cores import make_model
 from benchmarks.overload_client import Clients, Seen, waited_s
 from benchmarks.overload_load import Run, Shape, Workload, offer, told
 from benchmarks.overload_show import show, show_retries
@@ -48,8 +49,7 @@ from kvmesh.cli import target
 from kvmesh.cli.report import Slo, percentile, tbt_s
 from tests.mesh.harness import Running, running_mesh
 
-ROOT = Path(__file__).resolve().parents[1]
-MODEL = ROOT / "examples" / "demo-model"
+CONTEXT = 2048
 MODES = ("predicted", "early", "baseline", "off")
 STEP = 1.25  # from one rate of the ramp to the next
 ENOUGH = 0.85  # of what is offered: what answers less is at its capacity
@@ -159,6 +159,7 @@ def served_again(seen: Sequence[Seen], slo: Slo) -> Told:
 
 
 async def run(args: argparse.Namespace, home: Path) -> Told:
+    args.model = args.model or make_model(home / "model", layers=args.layers, hidden=args.hidden, context=CONTEXT)
     async with AsyncExitStack() as stack:
         progress.tell("starting a mesh for each mode")
         meshes = await asyncio.gather(
@@ -206,13 +207,23 @@ def mesh_of(mode: str, args: argparse.Namespace, home: Path) -> Any:
         "*": {"num_pages": args.pages, "num_extents": args.pages},
     }
     return running_mesh(
-        args.model, home, prefill=args.prefill, decode=args.decode, block_tokens=16, threads=1, flags=flags
+        args.model,
+        home,
+        prefill=args.prefill,
+        decode=args.decode,
+        block_tokens=16,
+        threads=1,
+        dtype="bfloat16",
+        memory_mb=256,
+        flags=flags,
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--model", type=Path, help="checkpoint folder; by default a random Llama of these sizes:")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--hidden", type=int, default=384)
     parser.add_argument("--prefill", type=int, default=1)
     parser.add_argument("--decode", type=int, default=1)
     parser.add_argument("--pages", type=int, default=2048, help="and extents, of each instance, 16 tokens each")

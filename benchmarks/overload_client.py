@@ -155,7 +155,7 @@ class _Connection(asyncio.Protocol):
             seen.prompt_tokens, seen.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
             seen.cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
         for choice in told["choices"]:
-            if not choice["finish_reason"] or choice["text"]:
+            if choice["logprobs"] and choice["logprobs"]["tokens"]:
                 self._arrivals.append(self._now)
 
     def _end(self) -> None:

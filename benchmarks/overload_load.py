@@ -48,6 +48,7 @@ class Workload:
             body = {
                 "model": self._model, "max_tokens": answer, "temperature": 0, "ignore_eos": True, "stream": True,
                 "stream_options": {"include_usage": True}, "cache_salt": salt, **extra,
+                "logprobs": 0,  # so that a token that reads as no text is told at its time, too
             }  # fmt: skip
             written = orjson.dumps(body)[:-1] + b',"prompt":' + prompt + b"}"
             found.append(Ask(index, at_s, tokens, answer, written))
