@@ -33,10 +33,10 @@ from kvmesh.sim.workload import SimRequest
 from services.conductor.cost import attention_pairs
 from services.conductor.cost_file import Costs
 
-ROUNDS = 12
+ROUNDS = 15
 SEEDS = 3  # simulations of one round
 MAX_FACTOR = 2.0  # of one figure, in one round
-DAMPED = 0.8  # figures move each other's measurements, too
+CALMER = 3  # rounds after which steps are half as long, then a third, ...
 LEAST_S = 1e-6
 ENOUGH = 20  # requests
 TIMES = ("ttft_s", "ttft_deviation_s", "tbt_s", "interval_s", "prefill_s", "step_s")
@@ -148,12 +148,13 @@ def calibrate(
         if (off := seen.off(targets)) < best:
             best, fit.host = off, host
         progress(at + 1, rounds)
-        host = _moved(host, targets, seen)
+        calm = 1 / (1 + at / CALMER)
+        host = _moved(host, targets, seen, calm)
         for role in shares:
             wanted, found = getattr(targets, f"{role}_spread"), getattr(seen, f"{role}_spread")
             # The variance of a power goes with its square; what sharing adds is not ours to scatter.
-            own = shares[role] ** 2 * wanted
-            shares[role] = math.sqrt(max(0.0, own + wanted - found) / wanted) if wanted > 0 else 0.0
+            own = shares[role] ** 2 * wanted + calm * (wanted - found)
+            shares[role] = math.sqrt(max(0.0, own) / wanted) if wanted > 0 else 0.0
     return fit
 
 
@@ -212,24 +213,24 @@ def _spread(ratios: Sequence[float]) -> float:
     return pvariance([math.log(one) for one in ratios])
 
 
-def _moved(host: HostModel, targets: Targets, seen: Targets) -> HostModel:
-    """Each figure towards its measurement."""
+def _moved(host: HostModel, targets: Targets, seen: Targets, calm: float) -> HostModel:
+    """Each figure towards its measurement; `calm` in (0, 1]: of the way, for figures move each other's measurements."""
 
     def factor(name: str) -> float:
         ratio = float(getattr(targets, name)) / float(getattr(seen, name))
-        return min(MAX_FACTOR, max(1 / MAX_FACTOR, ratio**DAMPED))
+        return min(MAX_FACTOR, max(1 / MAX_FACTOR, ratio**calm))
 
     def shifted(value: float, name: str, share: float) -> float:
         missing = float(getattr(targets, name)) - float(getattr(seen, name))
-        return max(0.0, value + share * missing)
+        return max(0.0, value + calm * share * missing)
 
     return replace(
         host,
         prefill_alone=host.prefill_alone * factor("prefill_s"),
         decode_alone=host.decode_alone * factor("step_s"),
-        between_s=shifted(host.between_s, "interval_s", 0.5),
-        turn_s=shifted(host.turn_s, "tbt_s", 0.3),
+        between_s=shifted(host.between_s, "interval_s", 0.4),
+        turn_s=shifted(host.turn_s, "tbt_s", 0.15),
         handoff_s=shifted(host.handoff_s, "first_s", 0.7),
         door_s=shifted(host.door_s, "ttft_s", 0.1),
-        rest_s=shifted(host.rest_s, "ttft_deviation_s", 0.05),
+        rest_s=shifted(host.rest_s, "ttft_deviation_s", 0.12),
     )
