@@ -135,20 +135,24 @@ def go(args: argparse.Namespace, home: Path) -> dict[str, Any]:
     )
     of_b = predicted(sim_config, second.requests())
     show_prediction(of_b)
-    lives = []
+    runs = []
     for n in range(args.runs):
         tell(f"B, live, run {n + 1}/{args.runs}")
-        lives.append(of_outcomes(live(args.model, second, home / f"B{n}").outcomes))
+        runs.append(live(args.model, second, home / f"B{n}"))
     tell("")
+    lives = [of_outcomes(one.outcomes) for one in runs]
     rows = compared(lives, of_b)
-    print(f"\nB, live {args.runs} times (median) and predicted, ms:")
+    used = ", ".join(f"{one.others:.2f}" for one in (run, *runs))
+    print(f"\ncores that something else on this machine used meanwhile (A, then B): {used}")
+    print(f"B, live {args.runs} times (median) and predicted, ms:")
     show_rows(rows, spread=True)
     print(
         f"{sum(row.kept for row in rows)} of {len(rows)} within {WITHIN:.0%}; {time.monotonic() - began:.0f} s in all"
     )
     if args.save_fit:
         args.save_fit.write_text(json.dumps(mesh_fit.to_json(), indent=1) + "\n")
-    return told(rows, fit, mesh_fit, of_outcomes(run.outcomes), of_a, lives, of_b, decided)
+    found = told(rows, fit, mesh_fit, of_outcomes(run.outcomes), of_a, lives, of_b, decided)
+    return found | {"others_cores": [one.others for one in (run, *runs)]}
 
 
 def told(

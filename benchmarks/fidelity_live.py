@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import orjson
+import psutil
 
 from benchmarks.overload_client import Ask, Clients
 from kvmesh.cli import target
@@ -17,7 +19,7 @@ from kvmesh.cli.load import Outcome
 from kvmesh.kvcache.keys import Namespace, chain, pack_tokens, split
 from kvmesh.sim import trace
 from kvmesh.sim.workload import SimRequest
-from tests.mesh.harness import running_mesh
+from tests.mesh.harness import Running, running_mesh
 
 BLOCK_TOKENS = 16
 PAGES = 4096  # and extents, of each instance
@@ -67,11 +69,13 @@ def slices(
 
 @dataclass(frozen=True)
 class Live:
-    """One run. `began_s`: on the clock of the decision log."""
+    """One run. `began_s`: on the clock of the decision log. `others`: cores that neither the mesh nor the client
+    used, on average; what is above a few hundredths has disturbed it."""
 
     outcomes: tuple[Outcome, ...]
     log: Path
     began_s: float
+    others: float
 
 
 async def serve(model: Path, part: Slice, home: Path) -> Live:
@@ -90,15 +94,30 @@ async def serve(model: Path, part: Slice, home: Path) -> Live:
             await clients.run(_asks(part, few, name, "warm-up"))
             await running.settled()
             asks = _asks(part, part.times, name, "measured")
+            own, all_ = _cpu_s(running), _busy_s()
             began_s = time.monotonic()
             outcomes = await clients.run(asks)
+            took_s = time.monotonic() - began_s
+            others = (_busy_s() - all_ - _cpu_s(running) + own) / took_s
             await running.settled()
         finally:
             await clients.close()
     failed = [one for one in outcomes if not one.ok]
     if failed:
         raise SystemExit(f"{part.name}: {len(failed)} requests failed: {failed[0].code}: {failed[0].message}")
-    return Live(tuple(outcomes), log, began_s)
+    return Live(tuple(outcomes), log, began_s, max(0.0, others))
+
+
+def _busy_s() -> float:
+    """Seconds of all cores of this machine that were used so far, whoever used them."""
+    times = psutil.cpu_times()
+    return float(times.user + times.system + times.nice + times.irq + times.softirq)
+
+
+def _cpu_s(running: Running) -> float:
+    """Likewise, by the mesh and this process."""
+    used = [psutil.Process(pid).cpu_times() for pid in (*running.all_pids(), os.getpid())]
+    return float(sum(one.user + one.system for one in used))
 
 
 def _asks(part: Slice, times: Sequence[float], model: str, salt: str) -> list[Ask]:

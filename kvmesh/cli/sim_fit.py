@@ -45,6 +45,7 @@ def fit(
     chunk_tokens: Annotated[
         int, typer.Option(help="Of a prefill step of these instances.", metavar="TOKENS", min=1)
     ] = 512,
+    rounds: Annotated[int, typer.Option(help="Simulations of the log, with --cores.", metavar="N", min=1)] = 15,
 ) -> None:
     """A decision log → fitted times."""
     from kvmesh.sim.mesh_fit import MeshFit, costs_of
@@ -57,7 +58,7 @@ def fit(
     if not cores:
         mesh = MeshFit(costs, told=told)
     else:
-        found = _calibrated(observed, MeshFit(costs), cores, chunk_tokens)
+        found = _calibrated(observed, MeshFit(costs), cores, chunk_tokens, rounds)
         best = min(found.rounds, key=lambda one: one.off(found.targets))
         mesh = MeshFit(costs, found.host, told | {"measured": asdict(found.targets), "simulated": asdict(best)})
     try:
@@ -82,8 +83,8 @@ def _observed(log: Path, since: float) -> Observed:
     return found
 
 
-def _calibrated(observed: Observed, mesh: MeshFit, cores: float, chunk_tokens: int) -> Fit:
-    from kvmesh.sim.calibrate import ROUNDS, calibrate, residuals_of, targets_of
+def _calibrated(observed: Observed, mesh: MeshFit, cores: float, chunk_tokens: int, rounds: int) -> Fit:
+    from kvmesh.sim.calibrate import calibrate, residuals_of, targets_of
     from kvmesh.sim.host import HostModel
     from kvmesh.sim.mesh_fit import MeshFit, config_of
 
@@ -91,9 +92,9 @@ def _calibrated(observed: Observed, mesh: MeshFit, cores: float, chunk_tokens: i
     targets = targets_of(observed, residuals)
     chunks = {"chunk_tokens": chunk_tokens, "batch_tokens": chunk_tokens, "long_tokens": chunk_tokens}
     config = config_of(observed, MeshFit(mesh.costs, HostModel(cores=cores)), **chunks)
-    with progress("fitting", ROUNDS, "rounds") as tell:
+    with progress("fitting", rounds, "rounds") as tell:
         return calibrate(
-            config, observed.requests(), targets, residuals, progress=lambda done, of: tell(done, "simulated")
+            config, observed.requests(), targets, residuals, rounds=rounds, progress=lambda done, of: tell(done, "")
         )
 
 

@@ -218,7 +218,7 @@ def _moved(host: HostModel, targets: Targets, seen: Targets, calm: float) -> Hos
 
     def factor(name: str) -> float:
         ratio = float(getattr(targets, name)) / float(getattr(seen, name))
-        return min(MAX_FACTOR, max(1 / MAX_FACTOR, ratio**calm))
+        return float(min(MAX_FACTOR, max(1 / MAX_FACTOR, ratio**calm)))
 
     def shifted(value: float, name: str, share: float) -> float:
         missing = float(getattr(targets, name)) - float(getattr(seen, name))
