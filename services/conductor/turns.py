@@ -19,17 +19,19 @@ class Turns:
     def __init__(self) -> None:
         self._interval_s = 0.0  # between two that were taken; 0: not known
         self._taken_at: float | None = None
+        self._refused = False  # somebody, since the last one was taken: else pauses say nothing
         self._last_at = 0.0  # the last turn that was given
 
     def taken(self, now: float) -> None:
         """A request was."""
-        if self._taken_at is not None and now < self._last_at:  # nobody counts the pauses of a quiet mesh
+        if self._taken_at is not None and self._refused:
             gap_s = min(MOST_INTERVAL_S, now - self._taken_at)
             self._interval_s += (NEW_SHARE if self._interval_s else 1.0) * (gap_s - self._interval_s)
-        self._taken_at = now
+        self._taken_at, self._refused = now, False
 
     def wait_s(self, needed_s: float, now: float) -> float:
         """Seconds until the turn of one that was refused now. `needed_s`: until it would pass alone."""
+        self._refused = True
         at = max(now + needed_s, self._last_at + self._interval_s)
         self._last_at = min(at, now + needed_s + MOST_S)
         return self._last_at - now
