@@ -105,6 +105,8 @@ async def serve(model: Path, part: Slice, home: Path) -> Live:
     failed = [one for one in outcomes if not one.ok]
     if failed:
         raise SystemExit(f"{part.name}: {len(failed)} requests failed: {failed[0].code}: {failed[0].message}")
+    if silent := [one for one in outcomes if not one.ttft_s or len(one.gaps) != one.completion_tokens - 1]:
+        raise SystemExit(f"{part.name}: {len(silent)} answers came without a time for each token")
     return Live(tuple(outcomes), log, began_s, max(0.0, others))
 
 
@@ -127,6 +129,7 @@ def _asks(part: Slice, times: Sequence[float], model: str, salt: str) -> list[As
         body = {
             "model": model, "prompt": prompt, "max_tokens": made.output_tokens, "temperature": 0, "ignore_eos": True,
             "stream": True, "stream_options": {"include_usage": True}, "cache_salt": salt,
+            "logprobs": 0,  # so that a token that reads as no text is told at its time, too
         }  # fmt: skip
         found.append(Ask(index, at_s, len(prompt), made.output_tokens, orjson.dumps(body)))
     return found
