@@ -7,6 +7,7 @@ with the brains that serve. docs/paper.md names the assumptions and, where ours 
     python -m benchmarks.paper --only a,e                   # some; their runs alone
     python -m benchmarks.paper --requests 1000              # a quick look: caches are cold, nothing is to be concluded
     python -m benchmarks.paper --json benchmarks/results/paper.json --jobs 2
+    python -m benchmarks.paper --show benchmarks/results/paper.json         # what was made before; runs nothing
 
 `--json` keeps what the file has of other figures, if they were made from the same parameters, trace and requests.
 """
@@ -40,16 +41,25 @@ def main() -> int:
     """0: all figures were made; whether they agree with the paper is for the reader."""
     options = _options()
     try:
-        made = _make(options)
+        made = _make(options) if options.show is None else _read(options.show)
     except ConfigError as err:
         print(f"paper: {err}", file=sys.stderr)
         return 2
     console = Console()
     for one in made["figures"].values():
         _show(console, one)
-    if options.json is not None:
+    if options.json is not None and options.show is None:
         _write(options.json, made)
     return 0
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What `--json` wrote."""
+    try:
+        made: dict[str, Any] = json.loads(path.read_text())
+        return {"figures": made["figures"]}
+    except (OSError, ValueError, KeyError, TypeError) as err:
+        raise ConfigError(f"show={str(path)!r}: not a file of this benchmark: {err}", field="show") from None
 
 
 def _options() -> argparse.Namespace:
@@ -61,6 +71,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--parameters", type=Path, default=PARAMETERS, metavar="FILE")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="runs at a time")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="all numbers, written here")
+    parser.add_argument("--show", type=Path, default=None, metavar="FILE", help="print such a file, and run nothing")
     return parser.parse_args()
 
 
