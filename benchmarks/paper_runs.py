@@ -14,8 +14,9 @@ from typing import Any
 
 from benchmarks.paper_setup import Case, Parameters, config_of, requests_of, summary_of
 from kvmesh.sim.cluster import Cluster
-from kvmesh.sim.records import Record
+from kvmesh.sim.records import DONE, Record
 from kvmesh.sim.run import System, run
+from kvmesh.sim.sketch import Sketch
 from kvmesh.sim.workload import SimRequest
 
 Told = dict[str, Any]  # of one run, plain JSON
@@ -46,11 +47,13 @@ def simulate(task: Task, progress: Callable[[int], None] = lambda new: None) -> 
     """One run. `progress` hears how many requests more are done."""
     inputs, at, case = task.inputs, task.inputs.parameters, task.case
     summary, hot = summary_of(at), Hot(requests_of(at, case, inputs.trace, inputs.limit))
-    told = 0
+    told, landed = 0, Sketch()
 
     def ended(record: Record) -> None:
         summary.add(record)
         hot.ended(record)
+        if record.outcome == DONE and record.kv_end_s == record.kv_end_s:
+            landed.add(record.kv_end_s - record.at_s)
 
     def tell(_: float, done: int) -> None:
         nonlocal told
@@ -68,6 +71,7 @@ def simulate(task: Task, progress: Callable[[int], None] = lambda new: None) -> 
         "failed": dict(summary.failed),
         "requests_per_s": round(summary.requests_per_s, 3),
         "ttft_s": _spread(summary.sketches["ttft_s"].to_json()),
+        "landed_s": _spread(landed.to_json()),
         "tbt_s": _spread(summary.sketches["tbt_s"].to_json()),
         "queue_s": _spread(summary.sketches["queue_s"].to_json()),
         "ttft_error": _spread(summary.sketches["ttft_error"].to_json()),
