@@ -105,8 +105,8 @@ async def serve(model: Path, part: Slice, home: Path) -> Live:
     failed = [one for one in outcomes if not one.ok]
     if failed:
         raise SystemExit(f"{part.name}: {len(failed)} requests failed: {failed[0].code}: {failed[0].message}")
-    if silent := [one for one in outcomes if not one.ttft_s or len(one.gaps) != one.completion_tokens - 1]:
-        raise SystemExit(f"{part.name}: {len(silent)} answers came without a time for each token")
+    if silent := [one for one in outcomes if not one.ttft_s]:  # others may have tokens that came together
+        raise SystemExit(f"{part.name}: {len(silent)} answers came without a token's time")
     return Live(tuple(outcomes), log, began_s, max(0.0, others))
 
 
