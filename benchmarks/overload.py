@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 1.0, 1.5, 2.0, 3.0], help="of the capacity")
     parser.add_argument("--prompt-tokens", type=int, nargs=2, default=[256, 1024])
     parser.add_argument("--answer-tokens", type=int, nargs=2, default=[16, 64])
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each run")
+    parser.add_argument("--seconds", type=float, default=7.0, help="of each run")
     parser.add_argument("--lead", type=float, default=2.0, help="of them, that do not count")
     parser.add_argument("--ramp-seconds", type=float, default=6.0, help="of each step")
     parser.add_argument("--rounds", type=int, default=2)
