@@ -56,7 +56,7 @@ def weigh(request: Schedule, instance: Instance, place: Place, mesh: Mesh, terms
     """`place`: the instance's blocks in the survey."""
     decode = decoding.choice(request, instance, place, mesh.survey, terms.now, alone=True)
     candidate = prefilling.candidate(
-        request, instance, place, mesh, _ALL_BLOCKS, terms.threshold, terms.now, terms.fetch
+        request, instance, place, mesh, _ALL_BLOCKS, terms.threshold, terms.now, terms.fetch, line=terms.line
     )
     fits = pick_decode(request, [decode], terms)
     found = pick_prefill([candidate], decode.landing_wait_s, terms)

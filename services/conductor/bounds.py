@@ -19,8 +19,10 @@ from services.conductor.cost_fit import HALF_LIFE_S
 from services.conductor.domain import Fetch, Schedule
 from services.conductor.index import FEW_BITS, Place, Survey, places
 from services.conductor.interference import SLOWEST, STALL_WEIGHT
+from services.conductor.load import PRIORITY_STEP_S
 from services.conductor.prefills import worth_weighing
 from services.conductor.routes import Leg, Mesh
+from services.conductor.sizes import MARKS, ahead
 from services.conductor.terms import Terms
 
 ROUNDING_S = 1e-9
@@ -148,11 +150,34 @@ class Weights:
         short_s = ahead_s - long_s
         return np.asarray(short_s + np.minimum(long_s, short_s + columns[Field.LONG_CHUNK] / 2))
 
-    def _queue_of(self, computed: Floats) -> Floats:
-        """What a prompt waits of which so many tokens are computed."""
-        if self.short_queue_s is self.queue_s:
-            return self.queue_s
-        return np.where(computed <= self.view.columns[Field.FITTED_CHUNK], self.short_queue_s, self.queue_s)
+    def _queue_of(self, computed: Floats, size_s: Floats) -> Floats:
+        """What a prompt waits, of which so many tokens are computed in `size_s`."""
+        queue_s = self.queue_s
+        if self.short_queue_s is not queue_s:
+            queue_s = np.where(computed <= self.view.columns[Field.FITTED_CHUNK], self.short_queue_s, queue_s)
+        if not self.by_size.any():
+            return queue_s
+        return np.where(self.by_size, self._ahead_s(size_s), queue_s)
+
+    @cached_property
+    def by_size(self) -> Mask:
+        """Whose line goes by size."""
+        return self.view.columns[Field.SIZE_WEIGHT] > 0
+
+    def _ahead_s(self, size_s: Floats) -> Floats:
+        """Never more than `sizes.ahead` and `Line.wait_s` tell."""
+        columns = self.view.columns
+        rank = self.view.now + self.request.priority * PRIORITY_STEP_S + size_s * columns[Field.SIZE_WEIGHT]
+        before = sum((columns[Field.MARK + n] <= rank).astype(np.float64) for n in range(MARKS))
+        return np.maximum(0.0, self.wait_s - columns[Field.LISTED] * (1 - before / MARKS) - ROUNDING_S)
+
+    def _others_s(self, queue_s: Floats, fetch_s: Floats | float) -> Floats | float:
+        """Never more than `Line.others_s` tells, beside a start as late as these two tell: what begins later has less
+        behind it."""
+        if not self.by_size.any():
+            return 0.0
+        behind_s = np.maximum(0.0, self.wait_s - np.maximum(queue_s, fetch_s))
+        return np.where(self.by_size, min(1.0, self.terms.line.settings.later) * behind_s, 0.0)
 
     @cached_property
     def queue_s(self) -> Floats:
@@ -162,6 +187,7 @@ class Weights:
         ranked = wait > 0
         if not self.request.priority:
             ranked &= columns[Field.RANKED] > 0
+        ranked &= ~self.by_size
         for row in np.flatnonzero(ranked & self.view.able).tolist():
             wait[row] = columns.instances[row].queue.ahead_s(now, self.request.priority)[0]
         return wait
@@ -171,7 +197,11 @@ class Weights:
         """Of `queue_s`, work for which nobody is refused."""
         columns, found = self.view.columns, np.zeros(len(self.view.columns))
         for row in np.flatnonzero((columns[Field.YIELDS] > 0) & self.view.able).tolist():
-            found[row] = columns.instances[row].queue.ahead_s(self.view.now, self.request.priority)[1]
+            queue = columns.instances[row].queue
+            if queue.size_weight:  # all that yields there, be it behind this one
+                found[row] = ahead(queue, self.view.now, self.request.priority, np.inf).yielding_s
+            else:
+                found[row] = queue.ahead_s(self.view.now, self.request.priority)[1]
         return found
 
     # ── prompts ───────────────────────────────────────────────────────────────────────────────────
@@ -298,9 +328,9 @@ class Weights:
         ahead = np.minimum(sent, np.maximum(columns[Field.SENDING], self.arriving)) if pushed else 0.0
         whole_s = (sent + ahead) / columns[Field.TRANSFER]
         tail_s = np.maximum(whole_s - prefill_s, whole_s * TAIL_SHARE) if pushed else 0.0
-        queue_s = self._queue_of(computed)
+        queue_s = self._queue_of(computed, prefill_s)
         ttft_s = np.maximum(queue_s, fetch_s) + prefill_s + tail_s
-        cost_s = ttft_s + STALL_WEIGHT * stall_s
+        cost_s = ttft_s + STALL_WEIGHT * stall_s + self._others_s(queue_s, fetch_s)
         return Way(ttft_s, cost_s, queue_s, fetch_s, computed, pairs, steps, alone_s, slower_s, tail_s)
 
     def _offer(

@@ -23,6 +23,7 @@ from services.conductor.index import FEW_BITS, Index, bits, bitset, places
 from services.conductor.instance import Instance
 from services.conductor.members import Members
 from services.conductor.outgoing import Wires
+from services.conductor.sizes import MARKS, marks
 
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
@@ -78,9 +79,12 @@ class Field:
     # of its queue
     LONG_SHARE = 66
     LONG_CHUNK = 67
+    SIZE_WEIGHT = 68
+    LISTED = 69  # seconds of what was placed there; with a weight alone, as the marks
+    MARK = 70  # the first of them, see sizes.marks
 
 
-FIELDS = 68
+FIELDS = Field.MARK + MARKS
 LOADS = Field.PREFILL
 MODELS = Field.GROUP
 
@@ -256,6 +260,9 @@ class Columns:
     def _load(self, row: int, instance: Instance) -> None:
         queue, batch = instance.queue, instance.batch
         self._data[Field.LONG_SHARE, row], self._data[Field.LONG_CHUNK, row] = queue.long_share, queue.chunk_s
+        self._data[Field.SIZE_WEIGHT, row] = queue.size_weight
+        if queue.size_weight:
+            self._data[Field.LISTED, row], self._data[Field.MARK :, row] = marks(queue)
         self._row_of_pending[instance.slot] = row
         self._data[:LOADS, row] = (
             *queue.backlog,

@@ -23,6 +23,7 @@ class Instance:
         self.model: ModelCard = registered.model
         self.capacity_blocks = registered.capacity_blocks
         self.max_running = registered.max_running
+        self.queue = PrefillQueue(now)
         self.become(registered)
         self.slot = slot
         self.last_seen = now
@@ -30,7 +31,6 @@ class Instance:
         self.ready = False
         self.not_ready_reason = "no heartbeat yet"
         self.load = Load()
-        self.queue = PrefillQueue(now)
         self.batch = DecodeBatch()
         # What its peers have shown is the best guess for a newcomer.
         self.prefill = PrefillModel(fits.prefill.fit.coefficients)
@@ -53,6 +53,7 @@ class Instance:
         self.chunk_tokens = registered.chunk_tokens or CHUNK_TOKENS
         self._told_chunks = registered.chunk_tokens > 0
         self.switchable = registered.switchable
+        self.queue.size_weight = registered.size_weight
 
     @property
     def alone_tokens(self) -> float:

@@ -2,11 +2,12 @@
 Every coupled instance and every decode instance that may compute so much is weighed beside the best pair, and the least
 cost wins:
 
-    cost = TTFT + stall + answer + handoff + far
+    cost = TTFT + stall + line + answer + handoff + far
 
     TTFT     predicted: max(queue, fetching) + prompt + what of the transfer shows + waiting for room. Where rows run
              on the instance that computes, the prompt is slower by their share of the mixed steps (interference.py).
     stall    row-seconds that those rows stand still meanwhile: rows x prompt (STALL_WEIGHT each)
+    line     what others in the prefill instance's line lose by it (sizes.py)
     answer   the next COUNTED_TOKENS of the answer at the predicted TBT, and waiting for a place in the batch. Prompts
              queued at the instance make its TBT longer.
     handoff  of a pair: its messages
@@ -88,7 +89,8 @@ def kind_of(choice: Choice) -> Kind:
 def cost_s(choice: Choice, max_tokens: int) -> float:
     """See above; seconds. `max_tokens`: of the answer, 0 when nobody told."""
     handoff_s = HANDOFF_S if kind_of(choice) is Kind.PAIR else 0.0
-    return choice.ttft_s + STALL_WEIGHT * choice.prefill.shared.stall_s + answer_s(choice, max_tokens) + handoff_s
+    lost_s = STALL_WEIGHT * choice.prefill.shared.stall_s + choice.prefill.others_s
+    return choice.ttft_s + lost_s + answer_s(choice, max_tokens) + handoff_s
 
 
 def answer_s(choice: Choice, max_tokens: int) -> float:

@@ -105,6 +105,11 @@ class Ledger:
             for at in others.spread([i.queue for i in among], now):
                 self._touch(among[at].ref.instance_id)
 
+    def others_rate(self, model: str) -> float:
+        """Seconds of prefill work that other conductors place in one second."""
+        others = self._others.get(model)
+        return others.rate if others is not None else 0.0
+
     def _others_of(self, model: str, now: float) -> Others:
         return self._others.setdefault(model, Others(now))
 

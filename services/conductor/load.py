@@ -61,6 +61,7 @@ class PrefillQueue:
 
     def __init__(self, now: float) -> None:
         self.works: dict[str, PrefillWork] = {}
+        self.size_weight = 0.0  # by which its line goes (see sizes.py); 0: long and short ones take turns
         self._backlog_s = 0.0  # at `_as_of`; drains one second per second
         self._as_of = now
         self._speed = DecayedRatio(1.0, 1.0, keep=0.9)
@@ -88,6 +89,10 @@ class PrefillQueue:
     def has_ranked(self) -> bool:
         """Whether any work counts otherwise than by its arrival."""
         return self._ranked > 0
+
+    def rank(self, work: PrefillWork) -> float:
+        """Smaller goes first, as in the line of the prefill service."""
+        return work.placed_at + work.priority * PRIORITY_STEP_S + work.seconds * self.size_weight
 
     def wait_s(self, now: float) -> float:
         """Seconds until a request placed now would begin; never negative."""

@@ -130,7 +130,16 @@ def _weigh_prefills(
     def weigh(i: Instance) -> PrefillCandidate:
         place = places[i.ref.instance_id]
         return prefilling.candidate(
-            request, i, place, mesh, decode.at_decode, terms.threshold, terms.now, terms.fetch, decode.arriving
+            request,
+            i,
+            place,
+            mesh,
+            decode.at_decode,
+            terms.threshold,
+            terms.now,
+            terms.fetch,
+            decode.arriving,
+            terms.line,
         )
 
     def score(c: PrefillCandidate) -> float:

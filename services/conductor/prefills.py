@@ -15,6 +15,7 @@ from services.conductor.instance import Instance
 from services.conductor.interference import NOBODY, STALL_WEIGHT, Shared, shared
 from services.conductor.outgoing import shared_bytes
 from services.conductor.routes import Leg, Mesh
+from services.conductor.sizes import ALONE, Line, ahead
 
 # A lower tier is forbidden to its own node when it would make the first token later by more than this.
 DEAR_SHARE, DEAR_S = 0.25, 0.05
@@ -43,6 +44,7 @@ class PrefillChoice:
     push_ahead: int = 0  # what slows that down, as if it went before
     shared: Shared = NOBODY  # with rows that run there; what they add is in `prefill_s`
     yielding_s: float = 0.0  # of `queue_s`: work for which nobody is refused
+    others_s: float = 0.0  # what others in the line lose by it
 
     @property
     def start_s(self) -> float:
@@ -56,8 +58,8 @@ class PrefillChoice:
 
     @property
     def cost_s(self) -> float:
-        """For ranking: what the rows lose is charged to it."""
-        return self.ttft_s + STALL_WEIGHT * self.shared.stall_s
+        """For ranking: what the rows and the line lose is charged to it."""
+        return self.ttft_s + STALL_WEIGHT * self.shared.stall_s + self.others_s
 
     @property
     def admission_start_s(self) -> float:
@@ -139,6 +141,7 @@ def candidate(
     now: float,
     rule: Fetch = Fetch.CHEAPER,
     arriving: int = 0,
+    line: Line = ALONE,
 ) -> PrefillCandidate:
     """`place`: the instance's blocks in the survey; `at_decode`: leading blocks that nobody need send to decode;
     `arriving`: bytes that others send there."""
@@ -146,7 +149,7 @@ def candidate(
     local = mesh.survey.depth(place)
     # The last token is always computed: its logits are the answer's first token.
     usable = (request.prompt_tokens - 1) // instance.model.block_tokens
-    use = _choice(request, instance, local, min(local, usable), there, now, mesh)
+    use = _choice(request, instance, local, min(local, usable), there, now, mesh, line)
     reach = min(mesh.reach(place, local), usable)
     others = rule is not Fetch.NEVER and worth_weighing(reach, local, threshold)
     if not others:
@@ -156,10 +159,10 @@ def candidate(
         if not worth_weighing(end, local, threshold) and not all(leg.own for leg in legs):
             continue
         for part, until in _ends(instance, mesh, legs, local, end, now):
-            fetches.append(_choice(request, instance, local, until, there, now, mesh, part))
+            fetches.append(_choice(request, instance, local, until, there, now, mesh, line, part))
     own = None
     if place.lower and (found := _plans(instance, place, mesh, local, usable, others=False)):
-        own = _choice(request, instance, local, found[0][1], there, now, mesh, found[0][0])
+        own = _choice(request, instance, local, found[0][1], there, now, mesh, line, found[0][0])
     return PrefillCandidate(use, tuple(fetches), rule, own)
 
 
@@ -252,6 +255,7 @@ def _choice(
     there: _Decode,
     now: float,
     mesh: Mesh,
+    line: Line,
     legs: tuple[Leg, ...] = (),
 ) -> PrefillChoice:
     model = instance.model
@@ -269,8 +273,7 @@ def _choice(
     spared = cached_blocks if fetched and local <= there.at_decode < cached_blocks else there.at_decode
     pushed = max(0, request.prompt_tokens - spared * model.block_tokens) * model.kv_bytes_per_token
     push_ahead = shared_bytes(pushed, mesh.outgoing.ahead(instance.ref.life), there.arriving)
-    short = computed <= instance.prefill.chunk_tokens
-    queue_s, yielding_s = instance.queue.ahead_s(now, request.priority, short=short)
+    queue_s, yielding_s, others_s = _queued(request, instance, prefill_s, computed, now, line)
     return PrefillChoice(
         instance,
         local,
@@ -291,7 +294,19 @@ def _choice(
         push_ahead=push_ahead,
         shared=beside,
         yielding_s=yielding_s,
+        others_s=others_s,
     )
+
+
+def _queued(
+    request: Schedule, instance: Instance, prefill_s: float, computed: int, now: float, line: Line
+) -> tuple[float, float, float]:
+    """What it waits for, how much of that yields, and what it costs others."""
+    queue = instance.queue
+    if not queue.size_weight:
+        return *queue.ahead_s(now, request.priority, short=computed <= instance.prefill.chunk_tokens), 0.0
+    found = ahead(queue, now, request.priority, prefill_s)
+    return line.wait_s(found.wait_s, prefill_s, queue), found.yielding_s, line.others_s(found, prefill_s)
 
 
 def soonest(candidates: Sequence[PrefillCandidate], slo_s: float) -> tuple[PrefillChoice, float, float]:

@@ -32,6 +32,7 @@ from services.conductor.policies import Chooser
 from services.conductor.refusals import refuse_unplaceable
 from services.conductor.routes import Mesh
 from services.conductor.settings import Settings
+from services.conductor.sizes import Lines
 from services.conductor.threshold import Threshold
 from services.conductor.tiers import TierLoads
 
@@ -68,6 +69,7 @@ class Scheduling:
         self.affinity = Affinity(settings.affinity)
         self.chooser = Chooser(settings.policy)
         self.balance = Balance(settings)
+        self._lines = Lines(settings.sizes)
 
     def ended(self, outcome: RequestOutcome) -> None:
         """How a request went."""
@@ -86,7 +88,8 @@ class Scheduling:
         bounds, judge = self.admission.bounds(request, slo), self.admission.judge(request, slo, now)
         threshold = self.threshold.value(now)
         near = self.affinity.near(request, now)
-        terms = Terms(bounds.ttft_s, bounds.tbt_s, threshold, now, self._rng, judge, self._settings.fetch, near)
+        line = self._lines.of(request.model, len(prefills), lambda: self._ledger.others_rate(request.model), now)
+        terms = Terms(bounds.ttft_s, bounds.tbt_s, threshold, now, self._rng, judge, self._settings.fetch, near, line)
         mesh, found = None, None
         answer: Placed | Refuse | None = self._refused(request, serving, prefills, decodes, now)
         if answer is None:
@@ -179,6 +182,8 @@ class Scheduling:
         self._ledger.commit(request, choice, now, judge.slo, judge.answer_tokens)
         self.admission.placed(choice, judge)
         self.balance.placed(request, choice, now)
+        if choice.prefill.instance.queue.size_weight:
+            self._lines.placed(request.model, choice.prefill.prefill_s, now)
         delay_s = pull_after_s(choice)
         self.threshold.placed(request.request_id, choice, delay_s, now)
         self.affinity.placed(request, choice, now)

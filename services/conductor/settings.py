@@ -80,6 +80,15 @@ class BreakerSettings:
 
 
 @dataclass(frozen=True)
+class SizeSettings:
+    """See sizes.py: of instances whose line goes by size."""
+
+    others: float = 1.0  # of what others wait longer, in the cost of a placement
+    later: float = 0.2  # of the work that is behind, likewise
+    overtaking: float = 1.0  # of the work that is expected to pass a request while it waits, in what it waits for
+
+
+@dataclass(frozen=True)
 class Settings:
     """Of one conductor."""
 
@@ -103,3 +112,4 @@ class Settings:
     affinity: AffinitySettings = field(default_factory=AffinitySettings)
     balance: BalanceSettings = field(default_factory=BalanceSettings)
     breaker: BreakerSettings = field(default_factory=BreakerSettings)
+    sizes: SizeSettings = field(default_factory=SizeSettings)

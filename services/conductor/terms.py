@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from services.conductor.domain import Fetch
 from services.conductor.judge import Judge
 from services.conductor.nearness import NOWHERE, Near
+from services.conductor.sizes import ALONE, Line
 
 
 @dataclass(frozen=True)
@@ -22,3 +23,4 @@ class Terms:
     judge: Judge
     fetch: Fetch = Fetch.CHEAPER
     near: Near = NOWHERE  # to whom it belongs, besides
+    line: Line = ALONE  # who comes meanwhile
