@@ -131,6 +131,7 @@ def test_an_order_is_that_of_the_paper_or_not() -> None:
     assert panel(1.0, 2.0, 9.0).ordered
     assert not panel(2.0, 1.0, 9.0).ordered
     assert Panel("t", "s", (Line("x", 1.0), Line("y", 2.0, 3.0))).ordered is None
+    assert replace(panel(2.0, 1.0, 9.0), alike=False).ordered is None
 
 
 def test_figures_share_runs_and_name_cases_that_can_be() -> None:
