@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import pairwise
 from multiprocessing import get_context
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
@@ -20,7 +21,7 @@ from kvmesh.sim.sketch import Sketch
 from kvmesh.sim.workload import SimRequest
 
 Told = dict[str, Any]  # of one run, plain JSON
-WARM = 1_000  # blocks used most, whose copies are counted
+BANDS = (1, 15, 100, 1_000)  # last ranks of blocks by use, whose copies are counted
 EVERY_S = 0.5
 
 _done: Synchronized[int] | None = None  # requests, over all processes
@@ -87,12 +88,22 @@ def _spread(sketch: Mapping[str, Any]) -> Told:
     return {name: sketch[name] for name in ("mean", "p50", "p90", "p99")}
 
 
+def bands(blocks: Sequence[tuple[int, int, int]]) -> list[Told]:
+    """Of (uses, at the end, ever), by falling use."""
+    found = []
+    for first, last in pairwise((0, *BANDS)):
+        if band := blocks[first:last]:
+            uses, end, ever = (round(sum(column) / len(band), 3) for column in zip(*band, strict=True))
+            found.append({"ranks": [first + 1, first + len(band)], "uses": uses, "end": end, "ever": ever})
+    return found
+
+
 class Hot:
-    """Where the WARM blocks that a workload uses most are."""
+    """Where the blocks are that a workload uses most."""
 
     def __init__(self, requests: Iterable[SimRequest]) -> None:
         uses = Counter(key for request in requests for key in request.keys)
-        self._uses = dict(uses.most_common(WARM))
+        self._uses = dict(uses.most_common(BANDS[-1]))
         self._ever: dict[bytes, set[str]] = {key: set() for key in self._uses}
         self._at_end: dict[bytes, int] = {}
         self._under_way: dict[int, list[bytes]] = {}
@@ -115,9 +126,10 @@ class Hot:
             stores = [system.nodes[name].store for name in system.prefills]
             self._at_end = {key: sum(one.holds(key) for one in stores) for key in self._uses}
 
-    def told(self) -> list[list[int]]:
-        """Of each: uses, prefill instances that have it at the end, and that ever had it."""
-        return [[uses, self._at_end.get(key, 0), len(self._ever[key])] for key, uses in self._uses.items()]
+    def told(self) -> list[Told]:
+        """Means of each band of ranks: uses, prefill instances that have a block at the end, and that ever had it."""
+        blocks = [(uses, self._at_end.get(key, 0), len(self._ever[key])) for key, uses in self._uses.items()]
+        return bands(blocks)
 
 
 def simulate_all(

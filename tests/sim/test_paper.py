@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.paper_figures import FIGURES, Line, Panel
-from benchmarks.paper_runs import Inputs, Task, simulate
+from benchmarks.paper_runs import Inputs, Task, bands, simulate
 from benchmarks.paper_setup import PARAMETERS, Case, Parameters, config_of, read, requests_of, summary_of
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.sim.hardware import Efficiency
@@ -148,7 +149,15 @@ def test_a_run_tells_what_figures_are_made_of() -> None:
     told = simulate(Task(Inputs(read(), NOWHERE, 40), Case(synthetic=True, nic_gbps=100.0)))
     assert told["requests"] == told["outcomes"]["done"] == 40
     assert told["ttft_s"]["mean"] > 0
-    uses = [used for used, _, _ in told["copies"]]
-    assert uses == sorted(uses, reverse=True)
-    assert all(0 <= end <= ever <= min(8, used) for used, end, ever in told["copies"])
-    assert any(end for _, end, _ in told["copies"])
+    found = told["copies"]
+    assert [band["ranks"][0] for band in found] == [1, 2, 16, 101][: len(found)]
+    assert all(before["uses"] >= after["uses"] for before, after in pairwise(found))
+    assert all(0 <= band["end"] <= band["ever"] <= min(8, band["uses"]) for band in found)
+    assert found[0]["end"] > 0
+
+
+def test_bands_are_means_of_ranks() -> None:
+    assert bands([(9, 8, 8), (4, 2, 3), (2, 0, 1)]) == [
+        {"ranks": [1, 1], "uses": 9, "end": 8, "ever": 8},
+        {"ranks": [2, 3], "uses": 3, "end": 1, "ever": 2},
+    ]
