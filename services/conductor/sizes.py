@@ -31,7 +31,6 @@ from services.conductor.load import PRIORITY_STEP_S, PrefillQueue
 from services.conductor.settings import SizeSettings
 
 FADE_S = 30.0  # of the rate at which work comes
-FEWEST_S = 1.0  # over which a rate is taken at least
 SMALLEST_S, BUCKETS, OF_AN_OCTAVE = 2.0**-12, 40, 2
 MARKS = 8
 
@@ -79,11 +78,12 @@ def marks(queue: PrefillQueue) -> tuple[float, tuple[float, ...]]:
 
 
 class Sizes:
-    """How much work of which sizes comes, in one model's requests; seconds of work in a second."""
+    """How much work of which sizes comes, in one model's requests; seconds of work in a second. A burst after silence
+    counts as what it is over FADE_S: it may be over."""
 
     def __init__(self, now: float) -> None:
         self._sums = [0.0] * BUCKETS
-        self._began = self._as_of = now
+        self._as_of = now
 
     def placed(self, size_s: float, now: float) -> None:
         """A request."""
@@ -100,16 +100,12 @@ class Sizes:
         """Of requests that are no longer."""
         self._fade(now)
         at = _bucket(size_s)
-        return (sum(self._sums[:at]) + self._sums[at] / 2) / self._span_s(now)
+        return (sum(self._sums[:at]) + self._sums[at] / 2) / FADE_S
 
     def whole(self, now: float) -> float:
         """Of all."""
         self._fade(now)
-        return sum(self._sums) / self._span_s(now)
-
-    def _span_s(self, now: float) -> float:
-        """Over how long the sums are, fading: FADE_S in the long run."""
-        return FADE_S * (1 - math.exp(-max(FEWEST_S, now - self._began) / FADE_S))
+        return sum(self._sums) / FADE_S
 
 
 def _bucket(size_s: float) -> int:
