@@ -57,7 +57,8 @@ def paper_grid() -> list[Policy]:
 def better_grid(paper: Policy) -> list[Policy]:
     """The weight of sizes, and how much of the overtaking that theory foresees is counted. Fetching as in `paper`."""
     base = replace(paper, long_tokens=8192, others=1.0, later=0.2)
-    return [replace(base, size_weight=w, overtaking=o) for w in (8.0, 16.0, 32.0) for o in (0.5, 1.0)]
+    tried = ((4.0, 1.0), (8.0, 1.0), (16.0, 1.0), (32.0, 1.0), (8.0, 0.5), (16.0, 0.5))
+    return [replace(base, size_weight=weight, overtaking=share) for weight, share in tried]
 
 
 def added(paper: Policy, better: Policy) -> dict[str, Policy]:
