@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from services.conductor import decodes as decoding
 from services.conductor import prefills as prefilling
-from services.conductor.columns import Chosen, Field
+from services.conductor.columns import Chosen
 from services.conductor.domain import Refuse, Schedule
+from services.conductor.fields import Field
 from services.conductor.index import Place, Survey
 from services.conductor.instance import Instance
 from services.conductor.placement import Choice, Terms, pick_decode, pick_prefill

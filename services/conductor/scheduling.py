@@ -14,9 +14,10 @@ from services.conductor import alone, explain, kinds, routes
 from services.conductor.admission import Admission
 from services.conductor.affinity import Affinity
 from services.conductor.balance import Balance
-from services.conductor.columns import NO_GROUP, Chosen, Columns, View
+from services.conductor.columns import Chosen, Columns, View
 from services.conductor.domain import Life, Member, Placed, Refuse, RequestOutcome, Schedule
 from services.conductor.explain import Explanations
+from services.conductor.fields import NO_GROUP
 from services.conductor.fleet import Fleet
 from services.conductor.health import Breakers
 from services.conductor.index import Index, Place, Survey

@@ -18,9 +18,11 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from services.conductor.bounds import Prompts, Weights, held
-from services.conductor.columns import FEW, Chosen, Field, Floats, Mask
+from services.conductor.bounds import Prompts, Weights
+from services.conductor.columns import Chosen
 from services.conductor.domain import Lane, Schedule
+from services.conductor.fields import FEW, Field, Floats, Mask
+from services.conductor.holders import held
 from services.conductor.instance import Instance
 from services.conductor.nearness import Worth
 from services.conductor.routes import Mesh
