@@ -26,11 +26,12 @@ class DecodeChoice:
     short: bool  # of pages for prompt and answer together
     tightest_slo_s: float = math.inf  # for the TBT of those that are there or coming
     arriving: int = 0  # bytes that others send there
+    page_wait_s: float = 0.0  # of KV that has landed, for pages of the device: between first and second token
 
     @property
     def score_s(self) -> float:
         """For ranking: what a token costs, waiting included."""
-        return self.tbt_s + self.landing_wait_s + self.slot_wait_s + self.tail_s
+        return self.tbt_s + self.landing_wait_s + self.slot_wait_s + self.page_wait_s + self.tail_s
 
 
 def choice(
@@ -62,6 +63,7 @@ def choice(
         slot_wait_s=batch.drain_s(too_many) if too_many else 0.0,
         tail_s=0.0 if alone else instance.fits.transfer.tail_s(sent, float("inf"), shared_bytes(sent, arriving)),
         arriving=arriving,
+        page_wait_s=0.0 if alone else batch.page_wait_s(blocks),
         short=batch.free_blocks < min(whole, instance.capacity_blocks),
         tightest_slo_s=batch.stays.tightest_slo_s,
     )

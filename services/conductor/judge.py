@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from services.conductor.decodes import DecodeChoice, steps
 from services.conductor.domain import Lane, Schedule
 from services.conductor.instance import Instance
+from services.conductor.interference import SLOWEST
 from services.conductor.settings import Mode
 from services.conductor.stays import NO_ROWS, Rows
 
@@ -65,7 +66,9 @@ class Judge:
         if self.mode in (Mode.OFF, Mode.BASELINE) or self.request.lane is Lane.BATCH:
             return Verdict(choice.admission_tbt_s, math.inf)
         bound_s = min(self.slo.tbt_s, max(self._theirs_s(choice), self.default_tbt_s))
-        if choice.admission_tbt_s <= bound_s:  # even if all who are on their way were there at once
+        if (
+            not choice.page_wait_s and choice.admission_tbt_s <= bound_s
+        ):  # even if all who are on their way were there at once
             return Verdict(choice.admission_tbt_s, bound_s)
         if first_token_s is not None:
             return Verdict(self.tbt_s(choice, first_token_s), bound_s)
@@ -77,7 +80,11 @@ class Judge:
         """TBT there with this request in the batch in `lead_s`; `everybody`: what yields counts, too."""
         rows = self._rows(choice, lead_s, everybody=everybody)
         with_it = rows.requests + 1, rows.context_tokens + self.request.prompt_tokens
-        return steps(choice.instance, *with_it, self.now)[1]
+        return steps(choice.instance, *with_it, self.now)[1] + self._late_s(choice, lead_s)
+
+    def _late_s(self, choice: DecodeChoice, lead_s: float) -> float:
+        """What waiting for pages adds to its TBT: one interval, the first, of the slowest tenth."""
+        return max(0.0, choice.page_wait_s - lead_s) / max(1.0, SLOWEST * self.answer_tokens)
 
     def alone_s(self, instance: Instance) -> float:
         """TBT there if it had the instance for itself."""
@@ -91,9 +98,11 @@ class Judge:
         lead_s = self._lead_s(choice)
         if self.mode is Mode.EARLY and not everybody:
             running, _ = batch.running
-            each_s = (self.tbt_s(choice, lead_s) - self.alone_s(choice.instance)) / max(1, running)
-            excess_s = self.tbt_s(choice, lead_s) - bound_s
-            return batch.drain_s(min(batch.requests, excess_s / each_s)) if each_s > 0 else 0.0
+            step_s = self.tbt_s(choice, lead_s) - self._late_s(choice, lead_s)
+            each_s = (step_s - self.alone_s(choice.instance)) / max(1, running)
+            excess_s = max(0.0, step_s - bound_s)
+            leave_s = batch.drain_s(min(batch.requests, excess_s / each_s)) if each_s > 0 else 0.0
+            return max(leave_s, choice.page_wait_s - lead_s)
         low, high = 0.0, max(batch.residence_s, batch.stays.longest_s(self.now))
         while self.tbt_s(choice, lead_s + high, everybody=everybody) > bound_s:
             low, high = high, 2 * high

@@ -302,6 +302,15 @@ class DecodeBatch:
         each = self.mean_blocks or blocks
         return self.drain_s(max(1.0, short / max(1.0, each)))
 
+    def page_wait_s(self, blocks: int) -> float:
+        """Seconds that KV which has landed in host memory would wait for pages of the device, behind all that wait and
+        come; 0 when there are enough."""
+        waiting = self._load.waiting_requests * (self.mean_blocks or blocks)
+        short = blocks + waiting - self.free_pages
+        if short <= 0:
+            return 0.0
+        return self.drain_s(max(1.0, short / max(1.0, self.mean_blocks or blocks)))
+
     def add(self, work: DecodeWork) -> None:
         """A placement; one of the same request replaces it."""
         self.drop(work.request_id)
