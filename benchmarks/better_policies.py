@@ -78,6 +78,7 @@ def added(paper: Policy, better: Policy) -> dict[str, Policy]:
 
 
 PAPER, TURNS_TAKEN, BETTER = "paper", "paper, long and short take turns", "better: ... and overtaking foreseen"
+MAIN = PAPER, TURNS_TAKEN, BETTER
 
 
 def config(at: Parameters, policy: Policy, admission: str, seed: int) -> SimConfig:

@@ -121,7 +121,9 @@ class Runs:
         """To the file, with what was concluded."""
         if self._file is not None:
             made = {"inputs": self._inputs.told(), **more, "rows": self.rows}
-            self._file.write_text(json.dumps(made, indent=1) + "\n")
+            written = self._file.with_suffix(".new")
+            written.write_text(json.dumps(made, indent=1) + "\n")
+            written.replace(self._file)  # whole, whenever this ends
 
 
 def kept(file: Path, inputs: Inputs) -> dict[str, Row]:
