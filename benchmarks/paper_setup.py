@@ -198,6 +198,7 @@ def config_of(at: Parameters, case: Case) -> SimConfig:
         conductor=_settings(at, case),
         chunk_tokens=chunk,
         batch_tokens=chunk,
+        size_weight=0.0,  # the paper's queues go by arrival; see benchmarks/better.py
         layers=shape_of(at.model.name).layers,
         max_running=at.engine.max_running,
         load_bytes_per_s=at.cluster.gpus * gpu.host_bytes_per_s * at.efficiency.host,

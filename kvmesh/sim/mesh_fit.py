@@ -109,6 +109,7 @@ def config_of(observed: Observed, fit: MeshFit, **other: Any) -> SimConfig:
         "chunk_tokens": 512,
         "batch_tokens": 512,
         "long_tokens": 512,
+        "size_weight": prefills[0].size_weight,
         "max_running": decodes[0].max_running,
     }
     return SimConfig(

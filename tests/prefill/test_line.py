@@ -9,8 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.rpc.errors import ConfigError
+from kvmesh.rpc.pb import decode_pb2
+from services.conductor.domain import Placed, PredictedLife, Ref
+from services.conductor.mapping_out import placement_out
+from services.decode.mapping import start_prefill
+from services.prefill import wire
 from services.prefill.config import PrefillConfig
 from services.prefill.planner import Line, PlanConfig, Planner, Wait
+from tests.prefill.test_runner import hinted
 
 CONFIG = PlanConfig(
     block_tokens=4,
@@ -149,3 +155,12 @@ def test_a_weight_that_cannot_be_is_refused_by_name(weight: float) -> None:
     config = PrefillConfig(model="m", size_weight=weight)
     with pytest.raises(ConfigError, match="size_weight"):
         config.check()
+
+
+def test_the_size_that_was_predicted_travels_from_the_decision_to_the_line() -> None:
+    ref = Ref("p", "127.0.0.1:1", 1)
+    placed = Placed(ref, ref, 1.0, 0.1, 0, {}, b"", life=PredictedLife(prefill_start_s=0.25, prefill_end_s=1.5))
+    start = decode_pb2.StartRequest(request_id="r", placement=placement_out(placed))
+    asked = hinted(1, bytes(range(48)), "elsewhere")
+    asked.prefill_us = start_prefill(1, start, 1, 0, "").start.prefill_us
+    assert wire.start_in(asked, 1, 1, "f00d", "me", 0, "", 512).size_ns == 1_250_000_000

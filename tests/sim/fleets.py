@@ -47,7 +47,7 @@ def node(**changes: Any) -> NodeSpec:
 
 
 def mesh(prefills: int = 1, decodes: int = 1, spec: NodeSpec | None = None, **changes: Any) -> SimConfig:
-    """By default nobody is refused, and messages take no time."""
+    """By default nobody is refused, messages take no time, and lines go by arrival."""
     told: dict[str, Any] = {
         "prefill": (spec or node(),) * prefills,
         "decode": (spec or node(),) * decodes,
@@ -56,6 +56,7 @@ def mesh(prefills: int = 1, decodes: int = 1, spec: NodeSpec | None = None, **ch
         "chunk_tokens": 512,
         "batch_tokens": 512,
         "long_tokens": 512,
+        "size_weight": 0.0,
         "layers": 4,
         "hop_s": 0.0,
         "sample_s": 1.0,
