@@ -47,7 +47,7 @@ def test_csv_holds_every_field_and_nothing_for_what_never_came(tmp_path: Path) -
 
 
 def test_parquet_holds_the_same_with_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow: pip install -e .[sim]")
     monkeypatch.setattr(tables, "GROUP_ROWS", 1)  # a row group a row
     file = parquet.ParquetFile(write(tmp_path / "t.parquet"))
     rows = file.read().to_pylist()
