@@ -61,7 +61,7 @@ class SimConfig:
     chunk_tokens: int = 8192
     batch_tokens: int = 8192
     long_tokens: int = 8192
-    size_weight: float = 8.0  # of predicted prefill times in the lines
+    size_weight: float = 16.0  # of predicted prefill times in the lines
     layers: int = 80  # a chunk's KV leaves layer by layer: the last layer's when the step ends
     pull_timeout_s: float = 10.0
 

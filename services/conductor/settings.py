@@ -85,7 +85,7 @@ class SizeSettings:
 
     others: float = 1.0  # of what others wait longer, in the cost of a placement
     later: float = 0.2  # of the work that is behind, likewise
-    overtaking: float = 1.0  # of the work that is expected to pass a request while it waits, in what it waits for
+    overtaking: float = 0.5  # of the work that is expected to pass a request while it waits, in what it waits for
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class PrefillConfig(InstanceConfig):
         default=30_000, metadata={"help": "Waiting this long outweighs one step of priority.", "min": 1}
     )
     size_weight: float = field(
-        default=8.0,
+        default=16.0,
         metadata={
             "help": "Short requests go first: who comes later than so many times a request's predicted computing time "
             "after it does not go before it. 0: by arrival, long and short ones taking turns.",

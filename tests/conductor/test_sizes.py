@@ -77,7 +77,7 @@ def test_what_others_lose_is_counted_and_what_is_behind_is_not_free() -> None:
 )
 def test_who_comes_meanwhile_is_waited_for_until_the_weight_has_worn_off(rate: float, waits_s: float) -> None:
     some = queue()
-    line = Line(SizeSettings(), lambda size_s: rate)
+    line = Line(SizeSettings(overtaking=1.0), lambda size_s: rate)
     assert line.wait_s(3.0, 1.0, some) == pytest.approx(waits_s)
     assert line.wait_s(0.0, 1.0, some) == 0.0, "it begins at once"
     half = replace(line, settings=SizeSettings(overtaking=0.5))
