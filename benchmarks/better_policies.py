@@ -24,7 +24,7 @@ class Policy:
     adaptive: bool = False
     size_weight: float = ARRIVAL
     long_tokens: int = 8192
-    others: float = 0.0  # see services/conductor/sizes.py
+    others: float = 0.0  # see services/conductor/loads/sizes.py
     later: float = 0.0
     overtaking: float = 0.0
     session_s: float = 0.0

@@ -40,8 +40,9 @@ from benchmarks import conductor_grpc
 from benchmarks.progress import tell
 from kvmesh.kvcache.announce import Announcement, snapshot_parts
 from kvmesh.kvcache.keys import split
-from services.conductor import columns, domain, screen
+from services.conductor import domain
 from services.conductor.domain import Blocks, Heartbeat, Load, Member, Placed, PrefillSample, Ref, Register, Role
+from services.conductor.screening import columns, screen
 from services.conductor.settings import Settings
 from services.conductor.state import ConductorState
 

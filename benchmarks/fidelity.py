@@ -14,6 +14,7 @@ Told apart from that: the decision log of A, replayed through the brain, must gi
     python -m benchmarks.fidelity                    # about 7 minutes on two cores; the machine must be quiet
     python -m benchmarks.fidelity --requests 60 --runs 2
     python -m benchmarks.fidelity --json benchmarks/results/fidelity.json --save-fit fit.json
+    python -m benchmarks.fidelity --keep runs        # a second time: the same live runs, fitted and predicted again
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from kvmesh.sim.calibrate import Fit
 from kvmesh.sim.decisions import Replayed, replay
 from kvmesh.sim.mesh_fit import MeshFit
 from kvmesh.sim.observed import Observed, observe
-from services.conductor import journal
+from services.conductor.records import journal
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -187,6 +188,7 @@ def main() -> None:
     parser.add_argument("--max-output", type=int, default=64)
     parser.add_argument("--cores", type=int, default=2, help="that everything is pinned to")
     parser.add_argument("--runs", type=int, default=5, help="live ones of B")
+    parser.add_argument("--keep", type=Path, help="folder: live runs are kept there, and taken from there if they are")
     parser.add_argument("--save-fit", type=Path, help="what was fitted, for kvmesh sim run --times")
     parser.add_argument("--json", default="", help="also write the results here")
     args = parser.parse_args()
@@ -195,7 +197,7 @@ def main() -> None:
         raise SystemExit(f"cores={args.cores}: this machine gives {len(cores)}")
     os.sched_setaffinity(0, cores)  # and all that is started from here
     with tempfile.TemporaryDirectory() as folder:
-        found = go(args, Path(folder))
+        found = go(args, args.keep or Path(folder))
     if args.json:
         given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
         said = {"machine": platform.machine(), "args": given | {"trace": args.trace.name, "model": args.model.name}}

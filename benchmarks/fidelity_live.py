@@ -136,6 +136,12 @@ def _asks(part: Slice, times: Sequence[float], model: str, salt: str) -> list[As
 
 
 def live(model: Path, part: Slice, home: Path) -> Live:
-    """`serve`, from outside of a loop."""
+    """`serve`, from outside of a loop; what `home` holds of an earlier run is taken instead."""
+    kept = home / "run.json"
+    if kept.exists():
+        told = orjson.loads(kept.read_bytes())
+        return Live(tuple(Outcome(**one) for one in told.pop("outcomes")), home / "decisions.jsonl", **told)
     home.mkdir(parents=True)
-    return asyncio.run(serve(model, part, home))
+    run = asyncio.run(serve(model, part, home))
+    kept.write_bytes(orjson.dumps({"outcomes": run.outcomes, "began_s": run.began_s, "others": run.others}))
+    return run

@@ -1,7 +1,7 @@
 """A live mesh on one machine → what makes a simulation of the same requests come out the same.
 
 Instances report what their steps took *while others used the same cores*. Least squares give the form of these times
-(services/conductor/cost_file.py). What they are alone, how much a request costs outside of steps and how steps scatter
+(services/conductor/costs/file.py). What they are alone, how much a request costs outside of steps and how steps scatter
 is found by simulating the very requests that were observed, and moving one figure towards each measurement:
 
     figure               is moved until simulation and measurement agree on
@@ -30,8 +30,8 @@ from kvmesh.sim.observed import Observed
 from kvmesh.sim.records import DONE, Record
 from kvmesh.sim.run import run
 from kvmesh.sim.workload import SimRequest
-from services.conductor.cost import attention_pairs
-from services.conductor.cost_file import Costs
+from services.conductor.costs.file import Costs
+from services.conductor.costs.models import attention_pairs
 
 ROUNDS = 15
 SEEDS = 3  # simulations of one round

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvmesh.rpc.errors import ConfigError
-from services.conductor import journal
 from services.conductor.domain import Schedule
+from services.conductor.records import journal
 from services.conductor.state import ConductorState
 
 MAX_KEPT = 20  # differences that are kept in full

@@ -1,13 +1,13 @@
-"""Step times as they were measured: fits of a live mesh (services/conductor/cost_file.py) run in virtual time."""
+"""Step times as they were measured: fits of a live mesh (services/conductor/costs/file.py) run in virtual time."""
 
 from __future__ import annotations
 
 from kvmesh.sim.times import Pieces
-from services.conductor.cost_file import Costs
+from services.conductor.costs.file import Costs
 
 
 class Fitted:
-    """The times of one kind of instance; the form of a model is in `services.conductor.cost_fit`."""
+    """The times of one kind of instance; the form of a model is in `services.conductor.costs.fit`."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs

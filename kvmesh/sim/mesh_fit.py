@@ -1,7 +1,7 @@
 """A mesh on one machine as a file: what `kvmesh sim fit` writes and a simulation reads. One JSON object:
 
 {"kvmesh_fit": 1,
- "costs": {"kvmesh_costs": 1, ...},       step times as instances report them (services/conductor/cost_file.py)
+ "costs": {"kvmesh_costs": 1, ...},       step times as instances report them (services/conductor/costs/file.py)
  "host": {"cores": 2, ...},               what they share (host.py)
  "told": {...}}                           where it comes from, and how close the fit came; for people
 """
@@ -20,7 +20,7 @@ from kvmesh.sim.fitted import Fitted
 from kvmesh.sim.host import HostModel
 from kvmesh.sim.observed import Observed
 from kvmesh.sim.times import NodeSpec
-from services.conductor.cost_file import Costs, fit_all
+from services.conductor.costs.file import Costs, fit_all
 from services.conductor.domain import Register
 
 VERSION = 1

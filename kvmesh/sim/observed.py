@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.sim.workload import SimRequest
-from services.conductor import journal
 from services.conductor.domain import (
     DecodeSample,
     Heartbeat,
@@ -17,6 +16,7 @@ from services.conductor.domain import (
     RequestOutcome,
     Schedule,
 )
+from services.conductor.records import journal
 from services.conductor.settings import Settings
 
 

@@ -8,7 +8,7 @@ Roofline: each kind of kernel is bound by arithmetic or by memory, whichever tak
     overhead    a constant of a step
 
 with the shares of the datasheet that `hardware.Efficiency` states. Fitted: `t = a + b x tokens + c x attended`, the
-form that the conductor learns online (services/conductor/cost.py), read from a file.
+form that the conductor learns online (services/conductor/costs/models.py), read from a file.
 """
 
 from __future__ import annotations

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from kvmesh.rpc import runner
 from kvmesh.rpc.pb import conductor_pb2_grpc as pb_grpc
 from kvmesh.rpc.server import Server
+from services.conductor.balance.orders import Orders
 from services.conductor.config import ConductorConfig
 from services.conductor.domain import Event, Fetch
-from services.conductor.journal import Header, Recorder
-from services.conductor.leadership import Office
-from services.conductor.log_file import LogFile
-from services.conductor.orders import Orders
+from services.conductor.fleet.watch import StoreWatch
+from services.conductor.peers.leadership import Office
+from services.conductor.records.journal import Header, Recorder
+from services.conductor.records.log_file import LogFile
 from services.conductor.servicer import ConductorServicer
 from services.conductor.settings import (
     AdmissionSettings,
@@ -27,7 +28,6 @@ from services.conductor.settings import (
     Settings,
     ThresholdMode,
 )
-from services.conductor.watch import StoreWatch
 
 SERVICE = "kvmesh.v1.Conductor"
 TICK_S = 0.2

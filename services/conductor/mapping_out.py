@@ -9,11 +9,11 @@ from kvmesh.kvcache.tiers import Tier
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import store_pb2 as pb_store
-from services.conductor.accuracy import PredictionError
-from services.conductor.balance import Hint
+from services.conductor.balance.rounds import Hint
+from services.conductor.costs.accuracy import PredictionError
 from services.conductor.domain import Placed, RequestOutcome
-from services.conductor.explain import Candidate, Decision, WeighedKind
 from services.conductor.mapping import CORDONS_OUT, OUTCOMES_OUT, ROLES_OUT, load_out, ref_out
+from services.conductor.records.explain import Candidate, Decision, WeighedKind
 from services.conductor.views import InstanceView, TierView
 
 MAX_UINT32 = 0xFFFFFFFF

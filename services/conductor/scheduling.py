@@ -10,32 +10,34 @@ from dataclasses import dataclass
 
 from kvmesh.kvcache.tiers import Tier, split_name
 from kvmesh.rpc.errors import InvalidRequest
-from services.conductor import alone, explain, kinds, routes
-from services.conductor.admission import Admission
-from services.conductor.affinity import Affinity
-from services.conductor.balance import Balance
-from services.conductor.columns import Chosen, Columns, View
+from services.conductor.admission.gate import Admission
+from services.conductor.admission.judge import Judge
+from services.conductor.admission.refusals import refuse_unplaceable
+from services.conductor.balance.rounds import Balance
 from services.conductor.domain import Life, Member, Placed, Refuse, RequestOutcome, Schedule
-from services.conductor.explain import Explanations
-from services.conductor.fields import NO_GROUP
-from services.conductor.fleet import Fleet
-from services.conductor.health import Breakers
-from services.conductor.index import Index, Place, Survey
-from services.conductor.instance import Instance
-from services.conductor.judge import Judge
-from services.conductor.kinds import Found
-from services.conductor.ledger import Ledger
-from services.conductor.life import life, pull_after_s
-from services.conductor.lookup import Asked
-from services.conductor.members import Members
-from services.conductor.placement import Choice, Terms
-from services.conductor.policies import Chooser
-from services.conductor.refusals import refuse_unplaceable
-from services.conductor.routes import Mesh
+from services.conductor.fleet.health import Breakers
+from services.conductor.fleet.instance import Instance
+from services.conductor.fleet.members import Members
+from services.conductor.fleet.roster import Fleet
+from services.conductor.loads.ledger import Ledger
+from services.conductor.loads.sizes import Lines
+from services.conductor.placing import alone, kinds
+from services.conductor.placing.affinity import Affinity
+from services.conductor.placing.kinds import Found
+from services.conductor.placing.life import life, pull_after_s
+from services.conductor.placing.placement import Choice, Terms
+from services.conductor.placing.policies import Chooser
+from services.conductor.placing.threshold import Threshold
+from services.conductor.prefixes import routes
+from services.conductor.prefixes.index import Index, Place, Survey
+from services.conductor.prefixes.routes import Mesh
+from services.conductor.prefixes.tiers import TierLoads
+from services.conductor.records import explain
+from services.conductor.records.explain import Explanations
+from services.conductor.screening.columns import Chosen, Columns, View
+from services.conductor.screening.fields import NO_GROUP
+from services.conductor.screening.lookup import Asked
 from services.conductor.settings import Settings
-from services.conductor.sizes import Lines
-from services.conductor.threshold import Threshold
-from services.conductor.tiers import TierLoads
 
 MAX_TOLD = 16  # instances that get no work, of many: in an explanation
 

@@ -15,6 +15,7 @@ from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2_grpc as pb_grpc
 from kvmesh.telemetry import names, spans
 from services.conductor import domain, mapping, mapping_out
+from services.conductor.balance.gauges import ScaleGauges
 from services.conductor.domain import (
     Action,
     Event,
@@ -27,8 +28,7 @@ from services.conductor.domain import (
     SwitchRole,
     Tick,
 )
-from services.conductor.gauges import ScaleGauges
-from services.conductor.leadership import Office
+from services.conductor.peers.leadership import Office
 from services.conductor.state import ConductorState
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ class Policy(Enum):
 
 
 class Mode(Enum):
-    """When a request is refused (see admission.py)."""
+    """When a request is refused (see admission/gate.py)."""
 
     OFF = "off"  # never
     BASELINE = "baseline"  # TTFT on arrival; decode refuses once the KV is there
@@ -36,7 +36,7 @@ class ThresholdMode(Enum):
 
 @dataclass(frozen=True)
 class AdmissionSettings:
-    """See admission.py, margins.py and lanes.py. `by_model`: model name, TTFT and TBT SLO in seconds."""
+    """See admission/: gate.py, margins.py and lanes.py. `by_model`: model name, TTFT and TBT SLO in seconds."""
 
     mode: Mode = Mode.PREDICTED
     by_model: tuple[tuple[str, float, float], ...] = ()
@@ -56,7 +56,7 @@ class AffinitySettings:
 
 @dataclass(frozen=True)
 class BalanceSettings:
-    """See balance.py; only a leader orders."""
+    """See balance/rounds.py; only a leader orders."""
 
     replicate: bool = True
     switch_roles: bool = False

@@ -11,11 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.tiers import split_name
 from kvmesh.rpc.errors import KvmeshError, UnknownInstance
-from services.conductor.accuracy import PredictionError, What
-from services.conductor.admission import Loads
-from services.conductor.balance import Hint
-from services.conductor.columns import Chosen, Columns, View
-from services.conductor.cordons import Cordons
+from services.conductor.admission.gate import Loads
+from services.conductor.balance.hot import Moment
+from services.conductor.balance.rounds import Hint
+from services.conductor.costs.accuracy import PredictionError, What
 from services.conductor.domain import (
     Action,
     Blocks,
@@ -38,17 +37,18 @@ from services.conductor.domain import (
     Tick,
 )
 from services.conductor.domain import Event as Event
-from services.conductor.explain import Decision, Explanations
-from services.conductor.fleet import Fleet
-from services.conductor.health import Breakers, Standing
-from services.conductor.hot import Moment
-from services.conductor.index import Index
-from services.conductor.instance import Instance
-from services.conductor.ledger import Ledger
-from services.conductor.members import Members
+from services.conductor.fleet.cordons import Cordons
+from services.conductor.fleet.health import Breakers, Standing
+from services.conductor.fleet.instance import Instance
+from services.conductor.fleet.members import Members
+from services.conductor.fleet.roster import Fleet
+from services.conductor.loads.ledger import Ledger
+from services.conductor.prefixes.index import Index
+from services.conductor.prefixes.tiers import TierLoads
+from services.conductor.records.explain import Decision, Explanations
 from services.conductor.scheduling import Known, Scheduling
+from services.conductor.screening.columns import Chosen, Columns, View
 from services.conductor.settings import Mode, Policy, Settings
-from services.conductor.tiers import TierLoads
 from services.conductor.views import InstanceView, TierView
 
 EXPIRE_INSTANCES = 2048  # looked at in one tick: some milliseconds

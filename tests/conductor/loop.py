@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from services.conductor.cost import DECODE_PRIOR
+from services.conductor.costs.models import DECODE_PRIOR
 from services.conductor.domain import (
     Action,
     Lead,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.conductor.accuracy import WINDOW, Accuracy, PredictionError, What
+from services.conductor.costs.accuracy import WINDOW, Accuracy, PredictionError, What
 
 
 def of(accuracy: Accuracy, what: What) -> PredictionError:

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.conductor import affinity
-from services.conductor.affinity import Affinity
 from services.conductor.domain import Load, Role, Schedule
-from services.conductor.kinds import COUNTED_TOKENS
-from services.conductor.nearness import ANSWER_TOKENS, NOWHERE, Worth
-from services.conductor.placement import Choice
+from services.conductor.placing import affinity
+from services.conductor.placing.affinity import Affinity
+from services.conductor.placing.kinds import COUNTED_TOKENS
+from services.conductor.placing.nearness import ANSWER_TOKENS, NOWHERE, Worth
+from services.conductor.placing.placement import Choice
 from services.conductor.settings import AffinitySettings
 from tests.conductor.brain import Brain
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.conductor.domain import Fetch, Placed, PrefillSample, Role
-from services.conductor.outgoing import Load, Wires, shared_bytes
+from services.conductor.loads.outgoing import Load, Wires, shared_bytes
 from tests.conductor.brain import Brain, chain
 from tests.conductor.sharing import BYTES, LONG, X, mesh, other
 

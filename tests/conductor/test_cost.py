@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.kvcache.tiers import Tier
-from services.conductor.cost import (
+from services.conductor.costs.models import (
     ENOUGH_SAMPLES,
     HALF_LIFE_S,
     Coefficients,

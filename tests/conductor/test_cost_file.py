@@ -7,9 +7,9 @@ import pytest
 
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.rpc.errors import ConfigError
-from services.conductor import cost
-from services.conductor.cost import Coefficients
-from services.conductor.cost_file import Costs, fit_all, fit_decode_step, fit_pull, fit_tier, fit_transfer
+from services.conductor.costs import models as cost
+from services.conductor.costs.file import Costs, fit_all, fit_decode_step, fit_pull, fit_tier, fit_transfer
+from services.conductor.costs.models import Coefficients
 from services.conductor.domain import DecodeSample, PrefillSample
 
 PREFILL = Coefficients(0.02, 2e-4, 3e-8)

@@ -3,9 +3,9 @@
 import pytest
 
 from kvmesh.rpc.errors import Overloaded
-from services.conductor import explain
 from services.conductor.domain import Load, PrefillSample, Role
-from services.conductor.explain import Candidate, Decision, Explanations
+from services.conductor.records import explain
+from services.conductor.records.explain import Candidate, Decision, Explanations
 from tests.conductor.brain import Brain
 from tests.conductor.sharing import LONG, X, mesh
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvmesh.kvcache.announce import Announcer
 from kvmesh.kvcache.node_store import NodeStore
-from services.conductor.index import Index
+from services.conductor.prefixes.index import Index
 from services.store.domain import Announce, Beat, Heard, Join, Member, Relay, Role, Usage
 from services.store.policy.brain import PolicyLimits
 from services.store.policy.tombstones import Tombstone

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kvmesh.rpc.errors import InvalidRequest, Overloaded, Unavailable, UnknownInstance
 from kvmesh.rpc.pb import conductor_pb2 as pb
-from services.conductor.cordons import MAX_CORDONS, MAX_REASON, Cordons, changes
 from services.conductor.domain import Cordon, CordonState, Outcome, Placed, Refuse, RequestOutcome, Role
+from services.conductor.fleet.cordons import MAX_CORDONS, MAX_REASON, Cordons, changes
 from services.conductor.settings import BreakerSettings
 from tests.conductor.brain import Brain
 from tests.conductor.test_leadership import TIMEOUT, conductor, config

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.conductor.domain import Heartbeat, Load, Placed, PrefillSample, Ref, Register, Role, Schedule
-from services.conductor.load import PrefillQueue, PrefillWork
-from services.conductor.others import FADE_S, Others, water
+from services.conductor.loads.queues import PrefillQueue, PrefillWork
+from services.conductor.peers.others import FADE_S, Others, water
 from services.conductor.settings import Settings
 from services.conductor.state import ConductorState
 from tests.conductor.brain import card

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.conductor.balance.heat import Heat, depths
+from services.conductor.balance.hot import DEADLINE_S, REST_S, SETTLE_S
 from services.conductor.domain import (
     Cordon,
     CordonState,
@@ -21,9 +23,7 @@ from services.conductor.domain import (
     Schedule,
     Tick,
 )
-from services.conductor.heat import Heat, depths
-from services.conductor.hot import DEADLINE_S, REST_S, SETTLE_S
-from services.conductor.index import Run, Survey
+from services.conductor.prefixes.index import Run, Survey
 from services.conductor.settings import BalanceSettings
 from tests.conductor.brain import BLOCK, Brain, chain, joined
 

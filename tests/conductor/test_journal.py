@@ -27,7 +27,7 @@ from services.conductor.domain import (
     Role,
     Schedule,
 )
-from services.conductor.journal import Header, Recorder
+from services.conductor.records.journal import Header, Recorder
 from services.conductor.settings import Policy, Settings
 from tests.conductor.brain import Brain, chain, reset
 
@@ -203,7 +203,7 @@ def test_what_is_no_decision_log_is_named(first: bytes | None, rest: tuple[bytes
 
 
 def test_settings_come_back_as_they_were() -> None:
-    from services.conductor import journal
+    from services.conductor.records import journal
 
     lines = Lines()
     settings = replace(Settings(), policy=Policy.RANDOM, balancing_threshold=1.7)
@@ -212,7 +212,7 @@ def test_settings_come_back_as_they_were() -> None:
 
 
 def test_the_schedule_in_a_line_is_the_whole_request() -> None:
-    from services.conductor import journal
+    from services.conductor.records import journal
 
     lines = Lines()
     brain = recorded(lines)

@@ -23,9 +23,9 @@ from kvmesh.rpc.pb import conductor_pb2_grpc, store_pb2, store_pb2_grpc
 from kvmesh.rpc.process import PARENT_ENV
 from services.conductor import main
 from services.conductor.config import ConductorConfig
-from services.conductor.cordon_book import CordonBook
 from services.conductor.domain import Cordon, CordonState, Event, Lead
-from services.conductor.leadership import PART, Office
+from services.conductor.peers.cordon_book import CordonBook
+from services.conductor.peers.leadership import PART, Office
 from services.store import main as store_main
 from services.store.config import StoreConfig
 from tests.conductor.test_service import beat, failing, registering, scheduling
@@ -279,7 +279,7 @@ async def test_a_redis_that_forgets_is_told_again(tmp_path: Path) -> None:
 
 @needs_redis
 async def test_there_is_a_limit_in_redis_too(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.conductor.cordon_book.MAX_CORDONS", 2)
+    monkeypatch.setattr("services.conductor.peers.cordon_book.MAX_CORDONS", 2)
     async with book(redis, "limit") as (a, _):
         for name in ("p0", "p1", "p0"):
             await a.put(Cordon(name, CordonState.CORDONED))

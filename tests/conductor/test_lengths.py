@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.conductor import lengths as module
+from services.conductor.costs import lengths as module
+from services.conductor.costs.lengths import ENOUGH, UNTOLD_TOKENS, LearntLengths, Lengths
 from services.conductor.domain import Outcome, RequestOutcome, Schedule
-from services.conductor.lengths import ENOUGH, UNTOLD_TOKENS, LearntLengths, Lengths
 
 
 def request(name: str = "r", **more: Any) -> Schedule:

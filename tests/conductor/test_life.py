@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from services.conductor import mapping_out
 from services.conductor.domain import Load, Role
-from services.conductor.life import FETCH_SHARE, MARGIN_S, MAX_DELAY_S, MIN_DELAY_S, life, pull_after_s
-from services.conductor.outgoing import Load as Sending
-from services.conductor.outgoing import Outgoing
-from services.conductor.placement import Choice
+from services.conductor.loads.outgoing import Load as Sending
+from services.conductor.loads.outgoing import Outgoing
+from services.conductor.placing.life import FETCH_SHARE, MARGIN_S, MAX_DELAY_S, MIN_DELAY_S, life, pull_after_s
+from services.conductor.placing.placement import Choice
 from tests.conductor.brain import BLOCK, Brain, chain, reset
 
 

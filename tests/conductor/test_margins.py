@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.rpc.errors import Overloaded
+from services.conductor.admission.margins import ENOUGH, KEPT, MOST, Margin
+from services.conductor.admission.turns import MOST_S, Turns
 from services.conductor.domain import Outcome, RequestOutcome
-from services.conductor.margins import ENOUGH, KEPT, MOST, Margin
 from services.conductor.settings import AdmissionSettings
-from services.conductor.turns import MOST_S, Turns
 from tests.conductor.brain import Brain
 
 RATIOS = st.lists(st.floats(0.01, 100.0), min_size=ENOUGH, max_size=2 * KEPT)

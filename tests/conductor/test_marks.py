@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from kvmesh.kvcache.announce import Announcement
 from services.conductor.domain import MemberGone, Role
-from services.conductor.index import Index
-from services.conductor.pending import COARSE, EACH, FINE, SOME, Pending, marks, positions, span
+from services.conductor.prefixes.index import Index
+from services.conductor.prefixes.pending import COARSE, EACH, FINE, SOME, Pending, marks, positions, span
 from tests.conductor.brain import Brain, card, chain, joined
 
 LONG = chain("x", 700)

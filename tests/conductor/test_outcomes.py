@@ -6,8 +6,7 @@ import random
 import pytest
 
 from kvmesh.kvcache.tiers import Tier, TierUse
-from services.conductor import ledger
-from services.conductor.accuracy import PredictionError, What
+from services.conductor.costs.accuracy import PredictionError, What
 from services.conductor.domain import (
     DecodeSample,
     MemberGone,
@@ -16,7 +15,8 @@ from services.conductor.domain import (
     RequestOutcome,
     Role,
 )
-from services.conductor.instance import Instance
+from services.conductor.fleet.instance import Instance
+from services.conductor.loads import ledger
 from tests.conductor.brain import IDLE, Brain
 
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.conductor.demand import MIXED, Counts, Demand
+from services.conductor.balance.demand import MIXED, Counts, Demand
+from services.conductor.balance.roles import DEADLINE_S, HIGH, PAUSE, Roles
 from services.conductor.domain import Load, OrderEnded, Ref, Register, Role, SwitchRole
-from services.conductor.instance import Instance, ModelFits
-from services.conductor.roles import DEADLINE_S, HIGH, PAUSE, Roles
+from services.conductor.fleet.instance import Instance, ModelFits
 from services.conductor.settings import BalanceSettings
 from tests.conductor.brain import card
 from tests.conductor.loop import Loop

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.telemetry import names
 from services.conductor import mapping_out
+from services.conductor.balance.demand import MIXED, Demand, Demands
+from services.conductor.balance.gauges import MAX_LOAD, ScaleGauges
+from services.conductor.balance.scale import CALM, Hint, Scale
 from services.conductor.config import ConductorConfig
-from services.conductor.demand import MIXED, Demand, Demands
 from services.conductor.domain import Lane, Load, Role, Schedule
-from services.conductor.gauges import MAX_LOAD, ScaleGauges
-from services.conductor.scale import CALM, Hint, Scale
 from services.conductor.settings import AdmissionSettings, BalanceSettings, Settings
 from tests.conductor.loop import Loop
 from tests.conductor.test_roles import instance

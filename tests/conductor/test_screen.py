@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvmesh.kvcache.tiers import Tier, TierUse, split_name, store_name
-from services.conductor import bounds, columns, kinds, placement, screen, ties
 from services.conductor.domain import (
     Cordon,
     CordonState,
@@ -26,6 +25,8 @@ from services.conductor.domain import (
     Schedule,
     StoreLost,
 )
+from services.conductor.placing import kinds, placement, ties
+from services.conductor.screening import bounds, columns, screen
 from services.conductor.settings import AffinitySettings
 from tests.conductor.brain import BLOCK, Brain, card, chain, joined, reset
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.conductor import screen
 from services.conductor.domain import Load, PrefillSample, Role
-from services.conductor.load import PRIORITY_STEP_S, PrefillQueue, PrefillWork
+from services.conductor.loads.queues import PRIORITY_STEP_S, PrefillQueue, PrefillWork
+from services.conductor.loads.sizes import ALONE, FADE_S, MARKS, Line, Lines, ahead, marks
+from services.conductor.screening import screen
 from services.conductor.settings import SizeSettings
-from services.conductor.sizes import ALONE, FADE_S, MARKS, Line, Lines, ahead, marks
 from tests.conductor.brain import Brain
 from tests.conductor.test_screen import Fleet, compare
 

@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.conductor.domain import Fetch, Load, PrefillSample, Role
-from services.conductor.placement import Choice
-from services.conductor.settings import Settings, ThresholdMode
-from services.conductor.threshold import (
+from services.conductor.placing.placement import Choice
+from services.conductor.placing.threshold import (
     DWELL_S,
     IDLE_S,
     MAX_AWAITED,
@@ -25,6 +24,7 @@ from services.conductor.threshold import (
     UNEVEN,
     Threshold,
 )
+from services.conductor.settings import Settings, ThresholdMode
 from tests.conductor.brain import BLOCK, Brain, chain, reset
 
 ADAPTIVE = Settings(threshold_mode=ThresholdMode.ADAPTIVE)

@@ -21,10 +21,10 @@ from kvmesh.rpc.errors import UnknownInstance
 from kvmesh.rpc.pb import store_pb2 as pb
 from services.conductor.domain import Event, Life, OutOfStep, StoreLost
 from services.conductor.domain import Tick as Later
-from services.conductor.index import Index
+from services.conductor.fleet.watch import _Follower
+from services.conductor.prefixes.index import Index
 from services.conductor.settings import Settings
 from services.conductor.state import ConductorState
-from services.conductor.watch import _Follower
 from services.store import domain, mapping
 from services.store.blocks import Blocks
 from services.store.state import MasterState

@@ -13,7 +13,7 @@ from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, store_p
 from kvmesh.rpc.server import Server
 from services.conductor import main
 from services.conductor.domain import Blocks, Event, Member, MemberGone, MemberJoined, MembersReset, Ref, StoreLost
-from services.conductor.watch import StoreWatch
+from services.conductor.fleet.watch import StoreWatch
 from tests.conductor.test_service import TIMEOUT, config, ref, registering
 from tests.services import running, until
 

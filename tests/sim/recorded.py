@@ -13,7 +13,7 @@ from kvmesh.sim.config import SimConfig
 from kvmesh.sim.records import Record
 from kvmesh.sim.run import run
 from kvmesh.sim.workload import SimRequest
-from services.conductor.journal import Header, Recorder
+from services.conductor.records.journal import Header, Recorder
 from services.conductor.settings import Settings
 
 

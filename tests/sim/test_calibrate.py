@@ -19,8 +19,8 @@ from kvmesh.sim.observed import observe
 from kvmesh.sim.records import Record
 from kvmesh.sim.run import run
 from kvmesh.sim.workload import SimRequest, key
-from services.conductor.cost_file import Costs
-from services.conductor.cost_fit import Coefficients
+from services.conductor.costs.file import Costs
+from services.conductor.costs.fit import Coefficients
 from tests.sim.fleets import BLOCK, mesh, node
 from tests.sim.recorded import record
 

@@ -15,9 +15,9 @@ from kvmesh.sim.hardware import hardware
 from kvmesh.sim.mesh_fit import read_fit
 from kvmesh.sim.shapes import shape_of
 from kvmesh.sim.times import Roofline, attended, attended_within
-from services.conductor.cost import PrefillModel
-from services.conductor.cost_file import Costs
-from services.conductor.cost_fit import Coefficients
+from services.conductor.costs.file import Costs
+from services.conductor.costs.fit import Coefficients
+from services.conductor.costs.models import PrefillModel
 
 SHAPE = shape_of("llama3-70b")
 NODE = Roofline(hardware("a800"), 8, SHAPE)

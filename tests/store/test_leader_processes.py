@@ -30,7 +30,7 @@ from kvmesh.rpc.masters import Caller, Masters
 from kvmesh.rpc.pb import common_pb2, store_pb2, store_pb2_grpc
 from kvmesh.rpc.process import PARENT_ENV
 from services.conductor import domain
-from services.conductor.watch import StoreWatch
+from services.conductor.fleet.watch import StoreWatch
 from tests.redis_server import RedisServer, needs_redis, redis_server
 from tests.services import until
 from tests.store.mesh import keys

@@ -1,0 +1,182 @@
+"""Whether a request is taken at all, and what it is held to. Pure: time comes in as an argument.
+
+Before instances are weighed a request gets its SLO and its judge (judge.py); the weighing itself refuses what no
+instance can serve in time, before any prefill is paid for. What it chose is confirmed here: decode is judged again now
+that the first token's time is known, less urgent requests leave some room to others, and the batch lane takes what is
+idle (lanes.py).
+
+The load of a pool is the paper's: the greatest predicted TTFT / SLO at prefill, TBT / SLO at decode.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvmesh.rpc.errors import Overloaded
+from services.conductor.admission.judge import Judge, Slo
+from services.conductor.admission.lanes import Asked, BatchLane, share_of
+from services.conductor.admission.refusals import idle_only
+from services.conductor.admission.turns import Turns
+from services.conductor.costs.lengths import LearntLengths, LengthModel
+from services.conductor.domain import Lane, Refuse, RequestOutcome, Schedule
+from services.conductor.fleet.instance import Instance
+from services.conductor.placing.placement import Choice, overloaded
+from services.conductor.settings import Mode, Settings
+
+MIN_BATCH_RETRY_S = 1.0
+LOADS = ("ttft", "tbt")  # what interactive requests are refused for
+USUAL_SHARE = 0.1  # of a new prompt in what is thought usual
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """Of the pools of one model; 1: at the SLO."""
+
+    prefill: float
+    decode: float
+
+    @property
+    def greatest(self) -> float:
+        return max(self.prefill, self.decode)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Of one model's last placements, seconds: the queue that the last one met, and the usual time of a prompt."""
+
+    queue_s: float = 0.0
+    at: float = -math.inf
+    prompt_s: float = 0.0
+
+
+class Admission:
+    """One conductor's gate."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._mode = settings.admission.mode
+        self._defaults = {name: Slo(ttft_s, tbt_s) for name, ttft_s, tbt_s in settings.admission.by_model}
+        self._seen: dict[str, _Seen] = {}
+        self._turns: dict[str, Turns] = {}
+        self.lengths: LengthModel = LearntLengths()
+        self.batch = BatchLane(settings.admission)
+
+    def default(self, model: str) -> Slo:
+        """Of requests that ask for nothing else."""
+        return self._defaults.get(model) or Slo(self._settings.slo_ttft_s, self._settings.slo_tbt_s)
+
+    def slo(self, request: Schedule) -> Slo:
+        """Its own, else its model's, else everybody's. The batch lane has its model's: what it leaves to others."""
+        default = self.default(request.model)
+        if request.lane is Lane.BATCH:
+            return default
+        return Slo(request.ttft_slo_s or default.ttft_s, request.tbt_slo_s or default.tbt_s)
+
+    def bounds(self, request: Schedule, slo: Slo) -> Slo:
+        """What the weighing may refuse by."""
+        if self._mode is Mode.OFF or request.lane is Lane.BATCH:
+            return Slo(math.inf, math.inf)
+        return Slo(slo.ttft_s, math.inf) if self._mode is Mode.BASELINE else slo
+
+    def judge(self, request: Schedule, slo: Slo, now: float) -> Judge:
+        """Who says whether decode may have it."""
+        seen = self._seen.get(request.model) or _Seen()
+        queue_s = max(0.0, seen.queue_s - (now - seen.at))
+        tokens = self.lengths.predict(request).mean
+        return Judge(self._mode, request, slo, self.default(request.model).tbt_s, queue_s, tokens, now)
+
+    def confirm(self, choice: Choice, judge: Judge) -> Choice | Refuse:
+        """The choice that policy made, or why it is refused all the same."""
+        if self._mode is Mode.OFF:
+            return choice
+        if judge.request.lane is Lane.BATCH:
+            return self._batch(choice, judge)
+        return self._interactive(choice, judge) or choice
+
+    def placed(self, choice: Choice, judge: Judge) -> None:
+        """The request went there."""
+        request, p = judge.request, choice.prefill
+        seen = self._seen.setdefault(request.model, _Seen())
+        seen.queue_s, seen.at = p.queue_s, judge.now
+        seen.prompt_s += (USUAL_SHARE if seen.prompt_s else 1.0) * (p.prefill_s - seen.prompt_s)
+        self.lengths.placed(request)
+        if request.lane is not Lane.BATCH:
+            self._turns.setdefault(request.model, Turns()).taken(judge.now)
+            self.batch.earn(_machine_s(choice, judge))
+
+    def refused(self, request: Schedule, refuse: Refuse, now: float) -> Refuse:
+        """The same, with a turn of its own for coming again, if it is for load that it is refused."""
+        if not isinstance(refuse.error, Overloaded) or refuse.reason not in LOADS or request.lane is Lane.BATCH:
+            return refuse
+        wait_s = self._turns.setdefault(request.model, Turns()).wait_s(refuse.error.retry_after_ms / 1000, now)
+        wait_ms = math.ceil(1000 * wait_s)
+        text = f"{refuse.error.message}; try again in {wait_ms} ms"
+        return Refuse(Overloaded(text, retry_after_ms=wait_ms), refuse.reason)
+
+    def ended(self, outcome: RequestOutcome) -> None:
+        """How a request went."""
+        self.lengths.ended(outcome)
+
+    def loads(self, instances: Iterable[Instance], now: float) -> dict[str, Loads]:
+        """Of every model's pools. `instances`: those that may get work. A prefill instance's TTFT is that of a usual
+        prompt that came now; a decode instance's TBT is that of its batch now."""
+        found: dict[str, Loads] = {}
+        for i in instances:
+            slo, seen = self.default(i.model.name), self._seen.get(i.model.name) or _Seen()
+            ttft_s = i.queue.wait_s(now) + seen.prompt_s if i.role.prefills else 0.0
+            rows = i.batch.running
+            tbt_s = i.decode.predict(round(rows.requests), rows.context_tokens) if rows.requests else 0.0
+            old = found.get(i.model.name, Loads(0.0, 0.0))
+            found[i.model.name] = Loads(max(old.prefill, ttft_s / slo.ttft_s), max(old.decode, tbt_s / slo.tbt_s))
+        return found
+
+    def _interactive(self, choice: Choice, judge: Judge) -> Refuse | None:
+        share, p, slo = share_of(judge.request.priority), choice.prefill, judge.slo
+        ttft_s = p.admission_ttft_s + choice.decode.landing_wait_s
+        idle_s = p.admission_alone_s
+        bound_s = slo.ttft_s - (1 - share) * max(0.0, slo.ttft_s - idle_s)
+        if ttft_s > bound_s:
+            drain_s = ttft_s - idle_s
+            return overloaded("TTFT", ttft_s, bound_s, drain_s, min(ttft_s - bound_s, drain_s))
+        if self._mode is Mode.BASELINE:
+            return None
+        verdict = judge.decode(choice.decode, choice.ttft_s)
+        idle_s = judge.alone_s(choice.decode.instance)
+        bound_s = verdict.slo_s - (1 - share) * max(0.0, verdict.slo_s - idle_s)
+        if verdict.tbt_s <= bound_s:
+            return None
+        batch = choice.decode.instance.batch
+        wanted_s = judge.wait_s(choice.decode, bound_s)
+        return overloaded("TBT", verdict.tbt_s, bound_s, batch.drain_s(batch.requests), wanted_s)
+
+    def _batch(self, choice: Choice, judge: Judge) -> Choice | Refuse:
+        p, d, slo = choice.prefill, choice.decode, judge.slo
+        asked = Asked(
+            judge.request.request_id,
+            slo.ttft_s,
+            slo.tbt_s,
+            p.queue_s,
+            p.prefill_s,
+            judge.tbt_s(d, choice.ttft_s, everybody=True),
+            judge.alone_s(d.instance),
+            room=not (d.short or d.landing_wait_s or d.slot_wait_s),
+        )
+        way = self.batch.way_in(asked, judge.now)
+        if way:
+            self.batch.taken(asked.request_id, way, _machine_s(choice, judge))
+            return choice
+        queue_s = max(0.0, p.queue_s - self.batch.queue_bound_s(slo.ttft_s))
+        wait_s = judge.wait_s(d, self.batch.tbt_bound_s(asked), everybody=True)
+        if not asked.room:
+            wait_s = max(wait_s, d.landing_wait_s, d.slot_wait_s)
+        retry_s = min(self._settings.admission.patience_s, max(MIN_BATCH_RETRY_S, queue_s, wait_s))
+        self.batch.told_to_wait(asked.request_id, retry_s, judge.now)
+        return idle_only(retry_s)
+
+
+def _machine_s(choice: Choice, judge: Judge) -> float:
+    """What it takes of the instances' time: its prompt, and its share of the steps of its answer."""
+    rows = max(1, choice.decode.instance.batch.requests)
+    return choice.prefill.prefill_s + judge.answer_tokens * choice.decode.tbt_s / rows

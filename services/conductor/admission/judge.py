@@ -1,0 +1,136 @@
+"""By which load of decode a request is judged, in each mode of admission. Pure: instances are only read here.
+
+    OFF, BASELINE   none: decode itself may refuse, once the KV is there
+    EARLY           the rows that run when the request arrives, and itself
+    PREDICTED       all rows that will be there from its own first token to its last: those that run and will not have
+                    left, those that are on their way and will have come (FAST'25, early rejection based on prediction,
+                    for each instance instead of the whole pool, and for the request's whole stay)
+
+The bound is the request's own TBT SLO; where that is laxer than what those have who are there already, theirs, but
+none tighter than their model's default: nobody may keep an instance for himself.
+
+Rows of the batch lane yield: a request of the interactive lane is judged as if there were none.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from services.conductor.costs.interference import SLOWEST
+from services.conductor.domain import Lane, Schedule
+from services.conductor.fleet.instance import Instance
+from services.conductor.loads.stays import NO_ROWS, Rows
+from services.conductor.placing.decodes import DecodeChoice, steps
+from services.conductor.settings import Mode
+
+WAIT_STEPS = 12  # halvings of the time after which it would pass
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What one request is held to, in seconds."""
+
+    ttft_s: float
+    tbt_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """On one decode instance: the TBT that is judged, and what it may be at most. Seconds."""
+
+    tbt_s: float
+    slo_s: float
+
+    @property
+    def passes(self) -> bool:
+        return self.tbt_s <= self.slo_s
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Of one request, at one moment. `default_tbt_s`: its model's SLO; `queue_s`: the wait for a prefill instance, as
+    far as it is known before one was chosen; `answer_tokens`: predicted."""
+
+    mode: Mode
+    request: Schedule
+    slo: Slo
+    default_tbt_s: float
+    queue_s: float
+    answer_tokens: float
+    now: float
+
+    def decode(self, choice: DecodeChoice, first_token_s: float | None = None) -> Verdict:
+        """`first_token_s`: predicted TTFT. None: no prefill instance was chosen yet; then it passes if it would after
+        the queue that the last request met, or after none."""
+        if self.mode in (Mode.OFF, Mode.BASELINE) or self.request.lane is Lane.BATCH:
+            return Verdict(choice.admission_tbt_s, math.inf)
+        bound_s = min(self.slo.tbt_s, max(self._theirs_s(choice), self.default_tbt_s))
+        if (
+            not choice.page_wait_s and choice.admission_tbt_s <= bound_s
+        ):  # even if all who are on their way were there at once
+            return Verdict(choice.admission_tbt_s, bound_s)
+        if first_token_s is not None:
+            return Verdict(self.tbt_s(choice, first_token_s), bound_s)
+        lead_s = self._lead_s(choice)
+        leads = {lead_s, lead_s - self.queue_s}
+        return Verdict(min(self.tbt_s(choice, lead_s) for lead_s in leads), bound_s)
+
+    def tbt_s(self, choice: DecodeChoice, lead_s: float, *, everybody: bool = False) -> float:
+        """TBT there with this request in the batch in `lead_s`; `everybody`: what yields counts, too."""
+        rows = self._rows(choice, lead_s, everybody=everybody)
+        with_it = rows.requests + 1, rows.context_tokens + self.request.prompt_tokens
+        return steps(choice.instance, *with_it, self.now)[1] + self._late_s(choice, lead_s)
+
+    def _late_s(self, choice: DecodeChoice, lead_s: float) -> float:
+        """What waiting for pages adds to its TBT: one interval, the first, of the slowest tenth."""
+        return max(0.0, choice.page_wait_s - lead_s) / max(1.0, SLOWEST * self.answer_tokens)
+
+    def alone_s(self, instance: Instance) -> float:
+        """TBT there if it had the instance for itself."""
+        return instance.decode.admission_s(1, self.request.prompt_tokens, self.now)
+
+    def wait_s(self, choice: DecodeChoice, bound_s: float, *, everybody: bool = False) -> float:
+        """Seconds after which it would be within `bound_s` if nobody else came; inf: never."""
+        batch = choice.instance.batch
+        if self.alone_s(choice.instance) > bound_s:
+            return math.inf
+        lead_s = self._lead_s(choice)
+        if self.mode is Mode.EARLY and not everybody:
+            running, _ = batch.running
+            step_s = self.tbt_s(choice, lead_s) - self._late_s(choice, lead_s)
+            each_s = (step_s - self.alone_s(choice.instance)) / max(1, running)
+            excess_s = max(0.0, step_s - bound_s)
+            leave_s = batch.drain_s(min(batch.requests, excess_s / each_s)) if each_s > 0 else 0.0
+            return max(leave_s, choice.page_wait_s - lead_s)
+        low, high = 0.0, max(batch.residence_s, batch.stays.longest_s(self.now))
+        while self.tbt_s(choice, lead_s + high, everybody=everybody) > bound_s:
+            low, high = high, 2 * high
+            if high > 1e6:
+                return math.inf
+        for _ in range(WAIT_STEPS):
+            middle = (low + high) / 2
+            passes = self.tbt_s(choice, lead_s + middle, everybody=everybody) <= bound_s
+            low, high = (low, middle) if passes else (middle, high)
+        return high
+
+    def _theirs_s(self, choice: DecodeChoice) -> float:
+        """The tightest SLO of those who are there: the default of whom nothing is known."""
+        batch = choice.instance.batch
+        return choice.tightest_slo_s if batch.requests <= len(batch.stays) else self.default_tbt_s
+
+    def _lead_s(self, choice: DecodeChoice) -> float:
+        return self.queue_s + choice.instance.fits.prefill.predict(self.request.prompt_tokens, 0)
+
+    def _rows(self, choice: DecodeChoice, lead_s: float, *, everybody: bool) -> Rows:
+        """The others."""
+        batch, now = choice.instance.batch, self.now
+        if self.mode is Mode.EARLY and not everybody:
+            rows, at = Rows(*batch.running), now
+        else:
+            at = now + lead_s
+            rows = batch.forecast(now, at, at + self.answer_tokens * choice.tbt_s)
+        left_out = NO_ROWS if everybody else batch.stays.yielding(now, at)
+        return Rows(
+            max(0.0, rows.requests - left_out.requests), max(0.0, rows.context_tokens - left_out.context_tokens)
+        )

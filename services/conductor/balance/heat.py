@@ -1,0 +1,150 @@
+"""Which prefixes are used much: a table of fixed size over chain ends. Pure.
+
+Space-saving (Metwally et al. 2005) over decayed counts (forward decay, Cormode et al. 2009): a use at time t weighs
+2^((t - landmark) / half-life), so no count need be touched as time passes. A newcomer to a full table takes the place
+of the least one and inherits its count as *error*: what is left without the error was surely used.
+
+A key of a chain says all before it, so one key stands for a prefix. Of each prompt a few are counted: those at depths
+that are powers of two, and those where its holders change (where a system prompt ends and a conversation begins).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvmesh.kvcache.keys import KEY_BYTES, split
+from services.conductor.domain import Schedule
+from services.conductor.prefixes.index import Survey
+
+CAPACITY = 1024
+MAX_PACKED_BYTES = 16 << 20
+MAX_BORDERS = 4
+ALIKE = 0.7
+_RESCALE_AT = 64.0  # half-lives from the landmark: weights stay far from what a float holds
+
+
+@dataclass(slots=True, eq=False)
+class _Chain:
+    key: bytes
+    model: str
+    depth: int
+    count: float = 0.0
+    error: float = 0.0
+    prompt_tokens: float = 0.0  # summed like `count`, without the error
+    uses: int = 0
+    packed: bytes = b""  # the keys up to it, once it was used twice
+
+
+@dataclass(frozen=True, slots=True)
+class Hot:
+    """A prefix: `rate` uses a second at least, by prompts of `prompt_tokens` on the average."""
+
+    model: str
+    keys: tuple[bytes, ...]
+    rate: float
+    prompt_tokens: float
+
+
+class Heat:
+    """At most `capacity` prefixes, O(log capacity) a use. The keys of prefixes take at most `max_packed_bytes`."""
+
+    def __init__(
+        self, half_life_s: float, *, capacity: int = CAPACITY, max_packed_bytes: int = MAX_PACKED_BYTES
+    ) -> None:
+        self._half_life_s = half_life_s
+        self._capacity = capacity
+        self._max_packed = max_packed_bytes
+        self._chains: dict[bytes, _Chain] = {}
+        self._least: list[tuple[float, bytes]] = []  # a heap, one entry a chain; counts may have grown since
+        self._landmark: float | None = None
+        self.packed_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._chains)
+
+    def use(self, request: Schedule, survey: Survey, now: float) -> None:
+        """A prompt was weighed; `survey`: who holds its blocks. What nobody holds counts for nothing."""
+        weight = self._weight(now)
+        for depth in depths(survey, len(request.keys)):
+            key = request.keys[depth - 1]
+            chain = self._chains.get(key)
+            if chain is None:
+                chain = self._admit(_Chain(key, request.model, depth))
+            chain.count += weight
+            chain.prompt_tokens += weight * request.prompt_tokens
+            chain.uses += 1
+            if chain.uses > 1 and not chain.packed and self.packed_bytes + depth * KEY_BYTES <= self._max_packed:
+                chain.packed = b"".join(request.keys[:depth])
+                self.packed_bytes += len(chain.packed)
+
+    def hottest(self, now: float, *, most: int, least_rate: float) -> list[Hot]:
+        """The `most` with the most block reads a second among those used `least_rate` times a second or more. Of two
+        that begin alike the longer one alone, unless the shorter is used much more."""
+        per_s = math.log(2) / self._half_life_s / self._weight(now)
+        found = [
+            (rate * chain.depth, chain)
+            for chain in self._chains.values()
+            if chain.packed and (rate := (chain.count - chain.error) * per_s) >= least_rate
+        ]
+        found.sort(key=lambda one: (-one[0], one[1].key))
+        best: list[Hot] = []
+        covered: dict[bytes, float] = {}  # prefixes of what was taken: at what rate
+        for reads, chain in found:
+            rate = reads / chain.depth
+            if rate * ALIKE > covered.get(chain.key, 0.0):
+                prompt_tokens = chain.prompt_tokens / (chain.count - chain.error)
+                hot = Hot(chain.model, tuple(split(chain.packed)), rate, prompt_tokens)
+                covered.update((key, rate) for key in hot.keys if covered.get(key, 0.0) < rate)
+                best.append(hot)
+                if len(best) == most:
+                    break
+        return best
+
+    def _weight(self, now: float) -> float:
+        if self._landmark is None:
+            self._landmark = now
+        age = (now - self._landmark) / self._half_life_s
+        if age > _RESCALE_AT:
+            self._rescale(0.5**age if age < 1000 else 0.0)
+            self._landmark, age = now, 0.0
+        return float(2.0 ** max(0.0, age))
+
+    def _rescale(self, factor: float) -> None:
+        for chain in self._chains.values():
+            chain.count *= factor
+            chain.error *= factor
+            chain.prompt_tokens *= factor
+        self._least = [(chain.count, key) for key, chain in self._chains.items()]
+        heapq.heapify(self._least)
+
+    def _admit(self, chain: _Chain) -> _Chain:
+        if len(self._chains) >= self._capacity:
+            chain.count = chain.error = self._evict()
+        self._chains[chain.key] = chain
+        heapq.heappush(self._least, (chain.count, chain.key))
+        return chain
+
+    def _evict(self) -> float:
+        """The least one goes; its count."""
+        while True:
+            noted, key = self._least[0]
+            chain = self._chains[key]
+            if chain.count == noted:
+                heapq.heappop(self._least)
+                del self._chains[key]
+                self.packed_bytes -= len(chain.packed)
+                return noted
+            heapq.heapreplace(self._least, (chain.count, key))
+
+
+def depths(survey: Survey, blocks: int) -> Sequence[int]:
+    """Prefix lengths of one prompt that are counted, in blocks; the deepest is what somebody holds of it."""
+    if not survey.runs:
+        return ()
+    reach = min(survey.runs[-1].end, blocks)
+    found = {1 << k for k in range(reach.bit_length())}
+    found.update(min(run.end, reach) for run in survey.runs[-MAX_BORDERS:])
+    return sorted(found)

@@ -1,0 +1,252 @@
+"""Copies of hot prefixes, ordered before their holders congest. Pure.
+
+Algorithm 1 copies what it fetches, so a hot prefix spreads by itself once its holders are so busy that fetching pays.
+Orders come earlier, off anybody's path. Let a prefix be used `rate` times a second, and a use take `use_s` of prefill
+with it, `whole_s` without. It is hot when it saves a share WORTH of an instance: rate · (whole_s - use_s). It then
+wants
+
+    max(2, rate · use_s / TARGET)   prefill instances that hold it: two, so that one may leave; as many as its uses fill
+    one more                        while its holders' queues are longer than others' by half of what fetching takes
+
+Copies of what cools are nobody's business: they are evicted like everything else. An order copies at most what the
+limits leave room for, from the beginning of the chain; the rest follows. A target that fails rests, longer each time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from kvmesh.kvcache.tiers import Tier, split_name
+from services.conductor.balance.heat import Heat, Hot
+from services.conductor.domain import Life, Member, OrderEnded, Ref, Replicate
+from services.conductor.fleet.instance import Instance
+from services.conductor.prefixes.index import Index, Place, Survey, bits
+from services.conductor.settings import BalanceSettings
+
+WORTH = 0.05  # instance-seconds a second
+TARGET = 0.7
+LEAST_RATE = 0.05  # uses a second
+MOST_HOT = 16
+MAX_LISTED = 64  # holders, or targets, that are looked at one by one
+STORE_SHARE = 4  # a prefix takes at most one part in so many of the target's store
+DEADLINE_S = 20.0  # an order that is not answered by then has failed
+SETTLE_S = 3.0  # within which what was copied is announced
+REST_S, MAX_REST_S = 2.0, 120.0
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What there is to order by. `able`: instances that may get work; `leaving`: those being drained; `member`: who
+    bears a name at the store master."""
+
+    now: float
+    able: Sequence[Instance]
+    leaving: Sequence[Instance]
+    index: Index
+    member: Callable[[str], Member | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    order: Replicate
+    brings: frozenset[bytes]  # what the target has of the chain then
+    nbytes: int
+    until: float
+    done: bool = False
+
+
+@dataclass(slots=True)
+class _Rest:
+    failures: int
+    until: float
+
+
+@dataclass(frozen=True)
+class _Field:
+    """The prefill instances of one look, by their slot in the block map."""
+
+    by_slot: dict[int, Instance]
+    mask: int
+
+
+class Replication:
+    """Gives orders and hears what became of them. `number` gives each order its own."""
+
+    def __init__(self, settings: BalanceSettings, number: Callable[[], int]) -> None:
+        self._settings = settings
+        self._number = number
+        self._flights: dict[int, _Flight] = {}
+        self._rests: dict[Life, _Rest] = {}
+
+    def stop(self) -> None:
+        """This conductor leads no more: what it ordered is another's business."""
+        self._flights.clear()
+
+    def ended(self, event: OrderEnded, now: float) -> bool:
+        """An order came to its end; False: it was none of these."""
+        flight = self._flights.pop(event.number, None)
+        if flight is None:
+            return False
+        life = flight.order.target.life
+        if event.error or event.held < len(flight.order.keys):
+            self._failed(life, now)
+        else:
+            self._rests.pop(life, None)
+            self._flights[event.number] = _Flight(flight.order, flight.brings, 0, now + SETTLE_S, done=True)
+        return True
+
+    def look(self, heat: Heat, moment: Moment) -> list[Replicate]:
+        """Orders of this moment."""
+        self._expire(moment.now)
+        hot = heat.hottest(moment.now, most=MOST_HOT, least_rate=LEAST_RATE)
+        field = _field(moment) if hot else _Field({}, 0)
+        return [order for one in hot for order in self._orders(one, field, moment)]
+
+    def _expire(self, now: float) -> None:
+        for number, flight in list(self._flights.items()):
+            if flight.until <= now:
+                del self._flights[number]
+                if not flight.done:
+                    self._failed(flight.order.target.life, now)
+        for life, rest in list(self._rests.items()):
+            if rest.until + MAX_REST_S <= now:
+                del self._rests[life]
+
+    def _failed(self, life: Life, now: float) -> None:
+        rest = self._rests.setdefault(life, _Rest(0, now))
+        rest.until = now + min(MAX_REST_S, REST_S * 2.0**rest.failures)
+        rest.failures = min(rest.failures + 1, 10)
+
+    def _orders(self, hot: Hot, field: _Field, moment: Moment) -> Iterable[Replicate]:
+        survey = moment.index.survey(hot.keys)
+        whole, coming = _everywhere(survey, len(hot.keys))
+        slots = bits(whole & field.mask)
+        holders = [field.by_slot[slot] for slot in slots[:MAX_LISTED]]
+        bound = {f.order.target.life for f in self._flights.values() if hot.keys[-1] in f.brings}
+        bound -= {i.ref.life for i in holders}
+        others = [
+            i
+            for i in moment.able
+            if i.role.prefills and i.model.name == hot.model and i not in holders and i.ref.life not in bound
+        ]
+        have = len(slots) + len(bound) + coming.bit_count()
+        want, why = _wanted(hot, holders, others, moment)
+        if want <= have or not others:
+            return
+        source = _source(survey, moment)
+        if source is None:
+            return
+        for target, depth in self._targets(hot, survey, others, source, moment)[: want - have]:
+            order = self._order(hot, source, target, depth, f"{why}; {have} have it, {want} wanted", moment.now)
+            if order is not None:
+                yield order
+
+    def _targets(
+        self, hot: Hot, survey: Survey, others: Sequence[Instance], source: _Source, moment: Moment
+    ) -> list[tuple[Instance, int]]:
+        """Who could take a copy, the best first, and how many leading blocks each has. What was begun is ended first,
+        then the idlest takes it."""
+        busy = {f.order.target.life for f in self._flights.values()}
+        resting = {life for life, rest in self._rests.items() if rest.until > moment.now}
+        fit = [
+            i
+            for i in others
+            if i.ref.life not in busy
+            and i.ref.life not in resting
+            and source.identity in (None, i.model.kv_identity)
+            and i.load.store_capacity >= STORE_SHARE * len(hot.keys)
+        ]
+        fit.sort(key=lambda i: (i.queue.wait_s(moment.now), len(i.queue.works), i.ref.instance_id))
+        depth = {i.ref.life: survey.depth(Place(moment.index.place_of(i.ref.life).sealed)) for i in fit[:MAX_LISTED]}
+        found = [(i, depth[i.ref.life]) for i in fit[:MAX_LISTED] if depth[i.ref.life] < source.depth]
+        return sorted(found, key=lambda one: (-one[1], one[0].node_id == source.node_id))
+
+    def _order(self, hot: Hot, source: _Source, target: Instance, depth: int, why: str, now: float) -> Replicate | None:
+        """What the limits leave room for; None: nothing."""
+        under_way = [f for f in self._flights.values() if not f.done]
+        if len(under_way) >= self._settings.copy_orders:
+            return None
+        block_bytes = target.model.block_tokens * target.model.kv_bytes_per_token
+        room = (self._settings.copy_bytes - sum(f.nbytes for f in under_way)) // max(1, block_bytes)
+        end = min(source.depth, depth + room)
+        if end <= depth:
+            return None
+        order = Replicate(hot.keys[depth:end], source.ref, target.ref, why, self._number())
+        nbytes = (end - depth) * block_bytes
+        self._flights[order.number] = _Flight(order, frozenset(hot.keys[:end]), nbytes, now + DEADLINE_S)
+        return order
+
+
+def _wanted(hot: Hot, holders: Sequence[Instance], others: Sequence[Instance], moment: Moment) -> tuple[int, str]:
+    """How many prefill instances should hold it, and why; see above."""
+    about = next(iter((*holders, *others)), None)
+    if about is None:
+        return 0, ""
+    cached = len(hot.keys) * about.model.block_tokens
+    prompt = max(cached + 1, int(hot.prompt_tokens))
+    use_s = about.prefill.predict(prompt - cached, cached)
+    saved = hot.rate * (about.prefill.predict(prompt, 0) - use_s)
+    why = f"{cached:,} tokens used {hot.rate:.2f} times a second, which saves {saved:.2f} of an instance"
+    if saved < WORTH:
+        return 0, why
+    want = max(2, math.ceil(hot.rate * use_s / TARGET))
+    if holders and others:
+        fetch_s = others[0].pull.seconds(cached * about.model.kv_bytes_per_token, 1, moment.now)
+        longer_s = min(i.queue.wait_s(moment.now) for i in holders) - min(i.queue.wait_s(moment.now) for i in others)
+        if longer_s > fetch_s / 2:
+            want = max(want, len(holders) + 1)
+            why += f", its holders' queues are longer by {longer_s * 1000:.0f} ms"
+    return want, why
+
+
+def _field(moment: Moment) -> _Field:
+    by_slot: dict[int, Instance] = {}
+    mask = 0
+    for instance in moment.able:
+        sealed = moment.index.place_of(instance.ref.life).sealed if instance.role.prefills else 0
+        if sealed:
+            by_slot[sealed.bit_length() - 1] = instance
+            mask |= sealed
+    return _Field(by_slot, mask)
+
+
+def _everywhere(survey: Survey, blocks: int) -> tuple[int, int]:
+    """Slots of stores that hold all of the chain, and pending slots to which all of it is coming."""
+    if not survey.runs or survey.runs[-1].end < blocks:
+        return 0, 0
+    whole = coming = -1
+    for run in survey.runs:
+        whole &= run.sealed
+        coming &= run.coming
+    return whole, coming
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    ref: Ref
+    node_id: str
+    depth: int  # leading blocks that it has in memory
+    identity: tuple[object, ...] | None  # of its KV; None: it is no instance that is known here
+
+
+def _source(survey: Survey, moment: Moment) -> _Source | None:
+    """Who has the most of it in memory; somebody who is leaving before anybody else, then who has the least to do."""
+    known = {i.ref.life: i for i in (*moment.able, *moment.leaving)}
+    leaving = {i.ref.life for i in moment.leaving}
+    best: tuple[tuple[int, bool, float, str], _Source] | None = None
+    for slot in bits(survey.runs[0].sealed)[:MAX_LISTED] if survey.runs else ():
+        store_id, tier = split_name(moment.index.truth.store_of(slot))
+        member = moment.member(store_id)
+        if tier is not Tier.DRAM or member is None:
+            continue
+        life = member.ref.life
+        depth = survey.depth(Place(moment.index.place_of(life).sealed & (1 << slot)))
+        instance = known.get(life)
+        wait_s = instance.queue.wait_s(moment.now) if instance is not None else 0.0
+        worth = (-depth, life not in leaving, wait_s, store_id)
+        if depth and (best is None or worth < best[0]):
+            identity = instance.model.kv_identity if instance is not None else None
+            best = worth, _Source(member.ref, member.node_id, depth, identity)
+    return best[1] if best is not None else None

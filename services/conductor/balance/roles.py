@@ -1,0 +1,186 @@
+"""Which instance takes which role, so that neither pool is at its limit while the other idles. Pure.
+
+The load of a model is that of its busier pool (demand.py); a move of one instance changes it by a rule that knows no
+noise. An order is given when
+
+    the load is HIGH, and some number of moves would lower it by the share GAIN (large pools move one by one)
+    this move lowers it, and what it lowers in one dwell is worth more than draining the instance
+    nobody of the model is switching, the model's last switch is a share PAUSE of the dwell ago (a whole dwell where it
+    went the other way), and this instance's own a whole dwell
+
+So under constant demand each order lowers the load, and none can undo another. The last instance of a role takes BOTH
+instead of leaving it; BOTH counts on either side and is specialised again by the same rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from services.conductor.balance.demand import Counts, Demand, counts_of
+from services.conductor.domain import Life, OrderEnded, Role, SwitchRole
+from services.conductor.fleet.instance import Instance
+from services.conductor.settings import BalanceSettings
+
+HIGH = 0.85
+GAIN = 0.15
+PAUSE = 0.25  # of the dwell
+DEADLINE_S = 10.0  # an order that has not shown by then has failed
+MAX_KEPT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Switch:
+    """An order; `towards`: +1 to prefill, -1 to decode."""
+
+    order: SwitchRole
+    model: str
+    towards: int
+    at: float
+
+
+@dataclass(slots=True)
+class _Model:
+    under_way: _Switch | None = None
+    last: _Switch | None = None
+
+
+class Roles:
+    """Gives orders and hears what became of them. `number` gives each order its own."""
+
+    def __init__(self, settings: BalanceSettings, number: Callable[[], int]) -> None:
+        self._dwell_s = settings.dwell_s
+        self._window_s = settings.window_s
+        self._number = number
+        self._models: dict[str, _Model] = {}
+        self._switched: dict[Life, float] = {}  # when each was last told, or failed
+
+    def stop(self) -> None:
+        """This conductor leads no more."""
+        self._models.clear()
+
+    def ended(self, event: OrderEnded, now: float) -> None:
+        """An order came to its end; when it was carried out, the instance registers again."""
+        for model in self._models.values():
+            if event.error and model.under_way is not None and model.under_way.order.number == event.number:
+                self._give_up(model, now)
+
+    def _give_up(self, model: _Model, now: float) -> None:
+        assert model.under_way is not None, "what is given up was under way"
+        self._switched[model.under_way.order.ref.life] = now  # it is asked again after a dwell
+        model.under_way = None
+
+    def look(
+        self, models: dict[str, list[Instance]], demands: dict[str, tuple[Demand, float]], now: float
+    ) -> list[SwitchRole]:
+        """Orders of this moment; at most one a model."""
+        for gone in [name for name in self._models if name not in models]:
+            del self._models[gone]
+        for life in [life for life, at in self._switched.items() if now - at >= self._dwell_s]:
+            del self._switched[life]
+        orders = []
+        for name, (demand, watched_s) in demands.items():
+            model = self._models.setdefault(name, _Model())
+            self._settle(model, models[name], now)
+            if watched_s >= self._window_s and (order := self._order(name, model, models[name], demand, now)):
+                orders.append(order)
+        return orders
+
+    def _settle(self, model: _Model, instances: Sequence[Instance], now: float) -> None:
+        switch = model.under_way
+        if switch is None:
+            return
+        if any(i.ref.life == switch.order.ref.life and i.role is switch.order.role for i in instances):
+            model.last, model.under_way = switch, None
+        elif now - switch.at > DEADLINE_S:
+            self._give_up(model, now)
+
+    def _order(
+        self, name: str, model: _Model, instances: Sequence[Instance], demand: Demand, now: float
+    ) -> SwitchRole | None:
+        pools = counts_of(instances)
+        load = demand.load(pools)
+        mixed = len({i.model.kv_identity for i in instances}) > 1  # an update is rolling through
+        if model.under_way is not None or mixed or load < HIGH or len(self._switched) >= MAX_KEPT:
+            return None
+        able = [i for i in instances if i.switchable]
+        best = _best(demand, pools, able)
+        if best is None or best.reached > (1 - GAIN) * load:
+            return None
+        if model.last is not None and now - model.last.at < self._pause_s(model.last, best.towards):
+            return None
+        ready = [i for i in able if i.role is best.was and i.ref.life not in self._switched]
+        if not ready:
+            return None
+        chosen = min(ready, key=lambda i: (drain_s(i, now), i.ref.instance_id))
+        gained_s = (load - best.after) * len(instances) * self._dwell_s
+        if gained_s <= drain_s(chosen, now):
+            return None
+        prefill, decode = demand.loads(pools)
+        why = (
+            f"prefill at {prefill:.2f}, decode at {decode:.2f} of what their instances can do: "
+            f"{best.after:.2f} at most with this one as {best.becomes.value} instead of {best.was.value}"
+        )
+        order = SwitchRole(chosen.ref, best.becomes, why, self._number())
+        model.under_way = _Switch(order, name, best.towards, now)
+        self._switched[chosen.ref.life] = now
+        return order
+
+    def _pause_s(self, last: _Switch, towards: int) -> float:
+        return self._dwell_s * (PAUSE if towards == last.towards else 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """One instance of role `was` becomes another: the load after it, and after all moves that follow the same way."""
+
+    was: Role
+    becomes: Role
+    towards: int
+    after: float
+    reached: float
+
+
+_STEPS = {
+    1: ((Role.DECODE, Role.PREFILL), (Role.BOTH, Role.PREFILL), (Role.DECODE, Role.BOTH)),
+    -1: ((Role.PREFILL, Role.DECODE), (Role.BOTH, Role.DECODE), (Role.PREFILL, Role.BOTH)),
+}
+
+
+def _best(demand: Demand, pools: Counts, able: Sequence[Instance]) -> _Move | None:
+    """The way that lowers the load most, by its first move."""
+    found = [move for towards in _STEPS if (move := _way(demand, pools, able, towards)) is not None]
+    return min(found, key=lambda move: (move.reached, move.after), default=None)
+
+
+def _way(demand: Demand, pools: Counts, able: Sequence[Instance], towards: int) -> _Move | None:
+    """Moves in one direction, each the best one, while each lowers the load."""
+    free = {role: sum(i.role is role for i in able) for role in Role}
+    first: tuple[Role, Role, float] | None = None
+    load = demand.load(pools)
+    while True:
+        steps = [
+            (demand.load(pools.moved(was, becomes)), was, becomes)
+            for was, becomes in _STEPS[towards]
+            if free[was] and _may(pools, was, becomes)
+        ]
+        after, was, becomes = min(steps, key=lambda step: step[0], default=(load, Role.BOTH, Role.BOTH))
+        if after >= load:
+            break
+        first = first or (was, becomes, after)
+        pools, load = pools.moved(was, becomes), after
+        free[was] -= 1
+    return None if first is None else _Move(first[0], first[1], towards, first[2], load)
+
+
+def _may(pools: Counts, was: Role, becomes: Role) -> bool:
+    """Requests can still be answered; nobody takes BOTH but the last of a role."""
+    if becomes is Role.BOTH:
+        return not pools.moved(was, Role.DECODE if was is Role.PREFILL else Role.PREFILL).serves
+    return pools.moved(was, becomes).serves
+
+
+def drain_s(instance: Instance, now: float) -> float:
+    """Until it has done what it has: while that runs it is neither the one nor the other."""
+    rows = instance.batch.residence_s if instance.role.decodes and instance.batch.requests else 0.0
+    return max(rows, instance.queue.wait_s(now))

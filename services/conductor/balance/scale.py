@@ -1,0 +1,109 @@
+"""How many instances each pool wants, for an autoscaler outside. Pure.
+
+A pool wants demand / target instances. That number stands until it is plainly wrong: more are wanted when the load
+with it passes HIGH (or ABOVE times the target), fewer when with one less it has been BELOW the target for CALM windows
+on end. So noise around any level changes nothing, and nothing is taken back before a while of calm. Coupled instances
+carry their share of both demands (demand.py) and are a pool of their own here. Where roles are switched, add the
+changes of all pools up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.conductor.balance.demand import MIXED, Counts, Demand, counts_of
+from services.conductor.domain import Role
+from services.conductor.fleet.instance import Instance
+from services.conductor.settings import BalanceSettings
+
+HIGH = 0.9  # at most, and ABOVE the target
+ABOVE, BELOW = 1.2, 0.9
+CALM = 6.0
+MAX_WANTED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """See `ScaleHint` in conductor.proto."""
+
+    model: str
+    role: Role
+    instances: int
+    change: int
+    load: float
+    reason: str
+
+
+@dataclass(slots=True)
+class _Pool:
+    wanted: int
+    calm_since: float | None = None
+
+
+class Scale:
+    """Keeps what was wanted before."""
+
+    def __init__(self, settings: BalanceSettings) -> None:
+        self._target = settings.target_load
+        self._high = min(HIGH, ABOVE * settings.target_load)
+        self._calm_s = CALM * settings.window_s
+        self._window_s = settings.window_s
+        self._pools: dict[tuple[str, Role], _Pool] = {}
+        self.hints: tuple[Hint, ...] = ()
+
+    def look(self, models: dict[str, list[Instance]], demands: dict[str, tuple[Demand, float]], now: float) -> None:
+        """`hints` are of this moment."""
+        self._pools = {key: pool for key, pool in self._pools.items() if key[0] in models}
+        self.hints = tuple(
+            hint
+            for name, instances in models.items()
+            for hint in self._model(name, instances, *demands.get(name, (Demand(), 0.0)), now)
+        )
+
+    def _model(
+        self, name: str, instances: Sequence[Instance], demand: Demand, watched_s: float, now: float
+    ) -> list[Hint]:
+        hints = []
+        for role, there, carried, load in _shares(demand, counts_of(instances)):
+            if watched_s < self._window_s:
+                hints.append(Hint(name, role, there, 0, load, "not watched for long enough"))
+                continue
+            wanted = self._wanted((name, role), there, carried, now)
+            why = f"work for {carried:.2f} of them: {wanted} carry that at a load of {self._target:.2f}, or were wanted"
+            hints.append(Hint(name, role, there, wanted - there, load, why))
+        return hints
+
+    def _wanted(self, key: tuple[str, Role], there: int, demand: float, now: float) -> int:
+        pool = self._pools.setdefault(key, _Pool(max(1, there)))
+        if there < pool.wanted and demand <= BELOW * self._target * there:
+            pool.wanted = max(1, there)  # some have gone, and are not missed
+        enough = min(MAX_WANTED, max(1, math.ceil(demand / self._target)))
+        if demand > self._high * pool.wanted:
+            pool.wanted, pool.calm_since = max(enough, pool.wanted), None
+        elif enough < pool.wanted and demand <= BELOW * self._target * (pool.wanted - 1):
+            pool.calm_since = now if pool.calm_since is None else pool.calm_since
+            if now - pool.calm_since >= self._calm_s:
+                pool.wanted, pool.calm_since = enough, None
+        else:
+            pool.calm_since = None
+        return pool.wanted
+
+
+def _shares(demand: Demand, pools: Counts) -> list[tuple[Role, int, float, float]]:
+    """Of each pool that there is, or must be: its role, instances, what they carry in instances, and their load."""
+    to_prefill, to_decode = demand.loads(pools)
+    if not pools.boths:
+        return [
+            (Role.PREFILL, int(pools.prefills), demand.prefill, to_prefill),
+            (Role.DECODE, int(pools.decodes), demand.decode, to_decode),
+        ]
+    prefill, decode = to_prefill * pools.prefills, to_decode * pools.decodes
+    coupled = max(0.0, demand.prefill + demand.decode - prefill - decode) / MIXED
+    found = [(Role.BOTH, int(pools.boths), coupled, max(to_prefill, to_decode))]
+    if pools.prefills:
+        found.append((Role.PREFILL, int(pools.prefills), prefill, to_prefill))
+    if pools.decodes:
+        found.append((Role.DECODE, int(pools.decodes), decode, to_decode))
+    return found

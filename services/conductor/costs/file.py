@@ -1,0 +1,112 @@
+"""Fitted costs as plain data: fitted at once from what a mesh has reported, saved, read by a simulation. Pure.
+
+The file is one JSON object (`Costs.to_json`), seconds throughout:
+
+    {"kvmesh_costs": 1,
+     "prefill":     {"a": 0.010, "b": 5e-5, "c": 2.5e-9, "d": 0, "knee": 0},
+     "decode_step": {...}, "transfer": {...}, "pull": {...}, "ssd": {...}, "object": {...}}
+
+    seconds = a·n + b·x1 + c·x2 + d·max(0, x1 - knee)
+
+    of            x1                               x2                                      n
+    prefill       computed tokens of all prompts   pairs: sum of computed·(computed        steps
+                  in the step                      + 2·cached) / 2
+    decode_step   rows of the batch                tokens of KV that are read              1
+    transfer      bytes of one handoff             bytes before them on the same wires     1
+    pull          bytes, and those before them     holders after the first                 1
+    ssd, object   bytes, and those before them     -                                       1
+
+A part that is missing keeps its prior (models.py), `d` and `knee` may be missing anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvmesh.kvcache.tiers import Tier
+from kvmesh.rpc.errors import ConfigError
+from services.conductor.costs import models as cost
+from services.conductor.costs.fit import Coefficients, Sample, fit
+from services.conductor.domain import DecodeSample, PrefillSample
+
+VERSION = 1
+_MARK = "kvmesh_costs"
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of one kind of instance."""
+
+    prefill: Coefficients = cost.PREFILL_PRIOR
+    decode_step: Coefficients = cost.DECODE_PRIOR
+    transfer: Coefficients = cost.TRANSFER_PRIOR
+    pull: Coefficients = cost.PULL_PRIOR
+    ssd: Coefficients = cost.TIER_PRIORS[Tier.SSD]
+    object: Coefficients = cost.TIER_PRIORS[Tier.OBJECT]
+
+    def to_json(self) -> dict[str, Any]:
+        """For a file; see above."""
+        return {_MARK: VERSION} | {one.name: getattr(self, one.name).to_json() for one in fields(self)}
+
+    @classmethod
+    def of_json(cls, told: Mapping[str, Any]) -> Costs:
+        """As `to_json` wrote it. Raises ConfigError naming field and value."""
+        if told.get(_MARK) != VERSION:
+            raise ConfigError(f"{_MARK}={told.get(_MARK)!r}: must be {VERSION}", field=_MARK)
+        names = {one.name for one in fields(cls)}
+        if strange := sorted(set(told) - names - {_MARK}):
+            raise ConfigError(f"{strange[0]}: no such part of fitted costs", field=strange[0])
+        return cls(**{name: Coefficients.of_json(told[name], name) for name in names & set(told)})
+
+
+def fit_prefill(samples: Iterable[PrefillSample], prior: Coefficients = cost.PREFILL_PRIOR) -> Coefficients:
+    """From what instances that do nothing else have reported of prompts."""
+    return fit((_prefill(s) for s in samples if s.computed_tokens > 0), prior, cost.PREFILL_ANCHORS)
+
+
+def _prefill(s: PrefillSample) -> Sample:
+    pairs = cost.attention_pairs(s.computed_tokens, s.cached_tokens) + s.beside_pairs
+    return Sample(s.computed_tokens + s.beside_tokens, pairs, s.duration_s, max(1, s.steps))
+
+
+def fit_decode_step(samples: Iterable[DecodeSample], prior: Coefficients = cost.DECODE_PRIOR) -> Coefficients:
+    """From reported steps."""
+    told = (Sample(s.batch, s.context_tokens, s.duration_s) for s in samples if s.batch > 0)
+    return fit(told, prior, cost.DECODE_ANCHORS, bends=True)
+
+
+def fit_transfer(samples: Iterable[PrefillSample], prior: Coefficients = cost.TRANSFER_PRIOR) -> Coefficients:
+    """From what prompts were reported to push: all bytes over all seconds, the oddest tenth at either end left out."""
+    rated = [(s.transfer_s / s.transfer_bytes, s) for s in samples if s.transfer_bytes > 0 and s.transfer_s > 0]
+    odd = len(rated) // 10
+    kept = [s for _, s in sorted(rated, key=lambda one: one[0])[odd : len(rated) - odd]]
+    if not kept:
+        return prior
+    each_s = sum(s.transfer_s for s in kept) / sum(s.transfer_bytes for s in kept)
+    return Coefficients(0.0, each_s, each_s)
+
+
+def fit_pull(pulls: Iterable[tuple[float, int, float]], prior: Coefficients = cost.PULL_PRIOR) -> Coefficients:
+    """From (bytes, holders, seconds); bytes with those that were before them."""
+    told = (Sample(nbytes, max(0, holders - 1), seconds) for nbytes, holders, seconds in pulls if nbytes > 0)
+    return fit(told, prior, cost.PULL_ANCHORS)
+
+
+def fit_tier(reads: Iterable[tuple[float, float]], prior: Coefficients) -> Coefficients:
+    """From (bytes, seconds) out of one lower tier."""
+    told = (Sample(nbytes, 0.0, seconds) for nbytes, seconds in reads if nbytes > 0)
+    anchors = tuple((float(1 << power), 0.0) for power in (16, 20, 24, 28))
+    return fit(told, prior, anchors)
+
+
+def fit_all(prefills: Iterable[PrefillSample], steps: Iterable[DecodeSample]) -> Costs:
+    """All that heartbeats tell, of instances of one kind. A pull that waited for nobody is told by its sample, too."""
+    known = list(prefills)
+    return Costs(
+        fit_prefill(known),
+        fit_decode_step(steps),
+        fit_transfer(known),
+        fit_pull((s.pull_bytes, 1, s.pull_s) for s in known),
+    )

@@ -1,0 +1,71 @@
+"""What a prompt and the rows of a batch cost each other where one device computes both, in mixed steps. Pure.
+
+A prompt of p seconds (alone) in k chunks, beside n rows whose own step takes s seconds, is computed in k steps of
+s + p/k seconds. (The two parts add up: a chunk keeps the arithmetic busy, rows wait for memory.) So
+
+    the prompt takes      p + k·s         while rows run
+    the rows stand still  p, each: n·p row-seconds in all
+    their TBT becomes     s + p/k · min(1, b / (0.1·stay))
+
+TBT is what `kvmesh replay` measures: the mean of the longest tenth of a request's token intervals. Of the intervals of
+a row that stays `stay` seconds the share b / stay is mixed, when prompts are computed for b seconds meanwhile: this one
+and what is queued before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.conductor.fleet.instance import Instance
+
+SLOWEST = 0.1  # of a request's token intervals, whose mean is its TBT
+# Row-seconds that count as much as a second of the new request's TTFT: nobody's waiting is worth more.
+STALL_WEIGHT = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A prompt among rows; seconds."""
+
+    rows: int
+    slower_s: float  # what the rows' share of the steps adds to the prompt
+    stall_s: float  # row-seconds that they stand still
+    rows_tbt_s: float  # theirs meanwhile, as admission counts it
+
+
+NOBODY = Shared(0, 0.0, 0.0, 0.0)
+
+
+def shared(instance: Instance, computed: int, prompt_s: float, admission_prompt_s: float, now: float) -> Shared:
+    """What `computed` tokens would cost the rows there, and they them."""
+    batch = instance.batch
+    rows = min(batch.requests, instance.max_running or batch.requests) if instance.mixes else 0
+    if not rows:
+        return NOBODY
+    chunks = instance.chunks(computed)
+    step_s = instance.decode.predict(rows, batch.context_tokens)
+    admission_step_s = instance.decode.admission_s(rows, batch.context_tokens, now)
+    busy_s = instance.queue.wait_s(now) + prompt_s
+    return Shared(
+        rows,
+        chunks * step_s,
+        rows * prompt_s,
+        mixed_tbt_s(admission_step_s, admission_prompt_s / chunks, busy_s, batch.residence_s),
+    )
+
+
+def mixed_tbt_s(step_s: float, chunk_s: float, busy_s: float, stay_s: float) -> float:
+    """TBT of a row that stays `stay_s` where prompts are computed for `busy_s` of it (see above)."""
+    if busy_s <= 0:
+        return step_s
+    return step_s + chunk_s * min(1.0, busy_s / max(SLOWEST * stay_s, 1e-9))
+
+
+def without_rows_s(instance: Instance, computed: int, seconds: float, steps: int = 1) -> float:
+    """What of the measured time of a prompt was the prompts' own: the rows that ran beside them (as last told) in
+    `steps` or more are taken out. At least a quarter: the models are no better."""
+    load = instance.load
+    if not instance.mixes or not load.running_requests or computed <= 0:
+        return seconds
+    step_s = instance.decode.predict(load.running_requests, load.context_tokens)
+    return max(seconds / 4, seconds - max(steps, instance.chunks(computed)) * step_s)

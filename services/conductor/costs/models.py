@@ -1,0 +1,355 @@
+"""What work will cost: prefill, decode step, transfer, pull and read of a lower tier, each a `CostModel` that is fitted
+online (fit.py), with coefficients that a file or a simulation can set and save (file.py). Pure.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from math import inf
+from typing import Protocol
+
+from kvmesh.kvcache.tiers import Tier
+from services.conductor.costs.fit import ENOUGH_SAMPLES as ENOUGH_SAMPLES
+from services.conductor.costs.fit import HALF_LIFE_S as HALF_LIFE_S
+from services.conductor.costs.fit import Coefficients as Coefficients
+from services.conductor.costs.fit import FittedModel as FittedModel
+
+# What a node says of a lower tier counts for less and less while it says nothing new: nobody may have used it since.
+TIER_HALF_LIFE_S = 30.0
+SEEN_SHARE = 0.3  # of a new observation in what is expected of a tier
+MAX_SEEN = 1e4  # times as slow, or as fast, as the prior
+# A transfer so many times as slow (or as fast) as the others counts as that much, once others are known.
+MAX_ODD = 8.0
+KEPT_STEPS = 64
+HIDDEN_SHARE = 15 / 16  # of a transfer, that computing can hide: its layers but the last
+
+
+class CostModel(Protocol):
+    """Seconds for work of two sizes; what they are is each model's own: (computed tokens, cached tokens) of a prompt,
+    (rows, tokens of context) of a decode step, (bytes, bytes on the way before them) of a transfer or of a lower tier,
+    (bytes with those before them, holders) of a pull."""
+
+    @property
+    def coefficients(self) -> Coefficients:
+        """What it knows now. Seconds are `coefficients.at(x1, x2)`, x1 and x2 as file.py tells."""
+
+    def take(self, coefficients: Coefficients) -> None:
+        """These are known, from a file or from peers: what it believes until it has learnt more."""
+
+    def predict(self, size: float, other: float, /) -> float:
+        """Seconds, the best estimate: for ranking and for queues."""
+
+    def admission_s(self, size: float, other: float, /, now: float) -> float:
+        """Seconds, for refusing work: a refusal brings no measurement, so what is slow and old fades towards the
+        prior."""
+
+    def add(self, size: float, other: float, seconds: float, /, now: float) -> None:
+        """Learn one measurement; nonsense (not positive, not finite) is ignored."""
+
+
+def attention_pairs(computed: float, cached: float) -> float:
+    """Of `computed` tokens after `cached`: the sum of (cached + i)."""
+    return computed * (computed + 2 * cached) / 2
+
+
+PREFILL_PRIOR = Coefficients(a=0.010, b=50e-6, c=2.5e-9)
+DECODE_PRIOR = Coefficients(a=0.010, b=100e-6, c=0.2e-6)
+PULL_PRIOR = Coefficients(a=0.010, b=2e-9, c=0.005)
+TRANSFER_PRIOR = Coefficients(a=0.0, b=1e-9, c=1e-9)
+# Until the first byte, and for each byte. What is thought slow is never tried: a good device of its kind.
+TIER_PRIORS = {
+    Tier.SSD: Coefficients(a=0.0002, b=0.5e-9, c=0.0),
+    Tier.OBJECT: Coefficients(a=0.030, b=5e-9, c=0.0),
+}
+PREFILL_ANCHORS = tuple(
+    (float(n), attention_pairs(n, m)) for n, m in ((1, 0), (256, 0), (2048, 0), (8192, 0), (512, 8192))
+)
+PULL_ANCHORS = ((float(1 << 16), 0.0), (float(1 << 24), 0.0), (float(1 << 30), 0.0), (float(1 << 24), 4.0))
+DECODE_ANCHORS = ((1.0, 64.0), (8.0, 4096.0), (64.0, 65536.0), (8.0, 131072.0))
+
+
+class PrefillModel:
+    """Time to prefill `computed` tokens behind `cached` ones, alone:
+
+        t = a·steps + b·computed + c·pairs        pairs = computed·(computed + 2·cached) / 2
+
+    A long prompt is cut into chunks and pays the constant once a step; short prompts computed in one step share it
+    (`together`). A sample tells its steps and what else was computed in them."""
+
+    def __init__(self, prior: Coefficients = PREFILL_PRIOR) -> None:
+        self.fit = FittedModel(prior, PREFILL_ANCHORS)
+        self._chunks: deque[float] = deque(maxlen=KEPT_STEPS)  # tokens a step, of prompts that took several
+        self._steps: deque[float] = deque(maxlen=KEPT_STEPS)  # tokens a step, of all that was computed in it
+        self.chunk_tokens = inf  # of one prompt in one step at most, as far as samples tell
+        self.step_tokens = 0.0  # of all prompts in one step at most, as far as samples tell
+
+    @property
+    def coefficients(self) -> Coefficients:
+        """x1: computed tokens; x2: pairs; n: steps."""
+        return self.fit.coefficients
+
+    def take(self, coefficients: Coefficients) -> None:
+        """See `CostModel`."""
+        self.fit.take(coefficients)
+
+    def add(
+        self,
+        computed: float,
+        cached: float,
+        seconds: float,
+        now: float,
+        *,
+        steps: int = 1,
+        chunks: int = 1,
+        beside_tokens: float = 0.0,
+        beside_pairs: float = 0.0,
+    ) -> None:
+        """Learn one prompt, from the beginning of its first step to the end of its last one: so many `steps`, `chunks`
+        of them with tokens of its own. `beside_*`: of other prompts, computed in these steps."""
+        if computed <= 0:
+            return
+        steps, all_tokens = max(1, steps), computed + beside_tokens
+        self._steps.append(all_tokens / steps)
+        self.step_tokens = max(self._steps)
+        if chunks > 1:
+            self._chunks.append(computed / chunks)
+            self.chunk_tokens = max(self._chunks)
+        self.fit.add(all_tokens, attention_pairs(computed, cached) + beside_pairs, seconds, now, steps)
+
+    def predict(
+        self, computed: float, cached: float, *, steps: int = 0, beside_tokens: float = 0.0, beside_pairs: float = 0.0
+    ) -> float:
+        """Seconds. What is not known before (see `add`) is left out; `steps` 0: as many as it is expected to take."""
+        pairs = attention_pairs(computed, cached) + beside_pairs
+        return self.fit.predict(computed + beside_tokens, pairs, steps or self._steps_of(computed))
+
+    def admission_s(self, computed: float, cached: float, now: float) -> float:
+        """Seconds, for refusing work (see `FittedModel.admission_s`)."""
+        return self.fit.admission_s(computed, attention_pairs(computed, cached), now, self._steps_of(computed))
+
+    def together(self, prompts: Iterable[tuple[float, float]]) -> float:
+        """Seconds of one step with these (computed, cached): they share the constant."""
+        tokens = pairs = 0.0
+        for computed, cached in prompts:
+            tokens, pairs = tokens + computed, pairs + attention_pairs(computed, cached)
+        return self.fit.predict(tokens, pairs)
+
+    def chunks_of(self, computed: float) -> int:
+        """How many chunks a prompt is cut into, as far as samples tell."""
+        return int(self._steps_of(computed))
+
+    def _steps_of(self, computed: float) -> float:
+        return max(1.0, -(-computed // self.chunk_tokens))
+
+
+class DecodeModel:
+    """Time of one decode step: the TBT of everything in its batch.
+
+        t = a + b·rows + c·context + d·max(0, rows - knee)
+
+    A small batch waits for memory, weights above all: a floor that rows hardly raise. A large one computes, and each
+    row costs. Where that begins is looked for among the samples."""
+
+    def __init__(self, prior: Coefficients = DECODE_PRIOR) -> None:
+        self.fit = FittedModel(prior, DECODE_ANCHORS, bends=True)
+
+    @property
+    def coefficients(self) -> Coefficients:
+        """x1: rows; x2: tokens of KV that are read."""
+        return self.fit.coefficients
+
+    def take(self, coefficients: Coefficients) -> None:
+        """See `CostModel`."""
+        self.fit.take(coefficients)
+
+    def add(self, batch: float, context_tokens: float, seconds: float, now: float) -> None:
+        """Learn one step."""
+        if batch > 0:
+            self.fit.add(batch, context_tokens, seconds, now)
+
+    def predict(self, batch: float, context_tokens: float) -> float:
+        """Seconds."""
+        return self.fit.predict(batch, context_tokens)
+
+    def admission_s(self, batch: float, context_tokens: float, now: float) -> float:
+        """Seconds, for refusing work."""
+        return self.fit.admission_s(batch, context_tokens, now)
+
+
+class DecayedRatio:
+    """`sum(amount) / sum(seconds)` with older samples fading: an average rate weighted by size. It is the least-squares
+    line through the origin when the variance of a time grows with its size."""
+
+    def __init__(self, amount: float, seconds: float, keep: float) -> None:
+        """Starts at amount / seconds, worth as much as one sample of that size; `keep` in (0, 1) per sample."""
+        self._amount, self._seconds, self._keep = amount, seconds, keep
+
+    def add(self, amount: float, seconds: float) -> None:
+        """One measurement; one that took no time is ignored."""
+        if amount >= 0 and seconds > 0:
+            self._amount = self._amount * self._keep + amount
+            self._seconds = self._seconds * self._keep + seconds
+
+    @property
+    def rate(self) -> float:
+        """Amount per second."""
+        return self._amount / self._seconds
+
+
+class TransferModel:
+    """Time of bytes from one prefill instance to decode, behind what is on the way there already; and what of it
+    prefill does not hide. One number, the measured bandwidth: layers travel while others are computed, so a time has no
+    constant that could be told from computing."""
+
+    def __init__(self, bytes_per_s: float = 1 / TRANSFER_PRIOR.b) -> None:
+        self._count = 0
+        self.take(Coefficients(0.0, 1 / bytes_per_s, 1 / bytes_per_s))
+
+    @property
+    def coefficients(self) -> Coefficients:
+        """x1: bytes; x2: bytes before them, each as dear."""
+        each_s = 1 / self._bandwidth.rate
+        return Coefficients(0.0, each_s, each_s)
+
+    def take(self, coefficients: Coefficients) -> None:
+        """See `CostModel`; only `b` counts. What was measured is forgotten."""
+        first = 1 << 20
+        self._prior = coefficients
+        self._count = 0
+        self._bandwidth = DecayedRatio(first, first * max(coefficients.b, 1e-15), keep=0.9)
+
+    def add(self, nbytes: float, ahead: float, seconds: float, now: float, *, prefill_s: float = 0.0) -> None:
+        """Learn one handoff: `seconds` from its first byte to its last, in `prefill_s` of which it was computed. One
+        that ended with its computing waited for that, not for the wires: it tells that they are no slower. Once others
+        are known, an odd one counts as MAX_ODD times as slow or as fast."""
+        if nbytes <= 0 or not 0 < seconds < 1e6:
+            return
+        usual = self.predict(nbytes, ahead)
+        if usual <= seconds < prefill_s / HIDDEN_SHARE:
+            return
+        if self._count >= ENOUGH_SAMPLES:
+            seconds = min(MAX_ODD * usual, max(usual / MAX_ODD, seconds))
+        self._count += 1
+        self._bandwidth.add(nbytes + ahead, seconds)
+
+    def predict(self, nbytes: float, ahead: float = 0.0) -> float:
+        """Seconds from the first byte to the last."""
+        return (nbytes + ahead) / self.bytes_per_s
+
+    def admission_s(self, nbytes: float, ahead: float, now: float) -> float:
+        """As predicted: pushes are measured whenever anything is placed, whatever they take."""
+        return self.predict(nbytes, ahead)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Average over the last handoffs, weighted by their size."""
+        return self._bandwidth.rate
+
+    def tail_s(self, nbytes: float, prefill_s: float, ahead: float = 0.0, hidden_share: float = HIDDEN_SHARE) -> float:
+        """Seconds between the end of prefill and the last byte. Layers travel while later ones are computed, all
+        but the last of them: at least the share that cannot hide remains. `ahead`: bytes on the same wires before."""
+        if nbytes <= 0:
+            return 0.0
+        whole = self.predict(nbytes, ahead)
+        return max(whole - prefill_s, whole * (1 - hidden_share))
+
+
+class PullModel:
+    """Time to fetch blocks from other nodes: an overhead, bytes (those ahead of ours, at the holders or on their way to
+    the reader, too), and something for each further holder."""
+
+    def __init__(self, prior: Coefficients = PULL_PRIOR) -> None:
+        self.fit = FittedModel(prior, PULL_ANCHORS)
+
+    @property
+    def coefficients(self) -> Coefficients:
+        """x1: bytes; x2: holders after the first."""
+        return self.fit.coefficients
+
+    def take(self, coefficients: Coefficients) -> None:
+        """See `CostModel`."""
+        self.fit.take(coefficients)
+
+    def add(self, nbytes: float, holders: float, seconds: float, now: float) -> None:
+        """Learn one pull."""
+        if nbytes > 0:
+            self.fit.add(nbytes, max(0, holders - 1), seconds, now)
+
+    def assume(self, bytes_per_s: float) -> None:
+        """Until pulls are measured: as fast as KV was seen to go to decode, if that is faster than the prior. A push
+        waits for the layers it sends, so its rate is only a floor; and a pull that is thought slow is never tried."""
+        self.fit.take(Coefficients(PULL_PRIOR.a, min(PULL_PRIOR.b, 1 / bytes_per_s), PULL_PRIOR.c))
+
+    def predict(self, nbytes: float, holders: float) -> float:
+        """Seconds, as measured."""
+        return self.fit.predict(nbytes, max(0, holders - 1))
+
+    def admission_s(self, nbytes: float, holders: float, now: float) -> float:
+        """Who expects a pull to be slow does not pull and learns nothing: so placements go by this figure, too (see
+        `FittedModel.admission_s`)."""
+        return self.fit.admission_s(nbytes, max(0, holders - 1), now)
+
+    seconds = admission_s
+
+
+class TierModel:
+    """Time to read blocks out of one lower tier of one node: by what that node says of its last reads or, when it says
+    nothing, by what reading from it was seen to take."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._prior = TIER_PRIORS[tier]
+        self._told: Coefficients | None = None
+        self._seen = 0.0  # times as slow as the prior; 0: never seen
+        self._known: Coefficients | None = None
+        self._known_at = 0.0
+
+    @property
+    def coefficients(self) -> Coefficients:
+        """x1: bytes, those that are read before them included."""
+        return self._known or self._prior
+
+    def take(self, coefficients: Coefficients) -> None:
+        """See `CostModel`."""
+        self._prior = coefficients
+
+    def hear(self, read_s: float, bytes_per_s: float, now: float) -> bool:
+        """Its own word: seconds until the first byte, and the rate from then on; without a rate nothing is measured.
+        Returns whether that is news."""
+        if read_s < 0 or bytes_per_s <= 0:
+            return False
+        told = Coefficients(read_s, 1 / bytes_per_s, 0.0)
+        news = told != self._told
+        if news:
+            self._told = self._known = told
+            self._known_at = now
+        return news
+
+    def saw(self, nbytes: float, seconds: float, now: float) -> None:
+        """Somebody waited so long for `nbytes` out of it. Its own word counts for more."""
+        if self._told is None:
+            ratio = min(MAX_SEEN, max(1 / MAX_SEEN, seconds / self._prior.at(nbytes, 0)))
+            self._seen = ratio if not self._seen else self._seen + SEEN_SHARE * (ratio - self._seen)
+            self._known, self._known_at = self._prior.scaled(self._seen), now
+
+    def add(self, nbytes: float, ahead: float, seconds: float, now: float) -> None:
+        """As `saw`, with what was read before."""
+        if nbytes > 0 and 0 < seconds < 1e6:
+            self.saw(nbytes + ahead, seconds, now)
+
+    def predict(self, nbytes: float, ahead: float = 0.0) -> float:
+        """Seconds, as last known, for `nbytes` in one go after what is read before."""
+        return self.coefficients.at(nbytes + ahead, 0)
+
+    def admission_s(self, nbytes: float, ahead: float, now: float) -> float:
+        """Slow figures fade towards the prior while nothing new is known: see `FittedModel.admission_s`."""
+        floor = self._prior.at(nbytes + ahead, 0)
+        if self._known is None:
+            return floor
+        known = self.predict(nbytes, ahead)
+        faded = known * 0.5 ** (max(0.0, now - self._known_at) / TIER_HALF_LIFE_S)
+        return float(max(min(known, floor), faded))
+
+    def seconds(self, nbytes: float, now: float) -> float:
+        """For `nbytes` in one go: what placements go by."""
+        return self.admission_s(nbytes, 0.0, now)

@@ -1,0 +1,138 @@
+"""The circuit breakers of all instances: who rests, and when so many fail that it cannot be the instances. Pure.
+
+Never more than half of a pool rests (Envoy calls that its panic threshold): where more would, nobody does, since what
+fails them all is something else, and work that may fail is better than none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable
+from dataclasses import dataclass
+
+from services.conductor.domain import Life, Outcome, RequestOutcome
+from services.conductor.fleet.breaker import Breaker, Phase
+from services.conductor.settings import BreakerSettings
+
+SURVEY_S = 1.0  # while nobody rests
+
+Pool = Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One instance as a survey finds it. `pools`: what it works in (a model's prefill, its decode); `able`: it would
+    get work, but for its breaker."""
+
+    life: Life
+    pools: tuple[Pool, ...]
+    able: bool
+
+
+@dataclass(slots=True)
+class _Known:
+    breaker: Breaker
+    pools: tuple[Pool, ...]
+    since: float
+
+
+class Breakers:
+    """Knows the lives of the last survey, and none else."""
+
+    def __init__(self, settings: BreakerSettings) -> None:
+        self._settings = settings
+        self._known: dict[Life, _Known] = {}
+        self._named: dict[str, Life] = {}
+        self._able: dict[Pool, list[Life]] = {}
+        self._probes: dict[str, set[Life]] = {}
+        self._tripped: set[Life] = set()  # not closed, and perhaps some that have closed
+        self._panics: dict[Pool, bool] = {}  # at `_judged_at`, and while nothing changes
+        self._judged_at = float("-inf")
+        self._surveyed_at = float("-inf")
+
+    @property
+    def tripped(self) -> Collection[Life]:
+        """Those that may rest; nobody else does."""
+        return self._tripped
+
+    def due(self, now: float) -> bool:
+        """Whether it is time for a survey."""
+        return bool(self._tripped) or now - self._surveyed_at >= SURVEY_S
+
+    def survey(self, standings: Iterable[Standing], now: float) -> None:
+        """All instances there are: whoever is not among them is forgotten."""
+        before, self._known, self._named, self._able = self._known, {}, {}, {}
+        for one in standings:
+            known = before.get(one.life) or _Known(Breaker(self._settings), one.pools, now)
+            known.pools = one.pools
+            self._known[one.life] = known
+            self._named[one.life[0]] = one.life
+            for pool in one.pools if one.able else ():
+                self._able.setdefault(pool, []).append(one.life)
+        self._tripped = {life for life in self._tripped & self._known.keys() if self._trips(life, now)}
+        trying = {name: {x for x in lives if self._tries(x, name, now)} for name, lives in self._probes.items()}
+        self._probes = {name: lives for name, lives in trying.items() if lives}
+        self._surveyed_at = now
+        self._panics.clear()
+
+    def why_not(self, life: Life, now: float) -> str:
+        """Why it rests; "" when it does not."""
+        if life not in self._tripped:
+            return ""
+        known = self._known[life]
+        why = known.breaker.why_not(now)
+        return why if why and not any(self._panic(pool, now) for pool in known.pools) else ""
+
+    def placed(self, life: Life, request_id: str, now: float) -> None:
+        """A request goes there: after a rest the first one is the probe."""
+        if life in self._tripped and self._known[life].breaker.placed(request_id, now):
+            self._probes.setdefault(request_id, set()).add(life)
+            self._panics.clear()
+
+    def served(self, life: Life, request_id: str, now: float) -> None:
+        """It has prefilled that request; nobody says when that began."""
+        if (known := self._known.get(life)) is not None:
+            known.breaker.succeeded(request_id, float("-inf"), now)
+            self._panics.clear()
+
+    def heard(self, life: Life, outcome: RequestOutcome, now: float) -> None:
+        """How a request ended, as the decode instance `life` says: once for each attempt."""
+        began = now - outcome.duration_s
+        lives = self._probes.pop(outcome.request_id, set()) & self._known.keys()
+        match outcome.outcome:
+            case Outcome.DONE:
+                for one in (lives | {life}) & self._known.keys():
+                    self._known[one].breaker.succeeded(outcome.request_id, began, now)
+            case Outcome.FAILED if (blamed := self._named.get(outcome.blamed)) is not None:
+                known = self._known[blamed]
+                if began >= known.since:  # else its last life may have failed it
+                    known.breaker.failed(outcome.request_id, began, now)
+                    self._tripped.add(blamed)
+            case _:
+                pass
+        for one in lives:
+            self._known[one].breaker.released(outcome.request_id)
+        self._panics.clear()
+
+    def drop(self, life: Life) -> None:
+        """It is over."""
+        if (known := self._known.get(life)) is not None:
+            known.breaker = Breaker(self._settings)
+        self._tripped.discard(life)
+        self._panics.clear()
+
+    def _trips(self, life: Life, now: float) -> bool:
+        return self._known[life].breaker.phase(now) is not Phase.CLOSED
+
+    def _tries(self, life: Life, request_id: str, now: float) -> bool:
+        return life in self._tripped and self._known[life].breaker.probe(now) == request_id
+
+    def _panic(self, pool: Pool, now: float) -> bool:
+        """Whether more than half of those who could work there would rest."""
+        if now != self._judged_at:
+            self._panics.clear()
+            self._judged_at = now
+        if pool not in self._panics:
+            able = self._able.get(pool, ())
+            resting = sum(life in self._tripped and self._known[life].breaker.why_not(now) != "" for life in able)
+            self._panics[pool] = 2 * resting > len(able)
+        return self._panics[pool]

@@ -1,0 +1,126 @@
+"""What the conductor knows of one incarnation of one instance."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from kvmesh.kvcache.tiers import TierUse
+from services.conductor.admission.margins import Margins
+from services.conductor.costs.models import DecodeModel, PrefillModel, PullModel, TransferModel
+from services.conductor.domain import Load, ModelCard, Ref, Register, Role
+from services.conductor.loads.queues import DecodeBatch, PrefillQueue
+
+MAX_KNOWN_SAMPLES = 2048
+CHUNK_TOKENS = 512  # of an instance that does not tell
+
+
+class Instance:
+    """Mutable; owned by ConductorState. `slot`: its bit among pending blocks."""
+
+    def __init__(self, registered: Register, slot: int, fits: ModelFits, now: float, confidence: float = 0.0) -> None:
+        self.ref: Ref = registered.ref
+        self.node_id = registered.node_id
+        self.model: ModelCard = registered.model
+        self.capacity_blocks = registered.capacity_blocks
+        self.max_running = registered.max_running
+        self.queue = PrefillQueue(now)
+        self.become(registered)
+        self.slot = slot
+        self.last_seen = now
+        self.last_seq = 0
+        self.ready = False
+        self.not_ready_reason = "no heartbeat yet"
+        self.load = Load()
+        self.batch = DecodeBatch()
+        # What its peers have shown is the best guess for a newcomer.
+        self.prefill = PrefillModel(fits.prefill.fit.coefficients)
+        self.decode = DecodeModel(fits.decode.fit.coefficients)
+        self.transfer = TransferModel(fits.transfer.bytes_per_s)
+        self.pull = PullModel(fits.pull.fit.coefficients)
+        self.fits = fits
+        self.margins = Margins(confidence)
+        self.tiers: tuple[TierUse, ...] = ()  # below its memory, as last told
+        self._sampled, self._outcomes = _Once(), _Once()
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold so many tokens, the last may be partial."""
+        return -(-tokens // self.model.block_tokens)
+
+    def become(self, registered: Register) -> None:
+        """The same life in another role. Its load, its models and what was placed there stay."""
+        self.role: Role = registered.role
+        self.local_prefill_tokens = registered.local_prefill_tokens
+        self.chunk_tokens = registered.chunk_tokens or CHUNK_TOKENS
+        self._told_chunks = registered.chunk_tokens > 0
+        self.switchable = registered.switchable
+        self.queue.size_weight = registered.size_weight
+
+    @property
+    def alone_tokens(self) -> float:
+        """How many uncached tokens of a prompt it computes for a request of its own batch."""
+        if self.role is Role.BOTH:
+            return float("inf")
+        return self.local_prefill_tokens if self.role is Role.DECODE else 0
+
+    @property
+    def pools(self) -> tuple[tuple[object, ...], ...]:
+        """What it works in: its model's prefill, its decode."""
+        works = (("prefill", self.role.prefills), ("decode", self.role.decodes))
+        return tuple((self.model.name, self.model.kv_identity, name) for name, there in works if there)
+
+    @property
+    def mixes(self) -> bool:
+        """Whether prompts and rows share its steps: its `Load` then tells of rows what is running."""
+        return self._told_chunks or self.role is Role.BOTH or self.local_prefill_tokens > 0
+
+    def chunks(self, tokens: int) -> int:
+        """Steps that a prompt with so many tokens to compute is part of."""
+        return max(1, -(-tokens // self.chunk_tokens))
+
+    def can_prefill(self, prompt_tokens: int) -> bool:
+        """Whether a prompt of that length fits here when nothing else is there."""
+        limit = self.model.max_context_tokens
+        return self.blocks_for(prompt_tokens) <= self.capacity_blocks and (not limit or prompt_tokens < limit)
+
+    def can_decode(self, prompt_tokens: int) -> bool:
+        """Whether such a prompt and one token of its answer fit here."""
+        limit = self.model.max_context_tokens
+        return self.blocks_for(prompt_tokens + 1) <= self.capacity_blocks and (not limit or prompt_tokens < limit)
+
+    def seconds_per_token(self) -> float:
+        """Marginal prefill time, for tokens whose requests are unknown."""
+        return (self.prefill.predict(1024, 0) - self.prefill.predict(1, 0)) / 1023
+
+    def first_sample_of(self, request_id: str) -> bool:
+        """Whether no sample of that request came before: unacknowledged ones are sent again."""
+        return self._sampled.first(request_id)
+
+    def first_outcome_of(self, request_id: str, attempt: int) -> bool:
+        """Likewise, of outcomes of one attempt."""
+        return self._outcomes.first(f"{attempt} {request_id}")
+
+
+class _Once:
+    """Which of the last MAX_KNOWN_SAMPLES names came before."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, None] = OrderedDict()
+
+    def first(self, name: str) -> bool:
+        """Whether it comes for the first time."""
+        if name in self._known:
+            return False
+        self._known[name] = None
+        if len(self._known) > MAX_KNOWN_SAMPLES:
+            self._known.popitem(last=False)
+        return True
+
+
+class ModelFits:
+    """What all instances of one model have shown together: the prior of the next one."""
+
+    def __init__(self) -> None:
+        self.prefill = PrefillModel()
+        self.decode = DecodeModel()
+        self.transfer = TransferModel()
+        self.pull = PullModel()

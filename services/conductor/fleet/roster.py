@@ -1,0 +1,169 @@
+"""The registered instances: who they are, which model they serve, whom a new life replaces."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+
+from kvmesh.kvcache.tiers import MARK
+from kvmesh.rpc.errors import InvalidRequest, KvmeshError, Overloaded
+from services.conductor.domain import Life, ModelCard, Register
+from services.conductor.fleet.instance import Instance, ModelFits
+
+MAX_REPLACED = 4096
+MAX_INSTANCES = 16_384
+MAX_TEXT = 256  # characters of a name, an address, a fingerprint
+
+_IDENTITY = ("fingerprint", "block_tokens", "dtype", "weights_epoch")  # of ModelCard.kv_identity
+
+WhyNot = Callable[[Instance], str]
+
+
+class Fleet:
+    """Instances by name, in the order in which they came."""
+
+    def __init__(self, confidence: float = 0.0) -> None:
+        """`confidence`: see margins.py."""
+        self._confidence = confidence
+        self._instances: dict[str, Instance] = {}
+        self._fits: dict[tuple[str, tuple[object, ...]], ModelFits] = {}
+        self._replaced: OrderedDict[Life, None] = OrderedDict()
+        self._turn = 0
+        self._kin: dict[str, Counter[tuple[object, ...]]] = {}  # instances by model name and KV identity
+        self.known_models: dict[str, None] = {}  # ever served here
+
+    def __iter__(self) -> Iterator[Instance]:
+        return iter(list(self._instances.values()))
+
+    def __len__(self) -> int:
+        return len(self._instances)
+
+    def next(self, count: int) -> list[Instance]:
+        """The next so many of all, round and round."""
+        instances = list(self._instances.values())
+        if len(instances) <= count:
+            return instances
+        first, self._turn = self._turn, (self._turn + count) % len(instances)
+        return (instances + instances)[first : first + count]
+
+    @property
+    def strands(self) -> bool:
+        """Whether some model is served in several KV identities, so that instances may be stranded."""
+        return any(len(groups) > 1 for groups in self._kin.values())
+
+    def named(self, instance_id: str) -> Instance | None:
+        """Whoever bears that name now."""
+        return self._instances.get(instance_id)
+
+    def of(self, life: Life) -> Instance | None:
+        """That very life, if it is registered."""
+        instance = self._instances.get(life[0])
+        return instance if instance is not None and instance.ref.incarnation == life[1] else None
+
+    def check(self, event: Register) -> KvmeshError | None:
+        """Why this registration is refused."""
+        ref = event.ref
+        if error := _invalid(event):
+            return error
+        if ref.life in self._replaced:
+            why = f"a later incarnation has taken the name {ref.instance_id!r}"
+            return InvalidRequest.of("instance.incarnation", ref.incarnation, why)
+        if len(self) >= MAX_INSTANCES and self.named(ref.instance_id) is None:
+            return Overloaded(f"{MAX_INSTANCES} instances are registered here already", retry_after_ms=1000)
+        return None
+
+    def is_same(self, event: Register) -> bool:
+        """Whether a life that is known registers again, perhaps in another role."""
+        old = self._instances.get(event.ref.instance_id)
+        new = event.ref, event.model, event.capacity_blocks
+        return old is not None and (old.ref, old.model, old.capacity_blocks) == new
+
+    def add(self, event: Register, slot: int, now: float) -> Instance:
+        """A checked registration of somebody new; whoever bore the name was removed before."""
+        model = event.model
+        fits = self._fits.setdefault((model.name, model.kv_identity), ModelFits())
+        instance = self._instances[event.ref.instance_id] = Instance(event, slot, fits, now, self._confidence)
+        self.known_models[model.name] = None
+        self._kin.setdefault(model.name, Counter())[model.kv_identity] += 1
+        return instance
+
+    def remove(self, instance: Instance, *, replaced: bool = False) -> None:
+        """It leaves; `replaced`: its life may not come back."""
+        del self._instances[instance.ref.instance_id]
+        model = instance.model
+        self._kin[model.name] -= Counter([model.kv_identity])
+        if replaced:
+            self._replaced[instance.ref.life] = None
+            if len(self._replaced) > MAX_REPLACED:
+                self._replaced.popitem(last=False)
+
+    def models(self, why_not: WhyNot) -> list[ModelCard]:
+        """One card per model name: of the KV identity that `serving` would give."""
+        names = dict.fromkeys(i.model.name for i in self._instances.values())
+        return [
+            max((i.model for i in self.serving(name, why_not)), key=lambda m: m.max_context_tokens) for name in names
+        ]
+
+    def serving(self, model: str, why_not: WhyNot) -> list[Instance]:
+        """Registered instances of a model whose KV fits together. Where one name stands for several (an update
+        is rolling through), those that can serve now come first, then the more numerous."""
+        groups: dict[tuple[object, ...], list[Instance]] = {}
+        for instance in self._instances.values():
+            if instance.model.name == model:
+                groups.setdefault(instance.model.kv_identity, []).append(instance)
+        if len(groups) <= 1:
+            return next(iter(groups.values()), [])
+
+        def worth(group: list[Instance]) -> tuple[bool, int, str]:
+            live = [i for i in group if not why_not(i)]
+            decodes = [i for i in live if i.role.decodes]
+            complete = bool(decodes) and any(i.role.prefills or i.alone_tokens for i in live)
+            return complete, len(live), group[0].model.fingerprint
+
+        return max(groups.values(), key=worth)
+
+    def stranded(self, instance: Instance) -> str:
+        """Why nobody of its model can work with this instance, though somebody could if their KV fitted together; "" if
+        somebody can, or nobody of the other role is there at all."""
+        if instance.alone_tokens or len(self._kin.get(instance.model.name, ())) <= 1:
+            return ""
+        kin = [i for i in self._instances.values() if i.model.name == instance.model.name and i is not instance]
+        others = [i for i in kin if (i.role.decodes if instance.role.prefills else i.role.prefills)]
+        if not others or any(i.model.kv_identity == instance.model.kv_identity for i in others):
+            return ""
+        other = others[0]
+        differs = [
+            f"{name}={theirs!r}, this one {ours!r}"
+            for name, theirs, ours in zip(_IDENTITY, other.model.kv_identity, instance.model.kv_identity, strict=True)
+            if theirs != ours
+        ]
+        return f"its KV does not fit {other.ref.instance_id}, which has {' and '.join(differs)}"
+
+
+def _invalid(event: Register) -> InvalidRequest | None:
+    ref, model = event.ref, event.model
+    wrong: list[tuple[str, object, str, bool]] = [
+        ("instance.instance_id", ref.instance_id, "must not be empty", not ref.instance_id),
+        (
+            "instance.instance_id",
+            ref.instance_id,
+            f"must not hold {MARK!r}: it sets off tiers",
+            MARK in ref.instance_id,
+        ),
+        ("instance.address", ref.address, "must be host:port", not ref.address),
+        ("instance.incarnation", ref.incarnation, "must be new at every process start, never 0", not ref.incarnation),
+        ("model.name", model.name, "must not be empty", not model.name),
+        ("model.fingerprint", model.fingerprint, "must not be empty", not model.fingerprint),
+        ("model.block_tokens", model.block_tokens, "must be at least 1", model.block_tokens < 1),
+        ("capacity_blocks", event.capacity_blocks, "must be at least 1", event.capacity_blocks < 1),
+    ]
+    texts = (
+        ("instance.instance_id", ref.instance_id),
+        ("instance.address", ref.address),
+        ("node_id", event.node_id),
+        ("model.name", model.name),
+        ("model.fingerprint", model.fingerprint),
+        ("model.kv_dtype", model.kv_dtype),
+    )
+    wrong += [(name, text, f"is longer than {MAX_TEXT} characters", len(text) > MAX_TEXT) for name, text in texts]
+    return next((InvalidRequest.of(name, value, why) for name, value, why, bad in wrong if bad), None)

@@ -1,0 +1,336 @@
+"""What was placed and is not over: the work that instances carry for it, the blocks it brings, the pulls it makes; and
+what its reports teach.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypedDict
+
+from kvmesh.kvcache.tiers import Tier
+from services.conductor.admission.judge import Slo
+from services.conductor.costs.accuracy import Accuracy, What
+from services.conductor.costs.interference import without_rows_s
+from services.conductor.domain import (
+    Heartbeat,
+    Lane,
+    Life,
+    Measured,
+    Outcome,
+    Placed,
+    PrefillSample,
+    RequestOutcome,
+    Schedule,
+)
+from services.conductor.fleet.instance import Instance
+from services.conductor.loads.outgoing import Load, Outgoing, Wires
+from services.conductor.loads.queues import PrefillWork
+from services.conductor.loads.stays import DecodeWork
+from services.conductor.peers.others import Others
+from services.conductor.placing.life import pull_after_s
+from services.conductor.placing.placement import Choice
+from services.conductor.prefixes.index import Index
+from services.conductor.prefixes.pending import marks
+from services.conductor.prefixes.routes import Leg, lives_of
+from services.conductor.prefixes.tiers import TierLoads
+from services.conductor.settings import Settings
+
+MAX_PREDICTED_TOKENS = 4096
+MAX_PROMISED = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    prefill: Instance
+    decode: Instance
+    ahead_bytes: int  # what the holders had to send before its pull
+    push_ahead: int  # what seemed to go before its push
+    holders: int
+    below: bool  # whether lower tiers had to read for it
+    only: tuple[Life, Tier] | None  # all of it came out of that one
+
+
+class _Beside(TypedDict):
+    """See `PrefillModel.add`."""
+
+    steps: int
+    beside_tokens: int
+    beside_pairs: int
+
+
+class _Promise(NamedTuple):
+    """What a placement has foretold, until decode tells how it went."""
+
+    attempt: int
+    decode: Life
+    ttft_s: float
+    tbt_s: float
+    output_tokens: int
+    queued_at: Instance | None  # the prefill instance, if others were before it
+    among_rows: bool
+
+
+class Ledger:
+    """Placements by request; one request has one."""
+
+    def __init__(
+        self, settings: Settings, index: Index, tiers: TierLoads, touch: Callable[[str], None] = lambda name: None
+    ) -> None:
+        """`touch` hears the names of instances whose load has changed."""
+        self._settings = settings
+        self._index = index
+        self._tiers = tiers
+        self._touch = touch
+        self.wires = Wires()
+        self.accuracy = Accuracy()
+        self._others: dict[str, Others] = {}  # by model name
+        self._placed: dict[str, _Placed] = {}
+        self._promised: OrderedDict[str, _Promise] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._placed)
+
+    @property
+    def outgoing(self) -> Outgoing:
+        """What node stores have still to send."""
+        return self.wires.outgoing
+
+    def expect_others(self, model: str, prefills: Iterable[Instance], now: float) -> None:
+        """What other conductors place may lie before what this one is about to place at one of these."""
+        others = self._others.get(model)
+        if others is not None and others.due(now):
+            among = list(prefills)
+            for at in others.spread([i.queue for i in among], now):
+                self._touch(among[at].ref.instance_id)
+
+    def others_rate(self, model: str) -> float:
+        """Seconds of prefill work that other conductors place in one second."""
+        others = self._others.get(model)
+        return others.rate if others is not None else 0.0
+
+    def _others_of(self, model: str, now: float) -> Others:
+        return self._others.setdefault(model, Others(now))
+
+    def commit(self, request: Schedule, choice: Choice, now: float, slo: Slo, answer_tokens: float) -> None:
+        """The chosen instances carry the work from this moment on. `answer_tokens`: predicted."""
+        p, d = choice.prefill, choice.decode
+        name, patience_s = request.request_id, self._settings.pending_timeout_s
+        promised = marks(request.keys)
+        p.instance.queue.add(
+            PrefillWork(
+                name,
+                p.computed_tokens,
+                p.prefill_s,
+                promised,
+                now,
+                now + 2 * choice.ttft_s + patience_s,
+                request.priority,
+                request.lane is Lane.BATCH,
+                p.instance.prefill.chunks_of(p.computed_tokens),
+            )
+        )
+        self._index.place(p.instance.ref.life, p.instance.slot, promised, name)
+        answer_s = min(request.max_tokens or MAX_PREDICTED_TOKENS, MAX_PREDICTED_TOKENS) * d.tbt_s
+        stay_s = 2 * (choice.ttft_s + d.slot_wait_s + answer_s) + patience_s
+        blocks = d.instance.blocks_for(request.prompt_tokens + 1)
+        joins_at = now + choice.ttft_s + d.slot_wait_s
+        d.instance.batch.add(
+            DecodeWork(
+                name,
+                request.prompt_tokens,
+                blocks,
+                now,
+                now + stay_s,
+                joins_at,
+                joins_at + answer_tokens * d.tbt_s,
+                slo.tbt_s,
+                request.lane is Lane.BATCH,
+            )
+        )
+        model = p.instance.model
+        block_bytes = model.block_tokens * model.kv_bytes_per_token
+        delay_s = pull_after_s(choice)  # of prefill: decode fetches at once
+        sent, later = lives_of((*(() if delay_s else p.legs), *choice.decode_legs)), lives_of(p.legs if delay_s else ())
+        until = now + delay_s + 2 * max(p.fetch_s, choice.decode_load_s)
+        loads, loads_later = ([Load(life, n * block_bytes) for life, n in some.items()] for some in (sent, later))
+        self.wires.outgoing.add(name, loads, until, loads_later, now + delay_s)
+        self._flows(name, choice, block_bytes, now, now + delay_s, until)
+        holders = len({leg.holder.ref.life for leg in p.legs if not leg.own})
+        self._placed[name] = _Placed(
+            p.instance, d.instance, p.ahead_bytes, p.push_ahead, holders, p.tier is not Tier.DRAM, _only(p.legs)
+        )
+        self._touch(p.instance.ref.instance_id)
+        self._touch(d.instance.ref.instance_id)
+
+    def _flows(self, name: str, choice: Choice, block_bytes: int, now: float, pull_at: float, until: float) -> None:
+        """What will arrive at prefill and at decode."""
+        p, d = choice.prefill, choice.decode
+        fetched = [Load(p.instance.ref.life, p.pull_bytes)] if p.pull_bytes else []
+        own = sum(leg.blocks for leg in choice.decode_legs if not leg.own) * block_bytes
+        at_once = [Load(d.instance.ref.life, own)] if own else []
+        if pull_at <= now:
+            self.wires.pull(name, at_once + fetched, until, (), now)
+        else:
+            self.wires.pull(name, at_once, until, fetched, pull_at)
+        begins = now + p.start_s
+        self.wires.push(name, d.instance.ref.life, p.pushed_bytes, begins, begins + 2 * (p.prefill_s + p.tail_s))
+
+    def promise(self, request: Schedule, placed: Placed) -> None:
+        """What was foretold is kept until `ended` compares it; the oldest go first."""
+        self._promised.pop(request.request_id, None)
+        at = self._placed[request.request_id]
+        self._promised[request.request_id] = _Promise(
+            request.attempt,
+            placed.decode.life,
+            placed.life.prefill_end_s,  # the client has the first token then: it waits for no KV
+            placed.tbt_s,
+            placed.life.output_tokens,
+            at.prefill if placed.terms["queue_ms"] > 0 else None,
+            at.decode.batch.requests > 1,
+        )
+        if len(self._promised) > MAX_PROMISED:
+            self._promised.popitem(last=False)
+
+    def withdraw(self, request_id: str, now: float) -> None:
+        """An earlier attempt of the same request is not coming any more."""
+        placed = self._placed.pop(request_id, None)
+        if placed is not None:
+            work = placed.prefill.queue.withdraw(request_id, now)
+            if work is not None:
+                self._index.pending.withdraw(placed.prefill.slot, work.keys, request_id)
+            placed.decode.batch.drop(request_id)
+            self._touch(placed.prefill.ref.instance_id)
+            self._touch(placed.decode.ref.instance_id)
+        self.wires.end(request_id)
+
+    def learn(self, instance: Instance, beat: Heartbeat, now: float) -> list[Measured]:
+        """Take in the samples of a heartbeat."""
+        measured = []
+        for sample in beat.prefill_samples:
+            if instance.first_sample_of(sample.request_id):
+                measured.append(self._prefilled(instance, sample, now))
+        for d in beat.decode_samples:
+            self.accuracy.add(What.DECODE_STEP, instance.decode.predict(d.batch, d.context_tokens), d.duration_s)
+            for step in (instance.decode, instance.fits.decode):
+                step.add(d.batch, d.context_tokens, d.duration_s, now)
+        return measured
+
+    def _prefilled(self, instance: Instance, s: PrefillSample, now: float) -> Measured:
+        fits = instance.fits
+        took_s = without_rows_s(instance, s.computed_tokens, s.duration_s, s.steps)
+        shape = s.computed_tokens, s.cached_tokens
+        beside: _Beside = {"steps": s.steps, "beside_tokens": s.beside_tokens, "beside_pairs": s.beside_pairs}
+        predicted_s = instance.prefill.predict(*shape, **beside)
+        self.accuracy.add(What.PREFILL, predicted_s if s.computed_tokens else 0.0, took_s)
+        placed = self._placed.get(s.request_id)
+        ahead = placed.push_ahead if placed is not None else 0
+        self.accuracy.add(What.TRANSFER, instance.transfer.predict(s.transfer_bytes, ahead), s.transfer_s)
+        for fit in (instance.prefill, fits.prefill):
+            fit.add(*shape, took_s, now, chunks=s.chunks, **beside)
+        for transfer in (instance.transfer, fits.transfer):
+            transfer.add(s.transfer_bytes, ahead, s.transfer_s, now, prefill_s=s.duration_s)
+        self._pulled(instance, s, now)
+        work = instance.queue.finish(s.request_id, done=True)
+        if work is None:
+            self._others_of(instance.model.name, now).computed(predicted_s, now)
+        if work is not None:
+            until = now + self._settings.confirmed_s
+            self._index.confirm(instance.ref.life, instance.slot, work.keys, until)
+        self.wires.end(s.request_id)
+        return Measured(s.request_id, predicted_s, took_s)
+
+    def _pulled(self, instance: Instance, s: PrefillSample, now: float) -> None:
+        fits = instance.fits
+        if s.transfer_bytes > 0 and not len(fits.pull.fit):
+            for guess in (instance.pull, fits.pull):
+                guess.assume(fits.transfer.bytes_per_s)
+        if s.pull_bytes > 0:
+            placed = self._placed.get(s.request_id)
+            if placed is not None and placed.below:
+                self._read_below(instance, placed, s, now)
+                return
+            ahead, holders = (placed.ahead_bytes, placed.holders) if placed is not None else (0, 1)
+            self.accuracy.add(What.PULL, instance.pull.predict(s.pull_bytes + ahead, holders), s.pull_s)
+            for pull in (instance.pull, fits.pull):
+                pull.add(s.pull_bytes + ahead, holders, s.pull_s, now)
+
+    def _read_below(self, instance: Instance, placed: _Placed, s: PrefillSample, now: float) -> None:
+        """What the wires took of it nobody can tell: it teaches nothing of them, but of the tier, if it was one."""
+        if placed.only is not None:
+            wires_s = instance.pull.seconds(s.pull_bytes + placed.ahead_bytes, placed.holders, now)
+            read_s = s.pull_s - wires_s
+            self.accuracy.add(What.TIER_LOAD, self._tiers.seconds(*placed.only, s.pull_bytes, now), read_s)
+            self._tiers.saw(*placed.only, s.pull_bytes, read_s, now)
+
+    def ended(self, instance: Instance, outcome: RequestOutcome) -> bool:
+        """How a request went, as the decode instance tells it; whether that is news (what is not acknowledged is told
+        again)."""
+        if not instance.first_outcome_of(outcome.request_id, outcome.attempt):
+            return False
+        promise = self._promised.get(outcome.request_id)
+        if promise is None or (promise.attempt, promise.decode) != (outcome.attempt, instance.ref.life):
+            return True
+        del self._promised[outcome.request_id]
+        done = outcome.outcome is Outcome.DONE
+        self.accuracy.add(What.TTFT, promise.ttft_s, outcome.ttft_s)
+        self.accuracy.add(What.TBT, promise.tbt_s, outcome.tbt_s)
+        if done:
+            self.accuracy.add(What.OUTPUT_TOKENS, promise.output_tokens, outcome.output_tokens)
+        served = done or outcome.outcome is Outcome.CANCELLED
+        if served:
+            _teach(promise, instance, outcome)
+        instance.batch.left(outcome.request_id, outcome.duration_s if served else 0.0)
+        return True
+
+    def finished(self, instance: Instance, request_id: str, now: float) -> None:
+        """The request has left that instance."""
+        work = instance.queue.finish(request_id, done=False)
+        if work is not None:
+            self._index.pending.withdraw(instance.slot, work.keys, request_id)
+            self.wires.end(request_id)
+        instance.batch.finish(request_id, now)
+        placed = self._placed.get(request_id)
+        if placed is not None and placed.decode is instance:
+            del self._placed[request_id]
+
+    def lost(self, instance: Instance) -> None:
+        """Its life is over: nothing placed there counts any more."""
+        for request_id in instance.batch.works:
+            self._placed.pop(request_id, None)
+        instance.queue.clear()
+        instance.batch.clear()
+        self._index.pending.close(instance.slot)
+        self._touch(instance.ref.instance_id)
+
+    def expire(self, instance: Instance, now: float) -> None:
+        """Placements there whose time is over count no more."""
+        for request_id in instance.queue.expired(now):
+            work = instance.queue.withdraw(request_id, now)
+            assert work is not None, "an expired placement is in the queue"
+            self._index.pending.withdraw(instance.slot, work.keys, request_id)
+            self._touch(instance.ref.instance_id)
+        for request_id in instance.batch.expired(now):
+            instance.batch.drop(request_id)
+            self._placed.pop(request_id, None)
+            self._touch(instance.ref.instance_id)
+
+
+def _teach(promise: _Promise, decode: Instance, outcome: RequestOutcome) -> None:
+    """How far what happened was from what was foretold."""
+    # Who gave up before the first token would have waited longer still.
+    ttft_s = outcome.ttft_s or max(outcome.duration_s, promise.ttft_s)
+    if promise.queued_at is not None:
+        promise.queued_at.margins.ttft.add(promise.ttft_s, ttft_s)
+    if promise.among_rows:
+        decode.margins.tbt.add(promise.tbt_s, outcome.tbt_s)
+
+
+def _only(legs: Sequence[Leg]) -> tuple[Life, Tier] | None:
+    """The lower tier of another node that all of `legs` come from."""
+    sources = {(leg.holder.ref.life, leg.tier, leg.own) for leg in legs}
+    if len(sources) != 1:
+        return None
+    ((life, tier, own),) = sources
+    return None if own or tier is Tier.DRAM else (life, tier)

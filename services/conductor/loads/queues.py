@@ -1,0 +1,372 @@
+"""Queue accounting: what was placed, corrected by what instances report, so that load neither lags nor leaks.
+
+A placement counts at once. It is *flying* until a heartbeat that came at least IN_FLIGHT_S later: by then the
+instance's own figures include it. It ends when the instance reports it, or when its time is over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from services.conductor.costs.models import DecayedRatio
+from services.conductor.domain import Load
+from services.conductor.loads.stays import DecodeWork, Rows, Stays
+
+IN_FLIGHT_S = 0.05
+# Short prompts are computed together, so a queue drains faster than the sum of its parts; within these bounds.
+MIN_SPEEDUP, MAX_SPEEDUP = 0.5, 16.0
+FIRST_RESIDENCE_S = 1.0
+RESIDENCE_SHARE = 0.1  # of a new stay in what others are expected to stay
+PRIORITY_STEP_S = 30.0  # of waiting outweigh one step of priority: `priority_step_ms` of the prefill service
+
+
+def passing_s(ahead_s: float, long_share: float, chunk_s: float) -> float:
+    """What a short prompt waits for of `ahead_s`, where prefill takes turns (services/prefill/planner.py): for the
+    short ones before it, for as much of the long ones as steps of those let in, and for the rest of the chunk that is
+    being computed, half of one on the average. bounds.py reckons the same for many."""
+    long_s = ahead_s * long_share
+    short_s = ahead_s - long_s
+    return short_s + min(long_s, short_s + chunk_s / 2)
+
+
+@dataclass(frozen=True)
+class PrefillWork:
+    """One placement as the prefill instance will meet it."""
+
+    request_id: str
+    computed_tokens: int
+    seconds: float
+    keys: tuple[bytes, ...]
+    placed_at: float
+    expires_at: float
+    priority: int = 0  # smaller goes first
+    yields: bool = False  # of the batch lane: nobody is refused for it
+    chunks: int = 1  # more than one: it is long, and its chunks take turns with short prompts
+
+    @property
+    def long(self) -> bool:
+        """Whether short prompts that come later pass it."""
+        return self.chunks > 1
+
+    @property
+    def ranked(self) -> bool:
+        """Whether it counts otherwise than by its arrival."""
+        return self.yields or self.priority != 0
+
+
+class PrefillQueue:
+    """Predicted work before a new request at one prefill instance."""
+
+    def __init__(self, now: float) -> None:
+        self.works: dict[str, PrefillWork] = {}
+        self.size_weight = 0.0  # by which its line goes (see sizes.py); 0: long and short ones take turns
+        self._backlog_s = 0.0  # at `_as_of`; drains one second per second
+        self._as_of = now
+        self._speed = DecayedRatio(1.0, 1.0, keep=0.9)
+        self._done_s = 0.0  # predicted seconds of what was computed since the last report
+        self._busy_at: float | None = None
+        self._busy_s = 0.0
+        self._ranked = 0  # of `works`
+        # Predicted seconds of `works`, of the long ones among them, and chunks of these.
+        self._works_s = self._long_s = 0.0
+        self._chunks = 0
+        self._expected_s = 0.0  # of the backlog: others', that no report has told of
+        self._told_at = now
+
+    @property
+    def speedup(self) -> float:
+        """Predicted seconds of work done in one second while busy."""
+        return min(MAX_SPEEDUP, max(MIN_SPEEDUP, self._speed.rate))
+
+    @property
+    def backlog(self) -> tuple[float, float]:
+        """Seconds of work, and when there were so many: they drain one second a second."""
+        return self._backlog_s, self._as_of
+
+    @property
+    def has_ranked(self) -> bool:
+        """Whether any work counts otherwise than by its arrival."""
+        return self._ranked > 0
+
+    def rank(self, work: PrefillWork) -> float:
+        """Smaller goes first, as in the line of the prefill service."""
+        return work.placed_at + work.priority * PRIORITY_STEP_S + work.seconds * self.size_weight
+
+    def wait_s(self, now: float) -> float:
+        """Seconds until a request placed now would begin; never negative."""
+        return max(0.0, self._backlog_s - max(0.0, now - self._as_of))
+
+    @property
+    def long_share(self) -> float:
+        """Of the backlog: long prompts. What others placed is taken to be as what we did."""
+        return self._long_s / self._works_s if self._chunks else 0.0
+
+    @property
+    def chunk_s(self) -> float:
+        """Of one chunk of those, on the average; 0 without any."""
+        return self._long_s / self._chunks / self.speedup if self._chunks else 0.0
+
+    def ahead_s(self, now: float, priority: int, *, short: bool = False) -> tuple[float, float]:
+        """Seconds until a request of that priority, of one chunk if `short`, would begin, and how many of them are
+        work that yields. As in the line of the prefill service waiting outweighs priority in time; the oldest work has
+        begun, and what has begun is not overtaken."""
+        ahead_s, yielding_s = self._ranked_s(now, priority)
+        if short and self._chunks:
+            ahead_s = passing_s(ahead_s, self.long_share, self.chunk_s)
+        return ahead_s, min(ahead_s, yielding_s)
+
+    def _ranked_s(self, now: float, priority: int) -> tuple[float, float]:
+        """As if all prompts were alike."""
+        wait_s = self.wait_s(now)
+        if wait_s <= 0 or not (self._ranked or priority):
+            return wait_s, 0.0
+        rank = now + priority * PRIORITY_STEP_S
+        works = iter(self.works.values())
+        oldest = next(works, None)
+        others_s = behind_s = yielding_s = 0.0
+        for work in works:
+            seconds = work.seconds / self.speedup
+            others_s += seconds
+            if work.placed_at + work.priority * PRIORITY_STEP_S > rank:
+                behind_s += seconds
+            elif work.yields:
+                yielding_s += seconds
+        begun_s = max(0.0, wait_s - others_s)
+        ahead_s = max(begun_s, wait_s - behind_s)
+        if oldest is not None and oldest.yields:
+            yielding_s += begun_s
+        return ahead_s, min(ahead_s, yielding_s)
+
+    def add(self, work: PrefillWork) -> None:
+        """A placement; one of the same request replaces it."""
+        self._backlog_s = self.wait_s(work.placed_at) + work.seconds / self.speedup
+        self._as_of = work.placed_at
+        self._pop(work.request_id)
+        self.works[work.request_id] = work
+        self._ranked += work.ranked
+        self._count(work, 1)
+
+    def _pop(self, request_id: str) -> PrefillWork | None:
+        work = self.works.pop(request_id, None)
+        if work is not None:
+            self._ranked -= work.ranked
+            self._count(work, -1)
+        return work
+
+    def _count(self, work: PrefillWork, sign: int) -> None:
+        self._works_s = self._works_s + sign * work.seconds if self.works else 0.0
+        if work.long:
+            self._chunks += sign * work.chunks
+            self._long_s = self._long_s + sign * work.seconds if self._chunks else 0.0
+
+    def finish(self, request_id: str, *, done: bool) -> PrefillWork | None:
+        """The instance is through with it; `done`: it was computed, else it went away uncomputed.
+        The backlog follows with the load that comes in the same heartbeat."""
+        work = self._pop(request_id)
+        if work is not None and done:
+            self._done_s += work.seconds
+        return work
+
+    def withdraw(self, request_id: str, now: float) -> PrefillWork | None:
+        """It will not come (another attempt was placed, or its time is over): its work counts no more."""
+        work = self._pop(request_id)
+        if work is not None:
+            self._backlog_s = max(0.0, self.wait_s(now) - work.seconds / self.speedup) if self.works else 0.0
+            self._as_of = now
+        return work
+
+    def expired(self, now: float) -> list[str]:
+        """Placements whose time is over."""
+        return [work.request_id for work in self.works.values() if work.expires_at <= now]
+
+    def clear(self) -> list[PrefillWork]:
+        """Everything is lost with the instance."""
+        lost = list(self.works.values())
+        self.works.clear()
+        self._ranked = self._chunks = 0
+        self._works_s = self._long_s = 0.0
+        self._backlog_s, self._done_s, self._busy_s, self._busy_at = 0.0, 0.0, 0.0, None
+        return lost
+
+    def report(self, queued_tokens: int, seconds_per_token: float, now: float) -> None:
+        """The instance's own figure: uncached tokens it has still to compute, all requests together."""
+        self._learn_speed(busy=queued_tokens > 0, now=now)
+        settled_tokens, settled_s, flying_tokens, flying_s = 0, 0.0, 0, 0.0
+        for work in self.works.values():
+            if work.placed_at <= now - IN_FLIGHT_S:
+                settled_tokens += work.computed_tokens
+                settled_s += work.seconds
+            else:
+                flying_tokens += work.computed_tokens
+                flying_s += work.seconds
+        share = min(1.0, queued_tokens / settled_tokens) if settled_tokens else 0.0
+        # Tokens that no placement of ours explains: another conductor's, or placed before we were restarted.
+        foreign = max(0, queued_tokens - settled_tokens - flying_tokens)
+        self._backlog_s = (settled_s * share + flying_s + foreign * seconds_per_token) / self.speedup
+        self._as_of = self._told_at = now
+        self._expected_s = 0.0
+
+    def silent_s(self, now: float) -> float:
+        """Since the last report."""
+        return max(0.0, now - self._told_at)
+
+    def told_s(self, now: float) -> float:
+        """`wait_s` without what was expected of others."""
+        return max(0.0, self.wait_s(now) - self._expected_s)
+
+    def expect(self, seconds: float, now: float) -> bool:
+        """Others have placed so much here since the last report, it seems (others.py), whatever was thought before.
+        Whether that changes anything."""
+        if seconds == self._expected_s == 0.0:
+            return False
+        self._backlog_s, self._expected_s = self.told_s(now) + seconds, seconds
+        self._as_of = now
+        return True
+
+    def _learn_speed(self, busy: bool, now: float) -> None:
+        """Only from spans between heartbeats that all found it busy: an idle span says nothing of speed."""
+        if busy and self._busy_at is not None:
+            self._busy_s += now - self._busy_at
+            if self._done_s > 0:  # a long prompt may be the only one in many heartbeats
+                self._speed.add(self._done_s, self._busy_s)
+                self._busy_s = 0.0
+        else:
+            self._busy_s = 0.0
+        self._busy_at = now if busy else None
+        self._done_s = 0.0
+
+
+class DecodeBatch:
+    """Predicted batch, context and room at one decode instance."""
+
+    def __init__(self) -> None:
+        self.works: dict[str, DecodeWork] = {}
+        self._flying: dict[str, DecodeWork] = {}
+        self._flying_tokens = 0
+        self._flying_blocks = 0
+        self._prompt_tokens = 0
+        self._blocks = 0
+        self._load = Load()
+        self.stays = Stays()
+        self.residence_s = FIRST_RESIDENCE_S
+        self._stays_learnt = False
+
+    @property
+    def requests(self) -> int:
+        """Running, waiting and on their way."""
+        return self._load.running_requests + self._load.waiting_requests + len(self._flying)
+
+    @property
+    def running(self) -> Rows:
+        """As last told."""
+        return Rows(self._load.running_requests, self._load.context_tokens)
+
+    def forecast(self, now: float, at: float, until: float) -> Rows:
+        """See `Stays.forecast`."""
+        present = Rows(self.requests, self.context_tokens)
+        usual_s = self.residence_s if self._stays_learnt else math.inf
+        return self.stays.forecast(now, at, until, present, self._load.running_requests, usual_s)
+
+    @property
+    def context_tokens(self) -> float:
+        """Tokens of KV that one step reads once everybody present has joined."""
+        waiting = self._load.waiting_requests * self._mean_prompt()
+        return self._load.context_tokens + waiting + self._flying_tokens
+
+    @property
+    def free_blocks(self) -> int:
+        """Where a landing could go: host extents or device pages; never negative."""
+        return max(0, max(self._load.free_pages, self._load.free_extents) - self._flying_blocks)
+
+    def drain_s(self, requests: float) -> float:
+        """Seconds until so many of those present have finished, at the usual length of stay."""
+        return self.residence_s * requests / max(1, self.requests)
+
+    @property
+    def free_pages(self) -> int:
+        """Where a prompt can be computed; never negative."""
+        return max(0, self._load.free_pages - self._flying_blocks)
+
+    @property
+    def mean_blocks(self) -> float:
+        """Of what was placed there; 0 when nothing is."""
+        return self._blocks / len(self.works) if self.works else 0.0
+
+    def landing_wait_s(self, blocks: int, *, pages: bool = False) -> float:
+        """Seconds until that many blocks are free (`pages`: on the device); 0 when they are."""
+        short = blocks - (self.free_pages if pages else self.free_blocks)
+        if short <= 0:
+            return 0.0
+        each = self.mean_blocks or blocks
+        return self.drain_s(max(1.0, short / max(1.0, each)))
+
+    def page_wait_s(self, blocks: int) -> float:
+        """Seconds that KV which has landed in host memory would wait for pages of the device, behind all that wait and
+        come; 0 when there are enough."""
+        waiting = self._load.waiting_requests * (self.mean_blocks or blocks)
+        short = blocks + waiting - self.free_pages
+        if short <= 0:
+            return 0.0
+        return self.drain_s(max(1.0, short / max(1.0, self.mean_blocks or blocks)))
+
+    def add(self, work: DecodeWork) -> None:
+        """A placement; one of the same request replaces it."""
+        self.drop(work.request_id)
+        self.works[work.request_id] = self._flying[work.request_id] = work
+        self._flying_tokens += work.prompt_tokens
+        self._flying_blocks += work.blocks
+        self._prompt_tokens += work.prompt_tokens
+        self._blocks += work.blocks
+        self.stays.add(work)
+
+    def finish(self, request_id: str, now: float) -> None:
+        """The instance is through with it; where nothing else tells, its stay is the time since it was placed."""
+        if (work := self.works.get(request_id)) is not None:
+            self.left(request_id, max(0.0, now - work.placed_at))
+
+    def left(self, request_id: str, stay_s: float) -> None:
+        """It was there so long: that teaches how long others will stay. 0: it was not served, and teaches nothing."""
+        if self.drop(request_id) is not None and stay_s > 0:
+            self.residence_s += RESIDENCE_SHARE * (stay_s - self.residence_s)
+            self._stays_learnt = True
+
+    def drop(self, request_id: str) -> DecodeWork | None:
+        """It counts no more."""
+        work = self.works.pop(request_id, None)
+        if work is None:
+            return None
+        self._prompt_tokens -= work.prompt_tokens
+        self._blocks -= work.blocks
+        self.stays.drop(work)
+        self._land(work)
+        return work
+
+    def _land(self, work: DecodeWork) -> None:
+        if self._flying.pop(work.request_id, None) is not None:
+            self._flying_tokens -= work.prompt_tokens
+            self._flying_blocks -= work.blocks
+
+    def expired(self, now: float) -> list[str]:
+        """Placements whose time is over."""
+        return [work.request_id for work in self.works.values() if work.expires_at <= now]
+
+    def report(self, load: Load, now: float, computing: Collection[str] = ()) -> None:
+        """The instance's own figures; they include whatever has stopped flying. `computing`: requests whose prompts the
+        same instance has still to compute; they fly until then."""
+        self._load = load
+        for work in [w for w in self._flying.values() if w.placed_at <= now - IN_FLIGHT_S]:
+            if work.request_id not in computing:
+                self._land(work)
+
+    def clear(self) -> None:
+        """Everything is lost with the instance."""
+        for request_id in list(self.works):
+            self.drop(request_id)
+        self._load = Load()
+
+    def _mean_prompt(self) -> float:
+        if self.works:
+            return self._prompt_tokens / len(self.works)
+        return self._load.context_tokens / max(1, self._load.running_requests)

@@ -1,0 +1,168 @@
+"""Lines that go by size (services/prefill/planner.py): what a request waits for there, and what it makes others wait.
+Pure.
+
+Who goes before whom is told by rank = placed + priority x PRIORITY_STEP_S + size x weight, smaller first; the size is
+the predicted time of computing what is not cached, the weight the instance's own. So of an instance's backlog
+
+    ahead   is what ranks before the request: it waits for that
+    behind  is what ranks after it: that waits for the request
+
+and the cost of placing it there is, besides what it is in any line (kinds.py),
+
+    TTFT + others x prefill x (how many are behind) + later x (seconds that are behind)
+
+The second term is what all who are there lose by it: placing each arrival where the sum of all waiting grows least is
+the greedy rule of Anand, Garg and Kumar (SODA 2012) for machines that serve the shortest first. The third one is ours:
+what is behind now is before others when its weight has worn off, and shorter ones come after this one, too.
+
+While it waits, shorter ones come and go before it. With rho(s), the share of an instance that requests no longer than s
+take, waiting for `ahead` takes ahead / (1 - rho(s)) (Schrage and Miller 1966, shortest remaining time first), but no
+more than rho(s) x weight x s longer: who comes later than that does not pass it. Without this, admission takes long
+requests that will miss their SLO, as by then others have passed them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.conductor.loads.queues import PRIORITY_STEP_S, PrefillQueue
+from services.conductor.settings import SizeSettings
+
+FADE_S = 30.0  # of the rate at which work comes
+SMALLEST_S, BUCKETS, OF_AN_OCTAVE = 2.0**-12, 40, 2
+MARKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Of the work at one instance, for one request; seconds."""
+
+    wait_s: float  # until it begins, if nobody else came
+    yielding_s: float  # of that, work for which nobody is refused
+    behind_s: float
+    behind: int  # requests
+
+
+def ahead(queue: PrefillQueue, now: float, priority: int, size_s: float) -> Ahead:
+    """In the line of an instance that goes by size. What was placed by others is taken to be before it."""
+    wait_s = queue.wait_s(now)
+    if wait_s <= 0:
+        return Ahead(0.0, 0.0, 0.0, 0)
+    rank = now + priority * PRIORITY_STEP_S + size_s * queue.size_weight
+    behind, behind_s, yielding_s = 0, 0.0, 0.0
+    for work in queue.works.values():
+        if queue.rank(work) > rank:
+            behind += 1
+            behind_s += work.seconds
+        elif work.yields:
+            yielding_s += work.seconds
+    behind_s = min(wait_s, behind_s / queue.speedup)
+    return Ahead(wait_s - behind_s, min(wait_s - behind_s, yielding_s / queue.speedup), behind_s, behind)
+
+
+def marks(queue: PrefillQueue) -> tuple[float, tuple[float, ...]]:
+    """Seconds of all that was placed there, and MARKS ranks: who ranks no less than the n-th of them has no more than
+    1 - n / MARKS of those seconds behind it. So bounds.py knows many lines without looking into them."""
+    found = sorted((queue.rank(work), work.seconds / queue.speedup) for work in queue.works.values())
+    whole_s = sum(seconds for _, seconds in found)
+    ranks: list[float] = []
+    sum_s = 0.0
+    for rank, seconds in found:
+        sum_s += seconds
+        while len(ranks) < MARKS and sum_s * MARKS >= (len(ranks) + 1) * whole_s:
+            ranks.append(rank)
+    last = found[-1][0] if found else math.inf  # sums in floating point may fall short of the whole
+    return whole_s, (*ranks, *(last for _ in range(MARKS - len(ranks))))
+
+
+class Sizes:
+    """How much work of which sizes comes, in one model's requests; seconds of work in a second. A burst after silence
+    counts as what it is over FADE_S: it may be over."""
+
+    def __init__(self, now: float) -> None:
+        self._sums = [0.0] * BUCKETS
+        self._as_of = now
+
+    def placed(self, size_s: float, now: float) -> None:
+        """A request."""
+        self._fade(now)
+        self._sums[_bucket(size_s)] += size_s
+
+    def _fade(self, now: float) -> None:
+        if now > self._as_of:
+            keep = math.exp((self._as_of - now) / FADE_S)
+            self._sums = [one * keep for one in self._sums]
+            self._as_of = now
+
+    def rate(self, size_s: float, now: float) -> float:
+        """Of requests that are no longer."""
+        self._fade(now)
+        at = _bucket(size_s)
+        return (sum(self._sums[:at]) + self._sums[at] / 2) / FADE_S
+
+    def whole(self, now: float) -> float:
+        """Of all."""
+        self._fade(now)
+        return sum(self._sums) / FADE_S
+
+
+def _bucket(size_s: float) -> int:
+    """Sizes that differ by less than a part of an octave are alike."""
+    octaves = math.log2(max(SMALLEST_S, size_s) / SMALLEST_S)
+    return min(BUCKETS - 1, int(octaves * OF_AN_OCTAVE))
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Terms of one decision about lines by size. `rate`: see `Sizes.rate`, of one instance."""
+
+    settings: SizeSettings
+    rate: Callable[[float], float]
+
+    def wait_s(self, ahead_s: float, size_s: float, queue: PrefillQueue) -> float:
+        """Until it begins, with those who come and pass it meanwhile."""
+        if not self.settings.overtaking or ahead_s <= 0:
+            return ahead_s
+        busy = self.rate(size_s) / queue.speedup
+        most_s = busy * queue.size_weight * size_s
+        passing_s = min(most_s, ahead_s * busy / (1 - busy)) if busy < 1 else most_s
+        return ahead_s + self.settings.overtaking * passing_s
+
+    def others_s(self, found: Ahead, size_s: float) -> float:
+        """What it costs others."""
+        return self.settings.others * size_s * found.behind + self.settings.later * found.behind_s
+
+
+def _none(size_s: float) -> float:
+    return 0.0
+
+
+ALONE = Line(SizeSettings(), _none)  # nobody comes
+
+
+class Lines:
+    """What comes, by model name."""
+
+    def __init__(self, settings: SizeSettings) -> None:
+        self._settings = settings
+        self._sizes: dict[str, Sizes] = {}
+
+    def placed(self, model: str, size_s: float, now: float) -> None:
+        """A request went to an instance whose line goes by size."""
+        self._sizes.setdefault(model, Sizes(now)).placed(size_s, now)
+
+    def of(self, model: str, instances: int, others: Callable[[], float], now: float) -> Line:
+        """For a request placed now at one of so many `instances`. `others`: seconds of work a second that other
+        conductors place there; of the same sizes, it is assumed."""
+        sizes = self._sizes.get(model)
+        if sizes is None:
+            return Line(self._settings, _none)
+
+        def rate(size_s: float) -> float:
+            own = sizes.whole(now)
+            share = (1 + others() / own) / max(1, instances) if own > 0 else 0.0
+            return share * sizes.rate(size_s, now)
+
+        return Line(self._settings, rate)

@@ -1,0 +1,115 @@
+"""What a conductor has in common with others through Redis: which of them orders replication and roles, and operators'
+words that all of them mind. Without Redis it is alone, and leads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvmesh.leader.leadership import Leadership, first_term, lease_clock
+from kvmesh.leader.redis_lease import Redis, RedisLease
+from kvmesh.rpc.errors import DeadlinePassed, InvalidRequest, KvmeshError, NotLeader, Unavailable, UnknownInstance
+from kvmesh.rpc.masters import Caller, Masters
+from kvmesh.rpc.pb import conductor_pb2 as pb
+from kvmesh.rpc.pb import store_pb2, store_pb2_grpc
+from services.conductor.config import ConductorConfig
+from services.conductor.domain import Cordon, CordonState, Event, Lead
+from services.conductor.peers.cordon_book import CordonBook
+
+PART = "conductor"  # of the mesh's names in Redis
+DRAIN_S = 3.0
+
+
+class Office:
+    """`deliver` hands an event to the brain, on the event loop."""
+
+    def __init__(
+        self, config: ConductorConfig, deliver: Callable[[Event], object], clock: Callable[[], float] = lease_clock
+    ) -> None:
+        """`clock`: see Leadership. Raises ConfigError: a setting of Redis is wrong."""
+        self._config = config
+        self._deliver = deliver
+        self._address = ""
+        self.opened = False  # what operators have said has been read, if Redis answered
+        self._redis: Redis | None = None
+        self._book: CordonBook | None = None
+        self._store = Caller(Masters(config.store))
+        lease_s = None
+        if config.redis:
+            lease_s = config.leader_lease_ms / 1000
+            self._redis = Redis(config.redis, config.mesh, lease_s / 3, PART)
+            self._book = CordonBook(self._redis, deliver)
+        first = 1 if lease_s is None else first_term()
+        self._leadership = Leadership(lease_s, self._lead, self._lead, lambda why: self._lead(0), clock, first)
+
+    def begin(self) -> None:
+        """Without Redis: lead."""
+        if self._redis is None:
+            self._leadership.begin()
+            self.opened = True
+
+    async def open(self, address: str) -> None:
+        """Compete for the lease under `address`; read what operators have said."""
+        self._address = address
+        if self._redis is not None and self._book is not None:
+            await self._book.open()
+            self.opened = True
+            self._leadership.start(RedisLease(self._redis, address, self._config.leader_lease_ms))
+
+    async def close(self) -> None:
+        """Another may lead at once."""
+        await self._leadership.close()
+        if self._book is not None:
+            await self._book.close()
+        if self._redis is not None:
+            await self._redis.close()
+        await self._store.close()
+
+    def leads(self) -> bool:
+        """Now. Ask in the very turn in which something is ordered: a lease that has run out ends before it returns."""
+        return self._leadership.leads()
+
+    @property
+    def told(self) -> pb.Leadership:
+        """For GetStatus."""
+        if self._redis is None:
+            return pb.Leadership(role="alone", term=self._leadership.term, leader=self._address)
+        if self.leads():
+            return pb.Leadership(role="leader", term=self._leadership.term, leader=self._address)
+        return pb.Leadership(role="standby", term=self._leadership.term, leader=self._leadership.leader)
+
+    async def cordon(self, event: Cordon, was: CordonState) -> None:
+        """Keep a word that the brain would take, have the brain hear it, and the store master if replicas are to move.
+
+        Raises Overloaded; Unavailable: Redis, where there is one, has not answered and nothing has changed, or the
+        store master could not be told and all else has."""
+        if self._book is not None:
+            await self._book.put(event)
+        else:
+            self._deliver(event)
+        if event.state is CordonState.DRAINING:
+            await self._drain(event.instance_id, cancel=False)
+        elif was is CordonState.DRAINING:
+            await self._drain(event.instance_id, cancel=True)
+
+    async def _drain(self, instance_id: str, *, cancel: bool) -> None:
+        request = store_pb2.DrainRequest(instance_id=instance_id, cancel=cancel)
+        try:
+            await self._store.call(
+                lambda channel, s: store_pb2_grpc.StoreMasterStub(channel).Drain(request, timeout=s), DRAIN_S
+            )
+        except (UnknownInstance, InvalidRequest):
+            if not cancel:
+                text = f"{instance_id!r} gets no work; the store master does not know it, so no block is moved: say it"
+                raise Unavailable(f"{text} again when it does", field="instance_id") from None
+        except (Unavailable, DeadlinePassed, NotLeader) as err:
+            done = "gets work again" if cancel else "gets no work"
+            what = "its drain goes on" if cancel else "no block is moved"
+            text = f"{instance_id!r} {done}, but no store master could be told, so {what}: say it again"
+            raise Unavailable(f"{text} ({_short(err)})", field="instance_id") from None
+
+    def _lead(self, term: int) -> None:
+        self._deliver(Lead(term))
+
+
+def _short(err: KvmeshError) -> str:
+    return err.message[:200]

@@ -1,0 +1,71 @@
+"""What other conductors place, as far as no report has told of it yet. Pure.
+
+Conductors that do not hear of each other see the same queues between two heartbeats and choose alike: the shortest one
+gets from every one of them what would fill it once. So each expects the others' work where it would go. How much comes,
+reports tell: of the prompts that instances say they have computed some are not of our placing. Where it goes: like
+water, over the shortest queues up to one level. Queues below that level are then as good as one another, ties are
+broken by chance, and what all conductors place together fills them evenly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from services.conductor.loads.queues import PrefillQueue
+
+FADE_S = 5.0  # of the rate at which others place
+PERIOD_S, PER_QUEUE_S = 0.02, 2e-5  # how often it is spread again at most: that costs time for each queue
+LITTLE_S = 1e-3  # of work in all: not worth it
+
+
+class Others:
+    """The others' part of one model's prompts."""
+
+    def __init__(self, now: float) -> None:
+        self._seconds = 0.0  # of work, fading
+        self._as_of = now
+        self._due = now
+
+    @property
+    def rate(self) -> float:
+        """Predicted seconds of work that they place in one second."""
+        return self._seconds / FADE_S
+
+    def computed(self, seconds: float, now: float) -> None:
+        """An instance has computed a prompt of theirs."""
+        self._fade(now)
+        self._seconds += seconds
+
+    def _fade(self, now: float) -> None:
+        self._seconds *= math.exp(-max(0.0, now - self._as_of) / FADE_S)
+        self._as_of = now
+
+    def due(self, now: float) -> bool:
+        """Whether `spread` would do something."""
+        if now < self._due or not self._seconds:
+            return False
+        self._fade(now)
+        self._seconds = self._seconds if self._seconds > LITTLE_S else 0.0
+        return self._seconds > 0
+
+    def spread(self, queues: Sequence[PrefillQueue], now: float) -> list[int]:
+        """Put what has come since the queues' reports where it would go. The places in `queues` of those that have
+        changed."""
+        self._fade(now)
+        self._due = now + max(PERIOD_S, PER_QUEUE_S * len(queues))
+        told = [queue.told_s(now) for queue in queues]
+        ages = sum(min(queue.silent_s(now), FADE_S) for queue in queues) / max(1, len(queues))
+        level = water(told, self.rate * ages)
+        return [at for at, queue in enumerate(queues) if queue.expect(max(0.0, level - told[at]), now)]
+
+
+def water(heights: Iterable[float], volume: float) -> float:
+    """Up to which level `volume` fills vessels that are so high inside, all of width 1."""
+    sum_s, level = 0.0, 0.0
+    for count, height in enumerate(sorted(heights)):
+        if count and (volume + sum_s) / count <= height:
+            break
+        sum_s += height
+        level = (volume + sum_s) / (count + 1)
+    return level

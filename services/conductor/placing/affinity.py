@@ -1,0 +1,82 @@
+"""What nearness is worth: requests of one session where the last one went, requests of one origin together. Terms of
+the score, never a router of its own. Pure.
+
+    session   The instances of its last request hold more of it than the index knows: decode has its answer sealed or
+              about to be, prefill the prompt's tail that no announcement has told of yet.
+    origin    Requests that share much of their prompts and run in one batch share reads of the KV (cascade attention),
+              so they gather at one decode instance, among those where they went lately.
+
+Each is a number of seconds that being *elsewhere* costs a request (nearness.py): at most what `AffinitySettings` says,
+less as time goes by. An instance whose load costs more than that is left, so nothing piles up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Hashable
+
+from services.conductor.domain import Schedule
+from services.conductor.placing.nearness import ANSWER_TOKENS, NOTHING, NOWHERE, Near, Worth
+from services.conductor.placing.placement import Choice
+from services.conductor.settings import AffinitySettings
+
+SESSION_FADES_S, ORIGIN_FADES_S = 60.0, 10.0  # to 1/e
+MAX_SESSIONS, MAX_ORIGINS, MAX_PLACES = 65_536, 8_192, 4
+
+
+class Affinity:
+    """Remembers where sessions and origins went lately; the least recently used are forgotten first."""
+
+    def __init__(self, settings: AffinitySettings) -> None:
+        self._settings = settings
+        self._sessions: OrderedDict[Hashable, tuple[str, str, float]] = OrderedDict()  # prefill, decode, when
+        # Decode instance → when, the latest last.
+        self._origins: OrderedDict[Hashable, OrderedDict[str, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Sessions and origins that are remembered."""
+        return len(self._sessions) + len(self._origins)
+
+    def near(self, request: Schedule, now: float) -> Near:
+        """What its score is made of besides."""
+        most = self._settings
+        last = self._sessions.get(_session(request)) if most.session_s > 0 and request.session else None
+        places = self._origins.get(_origin(request)) if most.origin_s > 0 and request.origin else None
+        if last is None and places is None:
+            return NOWHERE
+        prefill = decode = together = NOTHING
+        if last is not None:
+            worth_s = most.session_s * math.exp(-max(0.0, now - last[2]) / SESSION_FADES_S)
+            prefill, decode = Worth({last[0]: worth_s}), Worth({last[1]: worth_s / ANSWER_TOKENS})
+        if places is not None:
+            each_s = most.origin_s / ANSWER_TOKENS
+            faded = {i: math.exp(-max(0.0, now - at) / ORIGIN_FADES_S) for i, at in places.items()}
+            together = Worth({i: each_s * share for i, share in faded.items()})
+        return Near(prefill, decode, together)
+
+    def placed(self, request: Schedule, choice: Choice, now: float) -> None:
+        """It went there."""
+        prefill, decode = choice.prefill.instance.ref.instance_id, choice.decode.instance.ref.instance_id
+        if request.session and self._settings.session_s > 0:
+            self._sessions[_session(request)] = prefill, decode, now
+            self._sessions.move_to_end(_session(request))
+            if len(self._sessions) > MAX_SESSIONS:
+                self._sessions.popitem(last=False)
+        if request.origin and self._settings.origin_s > 0:
+            places = self._origins.setdefault(_origin(request), OrderedDict())
+            places[decode] = now
+            places.move_to_end(decode)
+            self._origins.move_to_end(_origin(request))
+            if len(places) > MAX_PLACES:
+                places.popitem(last=False)
+            if len(self._origins) > MAX_ORIGINS:
+                self._origins.popitem(last=False)
+
+
+def _session(request: Schedule) -> Hashable:
+    return request.model, request.tenant, request.session
+
+
+def _origin(request: Schedule) -> Hashable:
+    return request.model, request.tenant, request.origin

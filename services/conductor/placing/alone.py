@@ -1,0 +1,68 @@
+"""A request wholly on one instance, which computes its prompt in steps that it shares with its rows: coupled instances
+take any, decode instances those of which little is to be computed. Pure: instances are only read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.conductor.domain import Refuse, Schedule
+from services.conductor.fleet.instance import Instance
+from services.conductor.placing import decodes as decoding
+from services.conductor.placing import prefills as prefilling
+from services.conductor.placing.placement import Choice, Terms, pick_decode, pick_prefill
+from services.conductor.prefixes.index import Place, Survey
+from services.conductor.prefixes.routes import Mesh
+from services.conductor.screening.columns import Chosen
+from services.conductor.screening.fields import Field
+
+_ALL_BLOCKS = 1 << 40  # of any prompt: nothing is sent
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """One instance weighed for the whole request. `choice`: its best way, or where `refused` says that none passes, the
+    nearest one."""
+
+    choice: Choice
+    refused: Refuse | None
+
+
+def able(decodes: Sequence[Instance]) -> Sequence[Instance]:
+    """Those who may compute prompts for their own batch."""
+    if isinstance(decodes, Chosen):
+        return Chosen(decodes.view, decodes.mask & (decodes.view.columns[Field.ALONE] > 0))
+    return [i for i in decodes if i.alone_tokens]
+
+
+def uncached_tokens(request: Schedule, instance: Instance, place: Place, survey: Survey) -> int:
+    """What of the prompt it would have to compute, after what is sealed in its own memory."""
+    usable = (request.prompt_tokens - 1) // instance.model.block_tokens
+    held = min(survey.depth(Place(place.sealed)), usable)
+    return request.prompt_tokens - held * instance.model.block_tokens
+
+
+def too_much(request: Schedule, instance: Instance, place: Place, survey: Survey) -> str:
+    """Why the instance may not take it alone; "" when it may."""
+    if instance.alone_tokens == float("inf"):
+        return ""
+    uncached = uncached_tokens(request, instance, place, survey)
+    if uncached <= instance.alone_tokens:
+        return ""
+    return f"computes at most {instance.alone_tokens:,} uncached tokens itself, of {uncached:,}"
+
+
+def weigh(request: Schedule, instance: Instance, place: Place, mesh: Mesh, terms: Terms) -> Alone:
+    """`place`: the instance's blocks in the survey."""
+    decode = decoding.choice(request, instance, place, mesh.survey, terms.now, alone=True)
+    candidate = prefilling.candidate(
+        request, instance, place, mesh, _ALL_BLOCKS, terms.threshold, terms.now, terms.fetch, line=terms.line
+    )
+    fits = pick_decode(request, [decode], terms)
+    found = pick_prefill([candidate], decode.landing_wait_s, terms)
+    refused = fits if isinstance(fits, Refuse) else found if isinstance(found, Refuse) else None
+    if isinstance(found, Refuse):
+        found = min(candidate.options, key=lambda o: o.admission_ttft_s)
+    until = candidate.load_until(found, terms.ttft_slo_s - decode.landing_wait_s)
+    return Alone(Choice(found, decode, load_until=until), refused)

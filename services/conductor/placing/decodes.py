@@ -1,0 +1,87 @@
+"""What a request would cost at each decode instance. Pure: instances are only read here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from services.conductor.costs.interference import mixed_tbt_s
+from services.conductor.domain import Schedule
+from services.conductor.fleet.instance import Instance
+from services.conductor.loads.outgoing import shared_bytes
+from services.conductor.prefixes.index import Place, Survey
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeChoice:
+    """One decode instance and the terms of its TBT, in seconds."""
+
+    instance: Instance
+    at_decode: int  # leading prompt blocks sealed in its own node store
+    tbt_s: float
+    admission_tbt_s: float
+    landing_wait_s: float  # until there is room for the KV
+    slot_wait_s: float  # until the batch has a free place
+    tail_s: float  # what of the transfer nothing can hide: less of it when blocks are here already
+    short: bool  # of pages for prompt and answer together
+    tightest_slo_s: float = math.inf  # for the TBT of those that are there or coming
+    arriving: int = 0  # bytes that others send there
+    page_wait_s: float = 0.0  # of KV that has landed, for pages of the device: between first and second token
+
+    @property
+    def score_s(self) -> float:
+        """For ranking: what a token costs, waiting included."""
+        return self.tbt_s + self.landing_wait_s + self.slot_wait_s + self.page_wait_s + self.tail_s
+
+
+def choice(
+    request: Schedule,
+    instance: Instance,
+    place: Place,
+    survey: Survey,
+    now: float,
+    *,
+    alone: bool = False,
+    arriving: int = 0,
+) -> DecodeChoice:
+    """`place`: the instance's blocks in the survey; only sealed ones count. `alone`: it computes the prompt, too, in
+    device pages, and nothing lands. `arriving`: bytes that others send there."""
+    batch, model = instance.batch, instance.model
+    at_decode = 0 if alone else survey.depth(Place(place.sealed))
+    size = batch.requests + 1
+    too_many = max(0, size - instance.max_running) if instance.max_running else 0
+    step_s, admission_step_s = steps(instance, size, batch.context_tokens + request.prompt_tokens, now)
+    blocks = instance.blocks_for(request.prompt_tokens + 1)
+    whole = instance.blocks_for(request.prompt_tokens + max(1, request.max_tokens))
+    sent = max(0, request.prompt_tokens - at_decode * model.block_tokens) * model.kv_bytes_per_token
+    return DecodeChoice(
+        instance,
+        at_decode,
+        tbt_s=step_s,
+        admission_tbt_s=admission_step_s,
+        landing_wait_s=batch.landing_wait_s(blocks, pages=alone),
+        slot_wait_s=batch.drain_s(too_many) if too_many else 0.0,
+        tail_s=0.0 if alone else instance.fits.transfer.tail_s(sent, float("inf"), shared_bytes(sent, arriving)),
+        arriving=arriving,
+        page_wait_s=0.0 if alone else batch.page_wait_s(blocks),
+        short=batch.free_blocks < min(whole, instance.capacity_blocks),
+        tightest_slo_s=batch.stays.tightest_slo_s,
+    )
+
+
+def steps(instance: Instance, requests: float, context_tokens: float, now: float) -> tuple[float, float]:
+    """TBT with so many requests there: predicted, and that by which work may be refused."""
+    others = requests - 1
+    if instance.max_running and requests > instance.max_running:
+        # The others wait for a place and cost the step nothing.
+        context_tokens *= instance.max_running / requests
+        requests = instance.max_running
+    step_s = instance.decode.predict(requests, context_tokens)
+    admission_step_s = instance.decode.admission_s(requests, context_tokens, now)
+    busy_s = instance.queue.wait_s(now)  # prompts that it computes beside its rows
+    if busy_s > 0:
+        chunk, stay_s = instance.chunk_tokens, instance.batch.residence_s
+        step_s = mixed_tbt_s(step_s, instance.prefill.predict(chunk, 0), busy_s, stay_s)
+        chunk_s = instance.prefill.admission_s(chunk, 0, now)
+        admission_step_s = mixed_tbt_s(admission_step_s, chunk_s, busy_s, stay_s)
+    return step_s, instance.margins.tbt.of(admission_step_s, others)

@@ -1,0 +1,205 @@
+"""What a request becomes: a pair (one instance computes the prompt, another answers), or alone on one that does both.
+Every coupled instance and every decode instance that may compute so much is weighed beside the best pair, and the least
+cost wins:
+
+    cost = TTFT + stall + line + answer + handoff + far
+
+    TTFT     predicted: max(queue, fetching) + prompt + what of the transfer shows + waiting for room. Where rows run
+             on the instance that computes, the prompt is slower by their share of the mixed steps (interference.py).
+    stall    row-seconds that those rows stand still meanwhile: rows x prompt (STALL_WEIGHT each)
+    line     what others in the prefill instance's line lose by it (sizes.py)
+    answer   the next COUNTED_TOKENS of the answer at the predicted TBT, and waiting for a place in the batch. Prompts
+             queued at the instance make its TBT longer.
+    handoff  of a pair: its messages
+    far      what it costs not to be where the request's session and origin are (affinity.py)
+
+A kind is out when its TTFT, its TBT or, while the prompt is computed, the TBT of the rows beside it would pass the SLO;
+the request is refused when all are. Pure: instances are only read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from kvmesh.rpc.errors import Overloaded
+from services.conductor.costs.interference import STALL_WEIGHT
+from services.conductor.domain import Refuse, Role, Schedule
+from services.conductor.fleet.instance import Instance
+from services.conductor.placing import alone as lonely
+from services.conductor.placing import placement
+from services.conductor.placing.placement import Choice, Terms, Weighed, pick
+from services.conductor.prefixes.index import Place
+from services.conductor.prefixes.routes import Mesh
+from services.conductor.screening.columns import Chosen
+from services.conductor.screening.screen import COUNTED_TOKENS, Weighing, screen_of
+
+# Two streams, the landing and its lease, the first token's way through decode: at one request at a time about a
+# millisecond of `admit` and `stream` in benchmarks/results/mesh-closed.json.
+HANDOFF_S = 0.001
+
+
+class Kind(Enum):
+    PAIR = "pair"
+    COUPLED = "coupled"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One kind on certain instances. `choice`: None for one that was not weighed; `why_not` it cannot be."""
+
+    kind: Kind
+    prefill: Instance
+    decode: Instance
+    choice: Choice | None = None
+    refused: Refuse | None = None
+    why_not: str = ""
+    cost_s: float = 0.0
+    far_s: float = 0.0  # of that
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of its instances."""
+        return frozenset((self.prefill.ref.instance_id, self.decode.ref.instance_id))
+
+    @property
+    def passes(self) -> bool:
+        """Whether the request may become this."""
+        return self.choice is not None and self.refused is None
+
+
+@dataclass(frozen=True)
+class Found:
+    """The answer, and all that was weighed for it; `pair`: None when no two instances could be one."""
+
+    answer: Choice | Refuse
+    options: Sequence[Option]
+    pair: Weighed | None
+
+
+def kind_of(choice: Choice) -> Kind:
+    """By its instances."""
+    if choice.prefill.instance is not choice.decode.instance:
+        return Kind.PAIR
+    return Kind.COUPLED if choice.decode.instance.role is Role.BOTH else Kind.DECODE
+
+
+def cost_s(choice: Choice, max_tokens: int) -> float:
+    """See above; seconds. `max_tokens`: of the answer, 0 when nobody told."""
+    handoff_s = HANDOFF_S if kind_of(choice) is Kind.PAIR else 0.0
+    lost_s = STALL_WEIGHT * choice.prefill.shared.stall_s + choice.prefill.others_s
+    return choice.ttft_s + lost_s + answer_s(choice, max_tokens) + handoff_s
+
+
+def answer_s(choice: Choice, max_tokens: int) -> float:
+    """Of its first tokens after the very first, and for a place in the batch."""
+    counted = min(max_tokens or COUNTED_TOKENS, COUNTED_TOKENS)
+    return choice.decode.slot_wait_s + counted * choice.decode.tbt_s
+
+
+def choose(
+    request: Schedule,
+    prefills: Sequence[Instance],
+    decodes: Sequence[Instance],
+    places: Mapping[str, Place],
+    mesh: Mesh,
+    terms: Terms,
+) -> Found:
+    """Instances that may get this request and whose KV fits together, by what they may do for it; some kind is possible
+    (see `possible`). `places`: of each of them, by instance id."""
+    pair, options = None, []
+    if pairable(prefills, decodes):
+        pair = placement.choose(request, prefills, decodes, places, mesh, terms)
+        options.append(_of_pair(request, pair, prefills, decodes, terms))
+    some = _alones(request, decodes, places, mesh, terms, options)
+    options = list(some.weighed)
+    passing = [o for o in options if o.passes]
+    if passing:
+        clean = [o for o in passing if not o.names & request.avoid]
+        best = pick(clean or passing, lambda o: o.cost_s, _crowd, terms.rng, some.floor)
+        assert best.choice is not None, "an option that passes has a choice"
+        return Found(best.choice, options, pair)
+    refusals = [o.refused for o in options if o.refused is not None]
+    return Found(min(refusals, key=_retry_ms), options, pair)
+
+
+def pairable(prefills: Sequence[Instance], decodes: Sequence[Instance]) -> bool:
+    """Whether some two of them are two instances."""
+    return bool(prefills and decodes) and not (len(prefills) == len(decodes) == 1 and prefills[0] is decodes[0])
+
+
+def possible(
+    request: Schedule,
+    prefills: Sequence[Instance],
+    decodes: Sequence[Instance],
+    places: Mapping[str, Place],
+    mesh: Mesh,
+) -> bool:
+    """Whether there is any kind to weigh."""
+    if prefills and decodes:  # two of them, or one that does both
+        return True
+    return any(
+        i.alone_tokens and not lonely.too_much(request, i, places[i.ref.instance_id], mesh.survey) for i in decodes
+    )
+
+
+def _alones(
+    request: Schedule,
+    decodes: Sequence[Instance],
+    places: Mapping[str, Place],
+    mesh: Mesh,
+    terms: Terms,
+    pair: Sequence[Option],
+) -> Weighing[Option]:
+    """`pair`, and whoever could have the request alone; where these are many those that are worth weighing, first those
+    that are not to be avoided."""
+
+    def weigh(instance: Instance) -> Option:
+        return _alone(request, instance, places[instance.ref.instance_id], mesh, terms)
+
+    among = lonely.able(decodes)
+    if not isinstance(among, Chosen) or (screen := screen_of(request, among, mesh, terms)) is None:
+        return Weighing([*pair, *map(weigh, among)], float("inf"))
+    wanted = among.without(request.avoid)
+    some = screen.alone(wanted, weigh, _score, [o for o in pair if not o.names & request.avoid])
+    if any(o.passes for o in some.weighed):
+        return some
+    others = screen.alone(among.only(request.avoid), weigh, _score, [o for o in pair if o.names & request.avoid])
+    return Weighing((*some.weighed, *others.weighed), others.floor)
+
+
+def _score(option: Option) -> float:
+    return option.cost_s if option.passes else float("inf")
+
+
+def _alone(request: Schedule, instance: Instance, place: Place, mesh: Mesh, terms: Terms) -> Option:
+    kind = Kind.COUPLED if instance.role is Role.BOTH else Kind.DECODE
+    if why := lonely.too_much(request, instance, place, mesh.survey):
+        return Option(kind, instance, instance, why_not=why)
+    found = lonely.weigh(request, instance, place, mesh, terms)
+    far_s = terms.near.of(instance, instance)
+    cost = cost_s(found.choice, request.max_tokens) + far_s
+    return Option(kind, instance, instance, found.choice, found.refused, cost_s=cost, far_s=far_s)
+
+
+def _of_pair(
+    request: Schedule, pair: Weighed, prefills: Sequence[Instance], decodes: Sequence[Instance], terms: Terms
+) -> Option:
+    if isinstance(pair.answer, Choice):
+        prefill, decode = pair.answer.prefill.instance, pair.answer.decode.instance
+        far_s = terms.near.of(prefill, decode)
+        cost = cost_s(pair.answer, request.max_tokens) + far_s
+        return Option(Kind.PAIR, prefill, decode, pair.answer, cost_s=cost, far_s=far_s)
+    decode = pair.decode.instance if pair.decode is not None else decodes[0]
+    prefill = next((p for p in prefills if p is not decode), prefills[0])
+    return Option(Kind.PAIR, prefill, decode, refused=pair.answer)
+
+
+def _crowd(option: Option) -> int:
+    return len(option.prefill.queue.works) + option.decode.batch.requests
+
+
+def _retry_ms(refused: Refuse) -> float:
+    return refused.error.retry_after_ms if isinstance(refused.error, Overloaded) else float("inf")

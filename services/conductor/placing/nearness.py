@@ -1,0 +1,57 @@
+"""What being far from a request's session and origin costs at each instance: terms of the score (see affinity.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from services.conductor.fleet.instance import Instance
+
+ANSWER_TOKENS = 32  # over which a whole request's seconds are shared at decode: kinds.COUNTED_TOKENS
+
+
+class Worth:
+    """Instances that are near, by id, with what that is worth in seconds, at least 0."""
+
+    __slots__ = ("_at", "most_s")
+
+    def __init__(self, at: Mapping[str, float] | None = None) -> None:
+        self._at = at or {}
+        self.most_s = max(self._at.values(), default=0.0)  # of the nearest
+
+    @property
+    def near(self) -> Collection[str]:
+        """Who is."""
+        return self._at.keys()
+
+    def far_s(self, instance_id: str) -> float:
+        """What it costs not to be the nearest: from 0 there to `most_s` where it is not known."""
+        return self.most_s - self._at.get(instance_id, 0.0) if self._at else 0.0
+
+
+NOTHING = Worth()
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """Of one request, for each half of a placement. Costs are never negative; at decode they are those of one token,
+    as the TBT that they are added to."""
+
+    session_prefill: Worth = NOTHING
+    session_decode: Worth = NOTHING
+    origin: Worth = NOTHING
+
+    def of(self, prefill: Instance, decode: Instance) -> float:
+        """Added to the cost of a whole placement."""
+        return self.prefill_s(prefill.ref.instance_id) + ANSWER_TOKENS * self.decode_s(decode.ref.instance_id)
+
+    def prefill_s(self, instance_id: str) -> float:
+        """Added to the cost of computing the prompt there."""
+        return self.session_prefill.far_s(instance_id)
+
+    def decode_s(self, instance_id: str) -> float:
+        """Added to the score of decoding there."""
+        return self.session_decode.far_s(instance_id) + self.origin.far_s(instance_id)
+
+
+NOWHERE = Near()

@@ -1,0 +1,225 @@
+"""The best pair for one request: the prefill instance with the least predicted TTFT, the decode instance with the least
+predicted TBT, or a refusal that says when to come back. Pure: instances are only read here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kvmesh.rpc.errors import Overloaded
+from services.conductor.domain import Refuse, Schedule
+from services.conductor.fleet.instance import Instance
+from services.conductor.placing import decodes as decoding
+from services.conductor.placing import prefills as prefilling
+from services.conductor.placing.decode_loads import decode_load
+from services.conductor.placing.decodes import DecodeChoice
+from services.conductor.placing.nearness import NOWHERE, Near
+from services.conductor.placing.prefills import PrefillCandidate, PrefillChoice
+from services.conductor.placing.terms import Terms as Terms
+from services.conductor.placing.ties import pick as pick
+from services.conductor.prefixes.index import Place
+from services.conductor.prefixes.routes import Leg, Mesh
+from services.conductor.screening.columns import Chosen
+from services.conductor.screening.screen import Screen, Weighing, screen_of
+
+MIN_RETRY_S, HOPELESS_RETRY_S, MAX_RETRY_S = 0.1, 1.0, 60.0
+_INF = float("inf")
+
+
+@dataclass(frozen=True)
+class Choice:
+    prefill: PrefillChoice
+    decode: DecodeChoice
+    decode_legs: tuple[Leg, ...] = ()  # what decode fetches itself
+    decode_fetched_to: int = 0
+    load_until: int | None = None  # see `Placement` in conductor.proto
+    decode_load_until: int | None = None
+    decode_load_s: float = 0.0  # what decode reads out of its own lower tiers
+
+    @property
+    def ttft_s(self) -> float:
+        """Predicted, until decode can go on from the first token: what placements and admission go by."""
+        return self.prefill.ttft_s + self.decode.landing_wait_s
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """The answer, and everybody who was weighed for it."""
+
+    answer: Choice | Refuse
+    prefills: Sequence[PrefillCandidate]
+    decodes: Sequence[DecodeChoice]
+    decode: DecodeChoice | None  # with which prefills were weighed
+    near: Near = NOWHERE  # what was added to their scores
+
+
+def choose(
+    request: Schedule,
+    prefills: Sequence[Instance],
+    decodes: Sequence[Instance],
+    places: Mapping[str, Place],
+    mesh: Mesh,
+    terms: Terms,
+) -> Weighed:
+    """Both lists hold instances that may get this request and whose KV fits together, some two of them different ones.
+    `places`: of each of them, by instance id. Where they are many, most of them are screened out (screen.py)."""
+    if len(prefills) == 1:  # which is then not its own decode instance: that would be no pair
+        decodes = without(decodes, {prefills[0].ref.instance_id})
+    screen = screen_of(request, decodes, mesh, terms)
+    some = _weigh_decodes(request, without(decodes, request.avoid) or decodes, places, mesh, terms, screen)
+    weighed_decodes = some.weighed
+    decode = pick_decode(request, weighed_decodes, terms, some.floor)
+    if isinstance(decode, Refuse):
+        return Weighed(decode, (), weighed_decodes, None, terms.near)
+    others = without(prefills, {decode.instance.ref.instance_id})
+    few = _weigh_prefills(request, without(others, request.avoid) or others, decode, places, mesh, terms, screen)
+    weighed_prefills = few.weighed
+    prefill = pick_prefill(weighed_prefills, decode.landing_wait_s, terms, few.floor)
+    if isinstance(prefill, Refuse):
+        return Weighed(prefill, weighed_prefills, weighed_decodes, decode, terms.near)
+    place, slo_s = places[decode.instance.ref.instance_id], terms.ttft_slo_s - decode.landing_wait_s
+    legs, end = _decode_pulls(prefill, decode, place, mesh)
+    of = next(c for c in weighed_prefills if c.instance is prefill.instance)
+    until = of.load_until(prefill, slo_s)
+    load = decode_load(request, prefill, decode, place, mesh, max(end, decode.at_decode), slo_s)
+    chosen = Choice(
+        replace(prefill, tail_s=load.tail_s),
+        decode,
+        (*legs, *load.legs),
+        max(end, load.until),
+        until,
+        load.limit,
+        load.load_s,
+    )
+    return Weighed(chosen, weighed_prefills, weighed_decodes, decode, terms.near)
+
+
+def _weigh_decodes(
+    request: Schedule,
+    among: Sequence[Instance],
+    places: Mapping[str, Place],
+    mesh: Mesh,
+    terms: Terms,
+    screen: Screen | None,
+) -> Weighing[DecodeChoice]:
+    def weigh(instance: Instance) -> DecodeChoice:
+        place, arriving = places[instance.ref.instance_id], mesh.arriving(instance.ref.life)
+        return decoding.choice(request, instance, place, mesh.survey, terms.now, arriving=arriving)
+
+    def score(c: DecodeChoice) -> float:
+        return c.score_s + terms.near.decode_s(c.instance.ref.instance_id) if terms.judge.decode(c).passes else _INF
+
+    if screen is None or not isinstance(among, Chosen):
+        return Weighing([weigh(i) for i in among], _INF)
+    return screen.decodes(among, weigh, score, lambda c: c.short)
+
+
+def _weigh_prefills(
+    request: Schedule,
+    among: Sequence[Instance],
+    decode: DecodeChoice,
+    places: Mapping[str, Place],
+    mesh: Mesh,
+    terms: Terms,
+    screen: Screen | None,
+) -> Weighing[PrefillCandidate]:
+    slo_s = terms.ttft_slo_s - decode.landing_wait_s
+
+    def weigh(i: Instance) -> PrefillCandidate:
+        place = places[i.ref.instance_id]
+        return prefilling.candidate(
+            request,
+            i,
+            place,
+            mesh,
+            decode.at_decode,
+            terms.threshold,
+            terms.now,
+            terms.fetch,
+            decode.arriving,
+            terms.line,
+        )
+
+    def score(c: PrefillCandidate) -> float:
+        best = c.best(slo_s, terms.tbt_slo_s)
+        return _INF if best is None else best.cost_s + terms.near.prefill_s(c.instance.ref.instance_id)
+
+    if screen is None or not isinstance(among, Chosen):
+        return Weighing([weigh(i) for i in among], _INF)
+    return screen.prefills(among, decode.at_decode, decode.arriving, decode.landing_wait_s, weigh, score)
+
+
+def _decode_pulls(
+    prefill: PrefillChoice, decode: DecodeChoice, place: Place, mesh: Mesh
+) -> tuple[tuple[Leg, ...], int]:
+    """Blocks that prefill has to fetch, decode fetches from the holder too if it lacks them: a chain of two transfers
+    would bring them later. Only directly behind what decode has, so that prefill pushes one piece, and only out of
+    memory: what lies below at others, prefill fetches first and pushes."""
+    if not prefill.legs or not prefill.local_blocks <= decode.at_decode < prefill.fetched_to:
+        return (), 0
+    own = Place(place.sealed)
+    return mesh.plan(own, decode.instance.node_id, decode.at_decode, prefill.fetched_to, mesh.memory)
+
+
+def pick_prefill(
+    candidates: Sequence[PrefillCandidate], landing_wait_s: float, terms: Terms, floor: float = _INF
+) -> PrefillChoice | Refuse:
+    """The best way of them all. `landing_wait_s`: what else is in the TTFT. `floor`: see `ties.pick`."""
+    slo_s = terms.ttft_slo_s - landing_wait_s
+    passing = [best for c in candidates if (best := c.best(slo_s, terms.tbt_slo_s)) is not None]
+    if passing:
+        near = terms.near.prefill_s
+        score = lambda c: c.cost_s + near(c.instance.ref.instance_id)  # noqa: E731
+        return pick(passing, score, lambda c: len(c.instance.queue.works), terms.rng, floor)
+    if in_time := [best for c in candidates if (best := c.best(slo_s)) is not None]:
+        return _overloaded_rows(min(in_time, key=lambda c: c.shared.rows_tbt_s), terms)
+    best, wanted_s, drain_s = prefilling.soonest(candidates, slo_s)
+    if wanted_s == float("inf"):
+        excess_s = best.admission_ttft_s - slo_s
+        drain_s += landing_wait_s
+        wanted_s = excess_s if excess_s <= drain_s else wanted_s
+    return overloaded("TTFT", best.admission_ttft_s + landing_wait_s, terms.ttft_slo_s, drain_s, wanted_s)
+
+
+def pick_decode(
+    request: Schedule, choices: Sequence[DecodeChoice], terms: Terms, floor: float = _INF
+) -> DecodeChoice | Refuse:
+    """The one with the least score, if it may be, with room for the whole answer. `floor`: see `ties.pick`."""
+    verdicts = [terms.judge.decode(c) for c in choices]
+    passing = [c for c, verdict in zip(choices, verdicts, strict=True) if verdict.passes]
+    if passing:
+        roomy = [c for c in passing if not c.short] or passing
+        near = terms.near.decode_s
+        score = lambda c: c.score_s + near(c.instance.ref.instance_id)  # noqa: E731
+        return pick(roomy, score, lambda c: c.instance.batch.requests, terms.rng, floor)
+    best, verdict = min(zip(choices, verdicts, strict=True), key=lambda both: both[1].tbt_s / both[1].slo_s)
+    batch = best.instance.batch
+    wanted_s = terms.judge.wait_s(best, verdict.slo_s)
+    return overloaded("TBT", verdict.tbt_s, verdict.slo_s, batch.drain_s(batch.requests), wanted_s)
+
+
+def _overloaded_rows(best: PrefillChoice, terms: Terms) -> Refuse:
+    """The prompt would hold up the rows beside it: it can come when they are gone."""
+    batch = best.instance.batch
+    drain_s = batch.drain_s(batch.requests)
+    return overloaded("TBT", best.shared.rows_tbt_s, terms.tbt_slo_s, drain_s, drain_s)
+
+
+def without(instances: Sequence[Instance], names: Collection[str]) -> Sequence[Instance]:
+    """But for these."""
+    if isinstance(instances, Chosen):
+        return instances.without(names)
+    return [i for i in instances if i.ref.instance_id not in names]
+
+
+def overloaded(what: str, predicted_s: float, slo_s: float, drain_s: float, wanted_s: float) -> Refuse:
+    """`wanted_s` of waiting would help if the queue drains for that long; `drain_s` is how long it can."""
+    retry_s = wanted_s if wanted_s < float("inf") else max(HOPELESS_RETRY_S, drain_s)
+    retry_ms = math.ceil(1000 * min(MAX_RETRY_S, max(MIN_RETRY_S, retry_s)))
+    error = Overloaded(
+        f"predicted {what} {predicted_s * 1000:.0f} ms is over the SLO of {slo_s * 1000:.0f} ms at every instance",
+        retry_after_ms=retry_ms,
+    )
+    return Refuse(error, what.lower())

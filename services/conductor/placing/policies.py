@@ -1,0 +1,198 @@
+"""Who gets a request: the mesh's own way (kinds.py) or one of the plain policies it is compared with. Pure.
+
+All of them choose among the same instances, those that may get the request, and leave out those to avoid. A plain
+policy names the instance that computes the prompt and, unless that one keeps the request (ROLE_BOTH), the one that
+decodes; what is then predicted for these two is what the mesh's own way would predict, and by that the request is
+refused where it would be. Each instance uses the prefix that it has itself: nothing is fetched from others.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from services.conductor.domain import Fetch, Role, Schedule
+from services.conductor.fleet.instance import Instance
+from services.conductor.placing import alone as lonely
+from services.conductor.placing import decodes as decoding
+from services.conductor.placing import kinds, placement
+from services.conductor.placing.kinds import Found, Kind, Option
+from services.conductor.placing.placement import Choice
+from services.conductor.placing.ring import Rings
+from services.conductor.placing.terms import Terms
+from services.conductor.prefixes.index import Place
+from services.conductor.prefixes.routes import Mesh
+from services.conductor.settings import Policy
+
+MAX_TURNS = 65_536  # instances whose last turn is remembered
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Half of the mesh as a plain policy sees it. `load`: predicted, in seconds; `crowd`: requests that are there."""
+
+    name: str
+    load: Callable[[Instance], float]
+    crowd: Callable[[Instance], int]
+
+
+class Way(Protocol):
+    """How a plain policy takes one of a pool's instances; there is at least one."""
+
+    def pick(self, request: Schedule, among: Sequence[Instance], pool: Pool, rng: random.Random) -> Instance:
+        """The one that gets the request."""
+
+
+class Random:
+    """Any of them."""
+
+    def pick(self, request: Schedule, among: Sequence[Instance], pool: Pool, rng: random.Random) -> Instance:
+        """See `Way`."""
+        return rng.choice(among)
+
+
+class RoundRobin:
+    """The one whose last turn is longest ago; one that is new had none."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+        self._turns: dict[str, OrderedDict[str, int]] = {}
+
+    def pick(self, request: Schedule, among: Sequence[Instance], pool: Pool, rng: random.Random) -> Instance:
+        """See `Way`."""
+        turns = self._turns.setdefault(pool.name, OrderedDict())
+        chosen = min(among, key=lambda i: turns.get(i.ref.instance_id, 0))
+        self._turn += 1
+        turns[chosen.ref.instance_id] = self._turn
+        turns.move_to_end(chosen.ref.instance_id)
+        if len(turns) > MAX_TURNS:
+            turns.popitem(last=False)
+        return chosen
+
+
+class LeastLoaded:
+    """The least predicted load; of those that are as good the least crowd, then chance."""
+
+    def pick(self, request: Schedule, among: Sequence[Instance], pool: Pool, rng: random.Random) -> Instance:
+        """See `Way`."""
+        return placement.pick(among, pool.load, pool.crowd, rng)
+
+
+class PowerOfTwo:
+    """The better of two that are drawn (Mitzenmacher 2001)."""
+
+    def pick(self, request: Schedule, among: Sequence[Instance], pool: Pool, rng: random.Random) -> Instance:
+        """See `Way`."""
+        return placement.pick(rng.sample(among, min(2, len(among))), pool.load, pool.crowd, rng)
+
+
+class SessionHash:
+    """The same one for a session, as long as it has not more than its share of all requests; see ring.py. Where nobody
+    tells a session: for a first prompt block."""
+
+    def __init__(self) -> None:
+        self._rings = Rings()
+
+    def pick(self, request: Schedule, among: Sequence[Instance], pool: Pool, rng: random.Random) -> Instance:
+        """See `Way`."""
+        key = request.session.encode() or (request.keys[0] if request.keys else request.request_id.encode())
+        inorder = sorted(among, key=lambda i: i.ref.instance_id)
+        names = tuple(i.ref.instance_id for i in inorder)
+        return inorder[self._rings.pick(key, names, [pool.crowd(i) for i in inorder])]
+
+
+PLAIN: Mapping[Policy, Callable[[], Way]] = {
+    Policy.RANDOM: Random,
+    Policy.ROUND_ROBIN: RoundRobin,
+    Policy.LEAST_LOADED: LeastLoaded,
+    Policy.POWER_OF_TWO: PowerOfTwo,
+    Policy.SESSION_HASH: SessionHash,
+}
+
+
+class Chooser:
+    """By one policy; some remember whose turn it is."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self._way = PLAIN[policy]() if policy in PLAIN else None
+
+    def choose(
+        self,
+        request: Schedule,
+        prefills: Sequence[Instance],
+        decodes: Sequence[Instance],
+        places: Mapping[str, Place],
+        mesh: Mesh,
+        terms: Terms,
+    ) -> Found:
+        """See `kinds.choose`."""
+        if self.policy is Policy.KVCACHE:
+            return kinds.choose(request, prefills, decodes, places, mesh, terms)
+        terms = replace(terms, fetch=Fetch.NEVER)
+        if self._way is None:  # Policy.CACHE_AWARE
+            return kinds.choose(request, prefills, decodes, places, mesh, terms)
+        home = self._way.pick(
+            request, _homes(request, prefills, decodes, places, mesh), _prefill_pool(terms), terms.rng
+        )
+        others = [i for i in decodes if i is not home]
+        if home in decodes and (home.role is Role.BOTH or not others):
+            return _alone(request, home, places[home.ref.instance_id], mesh, terms)
+        others = [i for i in others if i.ref.instance_id not in request.avoid] or others
+        decode = self._way.pick(request, others, _decode_pool(request, places, mesh, terms), terms.rng)
+        return _pair(request, home, decode, places, mesh, terms)
+
+
+def _homes(
+    request: Schedule,
+    prefills: Sequence[Instance],
+    decodes: Sequence[Instance],
+    places: Mapping[str, Place],
+    mesh: Mesh,
+) -> list[Instance]:
+    """Who could compute the prompt: for somebody else's batch, or for its own if it does both. Where there is nobody,
+    those who decode and compute so little themselves."""
+    both = {id(d) for d in decodes if d.role is Role.BOTH}
+    homes = [p for p in prefills if id(p) in both or any(d is not p for d in decodes)]
+    if not homes:
+        homes = [
+            d
+            for d in decodes
+            if d.alone_tokens and not lonely.too_much(request, d, places[d.ref.instance_id], mesh.survey)
+        ]
+    return [i for i in homes if i.ref.instance_id not in request.avoid] or homes
+
+
+def _prefill_pool(terms: Terms) -> Pool:
+    return Pool("prefill", lambda i: i.queue.wait_s(terms.now), lambda i: len(i.queue.works))
+
+
+def _decode_pool(request: Schedule, places: Mapping[str, Place], mesh: Mesh, terms: Terms) -> Pool:
+    def tbt_s(i: Instance) -> float:
+        found = decoding.choice(request, i, places[i.ref.instance_id], mesh.survey, terms.now)
+        return found.tbt_s + found.landing_wait_s + found.slot_wait_s
+
+    return Pool("decode", tbt_s, lambda i: i.batch.requests)
+
+
+def _alone(request: Schedule, instance: Instance, place: Place, mesh: Mesh, terms: Terms) -> Found:
+    found = lonely.weigh(request, instance, place, mesh, terms)
+    kind = Kind.COUPLED if instance.role is Role.BOTH else Kind.DECODE
+    cost_s = kinds.cost_s(found.choice, request.max_tokens)
+    option = Option(kind, instance, instance, found.choice, found.refused, cost_s=cost_s)
+    return Found(found.refused or found.choice, (option,), None)
+
+
+def _pair(
+    request: Schedule, prefill: Instance, decode: Instance, places: Mapping[str, Place], mesh: Mesh, terms: Terms
+) -> Found:
+    found = placement.choose(request, [prefill], [decode], places, mesh, terms)
+    if isinstance(found.answer, Choice):
+        cost_s = kinds.cost_s(found.answer, request.max_tokens)
+        option = Option(Kind.PAIR, prefill, decode, found.answer, cost_s=cost_s)
+    else:
+        option = Option(Kind.PAIR, prefill, decode, refused=found.answer)
+    return Found(found.answer, (option,), found)

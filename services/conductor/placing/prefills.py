@@ -1,0 +1,322 @@
+"""Algorithm 1: what a request would cost at each prefill instance, with the prefix that is in its memory or with more
+fetched: from others, or out of lower tiers, up to where that pays. Pure: instances are only read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvmesh.kvcache.tiers import Tier
+from services.conductor.costs.interference import NOBODY, STALL_WEIGHT, Shared, shared
+from services.conductor.domain import Fetch, Schedule
+from services.conductor.fleet.instance import Instance
+from services.conductor.loads.outgoing import shared_bytes
+from services.conductor.loads.sizes import ALONE, Line, ahead
+from services.conductor.prefixes.index import Place
+from services.conductor.prefixes.routes import Leg, Mesh
+
+# A lower tier is forbidden to its own node when it would make the first token later by more than this.
+DEAR_SHARE, DEAR_S = 0.25, 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChoice:
+    """One way for one prefill instance to serve the request, and the terms of its TTFT in seconds."""
+
+    instance: Instance
+    local_blocks: int  # leading prompt blocks that are in its memory or coming
+    cached_tokens: int  # of the prompt, fetched ones included
+    computed_tokens: int
+    queue_s: float
+    pull_s: float  # on the wires
+    load_s: float  # out of lower tiers, its own or the holders'; 0 only when none are used
+    fetch_s: float  # both: until all that is fetched is in its memory
+    prefill_s: float
+    tail_s: float
+    admission_prefill_s: float
+    legs: tuple[Leg, ...] = ()
+    fetched_to: int = 0  # the block that `legs` end before
+    pull_bytes: int = 0
+    ahead_bytes: int = 0  # what the holders have to send before, or what slows it down on the way here as much
+    pushed_bytes: int = 0  # to decode
+    push_ahead: int = 0  # what slows that down, as if it went before
+    shared: Shared = NOBODY  # with rows that run there; what they add is in `prefill_s`
+    yielding_s: float = 0.0  # of `queue_s`: work for which nobody is refused
+    others_s: float = 0.0  # what others in the line lose by it
+
+    @property
+    def start_s(self) -> float:
+        """Until it computes: fetching goes on while others are served."""
+        return max(self.queue_s, self.fetch_s)
+
+    @property
+    def ttft_s(self) -> float:
+        """Predicted, without waiting for room at decode."""
+        return self.start_s + self.prefill_s + self.tail_s
+
+    @property
+    def cost_s(self) -> float:
+        """For ranking: what the rows and the line lose is charged to it."""
+        return self.ttft_s + STALL_WEIGHT * self.shared.stall_s + self.others_s
+
+    @property
+    def admission_start_s(self) -> float:
+        """As `start_s`, but for work that yields."""
+        return max(self.queue_s - self.yielding_s, self.fetch_s)
+
+    @property
+    def admission_ttft_s(self) -> float:
+        """The TTFT by which work may be refused (see cost.FittedModel.admission_s, and margins.py)."""
+        seconds = self.admission_start_s + self.admission_prefill_s + self.tail_s
+        ahead_s = max(0.0, self.queue_s - self.yielding_s)
+        return self.instance.margins.ttft.of(seconds, ahead_s / max(self.admission_prefill_s, 1e-9))
+
+    @property
+    def admission_alone_s(self) -> float:
+        """Likewise, if there were no queue."""
+        return self.fetch_s + self.admission_prefill_s + self.tail_s
+
+    @property
+    def pulled_blocks(self) -> int:
+        """Blocks to fetch from others."""
+        return sum(leg.blocks for leg in self.legs if not leg.own)
+
+    @property
+    def loaded_blocks(self) -> int:
+        """Blocks to read from its own lower tiers."""
+        return sum(leg.blocks for leg in self.legs if leg.own) if self.load_s else 0
+
+    @property
+    def tier(self) -> Tier:
+        """The slowest that any of it comes from."""
+        return max(leg.tier for leg in self.legs) if self.load_s else Tier.DRAM
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCandidate:
+    """One instance and its ways: with what it has, and with what it could fetch if that is worth weighing; `rule` says
+    whether fetching is weighed against computing or done."""
+
+    use: PrefillChoice
+    fetches: tuple[PrefillChoice, ...] = ()
+    rule: Fetch = Fetch.CHEAPER
+    own: PrefillChoice | None = None  # with all that its own lower tiers have, as it does when nobody limits it
+
+    @property
+    def options(self) -> tuple[PrefillChoice, ...]:
+        """At least one. `Fetch.ALWAYS` speaks of what lies in memory; a lower tier must pay in any case."""
+        if self.rule is Fetch.ALWAYS and any(fetch.tier is Tier.DRAM for fetch in self.fetches):
+            return self.fetches
+        return (self.use, *self.fetches)
+
+    def best(self, slo_s: float, tbt_slo_s: float = float("inf")) -> PrefillChoice | None:
+        """The option of the least cost among those that may meet the SLO, and leave it to the rows beside it."""
+        passing = (o for o in self.options if o.admission_ttft_s <= slo_s and o.shared.rows_tbt_s <= tbt_slo_s)
+        return min(passing, key=lambda o: o.cost_s, default=None)
+
+    def load_until(self, chosen: PrefillChoice, slo_s: float) -> int | None:
+        """The block from which on it is not to read its own lower tiers, when one of its options was chosen; None: all
+        that it finds. What is a little slower than computing is let be: the models are no better, and what is read
+        leaves the device to others."""
+        end = chosen.cached_tokens // chosen.instance.model.block_tokens
+        if self.own is None or self.own.fetched_to <= end:
+            return None
+        return end if self.own.ttft_s > min(slo_s, chosen.ttft_s * (1 + DEAR_SHARE) + DEAR_S) else None
+
+    @property
+    def instance(self) -> Instance:
+        """Whose they are."""
+        return self.use.instance
+
+
+def candidate(
+    request: Schedule,
+    instance: Instance,
+    place: Place,
+    mesh: Mesh,
+    at_decode: int,
+    threshold: float,
+    now: float,
+    rule: Fetch = Fetch.CHEAPER,
+    arriving: int = 0,
+    line: Line = ALONE,
+) -> PrefillCandidate:
+    """`place`: the instance's blocks in the survey; `at_decode`: leading blocks that nobody need send to decode;
+    `arriving`: bytes that others send there."""
+    there = _Decode(at_decode, arriving)
+    local = mesh.survey.depth(place)
+    # The last token is always computed: its logits are the answer's first token.
+    usable = (request.prompt_tokens - 1) // instance.model.block_tokens
+    use = _choice(request, instance, local, min(local, usable), there, now, mesh, line)
+    reach = min(mesh.reach(place, local), usable)
+    others = rule is not Fetch.NEVER and worth_weighing(reach, local, threshold)
+    if not others:
+        reach = min(mesh.survey.depth_in_all(place), usable) if place.lower else local
+    fetches = []
+    for legs, end in _plans(instance, place, mesh, local, reach, others=others):
+        if not worth_weighing(end, local, threshold) and not all(leg.own for leg in legs):
+            continue
+        for part, until in _ends(instance, mesh, legs, local, end, now):
+            fetches.append(_choice(request, instance, local, until, there, now, mesh, line, part))
+    own = None
+    if place.lower and (found := _plans(instance, place, mesh, local, usable, others=False)):
+        own = _choice(request, instance, local, found[0][1], there, now, mesh, line, found[0][0])
+    return PrefillCandidate(use, tuple(fetches), rule, own)
+
+
+def worth_weighing(best: int, local: int, threshold: float) -> bool:
+    """Whether a prefix of `best` blocks is so much longer than the local one that fetching is weighed."""
+    return best > local and best > threshold * local
+
+
+def _plans(
+    instance: Instance, place: Place, mesh: Mesh, local: int, reach: int, *, others: bool
+) -> list[tuple[tuple[Leg, ...], int]]:
+    """Ways to have the blocks up to `reach`, each with where it ends: others' memory before the own lower tiers and,
+    where both hold something, the other way round; not `others`: out of its own tiers alone."""
+    if reach <= local:
+        return []
+    orders = [mesh.ways(place, others=others)]
+    if others and place.lower:
+        orders.append(mesh.ways(place, own_first=True))
+    plans = [mesh.plan(place, instance.node_id, local, reach, order) for order in dict.fromkeys(orders)]
+    return [plan for plan in plans if plan[0]]
+
+
+def _ends(
+    instance: Instance, mesh: Mesh, legs: tuple[Leg, ...], local: int, end: int, now: float
+) -> list[tuple[tuple[Leg, ...], int]]:
+    """A plan and, if lower tiers are in it, those parts of it that may be faster than the whole. Reading takes longer
+    block by block, and each block that is read spares more computing than the one before: the best end is the whole,
+    where another leg begins, or what hides behind the queue."""
+    if not mesh.lower or all(leg.tier is Tier.DRAM for leg in legs):
+        return [(legs, end)]
+    ends = {leg.first for leg in legs} | {_hidden(instance, mesh, legs, local, end, now)}
+    return [(legs, end)] + [(cut(legs, until), until) for until in sorted(ends - {local, end})]
+
+
+def _hidden(instance: Instance, mesh: Mesh, legs: tuple[Leg, ...], local: int, end: int, now: float) -> int:
+    """The last block up to which fetching takes no longer than the queue."""
+    queue_s = instance.queue.wait_s(now)
+    low, high = local, end
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _fetching(instance, mesh, cut(legs, middle), now).fetch_s <= queue_s:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def cut(legs: tuple[Leg, ...], end: int) -> tuple[Leg, ...]:
+    """Their parts before block `end`."""
+    return tuple(leg.until(end) for leg in legs if leg.first < end)
+
+
+class _Decode(NamedTuple):
+    """Where the KV goes."""
+
+    at_decode: int  # leading blocks that need not be sent
+    arriving: int  # bytes that others send there
+
+
+class _Fetching(NamedTuple):
+    """Seconds."""
+
+    pull_s: float
+    load_s: float
+    fetch_s: float
+    pull_bytes: int
+    ahead_bytes: int
+
+
+_NOTHING = _Fetching(0.0, 0.0, 0.0, 0, 0)
+
+
+def _fetching(instance: Instance, mesh: Mesh, legs: tuple[Leg, ...], now: float) -> _Fetching:
+    """What `legs` take. A holder reads before it sends; the reader's own tiers read meanwhile."""
+    block_bytes = instance.model.block_tokens * instance.model.kv_bytes_per_token
+    pulled = [leg for leg in legs if not leg.own]
+    pull_bytes = block_bytes * sum(leg.blocks for leg in pulled)
+    ahead = max(mesh.ahead(pulled), shared_bytes(pull_bytes, mesh.arriving(instance.ref.life))) if pulled else 0
+    holders = len({leg.holder.ref.life for leg in pulled})
+    pull_s = mesh.congestion * instance.pull.seconds(pull_bytes + ahead, holders, now) if pulled else 0.0
+    own_s, others_s = mesh.load_s(legs, block_bytes)
+    return _Fetching(pull_s, max(own_s, others_s), max(own_s, others_s + pull_s), pull_bytes, ahead)
+
+
+def _choice(
+    request: Schedule,
+    instance: Instance,
+    local: int,
+    cached_blocks: int,
+    there: _Decode,
+    now: float,
+    mesh: Mesh,
+    line: Line,
+    legs: tuple[Leg, ...] = (),
+) -> PrefillChoice:
+    model = instance.model
+    cached = cached_blocks * model.block_tokens
+    computed = request.prompt_tokens - cached
+    alone_s, admission_s = (
+        instance.prefill.predict(computed, cached),
+        instance.prefill.admission_s(computed, cached, now),
+    )
+    beside = shared(instance, computed, alone_s, admission_s, now)
+    prefill_s = alone_s + beside.slower_s
+    took = _fetching(instance, mesh, legs, now) if legs else _NOTHING
+    # What decode fetches itself (see `placement._decode_pulls`) is not sent either.
+    fetched = bool(legs) and all(leg.tier is Tier.DRAM for leg in legs)
+    spared = cached_blocks if fetched and local <= there.at_decode < cached_blocks else there.at_decode
+    pushed = max(0, request.prompt_tokens - spared * model.block_tokens) * model.kv_bytes_per_token
+    push_ahead = shared_bytes(pushed, mesh.outgoing.ahead(instance.ref.life), there.arriving)
+    queue_s, yielding_s, others_s = _queued(request, instance, prefill_s, computed, now, line)
+    return PrefillChoice(
+        instance,
+        local,
+        cached,
+        computed,
+        queue_s=queue_s,
+        pull_s=took.pull_s,
+        load_s=took.load_s,
+        fetch_s=took.fetch_s,
+        prefill_s=prefill_s,
+        tail_s=instance.transfer.tail_s(pushed, prefill_s, push_ahead),
+        admission_prefill_s=admission_s + beside.slower_s,
+        legs=legs,
+        fetched_to=cached_blocks if legs else 0,
+        pull_bytes=took.pull_bytes,
+        ahead_bytes=took.ahead_bytes,
+        pushed_bytes=pushed,
+        push_ahead=push_ahead,
+        shared=beside,
+        yielding_s=yielding_s,
+        others_s=others_s,
+    )
+
+
+def _queued(
+    request: Schedule, instance: Instance, prefill_s: float, computed: int, now: float, line: Line
+) -> tuple[float, float, float]:
+    """What it waits for, how much of that yields, and what it costs others."""
+    queue = instance.queue
+    if not queue.size_weight:
+        return *queue.ahead_s(now, request.priority, short=computed <= instance.prefill.chunk_tokens), 0.0
+    found = ahead(queue, now, request.priority, prefill_s)
+    return line.wait_s(found.wait_s, prefill_s, queue), found.yielding_s, line.others_s(found, prefill_s)
+
+
+def soonest(candidates: Sequence[PrefillCandidate], slo_s: float) -> tuple[PrefillChoice, float, float]:
+    """Of candidates that all miss the SLO: the nearest option; the waiting that would make some option meet it (inf:
+    none would); and for how long waiting helps the nearest one. Only queues drain, not fetching or computation."""
+    options = [option for c in candidates for option in c.options]
+    best = min(options, key=lambda o: o.admission_ttft_s)
+    waits = [
+        min(o.admission_ttft_s - slo_s, o.admission_start_s - o.fetch_s)
+        for o in options
+        if o.admission_alone_s <= slo_s
+    ]
+    return best, min(waits, default=float("inf")), best.admission_start_s - best.fetch_s

@@ -1,0 +1,199 @@
+"""Which node stores blocks are fetched from, and out of which tier of them; what names them in a placement. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from kvmesh.kvcache.sources import PullRange
+from kvmesh.kvcache.tiers import Tier, store_name
+from services.conductor.domain import Life, Member, Source
+from services.conductor.loads.outgoing import Outgoing
+from services.conductor.prefixes.index import Place, Survey, bits
+
+MAX_RANGES = 8
+MAX_HOLDERS = 64  # of one block, among whom the one to ask is sought
+
+TierLoad = Callable[[Life, Tier, int], float]  # seconds to read so many bytes out of that tier of that node
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """Prompt blocks [first, first + blocks) come from that tier of `holder`; `own`: it is the reader itself."""
+
+    holder: Member
+    first: int
+    blocks: int
+    tier: Tier = Tier.DRAM
+    own: bool = False
+
+    @property
+    def range(self) -> PullRange:
+        """As a placement says it."""
+        ref = self.holder.ref
+        return PullRange(ref.instance_id, ref.address, ref.incarnation, self.first, self.blocks, self.tier)
+
+    def until(self, end: int) -> Leg:
+        """Its part before block `end`."""
+        return Leg(self.holder, self.first, min(self.blocks, end - self.first), self.tier, self.own)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Stores that are as good as one another: the same tier, and all of others or the reader's own."""
+
+    slots: int
+    tier: Tier
+    own: bool
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """What one request can use: its survey, and who of those in it may be asked (by slot of the block map)."""
+
+    survey: Survey
+    holders: Mapping[int, Member]
+    among: int  # the bitset of `holders` in memory
+    outgoing: Outgoing
+    lower: tuple[tuple[Tier, int], ...] = ()  # and of those below, the fastest tier first
+    tier_load: TierLoad = lambda life, tier, nbytes: 0.0
+    arriving: Callable[[Life], int] = lambda life: 0  # bytes on their way to a node
+    congestion: float = 1.0  # how many times as long as the fitted model says pulls take now, at least 1
+
+    @cached_property
+    def anywhere(self) -> int:
+        """The bitset of all `holders`."""
+        found = self.among
+        for _, slots in self.lower:
+            found |= slots
+        return found
+
+    def reach(self, own: Place, start: int) -> int:
+        """How far the prefix goes when the live stores together bring what is missing from `start` on."""
+        return self.survey.reach(self.anywhere | own.sealed, start)
+
+    @cached_property
+    def memory(self) -> tuple[Way, ...]:
+        """Others' memory alone."""
+        return (Way(self.among, Tier.DRAM, own=False),) if self.among else ()
+
+    def ways(self, own: Place, *, others: bool = True, own_first: bool = False) -> tuple[Way, ...]:
+        """Where blocks that are not in the reader's memory can come from, the best first: others' memory, then tier by
+        tier its own before others'. `own_first`: its own fastest lower tier even before others' memory; not `others`:
+        its own alone."""
+        if not self.lower:
+            return self.memory if others else ()
+        found = list(self.memory) if others else []
+        for tier, slots in self.lower:
+            mine = slots & dict(own.lower).get(tier, 0)
+            if mine:
+                found.append(Way(mine, tier, own=True))
+            if others and slots & ~mine:
+                found.append(Way(slots & ~mine, tier, own=False))
+        if own_first and len(found) > 1 and found[0].tier is Tier.DRAM and found[1].own:
+            found[:2] = found[1], found[0]
+        return tuple(found)
+
+    def plan(
+        self, own: Place, node_id: str, start: int, end: int, ways: tuple[Way, ...]
+    ) -> tuple[tuple[Leg, ...], int]:
+        """Legs for blocks [start, end) by longest runs, without those that lie at `own`; and the end that they reach.
+        A run of a worse way ends where a better one begins. Among holders of equal runs the one with the least to send
+        is named, then one on the same node."""
+        legs: list[Leg] = []
+        at = start
+        runs = [run for run in self.survey.runs if run.end > start and run.first < end]
+        index = 0
+        while index < len(runs) and at < end:
+            run = runs[index]
+            if run.sealed & own.sealed or run.coming & own.coming:
+                index, at = index + 1, run.end
+                continue
+            better = 0
+            for way in ways:
+                if run.sealed & way.slots:
+                    break
+                better |= way.slots | own.sealed
+            else:
+                break
+            if len(legs) == MAX_RANGES:
+                break
+            alive = run.sealed & way.slots
+            index += 1
+            while index < len(runs) and not runs[index].sealed & better and (still := alive & runs[index].sealed):
+                alive, index = still, index + 1
+            until = min(end, runs[index - 1].end)
+            legs.append(Leg(self._preferred(alive, node_id, way.tier), at, until - at, way.tier, way.own))
+            at = until
+        return tuple(legs), min(at, end)
+
+    def ahead(self, legs: Iterable[Leg]) -> int:
+        """Bytes that the holders of `legs` have to send before."""
+        return sum(self.outgoing.ahead(life) for life in {leg.holder.ref.life for leg in legs})
+
+    def named(self, slots: int) -> list[Member]:
+        """Whose stores they are; of very many, MAX_HOLDERS that lie evenly among them."""
+        found = bits(slots)
+        if len(found) > MAX_HOLDERS:
+            found = found[:: -(-len(found) // MAX_HOLDERS)]
+        return [self.holders[slot] for slot in found]
+
+    def _preferred(self, alive: int, node_id: str, tier: Tier) -> Member:
+        holders = self.named(alive)
+        if len(holders) == 1:
+            return holders[0]
+        busy = self.outgoing.ahead
+        if tier is Tier.DRAM:
+            return min(holders, key=lambda h: (busy(h.ref.life), h.node_id != node_id, h.ref.instance_id))
+
+        def worth(h: Member) -> tuple[int, bool, str]:
+            return busy(h.ref.life) + busy(tier_life(h.ref.life, tier)), h.node_id != node_id, h.ref.instance_id
+
+        return min(holders, key=worth)
+
+    def load_s(self, legs: Iterable[Leg], block_bytes: int) -> tuple[float, float]:
+        """Seconds that lower tiers need before the blocks of `legs` are in memory: the reader's own, and the slowest of
+        the others'. Each node reads for itself, after what it reads already."""
+        if not self.lower:
+            return 0.0, 0.0
+        asked: dict[tuple[Life, Tier, bool], int] = {}
+        for leg in legs:
+            if leg.tier is not Tier.DRAM:
+                which = leg.holder.ref.life, leg.tier, leg.own
+                asked[which] = asked.get(which, 0) + leg.blocks * block_bytes
+        own_s = others_s = 0.0
+        for (life, tier, own), nbytes in asked.items():
+            seconds = self.tier_load(life, tier, nbytes + self.outgoing.ahead(tier_life(life, tier)))
+            if own:
+                own_s = max(own_s, seconds)
+            else:
+                others_s = max(others_s, seconds)
+        return own_s, others_s
+
+
+def tier_life(life: Life, tier: Tier) -> Life:
+    """Under what name a tier of a node is counted: what it reads shares one device, what it sends one wire."""
+    return store_name(life[0], tier), life[1]
+
+
+def sources(blocks: int, at_decode: int, pulled_to: int) -> bytes:
+    """One `Source` for each of `blocks` prompt blocks: the first `at_decode` lie there, those up to `pulled_to` decode
+    fetches, prefill pushes the rest; empty when it pushes all."""
+    pulled = max(0, pulled_to - at_decode)
+    if not at_decode and not pulled:
+        return b""
+    told = bytes([Source.AT_DECODE]) * at_decode + bytes([Source.DECODE_PULLS]) * pulled
+    return told + bytes([Source.PREFILL_PUSHES]) * (blocks - len(told))
+
+
+def lives_of(legs: Iterable[Leg]) -> dict[Life, int]:
+    """Blocks that each holder sends, and that each of its lower tiers reads (`tier_life`)."""
+    found: dict[Life, int] = {}
+    for leg in legs:
+        burdened = [] if leg.own else [leg.holder.ref.life]
+        if leg.tier is not Tier.DRAM:
+            burdened.append(tier_life(leg.holder.ref.life, leg.tier))
+        for life in burdened:
+            found[life] = found.get(life, 0) + leg.blocks
+    return found

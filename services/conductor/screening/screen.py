@@ -1,0 +1,189 @@
+"""Which instances are worth weighing one by one, where there are many. Pure.
+
+Each has a bound that its score is not below (bounds.py). They are weighed in the order of their bounds until the score
+of one is as good as the least bound of all that are left: these cannot be better than a tie. Of those whose bounds are
+tied the least crowded are weighed, a few of them by chance: so ten thousand idle instances cost no more than ten,
+nothing piles up at one of them, and what is chosen is what would be chosen if all were weighed, up to ties.
+
+Where instance after instance may not get the request (by a forecast that only weighing tells), DEEP of them are asked;
+then only those that may have it whatever the forecast says.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from services.conductor.domain import Lane, Schedule
+from services.conductor.fleet.instance import Instance
+from services.conductor.placing.nearness import Worth
+from services.conductor.placing.terms import Terms
+from services.conductor.placing.ties import as_good
+from services.conductor.prefixes.routes import Mesh
+from services.conductor.screening.bounds import Prompts, Weights
+from services.conductor.screening.columns import Chosen
+from services.conductor.screening.fields import FEW, Field, Floats, Mask
+from services.conductor.screening.holders import held
+from services.conductor.settings import Mode
+
+AT_ONCE = 2  # weighed at first, then twice as many
+DEEP = 32
+NEAREST = 4  # weighed for a refusal's words
+
+COUNTED_TOKENS = 32  # of an answer: see kinds.py
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class Weighing(Generic[C]):
+    """`weighed`: one by one. `floor`: no other's score is below this; inf: there is no other."""
+
+    weighed: Sequence[C]
+    floor: float
+
+
+class Screen:
+    """One request, and the many instances that may get it. Which of them are prefill or decode instances is said with
+    each question."""
+
+    def __init__(self, request: Schedule, among: Chosen, mesh: Mesh, terms: Terms) -> None:
+        self._request, self._mesh, self._terms = request, mesh, terms
+        self._view, self._columns = among.view, among.view.columns
+        self._weights = Weights(request, mesh, terms, held(self._view, mesh.survey), among)
+
+    def decodes(
+        self, among: Chosen, weigh: Callable[[Instance], C], score: Callable[[C], float], short: Callable[[C], bool]
+    ) -> Weighing[C]:
+        """`score`: inf of one that may not get it. Those that lack pages for the whole answer are asked last."""
+        answers, near = self._weights.answers(), self._terms.near
+        far_s = self._far((near.session_decode, near.origin))
+        bound = np.where(among.mask, answers.score + far_s, np.inf)
+        crowd, sure = self._columns[Field.REQUESTS], self._sure(answers.tbt)
+        roomy = self._search(np.where(answers.short, np.inf, bound), crowd, sure, weigh, score)
+        if any(score(c) < np.inf and not short(c) for c in roomy.weighed):
+            return roomy
+        cramped = self._search(np.where(answers.short, bound, np.inf), crowd, sure, weigh, score)
+        return Weighing((*roomy.weighed, *cramped.weighed), min(roomy.floor, cramped.floor))
+
+    def prefills(
+        self,
+        among: Chosen,
+        at_decode: int,
+        arriving: int,
+        landing_s: float,
+        weigh: Callable[[Instance], C],
+        score: Callable[[C], float],
+    ) -> Weighing[C]:
+        """`score`: inf of one that has no way in time. When nobody has one, those that come nearest are weighed."""
+        self._weights.arriving = arriving
+        prompts = self._weights.prompts(among.mask, at_decode, landing_s)
+        bound = np.where(among.mask, prompts.cost + self._far((self._terms.near.session_prefill,)), np.inf)
+        found = self._search(bound, self._columns[Field.WORKS], among.mask, weigh, score)
+        if any(score(c) < np.inf for c in found.weighed):
+            return found
+        return Weighing((*found.weighed, *map(weigh, self._nearest(prompts, among))), np.inf)
+
+    def alone(
+        self, among: Chosen, weigh: Callable[[Instance], C], score: Callable[[C], float], first: Sequence[C]
+    ) -> Weighing[C]:
+        """Both on one instance. `first`: what else has been weighed."""
+        columns, request = self._columns, self._request
+        among = Chosen(self._view, among.mask & self._may_be_alone())
+        answers = self._weights.answers(alone=True)
+        prompts = self._weights.prompts(among.mask, 0, answers.landing, alone=True)
+        near = self._terms.near
+        cost = (
+            prompts.cost
+            + answers.landing
+            + answers.slot
+            + min(request.max_tokens or COUNTED_TOKENS, COUNTED_TOKENS) * answers.tbt
+        )
+        cost += self._far((near.session_prefill, near.session_decode, near.origin))
+        bound = np.where(among.mask, cost, np.inf)
+        crowd = columns[Field.WORKS] + columns[Field.REQUESTS]
+        found = self._search(bound, crowd, self._sure(answers.tbt), weigh, score, first)
+        if any(score(c) < np.inf for c in found.weighed):
+            return found
+        return Weighing((*found.weighed, *map(weigh, self._nearest(prompts, among))), np.inf)
+
+    def _may_be_alone(self) -> Mask:
+        held_blocks = np.minimum(self._weights.held.sealed, self._weights.usable_blocks)
+        uncached = self._request.prompt_tokens - held_blocks * self._weights.block
+        alone: Floats = self._columns[Field.ALONE]
+        return (alone > 0) & (uncached <= alone)
+
+    def _nearest(self, prompts: Prompts, among: Chosen) -> Iterator[Instance]:
+        """Who comes nearest to the SLO, and who will be within it first when queues drain."""
+        rows: dict[int, None] = {}
+        for least in (prompts.draining, prompts.least):
+            left = np.where(among.mask, least, np.inf)
+            for row in np.argsort(left, kind="stable")[:NEAREST].tolist():
+                if left[row] < np.inf:
+                    rows[row] = None
+        return (self._columns.instances[row] for row in rows)
+
+    def _sure(self, tbt: Floats) -> Mask:
+        """Who may have it by what is known without a forecast (see `Judge.decode`)."""
+        judge = self._terms.judge
+        if judge.mode in (Mode.OFF, Mode.BASELINE) or judge.request.lane is Lane.BATCH:
+            return np.ones(len(tbt), dtype=np.bool_)
+        bound = np.minimum(judge.slo.tbt_s, np.maximum(self._columns[Field.TIGHTEST], judge.default_tbt_s))
+        return tbt <= bound
+
+    def _far(self, worths: Collection[Worth]) -> Floats | float:
+        """What it costs not to be near, at each."""
+        if not any(worth.most_s for worth in worths):
+            return 0.0
+        found = np.full(len(self._columns), sum(worth.most_s for worth in worths))
+        for name in {name for worth in worths for name in worth.near}:
+            row = self._columns.row(name)
+            if row >= 0:
+                found[row] = sum(worth.far_s(name) for worth in worths)
+        return found
+
+    def _search(
+        self,
+        bound: Floats,
+        crowd: Floats,
+        sure: Mask,
+        weigh: Callable[[Instance], C],
+        score: Callable[[C], float],
+        first: Sequence[C] = (),
+    ) -> Weighing[C]:
+        weighed = list(first)
+        best = min(map(score, weighed), default=np.inf)
+        failed, size = 0, AT_ONCE
+        while (low := float(bound.min(initial=np.inf))) < np.inf and best > as_good(low):
+            for row in fewest(bound, as_good(low), crowd, size, self._terms.rng):
+                bound[row] = np.inf
+                one = weigh(self._columns.instances[row])
+                weighed.append(one)
+                found = score(one)
+                best = min(best, found)
+                failed += found == np.inf
+            if failed >= DEEP and best == np.inf:
+                bound[~sure] = np.inf
+            size *= 2
+        return Weighing(weighed, low)
+
+
+def screen_of(request: Schedule, among: Sequence[Instance], mesh: Mesh, terms: Terms) -> Screen | None:
+    """None: so few instances are there that all are weighed."""
+    many = isinstance(among, Chosen) and len(among.view.columns) > FEW
+    return Screen(request, among, mesh, terms) if many and isinstance(among, Chosen) and len(among) else None
+
+
+def fewest(bound: Floats, until: float, crowd: Floats, size: int, rng: random.Random) -> list[int]:
+    """Of the rows with a bound of at most `until` those with the least crowd; at most `size` of them, by chance."""
+    tied = np.flatnonzero(bound <= until)
+    least = crowd[tied]
+    found = tied[least == least.min()]
+    if found.size > size:
+        found = found[rng.sample(range(found.size), size)]
+    rows: list[int] = found.tolist()
+    return rows
