@@ -13,7 +13,7 @@ from pathlib import Path
 import orjson
 import psutil
 
-from benchmarks.overload_client import Ask, Clients
+from benchmarks.overload_client import Ask, Clients, Seen
 from kvmesh.cli import target
 from kvmesh.cli.load import Outcome
 from kvmesh.kvcache.keys import Namespace, chain, pack_tokens, split
@@ -140,7 +140,7 @@ def live(model: Path, part: Slice, home: Path) -> Live:
     kept = home / "run.json"
     if kept.exists():
         told = orjson.loads(kept.read_bytes())
-        return Live(tuple(Outcome(**one) for one in told.pop("outcomes")), home / "decisions.jsonl", **told)
+        return Live(tuple(Seen(**one) for one in told.pop("outcomes")), home / "decisions.jsonl", **told)
     home.mkdir(parents=True)
     run = asyncio.run(serve(model, part, home))
     kept.write_bytes(orjson.dumps({"outcomes": run.outcomes, "began_s": run.began_s, "others": run.others}))
