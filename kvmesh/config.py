@@ -100,6 +100,13 @@ def flag_of(key: str, metadata: Mapping[str, Any]) -> str:
     return str(metadata.get("flag") or f"--{key.replace('_', '-')}")
 
 
+def checked(cls: type[Any], key: str, value: Any, origin: str) -> Any:
+    """One value of a configuration class as its field's type, within its limits. `origin`: where it comes from, for
+    the ConfigError that says what is wrong."""
+    (field,) = (field for field in dataclasses.fields(cls) if field.name == key)
+    return _checked(key, value, typing.get_type_hints(cls)[key], field.metadata, origin)
+
+
 def _build(cls: type[T], values: dict[str, Any], origins: dict[str, str]) -> T:
     try:
         return cls(**values)

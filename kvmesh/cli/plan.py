@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvmesh.cli.chosen import chosen, merged
 from kvmesh.cli.serve import config_class
 from kvmesh.cli.settings import INSTANCES, MeshSettings, Served
 from kvmesh.rpc import security
@@ -104,8 +105,10 @@ def _names(service: str, count: int) -> list[str]:
 
 
 def plan(settings: MeshSettings, run_dir: Path, ports: Ports) -> list[Spec]:
-    """The processes of a mesh, every port chosen."""
+    """The processes of a mesh, every port chosen. ConfigError: what --set names does not exist."""
     wanted = processes(settings)
+    told = chosen(settings.set, [(one.name, one.service) for one in wanted])
+    settings = dataclasses.replace(settings, flags=merged(settings.flags, told))
     port = {one.name: ports.take() for one in wanted if one.service != "gateway"}
     port["gateway"] = settings.grpc_port or ports.take(settings.host)
     http_port = settings.http_port or ports.take(settings.host)

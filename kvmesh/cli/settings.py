@@ -171,6 +171,15 @@ class MeshSettings:
     tls_server_name: str = field(
         default="", metadata={"help": "Name in the services' certificate; empty: the addresses called."}
     )
+    set: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "Anything else that a service can be told (kvmesh serve SERVICE --help), for a service, one "
+            "process or * for all: --set conductor.policy=least_loaded --set decode-0.max_running=8.",
+            "metavar": "PROCESS.KEY=VALUE",
+            "repeat": True,
+        },
+    )
     run_dir: str = field(
         default="", metadata={"help": "Folder for logs and traces; empty: a new one under the state folder."}
     )
