@@ -194,8 +194,8 @@ CONDUCTOR_SLO_LOAD = _gauge("conductor_slo_load_ratio", "Greatest predicted TTFT
 CONDUCTOR_SCHEDULE = _histogram("conductor_schedule_seconds", "One placement decision.", _STEP)
 CONDUCTOR_PREDICTED_TTFT = _histogram("conductor_predicted_ttft_seconds", "TTFT of placements.", _WAIT)
 CONDUCTOR_TTFT_ERROR = _histogram("conductor_prefill_error_seconds", "Absolute error of predicted prefill time.", _WAIT)
-# what: see services/conductor/costs/accuracy.py; quantile: p50, p90, p99 of |measured - predicted| / predicted, or bias,
-# the median with its sign.
+# what: see services/conductor/costs/accuracy.py; quantile: p50, p90, p99 of |measured - predicted| / predicted, or
+# bias, the median with its sign.
 CONDUCTOR_PREDICTION_ERROR = _gauge(
     "conductor_prediction_error_ratio", "Error of predictions, relative to them.", "what", "quantile"
 )
