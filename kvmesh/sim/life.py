@@ -41,6 +41,7 @@ class Life:
         "pages",
         "pinned",
         "placed",
+        "planned_to",
         "prefiller",
         "promised_from",
         "pull_bytes",
@@ -66,6 +67,7 @@ class Life:
         # at prefill
         self.waits_until_s = 0.0  # nobody waits longer for pulls
         self.pulls = 0  # under way that it waits for
+        self.planned_to = 0  # the block that its prefix reaches when a pull that is still to begin is over; 0: none is
         self.pinned: list[int] = []  # extents that arrived for it
         self.pulled_keys: set[bytes] = set()
         self.pull_bytes = 0

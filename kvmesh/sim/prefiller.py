@@ -1,8 +1,9 @@
 """A prefill instance in virtual time: the service's planner over a node store, steps as long as the hardware takes.
 
-As in `services.prefill`: a request that arrives begins to pull what its placement names and joins the line; the planner
-forms steps of whoever has his blocks; a block that somebody else computes or pulls is waited for; what is computed is
-sealed chunk by chunk. Steps follow one another without a gap. KV leaves with each step (pushes.py)."""
+As in `services.prefill`: a request joins the line and pulls what its placement names, at once, at the time that this
+asks for, or when its turn comes sooner; the planner forms steps of whoever has his blocks; a block that somebody else
+computes or pulls is waited for; what is computed is sealed chunk by chunk. Steps follow one another without a gap. KV
+leaves with each step (pushes.py)."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from kvmesh.sim.pushes import Pushes
 from services.conductor.domain import Load, PrefillSample
 from services.prefill.done import Done
 from services.prefill.planner import Chunk, Planner, Wait
+from services.prefill.rates import NEWEST, Rates
 
 
 class Owner(Protocol):
@@ -48,6 +50,7 @@ class Prefiller:
         self._waiters: dict[Pull, dict[Life, None]] = {}
         self._step: list[Chunk] = []  # being computed
         self._step_began_s = 0.0
+        self.rates = Rates()
         self._resting = False  # between two steps, where that takes time
         self._done = Done()
         self._samples: list[PrefillSample] = []
@@ -61,33 +64,54 @@ class Prefiller:
         """A placement named this instance: it joins the line, and pulls so long after that."""
         self.lives[life.handle] = life
         now = self._loop.now
-        life.expected_rest = life.tokens - self.store.peek(self._usable(life)) * self._block
         size_ns = round(life.placed.life.prefill_s * 1e9) if life.placed is not None else 0
         self.planner.line.add(life.handle, life.request.priority, int(now * 1e9), size_ns)
-        if pull_after_s > 0:
-            self._loop.after(pull_after_s, lambda: self._begin_pull(life))
+        if pull_after_s > 0 and life.placed is not None and life.placed.pulls:
+            life.planned_to = self._reach(life)
+            self._loop.after(pull_after_s, lambda: self._begin_planned(life))
         else:
             self._begin_pull(life)
+        found = max(self.store.peek(self._usable(life)), life.planned_to)
+        life.expected_rest = life.tokens - found * self._block
         self.pump()
 
     def _usable(self, life: Life) -> tuple[bytes, ...]:
         # The last token is always computed: its logits are the answer's first token.
         return life.request.keys[: (life.tokens - 1) // self._block]
 
+    def _reach(self, life: Life) -> int:
+        """Up to which block its prefix goes when all that it asks for comes."""
+        usable, can_come = self._usable(life), self._sources(life)
+        for at, key in enumerate(usable):
+            if not (can_come(at) or key in self._promised or key in self._pulling or self.store.holds(key)):
+                return at
+        return len(usable)
+
+    def _sources(self, life: Life) -> Callable[[int], bool]:
+        """Whether a block can be fetched: its placement names it, or a lower tier of this node may be read for it."""
+        placed, usable = life.placed, self._usable(life)
+        assert placed is not None
+        covered = set[int]()
+        for r in placed.pulls:
+            covered.update(range(r.first_block, r.first_block + r.blocks))
+        limit = len(usable) if placed.load_until is None else placed.load_until
+        ssd = self.node.ssd
+        return lambda at: at in covered or (ssd is not None and at < limit and ssd.holds(usable[at]))
+
+    def _begin_planned(self, life: Life) -> None:
+        if life.planned_to:
+            self._begin_pull(life)
+            self.pump()
+
     def _begin_pull(self, life: Life) -> None:
         """Fetch what its placement, or a lower tier of this node, covers without a gap, and nobody fetches yet."""
         placed = life.placed
         assert placed is not None
-        if life.handle not in self.planner.line:
-            return
-        usable = self._usable(life)
-        covered = set[int]()
-        for r in placed.pulls:
-            covered.update(range(r.first_block, r.first_block + r.blocks))
+        life.planned_to = 0
         if not placed.pulls and self.node.ssd is None and not self._pulling:
             return
+        usable, can_come = self._usable(life), self._sources(life)
         below = self.node.below(usable)
-        limit = len(usable) if placed.load_until is None else placed.load_until
         needed: list[tuple[int, bytes]] = []
         for at, key in enumerate(usable):
             pull = self._pulling.get(key)
@@ -97,7 +121,7 @@ class Prefiller:
                 continue
             elif pull is not None:
                 self._join(life, pull)
-            elif at in covered or (below is not None and at < limit and self._is_below(key)):
+            elif can_come(at):
                 needed.append((at, key))
             else:
                 break
@@ -110,9 +134,6 @@ class Prefiller:
             self._pulling.update(dict.fromkeys(pull.keys, pull))
             self._join(life, pull)
             self._loop.at(pull.until_s, self.pump)
-
-    def _is_below(self, key: bytes) -> bool:
-        return self.node.ssd is not None and self.node.ssd.holds(key)
 
     def _join(self, life: Life, pull: Pull) -> None:
         waiters = self._waiters.setdefault(pull, {})
@@ -132,6 +153,7 @@ class Prefiller:
             self.store.seal(key)
         arrived = [key for key in pull.keys if key in pull.arrived]
         self._pulled_bytes += pull.wire_bytes
+        self.rates.pulled(len(arrived), round((self._loop.now - pull.began_s) * 1e9))
         for at, life in enumerate(waiters):
             life.pulls -= 1
             if life.handle in self.planner.line:
@@ -160,18 +182,30 @@ class Prefiller:
             if pull is not None and self._loop.now < pull.until_s:
                 self._join(life, pull)
                 return Wait.PULL
+        if self._pays(life, found):
+            found = life.planned_to
         life.expected_rest = life.tokens - found * self._block
         return life.expected_rest
 
+    def _pays(self, life: Life, found: int) -> bool:
+        """See `services.prefill.lives.Lives`: whether its planned pull is to be waited for now."""
+        alone = len(self.planner.line) == 1 and not self.planner.unsubmitted_tokens
+        return found < life.planned_to and (not alone or self.rates.pull_pays)
+
     def _admit(self, handle: int) -> int | Wait:
-        """See `services.prefill.lives.Lives.admit`."""
+        """See `services.prefill.lives.Lives.admit`. A pull that was planned for later begins now, or never."""
         life = self.lives[handle]
+        if life.planned_to and self._pays(life, self.store.peek(self._usable(life))):
+            self._begin_pull(life)
+            if life.pulls:
+                return Wait.PULL
         usable = self._usable(life)
         need = -(-life.tokens // self._block)
         if need > self.free_pages:
             return Wait.PAGES
         self.free_pages -= need
         life.pages = need
+        life.planned_to = 0
         extents = self.store.hold(usable)
         life.cached_blocks = life.promised_from = len(extents)
         self.store.release(extents)  # loaded into pages
@@ -233,6 +267,10 @@ class Prefiller:
     def _step_done(self) -> None:
         chunks, self._step = self._step, []
         now = self._loop.now
+        tokens = sum(chunk.end - chunk.start for chunk in chunks)
+        each_ns = (now - self._step_began_s) * 1e9 / tokens * self._block
+        known_ns = self.rates.computed_ns
+        self.rates.computed_ns += (each_ns - known_ns) * (NEWEST if known_ns else 1.0)
         before, self._done = self._done, self._done.plus(chunks)
         for chunk in chunks:
             life = self.lives[chunk.handle]

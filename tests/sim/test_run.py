@@ -11,9 +11,12 @@ from hypothesis import strategies as st
 
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.sim.config import Mode, Routing, SimConfig
+from kvmesh.sim.life import Life
+from kvmesh.sim.prefiller import Prefiller
 from kvmesh.sim.records import DONE, FAILED, REFUSED, Record, Sample
 from kvmesh.sim.run import run
 from kvmesh.sim.workload import SimRequest
+from services.prefill.rates import Rates
 from tests.sim.fleets import BLOCK, KV_BYTES, Linear, coupled, mesh, node, request, served
 
 TIMES = Linear()
@@ -82,6 +85,27 @@ def test_a_prefix_is_pulled_from_whoever_holds_it_and_waited_for() -> None:
     away = [record for record in records[1:] if record.prefill != records[0].prefill]
     assert away[0].pulled_tokens == 1600
     assert away[0].prefill_start_s - 20.0 >= 1600 * KV_BYTES / 1e9  # it waited for the bytes
+
+
+@pytest.mark.parametrize(("pull_ns", "pulled"), [(1.0, 1600), (1e9, 0)])
+def test_a_pull_planned_for_later_begins_when_the_turn_comes_first(
+    monkeypatch: pytest.MonkeyPatch, pull_ns: float, pulled: int
+) -> None:
+    """As in the prefill service. Who is alone there waits for it only if blocks come faster than they are computed."""
+    expect = Prefiller.expect
+
+    def later(self: Prefiller, life: Life, pull_after_s: float) -> None:
+        assert life.placed is not None
+        self.rates = Rates(pull_ns, computed_ns=1e6)
+        expect(self, life, 100.0 if life.placed.pulls else pull_after_s)
+
+    monkeypatch.setattr(Prefiller, "expect", later)
+    known = request(0, 0.0, 1600, 1)
+    others = [replace(request(n, 20.0, 2400, 1), keys=known.keys) for n in (1, 2)]
+    records = served(mesh(2, spec=node(nic_bytes_per_s=1e9)), [known, *others])
+    (away,) = [record for record in records[1:] if record.prefill != records[0].prefill]
+    assert away.cached_tokens == away.pulled_tokens == pulled
+    assert away.ttft_s < 1.0
 
 
 def test_what_leaves_memory_is_read_from_the_ssd() -> None:
