@@ -75,7 +75,7 @@ def show_fit(fit: Fit, percentiles: list[Percentiles], run: Live) -> None:
         f"a request {host.door_s * 1e3:.1f} ms of a core at the door, {host.handoff_s * 1e3:.1f} ms from prefill into "
         f"the batch, a decode step {host.turn_s * 1e3:.1f} ms for a turn"
     )
-    print("the simulation of A after the fit, which knows means alone, not these percentiles:")
+    print("the simulation of A after the fit, which was held against means and these percentiles:")
     show_rows(compared([of_outcomes(run.outcomes)], percentiles), spread=False)
 
 
@@ -123,7 +123,7 @@ def go(args: argparse.Namespace, home: Path) -> dict[str, Any]:
     run = live(args.model, first, home / "A")
     sim_config, mesh_fit, fit = fitted(
         observed_of(run), run.outcomes, first.requests(), float(args.cores),
-        lambda done, of: tell(f"fitting, round {done}/{of}"),
+        lambda done, of: tell(f"fitting, {done}/{of}"),
     )  # fmt: skip
     tell("simulating A")
     of_a = predicted(sim_config, first.requests())

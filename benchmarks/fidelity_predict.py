@@ -9,7 +9,16 @@ from statistics import fmean, median
 
 from kvmesh.cli.load import Outcome
 from kvmesh.cli.report import intervals, percentile, tbt_s
-from kvmesh.sim.calibrate import Fit, Targets, calibrate, of_intervals, of_ttfts, residuals_of, targets_of
+from kvmesh.sim.calibrate import (
+    Fit,
+    Targets,
+    calibrate,
+    of_intervals,
+    of_ttfts,
+    percentiles_of,
+    residuals_of,
+    targets_of,
+)
 from kvmesh.sim.config import SimConfig
 from kvmesh.sim.host import HostModel
 from kvmesh.sim.mesh_fit import MeshFit, config_of, costs_of
@@ -44,7 +53,7 @@ def _percentiles(ttfts: Sequence[float], tbts: Sequence[float]) -> Percentiles:
 
 
 def seen_by_client(targets: Targets, outcomes: Iterable[Outcome]) -> Targets:
-    """What the fit is held against: the client's means in place of decode's. Its clock starts when it begins to send,
+    """What the fit is held against: the client's figures in place of decode's. Its clock starts when it begins to send,
     and its tokens come through the gateway."""
     done = [one for one in outcomes if one.ok]
     tbts = [found for one in done if (found := tbt_s(one)) is not None]
@@ -58,6 +67,8 @@ def seen_by_client(targets: Targets, outcomes: Iterable[Outcome]) -> Targets:
         tbt_s=fmean(tbts),
         interval_s=interval_s,
         first_s=first_s,
+        ttft_at_s=percentiles_of([one.ttft_s for one in done]),
+        tbt_at_s=percentiles_of(tbts),
     )
 
 

@@ -23,8 +23,9 @@ HELP = """Fit a live mesh from its conductor's decision log (kvmesh serve conduc
 
 Least squares give the times of prefill and decode steps as instances report them. When all instances are on one \
 machine (--cores) their steps stretch each other: then the log's own requests are simulated again and again, and what \
-a step takes alone, what a request costs outside of steps and how steps scatter is moved until the means agree. The \
-log must hold a few dozen requests, prefill and decode apart, under a load like the one to be predicted. Examples:
+a step takes alone, what a request costs outside of steps and how steps scatter is moved until means and percentiles \
+agree. The log must hold a few dozen requests, prefill and decode apart, under a load like the one to be predicted. \
+Examples:
 
     kvmesh sim fit decisions.jsonl --out fit.json --cores 2
 
@@ -45,7 +46,10 @@ def fit(
     chunk_tokens: Annotated[
         int, typer.Option(help="Of a prefill step of these instances.", metavar="TOKENS", min=1)
     ] = 512,
-    rounds: Annotated[int, typer.Option(help="Simulations of the log, with --cores.", metavar="N", min=1)] = 15,
+    rounds: Annotated[int, typer.Option(help="Simulations of the log, with --cores.", metavar="N", min=1)] = 12,
+    passes: Annotated[
+        int, typer.Option(help="Searches around what these found, of 24 simulations each.", metavar="N", min=0)
+    ] = 2,
 ) -> None:
     """A decision log → fitted times."""
     from kvmesh.sim.mesh_fit import MeshFit, costs_of
@@ -58,9 +62,8 @@ def fit(
     if not cores:
         mesh = MeshFit(costs, told=told)
     else:
-        found = _calibrated(observed, MeshFit(costs), cores, chunk_tokens, rounds)
-        best = min(found.rounds, key=lambda one: one.off(found.targets))
-        mesh = MeshFit(costs, found.host, told | {"measured": asdict(found.targets), "simulated": asdict(best)})
+        found = _calibrated(observed, MeshFit(costs), cores, chunk_tokens, rounds, passes)
+        mesh = MeshFit(costs, found.host, told | {"measured": asdict(found.targets), "simulated": asdict(found.found)})
     try:
         out.write_text(json.dumps(mesh.to_json(), indent=1) + "\n", encoding="utf-8")
     except OSError as err:
@@ -83,7 +86,7 @@ def _observed(log: Path, since: float) -> Observed:
     return found
 
 
-def _calibrated(observed: Observed, mesh: MeshFit, cores: float, chunk_tokens: int, rounds: int) -> Fit:
+def _calibrated(observed: Observed, mesh: MeshFit, cores: float, chunk_tokens: int, rounds: int, passes: int) -> Fit:
     from kvmesh.sim.calibrate import calibrate, residuals_of, targets_of
     from kvmesh.sim.host import HostModel
     from kvmesh.sim.mesh_fit import MeshFit, config_of
@@ -92,9 +95,15 @@ def _calibrated(observed: Observed, mesh: MeshFit, cores: float, chunk_tokens: i
     targets = targets_of(observed, residuals)
     chunks = {"chunk_tokens": chunk_tokens, "batch_tokens": chunk_tokens, "long_tokens": chunk_tokens}
     config = config_of(observed, MeshFit(mesh.costs, HostModel(cores=cores)), **chunks)
-    with progress("fitting", rounds, "rounds") as tell:
+    with progress("fitting", rounds + passes, "rounds") as tell:
         return calibrate(
-            config, observed.requests(), targets, residuals, rounds=rounds, progress=lambda done, of: tell(done, "")
+            config,
+            observed.requests(),
+            targets,
+            residuals,
+            rounds=rounds,
+            passes=passes,
+            progress=lambda done, of: tell(done, ""),
         )
 
 

@@ -156,8 +156,8 @@ class Cluster:
         life.record.kv_end_s = self._loop.now
         life.prefiller.leave(life)
         decoder = life.decoder
-        if self.machine is not None and self.machine.model.handoff_s:
-            self._loop.after(self.machine.model.handoff_s, lambda: decoder.filled(life))
+        if self.machine is not None:
+            self.machine.handoff(lambda: decoder.filled(life))
         else:
             decoder.filled(life)
 

@@ -34,7 +34,7 @@ class HostModel:
     rest_s: float = 0.0  # of a core, after each prefill step, before the next one
     between_s: float = 0.0  # of a core, after each decode step: its tokens go out, the next one is made up
     turn_s: float = 0.0  # before a decode step, for each job beyond the cores that is found at work
-    handoff_s: float = 0.0  # a prompt is computed → its row may join the batch
+    handoff_s: float = 0.0  # a prompt is computed → its row may join the batch; exponential, this is the mean
     prefill_residuals: tuple[float, ...] = (1.0,)  # quantiles, from the least to the greatest, evenly spaced in rank
     decode_residuals: tuple[float, ...] = (1.0,)
 
@@ -175,6 +175,14 @@ class Machine:
 
         self.cores.run(work_s, done)
 
+    def handoff(self, joined: Callable[[], None]) -> None:
+        """A prompt was computed. Messages go between five processes, each of which has to be woken: how long that
+        takes scatters as much as it lasts."""
+        if self.model.handoff_s:
+            self._loop.after(self._random.expovariate(1 / self.model.handoff_s), joined)
+        else:
+            joined()
+
     def enter(self, inside: Callable[[], None]) -> None:
         """A request comes to the door, which takes them one by one."""
         if not self.model.door_s:
@@ -201,6 +209,13 @@ def drawn(quantiles: Sequence[float], share: float) -> float:
     if low < 0:
         return quantiles[0]
     return quantiles[low] + (quantiles[low + 1] - quantiles[low]) * (place - low)
+
+
+def scattered(measured: Sequence[float], power: float) -> tuple[float, ...]:
+    """Quantiles of the same shape, more or less wide, with mean 1."""
+    found = [one**power for one in quantiles_of(measured)]
+    mean = sum(found) / len(found)
+    return tuple(one / mean for one in found)
 
 
 def quantiles_of(values: Sequence[float], most: int = 101) -> tuple[float, ...]:

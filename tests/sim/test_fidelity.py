@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.equal_cores import TRACE
 from benchmarks.fidelity_live import BLOCK_TOKENS, slices
-from benchmarks.fidelity_predict import FIGURES, compared, of_outcomes, of_records, seen_by_client
+from benchmarks.fidelity_predict import FIGURES, SHARES, compared, of_outcomes, of_records, seen_by_client
 from kvmesh.cli.load import Outcome
 from kvmesh.sim.calibrate import Targets
 from kvmesh.sim.records import DONE, REFUSED, Record
@@ -65,6 +65,9 @@ def test_the_client_takes_the_place_of_decode_in_what_is_fitted_to() -> None:
     assert (told.ttft_s, told.ttft_deviation_s) == pytest.approx((0.2, 0.0))
     assert (told.interval_s, told.first_s) == pytest.approx((0.01, 0.02))
     assert (told.prefill_s, told.step_s, told.decode_spread) == (0.5, 0.004, 0.7)
+    measured = of_outcomes(live)
+    assert told.ttft_at_s == pytest.approx([measured["TTFT", share] for share in SHARES])
+    assert told.tbt_at_s == pytest.approx([measured["TBT", share] for share in SHARES])
 
 
 def test_slices_follow_each_other_at_the_rate_that_is_asked_for() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import fmean, pstdev
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -100,6 +102,20 @@ def test_a_turn_is_waited_for_only_where_cores_are_taken() -> None:
         machine.decode(1e-9, lambda: waits.append(loop.now - began))
     loop.run()
     assert sum(waits) / len(waits) == pytest.approx(0.5, rel=0.15)
+
+
+def test_handoffs_scatter_as_much_as_they_last_and_need_no_core() -> None:
+    loop = Loop()
+    machine = Machine(loop, HostModel(cores=1, handoff_s=0.02), seed=0)
+    machine.cores.run(1000, lambda: None)
+    found: list[float] = []
+    for _ in range(500):
+        machine.handoff(lambda: found.append(loop.now))
+    loop.run(lambda: len(found) == 500)
+    assert fmean(found) == pytest.approx(0.02, rel=0.1) and pstdev(found) == pytest.approx(0.02, rel=0.1)
+    at_once: list[float] = []
+    Machine(Loop(), HostModel(cores=1), seed=0).handoff(lambda: at_once.append(0.0))
+    assert at_once, "a host that is not fitted keeps nobody waiting"
 
 
 @pytest.mark.parametrize(("share", "value"), [(0.0, 1.0), (0.5, 2.0), (0.75, 3.0), (1.0, 4.0)])
