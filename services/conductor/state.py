@@ -279,10 +279,8 @@ class ConductorState:
             who = f"instance {beat.ref.instance_id!r} incarnation {beat.ref.incarnation}"
             return [Refuse(UnknownInstance(f"{who} is not registered here: register again"))]
         instance.last_seen = now
-        if beat.prefill_samples or beat.decode_samples:
-            self._columns.touch(beat.ref.instance_id)
-        else:
-            self._columns.reload(beat.ref.instance_id)
+        learns = bool(beat.prefill_samples or beat.decode_samples)
+        self._columns.reload(beat.ref.instance_id, learnt=learns)
         measured = self._ledger.learn(instance, beat, now)
         for one in measured:
             self._breakers.served(beat.ref.life, one.request_id, now)

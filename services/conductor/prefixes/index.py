@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -232,16 +233,16 @@ def bits(mask: int) -> list[int]:
     return found
 
 
+@lru_cache(maxsize=64)
 def places(mask: int) -> npt.NDArray[np.intp]:
-    """As `bits`, for many: 10,000 of them in some 20 microseconds."""
+    """As `bits`, for many: 10,000 of them in some 20 microseconds. The last answers are kept (what all prompts begin
+    with has the same holders), so nobody may write into them."""
     raw = np.frombuffer(mask.to_bytes((mask.bit_length() + 7) // 8, "little"), dtype=np.uint8)
-    return np.flatnonzero(np.unpackbits(raw, bitorder="little"))
+    found = np.flatnonzero(np.unpackbits(raw, bitorder="little"))
+    found.setflags(write=False)
+    return found
 
 
-def bitset(found: npt.NDArray[np.intp]) -> int:
-    """The other way round."""
-    if not found.size:
-        return 0
-    raw = np.zeros(int(found.max()) + 1, dtype=np.uint8)
-    raw[found] = 1
-    return int.from_bytes(np.packbits(raw, bitorder="little").tobytes(), "little")
+def bitset(found: npt.NDArray[np.bool_]) -> int:
+    """The other way round: of slots one by one."""
+    return int.from_bytes(np.packbits(found, bitorder="little").tobytes(), "little")

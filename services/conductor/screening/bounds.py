@@ -25,6 +25,7 @@ from services.conductor.prefixes.index import Place
 from services.conductor.prefixes.routes import Leg, Mesh
 from services.conductor.screening.columns import Chosen, View
 from services.conductor.screening.fields import Field, Floats, Mask
+from services.conductor.screening.filling import node
 from services.conductor.screening.holders import MAX_RUNS, Held
 
 ROUNDING_S = 1e-9
@@ -245,7 +246,7 @@ class Weights:
             for run in self.mesh.survey.runs:
                 if run.end > leg.first and run.first < leg.first + leg.blocks:
                     alive &= run.sealed
-            found |= {self.view.columns.node(member.node_id) for member in self.mesh.named(alive)}
+            found |= {node(member.node_id) for member in self.mesh.named(alive)}
         return list(found)
 
     def _way(self, cached: Floats | float, pushed: float, fetch_s: Floats | float) -> Way:

@@ -2,7 +2,7 @@
 microseconds. Kept true by `touch`: whoever changes an instance, or what is known of it, says its name; rows are filled
 again before the next decision, once however often it was said. Pure.
 
-Memory: 8 bytes a field and instance, 9 a slot of the block map.
+Memory: 8 bytes a field and instance.
 """
 
 from __future__ import annotations
@@ -10,23 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from zlib import crc32
 
 import numpy as np
-import numpy.typing as npt
 
 from kvmesh.kvcache.tiers import Tier, split_name
-from services.conductor.costs.fit import FittedModel
 from services.conductor.domain import Life
 from services.conductor.fleet.instance import Instance
 from services.conductor.fleet.members import Members
 from services.conductor.fleet.roster import Fleet
 from services.conductor.loads.outgoing import Wires
 from services.conductor.loads.sizes import marks
-from services.conductor.prefixes.index import FEW_BITS, Index, bits, bitset, places
-from services.conductor.screening.fields import FEW, FIELDS, LOADS, MODELS, NO_ROW, Field, Floats, Mask
-
-_ASKED_NEVER, _ASKED, _ASKED_IF_ABLE = 0, 1, 2
+from services.conductor.prefixes.index import Index, bits
+from services.conductor.screening import filling
+from services.conductor.screening.fields import FEW, FIELDS, LOADS, MODELS, NO_GROUP, NO_ROW, Field, Floats, Mask, Rare
+from services.conductor.screening.slots import Slots
 
 
 class Columns:
@@ -36,19 +33,21 @@ class Columns:
         self._fleet, self._index, self._members, self._is_open = fleet, index, members, is_open
         self._data = np.zeros((FIELDS, 16))
         self._known: list[tuple[object, ...]] = []  # the models that are in the row
+        self._registered: list[tuple[object, ...]] = []  # and what its registration says
+        self._has_rare: list[list[bool]] = []
+        self._rare: tuple[set[int], ...] = tuple(set() for _ in range(Rare.COUNT))
         self.instances: list[Instance] = []
         self._rows: dict[str, int] = {}
         self._dirty: dict[str, None] = {}
-        self._reload: dict[str, None] = {}
+        self._reload: dict[str, bool] = {}
         self.wires = Wires()
         self._columns: list[Floats] = []
-        self._row_of_pending: dict[int, int] = {}
+        self._row_of_pending = np.full(64, NO_ROW, dtype=np.int64)
         self._groups: dict[tuple[str, tuple[object, ...]], int] = {}
         self._numbers = 0  # of groups
-        self._row_of_slot = np.full(64, NO_ROW, dtype=np.int64)
-        self._asked = np.zeros(64, dtype=np.uint8)
-        self._lower: dict[Tier, int] = {}  # slots that hold what is not in memory
-        self._slots: dict[str, dict[str, int]] = {}  # by instance or pool node: its stores' slots in those two
+        self.slots = Slots()
+        # Of columns that come with registrations, by column and value (None: any above 0); until one changes.
+        self._masks: dict[tuple[int, int | None], Mask] = {}
 
     def __len__(self) -> int:
         return len(self.instances)
@@ -57,21 +56,17 @@ class Columns:
         """A column, one value an instance."""
         return self._columns[field]
 
-    def node(self, node_id: str) -> float:
-        """What `Field.NODE` holds for that node."""
-        return float(crc32(node_id.encode()))
-
     def touch(self, instance_id: str) -> None:
         """Something of it has changed: it came, left, has another load, another role, is a member now."""
         self._dirty[instance_id] = None
 
-    def reload(self, instance_id: str) -> None:
-        """Only its load has changed, or when it was heard."""
-        self._reload[instance_id] = None
+    def reload(self, instance_id: str, *, learnt: bool = False) -> None:
+        """Only its load has changed, or when it was heard; `learnt`: and its models."""
+        self._reload[instance_id] = learnt or self._reload.get(instance_id, False)
 
     def touch_all(self) -> None:
         """Something of everybody has changed."""
-        self._dirty |= dict.fromkeys((*self._rows, *self._slots))
+        self._dirty |= dict.fromkeys((*self._rows, *self.slots.names))
 
     def row(self, instance_id: str) -> int:
         """Its row; NO_ROW: it has none."""
@@ -85,23 +80,45 @@ class Columns:
             at = self.row(life[0])
             if at >= 0 and self.instances[at].ref.incarnation == life[1]:
                 self._send(at, life)
-        for name in self._reload:
-            row, instance = self._rows.get(name), self._fleet.named(name)
-            if row is not None and instance is not None and instance is self.instances[row]:
-                self._load(row, instance)
-            else:
-                self._dirty[name] = None
-        self._reload.clear()
+        if self._reload:
+            self._load_again()
         if self._dirty:
             names = list(self._dirty)
             for name in names:
-                self._unslot(name)
+                self.slots.drop(name)
             while self._dirty:  # a row that goes moves another one
                 names, self._dirty = list(self._dirty), {}
                 for name in names:
                     self._refresh(name)
         if not self._columns or len(self._columns[0]) != len(self.instances):
             self._columns = list(self._data[:, : len(self.instances)])
+
+    def _load_again(self) -> None:
+        rows, loads = [], []
+        for name, learnt in self._reload.items():
+            row, instance = self._rows.get(name), self._fleet.named(name)
+            if row is None or instance is None or instance is not self.instances[row]:
+                self._dirty[name] = None
+            elif name not in self._dirty:
+                rows.append(row)
+                loads.append(self._load(row, instance))
+                if learnt:
+                    self._learn(row, instance)
+        self._reload.clear()
+        if rows:
+            self._data[:LOADS, rows] = np.array(loads).T
+
+    def rare(self, which: int) -> set[int]:
+        """Rows of those who have that (see `Rare`)."""
+        return self._rare[which]
+
+    def mask(self, field: int, value: int | None = None) -> Mask:
+        """Who has that in a column that comes with registrations; None: anything above 0. Not to be written into."""
+        found = self._masks.get((field, value))
+        if found is None:
+            found = self._masks[field, value] = self[field] > 0 if value is None else self[field] == value
+            found.setflags(write=False)
+        return found
 
     def view(
         self, now: float, lease_s: float, rests: Callable[[Instance, float], str], tripped: Collection[Life]
@@ -121,39 +138,14 @@ class Columns:
 
     # ── who holds what ────────────────────────────────────────────────────────────────────────────
 
-    def rows_of(self, mask: int) -> npt.NDArray[np.int64]:
-        """Rows of the instances that slots of the block map, as a bitset, stand for; NO_ROW for other slots."""
-        return self._row_of_slot[bits(mask)] if mask.bit_count() <= FEW_BITS else self._row_of_slot[places(mask)]
-
     def rows_pending(self, mask: int) -> list[int]:
         """Rows of the instances that slots of `Pending`, as a bitset, stand for."""
-        return [self._row_of_pending[slot] for slot in bits(mask)]
-
-    def asked(self, mask: int, able: Mask, avoid: Collection[str]) -> dict[Tier, int]:
-        """Those slots of a bitset whose stores may be asked for blocks, by what they hold: the life that announced them
-        is a member and, if it is an instance, may get work."""
-        found = self._asked_of_few(mask, able) if mask.bit_count() <= FEW_BITS else self._asked_of_many(mask, able)
-        for name in avoid:
-            for slot in self._slots.get(name, {}).values():
-                found &= ~(1 << slot)
-        parted = {tier: found & slots_there for tier, slots_there in sorted(self._lower.items())}
-        for lower in parted.values():
-            found ^= lower
-        return {Tier.DRAM: found, **parted}
-
-    def _asked_of_few(self, mask: int, able: Mask) -> int:
-        found = 0
-        for slot in bits(mask):
-            kind = self._asked.item(slot)
-            if kind == _ASKED or (kind == _ASKED_IF_ABLE and able[self._row_of_slot.item(slot)]):
-                found |= 1 << slot
+        found: list[int] = self._row_of_pending[bits(mask)].tolist()
         return found
 
-    def _asked_of_many(self, mask: int, able: Mask) -> int:
-        slots = places(mask)
-        kinds, rows = self._asked[slots], self._row_of_slot[slots]
-        padded = np.append(able, False)  # NO_ROW is the last one
-        return bitset(slots[(kinds == _ASKED) | ((kinds == _ASKED_IF_ABLE) & padded[rows])])
+    def asked(self, mask: int, able: Mask, avoid: Collection[str]) -> dict[Tier, int]:
+        """See `Slots.asked`."""
+        return self.slots.asked(mask, able, avoid)
 
     # ── filling ───────────────────────────────────────────────────────────────────────────────────
 
@@ -165,12 +157,17 @@ class Columns:
             if row is None:
                 row = self._add(name, instance)
             self._fill(row, instance)
-        self._enslot(name, instance)
+        member, row = self._members.member(name), self._rows.get(name, NO_ROW)
+        sealed = self.slots.put(name, self._index.slots(name), instance, row, member)
+        if row != NO_ROW:
+            self._data[Field.SEALED, row] = sealed
 
     def _add(self, name: str, instance: Instance) -> int:
         row = self._rows[name] = len(self.instances)
         self.instances.append(instance)
         self._known.append(())
+        self._registered.append(())
+        self._has_rare.append([False] * Rare.COUNT)
         if row == self._data.shape[1]:
             self._data = np.concatenate([self._data, np.zeros_like(self._data)], axis=1)
             self._columns = []
@@ -178,125 +175,71 @@ class Columns:
 
     def _remove(self, name: str, row: int) -> None:
         del self._rows[name]
-        last, known = self.instances.pop(), self._known.pop()
+        last = self.instances.pop()
+        self._known.pop()
+        self._registered.pop()
+        for rows in self._rare:
+            rows.discard(len(self.instances))
+        self._has_rare.pop()
+        self._masks.clear()
         if row < len(self.instances):
             moved = last.ref.instance_id
             self._data[:, row] = self._data[:, len(self.instances)]
-            self.instances[row], self._known[row], self._rows[moved] = last, known, row
-            self._unslot(moved)
+            self.instances[row], self._rows[moved] = last, row
+            self._known[row] = self._registered[row] = ()
+            self.slots.drop(moved)
             self._dirty[moved] = None
 
     def _fill(self, row: int, instance: Instance) -> None:
         if self.instances[row] is not instance:
-            self.instances[row], self._known[row] = instance, ()
-        self._load(row, instance)
+            self.instances[row], self._known[row], self._registered[row] = instance, (), ()
+        self._data[:LOADS, row] = self._load(row, instance)
         self._learn(row, instance)
+        self._register(row, instance)
         self._send(row, instance.ref.life)
 
     def _send(self, row: int, life: Life) -> None:
         self._data[Field.SENDING, row] = self.wires.outgoing.ahead(life)
         self._data[Field.ARRIVING, row] = self.wires.arriving(life)
 
-    def _load(self, row: int, instance: Instance) -> None:
-        queue, batch = instance.queue, instance.batch
-        self._data[Field.LONG_SHARE, row], self._data[Field.LONG_CHUNK, row] = queue.long_share, queue.chunk_s
-        self._data[Field.SIZE_WEIGHT, row] = queue.size_weight
-        if queue.size_weight:
-            self._data[Field.LISTED, row], self._data[Field.MARK :, row] = marks(queue)
+    def _load(self, row: int, instance: Instance) -> tuple[float, ...]:
+        """The first LOADS values; what there is beside them is filled in."""
+        if instance.queue.size_weight:
+            self._data[Field.LISTED, row], self._data[Field.MARK :, row] = marks(instance.queue)
+        while instance.slot >= len(self._row_of_pending):
+            self._row_of_pending = np.append(self._row_of_pending, np.full_like(self._row_of_pending, NO_ROW))
         self._row_of_pending[instance.slot] = row
-        self._data[:LOADS, row] = (
-            *queue.backlog,
-            len(queue.works),
-            queue.has_ranked and any(work.priority for work in queue.works.values()),
-            queue.has_ranked and any(work.yields for work in queue.works.values()),
-            batch.requests,
-            batch.context_tokens,
-            min(batch.requests, instance.max_running or batch.requests) if instance.mixes else 0,
-            batch.free_blocks,
-            batch.free_pages,
-            batch.residence_s,
-            batch.mean_blocks,
-            instance.last_seen,
-            batch.stays.tightest_slo_s,
-            self._is_open(instance),
-            instance.slot,
-        )
+        values, having = filling.load(instance, is_open=self._is_open(instance))
+        self._note(row, Rare.RANKED, having)
+        return values
+
+    def _note(self, row: int, first: int, having: Sequence[bool]) -> None:
+        """What it has of the rare things from the `first` one on."""
+        known, end = self._has_rare[row], first + len(having)
+        if known[first:end] != list(having):
+            known[first:end] = having
+            for rows, has in zip(self._rare[first:end], having, strict=True):
+                rows.add(row) if has else rows.discard(row)
 
     def _learn(self, row: int, instance: Instance) -> None:
-        models = (instance.prefill.fit, instance.decode.fit, instance.pull.fit)
-        rates = instance.transfer.bytes_per_s, instance.prefill.chunk_tokens
-        known = (
-            *((m.coefficients, m.prior, m.fading_from) for m in models),
-            rates,
-            instance.role,
-            instance.local_prefill_tokens,
-            instance.chunk_tokens,
-            instance.mixes,
-        )
-        if known != self._known[row]:
+        if (known := filling.models(instance)) != self._known[row]:
             self._known[row] = known
-            self._data[LOADS:MODELS, row] = (*(x for m in models for x in _model(m)), *rates)
-            self._data[MODELS : Field.SEALED, row] = self._fixed(instance)
+            self._data[LOADS:MODELS, row], having = filling.learnt(instance)
+            self._note(row, Rare.CHUNKED, having)
 
-    def _fixed(self, instance: Instance) -> tuple[float, ...]:
-        model, capacity = instance.model, instance.capacity_blocks * instance.model.block_tokens
-        limit = model.max_context_tokens - 1 if model.max_context_tokens else float("inf")
-        if (name := (model.name, model.kv_identity)) not in self._groups:
+    def _register(self, row: int, instance: Instance) -> None:
+        if (known := filling.registration(instance)) != self._registered[row]:
+            self._registered[row] = known
+            self._data[MODELS : Field.SEALED, row], having = filling.registered(instance, self._group(instance))
+            self._note(row, Rare.LIMITED, having)
+            self._masks.clear()
+
+    def _group(self, instance: Instance) -> int:
+        if (name := (instance.model.name, instance.model.kv_identity)) not in self._groups:
             there = set(self._data[Field.GROUP, : len(self.instances)].tolist())
             self._groups = {known: number for known, number in self._groups.items() if number in there}
             self._groups[name] = self._numbers = self._numbers + 1
-        return (
-            self._groups[name],
-            instance.role.prefills,
-            instance.role.decodes,
-            instance.alone_tokens,
-            instance.mixes,
-            min(capacity, limit),
-            min(capacity - 1, limit),
-            instance.capacity_blocks,
-            instance.max_running or float("inf"),
-            instance.chunk_tokens,
-            model.kv_bytes_per_token,
-            self.node(instance.node_id),
-        )
-
-    def _unslot(self, name: str) -> None:
-        for store, slot in self._slots.pop(name, {}).items():
-            self._row_of_slot[slot], self._asked[slot] = NO_ROW, _ASKED_NEVER
-            if (tier := split_name(store)[1]) is not Tier.DRAM:
-                self._lower[tier] &= ~(1 << slot)
-
-    def _enslot(self, name: str, instance: Instance | None) -> None:
-        """Where its stores, if they are of its very life, show in the block map."""
-        self._unslot(name)
-        member, row = self._members.member(name), self._rows.get(name, NO_ROW)
-        slots = self._index.slots(name)
-        for store, (slot, incarnation) in slots.items():
-            while slot >= len(self._asked):
-                self._row_of_slot = np.append(self._row_of_slot, np.full_like(self._row_of_slot, NO_ROW))
-                self._asked = np.append(self._asked, np.zeros_like(self._asked))
-            own = instance is not None and instance.ref.incarnation == incarnation
-            known = member is not None and member.ref.incarnation == incarnation
-            self._row_of_slot[slot] = row if own else NO_ROW
-            if known:
-                self._asked[slot] = _ASKED if instance is None else _ASKED_IF_ABLE if own else _ASKED_NEVER
-            if (tier := split_name(store)[1]) is not Tier.DRAM:
-                self._lower[tier] = self._lower.get(tier, 0) | 1 << slot
-            if own and store == name:
-                self._data[Field.SEALED, row] = slot
-        if row != NO_ROW and not (name in slots and self._row_of_slot[slots[name][0]] == row):
-            self._data[Field.SEALED, row] = -1
-        if slots:
-            self._slots[name] = {store: slot for store, (slot, _) in slots.items()}
-
-
-def _model(fit: FittedModel) -> tuple[float, ...]:
-    now, prior = fit.coefficients, fit.prior
-    return (
-        *(now.a, now.b, now.c, now.d, now.knee),
-        *(prior.a, prior.b, prior.c, prior.d, prior.knee),
-        fit.fading_from,
-    )
+        return self._groups[name]
 
 
 @dataclass(frozen=True)
@@ -310,16 +253,17 @@ class View:
     def group(self, model: str) -> int:
         """The set of instances that serves this model: of several (an update is rolling through) one that can serve
         now comes first, then the more numerous; -1: there is none."""
-        columns, of = self.columns, self.columns[Field.GROUP]
-        groups = [group for group in columns.groups(model) if (of == group).any()]
+        columns = self.columns
+        groups = [group for group in columns.groups(model) if columns.mask(Field.GROUP, group).any()]
         if len(groups) <= 1:
-            return groups[0] if groups else -1
+            return groups[0] if groups else NO_GROUP
 
         def worth(group: int) -> tuple[bool, int, str]:
-            live = (of == group) & self.able
-            prompts = (columns[Field.PREFILLS] > 0) | (columns[Field.ALONE] > 0)
-            complete = bool((live & (columns[Field.DECODES] > 0)).any() and (live & prompts).any())
-            first = columns.instances[int(np.argmax(of == group))]
+            of = columns.mask(Field.GROUP, group)
+            live = of & self.able
+            prompts = columns.mask(Field.PREFILLS) | columns.mask(Field.ALONE)
+            complete = bool((live & columns.mask(Field.DECODES)).any() and (live & prompts).any())
+            first = columns.instances[int(np.argmax(of))]
             return complete, int(np.count_nonzero(live)), first.model.fingerprint
 
         return max(groups, key=worth)
@@ -331,7 +275,7 @@ class View:
 
     def serving(self, group: int) -> Chosen:
         """All of that set, able or not."""
-        return Chosen(self, self.columns[Field.GROUP] == group)
+        return Chosen(self, self.columns.mask(Field.GROUP, group))
 
     def able_of(self, among: Chosen) -> Chosen:
         """Those of them that may get work."""
@@ -340,12 +284,12 @@ class View:
     def prefills(self, usable: Chosen, prompt_tokens: int) -> Chosen:
         """Who of them can compute such a prompt."""
         fits = self.columns[Field.LONGEST_PREFILL] >= prompt_tokens
-        return Chosen(self, usable.mask & (self.columns[Field.PREFILLS] > 0) & fits)
+        return Chosen(self, usable.mask & self.columns.mask(Field.PREFILLS) & fits)
 
     def decodes(self, usable: Chosen, prompt_tokens: int) -> Chosen:
         """Who of them can answer it."""
         fits = self.columns[Field.LONGEST_DECODE] >= prompt_tokens
-        return Chosen(self, usable.mask & (self.columns[Field.DECODES] > 0) & fits)
+        return Chosen(self, usable.mask & self.columns.mask(Field.DECODES) & fits)
 
 
 class Chosen(Sequence[Instance]):

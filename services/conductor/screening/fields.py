@@ -34,36 +34,58 @@ class Field:
     TIGHTEST = 13  # TBT SLO of those who are there
     OPEN = 14  # it may get work, unless it is silent or rests
     PENDING = 15  # its slot there
-    # with samples; a fitted model takes 11: see `_model`
-    PREFILL = 16
-    DECODE = 27
-    PULL = 38
-    TRANSFER = 49  # bytes a second
-    FITTED_CHUNK = 50
+    LONG_SHARE = 16  # of its queue, as the next two
+    LONG_CHUNK = 17
+    SIZE_WEIGHT = 18
+    # with samples; a fitted model takes 11: see filling.py
+    PREFILL = 19
+    DECODE = 30
+    PULL = 41
+    TRANSFER = 52  # bytes a second
+    FITTED_CHUNK = 53
     # with registrations
-    GROUP = 51
-    PREFILLS = 52
-    DECODES = 53
-    ALONE = 54  # tokens it computes for a request of its own batch
-    MIXES = 55
-    LONGEST_PREFILL = 56
-    LONGEST_DECODE = 57
-    CAPACITY = 58
-    MAX_RUNNING = 59  # inf: no limit
-    CHUNK = 60
-    KV_BYTES = 61
-    NODE = 62  # a hash of its name
+    GROUP = 54
+    PREFILLS = 55
+    DECODES = 56
+    ALONE = 57  # tokens it computes for a request of its own batch
+    MIXES = 58
+    LONGEST_PREFILL = 59
+    LONGEST_DECODE = 60
+    CAPACITY = 61
+    MAX_RUNNING = 62  # inf: no limit
+    CHUNK = 63
+    KV_BYTES = 64
+    NODE = 65  # a hash of its name
     # of its own accord
-    SEALED = 63  # its slot in the block map; -1: none
-    SENDING = 64  # bytes on their way from it
-    ARRIVING = 65  # and to it
-    # of its queue
-    LONG_SHARE = 66
-    LONG_CHUNK = 67
-    SIZE_WEIGHT = 68
+    SEALED = 66  # its slot in the block map; -1: none
+    SENDING = 67  # bytes on their way from it
+    ARRIVING = 68  # and to it
     LISTED = 69  # seconds of what was placed there; with a weight alone, as the marks
     MARK = 70  # the first of them, see sizes.marks
 
+
+class Rare:
+    """What few instances have or none: `Columns.rare` tells the rows of those that do, so that for the others nothing
+    is reckoned."""
+
+    # with the load
+    RANKED = 0  # see the fields
+    YIELDS = 1
+    RUNNING = 2
+    LONG = 3  # chunks of long prompts in the queue
+    BY_SIZE = 4
+    BESIDE = 5  # it decodes, and prompts may be queued there
+    # with samples
+    CHUNKED = 6  # it is known to cut prompts into chunks
+    PREFILL_BENDS = 7  # the fitted model, or its prior, has a knee
+    DECODE_BENDS = 8
+    PULL_BENDS = 9
+    # with registrations
+    LIMITED = 10  # its batch has a limit
+    COUNT = 11
+
+
+BENDS = {Field.PREFILL: Rare.PREFILL_BENDS, Field.DECODE: Rare.DECODE_BENDS, Field.PULL: Rare.PULL_BENDS}
 
 FIELDS = Field.MARK + MARKS
 LOADS = Field.PREFILL

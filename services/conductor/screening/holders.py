@@ -2,74 +2,89 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 
-from services.conductor.prefixes.index import FEW_BITS, Place, Survey, places
+from services.conductor.prefixes.index import FEW_BITS, Place, Survey
 from services.conductor.screening.columns import View
-from services.conductor.screening.fields import NO_ROW, Field, Floats, Mask
+from services.conductor.screening.fields import Field, Floats, Mask
 
-FEW_RUNS = 8
-MAX_RUNS = 64  # of a survey, that are told apart
+MAX_RUNS = 64  # of a survey, that are told apart where many hold them
 
 
 @dataclass(frozen=True)
 class Held:
     """Which leading blocks of a prompt each instance has in memory: all, those that are sealed; and the end of the last
-    run of which it has anything, in any tier."""
+    run of which it has anything, in any tier. `ends`: all values in `depth`, and perhaps some others."""
 
     depth: Floats
     sealed: Floats
     last: Floats
+    ends: Collection[int] = (0,)
 
 
 def held(view: View, survey: Survey) -> Held:
-    """Of every instance. O(runs × instances), a few microseconds for a thousand."""
-    count = len(view.columns)
+    """Of every instance. Runs that many hold are looked at for all instances at once; from the first one that few hold
+    on, only these few can have more."""
+    count, slots = len(view.columns), view.columns.slots
     depth, sealed, last = np.zeros(count), np.zeros(count), np.zeros(count + 1)
-    if not survey.runs:
-        return Held(depth, sealed, last[:count])
-    if len(survey.runs) <= FEW_RUNS and all(
-        run.sealed.bit_count() + run.coming.bit_count() <= FEW_BITS for run in survey.runs
-    ):
-        return _held_by_few(view, survey, depth, sealed, last[:count])
-    own, own_coming = view.columns[Field.SEALED].astype(np.intp), view.columns[Field.PENDING].astype(np.intp)
-    alive = alive_sealed = np.ones(count, dtype=np.bool_)
+    alive: Mask | None = None  # who has all the runs so far; None: all have
+    alive_sealed: Mask | None = None
+    ends = {0}
     for run in survey.runs[:MAX_RUNS]:
-        last[view.columns.rows_of(run.sealed)] = run.end
-        if alive.any():
-            has = _has(run.sealed, own)
-            alive_sealed = alive_sealed & has
-            alive = alive & (has | _has(run.coming, own_coming)) if run.coming else alive & has
-            depth[alive], sealed[alive_sealed] = run.end, run.end
-    rest = 0
-    for run in survey.runs[MAX_RUNS:]:
-        rest |= run.sealed
-    last[view.columns.rows_of(rest)] = survey.runs[-1].end if rest else 0
-    return Held(depth, sealed, last[:count])
+        if run.sealed.bit_count() + run.coming.bit_count() <= FEW_BITS:
+            few = {
+                *view.columns.slots.rows_of_few(view.columns.slots.in_memory(run.sealed)),
+                *view.columns.rows_pending(run.coming),
+            }
+            rows = [row for row in few if row >= 0 and (alive is None or alive[row])]
+            ends |= _exact(view, survey, rows, depth, sealed)
+            break
+        has_sealed = _has(view, slots.in_memory(run.sealed), 0)
+        alive_sealed = has_sealed if alive_sealed is None else alive_sealed & has_sealed
+        has = _has(view, slots.in_memory(run.sealed), run.coming) if run.coming else has_sealed
+        alive = has if alive is None else alive & has
+        depth[alive], sealed[alive_sealed] = run.end, run.end
+        ends.add(run.end)
+    _last(view, survey, last)
+    return Held(depth, sealed, last[:count], sorted(ends))
 
 
-def _held_by_few(view: View, survey: Survey, depth: Floats, sealed: Floats, last: Floats) -> Held:
-    """The same, one by one."""
-    columns = view.columns
-    own, own_coming = columns[Field.SEALED], columns[Field.PENDING]
-    for run in survey.runs:
-        for row in columns.rows_of(run.sealed).tolist():
-            if row >= 0:
-                last[row] = run.end
-    first = survey.runs[0]
-    rows = {*columns.rows_of(first.sealed).tolist(), *columns.rows_pending(first.coming)} - {NO_ROW}
+def _exact(view: View, survey: Survey, rows: list[int], depth: Floats, sealed: Floats) -> set[int]:
+    """Fills in what these few have, one by one; returns the depths."""
+    ends = set()
     for row in rows:
-        slot = int(own[row])
-        place = Place(1 << slot if slot >= 0 else 0, 1 << int(own_coming[row]))
-        depth[row], sealed[row] = survey.depth(place), survey.depth(Place(place.sealed))
-    return Held(depth, sealed, last)
+        slot, coming = view.columns[Field.SEALED].item(row), view.columns[Field.PENDING].item(row)
+        place = Place(1 << int(slot) if slot >= 0 else 0, 1 << int(coming))
+        found = survey.depth(place)
+        ends.add(found)
+        depth[row] = found
+        sealed[row] = survey.depth(Place(place.sealed)) if place.sealed else 0
+    return ends
 
 
-def _has(mask: int, slots: np.ndarray[tuple[int], np.dtype[np.intp]]) -> Mask:
-    """Whether each of these slots (-1: none) is in the bitset."""
-    there = np.zeros(max(mask.bit_length(), int(slots.max(initial=0)) + 1) + 1, dtype=np.bool_)
-    there[places(mask)] = True
-    there[-1] = False
-    return there[slots]
+def _last(view: View, survey: Survey, last: Floats) -> None:
+    """Each slot is looked up once, where it shows last. The end of `last` is for slots of no row."""
+    seen = 0
+    for run in reversed(survey.runs):
+        new = run.sealed & ~seen
+        if not new:
+            continue
+        seen |= new
+        if new.bit_count() <= FEW_BITS:
+            for row in view.columns.slots.rows_of_few(new):
+                last[row] = max(last[row], run.end)
+        else:
+            rows = view.columns.slots.rows_of(new)
+            last[rows] = np.maximum(last[rows], run.end)
+
+
+def _has(view: View, sealed: int, coming: int) -> Mask:
+    """Who has one of these slots of the block map, or of those of `Pending`."""
+    there = np.zeros(len(view.columns) + 1, dtype=np.bool_)  # the last one is for slots of no row
+    there[view.columns.slots.rows_of(sealed)] = True
+    if coming:
+        there[view.columns.rows_pending(coming)] = True
+    return there[:-1]

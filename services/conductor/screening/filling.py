@@ -1,0 +1,95 @@
+"""What stands in the columns for one instance. Pure."""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+from services.conductor.costs.fit import FittedModel
+from services.conductor.fleet.instance import Instance
+
+
+def node(node_id: str) -> float:
+    """What `Field.NODE` holds for that node."""
+    return float(crc32(node_id.encode()))
+
+
+def load(instance: Instance, *, is_open: bool) -> tuple[tuple[float, ...], tuple[bool, ...]]:
+    """Fields from BACKLOG on, and what it has of `Rare` from RANKED on."""
+    queue, batch = instance.queue, instance.batch
+    backlog_s, as_of = queue.backlog
+    ranked, chunk_s, weight, requests = queue.has_ranked, queue.chunk_s, queue.size_weight, batch.requests
+    yields = ranked and any(work.yields for work in queue.works.values())
+    running = min(requests, instance.max_running or requests) if instance.mixes else 0
+    values = (
+        backlog_s,
+        as_of,
+        len(queue.works),
+        ranked and any(work.priority for work in queue.works.values()),
+        yields,
+        requests,
+        batch.context_tokens,
+        running,
+        batch.free_blocks,
+        batch.free_pages,
+        batch.residence_s,
+        batch.mean_blocks,
+        instance.last_seen,
+        batch.stays.tightest_slo_s,
+        is_open,
+        instance.slot,
+        queue.long_share,
+        chunk_s,
+        weight,
+    )
+    return values, (ranked, yields, running > 0, chunk_s > 0, weight > 0, backlog_s > 0 and instance.role.decodes)
+
+
+def models(instance: Instance) -> tuple[object, ...]:
+    """What `learnt` goes by: as long as it is the same, so are the columns."""
+    fits = instance.prefill.fit, instance.decode.fit, instance.pull.fit
+    known = ((fit.coefficients, fit.prior, fit.fading_from) for fit in fits)
+    return *known, instance.transfer.bytes_per_s, instance.prefill.chunk_tokens
+
+
+def learnt(instance: Instance) -> tuple[tuple[float, ...], tuple[bool, ...]]:
+    """Fields from PREFILL on, and what it has of `Rare` from CHUNKED on."""
+    fits = instance.prefill.fit, instance.decode.fit, instance.pull.fit
+    chunk_tokens = instance.prefill.chunk_tokens
+    values = *(x for fit in fits for x in _model(fit)), instance.transfer.bytes_per_s, chunk_tokens
+    bends = (bool(fit.coefficients.d or fit.prior.d) for fit in fits)
+    return values, (chunk_tokens < float("inf"), *bends)
+
+
+def registration(instance: Instance) -> tuple[object, ...]:
+    """What `registered` goes by."""
+    return instance.role, instance.local_prefill_tokens, instance.chunk_tokens, instance.mixes
+
+
+def registered(instance: Instance, group: int) -> tuple[tuple[float, ...], tuple[bool, ...]]:
+    """Fields from GROUP on, and what it has of `Rare` from LIMITED on."""
+    model, capacity = instance.model, instance.capacity_blocks * instance.model.block_tokens
+    limit = model.max_context_tokens - 1 if model.max_context_tokens else float("inf")
+    values = (
+        group,
+        instance.role.prefills,
+        instance.role.decodes,
+        instance.alone_tokens,
+        instance.mixes,
+        min(capacity, limit),
+        min(capacity - 1, limit),
+        instance.capacity_blocks,
+        instance.max_running or float("inf"),
+        instance.chunk_tokens,
+        model.kv_bytes_per_token,
+        node(instance.node_id),
+    )
+    return values, (instance.max_running > 0,)
+
+
+def _model(fit: FittedModel) -> tuple[float, ...]:
+    now, prior = fit.coefficients, fit.prior
+    return (
+        *(now.a, now.b, now.c, now.d, now.knee),
+        *(prior.a, prior.b, prior.c, prior.d, prior.knee),
+        fit.fading_from,
+    )
