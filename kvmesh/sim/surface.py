@@ -60,7 +60,7 @@ def moved(host: HostModel, steps: Array) -> HostModel:
     for name, by in zip(FIGURES, steps, strict=True):
         value = getattr(host, name)
         if name in SCATTERS:
-            told[name] = scattered(value, max(0.0, 1 + POWER_STEP * by))
+            told[name] = scattered(value, max(0.0, float(1 + POWER_STEP * by)))
         else:
             least = LEAST_STEPS[name] if name.endswith("_alone") else 0.0
             told[name] = float(max(least, value + _step(name, value) * by))

@@ -75,3 +75,5 @@ def test_nothing_goes_below_zero_or_far_in_one_pass() -> None:
     assert len(runs) == RUNS and found.rest_s == 0.0 and found.door_s == 0.0
     assert found.handoff_s == pytest.approx(bare.handoff_s * (1 + FAR * STEP), rel=1e-6)
     assert HostModel.of_json(found.to_json()) == found
+    plain = [getattr(found, name) for name in LEAST_STEPS] + [one for name in SCATTERS for one in getattr(found, name)]
+    assert {type(one) for one in plain} == {float}, "nothing of numpy's goes on into times and files"
