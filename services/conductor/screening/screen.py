@@ -24,10 +24,11 @@ from services.conductor.placing.nearness import Worth
 from services.conductor.placing.terms import Terms
 from services.conductor.placing.ties import as_good
 from services.conductor.prefixes.routes import Mesh
-from services.conductor.screening.bounds import Prompts, Weights
+from services.conductor.screening.bounds import Weights
 from services.conductor.screening.columns import Chosen
 from services.conductor.screening.fields import FEW, Field, Floats, Mask
 from services.conductor.screening.holders import held
+from services.conductor.screening.ways import Prompts
 from services.conductor.settings import Mode
 
 AT_ONCE = 2  # weighed at first, then twice as many
