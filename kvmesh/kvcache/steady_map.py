@@ -8,13 +8,15 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, repeat
+from itertools import repeat
+from operator import is_not
 
 from kvmesh.kvcache.block_map import BlockMap, _is_long, _split, _Store
 from kvmesh.kvcache.keys import KEY_BYTES
 
 SHORTEN_KEYS = 64  # of a log that is being shortened, in one step, beside four for each that has come
 FIRST_PIECE = 32  # keys looked up before the next, greater piece: a new prompt costs no more
+LAST_PIECE = 256  # as great as they get: so many are looked up behind the end at most
 
 
 @dataclass(slots=True)
@@ -104,7 +106,7 @@ class SteadyBlockMap(BlockMap):
                 else:
                     runs.append((at, mask))
                     last = mask
-            size *= 2
+            size = min(2 * size, LAST_PIECE)
         return runs
 
     def masks(self, keys: Sequence[bytes]) -> list[int]:
@@ -256,4 +258,9 @@ class SteadyBlockMap(BlockMap):
 
 
 def _runs(masks: list[int]) -> Iterator[tuple[int, int]]:
-    return ((mask, len(list(same))) for mask, same in groupby(masks))
+    """Two neighbours may be equal ints: only the same object counts as the same here."""
+    differs, at = bytes(map(is_not, masks, masks[1:])), 0
+    while (last := differs.find(1, at)) >= 0:
+        yield masks[at], last + 1 - at
+        at = last + 1
+    yield masks[at], len(masks) - at

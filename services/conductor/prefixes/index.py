@@ -15,7 +15,7 @@ from kvmesh.kvcache.block_map import Verdict
 from kvmesh.kvcache.steady_map import SteadyBlockMap
 from kvmesh.kvcache.tiers import Tier, split_name
 from services.conductor.domain import Life
-from services.conductor.prefixes.pending import Marks, Pending, span
+from services.conductor.prefixes.pending import Marks, Pending, spans
 
 SWEEP_KEYS = 16_384  # in one tick: some milliseconds
 FEW_BITS = 24  # of a bitset, that are found faster one by one
@@ -193,11 +193,11 @@ class Index:
         self.pending.put(slot, self._unsealed(life, marked), None, until)
 
     def _unsealed(self, life: Life, marked: Marks) -> Iterable[tuple[bytes, int]]:
-        bit, spans = self._bit(life), map(span, range(len(marked)))
+        bit, found = self._bit(life), zip(marked, spans(len(marked)), strict=True)
         if not bit:
-            return list(zip(marked, spans, strict=True))
+            return found
         masks = self.truth.masks(marked)
-        return [(key, blocks) for key, blocks, mask in zip(marked, spans, masks, strict=True) if not mask & bit]
+        return [one for one, mask in zip(found, masks, strict=True) if not mask & bit]
 
     def _only(self, life: Life, ended: Callable[[Life], bool]) -> bool:
         """Make room for a word of this life: what other lives of its name hold, in whichever tier, goes. False: it is

@@ -16,6 +16,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from itertools import repeat
 from operator import itemgetter
 
 EACH, SOME = 32, 256  # blocks of which each one is a mark, and up to which the finer step goes
@@ -34,9 +35,14 @@ def positions(blocks: int) -> tuple[int, ...]:
     return found if not blocks or found[-1] == blocks - 1 else (*found, blocks - 1)
 
 
+@lru_cache(maxsize=512)
+def _picker(blocks: int) -> Callable[[Sequence[bytes]], Marks]:
+    return itemgetter(*positions(blocks))
+
+
 def marks(keys: Sequence[bytes]) -> Marks:
     """Those of a prompt."""
-    return tuple(keys) if len(keys) <= EACH else itemgetter(*positions(len(keys)))(keys)
+    return tuple(keys) if len(keys) <= EACH else _picker(len(keys))(keys)
 
 
 @lru_cache(maxsize=4096)
@@ -45,6 +51,12 @@ def span(ordinal: int) -> int:
     if ordinal < EACH:
         return 1
     return FINE if ordinal < EACH + (SOME - EACH) // FINE else COARSE
+
+
+@lru_cache(maxsize=512)
+def spans(count: int) -> tuple[int, ...]:
+    """Of the first so many marks."""
+    return tuple(map(span, range(count)))
 
 
 class _Slot:
@@ -81,18 +93,18 @@ class Pending:
         """Who will have the leading blocks of a prompt, in runs up to the last one that is coming anywhere."""
         if not self._masks or not keys:
             return []
-        get, end = self._masks.get, 0
+        masks = list(map(self._masks.get, marks(keys), repeat(0)))
+        while masks and not masks[-1]:
+            masks.pop()
         runs: Runs = []
-        for position, key in zip(positions(len(keys)), marks(keys), strict=True):
-            mask = get(key, 0)
-            if mask:
-                end = len(runs) + 1
-            if runs and runs[-1][1] == mask:
-                runs[-1] = position + 1, mask
-                end = min(end, len(runs))
-            else:
+        last = -1
+        for position, mask in zip(positions(len(keys)), masks, strict=False):
+            if mask != last:
                 runs.append((position + 1, mask))
-        return runs[:end]
+                last = mask
+            else:
+                runs[-1] = position + 1, mask
+        return runs
 
     def blocks(self, slot: int) -> int:
         """How many blocks are coming there, at most."""
@@ -189,4 +201,4 @@ _NOBODY = None, 0
 
 
 def _spans(marked: Sequence[bytes]) -> Iterable[tuple[bytes, int]]:
-    return ((key, span(ordinal)) for ordinal, key in enumerate(marked))
+    return zip(marked, spans(len(marked)), strict=True)

@@ -148,6 +148,11 @@ class Weights:
                 found[row] = queue.ahead_s(self.view.now, self.request.priority)[1]
         return found
 
+    @cached_property
+    def reach(self) -> int:
+        """How far all together bring the prefix."""
+        return self.mesh.reach(_NOBODY, 0)
+
     # ── prompts ───────────────────────────────────────────────────────────────────────────────────
 
     def prompts(self, among: Mask, at_decode: int, room_s: Floats | float, *, alone: bool = False) -> Prompts:
@@ -179,14 +184,15 @@ class Weights:
         self, found: Prompts, among: Mask, local: int, at_decode: int, room_s: Floats | float, *, alone: bool
     ) -> Mask | None:
         """What those `among` who have `local` blocks could fetch; returns who of them is odd."""
-        reach = min(self.mesh.reach(_NOBODY, local), self.usable_blocks)
+        reach = self.reach if local <= self.reach else self.mesh.reach(_NOBODY, local)
+        reach = min(reach, self.usable_blocks)
         if not worth_weighing(reach, local, self.terms.threshold):
-            return None
-        legs, end = self.mesh.plan(_NOBODY, "", local, reach, self.mesh.ways(_NOBODY))
-        if not legs or not worth_weighing(end, local, self.terms.threshold):
             return None
         here = among & (self.held.depth == local)
         if not here.any():
+            return None
+        legs, end = self.mesh.plan(_NOBODY, "", local, reach, self.mesh.ways(_NOBODY))
+        if not legs or not worth_weighing(end, local, self.terms.threshold):
             return None
         instead = self.terms.fetch is Fetch.ALWAYS
         for part in self._parts(legs, local, end):

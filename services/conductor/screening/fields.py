@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from services.conductor.loads.sizes import MARKS
+from services.conductor.loads.sizes import LASTS, MARKS, NOTED
 
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
@@ -62,6 +62,8 @@ class Field:
     ARRIVING = 68  # and to it
     LISTED = 69  # seconds of what was placed there; with a weight alone, as the marks
     MARK = 70  # the first of them, see sizes.marks
+    LAST = MARK + MARKS  # the first of the greatest ranks
+    SPEEDUP = LAST + LASTS  # with a weight alone
 
 
 class Rare:
@@ -87,6 +89,6 @@ class Rare:
 
 BENDS = {Field.PREFILL: Rare.PREFILL_BENDS, Field.DECODE: Rare.DECODE_BENDS, Field.PULL: Rare.PULL_BENDS}
 
-FIELDS = Field.MARK + MARKS
+FIELDS = Field.MARK + NOTED
 LOADS = Field.PREFILL
 MODELS = Field.GROUP

@@ -48,6 +48,18 @@ class Weighing(Generic[C]):
     floor: float
 
 
+@dataclass(frozen=True)
+class _Found(Weighing[C]):
+    """`scores` of those who were weighed."""
+
+    scores: Sequence[float]
+
+    @property
+    def any(self) -> bool:
+        """Whether one of them may get it."""
+        return min(self.scores, default=np.inf) < np.inf
+
+
 class Screen:
     """One request, and the many instances that may get it. Which of them are prefill or decode instances is said with
     each question."""
@@ -63,12 +75,13 @@ class Screen:
         """`score`: inf of one that may not get it. Those that lack pages for the whole answer are asked last."""
         answers, near = self._weights.answers(), self._terms.near
         far_s = self._far((near.session_decode, near.origin))
-        bound = np.where(among.mask, answers.score + far_s, np.inf)
-        crowd, sure = self._columns[Field.REQUESTS], self._sure(answers.tbt)
-        roomy = self._search(np.where(answers.short, np.inf, bound), crowd, sure, weigh, score)
-        if any(score(c) < np.inf and not short(c) for c in roomy.weighed):
+        bound, crowd = answers.score + far_s, self._columns[Field.REQUESTS]
+        sure = lambda: self._sure(answers.tbt)  # noqa: E731
+        lacking = among.mask & answers.short
+        roomy = self._search(np.where(among.mask ^ lacking, bound, np.inf), crowd, sure, weigh, score)
+        if any(s < np.inf and not short(c) for c, s in zip(roomy.weighed, roomy.scores, strict=True)):
             return roomy
-        cramped = self._search(np.where(answers.short, bound, np.inf), crowd, sure, weigh, score)
+        cramped = self._search(np.where(lacking, bound, np.inf), crowd, sure, weigh, score)
         return Weighing((*roomy.weighed, *cramped.weighed), min(roomy.floor, cramped.floor))
 
     def prefills(
@@ -84,8 +97,8 @@ class Screen:
         self._weights.arriving = arriving
         prompts = self._weights.prompts(among.mask, at_decode, landing_s)
         bound = np.where(among.mask, prompts.cost + self._far((self._terms.near.session_prefill,)), np.inf)
-        found = self._search(bound, self._columns[Field.WORKS], among.mask, weigh, score)
-        if any(score(c) < np.inf for c in found.weighed):
+        found = self._search(bound, self._columns[Field.WORKS], lambda: among.mask, weigh, score)
+        if found.any:
             return found
         return Weighing((*found.weighed, *map(weigh, self._nearest(prompts, among))), np.inf)
 
@@ -107,8 +120,8 @@ class Screen:
         cost += self._far((near.session_prefill, near.session_decode, near.origin))
         bound = np.where(among.mask, cost, np.inf)
         crowd = columns[Field.WORKS] + columns[Field.REQUESTS]
-        found = self._search(bound, crowd, self._sure(answers.tbt), weigh, score, first)
-        if any(score(c) < np.inf for c in found.weighed):
+        found = self._search(bound, crowd, lambda: self._sure(answers.tbt), weigh, score, first)
+        if found.any:
             return found
         return Weighing((*found.weighed, *map(weigh, self._nearest(prompts, among))), np.inf)
 
@@ -151,13 +164,14 @@ class Screen:
         self,
         bound: Floats,
         crowd: Floats,
-        sure: Mask,
+        sure: Callable[[], Mask],
         weigh: Callable[[Instance], C],
         score: Callable[[C], float],
         first: Sequence[C] = (),
-    ) -> Weighing[C]:
+    ) -> _Found[C]:
         weighed = list(first)
-        best = min(map(score, weighed), default=np.inf)
+        scores = list(map(score, weighed))
+        best = min(scores, default=np.inf)
         failed, size = 0, AT_ONCE
         while (low := float(bound.min(initial=np.inf))) < np.inf and best > as_good(low):
             for row in fewest(bound, as_good(low), crowd, size, self._terms.rng):
@@ -165,12 +179,13 @@ class Screen:
                 one = weigh(self._columns.instances[row])
                 weighed.append(one)
                 found = score(one)
+                scores.append(found)
                 best = min(best, found)
                 failed += found == np.inf
             if failed >= DEEP and best == np.inf:
-                bound[~sure] = np.inf
+                bound[~sure()] = np.inf
             size *= 2
-        return Weighing(weighed, low)
+        return _Found(weighed, low, scores)
 
 
 def screen_of(request: Schedule, among: Sequence[Instance], mesh: Mesh, terms: Terms) -> Screen | None:
