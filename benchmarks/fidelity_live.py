@@ -141,6 +141,8 @@ def live(model: Path, part: Slice, home: Path) -> Live:
     if kept.exists():
         told = orjson.loads(kept.read_bytes())
         return Live(tuple(Seen(**one) for one in told.pop("outcomes")), home / "decisions.jsonl", **told)
+    if home.exists():
+        raise SystemExit(f"--keep: {home.name} in it holds no whole run: remove it")
     home.mkdir(parents=True)
     run = asyncio.run(serve(model, part, home))
     kept.write_bytes(orjson.dumps({"outcomes": run.outcomes, "began_s": run.began_s, "others": run.others}))

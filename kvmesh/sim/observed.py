@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.sim.workload import SimRequest
@@ -64,6 +64,20 @@ class Observed:
                 )
             )
         return found
+
+
+def pooled(runs: Sequence[Observed]) -> Observed:
+    """Several runs of the same mesh as one, for fits: all samples and outcomes. Each run's arrivals are by its own
+    conductor, so `requests` is of no use here. One run or more; ConfigError: the same one twice."""
+    found = replace(runs[0], asked={}, outcomes={}, prefills={}, rows=[])
+    for one in runs:
+        if strange := found.outcomes.keys() & one.outcomes.keys():
+            raise ConfigError(f"decision log: request {min(strange)} is in two of them", field="decisions")
+        found.asked |= one.asked
+        found.outcomes |= one.outcomes
+        found.prefills |= one.prefills
+        found.rows += one.rows
+    return found
 
 
 def observe(lines: Iterable[bytes], since_s: float = 0.0) -> Observed:

@@ -15,7 +15,7 @@ from kvmesh.sim.config import SimConfig
 from kvmesh.sim.fitted import Fitted
 from kvmesh.sim.host import HostModel, scattered
 from kvmesh.sim.mesh_fit import MeshFit, config_of, costs_of
-from kvmesh.sim.observed import observe
+from kvmesh.sim.observed import observe, pooled
 from kvmesh.sim.records import Record
 from kvmesh.sim.run import run
 from kvmesh.sim.workload import SimRequest, key
@@ -100,6 +100,25 @@ def test_what_a_log_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(late.asked) < set(observed.asked) and set(late.prefills) <= set(late.asked)
     config = config_of(observed, MeshFit(costs_of(observed)))
     assert config.prefill[0].kv_tokens == 1 << 16 and config.block_tokens == BLOCK
+
+
+def test_runs_of_the_same_mesh_are_pooled_for_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = observe(record(monkeypatch, machine(), requests(40, seed=6))[0])
+    second = observe(
+        line.replace(b'"request_id":"', b'"request_id":"s')
+        for line in record(monkeypatch, machine(), requests(50, seed=7))[0]
+    )
+    both = pooled([first, second])
+    assert both.rows == [*first.rows, *second.rows] and both.instances == first.instances
+    assert both.prefills == first.prefills | second.prefills and len(both.prefills) > len(second.prefills)
+    targets = [targets_of(one, residuals_of(one, costs_of(one))) for one in (first, second, both)]
+    counts = [len(one.done()) for one in (first, second)]
+    assert sum(counts) == len(both.done())
+    mean = sum(one.ttft_s * count for one, count in zip(targets, counts, strict=False)) / sum(counts)
+    assert targets[2].ttft_s == pytest.approx(mean)
+    assert not set(first.asked) & set(second.asked) and first.rows == pooled([first]).rows
+    with pytest.raises(ConfigError, match="is in two of them"):
+        pooled([first, first])
 
 
 def test_a_broken_last_line_is_passed_over_and_an_empty_log_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
