@@ -27,12 +27,20 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from services.conductor.loads.queues import PRIORITY_STEP_S, PrefillQueue
 from services.conductor.settings import SizeSettings
 
 FADE_S = 30.0  # of the rate at which work comes
 SMALLEST_S, BUCKETS, OF_AN_OCTAVE = 2.0**-12, 40, 2
 MARKS = 8
+LASTS = 8  # of a line, whose ranks are told one by one
+NOTED = MARKS + LASTS + 1
+ROUNDING = 1e-9  # of what numpy reckons otherwise than math
+
+_Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +71,11 @@ def ahead(queue: PrefillQueue, now: float, priority: int, size_s: float) -> Ahea
 
 
 def marks(queue: PrefillQueue) -> tuple[float, tuple[float, ...]]:
-    """Seconds of all that was placed there, and MARKS ranks: who ranks no less than the n-th of them has no more than
-    1 - n / MARKS of those seconds behind it. So bounds.py knows many lines without looking into them."""
-    found = sorted((queue.rank(work), work.seconds / queue.speedup) for work in queue.works.values())
+    """Seconds of all that was placed there, and NOTED numbers, so that bounds.py knows many lines without looking into
+    them. MARKS ranks: who ranks no less than the n-th of them has no more than 1 - n / MARKS of those seconds behind
+    it. The LASTS greatest ranks (-inf: there are fewer). The speed at which it goes."""
+    speedup = queue.speedup
+    found = sorted((queue.rank(work), work.seconds / speedup) for work in queue.works.values())
     whole_s = sum(seconds for _, seconds in found)
     ranks: list[float] = []
     sum_s = 0.0
@@ -74,7 +84,10 @@ def marks(queue: PrefillQueue) -> tuple[float, tuple[float, ...]]:
         while len(ranks) < MARKS and sum_s * MARKS >= (len(ranks) + 1) * whole_s:
             ranks.append(rank)
     last = found[-1][0] if found else math.inf  # sums in floating point may fall short of the whole
-    return whole_s, (*ranks, *(last for _ in range(MARKS - len(ranks))))
+    ranks += [last] * (MARKS - len(ranks))
+    lasts = [rank for rank, _ in found[-LASTS:]]
+    lasts += [-math.inf] * (LASTS - len(lasts))
+    return whole_s, (*ranks, *lasts, speedup)
 
 
 class Sizes:
@@ -102,6 +115,16 @@ class Sizes:
         at = _bucket(size_s)
         return (sum(self._sums[:at]) + self._sums[at] / 2) / FADE_S
 
+    def least_rates(self, sizes_s: _Floats, now: float) -> _Floats:
+        """Never more than `rate` tells of these."""
+        self._fade(now)
+        sums = np.array(self._sums)
+        middles = np.cumsum(sums) - sums / 2
+        octaves = np.log2(np.maximum(SMALLEST_S, sizes_s * (1 - ROUNDING)) / SMALLEST_S)
+        at = np.minimum(BUCKETS - 1, (octaves * OF_AN_OCTAVE * (1 - ROUNDING)).astype(np.int64))
+        least: _Floats = middles[at] * ((1 - ROUNDING) / FADE_S)
+        return least
+
     def whole(self, now: float) -> float:
         """Of all."""
         self._fade(now)
@@ -120,6 +143,18 @@ class Line:
 
     settings: SizeSettings
     rate: Callable[[float], float]
+    least_rates: Callable[[_Floats], _Floats]  # never more than `rate`, of many sizes
+
+    def least_wait_s(self, ahead_s: _Floats, sizes_s: _Floats, weights: _Floats, speedups: _Floats) -> _Floats:
+        """Never more than `wait_s`, of many instances whose `ahead_s` and sizes are no more than these."""
+        if self.settings.overtaking <= 0 or not (ahead_s > 0).any():
+            return ahead_s
+        busy = self.least_rates(sizes_s) / speedups
+        most_s = busy * weights * sizes_s
+        idle = np.maximum(1 - busy, ROUNDING)
+        passing_s = np.where(busy < 1, np.minimum(most_s, ahead_s * busy / idle), most_s)
+        waits: _Floats = ahead_s + self.settings.overtaking * (1 - ROUNDING) * passing_s * (ahead_s > 0)
+        return waits
 
     def wait_s(self, ahead_s: float, size_s: float, queue: PrefillQueue) -> float:
         """Until it begins, with those who come and pass it meanwhile."""
@@ -139,7 +174,11 @@ def _none(size_s: float) -> float:
     return 0.0
 
 
-ALONE = Line(SizeSettings(), _none)  # nobody comes
+def _nones(sizes_s: _Floats) -> _Floats:
+    return np.zeros_like(sizes_s)
+
+
+ALONE = Line(SizeSettings(), _none, _nones)  # nobody comes
 
 
 class Lines:
@@ -158,11 +197,16 @@ class Lines:
         conductors place there; of the same sizes, it is assumed."""
         sizes = self._sizes.get(model)
         if sizes is None:
-            return Line(self._settings, _none)
+            return Line(self._settings, _none, _nones)
+
+        def share() -> float:
+            own = sizes.whole(now)
+            return (1 + others() / own) / max(1, instances) if own > 0 else 0.0
 
         def rate(size_s: float) -> float:
-            own = sizes.whole(now)
-            share = (1 + others() / own) / max(1, instances) if own > 0 else 0.0
-            return share * sizes.rate(size_s, now)
+            return share() * sizes.rate(size_s, now)
 
-        return Line(self._settings, rate)
+        def least_rates(sizes_s: _Floats) -> _Floats:
+            return share() * sizes.least_rates(sizes_s, now)
+
+        return Line(self._settings, rate, least_rates)
