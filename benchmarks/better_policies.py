@@ -8,11 +8,10 @@ from typing import Any
 from benchmarks.paper_setup import Case, Parameters, config_of
 from kvmesh.sim.config import SimConfig
 from services.conductor.domain import Fetch
-from services.conductor.settings import AffinitySettings, Settings, SizeSettings, ThresholdMode
+from services.conductor.settings import BalanceSettings, Settings, SizeSettings
 
 ARRIVAL = 1e-18  # a size weight so little that lines go by arrival alone: first come, first served
-TURNS = 0.0  # by arrival, long and short prompts taking turns
-ONE_LINE = 1 << 30  # no prompt is long: all are packed into steps in the order of the line
+ONE_LINE = 1 << 30  # tokens of the shortest long prompt
 
 
 @dataclass(frozen=True)
@@ -21,13 +20,14 @@ class Policy:
 
     fetch: str = "always"
     threshold: float = 1.0
-    adaptive: bool = False
     size_weight: float = ARRIVAL
-    long_tokens: int = 8192
+    step_tokens: int = 8192  # of prefill; a prompt that is longer is computed alone, chunk by chunk
+    one_line: bool = False  # ... or no prompt is long: all are packed into steps in the order of the line
     others: float = 0.0  # see services/conductor/loads/sizes.py
     later: float = 0.0
     overtaking: float = 0.0
-    session_s: float = 0.0
+    prefills: int = 8  # of 16 instances, at first
+    roles: bool = False  # follow load: a leader orders switches
     copies: bool = False  # of hot prefixes, ordered by a leader
 
     @property
@@ -47,49 +47,56 @@ def policy_of(told: dict[str, Any]) -> Policy:
 
 
 def paper_grid() -> list[Policy]:
-    """Its threshold is tuned by hand; how long prompts share a line with short ones it does not say: both ways."""
+    """Its threshold is tuned by hand; how long a step is and how long prompts share a line with short ones it does not
+    say, and whether it fetches always or when that is predicted to be cheaper can be read both ways."""
     return [
         *(Policy(threshold=one) for one in (1.0, 2.0, 4.0)),
-        Policy(long_tokens=ONE_LINE),
+        Policy(fetch="cheaper"),
+        Policy(step_tokens=4096),
+        Policy(one_line=True),
     ]
 
 
-def better_grid(paper: Policy) -> list[Policy]:
-    """The weight of sizes, and how much of the overtaking that theory foresees is counted. Fetching as in `paper`."""
-    base = replace(paper, long_tokens=8192, others=1.0, later=0.2)
-    tried = ((4.0, 1.0), (8.0, 1.0), (16.0, 1.0), (32.0, 1.0), (8.0, 0.5), (16.0, 0.5))
-    return [replace(base, size_weight=weight, overtaking=share) for weight, share in tried]
+def better_grid() -> list[Policy]:
+    """The weight of sizes, how much of what others lose and of the overtaking that theory foresees is counted."""
+    base = Policy(step_tokens=4096, later=0.2, roles=True)
+    tried = ((16.0, 0.5, 0.5), (8.0, 0.5, 0.5), (32.0, 0.5, 0.5), (16.0, 1.0, 0.5), (16.0, 0.5, 1.0))
+    return [replace(base, size_weight=weight, others=others, overtaking=share) for weight, others, share in tried]
+
+
+PAPER, SPLIT, LED = "paper", "paper, 12 + 4 by hand", "paper, roles follow load"
+SIZES, PLACED, LINES = "sizes in the line alone", "... placed by what others lose", "... overtaking foreseen"
+BETTER, COPIES = "better: ... roles follow load", "better, copies of hot prefixes"
+MAIN = PAPER, LINES, BETTER
 
 
 def added(paper: Policy, better: Policy) -> dict[str, Policy]:
-    """What is reported: alone, on top of the paper's policy; together; and what could be added to that."""
+    """What is reported: what each part does alone and on top of the one before it, and what it comes to together."""
+    lines = replace(better, roles=False)
     return {
         PAPER: paper,
-        "paper, fetch if cheaper": replace(paper, fetch="cheaper"),
-        "paper, adaptive threshold": replace(paper, adaptive=True),
-        "paper, cheaper and congestion": replace(paper, fetch="cheaper", adaptive=True),
-        TURNS_TAKEN: replace(paper, size_weight=TURNS, long_tokens=8192),
-        "size in the line alone": replace(better, others=0.0, later=0.0, overtaking=0.0),
-        "... placed by what others lose": replace(better, overtaking=0.0),
+        SPLIT: replace(paper, prefills=12),
+        LED: replace(paper, roles=True),
+        SIZES: replace(lines, others=0.0, later=0.0, overtaking=0.0),
+        PLACED: replace(lines, overtaking=0.0),
+        LINES: lines,
         BETTER: better,
-        "better, fetch if cheaper": replace(better, fetch="cheaper"),
-        "better, hot copies": replace(better, copies=True),
+        COPIES: replace(better, copies=True),
     }
-
-
-PAPER, TURNS_TAKEN, BETTER = "paper", "paper, long and short take turns", "better: ... and overtaking foreseen"
-MAIN = PAPER, TURNS_TAKEN, BETTER
 
 
 def config(at: Parameters, policy: Policy, admission: str, seed: int) -> SimConfig:
     """The paper's set-up, served so. TBT is judged by the tightest of the paper's thresholds."""
-    base = config_of(at, Case(admission=admission))
+    decodes = at.cluster.nodes - policy.prefills
+    base = config_of(at, Case(admission=admission, prefill=policy.prefills, decode=decodes))
     return replace(
         base,
         seed=seed,
         size_weight=policy.size_weight,
-        long_tokens=policy.long_tokens,
-        orders=policy.copies,
+        long_tokens=ONE_LINE if policy.one_line else policy.step_tokens,
+        chunk_tokens=policy.step_tokens,
+        batch_tokens=policy.step_tokens,
+        orders=policy.roles or policy.copies,
         conductor=_settings(base.conductor, at, policy),
     )
 
@@ -100,8 +107,7 @@ def _settings(base: Settings, at: Parameters, policy: Policy) -> Settings:
         slo_tbt_s=at.slo.tbt_s[0],
         fetch=Fetch(policy.fetch),
         balancing_threshold=policy.threshold,
-        threshold_mode=ThresholdMode.ADAPTIVE if policy.adaptive else ThresholdMode.FIXED,
-        affinity=AffinitySettings(session_s=policy.session_s),
+        balance=BalanceSettings(replicate=policy.copies, switch_roles=policy.roles),
         sizes=SizeSettings(policy.others, policy.later, policy.overtaking),
         max_explained=0,
     )

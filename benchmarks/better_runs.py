@@ -19,6 +19,7 @@ from kvmesh.sim.synthetic import synthetic
 from kvmesh.sim.workload import Reading, SimRequest, mooncake
 
 Row = dict[str, Any]
+SHARES = (0.0, *(n / 20 for n in range(1, 20)), 0.97, 0.99, 0.995, 1.0)  # of requests: "ttft_s" in a row
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ def simulate(inputs: Inputs, task: Task) -> Row:
         "refused": summary.outcomes.get("refused", 0),
         "mean_s": round(summary.mean("ttft_s"), 3),
         **{f"p{round(100 * q)}_s": round(summary.quantile("ttft_s", q), 3) for q in (0.5, 0.9, 0.99)},
+        "ttft_s": [round(summary.quantile("ttft_s", q), 3) for q in SHARES],
         "max_s": round(summary.quantile("ttft_s", 1.0), 1),
         "goodput": round(next(iter(summary.goodput.values())), 4),
         "hit_rate": round(summary.hit_rate, 4),
