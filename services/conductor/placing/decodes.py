@@ -12,7 +12,7 @@ from services.conductor.loads.outgoing import shared_bytes
 from services.conductor.prefixes.index import Place, Survey
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DecodeChoice:
     """One decode instance and the terms of its TBT, in seconds."""
 

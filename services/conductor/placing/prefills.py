@@ -21,7 +21,7 @@ from services.conductor.prefixes.routes import Leg, Mesh
 DEAR_SHARE, DEAR_S = 0.25, 0.05
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PrefillChoice:
     """One way for one prefill instance to serve the request, and the terms of its TTFT in seconds."""
 
@@ -94,7 +94,7 @@ class PrefillChoice:
         return max(leg.tier for leg in self.legs) if self.load_s else Tier.DRAM
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PrefillCandidate:
     """One instance and its ways: with what it has, and with what it could fetch if that is worth weighing; `rule` says
     whether fetching is weighed against computing or done."""

@@ -17,7 +17,7 @@ from services.conductor.costs.interference import SLOWEST, STALL_WEIGHT
 from services.conductor.costs.models import HIDDEN_SHARE
 from services.conductor.domain import Fetch, Schedule
 from services.conductor.loads.queues import PRIORITY_STEP_S
-from services.conductor.loads.sizes import MARKS, ahead
+from services.conductor.loads.sizes import LASTS, MARKS, ahead
 from services.conductor.placing.prefills import worth_weighing
 from services.conductor.placing.terms import Terms
 from services.conductor.prefixes.index import Place
@@ -95,7 +95,12 @@ class Weights:
         queue_s = self.queue_s
         if self.short_queue_s is not queue_s:
             queue_s = np.where(computed <= self.view.columns[Field.FITTED_CHUNK], self.short_queue_s, queue_s)
-        return queue_s if self.by_size is None else np.where(self.by_size, self._ahead_s(size_s), queue_s)
+        if self.by_size is None:
+            return queue_s
+        columns, ahead_s = self.view.columns, self._ahead_s(size_s)
+        speedups = np.where(self.by_size, columns[Field.SPEEDUP], 1.0)
+        weights, sizes_s = columns[Field.SIZE_WEIGHT], np.maximum(0.0, size_s - ROUNDING_S)
+        return np.where(self.by_size, self.terms.line.least_wait_s(ahead_s, sizes_s, weights, speedups), queue_s)
 
     @cached_property
     def by_size(self) -> Mask | None:
@@ -106,17 +111,32 @@ class Weights:
     def _ahead_s(self, size_s: Floats) -> Floats:
         """Never more than `sizes.ahead` and `Line.wait_s` tell."""
         columns = self.view.columns
-        rank = self.view.now + self.request.priority * PRIORITY_STEP_S + size_s * columns[Field.SIZE_WEIGHT]
-        before = sum((columns[Field.MARK + n] <= rank).astype(np.float64) for n in range(MARKS))
+        before = np.count_nonzero(columns.several(Field.MARK, MARKS) <= self._rank(size_s), axis=0)
         return np.maximum(0.0, self.wait_s - columns[Field.LISTED] * (1 - before / MARKS) - ROUNDING_S)
 
-    def _others_s(self, queue_s: Floats, fetch_s: Floats | float) -> Floats | float:
+    def _others_s(self, queue_s: Floats, fetch_s: Floats | float, size_s: Floats, *, exact: bool) -> Floats | float:
         """Never more than `Line.others_s` tells, beside a start as late as these two tell: what begins later has less
-        behind it."""
+        behind it. `exact`: it is that long, and not perhaps longer, which would rank behind some of these."""
         if self.by_size is None:
             return 0.0
-        behind_s = np.maximum(0.0, self.wait_s - np.maximum(queue_s, fetch_s))
-        return np.where(self.by_size, min(1.0, self.terms.line.settings.later) * behind_s, 0.0)
+        line = self.terms.line.settings
+        others_s = min(1.0, line.later) * np.maximum(0.0, self.wait_s - np.maximum(queue_s, fetch_s))
+        if exact and line.others > 0:
+            others_s += line.others * np.maximum(0.0, size_s - ROUNDING_S) * self._behind(size_s)
+        return np.where(self.by_size, others_s, 0.0)
+
+    def _behind(self, size_s: Floats) -> Floats:
+        """Never more than `Ahead.behind` of a prompt of that size."""
+        columns = self.view.columns
+        rank = self._rank(size_s) + ROUNDING_S * (1 + columns[Field.SIZE_WEIGHT])
+        count: Floats = np.count_nonzero(columns.several(Field.LAST, LASTS) > rank, axis=0) * (self.wait_s > 0)
+        return count
+
+    def _rank(self, size_s: Floats) -> Floats:
+        """As `PrefillQueue.rank` of a prompt of that size, placed now."""
+        placed = self.view.now + self.request.priority * PRIORITY_STEP_S
+        rank: Floats = placed + size_s * self.view.columns[Field.SIZE_WEIGHT]
+        return rank
 
     @cached_property
     def queue_s(self) -> Floats:
@@ -178,7 +198,7 @@ class Weights:
 
     def _use(self, found: Prompts, at_decode: int, room_s: Floats | float, *, alone: bool) -> None:
         cached = np.minimum(self.held.depth, self.usable_blocks) * self.block
-        self._offer(found, self._way(cached, self._pushed(at_decode, alone=alone), 0.0), room_s, None)
+        self._offer(found, self._way(cached, self._pushed(at_decode, alone=alone), 0.0, exact=True), room_s, None)
 
     def _fetch(
         self, found: Prompts, among: Mask, local: int, at_decode: int, room_s: Floats | float, *, alone: bool
@@ -198,7 +218,7 @@ class Weights:
         for part in self._parts(legs, local, end):
             spared = part.until if part.memory and local <= at_decode < part.until else at_decode
             pushed = self._pushed(spared, alone=alone)
-            way = self._way(float(part.until * self.block), pushed, self._fetch_s(part))
+            way = self._way(float(part.until * self.block), pushed, self._fetch_s(part), exact=True)
             self._offer(found, way, room_s, here, instead=instead and part.memory)
             instead = False
         if not all(leg.tier is Tier.DRAM for leg in legs):
@@ -259,8 +279,8 @@ class Weights:
             found |= {node(member.node_id) for member in self.mesh.named(alive)}
         return list(found)
 
-    def _way(self, cached: Floats | float, pushed: float, fetch_s: Floats | float) -> Way:
-        """As `prefills._choice`. Tokens, but `fetch_s`."""
+    def _way(self, cached: Floats | float, pushed: float, fetch_s: Floats | float, *, exact: bool = False) -> Way:
+        """As `prefills._choice`. Tokens, but `fetch_s`. `exact`: so much is cached, not at most so much."""
         view, columns = self.view, self.view.columns
         computed = self.request.prompt_tokens - cached
         pairs = computed * (computed + 2 * cached) / 2
@@ -284,7 +304,7 @@ class Weights:
             ttft_s += tail_s
         cost_s = ttft_s if stall_s is None else ttft_s + STALL_WEIGHT * stall_s
         if self.by_size is not None:
-            cost_s = cost_s + self._others_s(queue_s, fetch_s)
+            cost_s = cost_s + self._others_s(queue_s, fetch_s, prefill_s, exact=exact)
         return Way(ttft_s, cost_s, queue_s, fetch_s, computed, pairs, steps, alone_s, slower_s, tail_s)
 
     def _push_s(self, pushed: float) -> tuple[Floats, Floats]:

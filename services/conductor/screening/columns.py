@@ -56,6 +56,10 @@ class Columns:
         """A column, one value an instance."""
         return self._columns[field]
 
+    def several(self, first: int, count: int) -> Floats:
+        """As many columns from that one on, as rows of one array."""
+        return self._data[first : first + count, : len(self.instances)]
+
     def touch(self, instance_id: str) -> None:
         """Something of it has changed: it came, left, has another load, another role, is a member now."""
         self._dirty[instance_id] = None
