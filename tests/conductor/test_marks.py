@@ -78,8 +78,10 @@ def test_instances_that_come_and_go_leave_nothing_in_the_columns() -> None:
         brain.tick(2.0)
 
     def size() -> int:
-        parts = (table._rows, table._slots, table._groups, table._row_of_pending, table._dirty, table.instances)
-        return sum(map(len, parts)) + table._data.size + table._asked.size
+        slots = table.slots
+        parts = (table._rows, slots._of, table._groups, table._row_of_pending, table._dirty, table.instances)
+        kept = (table._masks, table._known, table._registered, table._has_rare, *table._rare)
+        return sum(map(len, (*parts, *kept))) + table._data.size + slots._asked.size
 
     for i in range(60):
         life(i)

@@ -26,7 +26,7 @@ from services.conductor.domain import (
     StoreLost,
 )
 from services.conductor.placing import kinds, placement, ties
-from services.conductor.screening import bounds, columns, screen
+from services.conductor.screening import bounds, columns, fields, screen
 from services.conductor.settings import AffinitySettings
 from tests.conductor.brain import BLOCK, Brain, card, chain, joined, reset
 
@@ -272,6 +272,11 @@ def _check(brain: Brain, table: columns.Columns) -> None:
     for field in {*range(columns.FIELDS)} - {columns.Field.GROUP}:
         again = {i.ref.instance_id: float(filled[field][r]) for r, i in enumerate(filled.instances)}
         assert {i.ref.instance_id: float(table[field][r]) for r, i in enumerate(table.instances)} == again, field
+    for which in range(fields.Rare.COUNT):
+        having = {table.instances[row].ref.instance_id for row in table.rare(which)}
+        assert having == {filled.instances[row].ref.instance_id for row in filled.rare(which)}, which
+    for field in (columns.Field.PREFILLS, columns.Field.DECODES, columns.Field.ALONE):
+        assert (table.mask(field) == (table[field] > 0)).all()
     truth = state._index.truth
     for store in truth.stores():
         slot, owner = truth.slot(store), split_name(store)[0]

@@ -100,7 +100,9 @@ class Weights:
         columns, ahead_s = self.view.columns, self._ahead_s(size_s)
         speedups = np.where(self.by_size, columns[Field.SPEEDUP], 1.0)
         weights, sizes_s = columns[Field.SIZE_WEIGHT], np.maximum(0.0, size_s - ROUNDING_S)
-        return np.where(self.by_size, self.terms.line.least_wait_s(ahead_s, sizes_s, weights, speedups), queue_s)
+        least_s = self.terms.line.least_wait_s(ahead_s, sizes_s, weights, speedups)
+        waits_s: Floats = np.where(self.by_size, least_s, queue_s)
+        return waits_s
 
     @cached_property
     def by_size(self) -> Mask | None:
@@ -224,7 +226,8 @@ class Weights:
         if not all(leg.tier is Tier.DRAM for leg in legs):
             self._hide(found, here, legs, local, end, at_decode, alone=alone)
         if len(legs) > 1:  # a holder on the reader's own node is preferred: its plan may have fewer of them
-            return here & np.isin(self.view.columns[Field.NODE], self._nodes(legs))
+            odd: Mask = here & np.isin(self.view.columns[Field.NODE], self._nodes(legs))
+            return odd
         return None
 
     def _parts(self, legs: Sequence[Leg], local: int, end: int) -> list[Fetching]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
@@ -110,7 +111,8 @@ class Columns:
                     self._learn(row, instance)
         self._reload.clear()
         if rows:
-            self._data[:LOADS, rows] = np.array(loads).T
+            told = np.fromiter(chain.from_iterable(loads), np.float64, len(rows) * LOADS)
+            self._data[:LOADS, rows] = told.reshape(len(rows), LOADS).T
 
     def rare(self, which: int) -> set[int]:
         """Rows of those who have that (see `Rare`)."""
