@@ -155,14 +155,9 @@ def main() -> None:
     if given.requests:
         half = given.nodes // 2
         load = f"rate={given.rate * half:g},applications={APPLICATIONS},turns={TURNS}"
-        options = {
-            "synthetic": load,
-            "requests": given.requests,
-            "prefill": half,
-            "decode": half,
-            "dram_tokens": DRAM_TOKENS,
-        }
-        _one(f"synthetic, {given.nodes:,} nodes", options, given.requests, write, given)
+        options = {"synthetic": load, "requests": given.requests, "prefill": half, "decode": half}
+        options["dram_tokens"] = DRAM_TOKENS
+        _one(f"{given.requests:,} requests, {given.nodes:,} nodes", options, given.requests, write, given)
 
 
 def _one(
@@ -178,10 +173,8 @@ def _one(
         return
     write(told)
     marks = ", ".join(f"{at}: {mib:,.0f}" for at, mib in told["peak_mib"].items() if mib is not None)
-    print(
-        f"{name}: {told['done']:,} requests in {told['cpu_s']:,.1f} s of CPU ({told['requests_per_cpu_s']:,.0f} a second, "
-        f"{told['ms_per_request']:.2f} ms each); peak MiB at {marks}"
-    )
+    cost = f"{told['requests_per_cpu_s']:,.0f} a second, {told['ms_per_request']:.2f} ms each"
+    print(f"{name}: {told['done']:,} requests in {told['cpu_s']:,.1f} s of CPU ({cost}); peak MiB at {marks}")
 
 
 def _load(given: argparse.Namespace) -> list[str]:
