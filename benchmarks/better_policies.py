@@ -48,10 +48,9 @@ def policy_of(told: dict[str, Any]) -> Policy:
 
 def paper_grid() -> list[Policy]:
     """Its threshold is tuned by hand; how long a step is and how long prompts share a line with short ones it does not
-    say, and whether it fetches always or when that is predicted to be cheaper can be read both ways."""
+    say."""
     return [
         *(Policy(threshold=one) for one in (1.0, 2.0, 4.0)),
-        Policy(fetch="cheaper"),
         Policy(step_tokens=4096),
         Policy(one_line=True),
     ]
@@ -60,7 +59,7 @@ def paper_grid() -> list[Policy]:
 def better_grid() -> list[Policy]:
     """The weight of sizes, how much of what others lose and of the overtaking that theory foresees is counted."""
     base = Policy(step_tokens=4096, later=0.2, roles=True)
-    tried = ((16.0, 0.5, 0.5), (8.0, 0.5, 0.5), (32.0, 0.5, 0.5), (16.0, 1.0, 0.5), (16.0, 0.5, 1.0))
+    tried = ((16.0, 0.5, 0.5), (8.0, 0.5, 0.5), (16.0, 1.0, 0.5), (16.0, 0.5, 1.0))
     return [replace(base, size_weight=weight, others=others, overtaking=share) for weight, others, share in tried]
 
 

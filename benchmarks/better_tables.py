@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.better_policies import BETTER, LED, MAIN, PAPER, Policy, added, better_grid, paper_grid
+from benchmarks.better_policies import BETTER, MAIN, PAPER, Policy, added, better_grid, paper_grid
 from benchmarks.better_runs import Row, Task
 
 TUNED_AT = (("off", 1.0), ("off", 2.0), ("predicted", 2.0), ("predicted", 3.0))
@@ -46,9 +46,7 @@ def tables(paper: Policy, better: Policy) -> list[Shown]:
         }
         found.append(Shown(f"Second half, {speed:g}x, admission {admission}", tasks))
     for admission, speed in SYNTHETIC_AT:
-        tasks = {
-            name: [Task(policies[name], "synthetic", speed, admission, seed) for seed in SEEDS] for name in (*MAIN, LED)
-        }
+        tasks = {name: [Task(policies[name], "synthetic", speed, admission, seed) for seed in SEEDS] for name in MAIN}
         found.append(Shown(f"Synthetic prefix trees, {speed:g}x, admission {admission}", tasks))
     return found
 
