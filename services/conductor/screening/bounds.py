@@ -101,14 +101,16 @@ class Weights:
         speedups = np.where(self.by_size, columns[Field.SPEEDUP], 1.0)
         weights, sizes_s = columns[Field.SIZE_WEIGHT], np.maximum(0.0, size_s - ROUNDING_S)
         least_s = self.terms.line.least_wait_s(ahead_s, sizes_s, weights, speedups)
-        waits_s: Floats = np.where(self.by_size, least_s, queue_s)
-        return waits_s
+        return np.asarray(np.where(self.by_size, least_s, queue_s))
 
     @cached_property
     def by_size(self) -> Mask | None:
         """Whose line goes by size; None: nobody's."""
         columns = self.view.columns
-        return columns[Field.SIZE_WEIGHT] > 0 if columns.rare(Rare.BY_SIZE) else None
+        if not columns.rare(Rare.BY_SIZE):
+            return None
+        found: Mask = columns[Field.SIZE_WEIGHT] > 0
+        return found
 
     def _ahead_s(self, size_s: Floats) -> Floats:
         """Never more than `sizes.ahead` and `Line.wait_s` tell."""
