@@ -116,7 +116,8 @@ class Weights:
         """Never more than `sizes.ahead` and `Line.wait_s` tell."""
         columns = self.view.columns
         before = np.count_nonzero(columns.several(Field.MARK, MARKS) <= self._rank(size_s), axis=0)
-        return np.maximum(0.0, self.wait_s - columns[Field.LISTED] * (1 - before / MARKS) - ROUNDING_S)
+        least_s: Floats = np.maximum(0.0, self.wait_s - columns[Field.LISTED] * (1 - before / MARKS) - ROUNDING_S)
+        return least_s
 
     def _others_s(self, queue_s: Floats, fetch_s: Floats | float, size_s: Floats, *, exact: bool) -> Floats | float:
         """Never more than `Line.others_s` tells, beside a start as late as these two tell: what begins later has less
