@@ -18,9 +18,10 @@ from kvmesh.sim.plots import HEIGHT, WIDTH, Chart, Line, draw
 
 BEGIN, END = "<!-- filled by benchmarks.better --docs -->\n", "<!-- until here -->"
 HEAD, FOOT = 34, 26
+COLOURS = 0, 5, 4, 1
 _SVG = re.compile(r"<svg [^>]*>(.*)</svg>", re.DOTALL)
 _HOVER = re.compile(r"<circle.*?</circle>", re.DOTALL)  # an image answers to no pointer
-_STYLES = (":root", "--", "@media", "svg text", "svg .label", ".grid{", ".line", ".k0", ".k4")
+_STYLES = (":root", "--", "@media", "svg text", "svg .label", ".grid{", ".line", ".k0", ".k4", ".k1")
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def figure(made: Made) -> str:
             row = made.rows[Task(policy, "second", speed, admission).key]
             served = 1 - row["refused"] / row["requests"]
             points = [(max(0.05, at_s), share * served) for at_s, share in zip(row["ttft_s"], SHARES, strict=True)]
-            lines.append(Line(name, points, (0, 4, 1)[colour]))
+            lines.append(Line(name, points, COLOURS[colour]))
         charts.append((f"{speed:g}x, admission {admission}", Chart("", "TTFT, s", "requests", lines, True, True)))
     return _drawing(charts, list(_main(made)))
 
@@ -99,12 +100,12 @@ def _drawing(charts: list[tuple[str, Chart]], names: list[str]) -> str:
         inner = _HOVER.sub("", found[1])
         parts.append(f'<svg x="{x}" y="{y + HEAD}" width="{WIDTH}" height="{HEIGHT}">{inner}</svg>')
     wide, high = 2 * WIDTH, (len(charts) + 1) // 2 * (HEAD + HEIGHT) + FOOT
-    for n, (name, colour) in enumerate(zip(names, (0, 4, 1), strict=True)):
+    for n, (name, colour) in enumerate(zip(names, COLOURS, strict=True)):
         x = 60 + n * wide / len(names)
         parts.append(
             f'<path class="line k{colour}" d="M{x} {high - 14}h24"/><text x="{x + 30}" y="{high - 10}">{name}</text>'
         )
-    style = "".join(line for line in STYLE.splitlines() if line.startswith((*_STYLES, ".k1")))
+    style = "".join(line for line in STYLE.splitlines() if line.startswith(_STYLES))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" font-family="system-ui, sans-serif">\n'
         f"<style>{style}</style>\n"

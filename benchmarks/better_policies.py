@@ -11,7 +11,6 @@ from services.conductor.domain import Fetch
 from services.conductor.settings import BalanceSettings, Settings, SizeSettings
 
 ARRIVAL = 1e-18  # a size weight so little that lines go by arrival alone: first come, first served
-ONE_LINE = 1 << 30  # tokens of the shortest long prompt
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,6 @@ class Policy:
     threshold: float = 1.0
     size_weight: float = ARRIVAL
     step_tokens: int = 8192  # of prefill; a prompt that is longer is computed alone, chunk by chunk
-    one_line: bool = False  # ... or no prompt is long: all are packed into steps in the order of the line
     others: float = 0.0  # see services/conductor/loads/sizes.py
     later: float = 0.0
     overtaking: float = 0.0
@@ -47,26 +45,24 @@ def policy_of(told: dict[str, Any]) -> Policy:
 
 
 def paper_grid() -> list[Policy]:
-    """Its threshold is tuned by hand; how long a step is and how long prompts share a line with short ones it does not
-    say."""
+    """Its threshold is tuned by hand; how long a step is it does not say."""
     return [
         *(Policy(threshold=one) for one in (1.0, 2.0, 4.0)),
         Policy(step_tokens=4096),
-        Policy(one_line=True),
     ]
 
 
 def better_grid() -> list[Policy]:
-    """The weight of sizes, how much of what others lose and of the overtaking that theory foresees is counted."""
-    base = Policy(step_tokens=4096, later=0.2, roles=True)
-    tried = ((16.0, 0.5, 0.5), (8.0, 0.5, 0.5), (16.0, 1.0, 0.5), (16.0, 0.5, 1.0))
-    return [replace(base, size_weight=weight, others=others, overtaking=share) for weight, others, share in tried]
+    """The weight of sizes, and how much of the overtaking that theory foresees is counted."""
+    base = Policy(step_tokens=4096, others=0.5, later=0.2, roles=True)
+    tried = ((16.0, 0.5), (8.0, 0.5), (16.0, 1.0))
+    return [replace(base, size_weight=weight, overtaking=share) for weight, share in tried]
 
 
 PAPER, SPLIT, LED = "paper", "paper, 12 + 4 by hand", "paper, roles follow load"
 SIZES, PLACED, LINES = "sizes in the line alone", "... placed by what others lose", "... overtaking foreseen"
 BETTER, COPIES = "better: ... roles follow load", "better, copies of hot prefixes"
-MAIN = PAPER, LINES, BETTER
+MAIN = PAPER, SPLIT, LINES, BETTER
 
 
 def added(paper: Policy, better: Policy) -> dict[str, Policy]:
@@ -92,7 +88,7 @@ def config(at: Parameters, policy: Policy, admission: str, seed: int) -> SimConf
         base,
         seed=seed,
         size_weight=policy.size_weight,
-        long_tokens=ONE_LINE if policy.one_line else policy.step_tokens,
+        long_tokens=policy.step_tokens,
         chunk_tokens=policy.step_tokens,
         batch_tokens=policy.step_tokens,
         orders=policy.roles or policy.copies,
