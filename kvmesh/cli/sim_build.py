@@ -154,7 +154,9 @@ def _settings(options: Options) -> Settings:
         threshold_mode=ThresholdMode.ADAPTIVE if adaptive else ThresholdMode.FIXED,
         fetch=_member(Fetch, "fetch", options.fetch),
         policy=_member(Policy, "policy", options.policy.replace("-", "_")),
-        admission=AdmissionSettings(mode=_member(Mode, "admission", options.admission)),
+        admission=AdmissionSettings(
+            mode=_member(Mode, "admission", options.admission), confidence=options.admission_confidence
+        ),
     )
 
 

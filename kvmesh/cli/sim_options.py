@@ -79,6 +79,9 @@ class Deciding:
         "NAME",
     )
     admission: str = _opt("predicted", "off, baseline, early or predicted.", "MODE")
+    admission_confidence: float = _opt(
+        0.0, "Share of taken requests that shall keep their SLO; 0: predictions at their word (docs/admission.md).", "X"
+    )
     threshold: str = _opt("1", "Balancing threshold: a number, or adaptive.", "X")
     fetch: str = _opt("cheaper", "Prefixes of others: cheaper, always or never.", "WHEN")
     conductors: int = _opt(1, "How many.", "N", least=1)
@@ -105,6 +108,9 @@ class Options(Deciding, Machines, Workload):
             count = getattr(self, name)
             if count is not None and not 1 <= count <= 100_000:
                 raise ConfigError(f"{name}={count}: must be at least 1", field=name)
+        if not 0 <= self.admission_confidence <= 1:
+            text = f"admission_confidence={self.admission_confidence:g}: must be between 0 and 1"
+            raise ConfigError(text, field="admission_confidence")
         if not 0 < self.slo_ttft < math.inf:
             raise ConfigError(f"slo_ttft={self.slo_ttft:g}: must be over 0 ms", field="slo_ttft")
         if self.slo_tbt is not None and not 0 < self.slo_tbt < math.inf:

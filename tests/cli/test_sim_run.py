@@ -129,6 +129,7 @@ def test_tables_and_synthetic_sessions_are_served_too(invoke: Invoke, tmp_path: 
         (("--trace", "TRACE", "--gpus", "1"), "do not fit 1 x a800"),
         (("--trace", "TRACE", "--policy", "magic"), "policy='magic': choose one of kvcache, cache_aware"),
         (("--trace", "TRACE", "--admission", "x"), "admission='x': choose one of off, baseline, early, predicted"),
+        (("--trace", "TRACE", "--admission-confidence", "2"), "admission_confidence=2: must be between 0 and 1"),
         (("--trace", "TRACE", "--threshold", "x"), "threshold='x': is no number"),
         (("--trace", "TRACE", "--threshold", "-1"), "threshold='-1': must be at least 0, or adaptive"),
         (("--trace", "TRACE", "--coupled", "2", "--decode", "1"), "coupled=2: not with --prefill or --decode"),
@@ -179,7 +180,15 @@ def options(**changes: Any) -> Options:
 
 def test_options_become_settings_and_machines() -> None:
     config = sim_build.config_of(
-        options(prefill=3, decode=2, policy="power-of-two", threshold="adaptive", admission="early", tbt_slos="300,100")
+        options(
+            prefill=3,
+            decode=2,
+            policy="power-of-two",
+            threshold="adaptive",
+            admission="early",
+            tbt_slos="300,100",
+            admission_confidence=0.9,
+        )
     )
     assert (config.mode, len(config.prefill), len(config.decode), config.layers) == (Mode.DISAGGREGATED, 3, 2, 80)
     told = config.conductor
@@ -188,6 +197,7 @@ def test_options_become_settings_and_machines() -> None:
         "adaptive",
         "early",
     )
+    assert told.admission.confidence == 0.9
     assert (told.slo_ttft_s, told.slo_tbt_s) == (30.0, 0.3)
     assert config.load_bytes_per_s == pytest.approx(8 * 32e9 * 0.8)
     assert sim_build.config_of(options(slo_tbt=120.0, threshold="2.5")).conductor.slo_tbt_s == 0.12
