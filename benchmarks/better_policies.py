@@ -26,6 +26,7 @@ class Policy:
     overtaking: float = 0.0
     prefills: int = 8  # of 16 instances, at first
     roles: bool = False  # follow load: a leader orders switches
+    kept: int = 0  # decode instances that keep theirs
     copies: bool = False  # of hot prefixes, ordered by a leader
 
     @property
@@ -53,10 +54,11 @@ def paper_grid() -> list[Policy]:
 
 
 def better_grid() -> list[Policy]:
-    """The weight of sizes, and how much of the overtaking that theory foresees is counted."""
+    """The weight of sizes, how much of the overtaking that theory foresees is counted, and how many decode instances
+    keep their role."""
     base = Policy(step_tokens=4096, others=0.5, later=0.2, roles=True)
-    tried = ((16.0, 0.5), (8.0, 0.5), (16.0, 1.0))
-    return [replace(base, size_weight=weight, overtaking=share) for weight, share in tried]
+    tried = ((16.0, 0.5, 0), (8.0, 0.5, 0), (16.0, 1.0, 0), (16.0, 1.0, 3), (16.0, 1.0, 4))
+    return [replace(base, size_weight=weight, overtaking=share, kept=kept) for weight, share, kept in tried]
 
 
 PAPER, SPLIT, LED = "paper", "paper, 12 + 4 by hand", "paper, roles follow load"
@@ -67,11 +69,11 @@ MAIN = PAPER, SPLIT, LINES, BETTER
 
 def added(paper: Policy, better: Policy) -> dict[str, Policy]:
     """What is reported: what each part does alone and on top of the one before it, and what it comes to together."""
-    lines = replace(better, roles=False)
+    lines = replace(better, roles=False, kept=0)
     return {
         PAPER: paper,
         SPLIT: replace(paper, prefills=12),
-        LED: replace(paper, roles=True),
+        LED: replace(paper, roles=True, kept=better.kept),
         SIZES: replace(lines, others=0.0, later=0.0, overtaking=0.0),
         PLACED: replace(lines, overtaking=0.0),
         LINES: lines,
@@ -92,6 +94,7 @@ def config(at: Parameters, policy: Policy, admission: str, seed: int) -> SimConf
         chunk_tokens=policy.step_tokens,
         batch_tokens=policy.step_tokens,
         orders=policy.roles or policy.copies,
+        kept_decodes=policy.kept,
         conductor=_settings(base.conductor, at, policy),
     )
 

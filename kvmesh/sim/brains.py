@@ -58,6 +58,7 @@ class Brains:
             ConductorState(replace(config.conductor, max_explained=0), random.Random(f"{config.seed}:{n}"), loop.now)
             for n in range(config.conductors)
         ]
+        self._kept = {f"d{n}" for n in range(config.kept_decodes)}
         self._turn = 0
         self._seqs: dict[str, int] = {}
 
@@ -85,7 +86,7 @@ class Brains:
             card,
             pages,
             config.max_running,
-            switchable=config.orders,
+            switchable=config.orders and node.name not in self._kept,
             size_weight=config.size_weight if role.prefills else 0.0,
         )
         for state in self.states:

@@ -56,6 +56,7 @@ class SimConfig:
     told_max_tokens: int = 0  # the bound of the answer that clients send; 0: none
     retries: int = 0  # of a refused request, each after its Retry-After
     orders: bool = False  # a conductor leads: it orders replicas and roles, and they are carried out
+    kept_decodes: int = 0  # the first so many decode instances keep their role all the same
 
     # prefill
     chunk_tokens: int = 8192
@@ -102,6 +103,7 @@ class SimConfig:
             "hop_s",
             "announce_s",
             "retries",
+            "kept_decodes",
             "max_waiting",
             "max_output_tokens",
             "load_bytes_per_s",
