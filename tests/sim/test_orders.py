@@ -93,3 +93,17 @@ def test_roles_follow_a_load_that_needs_them() -> None:
     summary = run(config, [request(n, 0.1 * n, 64, 300) for n in range(900)], samples=samples.append)
     assert summary.outcomes == {DONE: 900}
     assert samples[-1].pools["decode"].instances > 1
+
+
+def test_who_is_to_keep_its_role_keeps_it() -> None:
+    """Prompts are long and answers short: all decode instances but one would become prefill instances."""
+    balance = replace(NEVER_REFUSE.balance, switch_roles=True)
+    conductor = replace(NEVER_REFUSE, balance=balance, slo_ttft_s=1.0, slo_tbt_s=1.0)
+    asked = [request(n, 0.05 * n, 1600, 2) for n in range(2400)]
+    left = {}
+    for kept in (0, 3):
+        samples: list[Sample] = []
+        config = mesh(1, 5, node(dram_tokens=1 << 20), conductor=conductor, orders=True, kept_decodes=kept)
+        run(config, asked, samples=samples.append)
+        left[kept] = min(sample.pools["decode"].instances for sample in samples)
+    assert left[0] < left[3] == 3
