@@ -79,6 +79,11 @@ class SealedBlocks:
         return self._pool.free + len(self._order)
 
     @property
+    def sealed_blocks(self) -> int:
+        """Blocks that can be found."""
+        return len(self._sealed)
+
+    @property
     def unheld(self) -> int:
         """Extents that hold no block and that nobody writes or reads."""
         return self._pool.free
@@ -209,10 +214,11 @@ class SealedBlocks:
     def trim(self) -> int:
         """Evict idle blocks that no pin spares down to the low watermark if the high one is passed; returns how many
         went. At most TRIM_STEP go at once: the next call, which every `seal` and `adopt` makes, goes on."""
-        used = self.total - self._pool.free
-        if not self._trimming and used * 100 <= self._high * self.total:
+        total = self._pool.total
+        used = total - self._pool.free
+        if not self._trimming and used * 100 <= self._high * total:
             return 0
-        excess = used - self._low * self.total // 100
+        excess = used - self._low * total // 100
         went = self._evict(min(excess, TRIM_STEP), spared=False)
         self._trimming = went == TRIM_STEP < excess
         return went

@@ -307,7 +307,7 @@ class Decoder:
             free_pages=self.free_pages,
             free_extents=store.free,
             context_tokens=sample[1] if sample is not None else self.rows.context,
-            store_blocks=store.stats.sealed,
+            store_blocks=store.sealed_blocks,
             store_capacity=store.total,
             pulled_bytes=self._pulled_bytes,
         )

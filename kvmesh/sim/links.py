@@ -141,7 +141,12 @@ class Links:
         """It asks for something else than before: rates of all whom that concerns."""
         was_tight = {link for link in flow.path if link.tight}
         flow.asks()
-        concerned, now = self._reach(flow, was_tight), self.loop.now
+        now = self.loop.now
+        if not was_tight and not any(link.tight for link in flow.path):
+            flow.settle(now)
+            flow.rated(alone_rate(flow))
+            return
+        concerned = self._reach(flow, was_tight)
         for one, rate in zip(concerned, fair_rates(concerned), strict=True):
             if one is flow or rate != one.rate:
                 one.settle(now)
@@ -166,6 +171,13 @@ class Links:
                             other.settle(now)
                             other.asks()
         return list(found)
+
+
+def alone_rate(flow: Flow) -> float:
+    """As `fair_rates` of it alone: the others keep theirs."""
+    if flow.cap <= 0:
+        return 0.0
+    return min(flow.cap, *[link.capacity - sum([f.rate for f in link.flows if f is not flow]) for link in flow.path])
 
 
 def fair_rates(flows: Iterable[Flow]) -> list[float]:

@@ -36,7 +36,7 @@ class Loop:
 
     def at(self, when_s: float, call: Callable[[], None]) -> Timer:
         """Call then, or now if that is past."""
-        timer = Timer(max(when_s, self.now), call)
+        timer = Timer(when_s if when_s > self.now else self.now, call)
         self._number += 1
         heapq.heappush(self._heap, (timer.at_s, self._number, timer))
         return timer
@@ -47,13 +47,13 @@ class Loop:
 
     def run(self, until: Callable[[], bool] = lambda: False, deadline_s: float = inf) -> None:
         """Make calls until `until` holds, none is left, or the next one lies behind `deadline_s`."""
-        heap = self._heap
+        heap, pop = self._heap, heapq.heappop
         while heap and not until():
-            when, _, timer = heap[0]
-            if when > deadline_s:
+            if heap[0][0] > deadline_s:
                 return
-            heapq.heappop(heap)
-            if timer.call is not None:
+            when, _, timer = pop(heap)
+            call = timer.call
+            if call is not None:
                 self.now = when
-                call, timer.call = timer.call, None
+                timer.call = None
                 call()

@@ -357,7 +357,7 @@ class Prefiller:
             running_requests=len(self.lives) - len(line),
             free_pages=self.free_pages,
             free_extents=store.free,
-            store_blocks=store.stats.sealed,
+            store_blocks=store.sealed_blocks,
             store_capacity=store.total,
             prompt_tokens=self._hits[0],
             host_hit_tokens=self._hits[1],

@@ -6,13 +6,14 @@ import math
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.conductor.domain import Load, PrefillSample, Role
 from services.conductor.loads.queues import PRIORITY_STEP_S, PrefillQueue, PrefillWork
-from services.conductor.loads.sizes import ALONE, FADE_S, MARKS, Line, Lines, ahead, marks
+from services.conductor.loads.sizes import ALONE, FADE_S, LASTS, MARKS, NOTED, Line, Lines, ahead, marks
 from services.conductor.screening import screen
 from services.conductor.settings import SizeSettings
 from tests.conductor.brain import Brain
@@ -116,9 +117,10 @@ def test_marks_never_tell_of_more_ahead_than_there_is(
         *(work(f"w{i}", s, at, priority) for i, (s, at, priority) in enumerate(sorted(placed, key=lambda p: p[1])))
     )
     now = max([now, *(at for _, at, _ in placed)])
-    whole_s, ranks = marks(line)
+    whole_s, noted = marks(line)
+    ranks = noted[:MARKS]
     assert list(ranks) == sorted(ranks)
-    assert len(ranks) == MARKS
+    assert len(noted) == NOTED
     below = sum(rank <= now + size_s * WEIGHT for rank in ranks)
     least_s = max(0.0, line.wait_s(now) - whole_s * (1 - below / MARKS))
     found = ahead(line, now, 0, size_s)
@@ -177,3 +179,28 @@ def test_a_short_request_goes_where_it_delays_nobody() -> None:
         brain.state._columns.touch(name)
     placed = brain.placed(160)
     assert placed.prefill.instance_id == "p1"
+
+
+def test_the_least_wait_of_many_is_that_of_each() -> None:
+    lines, now = Lines(SizeSettings()), 10.0
+    for n in range(200):
+        lines.placed("m", 0.01 * 1.05 ** (n % 100), now + n * 0.1)
+    now += 20.0
+    line = lines.of("m", 3, lambda: 0.4, now)
+    there = queue()
+    sizes, aheads = np.geomspace(1e-4, 60.0, 97), np.linspace(0.0, 8.0, 97)
+    weights, speedups = np.full(97, there.size_weight), np.full(97, there.speedup)
+    least = line.least_wait_s(aheads, sizes, weights, speedups)
+    exact = np.array([line.wait_s(a, s, there) for a, s in zip(aheads.tolist(), sizes.tolist(), strict=True)])
+    assert (least <= exact).all()
+    assert np.count_nonzero(least > exact * (1 - 1e-6) - 1e-6) > 90  # but where rounding takes another bucket
+    assert (exact > aheads + 0.1).any(), "somebody passes"
+
+
+def test_marks_tell_who_ranks_last_and_the_speed() -> None:
+    there = queue(*(work(f"r{n}", 0.1 * (n + 1)) for n in range(LASTS + 3)))
+    ranks = sorted(there.rank(one) for one in there.works.values())
+    _, noted = marks(there)
+    assert len(noted) == NOTED
+    assert sorted(noted[MARKS : MARKS + LASTS]) == ranks[-LASTS:]
+    assert noted[-1] == there.speedup

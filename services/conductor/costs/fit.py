@@ -169,11 +169,16 @@ class FittedModel:
     def admission_s(self, x1: float, x2: float, now: float, n: float = 1.0) -> float:
         """Seconds, for refusing work. A refusal brings no measurement, so a wrong slow fit would refuse for ever:
         few samples never speak worse than the prior, and an old fit fades towards it."""
-        fitted = self.coefficients.at(x1, x2, n)
-        floor = min(fitted, self.prior.at(x1, x2, n))
+        return self.both(x1, x2, now, n)[1]
+
+    def both(self, x1: float, x2: float, now: float, n: float = 1.0) -> tuple[float, float]:
+        """`predict` and `admission_s`."""
+        fitted, before = self.coefficients.at(x1, x2, n), self.prior.at(x1, x2, n)
+        if fitted <= before:  # nothing to fade
+            return fitted, fitted
         if len(self._samples) < ENOUGH_SAMPLES or self._newest is None:
-            return floor
-        return float(max(floor, fitted * 0.5 ** (max(0.0, now - self._newest) / HALF_LIFE_S)))
+            return fitted, before
+        return fitted, float(max(before, fitted * 0.5 ** (max(0.0, now - self._newest) / HALF_LIFE_S)))
 
 
 def fit(samples: Iterable[Sample], prior: Coefficients, anchors: Anchors, *, bends: bool = False) -> Coefficients:
@@ -192,7 +197,13 @@ def _side(seconds: float, expected: float) -> float:
 
 def _ratio(samples: Iterable[Sample], prior: Coefficients) -> float:
     """How many times as slow as the prior these are: the median."""
-    return float(np.median([s.seconds / max(prior.at(s.x1, s.x2, s.n), 1e-9) for s in samples]))
+    return _median([s.seconds / max(prior.at(s.x1, s.x2, s.n), 1e-9) for s in samples])
+
+
+def _median(values: list[float]) -> float:
+    """As numpy's, of a few hundred without its overhead; none is nan."""
+    ordered, half = sorted(values), len(values) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 class _Rows(NamedTuple):
@@ -266,7 +277,7 @@ def _robust(features: _Array, data: _Rows) -> tuple[_Array, _Array]:
         predicted = np.maximum(features @ solution, 1e-9)
         # Relative to what is predicted, not to what was measured: a wrong sample must not choose its own weight.
         error = np.abs(times - predicted) / predicted
-        spread = max(1.4826 * float(np.median(error[: data.measured])), MIN_RELATIVE_SPREAD)
+        spread = max(1.4826 * _median(error[: data.measured].tolist()), MIN_RELATIVE_SPREAD)
         bounded = np.minimum(1.0, HUBER * spread / np.maximum(error, 1e-12))
         # Beyond four times the bound the pull falls further: one frozen step must not tilt a window of equal sizes.
         bounded = np.where(error > 4 * HUBER * spread, bounded**3, bounded)
@@ -288,14 +299,14 @@ def _solve(features: _Array, times: _Array, weights: _Array) -> _Array:
     for size in range(columns, 0, -1):
         for support in combinations(range(columns), size):
             index = np.array(support)
-            part = gram[np.ix_(index, index)]
+            part, right = (gram, moment) if size == columns else (gram[np.ix_(index, index)], moment[index])
             try:
-                found = np.linalg.solve(part + np.eye(size) * 1e-12 * np.trace(part), moment[index])
+                found = np.linalg.solve(part + np.eye(size) * 1e-12 * np.trace(part), right)
             except np.linalg.LinAlgError:
                 continue
             if (found < 0).any():
                 continue
-            gain = float(found @ moment[index])
+            gain = float(found @ right)
             if gain > best_gain:
                 best, best_gain = np.zeros(columns), gain
                 best[index] = found

@@ -128,6 +128,10 @@ class PrefillModel:
         """Seconds, for refusing work (see `FittedModel.admission_s`)."""
         return self.fit.admission_s(computed, attention_pairs(computed, cached), now, self._steps_of(computed))
 
+    def both(self, computed: float, cached: float, now: float) -> tuple[float, float]:
+        """`predict` and `admission_s`."""
+        return self.fit.both(computed, attention_pairs(computed, cached), now, self._steps_of(computed))
+
     def together(self, prompts: Iterable[tuple[float, float]]) -> float:
         """Seconds of one step with these (computed, cached): they share the constant."""
         tokens = pairs = 0.0
@@ -175,6 +179,10 @@ class DecodeModel:
     def admission_s(self, batch: float, context_tokens: float, now: float) -> float:
         """Seconds, for refusing work."""
         return self.fit.admission_s(batch, context_tokens, now)
+
+    def both(self, batch: float, context_tokens: float, now: float) -> tuple[float, float]:
+        """`predict` and `admission_s`."""
+        return self.fit.both(batch, context_tokens, now)
 
 
 class DecayedRatio:

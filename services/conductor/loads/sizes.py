@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -59,9 +60,9 @@ def ahead(queue: PrefillQueue, now: float, priority: int, size_s: float) -> Ahea
     if wait_s <= 0:
         return Ahead(0.0, 0.0, 0.0, 0)
     rank = now + priority * PRIORITY_STEP_S + size_s * queue.size_weight
-    behind, behind_s, yielding_s = 0, 0.0, 0.0
+    behind, behind_s, yielding_s, weight = 0, 0.0, 0.0, queue.size_weight
     for work in queue.works.values():
-        if queue.rank(work) > rank:
+        if work.placed_at + work.priority * PRIORITY_STEP_S + work.seconds * weight > rank:  # PrefillQueue.rank
             behind += 1
             behind_s += work.seconds
         elif work.yields:
@@ -109,11 +110,15 @@ class Sizes:
             self._sums = [one * keep for one in self._sums]
             self._as_of = now
 
+    def rates(self, now: float) -> list[float]:
+        """By bucket: of requests that are no longer than the middle of it."""
+        self._fade(now)
+        before = accumulate(self._sums, initial=0.0)
+        return [(shorter + own / 2) / FADE_S for shorter, own in zip(before, self._sums, strict=False)]
+
     def rate(self, size_s: float, now: float) -> float:
         """Of requests that are no longer."""
-        self._fade(now)
-        at = _bucket(size_s)
-        return (sum(self._sums[:at]) + self._sums[at] / 2) / FADE_S
+        return self.rates(now)[_bucket(size_s)]
 
     def least_rates(self, sizes_s: _Floats, now: float) -> _Floats:
         """Never more than `rate` tells of these."""
@@ -137,13 +142,17 @@ def _bucket(size_s: float) -> int:
     return min(BUCKETS - 1, int(octaves * OF_AN_OCTAVE))
 
 
+def _nones(sizes_s: _Floats) -> _Floats:
+    return np.zeros_like(sizes_s)
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """Terms of one decision about lines by size. `rate`: see `Sizes.rate`, of one instance."""
 
     settings: SizeSettings
     rate: Callable[[float], float]
-    least_rates: Callable[[_Floats], _Floats]  # never more than `rate`, of many sizes
+    least_rates: Callable[[_Floats], _Floats] = _nones  # never more than `rate`, of many sizes
 
     def least_wait_s(self, ahead_s: _Floats, sizes_s: _Floats, weights: _Floats, speedups: _Floats) -> _Floats:
         """Never more than `wait_s`, of many instances whose `ahead_s` and sizes are no more than these."""
@@ -174,10 +183,6 @@ def _none(size_s: float) -> float:
     return 0.0
 
 
-def _nones(sizes_s: _Floats) -> _Floats:
-    return np.zeros_like(sizes_s)
-
-
 ALONE = Line(SizeSettings(), _none, _nones)  # nobody comes
 
 
@@ -199,14 +204,20 @@ class Lines:
         if sizes is None:
             return Line(self._settings, _none, _nones)
 
-        def share() -> float:
-            own = sizes.whole(now)
-            return (1 + others() / own) / max(1, instances) if own > 0 else 0.0
+        found: list[tuple[float, list[float]]] = []  # once of a decision
+
+        def known() -> tuple[float, list[float]]:
+            if not found:
+                own = sizes.whole(now)
+                share = (1 + others() / own) / max(1, instances) if own > 0 else 0.0
+                found.append((share, sizes.rates(now)))
+            return found[0]
 
         def rate(size_s: float) -> float:
-            return share() * sizes.rate(size_s, now)
+            share, rates = known()
+            return share * rates[_bucket(size_s)]
 
         def least_rates(sizes_s: _Floats) -> _Floats:
-            return share() * sizes.least_rates(sizes_s, now)
+            return known()[0] * sizes.least_rates(sizes_s, now)
 
         return Line(self._settings, rate, least_rates)

@@ -76,8 +76,7 @@ def steps(instance: Instance, requests: float, context_tokens: float, now: float
         # The others wait for a place and cost the step nothing.
         context_tokens *= instance.max_running / requests
         requests = instance.max_running
-    step_s = instance.decode.predict(requests, context_tokens)
-    admission_step_s = instance.decode.admission_s(requests, context_tokens, now)
+    step_s, admission_step_s = instance.decode.both(requests, context_tokens, now)
     busy_s = instance.queue.wait_s(now)  # prompts that it computes beside its rows
     if busy_s > 0:
         chunk, stay_s = instance.chunk_tokens, instance.batch.residence_s

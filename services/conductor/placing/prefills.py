@@ -261,10 +261,7 @@ def _choice(
     model = instance.model
     cached = cached_blocks * model.block_tokens
     computed = request.prompt_tokens - cached
-    alone_s, admission_s = (
-        instance.prefill.predict(computed, cached),
-        instance.prefill.admission_s(computed, cached, now),
-    )
+    alone_s, admission_s = instance.prefill.both(computed, cached, now)
     beside = shared(instance, computed, alone_s, admission_s, now)
     prefill_s = alone_s + beside.slower_s
     took = _fetching(instance, mesh, legs, now) if legs else _NOTHING
