@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.rpc.errors import Overloaded
-from services.conductor.admission.gate import lanes
+from services.conductor.admission import lanes
 from services.conductor.admission.lanes import Asked, BatchLane
 from services.conductor.domain import Lane, Placed, Refuse
 from services.conductor.settings import AdmissionSettings, Mode

@@ -13,8 +13,8 @@ from kvmesh.node.role_servicer import add_instance
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.server import Server
 from kvmesh.telemetry import names
+from services.conductor.balance import orders as carrying
 from services.conductor.balance.orders import MAX_ORDERS, Orders
-from services.conductor.balance.rounds import orders as carrying
 from services.conductor.domain import OrderEnded, Ref, Replicate, Role, SwitchRole
 from tests.node.stores import Node, bench, keys_of, node, until
 
