@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.better_policies import BETTER, MAIN, Policy, policy_of
+from benchmarks.better_policies import BETTER, LINES, PAPER, SPLIT, Policy, policy_of
 from benchmarks.better_runs import SHARES, Row, Task
 from benchmarks.better_tables import SHOWN_AT, Shown, tables
 from kvmesh.rpc.errors import ConfigError
@@ -18,10 +18,10 @@ from kvmesh.sim.plots import HEIGHT, WIDTH, Chart, Line, draw
 
 BEGIN, END = "<!-- filled by benchmarks.better --docs -->\n", "<!-- until here -->"
 HEAD, FOOT = 34, 26
-COLOURS = 0, 5, 4, 1
+DRAWN = {PAPER: 0, SPLIT: 2, LINES: 4, BETTER: 1}  # and their colours
 _SVG = re.compile(r"<svg [^>]*>(.*)</svg>", re.DOTALL)
 _HOVER = re.compile(r"<circle.*?</circle>", re.DOTALL)  # an image answers to no pointer
-_STYLES = (":root", "--", "@media", "svg text", "svg .label", ".grid{", ".line", ".k0", ".k4", ".k1")
+_STYLES = (":root", "--", "@media", "svg text", "svg .label", ".grid{", ".line", ".k0", ".k4")
 
 
 @dataclass(frozen=True)
@@ -76,21 +76,21 @@ def figure(made: Made) -> str:
     charts = []
     for admission, speed in SHOWN_AT:
         lines = []
-        for colour, (name, policy) in enumerate(_main(made).items()):
+        for name, policy in _drawn(made).items():
             row = made.rows[Task(policy, "second", speed, admission).key]
             served = 1 - row["refused"] / row["requests"]
             points = [(max(0.05, at_s), share * served) for at_s, share in zip(row["ttft_s"], SHARES, strict=True)]
-            lines.append(Line(name, points, COLOURS[colour]))
+            lines.append(Line(name, points, DRAWN[name]))
         charts.append((f"{speed:g}x, admission {admission}", Chart("", "TTFT, s", "requests", lines, True, True)))
-    return _drawing(charts, list(_main(made)))
+    return _drawing(charts)
 
 
-def _main(made: Made) -> dict[str, Policy]:
+def _drawn(made: Made) -> dict[str, Policy]:
     shown = next(table for table in tables(made.paper, made.better) if BETTER in table.tasks)
-    return {name: shown.tasks[name][0].policy for name in MAIN}
+    return {name: shown.tasks[name][0].policy for name in DRAWN}
 
 
-def _drawing(charts: list[tuple[str, Chart]], names: list[str]) -> str:
+def _drawing(charts: Sequence[tuple[str, Chart]]) -> str:
     parts = []
     for n, (title, chart) in enumerate(charts):
         found = _SVG.search(draw(chart))
@@ -100,8 +100,8 @@ def _drawing(charts: list[tuple[str, Chart]], names: list[str]) -> str:
         inner = _HOVER.sub("", found[1])
         parts.append(f'<svg x="{x}" y="{y + HEAD}" width="{WIDTH}" height="{HEIGHT}">{inner}</svg>')
     wide, high = 2 * WIDTH, (len(charts) + 1) // 2 * (HEAD + HEIGHT) + FOOT
-    for n, (name, colour) in enumerate(zip(names, COLOURS, strict=True)):
-        x = 60 + n * wide / len(names)
+    for n, (name, colour) in enumerate(DRAWN.items()):
+        x = 60 + n * wide / len(DRAWN)
         parts.append(
             f'<path class="line k{colour}" d="M{x} {high - 14}h24"/><text x="{x + 30}" y="{high - 10}">{name}</text>'
         )

@@ -62,9 +62,11 @@ def better_grid() -> list[Policy]:
 
 
 PAPER, SPLIT, LED = "paper", "paper, 12 + 4 by hand", "paper, roles follow load"
-SIZES, PLACED, LINES = "sizes in the line alone", "... placed by what others lose", "... overtaking foreseen"
-BETTER, COPIES = "better: ... roles follow load", "better, copies of hot prefixes"
-MAIN = PAPER, SPLIT, LINES, BETTER
+SIZES, PLACED = "sizes in the line alone", "and placed by what others lose"
+LINES, BETTER = "lines by size: and overtaking foreseen", "ours: and roles follow load"
+COPIES = "ours, copies of hot prefixes"
+BOTH = "ours, 12 + 4 at first"
+MAIN = PAPER, SPLIT, LINES, BETTER, BOTH
 
 
 def added(paper: Policy, better: Policy) -> dict[str, Policy]:
@@ -78,6 +80,7 @@ def added(paper: Policy, better: Policy) -> dict[str, Policy]:
         PLACED: replace(lines, overtaking=0.0),
         LINES: lines,
         BETTER: better,
+        BOTH: replace(better, prefills=12),
         COPIES: replace(better, copies=True),
     }
 
