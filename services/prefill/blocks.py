@@ -184,10 +184,15 @@ class SharedBlocks:
         return len(usable)
 
     def _sources(self, h: Handoff, usable: Sequence[bytes]) -> Callable[[int], bool]:
-        """Whether a block can be fetched: a hint covers it, or it lies below here and may be read from there."""
+        """Whether a block can be fetched: a hint covers it, or it lies below here and may be read from there; and it was
+        not removed since the request came, whose pull may be planned for later."""
         covered, lower = _covered(h.start.pulls, len(usable)), self.lower
         until = len(usable) if h.start.load_until is None else h.start.load_until
-        return lambda i: bool(covered[i]) or (lower is not None and i < until and lower.holds(usable[i]))
+
+        def can_come(i: int) -> bool:
+            return i < h.sealable and (bool(covered[i]) or (lower is not None and i < until and lower.holds(usable[i])))
+
+        return can_come
 
     def _join(self, h: Handoff, pull: _Pull) -> None:
         pull.waiters[h.handle] = h

@@ -6,6 +6,7 @@ import asyncio
 
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.node import messages as m
+from kvmesh.node.removals import Gone
 from kvmesh.node.segments import Segments
 from kvmesh.rpc.pb import prefill_pb2 as pb
 from services.prefill import events as ev
@@ -80,3 +81,18 @@ def test_rates_follow_what_was_seen() -> None:
     assert not rates.pull_pays
     rates.pulled(0, 50)
     assert 49 < rates.pulled_ns < 50
+
+
+def test_what_was_removed_meanwhile_is_not_fetched() -> None:
+    """Else it would lie here again, and be announced."""
+    state = make_state(extents=16, depth=1)
+    busy_tokens, busy_keys = prompt("xyz+1", 4)
+    state.step(ev.Start(1, 1, "r1", busy_tokens, busy_keys, m.Sampling(0.0, 1.0, 0, 0)), BOOT_NS)
+    tokens, keys = prompt("abcd+1", 4)
+    hints = (PullRange("A", "A:1", 1, 0, 4),)
+    start = ev.Start(2, 1, "r2", tokens, keys, m.Sampling(0.0, 1.0, 0, 0), pulls=hints, pull_at_ns=BOOT_NS + 30 * MS)
+    assert not [a for a in state.step(start, BOOT_NS) if isinstance(a, ev.Pull)]
+    state.step(ev.Removed(Gone(frozenset({keys[2]}))), BOOT_NS)
+    (pull,) = [a for a in state.step(ev.Tick(), BOOT_NS + 30 * MS) if isinstance(a, ev.Pull)]
+    assert pull.job.keys == tuple(keys[:2])
+    state.check_integrity()
