@@ -54,11 +54,21 @@ def paper_grid() -> list[Policy]:
 
 
 def better_grid() -> list[Policy]:
-    """The weight of sizes, how much of the overtaking that theory foresees is counted, and how many decode instances
-    keep their role."""
-    base = Policy(step_tokens=4096, others=0.5, later=0.2, roles=True)
-    tried = ((16.0, 0.5, 0), (8.0, 0.5, 0), (16.0, 1.0, 0), (16.0, 1.0, 3), (16.0, 1.0, 4))
-    return [replace(base, size_weight=weight, overtaking=share, kept=kept) for weight, share, kept in tried]
+    """The weight of sizes, how much of what others lose and of the overtaking that theory foresees is counted, and how
+    many decode instances keep their role."""
+    base = Policy(step_tokens=4096, later=0.2, roles=True)
+    tried = (
+        (16.0, 0.5, 0.5, 0),
+        (8.0, 0.5, 0.5, 0),
+        (16.0, 0.5, 1.0, 0),
+        (16.0, 0.5, 1.0, 3),
+        (16.0, 0.5, 1.0, 4),
+        (16.0, 1.0, 0.5, 3),
+    )
+    return [
+        replace(base, size_weight=weight, others=others, overtaking=share, kept=kept)
+        for weight, others, share, kept in tried
+    ]
 
 
 PAPER, SPLIT, LED = "paper", "paper, 12 + 4 by hand", "paper, roles follow load"
