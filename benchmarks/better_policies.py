@@ -64,6 +64,7 @@ def better_grid() -> list[Policy]:
         (16.0, 0.5, 1.0, 3),
         (16.0, 0.5, 1.0, 4),
         (16.0, 1.0, 0.5, 3),
+        (16.0, 2.0, 0.5, 3),
     )
     return [
         replace(base, size_weight=weight, others=others, overtaking=share, kept=kept)
