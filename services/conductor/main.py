@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable
 
+from kvmesh.loading import LastingHeap
 from kvmesh.rpc import runner
 from kvmesh.rpc.pb import conductor_pb2_grpc as pb_grpc
 from kvmesh.rpc.server import Server
@@ -68,6 +69,7 @@ class Conductor(runner.Service):
         )
         self._stop = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
+        self._heap = LastingHeap()
 
     def add_to(self, server: Server) -> None:
         """Conductor on `server`."""
@@ -93,6 +95,7 @@ class Conductor(runner.Service):
 
     async def close(self) -> None:
         """Leave the store master's stream; another may lead at once."""
+        self._heap.close()
         self._stop.set()
         await self._orders.close()
         await self.office.close()
