@@ -17,7 +17,7 @@ from kvmesh.sim.html_style import STYLE
 from kvmesh.sim.plots import HEIGHT, WIDTH, Chart, Line, draw
 
 BEGIN, END = "<!-- filled by benchmarks.better --docs -->\n", "<!-- until here -->"
-HEAD, FOOT = 34, 26
+HEAD, FOOT, LEGEND = 34, 48, 22
 DRAWN = {PAPER: 0, SPLIT: 2, LINES: 4, BETTER: 1}  # and their colours
 _SVG = re.compile(r"<svg [^>]*>(.*)</svg>", re.DOTALL)
 _HOVER = re.compile(r"<circle.*?</circle>", re.DOTALL)  # an image answers to no pointer
@@ -101,10 +101,8 @@ def _drawing(charts: Sequence[tuple[str, Chart]]) -> str:
         parts.append(f'<svg x="{x}" y="{y + HEAD}" width="{WIDTH}" height="{HEIGHT}">{inner}</svg>')
     wide, high = 2 * WIDTH, (len(charts) + 1) // 2 * (HEAD + HEIGHT) + FOOT
     for n, (name, colour) in enumerate(DRAWN.items()):
-        x = 60 + n * wide / len(DRAWN)
-        parts.append(
-            f'<path class="line k{colour}" d="M{x} {high - 14}h24"/><text x="{x + 30}" y="{high - 10}">{name}</text>'
-        )
+        x, y = 60 + n % 2 * WIDTH, high - FOOT + 14 + n // 2 * LEGEND
+        parts.append(f'<path class="line k{colour}" d="M{x} {y}h24"/><text x="{x + 30}" y="{y + 4}">{name}</text>')
     style = "".join(line for line in STYLE.splitlines() if line.startswith(_STYLES))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" font-family="system-ui, sans-serif">\n'
