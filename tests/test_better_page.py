@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.better import LOSS, TUNED_AT, best
+from benchmarks.better import LOSS, best
 from benchmarks.better_page import BEGIN, END, figure, filled, read_rows
 from benchmarks.better_policies import BETTER, PAPER, Policy, better_grid, paper_grid, policy_of
 from benchmarks.better_runs import Inputs, Row, Runs, Task, kept, requests_of
-from benchmarks.better_tables import TUNING_SEED, mean, tables
+from benchmarks.better_tables import TUNED_AT, TUNING_SEED, mean, tables
 from benchmarks.paper_setup import PARAMETERS, read
 from kvmesh.rpc.errors import ConfigError
 
