@@ -184,8 +184,8 @@ class SharedBlocks:
         return len(usable)
 
     def _sources(self, h: Handoff, usable: Sequence[bytes]) -> Callable[[int], bool]:
-        """Whether a block can be fetched: a hint covers it, or it lies below here and may be read from there; and it was
-        not removed since the request came, whose pull may be planned for later."""
+        """Whether a block can be fetched: a hint covers it, or it lies below here and may be read from there; and it
+        was not removed since the request came, whose pull may be planned for later."""
         covered, lower = _covered(h.start.pulls, len(usable)), self.lower
         until = len(usable) if h.start.load_until is None else h.start.load_until
 

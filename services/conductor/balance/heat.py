@@ -91,13 +91,14 @@ class Heat:
         ]
         found.sort(key=lambda one: (-one[0], one[1].key))
         best: list[Hot] = []
+        ends = {chain.key for _, chain in found}
         covered: dict[bytes, float] = {}  # prefixes of what was taken: at what rate
         for reads, chain in found:
             rate = reads / chain.depth
             if rate * ALIKE > covered.get(chain.key, 0.0):
                 prompt_tokens = chain.prompt_tokens / (chain.count - chain.error)
                 hot = Hot(chain.model, tuple(split(chain.packed)), rate, prompt_tokens)
-                covered.update((key, rate) for key in hot.keys if covered.get(key, 0.0) < rate)
+                covered.update((key, rate) for key in ends.intersection(hot.keys) if covered.get(key, 0.0) < rate)
                 best.append(hot)
                 if len(best) == most:
                     break

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from kvmesh.kvcache.tiers import Tier, split_name
 from services.conductor.balance.heat import Heat, Hot
@@ -65,10 +66,13 @@ class _Rest:
 
 @dataclass(frozen=True)
 class _Field:
-    """The prefill instances of one look, by their slot in the block map."""
+    """The instances of one look."""
 
-    by_slot: dict[int, Instance]
-    mask: int
+    by_slot: dict[int, Instance]  # prefill instances, by their slot in the block map
+    mask: int  # of these slots
+    idlest: dict[str, list[tuple[Life, Instance]]]  # by model: its prefill instances, who has the least to do first
+    known: dict[Life, Instance]
+    leaving: frozenset[Life]
 
 
 class Replication:
@@ -101,7 +105,9 @@ class Replication:
         """Orders of this moment."""
         self._expire(moment.now)
         hot = heat.hottest(moment.now, most=MOST_HOT, least_rate=LEAST_RATE)
-        field = _field(moment) if hot else _Field({}, 0)
+        if not hot:
+            return []
+        field = _field(moment)
         return [order for one in hot for order in self._orders(one, field, moment)]
 
     def _expire(self, now: float) -> None:
@@ -125,17 +131,14 @@ class Replication:
         slots = bits(whole & field.mask)
         holders = [field.by_slot[slot] for slot in slots[:MAX_LISTED]]
         bound = {f.order.target.life for f in self._flights.values() if hot.keys[-1] in f.brings}
-        bound -= {i.ref.life for i in holders}
-        others = [
-            i
-            for i in moment.able
-            if i.role.prefills and i.model.name == hot.model and i not in holders and i.ref.life not in bound
-        ]
+        held = {i.ref.life for i in holders}
+        bound -= held
+        others = [one for one in field.idlest.get(hot.model, ()) if one[0] not in held and one[0] not in bound]
         have = len(slots) + len(bound) + coming.bit_count()
-        want, why = _wanted(hot, holders, others, moment)
+        want, why = _wanted(hot, holders, others[0][1] if others else None, moment)
         if want <= have or not others:
             return
-        source = _source(survey, moment)
+        source = _source(survey, field, moment)
         if source is None:
             return
         for target, depth in self._targets(hot, survey, others, source, moment)[: want - have]:
@@ -144,23 +147,22 @@ class Replication:
                 yield order
 
     def _targets(
-        self, hot: Hot, survey: Survey, others: Sequence[Instance], source: _Source, moment: Moment
+        self, hot: Hot, survey: Survey, others: Sequence[tuple[Life, Instance]], source: _Source, moment: Moment
     ) -> list[tuple[Instance, int]]:
-        """Who could take a copy, the best first, and how many leading blocks each has. What was begun is ended first,
-        then the idlest takes it."""
+        """Who of the others (the idlest first) could take a copy, the best first, and how many leading blocks each has.
+        What was begun is ended first, then the idlest takes it."""
         busy = {f.order.target.life for f in self._flights.values()}
         resting = {life for life, rest in self._rests.items() if rest.until > moment.now}
-        fit = [
-            i
-            for i in others
-            if i.ref.life not in busy
-            and i.ref.life not in resting
+        fit = (
+            (life, i)
+            for life, i in others
+            if life not in busy
+            and life not in resting
             and source.identity in (None, i.model.kv_identity)
             and i.load.store_capacity >= STORE_SHARE * len(hot.keys)
-        ]
-        fit.sort(key=lambda i: (i.queue.wait_s(moment.now), len(i.queue.works), i.ref.instance_id))
-        depth = {i.ref.life: survey.depth(Place(moment.index.place_of(i.ref.life).sealed)) for i in fit[:MAX_LISTED]}
-        found = [(i, depth[i.ref.life]) for i in fit[:MAX_LISTED] if depth[i.ref.life] < source.depth]
+        )
+        listed = [(i, survey.depth(Place(moment.index.place_of(life).sealed))) for life, i in islice(fit, MAX_LISTED)]
+        found = [one for one in listed if one[1] < source.depth]
         return sorted(found, key=lambda one: (-one[1], one[0].node_id == source.node_id))
 
     def _order(self, hot: Hot, source: _Source, target: Instance, depth: int, why: str, now: float) -> Replicate | None:
@@ -179,9 +181,9 @@ class Replication:
         return order
 
 
-def _wanted(hot: Hot, holders: Sequence[Instance], others: Sequence[Instance], moment: Moment) -> tuple[int, str]:
-    """How many prefill instances should hold it, and why; see above."""
-    about = next(iter((*holders, *others)), None)
+def _wanted(hot: Hot, holders: Sequence[Instance], idlest: Instance | None, moment: Moment) -> tuple[int, str]:
+    """How many prefill instances should hold it, and why; see above. `idlest`: of the others."""
+    about = holders[0] if holders else idlest
     if about is None:
         return 0, ""
     cached = len(hot.keys) * about.model.block_tokens
@@ -192,9 +194,9 @@ def _wanted(hot: Hot, holders: Sequence[Instance], others: Sequence[Instance], m
     if saved < WORTH:
         return 0, why
     want = max(2, math.ceil(hot.rate * use_s / TARGET))
-    if holders and others:
-        fetch_s = others[0].pull.seconds(cached * about.model.kv_bytes_per_token, 1, moment.now)
-        longer_s = min(i.queue.wait_s(moment.now) for i in holders) - min(i.queue.wait_s(moment.now) for i in others)
+    if holders and idlest is not None:
+        fetch_s = idlest.pull.seconds(cached * about.model.kv_bytes_per_token, 1, moment.now)
+        longer_s = min(i.queue.wait_s(moment.now) for i in holders) - idlest.queue.wait_s(moment.now)
         if longer_s > fetch_s / 2:
             want = max(want, len(holders) + 1)
             why += f", its holders' queues are longer by {longer_s * 1000:.0f} ms"
@@ -204,12 +206,21 @@ def _wanted(hot: Hot, holders: Sequence[Instance], others: Sequence[Instance], m
 def _field(moment: Moment) -> _Field:
     by_slot: dict[int, Instance] = {}
     mask = 0
+    ranked = []
     for instance in moment.able:
-        sealed = moment.index.place_of(instance.ref.life).sealed if instance.role.prefills else 0
-        if sealed:
+        if not instance.role.prefills:
+            continue
+        life, queue = instance.ref.life, instance.queue
+        ranked.append((queue.wait_s(moment.now), len(queue.works), life, instance))
+        if sealed := moment.index.place_of(life).sealed:
             by_slot[sealed.bit_length() - 1] = instance
             mask |= sealed
-    return _Field(by_slot, mask)
+    ranked.sort(key=lambda one: one[:3])
+    idlest: dict[str, list[tuple[Life, Instance]]] = {}
+    for _, _, life, instance in ranked:
+        idlest.setdefault(instance.model.name, []).append((life, instance))
+    known = {i.ref.life: i for i in (*moment.able, *moment.leaving)}
+    return _Field(by_slot, mask, idlest, known, frozenset(i.ref.life for i in moment.leaving))
 
 
 def _everywhere(survey: Survey, blocks: int) -> tuple[int, int]:
@@ -231,10 +242,8 @@ class _Source:
     identity: tuple[object, ...] | None  # of its KV; None: it is no instance that is known here
 
 
-def _source(survey: Survey, moment: Moment) -> _Source | None:
+def _source(survey: Survey, field: _Field, moment: Moment) -> _Source | None:
     """Who has the most of it in memory; somebody who is leaving before anybody else, then who has the least to do."""
-    known = {i.ref.life: i for i in (*moment.able, *moment.leaving)}
-    leaving = {i.ref.life for i in moment.leaving}
     best: tuple[tuple[int, bool, float, str], _Source] | None = None
     for slot in bits(survey.runs[0].sealed)[:MAX_LISTED] if survey.runs else ():
         store_id, tier = split_name(moment.index.truth.store_of(slot))
@@ -243,9 +252,9 @@ def _source(survey: Survey, moment: Moment) -> _Source | None:
             continue
         life = member.ref.life
         depth = survey.depth(Place(moment.index.place_of(life).sealed & (1 << slot)))
-        instance = known.get(life)
+        instance = field.known.get(life)
         wait_s = instance.queue.wait_s(moment.now) if instance is not None else 0.0
-        worth = (-depth, life not in leaving, wait_s, store_id)
+        worth = (-depth, life not in field.leaving, wait_s, store_id)
         if depth and (best is None or worth < best[0]):
             identity = instance.model.kv_identity if instance is not None else None
             best = worth, _Source(member.ref, member.node_id, depth, identity)
