@@ -1,4 +1,4 @@
-"""Imports of a process that lives long."""
+"""The garbage collector in a process that lives long: what lasts is not looked over again and again."""
 
 from __future__ import annotations
 
