@@ -6,14 +6,16 @@ import dataclasses
 import itertools
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.conductor.balance.demand import MIXED, Counts, Demand
+from services.conductor.balance.demand import Demand
 from services.conductor.balance.roles import DEADLINE_S, HIGH, PAUSE, Roles
+from services.conductor.balance.tally import MIXED, Counts, Tally
 from services.conductor.domain import Load, OrderEnded, Ref, Register, Role, SwitchRole
 from services.conductor.fleet.instance import Instance, ModelFits
 from services.conductor.settings import BalanceSettings
@@ -35,6 +37,14 @@ def instance(name: str, role: Role, **more: Any) -> Instance:
     )
 
 
+def tallied(instances: Sequence[Instance], now: float, tally: Tally | None = None) -> Tally:
+    """All of them met."""
+    tally = tally or Tally(0.1)
+    for one in instances:
+        tally.add(one, now)
+    return tally
+
+
 class World:
     """Instances under `Roles`; orders are obeyed when `obeys` says so."""
 
@@ -48,7 +58,7 @@ class World:
 
     def look(self, demand: Demand, *, obeys: bool = True, seconds: float = 1.0, watched_s: float = 60.0) -> None:
         self.now += seconds
-        for order in self.roles.look({"demo": self.fleet}, {"demo": (demand, watched_s)}, self.now):
+        for order in self.roles.look({"demo": tallied(self.fleet, self.now)}, {"demo": (demand, watched_s)}, self.now):
             self.orders.append((self.now, order))
             told = next(i for i in self.fleet if i.ref == order.ref)
             self.towards[self.now] = P if order.role is P or (order.role is B and told.role is D) else D

@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.telemetry import names
 from services.conductor import mapping_out
-from services.conductor.balance.demand import MIXED, Demand, Demands
+from services.conductor.balance.demand import Demand, Demands
 from services.conductor.balance.gauges import MAX_LOAD, ScaleGauges
 from services.conductor.balance.scale import CALM, Hint, Scale
+from services.conductor.balance.tally import MIXED
 from services.conductor.config import ConductorConfig
 from services.conductor.domain import Lane, Load, Role, Schedule
+from services.conductor.fleet.instance import Instance
 from services.conductor.settings import AdmissionSettings, BalanceSettings, Settings
 from tests.conductor.loop import Loop
-from tests.conductor.test_roles import instance
+from tests.conductor.test_roles import instance, tallied
 
 P, D, B = Role.PREFILL, Role.DECODE, Role.BOTH
 SETTINGS = BalanceSettings(window_s=2.0, target_load=0.7)
@@ -37,7 +39,7 @@ class Pools:
 
     def look(self, demand: Demand, seconds: float = 1.0, watched_s: float = 60.0) -> dict[Role, int]:
         self.now += seconds
-        self.scale.look({"demo": self.fleet}, {"demo": (demand, watched_s)}, self.now)
+        self.scale.look({"demo": tallied(self.fleet, self.now)}, {"demo": (demand, watched_s)}, self.now)
         return {hint.role: hint.change for hint in self.scale.hints}
 
 
@@ -110,6 +112,10 @@ def test_noise_of_a_tenth_changes_the_hint_at_most_twice(level: float, seed: int
 # ── what it goes by ───────────────────────────────────────────────────────────────────────────────
 
 
+def look(demands: Demands, fleet: list[Instance], now: float) -> tuple[Demand, float]:
+    return demands.look({"demo": tallied(fleet, now, demands.tally("demo"))}, now)["demo"]
+
+
 def asked(name: str, **more: Any) -> Schedule:
     return Schedule(
         **({"request_id": name, "attempt": 0, "model": "demo", "prompt_tokens": 2000, "max_tokens": 9} | more)
@@ -118,7 +124,7 @@ def asked(name: str, **more: Any) -> Schedule:
 
 def test_demand_counts_who_was_refused_but_neither_attempts_nor_the_batch_lane() -> None:
     demands = Demands(Settings(slo_tbt_s=1.0, balance=BalanceSettings(window_s=4.0)))
-    fleet = {"demo": [instance("p", P), instance("d", D)]}
+    fleet = [instance("p", P), instance("d", D)]
     now = 0.0
     demand = Demand()
     for n in range(200):
@@ -126,8 +132,8 @@ def test_demand_counts_who_was_refused_but_neither_attempts_nor_the_batch_lane()
         demands.asked(asked(f"r{n}"), now)
         demands.asked(asked(f"r{n}", attempt=1), now)
         demands.asked(asked(f"b{n}", lane=Lane.BATCH), now)
-        demand, watched_s = demands.look(fleet, now)["demo"]
-    whole_s = fleet["demo"][0].seconds_per_token() * 2000
+        demand, watched_s = look(demands, fleet, now)
+    whole_s = fleet[0].seconds_per_token() * 2000
     assert abs(demand.prefill - 10 * whole_s) < 0.05 * 10 * whole_s
     assert watched_s > 19
     assert demands.look({}, now) == {}
@@ -143,11 +149,11 @@ def test_rows_count_at_the_slo_of_their_model_or_by_their_room() -> None:
     for name, right in room.items():
         demands = Demands(Settings(slo_tbt_s=10.0, admission=AdmissionSettings(by_model=((name, 1.0, step_s),))))
         demands.asked(asked("r"), 0.0)
-        assert abs(demands.look({"demo": [instance("p", P), d]}, 0.0)["demo"][0].decode - right) < 1e-9
+        assert abs(look(demands, [instance("p", P), d], 0.0)[0].decode - right) < 1e-9
     d.capacity_blocks = 54  # 100 tokens each take 6.75 blocks, as they end anywhere in their last one
     demands = Demands(Settings(slo_tbt_s=10.0))
     demands.asked(asked("r"), 0.0)
-    assert demands.look({"demo": [d]}, 0.0)["demo"][0].decode == 10 / 8
+    assert look(demands, [d], 0.0)[0].decode == 10 / 8
 
 
 def test_who_waits_for_prefill_is_no_work_for_decode() -> None:
@@ -158,7 +164,7 @@ def test_who_waits_for_prefill_is_no_work_for_decode() -> None:
     d.batch.report(d.load, 0.0)
     demands = Demands(Settings(slo_tbt_s=10.0))
     demands.asked(asked("r"), 0.0)
-    assert demands.look({"demo": [p, d]}, 0.0)["demo"][0].decode == 6 / 32
+    assert look(demands, [p, d], 0.0)[0].decode == 6 / 32
 
 
 def test_a_loop_in_overload_asks_for_what_it_needs() -> None:

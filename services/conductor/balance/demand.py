@@ -12,18 +12,16 @@ shows in queues and rows alone. Everything is smoothed by one half-life.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from services.conductor.domain import Lane, Role, Schedule
-from services.conductor.fleet.instance import Instance
+from services.conductor.balance.tally import MIXED, Counts, Tally
+from services.conductor.domain import Lane, Schedule
 from services.conductor.placing.placement import Choice
 from services.conductor.settings import Settings
 
-MIXED = 0.8  # what a coupled instance brings of one that does only one thing: each waits for the other's steps
 MAX_UNPLACED = 8.0  # asked / placed: clients come again, so it says ever less
 MAX_MODELS = 64
-MAX_ROWS = 4096  # of one instance, where it names no limit
 
 
 class Fading:
@@ -41,29 +39,6 @@ class Fading:
     def at(self, now: float) -> float:
         """What is left of it."""
         return self._sum * math.pow(0.5, max(0.0, now - self._at) / self._half_life_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Instances of one model by role; fractions are those in mind."""
-
-    prefills: float
-    decodes: float
-    boths: float = 0.0
-
-    def moved(self, was: Role, becomes: Role) -> Counts:
-        """One of them in another role."""
-        change = {was: -1, becomes: 1}
-        return Counts(
-            self.prefills + change.get(Role.PREFILL, 0),
-            self.decodes + change.get(Role.DECODE, 0),
-            self.boths + change.get(Role.BOTH, 0),
-        )
-
-    @property
-    def serves(self) -> bool:
-        """Whether requests can be answered."""
-        return self.boths >= 1 or (self.prefills >= 1 and self.decodes >= 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +67,6 @@ class Demand:
 
 def _over(demand: float, capacity: float) -> float:
     return demand / capacity if capacity > 0 else math.inf if demand > 0 else 0.0
-
-
-def counts_of(instances: Sequence[Instance]) -> Counts:
-    """By role."""
-    roles = [i.role for i in instances]
-    return Counts(roles.count(Role.PREFILL), roles.count(Role.DECODE), roles.count(Role.BOTH))
-
-
-def by_model(instances: Sequence[Instance]) -> dict[str, list[Instance]]:
-    """In the order in which they come."""
-    found: dict[str, list[Instance]] = {}
-    for instance in instances:
-        found.setdefault(instance.model.name, []).append(instance)
-    return found
 
 
 @dataclass
@@ -162,54 +123,35 @@ class Demands:
             asked.placed_tokens.add(request.prompt_tokens, now)
             asked.placed_s.add(choice.prefill.prefill_s / choice.prefill.instance.queue.speedup, now)
 
-    def look(self, models: dict[str, list[Instance]], now: float) -> dict[str, tuple[Demand, float]]:
+    def tally(self, model: str) -> Tally:
+        """To be filled with that model's instances for `look`."""
+        return Tally(self._slos.get(model, self._slo)[1])
+
+    def look(self, tallies: Mapping[str, Tally], now: float) -> dict[str, tuple[Demand, float]]:
         """What instances show now is taken in. By model: its demand, and for how many seconds it has been watched."""
-        for gone in [name for name in self._asked if name not in models]:
+        for gone in [name for name in self._asked if name not in tallies]:
             del self._asked[gone]
         return {
-            name: (self._look(name, asked, models[name], now), now - asked.since) for name, asked in self._asked.items()
+            name: (self._look(name, asked, tallies[name], now), now - asked.since)
+            for name, asked in self._asked.items()
         }
 
-    def _look(self, name: str, asked: _Asked, instances: Sequence[Instance], now: float) -> Demand:
-        ttft_slo_s, tbt_slo_s = self._slos.get(name, self._slo)
+    def _look(self, name: str, asked: _Asked, tally: Tally, now: float) -> Demand:
+        ttft_slo_s = self._slos.get(name, self._slo)[0]
         passed = 1.0 if asked.looked_at is None else 1 - 0.5 ** ((now - asked.looked_at) / self._half_life_s)
         asked.looked_at = now
-        backlog_s = sum(i.queue.wait_s(now) for i in instances)
-        asked.backlog_s += passed * (backlog_s - asked.backlog_s)
+        asked.backlog_s += passed * (tally.backlog_s - asked.backlog_s)
         placed, placed_tokens, batch = asked.placed.at(now), asked.placed_tokens.at(now), asked.batch.at(now)
         counted = placed / (placed + batch) if placed + batch > 0 else 1.0
-        asked.rows += passed * (_rows(instances) * counted - asked.rows)
-        token_s = asked.placed_s.at(now) / placed_tokens if placed_tokens > 0 else instances[0].seconds_per_token()
+        asked.rows += passed * (tally.rows * counted - asked.rows)
+        assert tally.first is not None, "a model without instances has no tally"
+        token_s = asked.placed_s.at(now) / placed_tokens if placed_tokens > 0 else tally.first.seconds_per_token()
         unplaced = min(MAX_UNPLACED, max(1.0, asked.requests.at(now) / placed)) if placed > 0 else 1.0
-        carried = [_carried(i, tbt_slo_s) for i in instances if i.role.decodes] or [1.0]
         return Demand(
             asked.per_s(asked.tokens, now) * token_s + asked.backlog_s / ttft_slo_s,
-            asked.rows * unplaced * len(carried) / sum(carried),
+            asked.rows * unplaced * max(1, tally.decoding) / (tally.carried or 1.0),
         )
 
 
 def _uncounted(request: Schedule) -> bool:
     return request.attempt > 0 or request.lane is Lane.BATCH
-
-
-def _rows(instances: Sequence[Instance]) -> int:
-    """Requests whose prompts are computed and whose answers are not over: decode also counts those it waits for."""
-    running = sum(i.load.running_requests for i in instances)
-    present = sum(i.batch.requests for i in instances)
-    computing = sum(max(len(i.queue.works), i.load.queued_requests) for i in instances)
-    return max(running, present - computing)
-
-
-def _carried(instance: Instance, tbt_slo_s: float) -> float:
-    """How many rows of the present length it answers within the SLO at once; at least 1."""
-    load = instance.load
-    context = load.context_tokens / load.running_requests if load.running_requests else instance.model.block_tokens
-    room = instance.capacity_blocks / max(1.0, context / instance.model.block_tokens + 0.5)
-    low, high = 1, max(1, min(instance.max_running or MAX_ROWS, int(room)))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if instance.decode.predict(middle, middle * context) <= tbt_slo_s:
-            low = middle
-        else:
-            high = middle - 1
-    return float(low)

@@ -40,12 +40,26 @@ class _Chain:
 
 @dataclass(frozen=True, slots=True)
 class Hot:
-    """A prefix: `rate` uses a second at least, by prompts of `prompt_tokens` on the average."""
+    """A prefix: `rate` uses a second at least, by prompts of `prompt_tokens` on the average. `packed`: its keys."""
 
     model: str
-    keys: tuple[bytes, ...]
+    packed: bytes
     rate: float
     prompt_tokens: float
+
+    @property
+    def blocks(self) -> int:
+        """How many keys it has."""
+        return len(self.packed) // KEY_BYTES
+
+    @property
+    def keys(self) -> tuple[bytes, ...]:
+        """One by one; made anew each time."""
+        return tuple(split(self.packed))
+
+    def begins_with(self, chain: _Chain) -> bool:
+        """Whether that is a beginning of it: a key says all before it."""
+        return self.packed[(chain.depth - 1) * KEY_BYTES : chain.depth * KEY_BYTES] == chain.key
 
 
 class Heat:
@@ -91,15 +105,11 @@ class Heat:
         ]
         found.sort(key=lambda one: (-one[0], one[1].key))
         best: list[Hot] = []
-        ends = {chain.key for _, chain in found}
-        covered: dict[bytes, float] = {}  # prefixes of what was taken: at what rate
         for reads, chain in found:
             rate = reads / chain.depth
-            if rate * ALIKE > covered.get(chain.key, 0.0):
+            if rate * ALIKE > max((hot.rate for hot in best if hot.begins_with(chain)), default=0.0):
                 prompt_tokens = chain.prompt_tokens / (chain.count - chain.error)
-                hot = Hot(chain.model, tuple(split(chain.packed)), rate, prompt_tokens)
-                covered.update((key, rate) for key in ends.intersection(hot.keys) if covered.get(key, 0.0) < rate)
-                best.append(hot)
+                best.append(Hot(chain.model, chain.packed, rate, prompt_tokens))
                 if len(best) == most:
                     break
         return best

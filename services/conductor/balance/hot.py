@@ -10,19 +10,24 @@ wants
 
 Copies of what cools are nobody's business: they are evicted like everything else. An order copies at most what the
 limits leave room for, from the beginning of the chain; the rest follows. A target that fails rests, longer each time.
+
+A look takes several ticks: the instances are met some at a time (`Field`), then the prefixes are looked at, each one
+with what is held and under way by then.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
 
 from kvmesh.kvcache.tiers import Tier, split_name
 from services.conductor.balance.heat import Heat, Hot
 from services.conductor.domain import Life, Member, OrderEnded, Ref, Replicate
 from services.conductor.fleet.instance import Instance
+from services.conductor.fleet.walk import Pace
 from services.conductor.prefixes.index import Index, Place, Survey, bits
 from services.conductor.settings import BalanceSettings
 
@@ -31,6 +36,7 @@ TARGET = 0.7
 LEAST_RATE = 0.05  # uses a second
 MOST_HOT = 16
 MAX_LISTED = 64  # holders, or targets, that are looked at one by one
+KEYS = Pace(40_000, 1024)  # of prefixes that are looked at: two long ones in a tick of 50 ms
 STORE_SHARE = 4  # a prefix takes at most one part in so many of the target's store
 DEADLINE_S = 20.0  # an order that is not answered by then has failed
 SETTLE_S = 3.0  # within which what was copied is announced
@@ -39,11 +45,13 @@ REST_S, MAX_REST_S = 2.0, 120.0
 
 @dataclass(frozen=True)
 class Moment:
-    """What there is to order by. `able`: instances that may get work; `leaving`: those being drained; `member`: who
-    bears a name at the store master."""
+    """What there is to order by. `passed_s`: since the last tick; `everybody`: all instances; `may`: whether one of
+    them is still there and may get work; `leaving`: those being drained; `member`: who bears a name at the master."""
 
     now: float
-    able: Sequence[Instance]
+    passed_s: float
+    everybody: Callable[[], Sequence[Instance]]
+    may: Callable[[Instance], bool]
     leaving: Sequence[Instance]
     index: Index
     member: Callable[[str], Member | None]
@@ -64,15 +72,35 @@ class _Rest:
     until: float
 
 
-@dataclass(frozen=True)
-class _Field:
-    """The instances of one look."""
+@dataclass(slots=True)
+class Field:
+    """The instances as one walk over them has met them, `add` by `add`."""
 
-    by_slot: dict[int, Instance]  # prefill instances, by their slot in the block map
-    mask: int  # of these slots
-    idlest: dict[str, list[tuple[Life, Instance]]]  # by model: its prefill instances, who has the least to do first
-    known: dict[Life, Instance]
-    leaving: frozenset[Life]
+    by_slot: dict[int, Instance] = field(default_factory=dict)  # prefill instances, by their slot in the block map
+    mask: int = 0  # of these slots
+    known: dict[Life, Instance] = field(default_factory=dict)
+    _ranked: dict[str, list[tuple[float, int, Life, Instance]]] = field(default_factory=dict)  # by model
+    _sorted: bool = False
+
+    def add(self, instance: Instance, index: Index, now: float) -> None:
+        """One that may get work, as it is now."""
+        life, queue = instance.ref.life, instance.queue
+        self.known[life] = instance
+        if not instance.role.prefills:
+            return
+        ranked = self._ranked.setdefault(instance.model.name, [])
+        ranked.append((queue.wait_s(now), len(queue.works), life, instance))
+        if sealed := index.place_of(life).sealed:
+            self.by_slot[sealed.bit_length() - 1] = instance
+            self.mask |= sealed
+
+    def idlest(self, model: str) -> Sequence[tuple[float, int, Life, Instance]]:
+        """Its prefill instances, who had the least to do first."""
+        if not self._sorted:
+            for ranked in self._ranked.values():
+                ranked.sort(key=lambda one: one[:3])
+            self._sorted = True
+        return self._ranked.get(model, ())
 
 
 class Replication:
@@ -83,10 +111,18 @@ class Replication:
         self._number = number
         self._flights: dict[int, _Flight] = {}
         self._rests: dict[Life, _Rest] = {}
+        self._field = Field()
+        self._left: deque[Hot] = deque()
 
     def stop(self) -> None:
         """This conductor leads no more: what it ordered is another's business."""
         self._flights.clear()
+        self._left.clear()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether some prefixes are still to be looked at."""
+        return bool(self._left)
 
     def ended(self, event: OrderEnded, now: float) -> bool:
         """An order came to its end; False: it was none of these."""
@@ -101,14 +137,23 @@ class Replication:
             self._flights[event.number] = _Flight(flight.order, flight.brings, 0, now + SETTLE_S, done=True)
         return True
 
-    def look(self, heat: Heat, moment: Moment) -> list[Replicate]:
-        """Orders of this moment."""
-        self._expire(moment.now)
-        hot = heat.hottest(moment.now, most=MOST_HOT, least_rate=LEAST_RATE)
-        if not hot:
-            return []
-        field = _field(moment)
-        return [order for one in hot for order in self._orders(one, field, moment)]
+    def begin(self, heat: Heat, field: Field, now: float) -> None:
+        """Look at what is hot, with the instances met. What is left of the last look comes first, instead of it."""
+        self._expire(now)
+        self._field = field
+        if not self._left:
+            self._left.extend(heat.hottest(now, most=MOST_HOT, least_rate=LEAST_RATE))
+
+    def look(self, moment: Moment) -> list[Replicate]:
+        """Orders for the next prefixes."""
+        orders: list[Replicate] = []
+        left, keys = KEYS.count(moment.passed_s), 0
+        leaving = {i.ref.life: i for i in moment.leaving}
+        while self._left and keys < left:
+            hot = self._left.popleft()
+            keys += hot.blocks
+            orders += self._orders(hot, leaving, moment)
+        return orders
 
     def _expire(self, now: float) -> None:
         for number, flight in list(self._flights.items()):
@@ -125,47 +170,58 @@ class Replication:
         rest.until = now + min(MAX_REST_S, REST_S * 2.0**rest.failures)
         rest.failures = min(rest.failures + 1, 10)
 
-    def _orders(self, hot: Hot, field: _Field, moment: Moment) -> Iterable[Replicate]:
-        survey = moment.index.survey(hot.keys)
-        whole, coming = _everywhere(survey, len(hot.keys))
+    def _orders(self, hot: Hot, leaving: Mapping[Life, Instance], moment: Moment) -> Iterable[Replicate]:
+        keys, field = hot.keys, self._field
+        survey = moment.index.survey(keys)
+        whole, coming = _everywhere(survey, len(keys))
         slots = bits(whole & field.mask)
         holders = [field.by_slot[slot] for slot in slots[:MAX_LISTED]]
-        bound = {f.order.target.life for f in self._flights.values() if hot.keys[-1] in f.brings}
+        bound = {f.order.target.life for f in self._flights.values() if keys[-1] in f.brings}
         held = {i.ref.life for i in holders}
         bound -= held
-        others = [one for one in field.idlest.get(hot.model, ()) if one[0] not in held and one[0] not in bound]
+        others = (one for one in field.idlest(hot.model) if one[2] not in held and one[2] not in bound)
+        first = next(others, None)
         have = len(slots) + len(bound) + coming.bit_count()
-        want, why = _wanted(hot, holders, others[0][1] if others else None, moment)
-        if want <= have or not others:
+        want, why = _wanted(hot, holders, first[3] if first is not None else None, moment)
+        if want <= have or first is None:
             return
-        source = _source(survey, field, moment)
+        source = _source(survey, field.known, leaving, moment)
         if source is None:
             return
-        for target, depth in self._targets(hot, survey, others, source, moment)[: want - have]:
-            order = self._order(hot, source, target, depth, f"{why}; {have} have it, {want} wanted", moment.now)
+        for target, depth in self._targets(hot, survey, chain([first], others), source, moment)[: want - have]:
+            order = self._order(keys, source, target, depth, f"{why}; {have} have it, {want} wanted", moment.now)
             if order is not None:
                 yield order
 
     def _targets(
-        self, hot: Hot, survey: Survey, others: Sequence[tuple[Life, Instance]], source: _Source, moment: Moment
+        self,
+        hot: Hot,
+        survey: Survey,
+        others: Iterable[tuple[float, int, Life, Instance]],
+        source: _Source,
+        moment: Moment,
     ) -> list[tuple[Instance, int]]:
         """Who of the others (the idlest first) could take a copy, the best first, and how many leading blocks each has.
         What was begun is ended first, then the idlest takes it."""
         busy = {f.order.target.life for f in self._flights.values()}
         resting = {life for life, rest in self._rests.items() if rest.until > moment.now}
+        needed = STORE_SHARE * hot.blocks
         fit = (
             (life, i)
-            for life, i in others
-            if life not in busy
+            for _, _, life, i in others
+            if i.load.store_capacity >= needed
+            and life not in busy
             and life not in resting
             and source.identity in (None, i.model.kv_identity)
-            and i.load.store_capacity >= STORE_SHARE * len(hot.keys)
+            and moment.may(i)
         )
         listed = [(i, survey.depth(Place(moment.index.place_of(life).sealed))) for life, i in islice(fit, MAX_LISTED)]
         found = [one for one in listed if one[1] < source.depth]
         return sorted(found, key=lambda one: (-one[1], one[0].node_id == source.node_id))
 
-    def _order(self, hot: Hot, source: _Source, target: Instance, depth: int, why: str, now: float) -> Replicate | None:
+    def _order(
+        self, keys: tuple[bytes, ...], source: _Source, target: Instance, depth: int, why: str, now: float
+    ) -> Replicate | None:
         """What the limits leave room for; None: nothing."""
         under_way = [f for f in self._flights.values() if not f.done]
         if len(under_way) >= self._settings.copy_orders:
@@ -175,9 +231,9 @@ class Replication:
         end = min(source.depth, depth + room)
         if end <= depth:
             return None
-        order = Replicate(hot.keys[depth:end], source.ref, target.ref, why, self._number())
+        order = Replicate(keys[depth:end], source.ref, target.ref, why, self._number())
         nbytes = (end - depth) * block_bytes
-        self._flights[order.number] = _Flight(order, frozenset(hot.keys[:end]), nbytes, now + DEADLINE_S)
+        self._flights[order.number] = _Flight(order, frozenset(keys[:end]), nbytes, now + DEADLINE_S)
         return order
 
 
@@ -186,7 +242,7 @@ def _wanted(hot: Hot, holders: Sequence[Instance], idlest: Instance | None, mome
     about = holders[0] if holders else idlest
     if about is None:
         return 0, ""
-    cached = len(hot.keys) * about.model.block_tokens
+    cached = hot.blocks * about.model.block_tokens
     prompt = max(cached + 1, int(hot.prompt_tokens))
     use_s = about.prefill.predict(prompt - cached, cached)
     saved = hot.rate * (about.prefill.predict(prompt, 0) - use_s)
@@ -201,26 +257,6 @@ def _wanted(hot: Hot, holders: Sequence[Instance], idlest: Instance | None, mome
             want = max(want, len(holders) + 1)
             why += f", its holders' queues are longer by {longer_s * 1000:.0f} ms"
     return want, why
-
-
-def _field(moment: Moment) -> _Field:
-    by_slot: dict[int, Instance] = {}
-    mask = 0
-    ranked = []
-    for instance in moment.able:
-        if not instance.role.prefills:
-            continue
-        life, queue = instance.ref.life, instance.queue
-        ranked.append((queue.wait_s(moment.now), len(queue.works), life, instance))
-        if sealed := moment.index.place_of(life).sealed:
-            by_slot[sealed.bit_length() - 1] = instance
-            mask |= sealed
-    ranked.sort(key=lambda one: one[:3])
-    idlest: dict[str, list[tuple[Life, Instance]]] = {}
-    for _, _, life, instance in ranked:
-        idlest.setdefault(instance.model.name, []).append((life, instance))
-    known = {i.ref.life: i for i in (*moment.able, *moment.leaving)}
-    return _Field(by_slot, mask, idlest, known, frozenset(i.ref.life for i in moment.leaving))
 
 
 def _everywhere(survey: Survey, blocks: int) -> tuple[int, int]:
@@ -242,7 +278,9 @@ class _Source:
     identity: tuple[object, ...] | None  # of its KV; None: it is no instance that is known here
 
 
-def _source(survey: Survey, field: _Field, moment: Moment) -> _Source | None:
+def _source(
+    survey: Survey, known: Mapping[Life, Instance], leaving: Mapping[Life, Instance], moment: Moment
+) -> _Source | None:
     """Who has the most of it in memory; somebody who is leaving before anybody else, then who has the least to do."""
     best: tuple[tuple[int, bool, float, str], _Source] | None = None
     for slot in bits(survey.runs[0].sealed)[:MAX_LISTED] if survey.runs else ():
@@ -252,9 +290,9 @@ def _source(survey: Survey, field: _Field, moment: Moment) -> _Source | None:
             continue
         life = member.ref.life
         depth = survey.depth(Place(moment.index.place_of(life).sealed & (1 << slot)))
-        instance = field.known.get(life)
+        instance = known.get(life) or leaving.get(life)
         wait_s = instance.queue.wait_s(moment.now) if instance is not None else 0.0
-        worth = (-depth, life not in field.leaving, wait_s, store_id)
+        worth = (-depth, life not in leaving, wait_s, store_id)
         if depth and (best is None or worth < best[0]):
             identity = instance.model.kv_identity if instance is not None else None
             best = worth, _Source(member.ref, member.node_id, depth, identity)

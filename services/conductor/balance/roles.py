@@ -14,12 +14,13 @@ instead of leaving it; BOTH counts on either side and is specialised again by th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from services.conductor.balance.demand import Counts, Demand, counts_of
+from services.conductor.balance.demand import Demand
+from services.conductor.balance.tally import Counts, Tally, drain_s
 from services.conductor.domain import Life, OrderEnded, Role, SwitchRole
-from services.conductor.fleet.instance import Instance
 from services.conductor.settings import BalanceSettings
 
 HIGH = 0.85
@@ -71,50 +72,47 @@ class Roles:
         model.under_way = None
 
     def look(
-        self, models: dict[str, list[Instance]], demands: dict[str, tuple[Demand, float]], now: float
+        self, tallies: Mapping[str, Tally], demands: Mapping[str, tuple[Demand, float]], now: float
     ) -> list[SwitchRole]:
         """Orders of this moment; at most one a model."""
-        for gone in [name for name in self._models if name not in models]:
+        for gone in [name for name in self._models if name not in tallies]:
             del self._models[gone]
         for life in [life for life, at in self._switched.items() if now - at >= self._dwell_s]:
             del self._switched[life]
         orders = []
         for name, (demand, watched_s) in demands.items():
             model = self._models.setdefault(name, _Model())
-            self._settle(model, models[name], now)
-            if watched_s >= self._window_s and (order := self._order(name, model, models[name], demand, now)):
+            self._settle(model, tallies[name], now)
+            if watched_s >= self._window_s and (order := self._order(name, model, tallies[name], demand, now)):
                 orders.append(order)
         return orders
 
-    def _settle(self, model: _Model, instances: Sequence[Instance], now: float) -> None:
+    def _settle(self, model: _Model, tally: Tally, now: float) -> None:
         switch = model.under_way
         if switch is None:
             return
-        if any(i.ref.life == switch.order.ref.life and i.role is switch.order.role for i in instances):
+        if tally.roles.get(switch.order.ref.life) is switch.order.role:
             model.last, model.under_way = switch, None
         elif now - switch.at > DEADLINE_S:
             self._give_up(model, now)
 
-    def _order(
-        self, name: str, model: _Model, instances: Sequence[Instance], demand: Demand, now: float
-    ) -> SwitchRole | None:
-        pools = counts_of(instances)
+    def _order(self, name: str, model: _Model, tally: Tally, demand: Demand, now: float) -> SwitchRole | None:
+        pools = tally.counts
         load = demand.load(pools)
-        mixed = len({i.model.kv_identity for i in instances}) > 1  # an update is rolling through
+        mixed = len(tally.identities) > 1  # an update is rolling through
         if model.under_way is not None or mixed or load < HIGH or len(self._switched) >= MAX_KEPT:
             return None
-        able = [i for i in instances if i.switchable]
-        best = _best(demand, pools, able)
+        best = _best(demand, pools, Counter(role for *_, role in tally.switchable))
         if best is None or best.reached > (1 - GAIN) * load:
             return None
         if model.last is not None and now - model.last.at < self._pause_s(model.last, best.towards):
             return None
-        ready = [i for i in able if i.role is best.was and i.ref.life not in self._switched]
+        ready = [one for one in tally.switchable if one[3] is best.was and one[2].ref.life not in self._switched]
         if not ready:
             return None
-        chosen = min(ready, key=lambda i: (drain_s(i, now), i.ref.instance_id))
-        gained_s = (load - best.after) * len(instances) * self._dwell_s
-        if gained_s <= drain_s(chosen, now):
+        chosen = min(ready, key=lambda one: one[:2])[2]
+        gained_s = (load - best.after) * len(tally.roles) * self._dwell_s
+        if chosen.role is not best.was or gained_s <= drain_s(chosen, now):
             return None
         prefill, decode = demand.loads(pools)
         why = (
@@ -147,29 +145,29 @@ _STEPS = {
 }
 
 
-def _best(demand: Demand, pools: Counts, able: Sequence[Instance]) -> _Move | None:
-    """The way that lowers the load most, by its first move."""
-    found = [move for towards in _STEPS if (move := _way(demand, pools, able, towards)) is not None]
+def _best(demand: Demand, pools: Counts, free: Mapping[Role, int]) -> _Move | None:
+    """The way that lowers the load most, by its first move. `free`: how many of each role may be switched."""
+    found = [move for towards in _STEPS if (move := _way(demand, pools, free, towards)) is not None]
     return min(found, key=lambda move: (move.reached, move.after), default=None)
 
 
-def _way(demand: Demand, pools: Counts, able: Sequence[Instance], towards: int) -> _Move | None:
+def _way(demand: Demand, pools: Counts, free: Mapping[Role, int], towards: int) -> _Move | None:
     """Moves in one direction, each the best one, while each lowers the load."""
-    free = {role: sum(i.role is role for i in able) for role in Role}
+    left = Counter(free)
     first: tuple[Role, Role, float] | None = None
     load = demand.load(pools)
     while True:
         steps = [
             (demand.load(pools.moved(was, becomes)), was, becomes)
             for was, becomes in _STEPS[towards]
-            if free[was] and _may(pools, was, becomes)
+            if left[was] and _may(pools, was, becomes)
         ]
         after, was, becomes = min(steps, key=lambda step: step[0], default=(load, Role.BOTH, Role.BOTH))
         if after >= load:
             break
         first = first or (was, becomes, after)
         pools, load = pools.moved(was, becomes), after
-        free[was] -= 1
+        left[was] -= 1
     return None if first is None else _Move(first[0], first[1], towards, first[2], load)
 
 
@@ -178,9 +176,3 @@ def _may(pools: Counts, was: Role, becomes: Role) -> bool:
     if becomes is Role.BOTH:
         return not pools.moved(was, Role.DECODE if was is Role.PREFILL else Role.PREFILL).serves
     return pools.moved(was, becomes).serves
-
-
-def drain_s(instance: Instance, now: float) -> float:
-    """Until it has done what it has: while that runs it is neither the one nor the other."""
-    rows = instance.batch.residence_s if instance.role.decodes and instance.batch.requests else 0.0
-    return max(rows, instance.queue.wait_s(now))

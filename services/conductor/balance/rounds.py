@@ -3,6 +3,10 @@ hints to autoscalers (scale.py). Pure.
 
 Every conductor watches its placements (heat.py, demand.py), so that one that comes to lead knows what is hot; orders
 are for the leader alone. An order is under way until `OrderEnded` tells its end, or its time is over.
+
+A round is spread over ticks, none of which looks at more than INSTANCES, so that no decision waits long for it:
+instances are met some at a time, and added up; who has met all of them judges. Of 1,000 instances it takes half a
+second, of more in proportion, and the next one begins after that.
 """
 
 from __future__ import annotations
@@ -10,19 +14,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from services.conductor.balance.demand import Demands, by_model
+from services.conductor.balance.demand import Demands
 from services.conductor.balance.heat import Heat
-from services.conductor.balance.hot import Moment, Replication
+from services.conductor.balance.hot import Field, Moment, Replication
 from services.conductor.balance.roles import Roles
 from services.conductor.balance.scale import Hint as Hint
 from services.conductor.balance.scale import Scale
+from services.conductor.balance.tally import Tally
 from services.conductor.domain import Action, OrderEnded, Schedule
+from services.conductor.fleet.walk import Pace, Walk
 from services.conductor.placing.placement import Choice
 from services.conductor.prefixes.index import Survey
 from services.conductor.settings import Settings
 
 LOOKS = 20  # in one half-life of what is measured
 LEAST_S = 0.2  # between two
+INSTANCES = Pace(2000, 100)  # looked at: one takes some 10 us
 
 
 class Balance:
@@ -32,7 +39,10 @@ class Balance:
         numbers = itertools.count(1)
         self._settings = settings.balance
         self._every_s = max(LEAST_S, settings.balance.window_s / LOOKS)
-        self._looked_at = float("-inf")
+        self._began_at = float("-inf")
+        self._walk = Walk(INSTANCES)
+        self._tallies: dict[str, Tally] = {}  # of those met in this round, by model
+        self._field: Field | None = None  # likewise; None: no copies are to be ordered by it
         self._heat = Heat(settings.balance.window_s)
         self._demands = Demands(settings)
         self._replication = Replication(settings.balance, lambda: next(numbers))
@@ -58,26 +68,49 @@ class Balance:
 
     def due(self, now: float) -> bool:
         """Whether it is time for a `tick`."""
-        return now - self._looked_at >= self._every_s
+        return self._walk.under_way or self._replication.under_way or now - self._began_at >= self._every_s
 
     def tick(self, moment: Moment, *, leads: bool) -> Sequence[Action]:
         """Orders of this moment."""
-        now = self._looked_at = moment.now
-        models = by_model(moment.able)
-        demands = self._demands.look(models, now)
-        self._scale.look(models, demands, now)
         if not leads:
             self._replication.stop()
             self._roles.stop()
-            return ()
         orders: list[Action] = []
-        if self._settings.replicate:
-            orders += self._replication.look(self._heat, moment)
-        if self._settings.switch_roles:
-            orders += self._roles.look(models, demands, now)
+        over = self._meet(moment, leads=leads)
+        if over and leads and self._field is not None:
+            self._replication.begin(self._heat, self._field, moment.now)
+        if self._replication.under_way:
+            orders += self._replication.look(moment)
+        if over:
+            orders += self._judge(moment.now, leads=leads)
         return orders
+
+    def _meet(self, moment: Moment, *, leads: bool) -> bool:
+        """The next instances of the round; whether it is over with them."""
+        now = moment.now
+        if not self._walk.under_way:
+            if now - self._began_at < self._every_s:
+                return False
+            self._began_at = now
+            self._tallies, self._field = {}, Field() if leads and self._settings.replicate else None
+            self._walk.begin(moment.everybody())
+        for instance in self._walk.next(moment.passed_s):
+            if not moment.may(instance):
+                continue
+            name = instance.model.name
+            tally = self._tallies.get(name) or self._tallies.setdefault(name, self._demands.tally(name))
+            tally.add(instance, now)
+            if self._field is not None:
+                self._field.add(instance, moment.index, now)
+        return not self._walk.under_way
+
+    def _judge(self, now: float, *, leads: bool) -> Sequence[Action]:
+        tallies, self._tallies = self._tallies, {}
+        demands = self._demands.look(tallies, now)
+        self._scale.look(tallies, demands, now)
+        return self._roles.look(tallies, demands, now) if leads and self._settings.switch_roles else ()
 
     @property
     def hints(self) -> Sequence[Hint]:
-        """How many instances each pool wanted at the last `tick`."""
+        """How many instances each pool wanted at the end of the last round."""
         return self._scale.hints

@@ -10,12 +10,12 @@ changes of all pools up.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from services.conductor.balance.demand import MIXED, Counts, Demand, counts_of
+from services.conductor.balance.demand import Demand
+from services.conductor.balance.tally import MIXED, Counts, Tally
 from services.conductor.domain import Role
-from services.conductor.fleet.instance import Instance
 from services.conductor.settings import BalanceSettings
 
 HIGH = 0.9  # at most, and ABOVE the target
@@ -53,20 +53,18 @@ class Scale:
         self._pools: dict[tuple[str, Role], _Pool] = {}
         self.hints: tuple[Hint, ...] = ()
 
-    def look(self, models: dict[str, list[Instance]], demands: dict[str, tuple[Demand, float]], now: float) -> None:
+    def look(self, tallies: Mapping[str, Tally], demands: Mapping[str, tuple[Demand, float]], now: float) -> None:
         """`hints` are of this moment."""
-        self._pools = {key: pool for key, pool in self._pools.items() if key[0] in models}
+        self._pools = {key: pool for key, pool in self._pools.items() if key[0] in tallies}
         self.hints = tuple(
             hint
-            for name, instances in models.items()
-            for hint in self._model(name, instances, *demands.get(name, (Demand(), 0.0)), now)
+            for name, tally in tallies.items()
+            for hint in self._model(name, tally.counts, *demands.get(name, (Demand(), 0.0)), now)
         )
 
-    def _model(
-        self, name: str, instances: Sequence[Instance], demand: Demand, watched_s: float, now: float
-    ) -> list[Hint]:
+    def _model(self, name: str, pools: Counts, demand: Demand, watched_s: float, now: float) -> list[Hint]:
         hints = []
-        for role, there, carried, load in _shares(demand, counts_of(instances)):
+        for role, there, carried, load in _shares(demand, pools):
             if watched_s < self._window_s:
                 hints.append(Hint(name, role, there, 0, load, "not watched for long enough"))
                 continue

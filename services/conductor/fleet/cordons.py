@@ -23,6 +23,10 @@ class Cordons:
         """State and reason."""
         return self._words.get(instance_id, (CordonState.OPEN, ""))
 
+    def named(self, state: CordonState) -> Iterator[str]:
+        """Who is in that state."""
+        return (name for name, (said, _) in self._words.items() if said is state)
+
     def refusal(self, event: Cordon, *, known: bool) -> KvmeshError | None:
         """Why an operator's word cannot be taken. `known`: such an instance is registered."""
         name = event.instance_id

@@ -31,18 +31,19 @@ class Standing:
 @dataclass(slots=True)
 class _Known:
     breaker: Breaker
-    pools: tuple[Pool, ...]
     since: float
+    pools: tuple[Pool, ...] = ()
+    able_in: tuple[Pool, ...] = ()  # where it is counted
 
 
 class Breakers:
-    """Knows the lives of the last survey, and none else."""
+    """Knows the lives that a survey has met and that are not forgotten since. Surveys meet some at a time."""
 
     def __init__(self, settings: BreakerSettings) -> None:
         self._settings = settings
         self._known: dict[Life, _Known] = {}
         self._named: dict[str, Life] = {}
-        self._able: dict[Pool, list[Life]] = {}
+        self._able: dict[Pool, set[Life]] = {}
         self._probes: dict[str, set[Life]] = {}
         self._tripped: set[Life] = set()  # not closed, and perhaps some that have closed
         self._panics: dict[Pool, bool] = {}  # at `_judged_at`, and while nothing changes
@@ -55,24 +56,48 @@ class Breakers:
         return self._tripped
 
     def due(self, now: float) -> bool:
-        """Whether it is time for a survey."""
+        """Whether it is time for a walk over all instances."""
         return bool(self._tripped) or now - self._surveyed_at >= SURVEY_S
 
+    def begin(self, now: float) -> None:
+        """Such a walk begins."""
+        self._surveyed_at = now
+
     def survey(self, standings: Iterable[Standing], now: float) -> None:
-        """All instances there are: whoever is not among them is forgotten."""
-        before, self._known, self._named, self._able = self._known, {}, {}, {}
+        """Some of the instances, as they are now."""
         for one in standings:
-            known = before.get(one.life) or _Known(Breaker(self._settings), one.pools, now)
+            known = self._known.get(one.life)
+            if known is None:
+                known = self._known[one.life] = _Known(Breaker(self._settings), now)
+                self._named[one.life[0]] = one.life
             known.pools = one.pools
-            self._known[one.life] = known
-            self._named[one.life[0]] = one.life
-            for pool in one.pools if one.able else ():
-                self._able.setdefault(pool, []).append(one.life)
-        self._tripped = {life for life in self._tripped & self._known.keys() if self._trips(life, now)}
+            self._count(one.life, known, one.pools if one.able else ())
+        self._tripped = {life for life in self._tripped if self._trips(life, now)}
         trying = {name: {x for x in lives if self._tries(x, name, now)} for name, lives in self._probes.items()}
         self._probes = {name: lives for name, lives in trying.items() if lives}
-        self._surveyed_at = now
         self._panics.clear()
+
+    def forget(self, life: Life) -> None:
+        """There is no such instance any more."""
+        known = self._known.pop(life, None)
+        if known is None:
+            return
+        if self._named[life[0]] == life:
+            del self._named[life[0]]
+        self._count(life, known, ())
+        self._tripped.discard(life)
+        self._panics.clear()
+
+    def _count(self, life: Life, known: _Known, able_in: tuple[Pool, ...]) -> None:
+        if able_in == known.able_in:
+            return
+        for pool in known.able_in:
+            self._able[pool].discard(life)
+            if not self._able[pool]:
+                del self._able[pool]
+        for pool in able_in:
+            self._able.setdefault(pool, set()).add(life)
+        known.able_in = able_in
 
     def why_not(self, life: Life, now: float) -> str:
         """Why it rests; "" when it does not."""
@@ -132,7 +157,7 @@ class Breakers:
             self._panics.clear()
             self._judged_at = now
         if pool not in self._panics:
-            able = self._able.get(pool, ())
-            resting = sum(life in self._tripped and self._known[life].breaker.why_not(now) != "" for life in able)
+            able = self._able.get(pool, frozenset())
+            resting = sum(life in able and self._known[life].breaker.why_not(now) != "" for life in self._tripped)
             self._panics[pool] = 2 * resting > len(able)
         return self._panics[pool]

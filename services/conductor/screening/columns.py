@@ -15,7 +15,7 @@ from itertools import chain
 import numpy as np
 
 from kvmesh.kvcache.tiers import Tier, split_name
-from services.conductor.domain import Life
+from services.conductor.domain import Life, Role
 from services.conductor.fleet.instance import Instance
 from services.conductor.fleet.members import Members
 from services.conductor.fleet.roster import Fleet
@@ -43,6 +43,7 @@ class Columns:
         self._reload: dict[str, bool] = {}
         self.wires = Wires()
         self._columns: list[Floats] = []
+        self.address = 0  # in memory, of the table; until the next `settle`, as its columns
         self._row_of_pending = np.full(64, NO_ROW, dtype=np.int64)
         self._groups: dict[tuple[str, tuple[object, ...]], int] = {}
         self._numbers = 0  # of groups
@@ -97,6 +98,12 @@ class Columns:
                     self._refresh(name)
         if not self._columns or len(self._columns[0]) != len(self.instances):
             self._columns = list(self._data[:, : len(self.instances)])
+            self.address = self._data.ctypes.data
+
+    @property
+    def stride(self) -> int:
+        """Rows that there is room for: from one column to the next in memory."""
+        return self._data.shape[1]
 
     def _load_again(self) -> None:
         rows, loads = [], []
@@ -278,6 +285,21 @@ class View:
         """Of those who may get work."""
         seen = self.columns[Field.SEEN][self.able]
         return max(0.0, self.now - float(seen.min())) if seen.size else 0.0
+
+    def readiness(self) -> dict[tuple[Role, bool], int]:
+        """How many of each role may get work, and may not."""
+        prefills, decodes = self.columns.mask(Field.PREFILLS), self.columns.mask(Field.DECODES)
+        of = {Role.PREFILL: prefills & ~decodes, Role.DECODE: decodes & ~prefills, Role.BOTH: prefills & decodes}
+        ready = {role: int(np.count_nonzero(mask & self.able)) for role, mask in of.items()}
+        rest = {role: int(np.count_nonzero(mask)) - ready[role] for role, mask in of.items()}
+        return {(role, may): count[role] for may, count in ((True, ready), (False, rest)) for role in of}
+
+    def queues_s(self) -> list[float]:
+        """Seconds of work queued at those who compute prompts and may get work."""
+        backlog, as_of = self.columns[Field.BACKLOG], self.columns[Field.AS_OF]
+        waits = np.maximum(0.0, backlog - np.maximum(0.0, self.now - as_of))
+        found: list[float] = waits[self.able & self.columns.mask(Field.PREFILLS)].tolist()
+        return found
 
     def serving(self, group: int) -> Chosen:
         """All of that set, able or not."""

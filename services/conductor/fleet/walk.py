@@ -1,0 +1,51 @@
+"""Looks at everybody, some at a time: what one tick may look at grows with the time since the last one, so that a tick
+that comes often is short, and one that comes rarely (the simulator's) still sees all. Pure: time is an argument.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.conductor.fleet.instance import Instance
+
+MOST_S = 1.0  # a longer pause is made up for no further
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """So much work a second, but at least `least` a tick."""
+
+    per_s: float
+    least: int
+
+    def count(self, passed_s: float) -> int:
+        """What may be done in a tick. `passed_s`: since the last one."""
+        return max(self.least, math.ceil(self.per_s * min(MOST_S, passed_s)))
+
+
+class Walk:
+    """Over all instances of one moment: who comes later is met on the next one, who goes is met all the same."""
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._all: Sequence[Instance] = ()
+        self._met = 0
+
+    @property
+    def under_way(self) -> bool:
+        """Whether somebody is still to be met."""
+        return self._met < len(self._all)
+
+    def begin(self, everybody: Sequence[Instance]) -> None:
+        """From the first of these on. They may not change."""
+        self._all, self._met = everybody, 0
+
+    def next(self, passed_s: float) -> Sequence[Instance]:
+        """Those that this tick may look at. `passed_s`: since the last one. A walk that is over keeps none alive."""
+        first, self._met = self._met, self._met + self._pace.count(passed_s)
+        some = self._all[first : self._met]
+        if not self.under_way:
+            self._all, self._met = (), 0
+        return some
