@@ -209,7 +209,8 @@ class Schedule:
     origin: str = ""
     tenant: str = ""
     endpoint: str = ""
-    expected_output_tokens: int = 0
+    expected_output_tokens: int = 0  # of the whole answer
+    answered_tokens: int = 0  # of `prompt_tokens`, the last: its answer so far; it was admitted then and goes on
 
 
 @dataclass(frozen=True)

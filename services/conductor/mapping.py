@@ -229,6 +229,9 @@ def schedule_in(request: pb.ScheduleRequest) -> Schedule:
     for name in ("session", "origin", "tenant", "endpoint"):
         if len(getattr(request, name)) > MAX_BELONGING:
             raise InvalidRequest.of(name, getattr(request, name), f"is longer than {MAX_BELONGING} characters")
+    if request.answered_tokens and request.answered_tokens >= request.prompt_tokens:
+        why = f"must be fewer than the prompt's {request.prompt_tokens} tokens"
+        raise InvalidRequest.of("answered_tokens", request.answered_tokens, why)
     return Schedule(
         request_id=request.request_id,
         attempt=request.attempt,
@@ -246,6 +249,7 @@ def schedule_in(request: pb.ScheduleRequest) -> Schedule:
         tenant=request.tenant,
         endpoint=request.endpoint,
         expected_output_tokens=request.expected_output_tokens,
+        answered_tokens=request.answered_tokens,
     )
 
 

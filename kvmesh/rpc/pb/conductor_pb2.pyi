@@ -501,6 +501,7 @@ class ScheduleRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    ANSWERED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     model: _builtins.str
@@ -521,7 +522,11 @@ class ScheduleRequest(_message.Message):
     """with `endpoint`: whose answers are of similar length"""
     endpoint: _builtins.str
     expected_output_tokens: _builtins.int
-    """the client's own guess; 0: none"""
+    """the client's own guess of the whole answer; 0: none"""
+    answered_tokens: _builtins.int
+    """So many of the last prompt tokens are the answer's own (SamplingParams.answered_tokens): a request that was admitted
+    and goes on elsewhere. It is held to no SLO and waits in no lane; max_tokens is what is left.
+    """
     @_builtins.property
     def avoid_instance_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """failed an earlier attempt"""
@@ -545,10 +550,11 @@ class ScheduleRequest(_message.Message):
         tenant: _builtins.str = ...,
         endpoint: _builtins.str = ...,
         expected_output_tokens: _builtins.int = ...,
+        answered_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "avoid_instance_ids", b"avoid_instance_ids", "block_keys", b"block_keys", "endpoint", b"endpoint", "expected_output_tokens", b"expected_output_tokens", "lane", b"lane", "max_tokens", b"max_tokens", "model", b"model", "origin", b"origin", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session", b"session", "tbt_slo_ms", b"tbt_slo_ms", "tenant", b"tenant", "ttft_slo_ms", b"ttft_slo_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered_tokens", b"answered_tokens", "attempt", b"attempt", "avoid_instance_ids", b"avoid_instance_ids", "block_keys", b"block_keys", "endpoint", b"endpoint", "expected_output_tokens", b"expected_output_tokens", "lane", b"lane", "max_tokens", b"max_tokens", "model", b"model", "origin", b"origin", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session", b"session", "tbt_slo_ms", b"tbt_slo_ms", "tenant", b"tenant", "ttft_slo_ms", b"ttft_slo_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,7 +3,7 @@
 Before instances are weighed a request gets its SLO and its judge (judge.py); the weighing itself refuses what no
 instance can serve in time, before any prefill is paid for. What it chose is confirmed here: decode is judged again now
 that the first token's time is known, less urgent requests leave some room to others, and the batch lane takes what is
-idle (lanes.py).
+idle (lanes.py). A request that goes on after its instance was lost was admitted then: nothing refuses it here.
 
 The load of a pool is the paper's: the greatest predicted TTFT / SLO at prefill, TBT / SLO at decode.
 """
@@ -76,7 +76,7 @@ class Admission:
 
     def bounds(self, request: Schedule, slo: Slo) -> Slo:
         """What the weighing may refuse by."""
-        if self._mode is Mode.OFF or request.lane is Lane.BATCH:
+        if self._mode is Mode.OFF or request.lane is Lane.BATCH or request.answered_tokens:
             return Slo(math.inf, math.inf)
         return Slo(slo.ttft_s, math.inf) if self._mode is Mode.BASELINE else slo
 
@@ -85,11 +85,12 @@ class Admission:
         seen = self._seen.get(request.model) or _Seen()
         queue_s = max(0.0, seen.queue_s - (now - seen.at))
         tokens = self.lengths.predict(request).mean
-        return Judge(self._mode, request, slo, self.default(request.model).tbt_s, queue_s, tokens, now)
+        mode = Mode.OFF if request.answered_tokens else self._mode
+        return Judge(mode, request, slo, self.default(request.model).tbt_s, queue_s, tokens, now)
 
     def confirm(self, choice: Choice, judge: Judge) -> Choice | Refuse:
         """The choice that policy made, or why it is refused all the same."""
-        if self._mode is Mode.OFF:
+        if judge.mode is Mode.OFF:
             return choice
         if judge.request.lane is Lane.BATCH:
             return self._batch(choice, judge)

@@ -5,6 +5,9 @@ model's, else everybody's, else the request's own limit. An answer that was cut 
 known to be that long at least: it counts where the longer ones known of its key lie (Efron's redistribution to the
 right), so that short limits do not make long answers look short.
 
+Of an answer that goes on elsewhere (`Schedule.answered_tokens`) the rest is foretold, from those answers that were
+longer than what there is; it teaches its whole length.
+
 A client's own guess counts as much as the guesses of its key have been worth: corrected by how far they were off, and
 weighed against what is known without it by the spreads of both (in logarithms, inverse variance).
 """
@@ -33,7 +36,7 @@ _Z90 = 1.2816  # of the normal distribution
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Of an answer not made yet, in tokens; at least one, at most the request's limit."""
+    """Of an answer not made yet (or of the rest of one), in tokens; at least one, at most the request's limit."""
 
     mean: float
     p50: float
@@ -61,8 +64,9 @@ class _Asked(NamedTuple):
 
     attempt: int
     names: tuple[tuple[str, ...], ...]
-    limit: int
+    limit: int  # of the whole answer; 0: none
     hint: int
+    answered: int  # by earlier attempts
 
 
 class LearntLengths:
@@ -77,24 +81,27 @@ class LearntLengths:
 
     def predict(self, request: Schedule) -> Lengths:
         """See `LengthModel`."""
-        limit = request.max_tokens or math.inf
+        answered = request.answered_tokens
+        limit = request.max_tokens + answered if request.max_tokens else math.inf
         known = next((k for name in _names(request) if (k := self._known(name)).answers.weight >= ENOUGH), None)
         if known is not None:
-            found = known.answers.lengths(limit)
+            found = known.answers.lengths(limit, answered)
             spread = known.answers.spread
         else:
-            flat = min(limit, UNTOLD_TOKENS)
+            flat = min(limit, answered + UNTOLD_TOKENS)
             found, spread = Lengths(flat, flat, flat), math.inf
         if request.expected_output_tokens > 0:
             hints = self._known(_names(request)[0]).hints
             found = hints.joined(request.expected_output_tokens, found, spread)
-        return Lengths(*(max(1.0, min(limit, tokens)) for tokens in (found.mean, found.p50, found.p90)))
+        return Lengths(*(max(1.0, min(limit, tokens) - answered) for tokens in (found.mean, found.p50, found.p90)))
 
     def placed(self, request: Schedule) -> None:
         """See `LengthModel`."""
         self._awaited.pop(request.request_id, None)
+        answered = request.answered_tokens
+        limit = request.max_tokens + answered if request.max_tokens else 0
         self._awaited[request.request_id] = _Asked(
-            request.attempt, _names(request), request.max_tokens, request.expected_output_tokens
+            request.attempt, _names(request), limit, request.expected_output_tokens, answered
         )
         if len(self._awaited) > MAX_AWAITED:
             self._awaited.popitem(last=False)
@@ -107,7 +114,7 @@ class LearntLengths:
         del self._awaited[outcome.request_id]
         if outcome.outcome not in (Outcome.DONE, Outcome.CANCELLED) or outcome.output_tokens < 1:
             return
-        tokens = outcome.output_tokens
+        tokens = outcome.output_tokens + asked.answered
         cut = outcome.outcome is Outcome.CANCELLED or 0 < asked.limit <= tokens
         for name in asked.names:
             self._known(name, keep=True).answers.add(tokens, cut=cut)
@@ -164,21 +171,27 @@ class _Answers:
             self._total /= self._one
             self._one = 1.0
 
-    def lengths(self, limit: float) -> Lengths:
-        """Of an answer that may not be longer than `limit`; something is known."""
+    def lengths(self, limit: float, beyond: int = 0) -> Lengths:
+        """Of an answer that may not be longer than `limit` and has `beyond` tokens already; something is known. None
+        has been longer: it may be twice as long."""
         assert self._bins is not None, "asked only once answers are known"
         mean, p50, p90, below = 0.0, 0.0, 0.0, 0.0
+        total = self._total
+        if beyond:
+            total = sum(value for index, value in enumerate(self._bins) if _tokens(index) > beyond)
+            if not total:
+                return Lengths(*(3 * (min(2.0 * beyond, limit),)))
         for index, value in enumerate(self._bins):
-            if not value:
-                continue
             tokens = _tokens(index)
+            if not value or tokens <= beyond:
+                continue
             below += value
             mean += value * min(tokens, limit)
-            if not p50 and below >= 0.5 * self._total:
+            if not p50 and below >= 0.5 * total:
                 p50 = tokens
-            if not p90 and below >= 0.9 * self._total * (1 - 1e-9):
+            if not p90 and below >= 0.9 * total * (1 - 1e-9):
                 p90 = tokens
-        return Lengths(mean / self._total, min(p50, limit), min(p90, limit))
+        return Lengths(mean / total, min(p50, limit), min(p90, limit))
 
     @property
     def spread(self) -> float:

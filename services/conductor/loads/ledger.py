@@ -65,6 +65,7 @@ class _Promise(NamedTuple):
 
     attempt: int
     decode: Life
+    goes_on: bool  # its first token was another attempt's: nobody's TTFT
     ttft_s: float
     tbt_s: float
     output_tokens: int
@@ -184,10 +185,11 @@ class Ledger:
         self._promised[request.request_id] = _Promise(
             request.attempt,
             placed.decode.life,
+            request.answered_tokens > 0,
             placed.life.prefill_end_s,  # the client has the first token then: it waits for no KV
             placed.tbt_s,
             placed.life.output_tokens,
-            at.prefill if placed.terms["queue_ms"] > 0 else None,
+            at.prefill if placed.terms["queue_ms"] > 0 and not request.answered_tokens else None,
             at.decode.batch.requests > 1,
         )
         if len(self._promised) > MAX_PROMISED:
@@ -274,7 +276,8 @@ class Ledger:
             return True
         del self._promised[outcome.request_id]
         done = outcome.outcome is Outcome.DONE
-        self.accuracy.add(What.TTFT, promise.ttft_s, outcome.ttft_s)
+        if not promise.goes_on:
+            self.accuracy.add(What.TTFT, promise.ttft_s, outcome.ttft_s)
         self.accuracy.add(What.TBT, promise.tbt_s, outcome.tbt_s)
         if done:
             self.accuracy.add(What.OUTPUT_TOKENS, promise.output_tokens, outcome.output_tokens)
