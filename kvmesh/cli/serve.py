@@ -18,6 +18,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
+from kvmesh.cli.advertising import resolved
 from kvmesh.cli.console import one_line_errors
 from kvmesh.config import ServiceConfig, flag_of, load
 from kvmesh.loading import lasting_imports
@@ -82,6 +83,8 @@ SERVICES: dict[str, Service] = {
         "kvmesh.node.pool",
     ),
 }
+
+STOP_S = 20.0  # for all of a stop but its grace
 
 # Variables of the KVMESH_ namespace that are no service's configuration.
 RESERVED_KEYS = frozenset(("parent_pid", "url", "api_key"))
@@ -176,6 +179,11 @@ def option(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     )
 
 
+def _grace_s(config: ServiceConfig) -> float:
+    """What it may take on stop before that is a hang, seconds."""
+    return sum(getattr(config, key, 0) for key in ("stop_grace_ms", "evacuate_ms")) / 1000
+
+
 def serve(service: str, config: ServiceConfig) -> None:
     """Run one service until it is told to stop."""
     from kvmesh.rpc import process, security
@@ -190,9 +198,10 @@ def serve(service: str, config: ServiceConfig) -> None:
         if (addresses := getattr(config, key, None)) is not None:
             for address in split(addresses, key):
                 check_peer(key, address)
+    config = resolved(config)
     security.configure(config)
     if getattr(config, "instance_id", None) == "":
-        config = dataclasses.replace(cast(Any, config), instance_id=f"{service}-{os.getpid()}")
+        config = dataclasses.replace(cast(Any, config), instance_id=f"{service}-{config.node_id}-{os.getpid()}")
     telemetry = setup.start(
         service,
         getattr(config, "instance_id", service),
@@ -217,7 +226,7 @@ def serve(service: str, config: ServiceConfig) -> None:
             await run(config, stop, started)
             log.info("stopped")
 
-        process.run(main)
+        process.run(main, stop_s=STOP_S + _grace_s(config))
     except ConfigError:
         raise
     except Exception as err:

@@ -30,7 +30,7 @@ def device_of(name: str, rank: int, ranks: int) -> str:
 class InstanceConfig(TierConfig):
     """Fields common to prefill and decode; each service's config adds its own."""
 
-    instance_id: str = field(default="", metadata={"help": "Name in the mesh; empty: made from role and pid."})
+    instance_id: str = field(default="", metadata={"help": "Name in the mesh; empty: made from role, node_id and pid."})
     model: str = field(default="", metadata={"help": "Checkpoint folder; needed."})
     served_name: str = field(default="", metadata={"help": "Model name clients use; empty: the folder's name."})
     conductor: str = field(default="127.0.0.1:0", metadata={"help": "Conductors, HOST:PORT,HOST:PORT,...; needed."})

@@ -18,6 +18,7 @@ from kvmesh.kvcache.sources import Pulled
 from kvmesh.node import messages as m
 from kvmesh.node.blocks import Blocks
 from kvmesh.node.config import InstanceConfig, check_device, device_of
+from kvmesh.node.evacuation import evacuate_node
 from kvmesh.node.partitions import OnePartition, Partition, layout_tag
 from kvmesh.node.rank_client import RankClient
 from kvmesh.node.registration import Registrar
@@ -72,6 +73,7 @@ class Front:
         # Takes another role; set by who composes an instance that can. Raises KvmeshError: not now.
         self.switch: Callable[[pb.Role.ValueType], None] | None = None
         self._stop = asyncio.Event()
+        self._retired = False
         self._tasks: list[asyncio.Task[None]] = []
 
     # ── ranks ────────────────────────────────────────────────────────────────────────────────────
@@ -131,6 +133,8 @@ class Front:
         while True:
             for rank in self.ranks:
                 rank.ping()
+            if self.server is not None and not self._retired:
+                self.server.set_ready(self.ready, self.not_ready_reason)
             await asyncio.sleep(PING_INTERVAL_S)
 
     def new_store(self) -> NodeStore:
@@ -198,7 +202,7 @@ class Front:
             silent = rank.silent_s(now)
             if silent > limit:
                 return f"rank {rank.rank} has been silent for {silent:.1f} s"
-        return "shutting down" if self._stop.is_set() else ""
+        return "shutting down" if self._retired else ""
 
     @property
     def ready(self) -> bool:
@@ -303,11 +307,22 @@ class Front:
         if self._registrar is not None:
             self._registrar.urge()
 
+    async def depart(self) -> None:
+        """No new work from here on; what only this node holds moves away within `evacuate_ms`; then `leave`."""
+        self._retired = True
+        if self.server is not None:
+            self.server.set_ready(False, "shutting down")
+        self.urge()
+        if self.config.evacuate_ms and not self._lost and self.server is not None:
+            await evacuate_node(self.ref, self.config.store, self.config.evacuate_ms / 1000)
+        await self.leave()
+
     async def leave(self) -> None:
         """Say goodbye to conductor and master: no new work comes from here on. Bounded."""
+        self._retired = True
         self._stop.set()
         if self.server is not None:
-            self.server.set_ready(False)
+            self.server.set_ready(False, "shutting down")
         registrar = [t for t in self._tasks if t.get_name() == "registrar"]
         if registrar:
             await asyncio.wait(registrar, timeout=GOODBYE_S)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from kvmesh.kvcache.sources import Pulled
 from kvmesh.node import messages as m
 from kvmesh.node.blocks import Blocks
+from kvmesh.node.evacuation import evacuate_node
 from kvmesh.node.index import NodeIndex, index_of
 from kvmesh.node.pool_config import PoolConfig
 from kvmesh.node.pool_partitions import PoolPartitions
@@ -61,6 +62,7 @@ class PoolNode:
         self._lost = asyncio.Event()
         self._cause = ""
         self._stop = asyncio.Event()
+        self._retired = False
 
     @property
     def ref(self) -> pb.InstanceRef:
@@ -97,7 +99,10 @@ class PoolNode:
             server.set_ready(True)
             started({"address": self.address, "instance_id": self.instance_id})
             await self._until(stop)
-            server.set_ready(False)
+            self._retired = True
+            server.set_ready(False, "shutting down")
+            if config.evacuate_ms and not self._cause:
+                await evacuate_node(self.ref, config.store, config.evacuate_ms / 1000)
             self._stop.set()
             await asyncio.wait(tasks[:1], timeout=GOODBYE_S)
         finally:
@@ -128,7 +133,9 @@ class PoolNode:
             self._rank.ping()
             await asyncio.sleep(PING_INTERVAL_S)
             silent_ms = self._rank.silent_s(time.monotonic()) * 1000
-            server.set_ready(silent_ms <= self.config.rank_silence_ms)
+            if not self._retired:
+                why = f"the rank has been silent for {silent_ms / 1000:.1f} s"
+                server.set_ready(silent_ms <= self.config.rank_silence_ms, why)
 
     def _configure(self) -> m.Configure:
         c = self.config

@@ -12,7 +12,7 @@ from kvmesh.rpc.errors import ConfigError
 class PoolConfig(TierConfig):
     """Memory without an engine. Raises ConfigError naming field and value when settings do not fit together."""
 
-    instance_id: str = field(default="", metadata={"help": "Name in the mesh; empty: made from role and pid."})
+    instance_id: str = field(default="", metadata={"help": "Name in the mesh; empty: made from role, node_id and pid."})
     store: str = field(default="127.0.0.1:0", metadata={"help": "Store masters, host:port,host:port,..."})
     memory_mb: int = field(default=512, metadata={"help": "Memory that it gives to the mesh, MiB.", "min": 1})
     rank_silence_ms: int = field(

@@ -23,6 +23,14 @@ class TierConfig(TransferConfig):
     store_eviction: str = field(
         default="lru", metadata={"help": "Which blocks of the host memory go first.", "choices": POLICIES}
     )
+    evacuate_ms: int = field(
+        default=0,
+        metadata={
+            "help": "On stop, blocks that no other node holds are moved to pool nodes for so long at most; 0: they go "
+            "with this node.",
+            "min": 0,
+        },
+    )
     ssd_path: str = field(
         default="", metadata={"help": "Folder of the SSD tier, for this node alone; empty: no such tier."}
     )

@@ -76,7 +76,10 @@ class TransferConfig(ServiceConfig):
     )
     rdma_retry_cnt: int = field(default=6, metadata={"help": "... so often (0..6), before its rail is down."})
     fault: str = field(default="", metadata={"help": "JSON for the fault transport (tests)."})
-    advertise_host: str = field(default="", metadata={"help": "Host that peers dial; empty: host."})
+    advertise_host: str = field(
+        default="",
+        metadata={"help": "Host that peers dial; empty: host; auto: this machine's, on the way to the master."},
+    )
     door_port: int = field(
         default=0,
         metadata={

@@ -12,6 +12,8 @@ from types import FrameType
 
 import uvloop
 
+from kvmesh.telemetry import readiness
+
 # Set by a supervisor to its pid: the process dies with it, whatever kills it.
 PARENT_ENV = "KVMESH_PARENT_PID"
 
@@ -61,9 +63,11 @@ async def _until_stopped(main: Callable[[asyncio.Event], Awaitable[None]], stop_
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal, number)
+    beating = loop.create_task(readiness.beats(), name="beats")
     try:
         await main(stop)
     finally:
+        beating.cancel()
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)

@@ -16,6 +16,7 @@ from kvmesh.rpc.channels import KEEPALIVE_MS
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.protocol import MAX_MESSAGE_BYTES
 from kvmesh.rpc.status import errors_to_status
+from kvmesh.telemetry import readiness
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -110,8 +111,10 @@ class Server:
             return self.grpc.add_insecure_port(self.address)
         return self.grpc.add_secure_port(self.address, credentials)
 
-    def set_ready(self, ready: bool) -> None:
-        """Answer health checks with SERVING or NOT_SERVING from the next turn of the loop on."""
+    def set_ready(self, ready: bool, why_not: str = "not ready") -> None:
+        """Answer health checks with SERVING or NOT_SERVING from the next turn of the loop on, and `/ready` of the
+        metrics port with `why_not`."""
+        readiness.PROCESS.why_not = "" if ready else why_not
         if ready != self._ready:
             self._ready = ready
             task = asyncio.get_running_loop().create_task(self._publish(ready))
@@ -125,6 +128,7 @@ class Server:
 
     async def stop(self, grace_s: float) -> None:
         """NOT_SERVING, no new calls, `grace_s` seconds for running ones; what is left then is cancelled."""
+        readiness.PROCESS.why_not = "shutting down"
         await self._health.enter_graceful_shutdown()
         await self.grpc.stop(grace_s)
         await asyncio.gather(*self._updates)

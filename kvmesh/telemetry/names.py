@@ -39,12 +39,11 @@ from prometheus_client import (
     Histogram,
     ProcessCollector,
     generate_latest,
-    start_http_server,
 )
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.telemetry import metrics_server
 from kvmesh.telemetry.sampled import Family, Sampled
 
 # ── spans ─────────────────────────────────────────────────────────────────────────────────────────
@@ -371,19 +370,8 @@ def render() -> tuple[bytes, str]:
 
 
 def serve_metrics(host: str, port: int) -> tuple[int, Callable[[], None]]:
-    """Serve `/metrics` from a thread of its own; returns the bound port and what closes it.
+    """Serve `/metrics`, `/live` and `/ready` from a thread of its own; returns the bound port and what closes it.
 
     ConfigError naming the port when it is in use."""
     registry: Any = _Active()
-    try:
-        server, thread = start_http_server(port, host, registry)
-    except OSError as err:
-        why = "the port is in use" if err.errno == 98 else (err.strerror or str(err))
-        raise ConfigError(f"metrics_port={port}: {why} on {host}", field="metrics_port") from None
-
-    def close() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join(5)
-
-    return int(server.server_port), close
+    return metrics_server.serve(host, port, registry)

@@ -159,8 +159,8 @@ class ConductorConfig(ServiceConfig):
         self.slos  # noqa: B018 (refuses what it cannot read)
         if not self.mesh or not self.mesh.isprintable() or any(letter in " :" for letter in self.mesh):
             raise ConfigError(f"mesh={self.mesh!r}: must be a name without spaces and colons", field="mesh")
-        if self.advertise and (" " in self.advertise or ":" not in self.advertise):
-            raise ConfigError(f"advertise={self.advertise!r}: must be host:port", field="advertise")
+        if self.advertise not in ("", "auto") and (" " in self.advertise or ":" not in self.advertise):
+            raise ConfigError(f"advertise={self.advertise!r}: must be host:port, or auto", field="advertise")
         if self.redis and not self.advertise and self.host in ("", "0.0.0.0", "::"):
             text = f"advertise='': with redis, and listening on {self.host!r}, say at which host:port others reach this"
             raise ConfigError(text, field="advertise")

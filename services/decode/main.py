@@ -72,7 +72,7 @@ async def wind_down(front: Front, core: Core, servicer: DecodeServicer, grace_s:
     """No new requests; running ones finish within the grace or hear why not; writers drain; gateways are told."""
     why = f"decode instance {front.instance_id} " + (f"lost a rank: {lost[0]}" if lost else "is shutting down")
     core.feed(i.CloseDoor(Unavailable(why)))
-    leaving = asyncio.create_task(front.leave(), name="say goodbye")
+    leaving = asyncio.create_task(front.depart(), name="say goodbye")
     state = core.state
     if not lost:
         await core.settled(lambda: not state.scheduler.live or bool(lost), grace_s)

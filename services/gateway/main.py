@@ -30,7 +30,6 @@ from services.gateway.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 1.5  # a supervisor waits 3 s
 _HTTP_GRACE_S = 2
 _GRPC_GRACE_S = 0.5
 _KEEP_ALIVE_S = 60
@@ -60,8 +59,9 @@ async def run(config: GatewayConfig, stop: asyncio.Event, started: Callable[[dic
         grpc_server = Server(config.host, config.port, public=True)
 
         def on_ready(ready: bool) -> None:
+            ready = ready and not core.stopping
             names.GATEWAY_READY.set(ready)
-            grpc_server.set_ready(ready)
+            grpc_server.set_ready(ready, core.not_ready_reason)
 
         def on_instances(living: Collection[Key]) -> None:
             sessions.keep_only(living)
@@ -87,7 +87,7 @@ async def run(config: GatewayConfig, stop: asyncio.Event, started: Callable[[dic
             }
         )
         await stop.wait()
-        await _drain(core, grpc_server)
+        await _drain(core, grpc_server, config.stop_grace_ms / 1000)
 
 
 async def _preparers(folders: Mapping[str, str]) -> dict[str, Preparer]:
@@ -98,12 +98,12 @@ async def _preparers(folders: Mapping[str, str]) -> dict[str, Preparer]:
     return {name: Preparer(await asyncio.to_thread(Tokenizer.load, folder)) for name, folder in folders.items()}
 
 
-async def _drain(core: Core, server: Server) -> None:
+async def _drain(core: Core, server: Server, grace_s: float) -> None:
     """No new work; what runs gets a little time, then one clear error."""
     core.stopping = True
-    server.set_ready(False)
+    server.set_ready(False, "shutting down")
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(DRAIN_S):
+        async with asyncio.timeout(grace_s):
             await core.idle.wait()
     if core.running:
         log.warning("stopping with %d requests in flight", len(core.running))

@@ -87,7 +87,7 @@ class Instance:
         """Refuse what waits, let what runs finish for a while."""
         names.PREFILL_READY.set(0)
         runner.feed(ev.Stop())
-        leaving = asyncio.ensure_future(self.front.leave())
+        leaving = asyncio.ensure_future(self.front.depart())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.stop_grace_ms / 1000):
                 await runner.idle.wait()

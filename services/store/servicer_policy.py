@@ -71,7 +71,7 @@ class PolicyServicer(Base):
             policy = self._state.policy
             if name not in policy.drains and self._state.known(name) is None:
                 raise UnknownInstance(f"instance_id={name[:MAX_TEXT]!r}: is no member", field="instance_id")
-            await self._keep(policy.drain(name, request.cancel))
+            await self._keep(policy.drain(name, request.cancel, self._life_of(request)))
             policy.drains.kept(name)
         drain = policy.drains.get(name)
         if drain is None:
@@ -79,6 +79,13 @@ class PolicyServicer(Base):
         return pb.DrainResponse(
             done=drain.done, sole_blocks=policy.drains.sole_blocks(name), moved=drain.moved, why_not=drain.why_not
         )
+
+    def _life_of(self, request: pb.DrainRequest) -> int:
+        """The incarnation that asks for itself. Raises UnknownInstance: it is not the one that lives."""
+        name, life = request.instance_id, request.incarnation
+        if life and not request.cancel and not self._state.lives(name, life):
+            raise UnknownInstance(f"incarnation={life:x}: no life of {name[:MAX_TEXT]!r}", field="incarnation")
+        return request.incarnation
 
     async def SetQuota(self, request: pb.SetQuotaRequest, context: Any) -> pb.SetQuotaResponse:  # noqa: N802
         """Raises InvalidRequest, Overloaded (too many), NotLeader, Unavailable."""

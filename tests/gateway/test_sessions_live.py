@@ -130,11 +130,8 @@ async def test_the_session_of_an_instance_that_left_is_closed(
     assert not (await mesh.status()).ready
 
 
-async def test_stopping_ends_what_runs_with_one_error(make_mesh: MeshMaker, monkeypatch: pytest.MonkeyPatch) -> None:
-    from services.gateway import main
-
-    monkeypatch.setattr(main, "DRAIN_S", 0.1)
-    mesh = await make_mesh()
+async def test_stopping_ends_what_runs_with_one_error(make_mesh: MeshMaker) -> None:
+    mesh = await make_mesh(stop_grace_ms=100)
     mesh.decodes[0].script = dribble(mesh, 2)
     streamed = asyncio.create_task(mesh.http.post(URL, json=CHAT | {"stream": True}))
     waiting = asyncio.create_task(mesh.http.post(URL, json=CHAT))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.rpc.errors import InvalidRequest, NotLeader, Unavailable
+from kvmesh.rpc.errors import InvalidRequest, NotLeader, Unavailable, UnknownInstance
 from kvmesh.rpc.pb import store_pb2 as pb
 from services.store.config import StoreConfig
 from services.store.durable import MemoryDurable
@@ -279,4 +279,28 @@ async def test_a_drain_that_is_over_does_not_begin_again_under_the_next_leader()
     master.tick()
     await asyncio.gather(*master._orders._tasks)
     assert (await durable.load())["drain"] == {}
+    await master.close()
+
+
+async def test_a_leaving_nodes_own_drain_ends_with_its_life() -> None:
+    """Nothing is kept of it, and one of that name which comes back does not drain; an operator's word stays."""
+    durable = Failing()
+    master = servicer(durable)
+    await master.Join(joining("a"), None)
+    life = joining("a").member.instance.incarnation
+    ours = pb.DrainRequest(instance_id="a", incarnation=life)
+    with pytest.raises(UnknownInstance, match="incarnation=63: no life of 'a'"):
+        await master.Drain(pb.DrainRequest(instance_id="a", incarnation=99), None)
+    await master.Drain(ours, None)
+    drains = master._state.policy.drains
+    assert "a" in drains and not (await durable.load())["drain"]
+    master._state.policy.drains.joined("a", life)  # it enters again, the same life
+    assert "a" in drains
+    master._state.policy.drains.joined("a", life + 1)
+    assert "a" not in drains
+    await master.Drain(ours, None)
+    await master.Drain(pb.DrainRequest(instance_id="a"), None)
+    assert (await durable.load())["drain"] == {b"a": b""}
+    master._state.policy.drains.joined("a", life + 1)
+    assert "a" in drains
     await master.close()

@@ -1176,17 +1176,21 @@ class DrainRequest(_message.Message):
 
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     cancel: _builtins.bool
+    incarnation: _builtins.int
+    """only while this life of it lasts, and kept for no other leader: a node that leaves. 0: by its name"""
     def __init__(
         self,
         *,
         instance_id: _builtins.str = ...,
         cancel: _builtins.bool = ...,
+        incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "instance_id", b"instance_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "incarnation", b"incarnation", "instance_id", b"instance_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

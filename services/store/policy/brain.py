@@ -130,9 +130,9 @@ class Policy:
     def joined(self, member: Member, removed_seq: int) -> None:
         """A life begins, or enters again."""
         self.tombstones.joined(member.instance_id, removed_seq)
+        self.drains.joined(member.instance_id, member.incarnation)
         self.nodes.joined(member, member.instance_id in self.drains)
         self.known.joined(member.instance_id)
-        self.drains.joined(member.instance_id)
 
     def beat(self, instance_id: str, usage: Usage | None, removed_seq: int) -> None:
         """It lives, and has applied tombstones up to `removed_seq`."""
@@ -329,13 +329,13 @@ class Policy:
             return counts, [*writes, Write(durable.TARGET, drops=tuple(dict.fromkeys(keys)))]
         return counts, [*writes, Write(durable.TARGET, dict.fromkeys(keys, records.target_out(replicas, hard, after)))]
 
-    def drain(self, instance_id: str, cancel: bool) -> list[Write]:
-        """Begin, or cancel. Again as long as `drains` has not heard that it is kept. Raises Overloaded: too many
-        drain."""
+    def drain(self, instance_id: str, cancel: bool, life: int = 0) -> list[Write]:
+        """Begin, or cancel. Again as long as `drains` has not heard that it is kept; with a `life` (incarnation) it
+        need not be. Raises Overloaded: too many drain."""
         if cancel:
             self.drains.cancel(instance_id)
             return [Write(durable.DRAIN, drops=(instance_id.encode(),))]
-        if self.drains.begin(instance_id):
+        if self.drains.begin(instance_id, life):
             return [Write(durable.DRAIN, {instance_id.encode(): b""})]
         return []
 

@@ -34,9 +34,11 @@ RETRY_S = (1.0, 30.0)
 class Drain:
     """`moved`: blocks that others have taken. `unread`: keys of this reading still to come. `beats`: of the node since
     it joined, each of which is told that it drains. `awaited`: tiers that have yet to announce since it wrote nothing
-    any more; None: it may still write. `counts`: whether this reading may say that it is done."""
+    any more; None: it may still write. `counts`: whether this reading may say that it is done. `life`: the incarnation
+    that asked for it and with which it is forgotten; 0: an operator did."""
 
     kept: bool = False
+    life: int = 0
     beats: int = 0
     awaited: set[str] | None = None
     counts: bool = False
@@ -82,15 +84,17 @@ class Drains:
         """What an earlier leader left."""
         self._drains.update((name, Drain(kept=True)) for name in instance_ids)
 
-    def begin(self, instance_id: str) -> bool:
+    def begin(self, instance_id: str, life: int = 0) -> bool:
         """Whether that has yet to be `kept`. Raises Overloaded: too many drain."""
+        if (asked := self._drains.get(instance_id)) is not None and asked.life and not life:
+            asked.life, asked.kept = 0, False  # an operator's word outlives that of the node
         if (known := self._drains.get(instance_id)) is not None:
             return not known.kept
         if len(self._drains) >= MAX_DRAINS:
             raise Overloaded(f"{MAX_DRAINS} nodes drain already")
-        self._drains[instance_id] = Drain()
+        self._drains[instance_id] = Drain(kept=bool(life), life=life)
         self._mark(instance_id, True)
-        return True
+        return not life
 
     def kept(self, instance_id: str) -> None:
         """The next leader will know of it."""
@@ -104,9 +108,12 @@ class Drains:
 
     # ── what the node says ───────────────────────────────────────────────────────────────────────────
 
-    def joined(self, instance_id: str) -> None:
+    def joined(self, instance_id: str, incarnation: int) -> None:
         """It enters, or enters again: nobody knows whether it has been told."""
         if (drain := self._drains.get(instance_id)) is not None:
+            if drain.life not in (0, incarnation):
+                self.cancel(instance_id)
+                return
             drain.beats, drain.awaited = 0, None
 
     def beat(self, instance_id: str, usage: Usage | None) -> None:
@@ -129,10 +136,10 @@ class Drains:
     def ended(self, instance_id: str) -> bool:
         """A life is over; whether its drain is too: it was drained, and the name is free for another."""
         drain = self._drains.get(instance_id)
-        if drain is None or not drain.done:
+        if drain is None or not (drain.done or drain.life):
             return False
         del self._drains[instance_id]
-        return True
+        return not drain.life
 
     def get(self, instance_id: str) -> Drain | None:
         """None: it does not drain."""

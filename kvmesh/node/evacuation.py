@@ -1,0 +1,76 @@
+"""Before a node leaves: what nobody else holds is moved to others, for as long as there is time.
+
+The store master finds and moves it (services.store.policy.drains); the node asks again and again how far that is. The
+request names the node's life, so a master forgets it with that life: a node that is killed meanwhile comes back as one
+that does not drain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import grpc.aio
+
+from kvmesh.rpc.errors import KvmeshError
+from kvmesh.rpc.masters import Caller, Masters
+from kvmesh.rpc.pb import common_pb2, store_pb2, store_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+ASK_S = 0.1
+CALL_S = 2.0
+STUCK_S = 3.0  # nobody has room: waiting longer than a master's second try would be waiting for a miracle
+
+
+@dataclass(frozen=True, slots=True)
+class Evacuated:
+    """What came of it. `left`: blocks that still lie only here; `why` is "" when there are none."""
+
+    moved: int
+    left: int
+    why: str
+
+
+async def evacuate(
+    ask: Callable[[float], Awaitable[store_pb2.DrainResponse]], within_s: float, clock: Callable[[], float]
+) -> Evacuated:
+    """Until all is moved, nothing goes on any more, or `within_s` are over. `ask(timeout_s)` asks the master once."""
+    end, stuck_at, last = clock() + within_s, float("inf"), store_pb2.DrainResponse(why_not="no master answered")
+    moved = -1
+    while (left_s := end - clock()) > 0:
+        try:
+            last = await ask(min(CALL_S, left_s))
+        except KvmeshError as err:
+            last = store_pb2.DrainResponse(moved=last.moved, sole_blocks=last.sole_blocks, why_not=err.message)
+        if last.done:
+            return Evacuated(last.moved, 0, "")
+        if last.moved != moved or not last.why_not:
+            moved, stuck_at = last.moved, clock() + STUCK_S
+        elif clock() >= stuck_at:
+            return Evacuated(last.moved, last.sole_blocks, last.why_not)
+        await asyncio.sleep(min(ASK_S, max(0.0, end - clock())))
+    return Evacuated(last.moved, last.sole_blocks, last.why_not or f"not done within {within_s:g} s")
+
+
+async def evacuate_node(ref: common_pb2.InstanceRef, masters: str, within_s: float) -> Evacuated:
+    """As `evacuate`, of the node `ref`; logs what came of it. Never raises for what masters do."""
+    caller = Caller(Masters(masters))
+
+    async def once(channel: grpc.aio.Channel, timeout_s: float) -> store_pb2.DrainResponse:
+        request = store_pb2.DrainRequest(instance_id=ref.instance_id, incarnation=ref.incarnation)
+        return await store_pb2_grpc.StoreMasterStub(channel).Drain(request, timeout=timeout_s)
+
+    try:
+        done = await evacuate(lambda timeout_s: caller.call(once, timeout_s), within_s, asyncio.get_running_loop().time)
+    finally:
+        await caller.close()
+    if done.why:
+        log.warning(
+            "%d blocks moved away, up to %d that only this node holds are lost: %s", done.moved, done.left, done.why
+        )
+    else:
+        log.info("%d blocks moved away; others hold all the rest", done.moved)
+    return done
