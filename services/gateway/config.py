@@ -63,6 +63,9 @@ class GatewayConfig(ServiceConfig):
         default=256, metadata={"help": "Tokens of one answer that may wait for a slow client."}
     )
     threads: int = field(default=2, metadata={"help": "Threads that tokenize and hash."})
+    stop_grace_ms: int = field(
+        default=1_500, metadata={"help": "On stop, running requests have so long to end.", "min": 0}
+    )
 
     def __post_init__(self) -> None:
         for name, low in (
