@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2_grpc as pb_grpc
 from kvmesh.telemetry import names, spans
 from services.conductor import domain, mapping, mapping_out
-from services.conductor.balance.gauges import ScaleGauges
+from services.conductor.balance.gauges import LoadGauges, ScaleGauges
 from services.conductor.domain import (
     Action,
     Event,
@@ -33,7 +34,8 @@ from services.conductor.state import ConductorState
 
 log = logging.getLogger(__name__)
 
-SHOWN_S = 1.0  # between two looks at all instances for gauges: with thousands one takes milliseconds
+SHOWN_S = 1.0  # between two looks at what gauges show and takes long to find out
+VIEWED = 25  # instances of a status, before others have their turn
 
 Step = Callable[[Event, float], Sequence[Action]]
 
@@ -61,8 +63,10 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         self._store_status = store_status
         self._office = office
         self._gauges = ScaleGauges()
+        self._loads = LoadGauges(lambda some: state.loads(some, clock()))
         self._orders: list[Action] = []
-        self._shown_at = float("-inf")
+        self._shown_at = self._ticked_at = float("-inf")
+        self._shows: list[Callable[[], None]] = []  # what is still to be shown, one thing a tick
 
     def deliver(self, event: Event) -> Placed | None:
         """Hand an event to the brain; raises the error that answers it (Unavailable: the master's stream must start
@@ -96,20 +100,24 @@ class ConductorServicer(pb_grpc.ConductorServicer):
                 names.CONDUCTOR_INSTANCES.labels(role=role.value, state=label).set(count.get((role, ready), 0))
         names.CONDUCTOR_INDEX_BLOCKS.set(self._state.indexed_blocks)
         names.CONDUCTOR_HEARTBEAT_AGE.set(silent_s)
-        if self._clock() >= self._shown_at + SHOWN_S:
-            self._shown_at = self._clock()
-            self._show()
+        now = self._clock()
+        passed_s, self._ticked_at = now - self._ticked_at, now
+        if now >= self._shown_at + SHOWN_S:
+            self._shown_at = now
+            self._loads.begin(self._state.instances)
+            self._shows = [self._show_hints, self._show_errors]
+        if self._shows:
+            self._shows.pop()()
+        self._loads.tick(passed_s)
 
-    def _show(self) -> None:
-        """Gauges for which every instance is looked at."""
+    def _show_errors(self) -> None:
         for error in self._state.prediction_errors():
             shares = (("bias", error.bias), ("p50", error.p50), ("p90", error.p90), ("p99", error.p99))
             for quantile, share in shares:
                 names.CONDUCTOR_PREDICTION_ERROR.labels(what=error.what.value, quantile=quantile).set(share)
+
+    def _show_hints(self) -> None:
         self._gauges.show(self._state.hints(self._clock()))
-        for model, loads in self._state.loads(self._clock()).items():
-            names.CONDUCTOR_SLO_LOAD.labels(model=model, pool="prefill").set(loads.prefill)
-            names.CONDUCTOR_SLO_LOAD.labels(model=model, pool="decode").set(loads.decode)
 
     async def Register(  # noqa: N802
         self, request: pb.RegisterInstanceRequest, context: Any
@@ -191,10 +199,14 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         self, request: pb.GetConductorStatusRequest, context: Any
     ) -> pb.GetConductorStatusResponse:
         """Every instance known here, and how the store master is reached."""
+        everybody, told = self._state.instances, []
+        for first in range(0, len(everybody), VIEWED):
+            views = self._state.views(self._clock(), everybody[first : first + VIEWED])
+            told += [mapping_out.view_out(view) for view in views]
+            await asyncio.sleep(0)  # of thousands it takes a tenth of a second: decisions are made between them
         now = self._clock()
-        views = self._state.views(now)
         return pb.GetConductorStatusResponse(
-            instances=[mapping_out.view_out(view) for view in views],
+            instances=told,
             store_master=self._store_status(),
             leadership=self._office.told,
             policy=self._state.policy.value,

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvmesh.kvcache.announce import Announcement
@@ -49,7 +48,7 @@ from services.conductor.prefixes.index import Index
 from services.conductor.prefixes.tiers import TierLoads
 from services.conductor.records.explain import Decision, Explanations
 from services.conductor.scheduling import Known, Scheduling
-from services.conductor.screening.columns import Chosen, Columns, View
+from services.conductor.screening.columns import Columns, View
 from services.conductor.settings import Mode, Policy, Settings
 from services.conductor.views import InstanceView, TierView
 
@@ -96,9 +95,18 @@ class ConductorState:
         """One card per model name: of the KV identity that Schedule would place on."""
         return self._fleet.models(lambda i: self.why_not(i, now))
 
-    def views(self, now: float) -> list[InstanceView]:
+    @property
+    def instances(self) -> list[Instance]:
         """All known instances, in the order in which they came."""
-        return [self._view(i, now) for i in self._fleet]
+        return list(self._fleet)
+
+    def views(self, now: float, among: Iterable[Instance] | None = None) -> list[InstanceView]:
+        """Of all of them, or of those `among` some that are still there."""
+        known = self._fleet if among is None else (i for i in among if self._is_known(i))
+        return [self._view(i, now) for i in known]
+
+    def _is_known(self, instance: Instance) -> bool:
+        return self._fleet.of(instance.ref.life) is instance
 
     @property
     def indexed_blocks(self) -> int:
@@ -155,11 +163,7 @@ class ConductorState:
 
     def readiness(self, now: float) -> tuple[Mapping[tuple[Role, bool], int], float]:
         """How many instances of each role may get work and may not, and the longest silence of one that may."""
-        if self._fleet.strands:
-            views = self.views(now)
-            return Counter((v.role, v.ready) for v in views), max((v.silent_s for v in views if v.ready), default=0.0)
-        view = self._view_of_all(now)
-        return view.readiness(), view.longest_silence_s()
+        return self._view_of_all(now).readiness()
 
     def _view_of_all(self, now: float) -> View:
         return self._columns.view(now, self._settings.lease_s, self.why_not, self._breakers.tripped)
@@ -200,10 +204,10 @@ class ConductorState:
         """Why an operator's word would not be taken."""
         return self._cordons.refusal(event, known=self._fleet.named(event.instance_id) is not None)
 
-    def loads(self, now: float) -> dict[str, Loads]:
-        """Of every model's pools, as admission sees them."""
-        view = self._view_of_all(now)
-        return self.scheduling.admission.loads(Chosen(view, view.able), now)
+    def loads(self, among: Iterable[Instance], now: float) -> dict[str, Loads]:
+        """Of these instances, by model, as admission sees them."""
+        able = (i for i in among if self._is_known(i) and not self.why_not(i, now))
+        return self.scheduling.admission.loads(able, now)
 
     def hints(self, now: float) -> Sequence[Hint]:
         """How many instances each pool wanted at the last look."""
@@ -324,8 +328,8 @@ class ConductorState:
             if not self._breakers.due(now):
                 return
             self._breakers.begin(now)
-            self._surveyed.begin(list(self._fleet))
-        some = (i for i in self._surveyed.next(passed_s) if self._fleet.of(i.ref.life) is i)
+            self._surveyed.begin(self.instances)
+        some = (i for i in self._surveyed.next(passed_s) if self._is_known(i))
         self._breakers.survey((Standing(i.ref.life, i.pools, not self._why_unable(i, now)) for i in some), now)
 
     def _adapt(self, now: float) -> None:
@@ -338,11 +342,11 @@ class ConductorState:
             return []
 
         def may(i: Instance) -> bool:
-            return self._fleet.of(i.ref.life) is i and not self.why_not(i, now)
+            return self._is_known(i) and not self.why_not(i, now)
 
         drained = (self._fleet.named(name) for name in self._cordons.named(CordonState.DRAINING))
         leaving = [i for i in drained if i is not None]
-        moment = Moment(now, passed_s, lambda: list(self._fleet), may, leaving, self._index, self._members.member)
+        moment = Moment(now, passed_s, lambda: self.instances, may, leaving, self._index, self._members.member)
         return self.scheduling.balance.tick(moment, leads=self._term > 0)
 
     def _hear(self, announcement: Announcement) -> bool:

@@ -172,11 +172,11 @@ def _asked(tenant: str) -> Any:
 
 def test_loads_are_the_papers() -> None:
     brain = brain_of(Mode.PREDICTED, slo_ttft_s=10.0, slo_tbt_s=0.1)
-    loads = brain.state.loads(brain.now)["demo"]
+    loads = brain.state.loads(brain.state.instances, brain.now)["demo"]
     assert (loads.prefill, loads.decode, loads.greatest) == (0, 0, 0)
     brain.placed(50_000)
     brain.beat("d0", busy(26, 26 * 16_000))
-    loads = brain.state.loads(brain.now)["demo"]
+    loads = brain.state.loads(brain.state.instances, brain.now)["demo"]
     assert loads.decode == pytest.approx(0.958, rel=0.01)
     assert loads.prefill == pytest.approx(2 * 0.5635, rel=0.02)  # the queue, and another prompt as long
     assert loads.greatest == loads.prefill

@@ -1,4 +1,4 @@
-"""What an autoscaler reads: scale hints as metrics.
+"""What is shown of pools as metrics; what an autoscaler reads:
 
 kvmesh_conductor_scale_hint_count{model,role}    instances to add, or to take away
 kvmesh_conductor_scale_wanted_count{model,role}  instances wanted: with Kubernetes' HorizontalPodAutoscaler an
@@ -9,10 +9,13 @@ kvmesh_conductor_pool_load_ratio{model,role}     demand over capacity
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvmesh.telemetry import names
+from services.conductor.admission.gate import Loads
 from services.conductor.balance.scale import Hint
+from services.conductor.fleet.instance import Instance
+from services.conductor.fleet.walk import Pace, Walk
 
 MAX_LOAD = 1e6  # a pool without instances has no finite load
 
@@ -36,3 +39,32 @@ class ScaleGauges:
             for gauge, value in zip(_GAUGES, (hint.change, hint.instances + hint.change, load), strict=True):
                 gauge.labels(*labels).set(value)
         self._shown = set(found)
+
+
+class LoadGauges:
+    """Pools' loads, added up while the instances are met some at a time."""
+
+    def __init__(self, loads: Callable[[Iterable[Instance]], dict[str, Loads]]) -> None:
+        self._loads = loads
+        self._walk = Walk(Pace(1500, 75))
+        self._found: dict[str, Loads] = {}
+
+    def begin(self, everybody: Sequence[Instance]) -> None:
+        """Look at these, unless the last look is still under way."""
+        if not self._walk.under_way:
+            self._walk.begin(everybody)
+
+    def tick(self, passed_s: float) -> None:
+        """The next ones; when all are met, their loads are shown."""
+        if self._walk.under_way:
+            self._meet(self._walk.next(passed_s))
+
+    def _meet(self, some: Sequence[Instance]) -> None:
+        for model, loads in self._loads(some).items():
+            old = self._found.get(model, loads)
+            self._found[model] = Loads(max(old.prefill, loads.prefill), max(old.decode, loads.decode))
+        if not self._walk.under_way:
+            for model, loads in self._found.items():
+                names.CONDUCTOR_SLO_LOAD.labels(model=model, pool="prefill").set(loads.prefill)
+                names.CONDUCTOR_SLO_LOAD.labels(model=model, pool="decode").set(loads.decode)
+            self._found = {}

@@ -157,7 +157,7 @@ class Breakers:
             self._panics.clear()
             self._judged_at = now
         if pool not in self._panics:
-            able = self._able.get(pool, frozenset())
+            able: Collection[Life] = self._able.get(pool, ())
             resting = sum(life in able and self._known[life].breaker.why_not(now) != "" for life in self._tripped)
             self._panics[pool] = 2 * resting > len(able)
         return self._panics[pool]

@@ -46,11 +46,6 @@ class Fleet:
         first, self._turn = self._turn, (self._turn + count) % len(instances)
         return (instances + instances)[first : first + count]
 
-    @property
-    def strands(self) -> bool:
-        """Whether some model is served in several KV identities, so that instances may be stranded."""
-        return any(len(groups) > 1 for groups in self._kin.values())
-
     def named(self, instance_id: str) -> Instance | None:
         """Whoever bears that name now."""
         return self._instances.get(instance_id)

@@ -7,7 +7,7 @@ Memory: 8 bytes a field and instance.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -145,6 +145,11 @@ class Columns:
                 able[row] = False
         return View(self, able, now)
 
+    @property
+    def models(self) -> Iterable[tuple[str, tuple[object, ...]]]:
+        """Names and KV identities that there are, and perhaps some that were."""
+        return self._groups.keys()
+
     def groups(self, model: str) -> list[int]:
         """Of that model's name: sets of instances whose KV fits together."""
         return [group for (name, _), group in self._groups.items() if name == model]
@@ -281,18 +286,27 @@ class View:
 
         return max(groups, key=worth)
 
-    def longest_silence_s(self) -> float:
-        """Of those who may get work."""
-        seen = self.columns[Field.SEEN][self.able]
-        return max(0.0, self.now - float(seen.min())) if seen.size else 0.0
+    def ready(self) -> Mask:
+        """Who may get work, and is not stranded (see `Fleet.stranded`)."""
+        columns, stranded = self.columns, np.zeros_like(self.able)
+        prefills, decodes = columns.mask(Field.PREFILLS), columns.mask(Field.DECODES)
+        for model in {name for name, _ in columns.models}:
+            groups = [columns.mask(Field.GROUP, group) for group in columns.groups(model)]
+            for own in groups if len(groups) > 1 else ():
+                for mine, others in ((prefills, decodes), (decodes & ~prefills, prefills)):
+                    if not (own & others).any() and any((group & others).any() for group in groups):
+                        stranded |= own & mine & ~columns.mask(Field.ALONE)
+        return self.able & ~stranded
 
-    def readiness(self) -> dict[tuple[Role, bool], int]:
-        """How many of each role may get work, and may not."""
+    def readiness(self) -> tuple[dict[tuple[Role, bool], int], float]:
+        """How many of each role are ready and are not, and the longest silence of one that is, seconds."""
         prefills, decodes = self.columns.mask(Field.PREFILLS), self.columns.mask(Field.DECODES)
         of = {Role.PREFILL: prefills & ~decodes, Role.DECODE: decodes & ~prefills, Role.BOTH: prefills & decodes}
-        ready = {role: int(np.count_nonzero(mask & self.able)) for role, mask in of.items()}
-        rest = {role: int(np.count_nonzero(mask)) - ready[role] for role, mask in of.items()}
-        return {(role, may): count[role] for may, count in ((True, ready), (False, rest)) for role in of}
+        ready = self.ready()
+        count = {(role, True): int(np.count_nonzero(mask & ready)) for role, mask in of.items()}
+        count |= {(role, False): int(np.count_nonzero(mask & ~ready)) for role, mask in of.items()}
+        seen = self.columns[Field.SEEN][ready]
+        return count, max(0.0, self.now - float(seen.min())) if seen.size else 0.0
 
     def queues_s(self) -> list[float]:
         """Seconds of work queued at those who compute prompts and may get work."""
