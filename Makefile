@@ -17,7 +17,8 @@ ARGS ?=
 BIN := $(VENV)/bin
 RUN := $(VENV)/.stamp-run
 DEV := $(VENV)/.stamp-dev
-NATIVE := $(wildcard kvmesh/engine/cpu/*.cpp kvmesh/engine/cpu/*.h kvmesh/engine/cpu/*.py)
+NATIVE := $(wildcard kvmesh/engine/cpu/*.cpp kvmesh/engine/cpu/*.h kvmesh/engine/cpu/*.py) \
+	$(wildcard kvmesh/native/*.cpp kvmesh/native/*.h kvmesh/native/*.py)
 
 .PHONY: help up test chaos check lint format bench proto clean install install-dev rdma-guest
 
@@ -32,11 +33,13 @@ $(RUN): $(VENV)/.stamp-torch pyproject.toml $(NATIVE)
 	@scripts/pip_install.sh $(VENV) "kvmesh" -e .
 	@$(BIN)/python -m compileall -q kvmesh services # else the processes of the first mesh do, all at once
 	@$(BIN)/python -m kvmesh.engine.cpu.build
+	@$(BIN)/python -m kvmesh.native.build
 	@touch $@
 
 $(DEV): $(VENV)/.stamp-torch pyproject.toml $(NATIVE)
 	@scripts/pip_install.sh $(VENV) "kvmesh and what its tests need" -e '.[dev]'
 	@$(BIN)/python -m kvmesh.engine.cpu.build
+	@$(BIN)/python -m kvmesh.native.build
 	@scripts/install_redis.sh
 	@touch $@ $(RUN)
 

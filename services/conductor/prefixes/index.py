@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -12,10 +13,10 @@ import numpy.typing as npt
 
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.block_map import Verdict
-from kvmesh.kvcache.steady_map import SteadyBlockMap
 from kvmesh.kvcache.tiers import Tier, split_name
 from services.conductor.domain import Life
 from services.conductor.prefixes.pending import Marks, Pending, spans
+from services.conductor.prefixes.walks import WalkedMap
 
 SWEEP_KEYS = 16_384  # in one tick: some milliseconds
 FEW_BITS = 24  # of a bitset, that are found faster one by one
@@ -91,7 +92,7 @@ class Index:
     lives. Pending blocks come to memory."""
 
     def __init__(self) -> None:
-        self.truth = SteadyBlockMap()
+        self.truth = WalkedMap()
         self.truth.moved = {}
         self.pending = Pending()
         self._lower: dict[str, dict[Tier, str]] = {}  # by instance: its tiers below DRAM that have said anything
@@ -193,11 +194,12 @@ class Index:
         self.pending.put(slot, self._unsealed(life, marked), None, until)
 
     def _unsealed(self, life: Life, marked: Marks) -> Iterable[tuple[bytes, int]]:
-        bit, found = self._bit(life), zip(marked, spans(len(marked)), strict=True)
-        if not bit:
+        found = zip(marked, spans(len(marked)), strict=True)
+        if not self._bit(life):
             return found
-        masks = self.truth.masks(marked)
-        return [one for one, mask in zip(found, masks, strict=True) if not mask & bit]
+        slot = self.truth.slot(life[0])
+        assert slot is not None, "a store with a bit has a slot"
+        return compress(found, self.truth.lacking(marked, slot))
 
     def _only(self, life: Life, ended: Callable[[Life], bool]) -> bool:
         """Make room for a word of this life: what other lives of its name hold, in whichever tier, goes. False: it is

@@ -16,14 +16,14 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from itertools import repeat
 from operator import itemgetter
+
+from services.conductor.prefixes.walks import Runs, of_marks
 
 EACH, SOME = 32, 256  # blocks of which each one is a mark, and up to which the finer step goes
 FINE, COARSE = 8, 32
 
 Marks = tuple[bytes, ...]
-Runs = list[tuple[int, int]]  # (end, bitset): prompt blocks up to `end`
 
 
 @lru_cache(maxsize=512)
@@ -93,18 +93,7 @@ class Pending:
         """Who will have the leading blocks of a prompt, in runs up to the last one that is coming anywhere."""
         if not self._masks or not keys:
             return []
-        masks = list(map(self._masks.get, marks(keys), repeat(0)))
-        while masks and not masks[-1]:
-            masks.pop()
-        runs: Runs = []
-        last = -1
-        for position, mask in zip(positions(len(keys)), masks, strict=False):
-            if mask != last:
-                runs.append((position + 1, mask))
-                last = mask
-            else:
-                runs[-1] = position + 1, mask
-        return runs
+        return of_marks(self._masks, keys, positions(len(keys)))
 
     def blocks(self, slot: int) -> int:
         """How many blocks are coming there, at most."""

@@ -58,8 +58,13 @@ def admitted(view: View, model: int, x1: Floats | float, x2: Floats | float, n: 
     if (seconds <= before).all():  # nothing to fade
         return seconds
     floor = np.minimum(seconds, before)
+    return np.maximum(floor, seconds * left(view, model))
+
+
+def left(view: View, model: int) -> Floats:
+    """What counts of a fit to which nothing was added for a while, 0 to 1."""
     age_s = np.maximum(0.0, view.now - view.columns[model + 10])
-    return np.maximum(floor, seconds * np.exp2(-age_s / HALF_LIFE_S))
+    return np.exp2(-age_s / HALF_LIFE_S)
 
 
 def mixed(step_s: Floats, chunk_s: Floats, busy_s: Floats, stay_s: Floats) -> Floats:
@@ -188,13 +193,12 @@ class Weights:
         odd = (self.held.last > self.held.depth) & among
         end = min(self.usable_blocks, self.mesh.survey.runs[-1].end if self.mesh.survey.runs else 0)
         if self.terms.fetch is not Fetch.NEVER and end:
-            for local in self.held.ends:
+            for local in self._depths(among):
                 more = self._fetch(found, among, local, at_decode, room_s, alone=alone)
                 if more is not None:
                     odd |= more
         if odd.any():  # the most that it could have, for nothing
-            free = self._way(float(end * self.block), self._pushed(max(at_decode, end), alone=alone), 0.0)
-            found.free(odd, free.cost)
+            self._free(found, odd, end, self._pushed(max(at_decode, end), alone=alone))
         return found
 
     def _pushed(self, at_decode: int, *, alone: bool) -> float:
@@ -202,8 +206,35 @@ class Weights:
         return 0.0 if alone else float(max(0, self.request.prompt_tokens - at_decode * self.block))
 
     def _use(self, found: Prompts, at_decode: int, room_s: Floats | float, *, alone: bool) -> None:
+        self._offer_use(found, self._pushed(at_decode, alone=alone), room_s)
+
+    def _offer_use(self, found: Prompts, pushed: float, room_s: Floats | float) -> None:
+        """With what each has."""
         cached = np.minimum(self.held.depth, self.usable_blocks) * self.block
-        self._offer(found, self._way(cached, self._pushed(at_decode, alone=alone), 0.0, exact=True), room_s, None)
+        self._offer(found, self._way(cached, pushed, 0.0, exact=True), room_s, None)
+
+    def _offer_part(
+        self,
+        found: Prompts,
+        part: Fetching,
+        pushed: float,
+        room_s: Floats | float,
+        among: Mask,
+        local: int,
+        *,
+        instead: bool,
+    ) -> None:
+        """With what those `among` who have `local` blocks fetch."""
+        way = self._way(float(part.until * self.block), pushed, self._fetch_s(part), exact=True)
+        self._offer(found, way, room_s, among & (self.held.depth == local), instead=instead)
+
+    def _free(self, found: Prompts, here: Mask, end: int, pushed: float) -> None:
+        """Those `here` may have as much as up to block `end` without fetching."""
+        found.free(here, self._way(float(end * self.block), pushed, 0.0).cost)
+
+    def _depths(self, among: Mask) -> Sequence[int]:
+        """How many blocks any of `among` has, ascending; perhaps some that none of them has."""
+        return [local for local in self.held.ends if (among & (self.held.depth == local)).any()]
 
     def _fetch(
         self, found: Prompts, among: Mask, local: int, at_decode: int, room_s: Floats | float, *, alone: bool
@@ -213,9 +244,6 @@ class Weights:
         reach = min(reach, self.usable_blocks)
         if not worth_weighing(reach, local, self.terms.threshold):
             return None
-        here = among & (self.held.depth == local)
-        if not here.any():
-            return None
         legs, end = self.mesh.plan(_NOBODY, "", local, reach, self.mesh.ways(_NOBODY))
         if not legs or not worth_weighing(end, local, self.terms.threshold):
             return None
@@ -223,13 +251,12 @@ class Weights:
         for part in self._parts(legs, local, end):
             spared = part.until if part.memory and local <= at_decode < part.until else at_decode
             pushed = self._pushed(spared, alone=alone)
-            way = self._way(float(part.until * self.block), pushed, self._fetch_s(part), exact=True)
-            self._offer(found, way, room_s, here, instead=instead and part.memory)
+            self._offer_part(found, part, pushed, room_s, among, local, instead=instead and part.memory)
             instead = False
         if not all(leg.tier is Tier.DRAM for leg in legs):
-            self._hide(found, here, legs, local, end, at_decode, alone=alone)
+            self._hide(found, among & (self.held.depth == local), legs, local, end, at_decode, alone=alone)
         if len(legs) > 1:  # a holder on the reader's own node is preferred: its plan may have fewer of them
-            odd: Mask = here & np.isin(self.view.columns[Field.NODE], self._nodes(legs))
+            odd: Mask = among & (self.held.depth == local) & np.isin(self.view.columns[Field.NODE], self._nodes(legs))
             return odd
         return None
 
@@ -271,8 +298,7 @@ class Weights:
             fits = busy & (enough <= self.queue_s + ROUNDING_S)
             if not fits.any():
                 return
-            way = self._way(float(high * self.block), pushed, 0.0)
-            found.free(fits, way.cost)
+            self._free(found, fits, high, pushed)
 
     def _nodes(self, legs: Sequence[Leg]) -> list[float]:
         """Hashes of the nodes of all who could be named for one of these legs."""
@@ -377,8 +403,7 @@ class Weights:
             steps = np.maximum(1.0, np.ceil(chunk / columns[Field.FITTED_CHUNK]))
             chunk_s = fitted(view, Field.PREFILL, chunk, chunk * chunk / 2, steps)
             tbt_s = mixed(tbt_s, chunk_s, self.wait_s, stay_s)
-        blocks = -(-(request.prompt_tokens + 1) // self.block)
-        whole = -(-(request.prompt_tokens + max(1, request.max_tokens)) // self.block)
+        blocks, whole = self._blocks()
         free = columns[Field.FREE_BLOCKS]
         short = free < np.minimum(whole, columns[Field.CAPACITY])
         landing_s: Floats | float = 0.0
@@ -393,3 +418,9 @@ class Weights:
             seem = sent + np.minimum(sent, columns[Field.ARRIVING])  # see `outgoing.shared_bytes`
             tail_s = seem / self.peers.transfer.bytes_per_s * TAIL_SHARE
         return Answers(tbt_s, landing_s, slot_s, tail_s, short)
+
+    def _blocks(self) -> tuple[int, int]:
+        """Of the prompt with its first token, and of all of the answer too."""
+        request = self.request
+        whole = -(-(request.prompt_tokens + max(1, request.max_tokens)) // self.block)
+        return -(-(request.prompt_tokens + 1) // self.block), whole

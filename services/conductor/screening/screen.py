@@ -24,7 +24,7 @@ from services.conductor.placing.nearness import Worth
 from services.conductor.placing.terms import Terms
 from services.conductor.placing.ties import as_good
 from services.conductor.prefixes.routes import Mesh
-from services.conductor.screening.bounds import Weights
+from services.conductor.screening import compiled
 from services.conductor.screening.columns import Chosen
 from services.conductor.screening.fields import FEW, Field, Floats, Mask
 from services.conductor.screening.holders import held
@@ -67,7 +67,7 @@ class Screen:
     def __init__(self, request: Schedule, among: Chosen, mesh: Mesh, terms: Terms) -> None:
         self._request, self._mesh, self._terms = request, mesh, terms
         self._view, self._columns = among.view, among.view.columns
-        self._weights = Weights(request, mesh, terms, held(self._view, mesh.survey), among)
+        self._weights = compiled.weights(request, mesh, terms, held(self._view, mesh.survey), among)
 
     def decodes(
         self, among: Chosen, weigh: Callable[[Instance], C], score: Callable[[C], float], short: Callable[[C], bool]
@@ -173,8 +173,12 @@ class Screen:
         scores = list(map(score, weighed))
         best = min(scores, default=np.inf)
         failed, size = 0, AT_ONCE
-        while (low := float(bound.min(initial=np.inf))) < np.inf and best > as_good(low):
-            for row in fewest(bound, as_good(low), crowd, size, self._terms.rng):
+        following = following_of(bound, crowd)
+        while True:
+            low, rows = following(best)
+            if rows is None:
+                break
+            for row in some(rows, size, self._terms.rng):
                 bound[row] = np.inf
                 one = weigh(self._columns.instances[row])
                 weighed.append(one)
@@ -194,12 +198,27 @@ def screen_of(request: Schedule, among: Sequence[Instance], mesh: Mesh, terms: T
     return Screen(request, among, mesh, terms) if many and isinstance(among, Chosen) and len(among) else None
 
 
-def fewest(bound: Floats, until: float, crowd: Floats, size: int, rng: random.Random) -> list[int]:
-    """Of the rows with a bound of at most `until` those with the least crowd; at most `size` of them, by chance."""
-    tied = np.flatnonzero(bound <= until)
-    least = crowd[tied]
-    found = tied[least == least.min()]
-    if found.size > size:
-        found = found[rng.sample(range(found.size), size)]
-    rows: list[int] = found.tolist()
-    return rows
+def following_of(bound: Floats, crowd: Floats) -> Callable[[float], tuple[float, Sequence[int] | None]]:
+    """A question with the best score so far: the least bound, and of the rows whose bound is as good those with the
+    least crowd; None: no bound is better than that score. `bound` may change from one question to the next."""
+    native = compiled.functions()
+    if native is not None:
+        return compiled.Next(native, bound, crowd).tied
+
+    return lambda best: tied(bound, crowd, best)
+
+
+def tied(bound: Floats, crowd: Floats, best: float) -> tuple[float, Sequence[int] | None]:
+    """See `following_of`, in numpy."""
+    low = float(bound.min(initial=np.inf))
+    if not (low < np.inf and best > as_good(low)):
+        return low, None
+    rows = np.flatnonzero(bound <= as_good(low))
+    least = crowd[rows]
+    found: list[int] = rows[least == least.min()].tolist()
+    return low, found
+
+
+def some(rows: Sequence[int], size: int, rng: random.Random) -> Sequence[int]:
+    """At most `size` of them, by chance."""
+    return [rows[at] for at in rng.sample(range(len(rows)), size)] if len(rows) > size else rows

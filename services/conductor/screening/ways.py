@@ -42,16 +42,14 @@ class Prompts:
     they are judged, and the same of those whose queue can drain for long enough."""
 
     def __init__(self, count: int) -> None:
-        self.cost = np.full(count, np.inf)
-        self.least = np.full(count, np.inf)
-        self.draining = np.full(count, np.inf)
+        self.kept = np.full((3, count), np.inf)
+        self.cost, self.least, self.draining = self.kept
 
     def offer(self, cost: Floats, least: Floats, drains: Mask | None, here: Mask | None, *, instead: bool) -> None:
         """One way more, for those `here` (None: for all). `drains`: whose queue can drain for long enough."""
         where: Mask | bool = True if here is None else here
         if instead:
-            for kept in (self.cost, self.least, self.draining):
-                kept[here] = np.inf
+            self.kept[:, here] = np.inf
         np.minimum(self.cost, cost, out=self.cost, where=where)
         np.minimum(self.least, least, out=self.least, where=where)
         if drains is not None:
@@ -72,10 +70,13 @@ class Answers:
     slot: Floats | float
     tail: Floats | float
     short: Mask
+    sum: Floats | None = None  # of the four before, if it is known
 
     @property
     def score(self) -> Floats:
         """As `DecodeChoice.score_s`."""
+        if self.sum is not None:
+            return self.sum
         found = self.tbt
         for more in (self.landing, self.slot, self.tail):
             found = found if isinstance(more, float) else found + more  # a float is 0: nobody waits for that

@@ -1,0 +1,214 @@
+"""The bounds of bounds.py, found by kvmesh/native/rows.cpp: the same bits, in a tenth of the time. Pure.
+
+What it does not know (instances whose lines go by size) is left to numpy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from kvmesh.native import library
+from services.conductor.costs.interference import SLOWEST, STALL_WEIGHT
+from services.conductor.domain import Schedule
+from services.conductor.placing.terms import Terms
+from services.conductor.placing.ties import TIE_CAP_S, TIE_FLOOR_S, TIE_SHARE
+from services.conductor.prefixes.routes import Mesh
+from services.conductor.screening.bounds import ROUNDING_S, TAIL_SHARE, Weights, left
+from services.conductor.screening.columns import Chosen
+from services.conductor.screening.fields import Field, Floats, Mask, Rare
+from services.conductor.screening.holders import Held
+from services.conductor.screening.ways import Answers, Fetching, Prompts
+
+_P, _D, _N = ctypes.c_void_p, ctypes.c_double, ctypes.c_int64
+
+
+class _Request(ctypes.Structure):
+    """`Request` of rows.cpp."""
+
+    _fields_ = (
+        ("data", _P), ("stride", _N), ("count", _N), ("at", _P), ("able", _P), ("depth", _P), ("sealed", _P),
+        ("wait", _P), ("queue", _P), ("short_queue", _P), ("yielding", _P), ("now", _D), ("prompt", _D), ("block", _D),
+        ("tail_share", _D), ("stall_weight", _D), ("slowest", _D), ("rounding", _D), ("ttft_slo", _D), ("tbt_slo", _D),
+        ("congestion", _D), ("chunked", _N), ("running", _N), ("prefill_bends", _N), ("decode_bends", _N),
+        ("pull_bends", _N), ("beside", _N), ("tight", _N), ("prefill_fade", _P), ("decode_fade", _P), ("pull_fade", _P),
+        ("ttft", _P), ("cost", _P), ("score", _P),
+    )  # fmt: skip
+
+
+class _Way(ctypes.Structure):
+    """`Way` of rows.cpp."""
+
+    _fields_ = tuple(
+        (name, _D) for name in ("cached", "usable", "pushed", "arriving", "blocks", "ahead", "holders", "read")
+    )
+
+
+_EACH, _NO_FETCH = -1.0, (-1.0, 0.0, 0.0, 0.0)
+_SCRATCH = 3  # rows: what waits, TTFT, cost
+
+
+class _Library:
+    """The functions, with what they take; `fields`: the column of each one that they name."""
+
+    def __init__(self, lib: ctypes.PyDLL) -> None:
+        lib.kv_fields.restype = ctypes.c_char_p
+        lib.kv_request_bytes.restype = _N
+        if lib.kv_request_bytes() != ctypes.sizeof(_Request):
+            raise ValueError(f"rows.cpp has requests of {lib.kv_request_bytes()}, not {ctypes.sizeof(_Request)} bytes")
+        numbers = [getattr(Field, name) for name in lib.kv_fields().decode().split()]
+        self._numbers = np.array(numbers, dtype=np.int32)
+        self.fields = self._numbers.ctypes.data
+        self.wait, self.offer, self.free = lib.kv_wait, lib.kv_offer, lib.kv_free
+        self.answers, self.depths, self.fewest = lib.kv_answers, lib.kv_depths, lib.kv_fewest
+        self.wait.argtypes, self.wait.restype = (_P,), None
+        self.offer.argtypes = _P, _P, _P, _D, _D, _P, ctypes.c_int, _P
+        self.free.argtypes, self.free.restype = (_P, _P, _P, _P), None
+        self.answers.argtypes, self.answers.restype = (_P, _D, _D, ctypes.c_int, _D, _P, _P), None
+        self.depths.argtypes, self.depths.restype = (_P, _P, _N, _P, _N, _P), None
+        self.fewest.argtypes, self.fewest.restype = (_P, _P, _N, _D, _D, _D, _D, _P, _P), _N
+
+
+@functools.cache
+def functions() -> _Library | None:
+    """None: there is no native code here."""
+    lib = library.library()
+    return None if lib is None else _Library(lib)
+
+
+def _at(array: npt.NDArray[np.generic]) -> int:
+    """Its address; it is of the type that is asked for there, and lies in one piece."""
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+class CompiledWeights(Weights):
+    """As `Weights`, of a fleet in which nobody's line goes by size."""
+
+    def __init__(
+        self, request: Schedule, mesh: Mesh, terms: Terms, blocks: Held, among: Chosen, native: _Library
+    ) -> None:
+        super().__init__(request, mesh, terms, blocks, among)
+        self._native = native
+        view, columns = self.view, self.view.columns
+        count = len(columns)
+        self._scratch = np.empty((_SCRATCH, count))
+        scratch, row = _at(self._scratch), 8 * count
+        rare = columns.rare
+        self._has_queues = False
+        self._request = _Request(
+            columns.address, columns.stride, count, native.fields, _at(view.able), _at(blocks.depth),
+            _at(blocks.sealed), scratch, scratch, scratch, None, view.now, request.prompt_tokens, self.block,
+            TAIL_SHARE, STALL_WEIGHT, SLOWEST, ROUNDING_S, terms.ttft_slo_s, terms.tbt_slo_s, mesh.congestion,
+            bool(rare(Rare.CHUNKED)), bool(rare(Rare.RUNNING)), bool(rare(Rare.PREFILL_BENDS)),
+            bool(rare(Rare.DECODE_BENDS)), bool(rare(Rare.PULL_BENDS)), bool(rare(Rare.BESIDE)),
+            bool(rare(Rare.RUNNING)) and terms.tbt_slo_s < np.inf, None, None, None, scratch + row, scratch + 2 * row,
+        )  # fmt: skip
+        self._told = ctypes.addressof(self._request)
+        native.wait(self._told)
+
+    @cached_property
+    def wait_s(self) -> Floats:
+        """See `Weights`."""
+        found: Floats = self._scratch[0]
+        return found
+
+    @cached_property
+    def _fades(self) -> tuple[Floats, Floats, Floats]:
+        """Reckoned by numpy: its exp2 is not the C library's to the last bit."""
+        found = left(self.view, Field.PREFILL), left(self.view, Field.DECODE), left(self.view, Field.PULL)
+        self._request.prefill_fade, self._request.decode_fade, self._request.pull_fade = map(_at, found)
+        return found
+
+    def _queues(self) -> None:
+        """What only ways to compute the prompt need."""
+        if self._has_queues:
+            return
+        self._has_queues, told, rare = True, self._request, self.view.columns.rare
+        if self.queue_s is not self.wait_s:
+            told.queue = told.short_queue = _at(self.queue_s)
+        if self.short_queue_s is not self.queue_s:
+            told.short_queue = _at(self.short_queue_s)
+        if rare(Rare.YIELDS):
+            told.yielding = _at(self.yielding_s)
+
+    def _offer_way(
+        self, found: Prompts, way: _Way, room_s: Floats | float, among: Mask | None, local: float, *, instead: bool
+    ) -> None:
+        self._queues()
+        room, rooms = (room_s, None) if isinstance(room_s, float) else (0.0, np.ascontiguousarray(room_s))
+        kept, there = _at(found.kept), None if among is None else _at(among)
+        more = None if rooms is None else _at(rooms)
+        told, at = self._told, ctypes.addressof(way)
+        if self._native.offer(told, at, there, local, room, more, instead, kept):
+            assert self._fades
+            self._native.offer(told, at, there, local, room, more, instead, kept)
+
+    def _offer_use(self, found: Prompts, pushed: float, room_s: Floats | float) -> None:
+        way = _Way(_EACH, self.usable_blocks, pushed, self.arriving, *_NO_FETCH)
+        self._offer_way(found, way, room_s, None, -1.0, instead=False)
+
+    def _offer_part(
+        self,
+        found: Prompts,
+        part: Fetching,
+        pushed: float,
+        room_s: Floats | float,
+        among: Mask,
+        local: int,
+        *,
+        instead: bool,
+    ) -> None:
+        fetching = part.blocks, part.ahead, max(0, part.holders - 1), part.read_s
+        way = _Way(part.until * self.block, self.usable_blocks, pushed, self.arriving, *fetching)
+        self._offer_way(found, way, room_s, among, local, instead=instead)
+
+    def _free(self, found: Prompts, here: Mask, end: int, pushed: float) -> None:
+        self._queues()
+        way = _Way(end * self.block, self.usable_blocks, pushed, self.arriving, *_NO_FETCH)
+        self._native.free(self._told, ctypes.addressof(way), _at(here), _at(found.kept))
+
+    def _depths(self, among: Mask) -> Sequence[int]:
+        ends = self.held.ends
+        size = len(ends)
+        asked, found = (_D * size)(*ends), (_N * size)()
+        self._native.depths(self._request.depth, _at(among), len(among), asked, size, found)
+        return [local for local, count in zip(ends, found, strict=True) if count]
+
+    def answers(self, *, alone: bool = False) -> Answers:
+        """See `Weights`."""
+        count = len(self.view.columns)
+        out, short = np.empty((5, count)), np.empty(count, dtype=np.bool_)
+        blocks, whole = self._blocks()
+        per_s = self.peers.transfer.bytes_per_s
+        self._native.answers(self._told, blocks, whole, alone, per_s, _at(out), _at(short))
+        return Answers(out[0], out[1], out[2], out[3], short, out[4])
+
+
+def weights(request: Schedule, mesh: Mesh, terms: Terms, blocks: Held, among: Chosen) -> Weights:
+    """Those of one request, compiled where that can be."""
+    native = functions()
+    if native is None or among.view.columns.rare(Rare.BY_SIZE):
+        return Weights(request, mesh, terms, blocks, among)
+    return CompiledWeights(request, mesh, terms, blocks, among, native)
+
+
+class Next:
+    """Whom of many to weigh next: see `screen.Screen`."""
+
+    def __init__(self, native: _Library, bound: Floats, crowd: Floats) -> None:
+        self._native, self._bound, self._crowd = native, bound, crowd
+        self._rows, self._low = (ctypes.c_int32 * len(bound))(), _D()
+        self._told = _at(bound), _at(crowd), len(bound)
+        self._where = ctypes.addressof(self._low), ctypes.addressof(self._rows)
+
+    def tied(self, best: float) -> tuple[float, Sequence[int] | None]:
+        """The least bound, and those rows of the least crowd whose bound is as good; None: none is better than
+        `best`."""
+        size = self._native.fewest(*self._told, best, TIE_SHARE, TIE_FLOOR_S, TIE_CAP_S, *self._where)
+        return self._low.value, None if size < 0 else self._rows[:size]
