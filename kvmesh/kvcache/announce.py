@@ -121,9 +121,9 @@ class Announcer:
     def _batches(self) -> None:
         changes = self._store.take_changes()
         # Removals first: cut in any number of batches, the last of them leads to the truth.
-        words = [(key, False) for key in changes.removed] + [(key, True) for key in changes.sealed]
-        for start in range(0, len(words), self._max_keys):
-            cut = words[start : start + self._max_keys]
+        before, blank = len(changes.removed), self._blank
+        for start in range(0, before + len(changes.sealed), self._max_keys):
+            removed = changes.removed[start : start + self._max_keys]
+            sealed = changes.sealed[max(0, start - before) : max(0, start + self._max_keys - before)]
             self._seq += 1
-            sealed, removed = (tuple(key for key, here in cut if here is kind) for kind in (True, False))
-            self._waiting.append(replace(self._blank, seq=self._seq, sealed=sealed, removed=removed))
+            self._waiting.append(Announcement(blank.store_id, blank.incarnation, self._seq, sealed, removed))

@@ -16,7 +16,7 @@ A removed block is found no more at once; readers who hold or lease its extent g
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
 from kvmesh.kvcache.eviction import BLOCK_TOKENS, EvictionOrder, make_order
@@ -124,7 +124,7 @@ class NodeStore(SealedBlocks):
         """An extent for each block to be written, the caller's until `seal` or `abandon`. None: sealed or being written
         already, or no room. Blocks of `keys` that are sealed are touched, and none of them makes room for the others;
         when room is short, the first ones of `keys` get it."""
-        missing = dict.fromkeys(key for key in keys if key not in self._sealed and key not in self._writing)
+        missing = dict.fromkeys([key for key in keys if key not in self._sealed and key not in self._writing])
         if len(missing) > self._pool.free:  # others have to go: not these
             own = [key for key in reversed(keys) if key in self._order]
             for key in own:
@@ -133,11 +133,11 @@ class NodeStore(SealedBlocks):
             for key in own:
                 self._order.put(key)
         else:
-            self.touch(keys, use=False)
+            if len(missing) < len(keys):
+                self.touch(keys, use=False)
             extents = self.allocate(len(missing))
         begun = dict(zip(missing, extents, strict=False))
-        for extent in begun.values():
-            self._pool.watch(extent, self._watcher)
+        self._pool.watch(extents, self._watcher)
         self._writing.update(begun)
         self._lengths.update(dict.fromkeys(begun, len(keys)))
         # A key that stands twice in `keys` is begun once.
@@ -156,6 +156,21 @@ class NodeStore(SealedBlocks):
         self.trim()
         return True
 
+    def seal_all(self, keys: Iterable[bytes]) -> None:
+        """`seal` each, in this order: they fill their extents. At a fraction of the cost where none of them makes
+        others go."""
+        rest = deque(keys)
+        while rest and self._is_high:
+            self.seal(rest.popleft())
+        blocks = {key: extent for key in rest if (extent := self._writing.get(key)) is not None}
+        if len(blocks) < len(rest) or self._orphans or not self._can_add_all(blocks):
+            for key in rest:
+                self.seal(key)
+            return
+        for key in blocks:
+            del self._writing[key]
+        self._add_all(blocks, [self._lengths.pop(key) for key in blocks])
+
     def abandon(self, key: bytes) -> None:
         """A begun block will not be written: its extent goes back. Nobody may write to it any more."""
         extent, _ = self._end_writing(key)
@@ -168,10 +183,24 @@ class NodeStore(SealedBlocks):
         if key in self._sealed:
             self.release((extent,))
             return False
-        self._pool.watch(extent, self._watcher)  # PageInvariantError: it is free, or a block already
+        self._pool.watch((extent,), self._watcher)  # PageInvariantError: it is free, or a block already
         self._add(key, extent, 1, nbytes)
         self.trim()
         return True
+
+    def adopt_all(self, keys: Sequence[bytes], extents: Sequence[int]) -> None:
+        """`adopt` each, in this order: they fill their extents. At a fraction of the cost where none of them makes
+        others go."""
+        rest = deque(zip(keys, extents, strict=True))
+        while rest and self._is_high:
+            self.adopt(*rest.popleft())
+        blocks = dict(rest)
+        if len(blocks) < len(rest) or not self._can_add_all(blocks):
+            for key, extent in rest:
+                self.adopt(key, extent)
+            return
+        self._pool.watch(blocks.values(), self._watcher)
+        self._add_all(blocks, [1] * len(blocks))
 
     def remove(self, keys: Iterable[bytes]) -> list[bool]:
         """Whether each was here. None is found any more, pinned or not, and what is being written will not be sealed.
@@ -278,5 +307,5 @@ class NodeStore(SealedBlocks):
         return extent, self._lengths.pop(key)
 
     def _give_back(self, extent: int) -> None:
-        self._pool.unwatch(extent)
+        self._pool.unwatch((extent,))
         self.release((extent,))

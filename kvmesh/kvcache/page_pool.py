@@ -7,10 +7,12 @@ a page is free when nobody does. Pure Python, no locks: one owner (an instance's
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import groupby
 from typing import Protocol
 
-# (page, held): the page got its second reference (True), or is down to its last one (False).
-Watcher = Callable[[int, bool], None]
+# (pages, held): these got their second reference (True), or are down to their last one (False), in this order, by one
+# `share` or `release`; told at the end of it.
+Watcher = Callable[[list[int], bool], None]
 
 
 class PoolExhausted(Exception):
@@ -109,6 +111,10 @@ class PagePool:
         """References to `page`; 0 = free. PageInvariantError if there is no such page."""
         return self._refs[self._known(page)]
 
+    def refcounts(self, pages: Iterable[int]) -> list[int]:
+        """`refcount` of each."""
+        return list(map(self._refs.__getitem__, self._all_known(pages)))
+
     def allocate(self, n: int) -> list[int]:
         """Take `n` free pages, one reference each. All or nothing: PoolExhausted when fewer are free."""
         if n < 0:
@@ -122,40 +128,51 @@ class PagePool:
 
     def share(self, pages: Iterable[int]) -> None:
         """Add one reference to each page. PageInvariantError if one is free."""
-        for page in pages:
-            refs = self._refs[self._known(page)]
-            if refs == 0:
-                raise PageInvariantError(f"page {page} shared, but nobody holds it")
-            self._refs[page] = refs + 1
-            if refs == 1 and page in self._watchers:
-                self._watchers[page](page, True)
+        refs, watchers, turned = self._refs, self._watchers, list[int]()
+        try:
+            for page in self._all_known(pages):
+                count = refs[page]
+                if count == 0:
+                    raise PageInvariantError(f"page {page} shared, but nobody holds it")
+                refs[page] = count + 1
+                if count == 1 and page in watchers:
+                    turned.append(page)
+        finally:
+            self._tell(turned, True)
 
     def release(self, pages: Iterable[int]) -> None:
         """Drop one reference of each page; without any it is free. PageInvariantError if it is already."""
+        refs, watchers, turned = self._refs, self._watchers, list[int]()
+        try:
+            for page in self._all_known(pages):
+                count = refs[page]
+                if count == 0:
+                    raise PageInvariantError(f"page {page} released, but nobody holds it")
+                refs[page] = count - 1
+                if count == 1:
+                    if page in watchers:
+                        raise PageInvariantError(f"page {page} freed while a cache watches it")
+                    self._free.append(page)
+                elif count == 2 and page in watchers:
+                    turned.append(page)
+        finally:
+            self._tell(turned, False)
+
+    def watch(self, pages: Iterable[int], watcher: Watcher) -> None:
+        """Tell `watcher` when one of these goes from one holder to two and back; one watcher a page (a cache).
+        PageInvariantError, and none is watched, if one is already, or is free."""
+        new = self._all_known(pages)
+        if not self._watchers.keys().isdisjoint(new) or len(set(new)) != len(new):
+            raise PageInvariantError(f"one of the pages {new} is watched already")
+        if not all(map(self._refs.__getitem__, new)):
+            raise PageInvariantError(f"one of the pages {new} is watched, but nobody holds it")
+        self._watchers.update(dict.fromkeys(new, watcher))
+
+    def unwatch(self, pages: Iterable[int]) -> None:
+        """End `watch`; PageInvariantError if nobody watches one of them."""
         for page in pages:
-            refs = self._refs[self._known(page)]
-            if refs == 0:
-                raise PageInvariantError(f"page {page} released, but nobody holds it")
-            self._refs[page] = refs - 1
-            if refs == 1:
-                if page in self._watchers:
-                    raise PageInvariantError(f"page {page} freed while a cache watches it")
-                self._free.append(page)
-            elif refs == 2 and page in self._watchers:
-                self._watchers[page](page, False)
-
-    def watch(self, page: int, watcher: Watcher) -> None:
-        """Tell `watcher` when `page` goes from one holder to two and back; one watcher a page (a cache)."""
-        if page in self._watchers:
-            raise PageInvariantError(f"page {page} is watched already")
-        if self.refcount(page) == 0:
-            raise PageInvariantError(f"page {page} watched, but nobody holds it")
-        self._watchers[page] = watcher
-
-    def unwatch(self, page: int) -> None:
-        """End `watch`; PageInvariantError if nobody watches it."""
-        if self._watchers.pop(page, None) is None:
-            raise PageInvariantError(f"page {page} is not watched")
+            if self._watchers.pop(page, None) is None:
+                raise PageInvariantError(f"page {page} is not watched")
 
     def check_integrity(self) -> None:
         """PageInvariantError unless free pages and unheld pages are the same set, once each. O(total)."""
@@ -172,6 +189,17 @@ class PagePool:
         while (page := self._free.pop()) in self._stale:
             self._stale.discard(page)
         return page
+
+    def _tell(self, pages: list[int], held: bool) -> None:
+        for watcher, run in groupby(pages, self._watchers.__getitem__):
+            watcher(list(run), held)
+
+    def _all_known(self, pages: Iterable[int]) -> list[int]:
+        known = list(pages)
+        if known:
+            self._known(min(known))
+            self._known(max(known))
+        return known
 
     def _known(self, page: int) -> int:
         if not 0 <= page < len(self._refs):

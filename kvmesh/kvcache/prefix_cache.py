@@ -100,7 +100,7 @@ class PrefixCache:
             del self._by_page[block.page]
             if block.parent is not None:
                 block.parent.children -= 1
-            self._pool.unwatch(block.page)
+            self._pool.unwatch((block.page,))
             self._pool.release((block.page,))
             freed += 1
         return freed
@@ -129,7 +129,7 @@ class PrefixCache:
             parent.children -= 1
             if block.pins:
                 self._unpin(parent)
-        self._pool.unwatch(block.page)
+        self._pool.unwatch((block.page,))
         self._pool.release((block.page,))
 
     def _unpin(self, block: _Block | None) -> None:
@@ -182,14 +182,17 @@ class PrefixCache:
         if parent is not None:
             parent.children += 1
         others = self._pool.refcount(page) > 1  # holders beside the caller: it was cached before, and forgotten
-        self._pool.watch(page, self._on_held)
+        self._pool.watch((page,), self._on_held)
         self._pool.share((page,))  # the caller's reference is the second one: this pins the block
         if others:
-            self._on_held(page, True)
+            self._on_held([page], True)
         return block
 
-    def _on_held(self, page: int, held: bool) -> None:
-        block: _Block | None = self._by_page[page]
+    def _on_held(self, pages: list[int], held: bool) -> None:
+        for page in pages:
+            self._turn(self._by_page[page], held)
+
+    def _turn(self, block: _Block | None, held: bool) -> None:
         assert block is not None
         block.held = held
         # Pins climb only while a block turns from idle to pinned or back: O(1) for each of a chain's blocks.

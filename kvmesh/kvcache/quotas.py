@@ -75,6 +75,12 @@ class TagQuotas:
             if tag not in self._unlisted:
                 self._enforce(tag, (key, store))
 
+    def added_all(self, keys: Iterable[bytes]) -> None:
+        """`added` of each, where no tag is limited."""
+        counts = self._counts
+        for key in keys:
+            counts[key[:TAG_BYTES]] = counts.get(key[:TAG_BYTES], 0) + 1
+
     def gone(self, store: Store, key: bytes) -> None:
         """It is sealed no more."""
         tag = key[:TAG_BYTES]

@@ -6,7 +6,7 @@ The part of a node store that does not ask who writes or reads: `NodeStore` buil
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from kvmesh.kvcache.eviction import EvictionOrder
@@ -133,11 +133,7 @@ class SealedBlocks:
 
     def peek(self, keys: Sequence[bytes]) -> int:
         """How many of `keys`, from the first on, are sealed without a hole. Changes nothing."""
-        sealed = self._sealed
-        for count, key in enumerate(keys):
-            if key not in sealed:
-                return count
-        return len(keys)
+        return len(list(itertools.takewhile(self._sealed.__contains__, keys)))
 
     def holds(self, key: bytes) -> bool:
         """Whether `key` is sealed here."""
@@ -214,11 +210,10 @@ class SealedBlocks:
     def trim(self) -> int:
         """Evict idle blocks that no pin spares down to the low watermark if the high one is passed; returns how many
         went. At most TRIM_STEP go at once: the next call, which every `seal` and `adopt` makes, goes on."""
-        total = self._pool.total
-        used = total - self._pool.free
-        if not self._trimming and used * 100 <= self._high * total:
+        if not self._is_high:
             return 0
-        excess = used - self._low * total // 100
+        total = self._pool.total
+        excess = total - self._pool.free - self._low * total // 100
         went = self._evict(min(excess, TRIM_STEP), spared=False)
         self._trimming = went == TRIM_STEP < excess
         return went
@@ -280,6 +275,40 @@ class SealedBlocks:
 
     # ── inner ───────────────────────────────────────────────────────────────────────────────────────────────
 
+    @property
+    def _is_high(self) -> bool:
+        """Whether `trim` has something to do, as far as watermarks tell."""
+        total = self._pool.total
+        return self._trimming or (total - self._pool.free) * 100 > self._high * total
+
+    def _can_add_all(self, blocks: Mapping[bytes, int]) -> bool:
+        """Whether adding them one by one would come to the same as `_add_all`: none is here, nothing is evicted between
+        two of them, and nobody may act between two."""
+        calm = not (self._is_high or self.quotas.limits or self.on_added is not None)
+        return calm and self._sealed.keys().isdisjoint(blocks)
+
+    def _add_all(self, blocks: Mapping[bytes, int], lengths: Sequence[int]) -> None:
+        """`_add` of each, in this order, where `_can_add_all`; they fill their extents."""
+        extents = list(blocks.values())
+        self._sealed.update(blocks)
+        self._key_of.update(zip(extents, blocks, strict=True))
+        for journal in self.journals:
+            for key, extent in blocks.items():
+                journal.sealed(key, extent, None)
+        if self._tombs:
+            self._tombs.difference_update(extents)
+        self._sealed_bytes += self._block_bytes * len(blocks)
+        for key, length in zip(blocks, lengths, strict=True) if self._order.counts else ():
+            self._order.admit(key, length)
+        counts = self._pool.refcounts(extents)
+        idle = (key for key, count in zip(blocks, counts, strict=True) if count == 1)
+        self._order.put_all(list(blocks if counts.count(1) == len(counts) else idle))
+        returned = self._gone.keys() & blocks.keys() if self._gone else ()
+        for key in returned:
+            del self._gone[key]
+        self._new.update(dict.fromkeys([key for key in blocks if key not in returned] if returned else blocks))
+        self.quotas.added_all(blocks)
+
     def _add(self, key: bytes, extent: int, length: int, nbytes: int | None) -> None:
         self._sealed[key] = extent
         self._key_of[extent] = key
@@ -303,31 +332,32 @@ class SealedBlocks:
     def _remove(self, key: bytes) -> None:
         self._unpin(key)
         self._order.forget(key)
-        self._erase(key)
+        self._erase((key,))
 
-    def _erase(self, key: bytes) -> None:
-        """A sealed block that is neither pinned nor in the order any more."""
-        extent = self._sealed.pop(key)
-        del self._key_of[extent]
-        self._sealed_bytes -= self._short.pop(key, self._block_bytes) if self._short else self._block_bytes
-        self._pool.unwatch(extent)
-        self._pool.release((extent,))
-        held = self._pool.refcount(extent) > 0
-        if held:
-            self._tombs.add(extent)
+    def _erase(self, keys: Sequence[bytes]) -> None:
+        """Sealed blocks that are neither pinned nor in the order any more."""
+        extents = [self._sealed.pop(key) for key in keys]
+        for key, extent in zip(keys, extents, strict=True):
+            del self._key_of[extent]
+            self._sealed_bytes -= self._short.pop(key, self._block_bytes) if self._short else self._block_bytes
+            if key in self._new:
+                del self._new[key]
+            else:
+                self._gone[key] = None
+            self.quotas.gone(self, key)
+        self._pool.unwatch(extents)
+        self._pool.release(extents)
+        held = [count > 0 for count in self._pool.refcounts(extents)]
+        self._tombs.update(itertools.compress(extents, held))
         for journal in self.journals:
-            journal.gone(key, extent, held)
-        if key in self._new:
-            del self._new[key]
-        else:
-            self._gone[key] = None
-        self.quotas.gone(self, key)
+            for key, extent, read in zip(keys, extents, held, strict=True):
+                journal.gone(key, extent, read)
 
     def _go(self, key: bytes) -> None:
         """One idle block is evicted, out of turn."""
         self._order.forget(key)
         self._pins.soft.drop(key)
-        self._erase(key)
+        self._erase((key,))
         self._evicted += 1
 
     def _unpin(self, key: bytes) -> tuple[bool, bool]:
@@ -342,20 +372,22 @@ class SealedBlocks:
 
     def _evict(self, n: int, *, spared: bool = True) -> int:
         """Up to `n` idle blocks go, in the order of the policy."""
+        if n <= 0:
+            return 0
         gone = self._order.evict(n, spared=spared)
-        for key in gone:
+        for key in gone if self._pins.soft else ():
             self._pins.soft.drop(key)
-            self._erase(key)
+        self._erase(gone)
         self._evicted += len(gone)
         return len(gone)
 
-    def _on_held(self, extent: int, held: bool) -> None:
-        key = self._key_of.get(extent)
-        if key is None:  # being written: its writer shares it with somebody
-            return
+    def _on_held(self, extents: Sequence[int], held: bool) -> None:
+        # Extents that are being written have no key yet: their writers share them with somebody.
+        keys = [key for extent in extents if (key := self._key_of.get(extent)) is not None]
         if held:
-            self._order.take(key)
+            for key in keys:
+                self._order.take(key)
         else:
-            self._order.put(key)
+            self._order.put_all(keys)
             if self.quotas.limits:
-                self.quotas.used(self, (key,))
+                self.quotas.used(self, keys)

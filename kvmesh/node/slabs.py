@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,10 @@ class SlabStore(NodeStore):
     def _add(self, key: bytes, extent: int, length: int, nbytes: int | None) -> None:
         self._used((extent,))
         super()._add(key, extent, length, nbytes)
+
+    def _add_all(self, blocks: Mapping[bytes, int], lengths: Sequence[int]) -> None:
+        self._used(list(blocks.values()))
+        super()._add_all(blocks, lengths)
 
 
 @dataclass(eq=False, slots=True)

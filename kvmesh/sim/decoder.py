@@ -112,11 +112,7 @@ class Decoder:
             self._puller.pull(self.node, wanted, placed.decode_pulls, lambda pull: self._pulled(life, pull))
 
     def _pulled(self, life: Life, pull: Pull) -> None:
-        for key in reversed(pull.keys):
-            if key in pull.arrived:
-                self.store.seal(key)
-            else:
-                self.store.abandon(key)
+        pull.keep(self.store)
         self._pulled_bytes += pull.wire_bytes
         self.pulls -= 1
         life.decode_pulls = False
@@ -217,8 +213,7 @@ class Decoder:
             return
         keys, shared = life.request.keys, len(life.held)
         own = max(0, min(known, len(keys)) - shared)
-        for at in reversed(range(own)):
-            self.store.adopt(keys[shared + at], life.extents[at])
+        self.store.adopt_all(keys[shared : shared + own][::-1], life.extents[:own][::-1])
         self.store.release((*life.held, *life.extents[own:]))
         life.held, life.extents = [], []
         self._holding -= 1

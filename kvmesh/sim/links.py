@@ -175,15 +175,20 @@ class Links:
 
 def alone_rate(flow: Flow) -> float:
     """As `fair_rates` of it alone: the others keep theirs."""
-    if flow.cap <= 0:
+    rate = flow.cap
+    if rate <= 0:
         return 0.0
-    return min(flow.cap, *[link.capacity - sum([f.rate for f in link.flows if f is not flow]) for link in flow.path])
+    for link in flow.path:
+        rate = min(rate, link.capacity - sum([f.rate for f in link.flows if f is not flow]))
+    return rate
 
 
 def fair_rates(flows: Iterable[Flow]) -> list[float]:
     """Max-min fair: nobody gets more than he asks for, and nobody could get more without somebody who has no more than
     he getting less. Links carry other flows, too, if they are not tight."""
     flows = list(flows)
+    if len(flows) == 1:
+        return [alone_rate(flows[0])]
     rates = dict.fromkeys(flows, 0.0)
     rising = {flow: flow.cap for flow in flows if flow.cap > 0}
     users: dict[Link, int] = {}

@@ -41,11 +41,7 @@ class Orders:
 
         def over(pull: Pull) -> None:
             self.pulls -= 1
-            for key in reversed(pull.keys):
-                if key in pull.arrived:
-                    target.store.seal(key)
-                else:
-                    target.store.abandon(key)
+            pull.keep(target.store)
             self._ended(OrderEnded(order.number, target.store.peek(order.keys)))
 
         self.pulls += 1

@@ -171,9 +171,7 @@ class OfflinePool:
             key, digest = extend(digest, pack_tokens(tail[at : at + block]))
             chain.append(key)
         store.release(store.hold(chain))
-        for key, extent in zip(chain, store.begin(chain), strict=True):
-            if extent is not None:
-                store.seal(key)
+        store.seal_all([key for key, extent in zip(chain, store.begin(chain), strict=True) if extent is not None])
         store.touch(chain)
 
     def _announce(self) -> None:

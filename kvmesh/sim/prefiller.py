@@ -143,14 +143,11 @@ class Prefiller:
             life.waits_until_s = max(life.waits_until_s, pull.until_s)
 
     def _pulled(self, pull: Pull) -> None:
-        """Seal what has arrived, a chain's tail first, and keep it for those who waited."""
+        """Seal what has arrived, and keep it for those who waited."""
         waiters = self._waiters.pop(pull, {})
-        for key in reversed(pull.keys):
+        for key in pull.keys:
             del self._pulling[key]
-            if key not in pull.arrived:
-                self.store.abandon(key)
-                continue
-            self.store.seal(key)
+        pull.keep(self.store)
         arrived = [key for key in pull.keys if key in pull.arrived]
         self._pulled_bytes += pull.wire_bytes
         self.rates.pulled(len(arrived), round((self._loop.now - pull.began_s) * 1e9))
@@ -305,9 +302,8 @@ class Prefiller:
         life.promised_from = max(life.promised_from, full)
         first = chunk.start // self._block
         new = keys[first:full]
-        for key, extent in reversed(list(zip(new, self.store.begin(new), strict=True))):
-            if extent is not None:
-                self.store.seal(key)
+        begun = [key for key, extent in zip(new, self.store.begin(new), strict=True) if extent is not None]
+        self.store.seal_all(reversed(begun))
         self.store.touch(keys[:full], use=False)
 
     # ── out ──────────────────────────────────────────────────────────────────────────────────────

@@ -28,6 +28,17 @@ class Pull:
     flows: dict[Flow, tuple[NodeStore, int]] = field(default_factory=dict)  # and its lease at the holder
     timer: Timer | None = None
 
+    def keep(self, store: NodeStore) -> None:
+        """What has arrived becomes blocks of the reader's store, a chain's tail first; the others are given up."""
+        if len(self.arrived) == len(self.keys):
+            store.seal_all(reversed(self.keys))
+            return
+        for key in reversed(self.keys):
+            if key in self.arrived:
+                store.seal(key)
+            else:
+                store.abandon(key)
+
 
 class Puller:
     """All pulls of a simulation."""

@@ -74,6 +74,15 @@ class Model(Reference):
     def end_writing(self, data: st.DataObject, write: bool, nbytes: int | None) -> None:
         self.written(data.draw(st.sampled_from(sorted(self.writing))), write, nbytes)
 
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data())
+    def seal_all(self, data: st.DataObject) -> None:
+        """As one after the other."""
+        keys = data.draw(st.lists(st.sampled_from(sorted(self.writing)), unique=True, min_size=1))
+        for key in keys:
+            self.ended(key, True)
+        self.store.seal_all(keys)
+
     @rule(path=PATHS)
     def prefill(self, path: str) -> None:
         self.begin(chain(path))
@@ -83,16 +92,22 @@ class Model(Reference):
         self.touch(chain(path), True)
 
     def written(self, key: bytes, complete: bool, nbytes: int | None = None) -> None:
+        kept = self.ended(key, complete, nbytes)
+        if complete:
+            assert self.store.seal(key, nbytes) == kept
+        else:
+            self.store.abandon(key)
+
+    def ended(self, key: bytes, complete: bool, nbytes: int | None = None) -> bool:
+        """Whether it is a block from now on."""
         extent, length = self.writing.pop(key), self.lengths.pop(key)
         kept = complete and key not in self.orphans and key not in self.sealed
         self.orphans.discard(key)
-        if not complete:
-            return self.store.abandon(key)
-        self.memory[extent] = key
-        assert self.store.seal(key, nbytes) == kept
+        if complete:
+            self.memory[extent] = key
         if kept:
             self.becomes(key, extent, length, nbytes)
-        return None
+        return kept
 
     @precondition(lambda self: any(holder.extents for holder in self.raws()))
     @rule(data=st.data(), path=PATHS)
@@ -108,6 +123,23 @@ class Model(Reference):
         if key not in self.sealed:
             self.becomes(key, extent, 1, None)
         self.tombs = {extent for extent in self.tombs if self.refs(extent)}
+
+    @precondition(lambda self: any(holder.extents for holder in self.raws()))
+    @rule(data=st.data(), path=PATHS)
+    def adopt_all(self, data: st.DataObject, path: str) -> None:
+        """As one after the other."""
+        holder = data.draw(st.sampled_from([holder for holder in self.raws() if holder.extents]))
+        pairs = list(zip(reversed(chain(path)), list(holder.extents), strict=False))
+        read = {extent for other in self.holders if other.keys is not None for extent in other.extents}
+        if not (read | set(self.sealed.values())).isdisjoint(extent for _, extent in pairs):
+            return
+        for key, extent in pairs:
+            self.memory[extent] = key
+            holder.extents.remove(extent)
+            if key not in self.sealed:
+                self.becomes(key, extent, 1, None)
+            self.tombs = {extent for extent in self.tombs if self.refs(extent)}
+        self.store.adopt_all([key for key, _ in pairs], [extent for _, extent in pairs])
 
     @rule(keys=SOME_KEYS)
     def hold(self, keys: list[bytes]) -> None:

@@ -3,7 +3,7 @@ in the same order under each policy, and in the end everything is free. Broken s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import pytest
 from hypothesis import Phase, settings
@@ -66,7 +66,7 @@ class FreesWrittenWithRank(NodeStore):
     def drop_all(self) -> int:
         dropped = super().drop_all()
         for extent in self._writing.values():
-            self._pool.unwatch(extent)
+            self._pool.unwatch((extent,))
             self._pool.release([extent])
         return dropped
 
@@ -90,9 +90,10 @@ class EatsItsOwnChain(NodeStore):
 class ForgetsToTellRemovals(NodeStore):
     """Evicted blocks stay on the master's map."""
 
-    def _erase(self, key: bytes) -> None:
-        super()._erase(key)
-        self._gone.pop(key, None)
+    def _erase(self, keys: Sequence[bytes]) -> None:
+        super()._erase(keys)
+        for key in keys:
+            self._gone.pop(key, None)
 
 
 class RenewsTheDead(NodeStore):
@@ -200,6 +201,13 @@ class TrimsAtOnce(NodeStore):
         return went
 
 
+class AddsAllThoughSomeAreHere(NodeStore):
+    """A run of blocks is sealed at once although somebody else has sealed one of them meanwhile."""
+
+    def _can_add_all(self, blocks: Mapping[bytes, int]) -> bool:
+        return not self._is_high
+
+
 class WithdrawsUnderReaders(NodeStore):
     """Extents go although somebody reads them."""
 
@@ -210,7 +218,7 @@ class WithdrawsUnderReaders(NodeStore):
                 self._pins.soft.drop(key)
                 self._order.forget(key)
             if key is not None:
-                self._erase(key)
+                self._erase((key,))
         self._pool.withdraw([extent for extent in extents if not self._pool.refcount(extent)])
         return True
 
@@ -230,6 +238,7 @@ BROKEN = [
     Resurrects,
     TrimsAtOnce,
     WithdrawsUnderReaders,
+    AddsAllThoughSomeAreHere,
 ]
 
 

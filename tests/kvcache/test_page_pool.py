@@ -50,7 +50,7 @@ def test_a_watcher_sees_the_second_holder_come_and_go() -> None:
     pool = PagePool(2)
     page, other = pool.allocate(2)
     seen: list[tuple[int, bool]] = []
-    pool.watch(page, lambda p, held: seen.append((p, held)))
+    pool.watch((page,), lambda pages, held: seen.extend((p, held) for p in pages))
     pool.share([page, other])
     pool.share([page])
     pool.release([page, page, other])
