@@ -136,6 +136,7 @@ class Account:
             "choices": [
                 {
                     "attempts": choice.attempt + 1,
+                    "migrations": choice.recovery.migrations,
                     "prefill_instance": choice.placement.prefill.instance_id if choice.placement else "",
                     "decode_instance": choice.placement.decode.instance_id if choice.placement else "",
                     "stages": {name: getattr(choice.timings, name) for name in _STAGES},

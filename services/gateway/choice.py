@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -32,6 +33,8 @@ class Delta:
     token_ids: Sequence[int] = ()
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: str = ""
+    first: int = 0
+    """Index in the answer of `token_ids[0]`."""
 
 
 Alternatives = tuple[float, tuple[tuple[int, float], ...]]
@@ -41,7 +44,7 @@ Alternatives = tuple[float, tuple[tuple[int, float], ...]]
 class Answer:
     """The state of one choice. `silent` tokens end answers and are never shown (EOS)."""
 
-    __slots__ = ("_detokenizer", "_matcher", "_read", "_shown", "_silent", "_waiting", "count", "finish")
+    __slots__ = ("_detokenizer", "_matcher", "_read", "_shown", "_silent", "_waiting", "finish", "said")
 
     def __init__(
         self, detokenizer: Detokenizer, matcher: StopMatcher | None = None, silent: Collection[int] = ()
@@ -52,31 +55,43 @@ class Answer:
         self._read = 0  # characters detokenized
         self._shown = 0  # characters handed out
         self._waiting: list[TokenLogprob] = []
-        self.count = 0
+        self.said = array("I")
         """Tokens taken."""
         self.finish = ""
         """"stop" once a stop string was found, or as `end` was told."""
 
+    @property
+    def count(self) -> int:
+        """How many tokens were taken."""
+        return len(self.said)
+
+    def settled(self, max_tokens: int) -> str:
+        """How the engine must have ended it, of which nothing was heard; "" when it goes on."""
+        if self.said and self.said[-1] in self._silent:
+            return STOP
+        return LENGTH if len(self.said) >= max_tokens else ""
+
     def push(self, token_ids: Sequence[int], logprobs: Sequence[Alternatives] = ()) -> Delta:
         """Take tokens; sets `finish` when their text completes a stop string, and drops the tokens after it."""
+        first = len(self.said)
         if self._matcher is None and not logprobs:
-            self.count += len(token_ids)
+            self.said.extend(token_ids)
             visible = [token for token in token_ids if token not in self._silent]
-            return Delta(self._show(self._detokenizer.push(visible)), token_ids)
+            return Delta(self._show(self._detokenizer.push(visible)), token_ids, first=first)
         texts = []
         for index, token in enumerate(token_ids):
             texts.append(self._one(token, logprobs[index] if logprobs else None))
-            self.count += 1
             if self.finish:
                 token_ids = token_ids[: index + 1]
                 break
-        delta = Delta("".join(texts), token_ids)
+        self.said.extend(token_ids)
+        delta = Delta("".join(texts), token_ids, first=first)
         self._settle(delta)
         return delta
 
     def end(self, finish: str) -> Delta:
         """The engine is done: whatever was held back is text. Sets `finish`, unless a stop string was first."""
-        delta = Delta()
+        delta = Delta(first=len(self.said))
         delta.text = self._show(self._detokenizer.finish())
         if self._matcher is not None and not self._matcher.stopped:
             rest = self._matcher.finish()

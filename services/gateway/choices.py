@@ -1,14 +1,17 @@
-"""One answer's attempts: what has arrived, whether it can be made again, where it runs. A Sink of its Session."""
+"""One answer and its attempts: what has arrived, what the next starts from, where it runs. A Sink of its Session."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from kvmesh.rpc.errors import InternalError, KvmeshError, Overloaded
+from kvmesh.rpc.errors import HandoffLost, InternalError, KvmeshError, Overloaded
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
 from kvmesh.telemetry import names
+from services.gateway.carried import Carried
 from services.gateway.choice import LENGTH, STOP, Alternatives, Answer, Delta, TokenLogprob
+from services.gateway.migration import Migration
 from services.gateway.prepare import Prepared
+from services.gateway.recovery import Failure, Patience, Recovery
 from services.gateway.sessions import Lane
 
 _REASONS: dict[int, str] = {common_pb2.FINISH_REASON_STOP: STOP, common_pb2.FINISH_REASON_LENGTH: LENGTH}
@@ -25,6 +28,14 @@ class Owner(Protocol):
     @property
     def wants_logprobs(self) -> bool: ...
 
+    @property
+    def patience(self) -> Patience:
+        """With attempts that fail."""
+        ...
+
+    @property
+    def block_tokens(self) -> int: ...
+
     def touch(self, choice: Choice) -> None:
         """`choice` has something to take."""
         ...
@@ -35,55 +46,80 @@ class Owner(Protocol):
 
 
 class Choice:
-    """`delivered`: the client has seen some of it, so it cannot be made again; `done`: the answer is whole."""
+    """`delivered`: the client has seen some of it; `done`: the answer is whole; `max_tokens`: of the whole answer.
+
+    An attempt counts its tokens from 0; those that came before it are `carried`. Only one attempt has a lane, and only
+    through its lane can tokens come."""
 
     __slots__ = (
-        "_consumed", "_expected", "_finished", "_logprobs", "_problem", "_suspect_decode", "_tokens", "_touched",
-        "answer", "attempt", "avoid", "cached_tokens", "delivered", "done", "entries", "index", "lane",
-        "last_token", "owner", "placement", "prompt", "seed", "texts", "timings",
+        "_consumed", "_expected", "_finished", "_granted", "_logprobs", "_problem", "_suspects", "_taken", "_tokens",
+        "_touched", "_watched", "_watched_since", "answer", "attempt", "avoid", "cached_tokens", "carried", "delivered",
+        "done", "entries", "index", "lane", "last_token", "max_tokens", "migration", "owner", "placement", "prompt",
+        "recovery", "seed", "texts", "timings",
     )  # fmt: skip
 
-    def __init__(self, owner: Owner, index: int, prompt: Prepared, seed: int) -> None:
+    def __init__(self, owner: Owner, index: int, prompt: Prepared, seed: int, max_tokens: int) -> None:
         self.owner = owner
         self.index = index
         self.prompt = prompt
         self.seed = seed
+        self.max_tokens = max_tokens
         self.attempt = 0
         self.avoid: list[str] = []
         self.placement: conductor_pb2.Placement | None = None
+        self.recovery = Recovery(owner.patience)
+        self.migration: Migration | None = None
         self.done = False
         self.delivered = False
-        self.begin()
+        self._begin_anew()
 
-    def begin(self) -> None:
-        """Forget whatever an earlier attempt brought."""
+    def _begin_anew(self) -> None:
+        """Forget whatever earlier attempts brought."""
         self.answer = self.owner.new_answer(self.prompt)
-        self.lane: Lane | None = None
+        self.carried = Carried(self.prompt, self.owner.block_tokens)
         self.cached_tokens = 0
-        self.timings = common_pb2.StageTimings()
         self.texts: list[str] = []
         self.entries: list[TokenLogprob] = []
         self.last_token = 0.0
+        self._begin_attempt()
+
+    def _begin_attempt(self) -> None:
+        """After what is carried."""
+        self.lane: Lane | None = None
+        self.timings = common_pb2.StageTimings()
         self._tokens: list[int] = []
         self._logprobs: list[Alternatives] = []
         self._expected = 0
         self._consumed = 0
+        self._granted = self.owner.credit_tokens
+        self._taken = False
         self._finished: decode_pb2.Finished | None = None
         self._problem: KvmeshError | None = None
-        self._suspect_decode = False
+        self._suspects: list[str] = []
         self._touched = False
+        self._watched: tuple[int, int] | None = None
+        self._watched_since = 0.0
+
+    # ── from the session ──────────────────────────────────────────────────────────────────────────
+
+    def started(self, lane: Lane) -> None:
+        """An instance has it now, unless its session broke at once."""
+        self._taken = True
+        self.lane = lane if self._problem is None else None
 
     def on_prefilled(self, cached_tokens: int, timings: common_pb2.StageTimings) -> None:
         """See Sink."""
-        self.cached_tokens = cached_tokens
+        if not self.carried.answered:  # the client's prompt, not what is carried
+            self.cached_tokens = cached_tokens
         self.timings = timings
 
     def on_token(self, token_id: int, token_index: int, logprobs: Alternatives | None) -> None:
         """See Sink. Tokens come in order, each once: a repeated one is dropped, a gap is an error."""
         if token_index != self._expected:
             if token_index > self._expected:
-                gap = f"token {self._expected} of the answer is missing (got {token_index})"
-                self._fail(InternalError(gap), suspect_decode=True)
+                at = self.carried.answered
+                gap = f"token {at + self._expected} of the answer is missing (got {at + token_index})"
+                self._fail(InternalError(gap), [self.decode_instance])
             return
         self._expected += 1
         self._tokens.append(token_id)
@@ -96,45 +132,81 @@ class Choice:
     def on_finished(self, finished: decode_pb2.Finished) -> None:
         """See Sink."""
         self._finished = finished
-        self.cached_tokens = finished.cached_tokens
+        if not self.carried.answered:
+            self.cached_tokens = finished.cached_tokens
         self.timings = finished.timings
         self.owner.touch(self)
 
     def on_failed(self, err: KvmeshError, *, at_decode: bool) -> None:
         """See Sink."""
         self.lane = None
-        self._fail(err, suspect_decode=at_decode or isinstance(err, Overloaded))
+        self._fail(err, self._suspected(err, at_decode=at_decode))
 
-    def _fail(self, err: KvmeshError, *, suspect_decode: bool) -> None:
+    def refused(self, err: KvmeshError) -> None:
+        """The conductor knows no place for it."""
+        self.lane = None
+        self._fail(err, [])
+
+    def _suspected(self, err: KvmeshError, *, at_decode: bool) -> list[str]:
+        """Instances to be avoided next: whoever may have failed it."""
+        if at_decode or isinstance(err, Overloaded):
+            return [self.decode_instance]
+        if isinstance(err, HandoffLost):
+            return [self._prefill]
+        # Refused at a door, which may be either one's; once tokens came prefill's part was over.
+        return [self.decode_instance] if self._expected > 1 else [self._prefill, self.decode_instance]
+
+    @property
+    def decode_instance(self) -> str:
+        """Of the attempt under way; "": none is placed."""
+        return self.placement.decode.instance_id if self.placement is not None else ""
+
+    @property
+    def _prefill(self) -> str:
+        return self.placement.prefill.instance_id if self.placement is not None else ""
+
+    def _fail(self, err: KvmeshError, suspects: list[str]) -> None:
         self._problem = self._problem or err
-        self._suspect_decode = suspect_decode
+        self._suspects = suspects
         self.owner.touch(self)
 
+    # ── for the request ───────────────────────────────────────────────────────────────────────────
+
     def take(self, now: float) -> Delta:
-        """What arrived since the last call. Raises the error of a failed attempt."""
+        """What arrived since the last call; a failed attempt's last words, too. See `failure`."""
         self._touched = False
-        if self._problem is not None:
-            raise self._problem
+        if self._problem is not None and not self.owner.patience.max_migrations:
+            return Delta()  # it ends, or is made anew: either way they are of no use
         tokens, self._tokens = self._tokens, []
         logprobs, self._logprobs = self._logprobs, []
-        delta = self.answer.push(tokens, logprobs) if tokens else Delta()
+        delta = self.answer.push(tokens, logprobs) if tokens else Delta(first=self.answer.count)
         if tokens:
             self._account(len(tokens), now)
         if self.answer.finish:
             self.cancel("a stop string was found")
         elif self._finished is not None:
             self._end(delta, self._finished)
+        elif self._problem is not None and self._problem.retryable:
+            self._close(delta, self.answer.settled(self.max_tokens))
         self.done = bool(delta.finish)
         return delta
 
     def _end(self, delta: Delta, finished: decode_pb2.Finished) -> None:
-        if finished.completion_tokens != self.answer.count:
-            raise InternalError(f"decode made {finished.completion_tokens} tokens, {self.answer.count} arrived")
-        last = self.answer.end(_REASONS.get(finished.reason, STOP))
-        delta.text += last.text
-        delta.logprobs += last.logprobs
-        delta.finish = last.finish
         self.lane = None
+        here = self.answer.count - self.carried.answered
+        if finished.completion_tokens != here:
+            wrong = f"decode made {finished.completion_tokens} tokens, {here} arrived"
+            self._fail(InternalError(wrong), [self.decode_instance])
+            return
+        self._close(delta, _REASONS.get(finished.reason, STOP))
+
+    def _close(self, delta: Delta, finish: str) -> None:
+        """The answer is whole; `finish` "": it is not."""
+        if finish:
+            last = self.answer.end(finish)
+            delta.text += last.text
+            delta.logprobs += last.logprobs
+            delta.finish = last.finish
 
     def _account(self, tokens: int, now: float) -> None:
         if self.last_token:
@@ -146,22 +218,51 @@ class Choice:
         self._consumed += tokens
         if 2 * self._consumed >= self.owner.credit_tokens and self.lane is not None:
             self.lane.grant(self._consumed)
+            self._granted += self._consumed
             self._consumed = 0
 
-    def retry(self) -> str:
-        """Prepare the next attempt; returns why, for the metrics."""
-        assert self._problem is not None, "only failed attempts are made again"
-        why = self._problem.code
+    def failure(self) -> Failure | None:
+        """What became of the attempt, once; None: it goes on, or has ended well."""
+        error, self._problem = self._problem, None
+        if error is None or self.done:
+            return None
+        return Failure(
+            error,
+            self.decode_instance,
+            answered=self.answer.count,
+            fresh=self.answer.count - self.carried.answered,
+            delivered=self.delivered,
+            taken=self._taken,
+        )
+
+    def again(self, *, anew: bool) -> None:
+        """Prepare the next attempt: `anew`, or after what has come."""
         self.cancel("this attempt failed")
-        if self.placement is not None:
-            suspect = self.placement.decode if self._suspect_decode else self.placement.prefill
-            self.avoid.append(suspect.instance_id)
+        fresh = self.answer.count - self.carried.answered
+        # Whoever failed it long ago may be well again.
+        kept = [] if fresh else self.avoid
+        self.avoid = list(dict.fromkeys(name for name in (*kept, *self._suspects) if name))
         self.attempt += 1
-        self.begin()
-        return why
+        if anew:
+            self._begin_anew()
+        else:
+            self.carried.extend(self.answer.said)
+            self._begin_attempt()
 
     def cancel(self, reason: str) -> None:
         """Have decode drop it, if decode has it."""
         if self.lane is not None:
             self.lane.cancel(reason)
             self.lane = None
+
+    def watch(self, now: float, timeout_s: float) -> None:
+        """Look, now and then, whether tokens still come. The attempt has failed when there were some, decode may send
+        more, and for `timeout_s` none came."""
+        may_send = 0 < self._expected < self._granted and self.lane is not None and self._finished is None
+        state = (self._expected, self._granted) if may_send else None
+        if state is None or state != self._watched:
+            self._watched, self._watched_since = state, now
+        elif now - self._watched_since >= timeout_s:
+            silent = f"decode instance {self.decode_instance} has sent no token for token_timeout_s={timeout_s:g}"
+            self.cancel(silent)
+            self.on_failed(HandoffLost(silent), at_decode=True)

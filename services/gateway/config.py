@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvmesh.config import ServiceConfig
 from kvmesh.rpc.errors import ConfigError
+from services.gateway.recovery import Patience
 
 MAX_NAME_CHARS = 200
 
@@ -52,6 +53,21 @@ class GatewayConfig(ServiceConfig):
     max_retries: int = field(
         default=2, metadata={"help": "New placements of a request that failed before its first token."}
     )
+    max_migrations: int = field(
+        default=3,
+        metadata={"help": "Times an answer that has begun may go on at other instances; 0: its loss is an error."},
+    )
+    migration_timeout_s: float = field(
+        default=30.0, metadata={"help": "From the loss of an answer's instance until its next token, elsewhere."}
+    )
+    token_timeout_s: float = field(
+        default=65.0,
+        metadata={
+            "help": "An answer that has begun and gets no token for so long is taken for lost, and goes on elsewhere; "
+            "0: never. Above decode's batch_wait_ms (60 s) and token_ms (30 s): so long may memory pressure pause an "
+            "answer rightly. Of an instance that is gone or frozen as a whole its stream tells within 20 s."
+        },
+    )
     schedule_timeout_ms: int = field(default=5000, metadata={"help": "Longest wait for one placement."})
     schedule_retry_ms: int = field(default=2000, metadata={"help": "How long an unreachable conductor is tried again."})
     max_waiting_batch: int = field(
@@ -72,7 +88,8 @@ class GatewayConfig(ServiceConfig):
             ("timeout_s", 0.001), ("max_body_bytes", 1024), ("max_stops", 0), ("max_stop_chars", 1),
             ("max_choices", 1), ("max_retries", 0), ("schedule_timeout_ms", 1), ("schedule_retry_ms", 0),
             ("session_timeout_ms", 1), ("session_credit_tokens", 2), ("threads", 1), ("ttft_slo_ms", 0),
-            ("tbt_slo_ms", 0), ("max_waiting_batch", 0),
+            ("tbt_slo_ms", 0), ("max_waiting_batch", 0), ("max_migrations", 0), ("migration_timeout_s", 0.001),
+            ("token_timeout_s", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             if not value >= low:
@@ -103,3 +120,8 @@ class GatewayConfig(ServiceConfig):
     @property
     def limits(self) -> Limits:
         return Limits(self.max_stops, self.max_stop_chars, self.max_choices)
+
+    @property
+    def patience(self) -> Patience:
+        """With attempts that fail."""
+        return Patience(self.max_retries, self.max_migrations, self.migration_timeout_s)

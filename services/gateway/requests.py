@@ -1,4 +1,4 @@
-"""One request's life: prepare, place, start at decode, tokens, end; or a new placement, or one clear error.
+"""One request's life: prepare, place, start at decode, tokens, end; or another placement, or one clear error.
 
 A Request owns everything it started: leaving its context cancels at decode what is still running there.
 """
@@ -14,30 +14,33 @@ from types import TracebackType
 from opentelemetry.context import Context
 
 from kvmesh.rpc.errors import DeadlinePassed, InternalError, KvmeshError, Unavailable
-from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
+from kvmesh.rpc.pb import conductor_pb2, decode_pb2
 from kvmesh.telemetry import names, spans
 from services.gateway.accounts import Account
 from services.gateway.api_keys import ANYBODY, Tenant
+from services.gateway.asks import Asks
 from services.gateway.choice import Answer, Delta
 from services.gateway.choices import Choice
 from services.gateway.core import Core
 from services.gateway.generation import Generation, brief
+from services.gateway.migration import Migration
 from services.gateway.models import Facts, Model
 from services.gateway.prepare import Prepared
+from services.gateway.recovery import Failure, Patience
 from services.gateway.stops import StopMatcher, StopStrings
 
 log = logging.getLogger(__name__)
 
-_RETRY_BACKOFF_S = 0.05
 _LAST_WORDS_S = 1.0
+_LOOKS = 4  # within token_timeout_s
 
 
 class Request:
     """`async with Request(...) as request: async for step in request: ...`
 
     A step is a list of (choice index, Delta): something to send for each of them. With `stream` False there are
-    no steps until all is done and `choices` hold the whole answers; then a failed attempt can be made again
-    whatever has arrived. `token_ids`: the client sees token ids, not only text."""
+    no steps until all is done and `choices` hold the whole answers. `token_ids`: the client sees token ids, not only
+    text."""
 
     def __init__(
         self,
@@ -78,6 +81,8 @@ class Request:
         self._model: Model | None = None
         self._facts: Facts | None = None
         self._stops: StopStrings | None = None
+        self._asks: Asks | None = None
+        self._watching: asyncio.TimerHandle | None = None
         self._left = 0
 
     # ── as a context ──────────────────────────────────────────────────────────────────────────────
@@ -91,9 +96,13 @@ class Request:
         self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._timer.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
         named = isinstance(err, KvmeshError)
         for choice in self.choices:
             choice.cancel(brief(str(err), 200) if named else "the client went away")
+            if choice.migration is not None:
+                choice.migration.failed(str(err) if named else "")
         for task in self._tasks:
             task.cancel()
         self.core.leave(self)
@@ -136,10 +145,28 @@ class Request:
         seed = random.getrandbits(63) if wanted.seed is None else wanted.seed
         for index in range(wanted.choices):
             prompt = prepared[index // wanted.n]
-            self.choices.append(Choice(self, index, prompt, (seed + index) & (2**64 - 1)))
+            room = facts.max_context_tokens - prompt.tokens
+            limit = min(wanted.max_tokens or room, room)
+            self.choices.append(Choice(self, index, prompt, (seed + index) & (2**64 - 1), limit))
+        self._asks = self._made_asks(facts)
         self._left = len(self.choices)
         for choice in self.choices:
             self._spawn(choice, 0.0)
+        if core.config.token_timeout_s and self.patience.max_migrations:
+            self._watch()
+
+    def _made_asks(self, facts: Facts) -> Asks:
+        config = self.core.config
+        return Asks(
+            self.request_id,
+            self.generation,
+            facts,
+            self.tenant.name,
+            self.account.route,
+            config.ttft_slo_ms,
+            config.tbt_slo_ms,
+            alone=len(self.choices) == 1,
+        )
 
     def _step(self) -> list[tuple[int, Delta]]:
         dirty, self._dirty = self._dirty, []
@@ -147,13 +174,11 @@ class Request:
         for choice in dirty:
             if choice.done:
                 continue
-            try:
-                delta = choice.take(now)
-            except KvmeshError as err:
-                self._again(choice, err)
-                continue
+            delta = choice.take(now)
             if delta.token_ids:
                 self.account.token()
+            if delta.token_ids or choice.done:
+                self._went_on(choice)
             self._left -= choice.done
             if not self._stream:
                 choice.texts.append(delta.text)
@@ -161,6 +186,9 @@ class Request:
             elif delta.text or delta.logprobs or delta.finish or (self._token_ids and delta.token_ids):
                 choice.delivered = True
                 step.append((choice.index, delta))
+            failure = choice.failure()
+            if failure is not None:
+                self._lost(choice, failure)
         return step
 
     def guard(self) -> asyncio.Timeout:
@@ -185,6 +213,17 @@ class Request:
         """See choices.Owner."""
         return self.generation.logprobs >= 0
 
+    @property
+    def patience(self) -> Patience:
+        """See choices.Owner."""
+        return self.core.config.patience
+
+    @property
+    def block_tokens(self) -> int:
+        """See choices.Owner."""
+        assert self._facts is not None, "prepared"
+        return self._facts.block_tokens
+
     def touch(self, choice: Choice) -> None:
         """See choices.Owner."""
         self._dirty.append(choice)
@@ -199,19 +238,49 @@ class Request:
 
     # ── attempts ──────────────────────────────────────────────────────────────────────────────────
 
-    def _again(self, choice: Choice, err: KvmeshError) -> None:
-        """Place `choice` anew, or raise what went wrong."""
-        core = self.core
+    def _lost(self, choice: Choice, failure: Failure) -> None:
+        """Have `choice` made again or gone on with elsewhere; or the request ends, once what has come is delivered."""
+        core, err = self.core, failure.error
         if isinstance(err, Unavailable):
             core.catalog.poke()
-        if not err.retryable or choice.delivered or choice.attempt >= core.config.max_retries or core.stopping:
-            raise err
-        backoff_s = _RETRY_BACKOFF_S * 4**choice.attempt * random.uniform(0.5, 1.5)
-        if self._loop.time() + backoff_s >= self._deadline:
-            raise err
-        log.warning("request %s: attempt %d failed, placing it anew: %s", self.request_id, choice.attempt, err)
-        names.GATEWAY_RETRIES.labels(reason=choice.retry()).inc()
-        self._spawn(choice, backoff_s)
+        if failure.fresh and err.retryable and self.patience.max_migrations:
+            choice.migration = Migration(self.account.context, choice.index, failure)
+        try:
+            if core.stopping:
+                raise err
+            now = self._loop.time()
+            plan = choice.recovery.failed(failure, now, random.uniform(0.5, 1.5))
+            if now + plan.delay_s >= self._deadline:
+                raise err
+        except KvmeshError as final:
+            self._fail(final)
+            return
+        if failure.fresh and not plan.anew:
+            assert choice.migration is not None, "begun above"
+            choice.migration.timer = self._loop.call_at(choice.recovery.ends_at, self._too_long, choice)
+        else:
+            names.GATEWAY_RETRIES.labels(reason=err.code).inc()
+        what = "placing it anew" if plan.anew else f"going on after {failure.answered} tokens"
+        log.warning("request %s: attempt %d failed, %s: %s", self.request_id, choice.attempt, what, err)
+        choice.again(anew=plan.anew)
+        self._spawn(choice, plan.delay_s)
+
+    def _too_long(self, choice: Choice) -> None:
+        self._fail(choice.recovery.late())
+
+    def _went_on(self, choice: Choice) -> None:
+        """It has new tokens, or is whole."""
+        choice.recovery.went_on()
+        if choice.migration is not None:
+            choice.migration.moved(choice.decode_instance)
+            choice.migration = None
+
+    def _watch(self) -> None:
+        now, timeout_s = self._loop.time(), self.core.config.token_timeout_s
+        for choice in self.choices:
+            if not choice.done:
+                choice.watch(now, timeout_s)
+        self._watching = self._loop.call_later(timeout_s / _LOOKS, self._watch)
 
     def _spawn(self, choice: Choice, delay_s: float) -> None:
         task = self._loop.create_task(self._launch(choice, delay_s))
@@ -224,9 +293,12 @@ class Request:
                 await asyncio.sleep(delay_s)
             placement = choice.placement = await self._place(choice)
         except KvmeshError as err:
+            if choice.carried.answered:
+                choice.refused(err)
+                return
             if isinstance(err, Unavailable):
                 self.core.catalog.poke()
-            self._fail(err)  # the conductor's word is final
+            self._fail(err)  # of what has not begun the conductor's word is final
             return
         except Exception as err:
             log.exception("request %s cannot be placed", self.request_id)
@@ -234,7 +306,7 @@ class Request:
             return
         try:
             session = await self.core.sessions.get(placement.decode)
-            choice.lane = session.start(choice, self._start_request(choice, placement))
+            choice.started(session.start(choice, self._start_request(choice, placement)))
         except KvmeshError as err:
             choice.on_failed(err, at_decode=True)
         except Exception as err:
@@ -242,27 +314,11 @@ class Request:
             self._fail(InternalError(f"starting failed: {type(err).__name__}: {err}"))
 
     async def _place(self, choice: Choice) -> conductor_pb2.Placement:
-        config, wanted, start_ns = self.core.config, self.generation, time.monotonic_ns()
+        assert self._asks is not None, "prepared"
+        start_ns = time.monotonic_ns()
         attributes: dict[str, spans.Value] = {names.ATTEMPT: choice.attempt}
         span = spans.begin(names.SPAN_SCHEDULE, self.account.context, attributes, start_ns=start_ns)
-        request = conductor_pb2.ScheduleRequest(
-            request_id=self._engine_id(choice),
-            attempt=choice.attempt,
-            model=wanted.model,
-            prompt_tokens=choice.prompt.tokens,
-            max_tokens=self._max_tokens(choice),
-            block_keys=choice.prompt.keys,
-            ttft_slo_ms=wanted.ttft_slo_ms or config.ttft_slo_ms,
-            tbt_slo_ms=wanted.tbt_slo_ms or config.tbt_slo_ms,
-            priority=wanted.urgency,
-            avoid_instance_ids=choice.avoid,
-            lane=conductor_pb2.LANE_BATCH if wanted.is_batch else conductor_pb2.LANE_INTERACTIVE,
-            session=self._own_name(wanted.session),
-            origin=self._own_name(wanted.origin),
-            tenant=self.tenant.name,
-            endpoint=self.account.route,
-            expected_output_tokens=wanted.expected_tokens or 0,
-        )
+        request = self._asks.schedule(choice)
         failure = "cancelled"
         try:
             placement = await self.core.conductor.schedule(request, self._deadline, spans.context_of(span))
@@ -273,55 +329,22 @@ class Request:
             failure = str(err)
             raise
         finally:
-            now_ns = self.account.scheduled_ns = time.monotonic_ns()
+            now_ns = time.monotonic_ns()
+            if not choice.carried.answered:
+                self.account.scheduled_ns = now_ns
             names.GATEWAY_SCHEDULE.observe((now_ns - start_ns) / 1e9)
             spans.finish(span, end_ns=now_ns, error=failure)
         return placement
 
     def _start_request(self, choice: Choice, placement: conductor_pb2.Placement) -> decode_pb2.StartRequest:
-        assert self._facts is not None, "prepared"
-        wanted = self.generation
-        sampling = common_pb2.SamplingParams(
-            max_tokens=self._max_tokens(choice),
-            temperature=wanted.temperature,
-            top_p=wanted.top_p,
-            top_k=wanted.top_k,
-            seed=choice.seed,
-            ignore_eos=wanted.ignore_eos,
-            logprobs=wanted.logprobs >= 0,
-            top_logprobs=max(0, wanted.logprobs),
-            min_p=wanted.min_p,
-            presence_penalty=wanted.presence_penalty,
-            frequency_penalty=wanted.frequency_penalty,
-            repetition_penalty=wanted.repetition_penalty,
-            logit_bias=[common_pb2.LogitBias(token_id=token, bias=bias) for token, bias in wanted.logit_bias],
-        )
-        return decode_pb2.StartRequest(
-            request_id=self._engine_id(choice),
-            attempt=choice.attempt,
-            model_fingerprint=self._facts.fingerprint,
-            token_ids=choice.prompt.token_ids,
-            block_keys=choice.prompt.keys,
-            sampling=sampling,
-            placement=placement,
-            deadline_ms=max(1, int(1000 * (self._deadline - self._loop.time()))),
-            priority=wanted.urgency,
+        assert self._asks is not None, "prepared"
+        return self._asks.start(
+            choice,
+            placement,
+            left_s=self._deadline - self._loop.time(),
             traceparent=spans.traceparent(self.account.span),
             credit_tokens=self.credit_tokens,
-            chain_digest=choice.prompt.chain_digest,
         )
-
-    def _own_name(self, name: str | None) -> str:
-        """Tenants do not share sessions and origins, whatever they call them."""
-        return f"{self.tenant.name}/{name}" if name else ""
-
-    def _engine_id(self, choice: Choice) -> str:
-        return self.request_id if len(self.choices) == 1 else f"{self.request_id}-{choice.index}"
-
-    def _max_tokens(self, choice: Choice) -> int:
-        assert self._facts is not None, "prepared"
-        room = self._facts.max_context_tokens - choice.prompt.tokens
-        return min(self.generation.max_tokens or room, room)
 
     # ── failures of the whole ─────────────────────────────────────────────────────────────────────
 

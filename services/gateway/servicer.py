@@ -67,6 +67,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             request_id=running.request_id,
             text=delta.text,
             token_ids=delta.token_ids,
+            first_token_index=delta.first,
             finish_reason=delta.finish,
             logprobs=[
                 common_pb2.TokenLogprobs(

@@ -72,13 +72,13 @@ def test_silent_tokens_show_nothing_and_count() -> None:
     ids = TOKENIZER.encode("Hi", add_special_tokens=False)
     delta = grows.push([*ids, EOS])
     assert (delta.text, list(delta.token_ids), grows.count) == ("Hi", [*ids, EOS], len(ids) + 1)
-    assert grows.end("stop") == Delta("", (), [], "stop")
+    assert grows.end("stop") == Delta("", (), [], "stop", first=len(ids) + 1)
 
 
 def test_what_was_held_back_is_shown_at_the_end() -> None:
     grows = answer(["world!"])
     assert "".join(grows.push([token]).text for token in TOKENIZER.encode("my wor", add_special_tokens=False)) == "my "
-    assert grows.end("length") == Delta("wor", (), [], "length")
+    assert grows.end("length") == Delta("wor", (), [], "length", first=grows.count)
 
 
 def test_a_character_that_never_becomes_whole() -> None:

@@ -193,7 +193,9 @@ async def test_what_failed_before_the_first_token_is_placed_anew(
     assert len(mesh.decodes[0].hellos) == (1 if err else 2)
 
 
-async def test_an_answer_that_nobody_has_seen_is_made_again_whole(mesh: Mesh) -> None:
+async def test_without_migration_an_answer_that_nobody_has_seen_is_made_again_whole(make_mesh: MeshMaker) -> None:
+    mesh = await make_mesh(max_migrations=0)
+
     async def half(run: Run) -> None:
         await run.prefilled(3)
         for index, token in enumerate(mesh.ids("wrong wrong")):
@@ -209,7 +211,9 @@ async def test_an_answer_that_nobody_has_seen_is_made_again_whole(mesh: Mesh) ->
     assert first.start.sampling.seed == second.start.sampling.seed
 
 
-async def test_an_answer_that_has_begun_to_stream_ends_in_one_error(mesh: Mesh) -> None:
+async def test_without_migration_an_answer_that_has_begun_to_stream_ends_in_one_error(make_mesh: MeshMaker) -> None:
+    mesh = await make_mesh(max_migrations=0)
+
     async def half(run: Run) -> None:
         for index, token in enumerate(mesh.ids("Hello, world")):
             await run.token(token, index)

@@ -1,0 +1,128 @@
+"""What becomes of an answer whose attempt failed: made again, gone on with elsewhere, or one clear error.
+
+Pure: the time and chance are arguments.
+
+Before its first token an attempt is made anew, `max_retries` times. Afterwards the answer is carried to another
+placement (a migration): an attempt that brought a token and failed begins one, at most `max_migrations` times. Until
+its next token a migration places the request again and again, for `migration_timeout_s`: the mesh may need a moment to
+notice a death, or to start somebody. But no more than `max_retries` of these attempts may fail at instances that had
+taken them: a request that kills whoever serves it must not go through the whole mesh.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvmesh.rpc.errors import KvmeshError, Overloaded
+
+BACKOFF_S = 0.05
+MAX_BACKOFF_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """See GatewayConfig. `max_migrations` 0: what has begun is not carried anywhere."""
+
+    max_retries: int
+    max_migrations: int
+    migration_timeout_s: float
+
+
+class Failure(NamedTuple):
+    """Of one attempt."""
+
+    error: KvmeshError
+    instance: str  # the decode instance; "": none was placed
+    answered: int  # tokens of the answer that have come, by all attempts
+    fresh: int  # ... by this one
+    delivered: bool  # the client has seen some of it
+    taken: bool  # an instance had it; else nobody was asked, or who was could not be reached
+
+
+class Plan(NamedTuple):
+    """Another attempt, `delay_s` from now. `anew`: forgetting what has come; nobody has seen it."""
+
+    delay_s: float
+    anew: bool
+
+
+class _Loss(NamedTuple):
+    at: float
+    failure: Failure
+
+
+class Recovery:
+    """Of one answer. Times in seconds on one clock."""
+
+    __slots__ = ("_loss", "_patience", "_taken", "_tries", "migrations")
+
+    def __init__(self, patience: Patience) -> None:
+        self._patience = patience
+        self._loss: _Loss | None = None
+        self._tries = 0  # attempts that failed since the last token
+        self._taken = 0  # those of them that an instance had
+        self.migrations = 0
+        """Times the answer was carried on, or is being carried now."""
+
+    def failed(self, failure: Failure, now: float, chance: float) -> Plan:
+        """What to do. `chance` scales the back-off, about 1. Raises the one error that the client gets."""
+        patience, error = self._patience, failure.error
+        if not failure.answered or not (patience.max_migrations or failure.delivered):
+            if not error.retryable or self._tries >= patience.max_retries:
+                raise error
+            self._tries += 1
+            return Plan(BACKOFF_S * 4 ** (self._tries - 1) * chance, anew=True)
+        if not patience.max_migrations or (failure.fresh and not error.retryable):
+            raise error
+        return self._lost(failure, now) if failure.fresh else self._again(failure, now, chance)
+
+    def _lost(self, failure: Failure, now: float) -> Plan:
+        self._loss = _Loss(now, failure)
+        self._tries = self._taken = 0
+        most = self._patience.max_migrations
+        if self.migrations >= most:
+            raise self._ended(failure.error, f"it was moved max_migrations={most} times before")
+        self.migrations += 1
+        return Plan(0.0, anew=False)
+
+    def _again(self, failure: Failure, now: float, chance: float) -> Plan:
+        patience, error = self._patience, failure.error
+        assert self._loss is not None, "an answer that has begun and fails without a new token was lost before"
+        if not error.retryable:
+            raise self._ended(error, error.message)
+        self._tries += 1
+        self._taken += failure.taken and not isinstance(error, Overloaded)
+        if self._taken > patience.max_retries:
+            why = f"max_retries={patience.max_retries} and one more attempt failed, the last one: {error.message}"
+            raise self._ended(error, why)
+        delay_s = min(MAX_BACKOFF_S, BACKOFF_S * 4 ** (self._tries - 1)) * chance
+        if now + delay_s >= self.ends_at:
+            raise self.late(error)
+        return Plan(delay_s, anew=False)
+
+    def went_on(self) -> None:
+        """A token has come."""
+        self._loss = None
+        self._tries = self._taken = 0
+
+    @property
+    def ends_at(self) -> float:
+        """When the migration under way is given up."""
+        assert self._loss is not None, "asked during a migration"
+        return self._loss.at + self._patience.migration_timeout_s
+
+    def late(self, last: KvmeshError | None = None) -> KvmeshError:
+        """The error of a migration that took too long. `last`: of its last attempt, if that has failed."""
+        assert self._loss is not None, "asked during a migration"
+        why = f"no further token came within migration_timeout_s={self._patience.migration_timeout_s:g}"
+        return self._ended(last or self._loss.failure.error, f"{why} ({last.message})" if last else why)
+
+    def _ended(self, kind: KvmeshError, why: str) -> KvmeshError:
+        assert self._loss is not None
+        lost = self._loss.failure
+        text = (
+            f"the answer was lost at {lost.instance} after {lost.answered} tokens ({lost.error.message}) "
+            f"and cannot go on: {why}"
+        )
+        return type(kind)(text, retry_after_ms=kind.retry_after_ms)
