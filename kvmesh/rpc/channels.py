@@ -24,6 +24,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.enable_http_proxy", 0),
+    # A peer that comes back elsewhere under its name (a container made anew) is found at the next try, not after 30 s.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
 )
 
 
