@@ -3,6 +3,8 @@
 
 namespace {
 
+constexpr Py_ssize_t AHEAD = 16;  // keys whose hashes are fetched into the cache meanwhile
+
 // Appends [end, mask] to a flat list; a null mask is told as `none`.
 bool append(PyObject *list, Py_ssize_t end, PyObject *mask) {
     PyObject *number = PyLong_FromSsize_t(end);
@@ -29,6 +31,7 @@ KV_EXPORT PyObject *kv_chain(PyObject *masks, PyObject *keys, PyObject *nothing,
     if (!list) return nullptr;
     PyObject *last = nullptr;
     for (Py_ssize_t at = 0; at < size; at++) {
+        if (at + AHEAD < size) __builtin_prefetch(PyTuple_GetItem(keys, at + AHEAD));
         PyObject *mask = PyDict_GetItemWithError(masks, PyTuple_GetItem(keys, at));
         if (!mask) {
             if (PyErr_Occurred()) return failed(list);
@@ -54,6 +57,8 @@ KV_EXPORT PyObject *kv_marks(PyObject *masks, PyObject *keys, PyObject *nothing,
     PyObject *last = nullptr;
     Py_ssize_t end = 0;
     for (Py_ssize_t i = 0; i < size; i++) {
+        if (i + AHEAD < size)
+            __builtin_prefetch(PyTuple_GetItem(keys, PyLong_AsSsize_t(PyTuple_GetItem(positions, i + AHEAD))));
         Py_ssize_t at = PyLong_AsSsize_t(PyTuple_GetItem(positions, i));
         PyObject *key = PyTuple_GetItem(keys, at);
         if (!key) return failed(list);
@@ -76,6 +81,7 @@ KV_EXPORT Py_ssize_t kv_lacking(PyObject *masks, PyObject *keys, PyObject *bit, 
     PyObject *last = nullptr;
     bool lacking = true;
     for (Py_ssize_t i = 0; i < size; i++) {
+        if (i + AHEAD < size) __builtin_prefetch(PyTuple_GetItem(keys, i + AHEAD));
         PyObject *mask = PyDict_GetItemWithError(masks, PyTuple_GetItem(keys, i));
         if (!mask) {
             if (PyErr_Occurred()) return -1;

@@ -37,7 +37,7 @@ struct Request {
     double ttft_slo, tbt_slo, congestion;
     std::int64_t chunked, running, prefill_bends, decode_bends, pull_bends, beside, tight;
     const double *prefill_fade, *decode_fade, *pull_fade;  // what is left of an old fit; null: not asked for yet
-    double *ttft, *cost, *score;                           // of `count` doubles each, to write in
+    double *ttft, *cost;                                   // of `count` doubles each, to write in
 
     const double *column(int use) const { return data + at[use] * stride; }
 };
@@ -190,8 +190,9 @@ KV_EXPORT int kv_offer(const Request *request, const Way *way, const std::uint8_
     const Request &r = *request;
     Ways ways(r, *way);
     bool judge = r.tight, all = local < 0;
+    auto here = [&](std::int64_t i) { return among[i] && (all || r.depth[i] == local); };
     for (std::int64_t i = 0; i < r.count; i++) {
-        if (!all && !(among[i] && r.depth[i] == local)) continue;
+        if (!here(i)) continue;
         Ways::One one = ways.at(i);
         r.ttft[i] = one.ttft, r.cost[i] = one.cost;
         judge |= r.able[i] && one.ttft > r.ttft_slo - (rooms ? rooms[i] : room);
@@ -200,7 +201,7 @@ KV_EXPORT int kv_offer(const Request *request, const Way *way, const std::uint8_
     double *cost = kept, *soonest = kept + r.count, *draining = kept + 2 * r.count;
     if (!judge) {
         for (std::int64_t i = 0; i < r.count; i++) {
-            if (!all && !(among[i] && r.depth[i] == local)) continue;
+            if (!here(i)) continue;
             if (instead) cost[i] = soonest[i] = draining[i] = INF;
             cost[i] = least(cost[i], r.cost[i]), soonest[i] = least(soonest[i], r.ttft[i]);
         }
@@ -208,7 +209,7 @@ KV_EXPORT int kv_offer(const Request *request, const Way *way, const std::uint8_
     }
     for (int write = 0; write < 2; write++) {
         for (std::int64_t i = 0; i < r.count; i++) {
-            if (!all && !(among[i] && r.depth[i] == local)) continue;
+            if (!here(i)) continue;
             bool passes, drains;
             Ways::One one = ways.at(i);
             double found = ways.judged(i, one, r.ttft_slo - (rooms ? rooms[i] : room), passes, drains);
@@ -275,14 +276,51 @@ KV_EXPORT void kv_answers(const Request *request, double blocks, double whole, i
     }
 }
 
-// How many of `among` have each of `ends` blocks.
+// Which of `ends` (ascending, all that there are) are depths of one of `among`.
 KV_EXPORT void kv_depths(const double *depth, const std::uint8_t *among, std::int64_t count, const double *ends,
-                         std::int64_t size, std::int64_t *found) {
-    for (std::int64_t k = 0; k < size; k++) found[k] = 0;
-    for (std::int64_t i = 0; i < count; i++)
-        if (among[i])
-            for (std::int64_t k = 0; k < size; k++)
-                if (depth[i] == ends[k]) found[k]++;
+                         std::int64_t size, std::uint8_t *found) {
+    std::int64_t last = 0;
+    for (std::int64_t i = 0; i < count; i++) {
+        if (!among[i]) continue;
+        if (depth[i] != ends[last])
+            for (last = 0; last < size - 1 && ends[last] != depth[i];) last++;
+        found[last] = 1;
+    }
+}
+
+// Which leading blocks each row has: see holders.py. `runs` of a survey end at `ends`; `sealed`, `coming`: their masks of
+// `bytes` and `coming_bytes` each; `lower`: slots that stand for lower tiers; `row_of`, `row_of_coming`: the row of each
+// slot, or a negative number. Of the runs `limit` are told apart. `levels`: how many leading runs each has, in memory or
+// coming, then in memory alone; room to work in. `reached`: whether anybody has just so many; zero at first, as the three
+// that are told: blocks that each has, that it has in memory, and the end of the last run of which it has anything.
+KV_EXPORT void kv_held(std::int64_t runs, std::int64_t limit, const double *ends, const std::uint8_t *sealed,
+                       std::int64_t bytes, const std::uint8_t *coming, std::int64_t coming_bytes,
+                       const std::uint8_t *lower, const std::int64_t *row_of, const std::int64_t *row_of_coming,
+                       std::int64_t count, std::int32_t *levels, double *depth, double *in_memory, double *last,
+                       std::uint8_t *reached) {
+    std::int32_t *all = levels, *memory = levels + count;
+    for (std::int64_t i = 0; i < 2 * count; i++) levels[i] = 0;
+    for (std::int64_t k = 0; k < runs; k++) {
+        const std::uint8_t *mask = sealed + k * bytes, *soon = coming + k * coming_bytes;
+        for (std::int64_t byte = 0; byte < bytes; byte++)
+            for (unsigned bits = mask[byte]; bits; bits &= bits - 1) {
+                int bit = __builtin_ctz(bits);
+                std::int64_t row = row_of[8 * byte + bit];
+                if (row < 0 || row >= count) continue;
+                last[row] = ends[k];
+                if (k >= limit || lower[byte] >> bit & 1) continue;
+                if (memory[row] == k) memory[row] = static_cast<std::int32_t>(k + 1), in_memory[row] = ends[k];
+                if (all[row] == k) all[row] = static_cast<std::int32_t>(k + 1), depth[row] = ends[k];
+            }
+        if (k >= limit) continue;
+        for (std::int64_t byte = 0; byte < coming_bytes; byte++)
+            for (unsigned bits = soon[byte]; bits; bits &= bits - 1) {
+                std::int64_t row = row_of_coming[8 * byte + __builtin_ctz(bits)];
+                if (row < 0 || row >= count) continue;
+                if (all[row] == k) all[row] = static_cast<std::int32_t>(k + 1), depth[row] = ends[k];
+            }
+    }
+    for (std::int64_t i = 0; i < count; i++) reached[all[i]] = 1;
 }
 
 // The next to weigh (screen.py): `low` is the least bound, `until` what is as good; -1 when that is no better than

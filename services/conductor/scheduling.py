@@ -8,13 +8,13 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvmesh.kvcache.tiers import Tier, split_name
+from kvmesh.kvcache.tiers import Tier
 from kvmesh.rpc.errors import InvalidRequest
 from services.conductor.admission.gate import Admission
 from services.conductor.admission.judge import Judge
 from services.conductor.admission.refusals import refuse_unplaceable
 from services.conductor.balance.rounds import Balance
-from services.conductor.domain import Life, Member, Placed, Refuse, RequestOutcome, Schedule
+from services.conductor.domain import Life, Placed, Refuse, RequestOutcome, Schedule
 from services.conductor.fleet.health import Breakers
 from services.conductor.fleet.instance import Instance
 from services.conductor.fleet.members import Members
@@ -168,14 +168,9 @@ class Scheduling:
             return self._tiers.seconds(life, tier, nbytes, view.now)
 
         memory, congestion = found.get(Tier.DRAM, 0), self.threshold.congestion
-        holders = Asked(self._holder)
+        holders = view.columns.slots.holders
         wires = self._ledger.wires
         return Mesh(survey, holders, memory, wires.outgoing, lower, tier_load, wires.arriving, congestion)
-
-    def _holder(self, slot: int) -> Member:
-        member = self._members.member(split_name(self._index.truth.store_of(slot))[0])
-        assert member is not None, f"the store of slot {slot} is asked for blocks, and no member"
-        return member
 
     def _answer(self, request: Schedule, choice: Choice | Refuse, judge: Judge, now: float) -> Placed | Refuse:
         if isinstance(choice, Choice):

@@ -30,7 +30,11 @@ def same(one: Any, other: Any, among: Any) -> bool:
 def both(found: tuple[Any, ...], request: Schedule) -> tuple[bounds.Weights, bounds.Weights, Chosen]:
     """The weights of one request, by numpy and compiled."""
     _, decodes, _, mesh, terms = found
-    blocks = held(decodes.view, mesh.survey)
+    blocks, again = held(decodes.view, mesh.survey), compiled.held(decodes.view, mesh.survey)
+    for name in ("depth", "sealed", "last"):
+        assert np.array_equal(getattr(blocks, name), getattr(again, name)), name
+    assert set(again.ends) == {0, *again.depth.tolist()}
+    assert set(again.ends) <= set(blocks.ends)
     native = compiled.functions()
     assert native is not None
     plain = bounds.Weights(request, mesh, terms, blocks, decodes)

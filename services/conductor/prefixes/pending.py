@@ -157,6 +157,7 @@ class Pending:
                 break
             fitting.append(one)
         # Backwards, so that the head of a chain is used later than its tail and outlives it: a tail alone is worthless.
+        before, after = 0, bit  # marks of one chain are coming to the same slots: they share the int that is made
         for key, blocks in reversed(fitting):
             if key in held:
                 held.move_to_end(key)
@@ -165,7 +166,10 @@ class Pending:
             else:
                 held[key] = owner, blocks
                 record.blocks += blocks
-                masks[key] = masks.get(key, 0) | bit
+                mask = masks.get(key, 0)
+                if mask is not before:
+                    before, after = mask, mask | bit
+                masks[key] = after
             if owner is None:
                 confirmed[key] = until
                 confirmed.move_to_end(key)

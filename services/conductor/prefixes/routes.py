@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import Tier, store_name
@@ -48,6 +49,13 @@ class Way:
     own: bool
 
 
+class _Calmest(NamedTuple):
+    """Of some holders those with the least to send: the first one by name, and the first one on each node."""
+
+    first: Member
+    by_node: Mapping[str, Member]
+
+
 @dataclass(frozen=True)
 class Mesh:
     """What one request can use: its survey, and who of those in it may be asked (by slot of the block map)."""
@@ -60,6 +68,7 @@ class Mesh:
     tier_load: TierLoad = lambda life, tier, nbytes: 0.0
     arriving: Callable[[Life], int] = lambda life: 0  # bytes on their way to a node
     congestion: float = 1.0  # how many times as long as the fitted model says pulls take now, at least 1
+    _calmest: dict[int, _Calmest] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def anywhere(self) -> int:
@@ -140,12 +149,12 @@ class Mesh:
         return [self.holders[slot] for slot in found]
 
     def _preferred(self, alive: int, node_id: str, tier: Tier) -> Member:
-        holders = self.named(alive)
-        if len(holders) == 1:
-            return holders[0]
-        busy = self.outgoing.ahead
         if tier is Tier.DRAM:
-            return min(holders, key=lambda h: (busy(h.ref.life), h.node_id != node_id, h.ref.instance_id))
+            calmest = self._calmest.get(alive)
+            if calmest is None:
+                calmest = self._calmest[alive] = _calmest(self.named(alive), self.outgoing)
+            return calmest.by_node.get(node_id, calmest.first)
+        holders, busy = self.named(alive), self.outgoing.ahead
 
         def worth(h: Member) -> tuple[int, bool, str]:
             return busy(h.ref.life) + busy(tier_life(h.ref.life, tier)), h.node_id != node_id, h.ref.instance_id
@@ -170,6 +179,14 @@ class Mesh:
             else:
                 others_s = max(others_s, seconds)
         return own_s, others_s
+
+
+def _calmest(holders: Sequence[Member], outgoing: Outgoing) -> _Calmest:
+    ahead = [outgoing.ahead(h.ref.life) for h in holders]
+    least = min(ahead)
+    found = [h for h, nbytes in zip(holders, ahead, strict=True) if nbytes == least]
+    found.sort(key=lambda h: h.ref.instance_id, reverse=True)
+    return _Calmest(found[-1], {h.node_id: h for h in found})
 
 
 def tier_life(life: Life, tier: Tier) -> Life:

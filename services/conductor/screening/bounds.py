@@ -189,7 +189,7 @@ class Weights:
         """Computing the prompt at each of `among`. `room_s`: waiting for room at decode, in the TTFT besides. `alone`:
         nothing is pushed."""
         found = Prompts(len(self.view.columns))
-        self._use(found, at_decode, room_s, alone=alone)
+        self._offer_use(found, self._pushed(at_decode, alone=alone), room_s, among)
         odd = (self.held.last > self.held.depth) & among
         end = min(self.usable_blocks, self.mesh.survey.runs[-1].end if self.mesh.survey.runs else 0)
         if self.terms.fetch is not Fetch.NEVER and end:
@@ -205,13 +205,10 @@ class Weights:
         """Tokens that prefill sends to decode."""
         return 0.0 if alone else float(max(0, self.request.prompt_tokens - at_decode * self.block))
 
-    def _use(self, found: Prompts, at_decode: int, room_s: Floats | float, *, alone: bool) -> None:
-        self._offer_use(found, self._pushed(at_decode, alone=alone), room_s)
-
-    def _offer_use(self, found: Prompts, pushed: float, room_s: Floats | float) -> None:
-        """With what each has."""
+    def _offer_use(self, found: Prompts, pushed: float, room_s: Floats | float, among: Mask) -> None:
+        """With what each of `among` has."""
         cached = np.minimum(self.held.depth, self.usable_blocks) * self.block
-        self._offer(found, self._way(cached, pushed, 0.0, exact=True), room_s, None)
+        self._offer(found, self._way(cached, pushed, 0.0, exact=True), room_s, among)
 
     def _offer_part(
         self,
@@ -350,14 +347,12 @@ class Weights:
             found = self._pushes[pushed, self.arriving] = whole_s, whole_s * TAIL_SHARE
         return found
 
-    def _offer(
-        self, found: Prompts, way: Way, room_s: Floats | float, here: Mask | None, *, instead: bool = False
-    ) -> None:
+    def _offer(self, found: Prompts, way: Way, room_s: Floats | float, here: Mask, *, instead: bool = False) -> None:
         """One way more, for those `here`; `instead` of what was offered before."""
         slo_s = self.terms.ttft_slo_s - room_s
         cost, least, drains = way.cost, way.ttft, None
         tight = bool(self.view.columns.rare(Rare.RUNNING)) and self.terms.tbt_slo_s < np.inf
-        if tight or ((way.ttft > slo_s) & (self.view.able if here is None else self.view.able & here)).any():
+        if tight or ((way.ttft > slo_s) & self.view.able & here).any():
             prompt_s = admitted(self.view, Field.PREFILL, way.computed, way.pairs, way.steps)
             start_s = np.maximum(way.queue_s - np.minimum(self.yielding_s, way.queue_s), way.fetch_s)
             least = start_s + prompt_s

@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import chain
 
 import numpy as np
+import numpy.typing as npt
 
 from kvmesh.kvcache.tiers import Tier, split_name
 from services.conductor.domain import Life, Role
@@ -155,6 +156,11 @@ class Columns:
         return [group for (name, _), group in self._groups.items() if name == model]
 
     # ── who holds what ────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def row_of_pending(self) -> npt.NDArray[np.int64]:
+        """The row of each slot of `Pending`, NO_ROW where there is none. Not to be written into."""
+        return self._row_of_pending
 
     def rows_pending(self, mask: int) -> list[int]:
         """Rows of the instances that slots of `Pending`, as a bitset, stand for."""

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +20,11 @@ from services.conductor.costs.interference import SLOWEST, STALL_WEIGHT
 from services.conductor.domain import Schedule
 from services.conductor.placing.terms import Terms
 from services.conductor.placing.ties import TIE_CAP_S, TIE_FLOOR_S, TIE_SHARE
+from services.conductor.prefixes.index import Survey
 from services.conductor.prefixes.routes import Mesh
+from services.conductor.screening import holders
 from services.conductor.screening.bounds import ROUNDING_S, TAIL_SHARE, Weights, left
-from services.conductor.screening.columns import Chosen
+from services.conductor.screening.columns import Chosen, View
 from services.conductor.screening.fields import Field, Floats, Mask, Rare
 from services.conductor.screening.holders import Held
 from services.conductor.screening.ways import Answers, Fetching, Prompts
@@ -37,18 +41,12 @@ class _Request(ctypes.Structure):
         ("tail_share", _D), ("stall_weight", _D), ("slowest", _D), ("rounding", _D), ("ttft_slo", _D), ("tbt_slo", _D),
         ("congestion", _D), ("chunked", _N), ("running", _N), ("prefill_bends", _N), ("decode_bends", _N),
         ("pull_bends", _N), ("beside", _N), ("tight", _N), ("prefill_fade", _P), ("decode_fade", _P), ("pull_fade", _P),
-        ("ttft", _P), ("cost", _P), ("score", _P),
+        ("ttft", _P), ("cost", _P),
     )  # fmt: skip
 
 
-class _Way(ctypes.Structure):
-    """`Way` of rows.cpp."""
-
-    _fields_ = tuple(
-        (name, _D) for name in ("cached", "usable", "pushed", "arriving", "blocks", "ahead", "holders", "read")
-    )
-
-
+_FILLED = struct.Struct("Pqq8P10d7q3P2P")  # the same, filled in one go
+_WAY = struct.Struct("8d")  # `Way` of rows.cpp
 _EACH, _NO_FETCH = -1.0, (-1.0, 0.0, 0.0, 0.0)
 _SCRATCH = 3  # rows: what waits, TTFT, cost
 
@@ -66,6 +64,9 @@ class _Library:
         self.fields = self._numbers.ctypes.data
         self.wait, self.offer, self.free = lib.kv_wait, lib.kv_offer, lib.kv_free
         self.answers, self.depths, self.fewest = lib.kv_answers, lib.kv_depths, lib.kv_fewest
+        self.held = lib.kv_held
+        self.held.argtypes = _N, _N, _P, _P, _N, _P, _N, _P, _P, _P, _N, _P, _P, _P, _P, _P
+        self.held.restype = None
         self.wait.argtypes, self.wait.restype = (_P,), None
         self.offer.argtypes = _P, _P, _P, _D, _D, _P, ctypes.c_int, _P
         self.free.argtypes, self.free.restype = (_P, _P, _P, _P), None
@@ -101,22 +102,21 @@ class CompiledWeights(Weights):
         scratch, row = _at(self._scratch), 8 * count
         rare = columns.rare
         self._has_queues = False
-        self._request = _Request(
-            columns.address, columns.stride, count, native.fields, _at(view.able), _at(blocks.depth),
-            _at(blocks.sealed), scratch, scratch, scratch, None, view.now, request.prompt_tokens, self.block,
+        self._request = _Request()
+        _FILLED.pack_into(
+            self._request, 0, columns.address, columns.stride, count, native.fields, _at(view.able), _at(blocks.depth),
+            _at(blocks.sealed), scratch, scratch, scratch, 0, view.now, request.prompt_tokens, self.block,
             TAIL_SHARE, STALL_WEIGHT, SLOWEST, ROUNDING_S, terms.ttft_slo_s, terms.tbt_slo_s, mesh.congestion,
             bool(rare(Rare.CHUNKED)), bool(rare(Rare.RUNNING)), bool(rare(Rare.PREFILL_BENDS)),
             bool(rare(Rare.DECODE_BENDS)), bool(rare(Rare.PULL_BENDS)), bool(rare(Rare.BESIDE)),
-            bool(rare(Rare.RUNNING)) and terms.tbt_slo_s < np.inf, None, None, None, scratch + row, scratch + 2 * row,
+            bool(rare(Rare.RUNNING)) and terms.tbt_slo_s < np.inf, 0, 0, 0, scratch + row, scratch + 2 * row,
         )  # fmt: skip
+        self._way_told = ctypes.create_string_buffer(_WAY.size)
+        self._way_at = ctypes.addressof(self._way_told)
+        self._offered: tuple[Prompts, int] | None = None  # the last one, and where it keeps what it is offered
         self._told = ctypes.addressof(self._request)
         native.wait(self._told)
-
-    @cached_property
-    def wait_s(self) -> Floats:
-        """See `Weights`."""
-        found: Floats = self._scratch[0]
-        return found
+        self.__dict__["wait_s"] = self._scratch[0]
 
     @cached_property
     def _fades(self) -> tuple[Floats, Floats, Floats]:
@@ -137,21 +137,23 @@ class CompiledWeights(Weights):
         if rare(Rare.YIELDS):
             told.yielding = _at(self.yielding_s)
 
-    def _offer_way(
-        self, found: Prompts, way: _Way, room_s: Floats | float, among: Mask | None, local: float, *, instead: bool
-    ) -> None:
-        self._queues()
-        room, rooms = (room_s, None) if isinstance(room_s, float) else (0.0, np.ascontiguousarray(room_s))
-        kept, there = _at(found.kept), None if among is None else _at(among)
-        more = None if rooms is None else _at(rooms)
-        told, at = self._told, ctypes.addressof(way)
-        if self._native.offer(told, at, there, local, room, more, instead, kept):
-            assert self._fades
-            self._native.offer(told, at, there, local, room, more, instead, kept)
+    def _kept(self, found: Prompts) -> int:
+        if self._offered is None or self._offered[0] is not found:
+            self._offered = found, _at(found.kept)
+        return self._offered[1]
 
-    def _offer_use(self, found: Prompts, pushed: float, room_s: Floats | float) -> None:
-        way = _Way(_EACH, self.usable_blocks, pushed, self.arriving, *_NO_FETCH)
-        self._offer_way(found, way, room_s, None, -1.0, instead=False)
+    def _offer_way(self, found: Prompts, room_s: Floats | float, among: Mask, local: float, *, instead: bool) -> None:
+        self._queues()
+        room, rooms = (room_s, None) if isinstance(room_s, float | int) else (0.0, np.ascontiguousarray(room_s))
+        more = None if rooms is None else _at(rooms)
+        asked = self._told, self._way_at, _at(among), local, room, more, instead, self._kept(found)
+        if self._native.offer(*asked):
+            assert self._fades
+            self._native.offer(*asked)
+
+    def _offer_use(self, found: Prompts, pushed: float, room_s: Floats | float, among: Mask) -> None:
+        _WAY.pack_into(self._way_told, 0, _EACH, self.usable_blocks, pushed, self.arriving, *_NO_FETCH)
+        self._offer_way(found, room_s, among, -1.0, instead=False)
 
     def _offer_part(
         self,
@@ -165,20 +167,21 @@ class CompiledWeights(Weights):
         instead: bool,
     ) -> None:
         fetching = part.blocks, part.ahead, max(0, part.holders - 1), part.read_s
-        way = _Way(part.until * self.block, self.usable_blocks, pushed, self.arriving, *fetching)
-        self._offer_way(found, way, room_s, among, local, instead=instead)
+        cached = part.until * self.block
+        _WAY.pack_into(self._way_told, 0, cached, self.usable_blocks, pushed, self.arriving, *fetching)
+        self._offer_way(found, room_s, among, local, instead=instead)
 
     def _free(self, found: Prompts, here: Mask, end: int, pushed: float) -> None:
         self._queues()
-        way = _Way(end * self.block, self.usable_blocks, pushed, self.arriving, *_NO_FETCH)
-        self._native.free(self._told, ctypes.addressof(way), _at(here), _at(found.kept))
+        _WAY.pack_into(self._way_told, 0, end * self.block, self.usable_blocks, pushed, self.arriving, *_NO_FETCH)
+        self._native.free(self._told, self._way_at, _at(here), self._kept(found))
 
     def _depths(self, among: Mask) -> Sequence[int]:
         ends = self.held.ends
         size = len(ends)
-        asked, found = (_D * size)(*ends), (_N * size)()
+        asked, found = (_D * size)(*ends), ctypes.create_string_buffer(size)
         self._native.depths(self._request.depth, _at(among), len(among), asked, size, found)
-        return [local for local, count in zip(ends, found, strict=True) if count]
+        return list(compress(ends, found.raw))
 
     def answers(self, *, alone: bool = False) -> Answers:
         """See `Weights`."""
@@ -198,17 +201,41 @@ def weights(request: Schedule, mesh: Mesh, terms: Terms, blocks: Held, among: Ch
     return CompiledWeights(request, mesh, terms, blocks, among, native)
 
 
+def held(view: View, survey: Survey) -> Held:
+    """As `holders.held`, compiled where that can be; `ends`: no others but those of `depth`, and 0."""
+    native = functions()
+    if native is None:
+        return holders.held(view, survey)
+    columns, slots, runs = view.columns, view.columns.slots, survey.runs
+    count, size = len(columns), len(runs)
+    found = np.zeros((3, count))
+    if not size:
+        return Held(found[0], found[1], found[2])
+    bytes_each, coming_each = len(slots.row_of) // 8, len(columns.row_of_pending) // 8
+    sealed = b"".join([run.sealed.to_bytes(bytes_each, "little") for run in runs])
+    coming = b"".join([run.coming.to_bytes(coming_each, "little") for run in runs])
+    ends = [0, *(run.end for run in runs)]
+    levels, reached = np.empty(2 * count, dtype=np.int32), ctypes.create_string_buffer(size + 1)
+    at, row = _at(found), 8 * count
+    native.held(
+        size, holders.told_apart(survey), (_D * size)(*ends[1:]), sealed, bytes_each, coming, coming_each,
+        slots.lower.to_bytes(bytes_each, "little"), _at(slots.row_of), _at(columns.row_of_pending), count, _at(levels),
+        at, at + row, at + 2 * row, reached,
+    )  # fmt: skip
+    return Held(found[0], found[1], found[2], list(compress(ends, b"\1" + reached.raw[1:])))
+
+
 class Next:
     """Whom of many to weigh next: see `screen.Screen`."""
 
     def __init__(self, native: _Library, bound: Floats, crowd: Floats) -> None:
-        self._native, self._bound, self._crowd = native, bound, crowd
-        self._rows, self._low = (ctypes.c_int32 * len(bound))(), _D()
+        self._native, self._kept = native, (bound, crowd)
+        self._rows, self._low = np.empty(len(bound), dtype=np.int32), _D()
         self._told = _at(bound), _at(crowd), len(bound)
-        self._where = ctypes.addressof(self._low), ctypes.addressof(self._rows)
+        self._where = ctypes.addressof(self._low), _at(self._rows)
 
     def tied(self, best: float) -> tuple[float, Sequence[int] | None]:
         """The least bound, and those rows of the least crowd whose bound is as good; None: none is better than
         `best`."""
         size = self._native.fewest(*self._told, best, TIE_SHARE, TIE_FLOOR_S, TIE_CAP_S, *self._where)
-        return self._low.value, None if size < 0 else self._rows[:size]
+        return self._low.value, None if size < 0 else memoryview(self._rows)[:size]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.conductor.prefixes.index import FEW_BITS, Place, Survey
+from services.conductor.prefixes.index import FEW_BITS, Place, Run, Survey
 from services.conductor.screening.columns import View
 from services.conductor.screening.fields import Field, Floats, Mask
 
@@ -25,6 +25,18 @@ class Held:
     ends: Collection[int] = (0,)
 
 
+def told_apart(survey: Survey) -> int:
+    """How many of its runs are, if there are many holders: all from the first one on that few hold."""
+    if len(survey.runs) <= MAX_RUNS or any(is_few(run) for run in survey.runs[:MAX_RUNS]):
+        return len(survey.runs)
+    return MAX_RUNS
+
+
+def is_few(run: Run) -> bool:
+    """Whether so few hold it that they are looked at one by one."""
+    return run.sealed.bit_count() + run.coming.bit_count() <= FEW_BITS
+
+
 def held(view: View, survey: Survey) -> Held:
     """Of every instance. Runs that many hold are looked at for all instances at once; from the first one that few hold
     on, only these few can have more."""
@@ -34,7 +46,7 @@ def held(view: View, survey: Survey) -> Held:
     alive_sealed: Mask | None = None
     ends = {0}
     for run in survey.runs[:MAX_RUNS]:
-        if run.sealed.bit_count() + run.coming.bit_count() <= FEW_BITS:
+        if is_few(run):
             few = {
                 *view.columns.slots.rows_of_few(view.columns.slots.in_memory(run.sealed)),
                 *view.columns.rows_pending(run.coming),

@@ -26,8 +26,8 @@ from services.conductor.placing.ties import as_good
 from services.conductor.prefixes.routes import Mesh
 from services.conductor.screening import compiled
 from services.conductor.screening.columns import Chosen
+from services.conductor.screening.compiled import held
 from services.conductor.screening.fields import FEW, Field, Floats, Mask
-from services.conductor.screening.holders import held
 from services.conductor.screening.ways import Prompts
 from services.conductor.settings import Mode
 

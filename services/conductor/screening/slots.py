@@ -24,12 +24,26 @@ class Slots:
         self._asked = np.zeros(64, dtype=np.uint8)
         self._lower: dict[Tier, int] = {}  # slots that hold what is not in memory
         self._of: dict[str, dict[str, int]] = {}  # by instance or pool node: its stores' slots in those two
+        self.holders: dict[int, Member] = {}  # whose store a slot is, where it is of the life that is a member
         self._askable: tuple[bytes, int] | None = None  # who was able, and what may be asked then; until slots change
 
     @property
     def names(self) -> Collection[str]:
         """Instances and pool nodes that have any."""
         return self._of.keys()
+
+    @property
+    def row_of(self) -> npt.NDArray[np.int64]:
+        """The row of each slot, NO_ROW where there is none. Not to be written into."""
+        return self._row_of
+
+    @property
+    def lower(self) -> int:
+        """Those slots that stand for lower tiers."""
+        found = 0
+        for slots in self._lower.values():
+            found |= slots
+        return found
 
     def rows_of(self, mask: int) -> npt.NDArray[np.int64]:
         """Rows of the instances that the slots of a bitset stand for; NO_ROW for other slots."""
@@ -70,6 +84,7 @@ class Slots:
         """Its slots stand for nobody."""
         for store, slot in self._of.pop(name, {}).items():
             self._row_of[slot], self._asked[slot] = NO_ROW, _ASKED_NEVER
+            self.holders.pop(slot, None)
             if (tier := split_name(store)[1]) is not Tier.DRAM:
                 self._lower[tier] &= ~(1 << slot)
             self._askable = None
@@ -92,6 +107,8 @@ class Slots:
             known = member is not None and member.ref.incarnation == incarnation
             self._row_of[slot] = row if own else NO_ROW
             if known:
+                assert member is not None
+                self.holders[slot] = member
                 self._asked[slot] = _ASKED if instance is None else _ASKED_IF_ABLE if own else _ASKED_NEVER
             if (tier := split_name(store)[1]) is not Tier.DRAM:
                 self._lower[tier] = self._lower.get(tier, 0) | 1 << slot

@@ -45,15 +45,14 @@ class Prompts:
         self.kept = np.full((3, count), np.inf)
         self.cost, self.least, self.draining = self.kept
 
-    def offer(self, cost: Floats, least: Floats, drains: Mask | None, here: Mask | None, *, instead: bool) -> None:
-        """One way more, for those `here` (None: for all). `drains`: whose queue can drain for long enough."""
-        where: Mask | bool = True if here is None else here
+    def offer(self, cost: Floats, least: Floats, drains: Mask | None, here: Mask, *, instead: bool) -> None:
+        """One way more, for those `here`. `drains`: whose queue can drain for long enough."""
         if instead:
             self.kept[:, here] = np.inf
-        np.minimum(self.cost, cost, out=self.cost, where=where)
-        np.minimum(self.least, least, out=self.least, where=where)
+        np.minimum(self.cost, cost, out=self.cost, where=here)
+        np.minimum(self.least, least, out=self.least, where=here)
         if drains is not None:
-            np.minimum(self.draining, least, out=self.draining, where=drains & where)
+            np.minimum(self.draining, least, out=self.draining, where=drains & here)
 
     def free(self, here: Mask, cost: Floats) -> None:
         """Those `here` may have a way that costs no less than this, in time whatever is asked."""
