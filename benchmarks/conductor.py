@@ -305,7 +305,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--instances", default="10,100,1000,10000", help="comma-separated")
+    parser.add_argument("--instances", default="10,100,1000,10000", help="comma-separated; empty: gRPC alone")
     parser.add_argument("--prompts", default="4000,100000", help="tokens, comma-separated")
     parser.add_argument("--blocks", default="64,512", help="tokens of a block, comma-separated")
     parser.add_argument("--seconds", type=float, default=2.0, help="for each figure of a row")

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import gc
 import json
+import math
 import random
+import re
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -46,11 +51,21 @@ class Service:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the {name} did not start (exit {self.process.poll()})")
             time.sleep(0.02)
-        self.address: str = json.loads(ready.read_text())["address"]
+        told = json.loads(ready.read_text())
+        self.address: str = told["address"]
+        self._metrics: str = told["metrics"]
 
     def cpu_s(self) -> float:
         times = psutil.Process(self.process.pid).cpu_times()
         return float(times.user + times.system)
+
+    def handled(self) -> dict[float, float]:
+        """Schedule calls so far by how long they were in the service's hands, from the request as it was read to its
+        answer: how many took at most so many seconds."""
+        with urllib.request.urlopen(f"http://{self._metrics}/metrics", timeout=TIMEOUT_S) as answer:
+            text = answer.read().decode()
+        found = re.findall(r'kvmesh_conductor_schedule_seconds_bucket{le="([^"]+)"} (\S+)', text)
+        return {float(bound): float(count) for bound, count in found}
 
     def close(self) -> None:
         self.process.terminate()
@@ -168,16 +183,15 @@ async def open_loop(call: Callable[[], Awaitable[None]], rate: float, offset: fl
 async def measure(args: argparse.Namespace, block: int) -> dict[str, Any]:
     """One conductor, one block size."""
     with tempfile.TemporaryDirectory() as folder:
-        store = Service(folder, "store")
-        conductor = Service(folder, "conductor", "--store", store.address, "--slo-ttft-ms", "1000000000")
-        mesh = Mesh(args.grpc_instances, block, store, conductor)
-        try:
+        async with contextlib.AsyncExitStack() as stack:
+            store = Service(folder, "store")
+            stack.callback(store.close)
+            conductor = Service(folder, "conductor", "--store", store.address, "--slo-ttft-ms", "1000000000")
+            stack.callback(conductor.close)
+            mesh = Mesh(args.grpc_instances, block, store, conductor)
+            stack.push_async_callback(mesh.close)
             await mesh.build()
             return await drive(args, mesh, conductor)
-        finally:
-            await mesh.close()
-            conductor.close()
-            store.close()
 
 
 async def drive(args: argparse.Namespace, mesh: Mesh, conductor: Service) -> dict[str, Any]:
@@ -204,10 +218,18 @@ async def drive(args: argparse.Namespace, mesh: Mesh, conductor: Service) -> dic
 
         calls.append(open_loop(ask, each, 0.2 + i / args.grpc_rate, seconds))
         empties.append(open_loop(empty, each, 0.2 + (i + 0.5) / args.grpc_rate, seconds))
-    beside = [open_loop(beat, args.grpc_beats, 0.1, seconds), open_loop(seal, 10.0, 0.1, seconds)]
-    before = conductor.cpu_s()
-    found = await asyncio.gather(*calls, *empties, *beside)
-    spent = conductor.cpu_s() - before
+    # Between the calls that are timed, not with them: no two are due at once.
+    between = 0.1 + 0.25 / args.grpc_rate
+    beside = [open_loop(beat, args.grpc_beats, between, seconds), open_loop(seal, 10.0, between + 0.001, seconds)]
+    before, handled = conductor.cpu_s(), conductor.handled()
+    gc.collect()
+    gc.disable()  # what this process makes in some seconds is little, and its own pauses are nobody's
+    try:
+        found = await asyncio.gather(*calls, *empties, *beside)
+    finally:
+        gc.enable()
+    spent, handled_by = conductor.cpu_s() - before, conductor.handled()
+    here = {bound: count - handled.get(bound, 0.0) for bound, count in handled_by.items()}
     for channel in channels:
         await channel.close()
     asked = [one for some in found[:TASKS] for one in some]
@@ -219,6 +241,7 @@ async def drive(args: argparse.Namespace, mesh: Mesh, conductor: Service) -> dic
         "heartbeats_per_s": args.grpc_beats,
         "schedule": told(asked),
         "empty": told(nothing),
+        "handled_within_ms": {f"p{share}": within(here, share) for share in (50, 90, 99)},
         "conductor_cpu_share": spent / seconds,
     }
 
@@ -231,10 +254,18 @@ def told(some: list[float]) -> dict[str, float]:
     }
 
 
+def within(counts: dict[float, float], share: int) -> float:
+    """The least bound of the histogram, milliseconds, that so many of a hundred keep."""
+    needed = counts[math.inf] * share / 100
+    return 1e3 * min(bound for bound, count in counts.items() if count >= needed)
+
+
 def show(found: dict[str, Any]) -> None:
     line = f"gRPC, {found['instances']:,} instances, prompts of {PROMPT:,} tokens in blocks of {found['block']}, "
     line += f"{found['rate']:.0f} decisions/s, {found['heartbeats_per_s']:.0f} heartbeats/s: "
     for name in ("schedule", "empty"):
         one = found[name]
         line += f"{name} p50 {one['p50_ms']:.2f} p90 {one['p90_ms']:.2f} p99 {one['p99_ms']:.2f} ms; "
+    handled = " ".join(f"{share} <= {bound:g}" for share, bound in found["handled_within_ms"].items())
+    line += f"in the conductor's hands {handled} ms; "
     print(f"{line}the conductor took {found['conductor_cpu_share']:.2f} of a core")

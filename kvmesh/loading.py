@@ -6,6 +6,9 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
+EVERY_S = 0.5  # of `LastingHeap.tick`
+PATIENCE_S = 5.0  # for a quiet moment
+
 
 @contextlib.contextmanager
 def lasting_imports() -> Iterator[None]:
@@ -23,18 +26,33 @@ def lasting_imports() -> Iterator[None]:
 
 class LastingHeap:
     """For a process whose state is large and changes little by little: what has outlived a full collection is not
-    looked over again, so that full collections (a pause of a third of a second with an index of some hundred thousand
-    blocks) stay as short as what came since. Freed objects are freed all the same; garbage *cycles* of old objects are
-    found only by `close`."""
+    looked over again. Collections are made often, each of what came since the last one: about a millisecond, where all
+    of an index of some hundred thousand blocks takes a third of a second.
 
-    def __init__(self) -> None:
-        gc.callbacks.append(self._collected)
+    Freed objects are freed all the same; garbage *cycles* of old objects are found only by `close`. A call in progress
+    is such a cycle later on, so collections wait for a moment with few of them."""
 
-    def _collected(self, phase: str, info: dict[str, int]) -> None:
-        if phase == "stop" and info["generation"] == 2:
-            gc.freeze()
+    def __init__(self, now: float = 0.0) -> None:
+        """`now`: seconds on the clock of `tick`."""
+        self._settled_at = now
+        self._least = 1 << 30
+
+    def due(self, now: float) -> bool:
+        """Whether a `tick` might do anything."""
+        return now - self._settled_at >= EVERY_S
+
+    def tick(self, under_way: int, now: float) -> None:
+        """Time passes. `under_way`: what grows and shrinks with the calls in progress, as the number of tasks does; the
+        fewest there have been lately count as none."""
+        if not self.due(now):
+            return
+        self._least = min(self._least, under_way)
+        if under_way > self._least and now - self._settled_at < PATIENCE_S:
+            return
+        gc.collect()
+        gc.freeze()
+        self._settled_at, self._least = now, under_way  # it follows when there are more for good
 
     def close(self) -> None:
         """Everything is looked over again."""
-        gc.callbacks.remove(self._collected)
         gc.unfreeze()

@@ -1,11 +1,14 @@
-"""What outlives a full collection is not looked over again, until the process ends."""
+"""What outlives a full collection is looked over no more until the process ends; calls in progress are waited for."""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 
-from kvmesh.loading import LastingHeap
+import pytest
+
+from kvmesh.loading import EVERY_S, PATIENCE_S, LastingHeap
 
 
 class Node:
@@ -15,34 +18,61 @@ class Node:
         self.me = self
 
 
-def test_old_objects_are_frozen_and_found_again_in_the_end() -> None:
+@pytest.fixture
+def heap() -> Iterator[LastingHeap]:
     gc.collect()
-    before = gc.get_freeze_count()
+    gc.disable()  # no collection but those of the heap
     heap = LastingHeap()
+    heap.tick(3, PATIENCE_S)  # what is there by now is frozen; 3 is none
     try:
-        kept = Node()
-        seen = weakref.ref(kept)
-        gc.collect()
-        assert gc.get_freeze_count() > before
-        del kept
-        gc.collect()
-        assert seen() is not None, "a cycle that got old is garbage nobody looks for"
-        young = weakref.ref(Node())
-        gc.collect()
-        assert young() is None
+        yield heap
     finally:
+        gc.enable()
         heap.close()
+
+
+def test_old_objects_are_frozen_and_found_again_in_the_end(heap: LastingHeap) -> None:
+    kept = Node()
+    seen = weakref.ref(kept)
+    before = gc.get_freeze_count()
+    heap.tick(3, PATIENCE_S + EVERY_S)
+    assert gc.get_freeze_count() > before
+    del kept
+    gc.collect()
+    assert seen() is not None, "a cycle that got old is garbage nobody looks for"
+    young = weakref.ref(Node())
+    heap.tick(3, PATIENCE_S + 2 * EVERY_S)
+    assert young() is None
+    heap.close()
     gc.collect()
     assert seen() is None
 
 
-def test_minor_collections_freeze_nothing() -> None:
-    gc.collect()
-    heap = LastingHeap()
-    try:
-        before = gc.get_freeze_count()
-        gc.collect(0)
-        gc.collect(1)
-        assert gc.get_freeze_count() == before
-    finally:
-        heap.close()
+def test_calls_in_progress_are_not_frozen(heap: LastingHeap) -> None:
+    now, kept = PATIENCE_S, Node()
+    seen, before = weakref.ref(kept), gc.get_freeze_count()
+    for _ in range(9):
+        now += EVERY_S
+        heap.tick(4, now)
+    assert gc.get_freeze_count() <= before
+    del kept
+    heap.tick(3, now)
+    assert seen() is None, "its call was over before anything was frozen"
+
+
+def test_what_is_always_there_counts_as_none(heap: LastingHeap) -> None:
+    """Twice as many tasks for good: waited for once."""
+    heap.tick(6, 2 * PATIENCE_S)
+    before = gc.get_freeze_count()
+    kept = Node()
+    heap.tick(6, 2 * PATIENCE_S + EVERY_S)
+    assert gc.get_freeze_count() > before
+    assert kept.me is kept
+
+
+def test_collections_are_apart(heap: LastingHeap) -> None:
+    young = weakref.ref(Node())
+    heap.tick(3, PATIENCE_S + 0.9 * EVERY_S)
+    assert young() is not None
+    heap.tick(3, PATIENCE_S + EVERY_S)
+    assert young() is None

@@ -31,7 +31,8 @@ from services.conductor.settings import (
 )
 
 SERVICE = "kvmesh.v1.Conductor"
-TICK_S = 0.05  # rounds over all instances are spread over ticks: often, so that each is short
+TICK_S, LEAST_TICK_S = 0.2, 0.02
+TICK_INSTANCES = 100  # rounds over all instances are spread over ticks, the more often they come: so each is short
 
 
 async def run(config: ConductorConfig, stop: asyncio.Event, started: Callable[[dict[str, object]], None]) -> None:
@@ -44,6 +45,7 @@ class Conductor(runner.Service):
 
     def __init__(self, config: ConductorConfig) -> None:
         super().__init__("conductor", tick_s=min(TICK_S, config.lease_ms / 8000))
+        self._tick_s = self.tick_s  # at most
         header = Header(secrets.randbits(63), time.monotonic(), settings_of(config))
         self._log = LogFile(config.decision_log) if config.decision_log else None
         recorder = None
@@ -69,7 +71,7 @@ class Conductor(runner.Service):
         )
         self._stop = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
-        self._heap = LastingHeap()
+        self._heap = LastingHeap(time.monotonic())
 
     def add_to(self, server: Server) -> None:
         """Conductor on `server`."""
@@ -87,11 +89,14 @@ class Conductor(runner.Service):
 
     def tick(self) -> None:
         """Leases and placements run out; gauges are set."""
+        self.tick_s = min(self._tick_s, max(LEAST_TICK_S, TICK_S * TICK_INSTANCES / max(1, self._servicer.instances)))
         self.office.leads()  # the brain orders nothing once the lease has run out
         self._servicer.tick()
         self._orders.carry_out(self._servicer.take_orders())
         if self._log is not None:
             self._log.flush()
+        if self._heap.due(now := time.monotonic()):
+            self._heap.tick(len(asyncio.all_tasks()), now)
 
     async def close(self) -> None:
         """Leave the store master's stream; another may lead at once."""

@@ -68,6 +68,11 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         self._shown_at = self._ticked_at = float("-inf")
         self._shows: list[Callable[[], None]] = []  # what is still to be shown, one thing a tick
 
+    @property
+    def instances(self) -> int:
+        """How many are known."""
+        return len(self._state.instances)
+
     def deliver(self, event: Event) -> Placed | None:
         """Hand an event to the brain; raises the error that answers it (Unavailable: the master's stream must start
         over)."""

@@ -53,8 +53,8 @@ from services.conductor.settings import Mode, Policy, Settings
 from services.conductor.views import InstanceView, TierView
 
 # Looked at in one tick, so that none takes long: one instance takes some 4 us.
-EXPIRED = Pace(1280, 64)
-SURVEYED = Pace(2000, 100)
+EXPIRED = Pace(1280, 26)
+SURVEYED = Pace(2000, 40)
 
 
 class ConductorState:

@@ -46,7 +46,7 @@ class LoadGauges:
 
     def __init__(self, loads: Callable[[Iterable[Instance]], dict[str, Loads]]) -> None:
         self._loads = loads
-        self._walk = Walk(Pace(1500, 75))
+        self._walk = Walk(Pace(1500, 30))
         self._found: dict[str, Loads] = {}
 
     def begin(self, everybody: Sequence[Instance]) -> None:

@@ -36,7 +36,7 @@ TARGET = 0.7
 LEAST_RATE = 0.05  # uses a second
 MOST_HOT = 16
 MAX_LISTED = 64  # holders, or targets, that are looked at one by one
-KEYS = Pace(40_000, 1024)  # of prefixes that are looked at: two long ones in a tick of 50 ms
+KEYS = Pace(40_000, 800)  # of prefixes that are looked at: one long one in a tick of 20 ms
 STORE_SHARE = 4  # a prefix takes at most one part in so many of the target's store
 DEADLINE_S = 20.0  # an order that is not answered by then has failed
 SETTLE_S = 3.0  # within which what was copied is announced
@@ -113,6 +113,7 @@ class Replication:
         self._rests: dict[Life, _Rest] = {}
         self._field = Field()
         self._left: deque[Hot] = deque()
+        self._spent = 0  # of this tick's `KEYS`
 
     def stop(self) -> None:
         """This conductor leads no more: what it ordered is another's business."""
@@ -142,14 +143,15 @@ class Replication:
         self._expire(now)
         self._field = field
         if not self._left:
+            self._spent = len(heat)
             self._left.extend(heat.hottest(now, most=MOST_HOT, least_rate=LEAST_RATE))
 
     def look(self, moment: Moment) -> list[Replicate]:
         """Orders for the next prefixes."""
         orders: list[Replicate] = []
-        left, keys = KEYS.count(moment.passed_s), 0
+        most, keys, self._spent = KEYS.count(moment.passed_s), self._spent, 0
         leaving = {i.ref.life: i for i in moment.leaving}
-        while self._left and keys < left:
+        while self._left and keys < most:
             hot = self._left.popleft()
             keys += hot.blocks
             orders += self._orders(hot, leaving, moment)

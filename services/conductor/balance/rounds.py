@@ -29,7 +29,7 @@ from services.conductor.settings import Settings
 
 LOOKS = 20  # in one half-life of what is measured
 LEAST_S = 0.2  # between two
-INSTANCES = Pace(2000, 100)  # looked at: one takes some 10 us
+INSTANCES = Pace(2000, 40)  # looked at: one takes some 10 us
 
 
 class Balance:
