@@ -1,0 +1,311 @@
+"""The Helm chart: Kubernetes takes what it renders, services take their settings, and operators find what they need."""
+
+from __future__ import annotations
+
+import copy
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvmesh.cli.serve import SERVICES, config_class, known_keys
+from kvmesh.config import load
+from kvmesh.telemetry import names
+from services.conductor.domain import Role
+from tests.compose import chart, programs
+from tests.compose.chart import CHART, Helm, Manifest, component, environment, main_container, named, of_kind, workloads
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    import kubernetes_validate
+
+CASES: dict[str, Manifest | Path | None] = {
+    "defaults": None,
+    "gpu": CHART / "values-gpu.yaml",
+    "everything": chart.EVERYTHING,
+    "on_nodes": chart.ON_NODES,
+}
+CUSTOM = ("PodMonitor", "ScaledObject")  # kinds that are not Kubernetes' own
+KUBERNETES = ("1.29", "1.34")  # the chart's oldest, and a late one
+WANTED = "kvmesh_conductor_scale_wanted_count"
+
+
+@pytest.fixture(scope="session")
+def helm(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Helm:
+    return Helm(programs.helm(pytestconfig), tmp_path_factory.mktemp("values"))
+
+
+@pytest.fixture(scope="session")
+def rendered(helm: Helm) -> dict[str, list[Manifest]]:
+    return {name: helm.manifests(values) for name, values in CASES.items()}
+
+
+every_case = pytest.mark.parametrize("case", CASES)
+
+
+@every_case
+def test_helm_finds_nothing_to_say(helm: Helm, case: str) -> None:
+    done = helm.run("lint", CASES[case], "--strict")
+    assert done.returncode == 0, done.stdout
+
+
+@every_case
+@pytest.mark.parametrize("release", KUBERNETES)
+def test_kubernetes_takes_it(rendered: dict[str, list[Manifest]], case: str, release: str) -> None:
+    for manifest in rendered[case]:
+        if manifest["kind"] not in CUSTOM:
+            kubernetes_validate.validate(manifest, release, strict=True)
+
+
+def test_kubernetes_would_not_take_a_slip(rendered: dict[str, list[Manifest]]) -> None:
+    broken = copy.deepcopy(workloads(rendered["defaults"])[0])
+    broken["spec"]["template"]["spec"]["terminationGracePeriod"] = 30
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(broken, KUBERNETES[0], strict=True)
+
+
+@every_case
+def test_each_workload_has_what_operators_need(rendered: dict[str, list[Manifest]], case: str) -> None:
+    found = {component(one): list(chart.faults(one, rendered[case])) for one in workloads(rendered[case])}
+    assert {"gateway", "conductor", "store", "prefill", "decode"} <= found.keys()
+    assert not any(found.values()), found
+
+
+def _drop(*path: str) -> Callable[[Manifest], None]:
+    def change(workload: Manifest) -> None:
+        *parents, last = path
+        at: Any = workload["spec"]["template"]["spec"]
+        for key in parents:
+            at = at[key][0] if key == "containers" else at[key]
+        del at[last]
+
+    return change
+
+
+def _set(value: Any, *path: str) -> Callable[[Manifest], None]:
+    def change(workload: Manifest) -> None:
+        *parents, last = path
+        at: Any = workload["spec"]["template"]["spec"]
+        for key in parents:
+            at = at[key][0] if key == "containers" else at[key]
+        at[last] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _drop("containers", "startupProbe"),
+        _drop("containers", "livenessProbe"),
+        _set({"httpGet": {"path": "/metrics", "port": "metrics"}}, "containers", "readinessProbe"),
+        _drop("containers", "resources", "limits", "memory"),
+        _drop("containers", "resources", "requests", "cpu"),
+        _drop("containers", "volumeMounts"),
+        _set(60, "terminationGracePeriodSeconds"),
+        _set(True, "enableServiceLinks"),
+        _drop("securityContext", "runAsNonRoot"),
+        _set(False, "containers", "securityContext", "readOnlyRootFilesystem"),
+        _set([], "containers", "securityContext", "capabilities", "drop"),
+        _set(["IPC_LOCK"], "containers", "securityContext", "capabilities", "add"),
+    ],
+)
+def test_a_missing_piece_is_seen(rendered: dict[str, list[Manifest]], change: Callable[[Manifest], None]) -> None:
+    manifests = rendered["defaults"]
+    broken = copy.deepcopy(named(manifests, "Deployment", "chat-kvmesh-decode"))
+    change(broken)
+    try:
+        seen = list(chart.faults(broken, manifests))
+    except KeyError:
+        return
+    assert seen
+
+
+def test_a_gateway_that_stops_at_once_is_seen(rendered: dict[str, list[Manifest]]) -> None:
+    broken = copy.deepcopy(named(rendered["defaults"], "Deployment", "chat-kvmesh-gateway"))
+    _drop("containers", "lifecycle")(broken)
+    assert any("preStop" in fault for fault in chart.faults(broken, rendered["defaults"]))
+
+
+def test_a_missing_budget_is_seen(rendered: dict[str, list[Manifest]]) -> None:
+    (workload, *_), others = workloads(rendered["defaults"]), []
+    assert "0 disruption budgets instead of one" in chart.faults(workload, others)
+
+
+@every_case
+def test_each_service_takes_its_settings(rendered: dict[str, list[Manifest]], case: str) -> None:
+    for workload in workloads(rendered[case]):
+        if component(workload) == "redis":
+            continue
+        container = main_container(workload)
+        verb, service = container["args"]
+        assert (verb, service) == ("serve", component(workload)) and service in SERVICES
+        cls, env = config_class(service), environment(container)
+        ours = {name: value for name, value in env.items() if name.startswith("KVMESH_")}
+        fields = {f"KVMESH_{name.upper()}" for name in cls.__dataclass_fields__}
+        assert not ours.keys() - fields, f"{service} knows no {sorted(ours.keys() - fields)}"
+        config = load(cls, {}, toml=None, env=ours, also_known=known_keys())
+        ports = {one["name"]: one["containerPort"] for one in container["ports"]}
+        assert (config.host, config.port, config.metrics_port) == ("0.0.0.0", ports["grpc"], ports["metrics"])
+        assert getattr(config, "http_port", None) == ports.get("http")
+
+
+@every_case
+def test_addresses_lead_to_somebody(rendered: dict[str, list[Manifest]], case: str) -> None:
+    manifests = rendered[case]
+    seen = set()
+    for workload in workloads(manifests):
+        env = environment(main_container(workload))
+        for key in ("KVMESH_CONDUCTOR", "KVMESH_STORE"):
+            for address in filter(None, env.get(key, "").split(",")):
+                host, _, port = address.partition(":")
+                pod, _, service = host.partition(".")
+                name, _, number = pod.rpartition("-")
+                members, headless = named(manifests, "StatefulSet", name), named(manifests, "Service", service)
+                assert members["spec"]["serviceName"] == service and headless["spec"]["clusterIP"] == "None"
+                assert headless["spec"]["publishNotReadyAddresses"], "they find each other before they are ready"
+                assert int(number) < members["spec"]["replicas"]
+                assert int(port) == int(environment(main_container(members))["KVMESH_PORT"])
+                seen.add(address)
+    masters = [one for one in workloads(manifests) if component(one) in ("conductor", "store")]
+    assert len(seen) == sum(one["spec"]["replicas"] for one in masters), "each member is somebody's peer"
+
+
+@every_case
+def test_services_lead_to_ports_that_are_there(rendered: dict[str, list[Manifest]], case: str) -> None:
+    for service in of_kind(rendered[case], "Service"):
+        selector = {"matchLabels": service["spec"]["selector"]}
+        behind = [
+            one
+            for one in workloads(rendered[case])
+            if chart.selects(selector, one["spec"]["template"]["metadata"]["labels"])
+        ]
+        assert len(behind) == 1, service["metadata"]["name"]
+        ports = {one["name"] for one in main_container(behind[0])["ports"]}
+        assert {one["targetPort"] for one in service["spec"]["ports"]} <= ports
+
+
+@pytest.mark.parametrize("case", ["gpu", "everything"])
+def test_autoscalers_ask_for_what_the_conductor_says(rendered: dict[str, list[Manifest]], case: str) -> None:
+    labels = names.CONDUCTOR_SCALE_WANTED._labelnames
+    assert {f"{one.name}" for one in names.REGISTRIES["conductor"].collect()} >= {WANTED}
+    scalers = of_kind(rendered[case], "HorizontalPodAutoscaler", "ScaledObject")
+    assert len(scalers) >= 2
+    for one in scalers:
+        target = named(rendered[case], "Deployment", one["spec"]["scaleTargetRef"]["name"])
+        assert "replicas" not in target["spec"], "an upgrade would undo what the autoscaler did"
+        if one["kind"] == "ScaledObject":
+            (query,) = [trigger["metadata"]["query"] for trigger in one["spec"]["triggers"]]
+            asked = dict(re.findall(r'(\w+)="([^"]*)"', query))
+            assert query.startswith(f"max({WANTED}{{")
+        else:
+            metric = one["spec"]["metrics"][0]["external"]
+            asked = metric["metric"]["selector"]["matchLabels"]
+            assert (metric["metric"]["name"], metric["target"]["averageValue"]) == (WANTED, "1")
+        assert set(asked) == set(labels)
+        assert Role(asked["role"]) is {"coupled": Role.BOTH}.get(component(target)) or asked["role"] == component(
+            target
+        )
+
+
+def test_no_more_is_open_than_must_be(rendered: dict[str, list[Manifest]]) -> None:
+    manifests = rendered["on_nodes"]
+    policies = of_kind(manifests, "NetworkPolicy")
+    for workload in workloads(manifests):
+        labels = workload["spec"]["template"]["metadata"]["labels"]
+        covering = [one for one in policies if chart.selects(one["spec"]["podSelector"], labels)]
+        assert covering, f"anybody reaches {component(workload)}"
+        rules = [rule for one in covering for rule in one["spec"]["ingress"] if "from" not in rule]
+        open_to_all = {port["port"] for rule in rules for port in rule["ports"]}
+        assert open_to_all == {"gateway": {8000, 8001, 9100}, "redis": set()}.get(component(workload), {9100})
+
+
+@pytest.mark.parametrize(
+    "slip",
+    [
+        "decode.replica=2",
+        "gatway.replicas=2",
+        "image.tags=x",
+        "model.source=ftp",
+        "prefill.device=gpu",
+        "prefill.rdma.resource=hca",
+        "prefill.resources.limits.memory=4gib",
+        "conductor.replicas=0",
+        "autoscaling.kind=vpa",
+        "redis.url=localhost:6379",
+        "decode.config.port=7021",
+        "decode.config.max-running=64",
+        "store.nodeSelector=ssd",
+        "model.blockTokens=48",
+    ],
+)
+def test_a_slip_in_the_values_is_refused(helm: Helm, slip: str) -> None:
+    done = helm.run("template", None, "--set", slip)
+    assert done.returncode != 0 and "schema" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"redis": {"enabled": False}}, "need Redis"),
+        ({"decode": {"device": "cuda"}}, "each rank takes a GPU of its own"),
+        ({"model": {"source": "pvc"}}, "model.claim"),
+        ({"model": {"source": "hostPath"}}, "model.hostPath"),
+    ],
+)
+def test_values_that_do_not_go_together_are_refused(helm: Helm, values: Manifest, says: str) -> None:
+    done = helm.run("template", values)
+    assert done.returncode != 0 and says in done.stderr
+
+
+def test_alone_without_redis(helm: Helm) -> None:
+    values = {"redis": {"enabled": False}, "conductor": {"replicas": 1}, "store": {"replicas": 1}}
+    manifests = helm.manifests(values)
+    assert not of_kind(manifests, "PersistentVolumeClaim")
+    assert all("KVMESH_REDIS" not in environment(main_container(one)) for one in workloads(manifests))
+    assert not any(list(chart.faults(one, manifests)) for one in workloads(manifests))
+
+
+def test_each_value_is_used() -> None:
+    templates = "".join(path.read_text() for path in (CHART / "templates").iterdir())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+
+    def leaves(of: Manifest) -> set[str]:
+        return set().union(*(leaves(v) if isinstance(v, dict) and v else {k} for k, v in of.items()))
+
+    unused = {key for key in leaves(values) - {"cpu", "memory"} if not re.search(rf"\.{key}\b", templates)}
+    assert not unused
+
+
+OBVIOUS = {"replicas", "requests", "limits", "nodeSelector", "tolerations", "topologySpreadConstraints", "image"}
+
+
+def test_each_value_says_what_it_is_for() -> None:
+    """Those that several services have are told once."""
+    told = set(OBVIOUS)
+    for line in (CHART / "values.yaml").read_text().splitlines():
+        key = re.match(r"\s*(\w+): +\S", line)
+        if key and key[1] not in told:
+            assert re.search(r"\s# \S", line), line
+            told.add(key[1])
+
+
+@pytest.mark.parametrize("where", ["image", "volume"])
+def test_the_model_is_fetched_once_for_all(tmp_path: Path, where: str) -> None:
+    script, link = CHART / "files" / "fetch_model.py", tmp_path / "chat"
+    model = ""
+    if where == "volume":  # as the hub's cache lies there
+        model = str(tmp_path / "hub" / "snapshot")
+        Path(model).mkdir(parents=True)
+        Path(model, "config.json").write_text("{}")
+    command = [sys.executable, "-c", script.read_text(), model, str(link)]
+    both = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(2)]
+    assert [one.wait(60) for one in both] == [0, 0]
+    assert (link / "config.json").is_file() and link.is_symlink() == (where == "volume")
+    assert {path.name for path in tmp_path.iterdir()} - {"hub"} == {"chat"}, "no half of it stays"
