@@ -258,6 +258,21 @@ class DecodeBatch:
         """Running, waiting and on their way."""
         return self._load.running_requests + self._load.waiting_requests + len(self._flying)
 
+    def figures(self) -> tuple[float, float, float, float]:
+        """`requests`, `context_tokens`, `free_blocks`, `free_pages` in one go."""
+        load, flying = self._load, self._flying_blocks
+        waiting, pages, extents = load.waiting_requests, load.free_pages, load.free_extents
+        context = load.context_tokens + self._flying_tokens
+        if waiting:
+            context = self.context_tokens
+        most = pages if pages > extents else extents
+        return (
+            load.running_requests + waiting + len(self._flying),
+            context,
+            most - flying if most > flying else 0,
+            pages - flying if pages > flying else 0,
+        )
+
     @property
     def running(self) -> Rows:
         """As last told."""

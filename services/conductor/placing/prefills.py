@@ -5,7 +5,7 @@ fetched: from others, or out of lower tiers, up to where that pays. Pure: instan
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvmesh.kvcache.tiers import Tier
@@ -45,6 +45,7 @@ class PrefillChoice:
     shared: Shared = NOBODY  # with rows that run there; what they add is in `prefill_s`
     yielding_s: float = 0.0  # of `queue_s`: work for which nobody is refused
     others_s: float = 0.0  # what others in the line lose by it
+    _judged_s: float | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def start_s(self) -> float:
@@ -68,7 +69,13 @@ class PrefillChoice:
 
     @property
     def admission_ttft_s(self) -> float:
-        """The TTFT by which work may be refused (see cost.FittedModel.admission_s, and margins.py)."""
+        """The TTFT by which work may be refused (see cost.FittedModel.admission_s, and margins.py), as it was when it
+        was asked for first: one decision asks many times."""
+        if self._judged_s is None:
+            self._judged_s = self._judge_s()
+        return self._judged_s
+
+    def _judge_s(self) -> float:
         seconds = self.admission_start_s + self.admission_prefill_s + self.tail_s
         ahead_s = max(0.0, self.queue_s - self.yielding_s)
         return self.instance.margins.ttft.of(seconds, ahead_s / max(self.admission_prefill_s, 1e-9))
@@ -103,6 +110,7 @@ class PrefillCandidate:
     fetches: tuple[PrefillChoice, ...] = ()
     rule: Fetch = Fetch.CHEAPER
     own: PrefillChoice | None = None  # with all that its own lower tiers have, as it does when nobody limits it
+    _best: tuple[float, float, PrefillChoice | None] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def options(self) -> tuple[PrefillChoice, ...]:
@@ -113,8 +121,11 @@ class PrefillCandidate:
 
     def best(self, slo_s: float, tbt_slo_s: float = float("inf")) -> PrefillChoice | None:
         """The option of the least cost among those that may meet the SLO, and leave it to the rows beside it."""
-        passing = (o for o in self.options if o.admission_ttft_s <= slo_s and o.shared.rows_tbt_s <= tbt_slo_s)
-        return min(passing, key=lambda o: o.cost_s, default=None)
+        if self._best is None or self._best[0] != slo_s or self._best[1] != tbt_slo_s:
+            passing = [o for o in self.options if o.admission_ttft_s <= slo_s and o.shared.rows_tbt_s <= tbt_slo_s]
+            best = min(passing, key=lambda o: o.cost_s) if passing else None
+            self._best = slo_s, tbt_slo_s, best
+        return self._best[2]
 
     def load_until(self, chosen: PrefillChoice, slo_s: float) -> int | None:
         """The block from which on it is not to read its own lower tiers, when one of its options was chosen; None: all

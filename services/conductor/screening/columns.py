@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
 
 import numpy as np
@@ -343,26 +342,29 @@ class View:
 class Chosen(Sequence[Instance]):
     """Some instances of a view, by row. They are looked up only when somebody asks for them one by one."""
 
+    __slots__ = ("_count", "_instances", "mask", "view")
+
     def __init__(self, view: View, mask: Mask) -> None:
         self.view, self.mask = view, mask
+        self._instances: list[Instance] | None = None
+        self._count = -1
 
-    @cached_property
-    def _instances(self) -> list[Instance]:
-        instances = self.view.columns.instances
-        return [instances[row] for row in np.flatnonzero(self.mask).tolist()]
-
-    @cached_property
-    def _count(self) -> int:
-        return int(np.count_nonzero(self.mask))
+    def _listed(self) -> list[Instance]:
+        if self._instances is None:
+            instances = self.view.columns.instances
+            self._instances = [instances[row] for row in np.flatnonzero(self.mask).tolist()]
+        return self._instances
 
     def __len__(self) -> int:
+        if self._count < 0:
+            self._count = int(np.count_nonzero(self.mask))
         return self._count
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        return self._instances[index]
+        return self._listed()[index]
 
     def __iter__(self) -> Iterator[Instance]:
-        return iter(self._instances)
+        return iter(self._listed())
 
     def some(self, unable: int) -> list[Instance]:
         """All of them if they are few; of many that may not get work no more than that."""

@@ -17,7 +17,8 @@ def load(instance: Instance, *, is_open: bool) -> tuple[tuple[float, ...], tuple
     """Fields from BACKLOG on, and what it has of `Rare` from RANKED on."""
     queue, batch = instance.queue, instance.batch
     backlog_s, as_of = queue.backlog
-    ranked, chunk_s, weight, requests = queue.has_ranked, queue.chunk_s, queue.size_weight, batch.requests
+    ranked, chunk_s, weight = queue.has_ranked, queue.chunk_s, queue.size_weight
+    requests, context, free_blocks, free_pages = batch.figures()
     yields = ranked and any(work.yields for work in queue.works.values())
     running = min(requests, instance.max_running or requests) if instance.mixes else 0
     values = (
@@ -27,10 +28,10 @@ def load(instance: Instance, *, is_open: bool) -> tuple[tuple[float, ...], tuple
         ranked and any(work.priority for work in queue.works.values()),
         yields,
         requests,
-        batch.context_tokens,
+        context,
         running,
-        batch.free_blocks,
-        batch.free_pages,
+        free_blocks,
+        free_pages,
         batch.residence_s,
         batch.mean_blocks,
         instance.last_seen,
