@@ -30,6 +30,7 @@ class Answer:
     prompt_tokens: int = 0
     timings: pb.StageTimings | None = None
     request_id: str = ""
+    parts: list[tuple[int, int]] = field(default_factory=list)  # of each message: first token's index, tokens
     error: Exception | None = None
     first_s: float = 0.0  # sent → first token here (direct requests only)
     last_s: float = 0.0  # ... → last one
@@ -75,6 +76,8 @@ class MeshClient:
                 answer.request_id = part.request_id
                 answer.text += part.text
                 answer.tokens += part.token_ids
+                if part.token_ids:
+                    answer.parts.append((part.first_token_index, len(part.token_ids)))
                 for _ in part.token_ids:
                     if on_token is not None:
                         on_token(len(answer.tokens))

@@ -50,13 +50,18 @@ class Running:
     def instances(self) -> list[str]:
         return [name for name in self.mesh.processes if name.startswith(("prefill", "decode", "coupled"))]
 
-    async def restarted(self, name: str, old_pid: int) -> None:
-        """The supervisor has brought `name` back and the whole mesh is ready again."""
+    async def reborn(self, name: str, old_pid: int) -> None:
+        """The supervisor has brought `name` back, ready."""
 
         async def new_pid() -> bool:
             return self.pid(name) not in (0, old_pid)
 
         await until(new_pid, f"a new {name}")
+        await asyncio.to_thread(self.mesh.wait_ready, READY_S, [name])
+
+    async def restarted(self, name: str, old_pid: int) -> None:
+        """The supervisor has brought `name` back and the whole mesh is ready again."""
+        await self.reborn(name, old_pid)
         await asyncio.to_thread(self.mesh.wait_ready, READY_S)
 
         async def ready() -> bool:
