@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvmesh.kvcache.announce import Announcement, Announcer
 from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.kvcache.quotas import Store, TagQuotas
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import Tier, TierUse, store_name
 from kvmesh.sim.config import SimConfig
@@ -21,6 +22,19 @@ ADDRESS = "sim:1"  # nobody dials it
 Tell = Callable[[Announcement], bool]  # whether somebody wants a snapshot instead
 
 
+class _NoQuotas(TagQuotas):
+    """No tenant has an allowance in a simulation: nobody counts."""
+
+    def added(self, store: Store, key: bytes) -> None:
+        """It is not counted."""
+
+    def added_all(self, keys: Iterable[bytes]) -> None:
+        """They are not counted."""
+
+    def gone(self, store: Store, key: bytes) -> None:
+        """It was not counted."""
+
+
 class Shelf:
     """A node store, or a tier below it, and its announcer. Every change is announced `announce_s` after the first one
     that was not."""
@@ -32,6 +46,7 @@ class Shelf:
             low_percent=config.store_low_percent,
             eviction=config.eviction,
             block_tokens=config.block_tokens,
+            quotas=_NoQuotas(),
         )
         self.store.journals.append(self)
         self.below: Callable[[bytes], None] | None = None  # takes what is evicted here

@@ -7,9 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.kvcache.tiers import Tier
+from services.conductor.costs.fit import WINDOW, FittedModel, Sample, fit
 from services.conductor.costs.models import (
     ENOUGH_SAMPLES,
     HALF_LIFE_S,
+    PREFILL_ANCHORS,
+    PREFILL_PRIOR,
     Coefficients,
     CostModel,
     DecayedRatio,
@@ -76,6 +79,18 @@ def test_a_window_of_equal_sizes_still_extrapolates() -> None:
     assert model.predict(512, 0) == pytest.approx(0.2, rel=0.05)
     assert model.predict(2048, 0) > 2 * 0.2
     assert model.predict(64, 0) < 0.2
+
+
+def test_a_model_that_has_heard_much_fits_its_last_window_alone() -> None:
+    rng, model = random.Random(3), FittedModel(PREFILL_PRIOR, PREFILL_ANCHORS)
+    heard: list[Sample] = []
+    for at in range(8 * WINDOW):
+        x1, x2 = float(rng.randint(1, 9000)), float(rng.randint(1, 10**8))
+        heard.append(Sample(x1, x2, (1 + at / WINDOW) * (0.01 + x1 * 1e-5 + x2 * 1e-9) * rng.uniform(0.9, 1.1)))
+        model.add(x1, x2, heard[-1].seconds, now=1000.0 * at)  # so seldom that every eighth one is fitted
+        if at % WINDOW == WINDOW - 1:
+            assert model.coefficients == fit(heard[-WINDOW:], PREFILL_PRIOR, PREFILL_ANCHORS)
+            assert len(model) == WINDOW
 
 
 def test_the_window_follows_a_change() -> None:

@@ -11,8 +11,8 @@ until there are samples, and stays in as faint pseudo-samples so that a window o
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import combinations
 from typing import NamedTuple
@@ -116,7 +116,7 @@ class FittedModel:
         self.prior = prior
         self.coefficients = prior
         self._anchors, self._bends = anchors, bends
-        self._samples: deque[Sample] = deque(maxlen=WINDOW)
+        self._samples = _Window()
         self._lean = 0.0
         self._unfitted = self._fitted_with = self._fits = 0
         self._newest: float | None = None
@@ -141,12 +141,12 @@ class FittedModel:
         self._newest = now
         self._unfitted += 1
         if len(self._samples) < ENOUGH_SAMPLES:
-            self.coefficients = self.prior.scaled(_ratio(self._samples, self.prior))
+            self.coefficients = self.prior.scaled(_ratio(self._samples.table, self.prior))
         elif len(self._samples) == ENOUGH_SAMPLES or self._stale(now):
             self._fitted_at, self._fitted_with, self._unfitted = now, len(self._samples), 0
             known = self._fits >= KNEE_EVERY and self._fits % KNEE_EVERY > 0
             knee = None if self._bends and not known else self.coefficients.knee
-            self.coefficients = _fit(self._samples, self.prior, self._anchors, knee)
+            self.coefficients = _fit(self._samples.table, self.prior, self._anchors, knee)
             self._fits += 1
 
     def _stale(self, now: float) -> bool:
@@ -184,10 +184,13 @@ class FittedModel:
 def fit(samples: Iterable[Sample], prior: Coefficients, anchors: Anchors, *, bends: bool = False) -> Coefficients:
     """The best coefficients for all `samples` at once, however many: what a file of a measured mesh holds. Too few of
     them scale the prior; none give it back."""
-    sound = [sample for sample in samples if sample.sound]
+    sound = [(s.n, s.x1, s.x2, s.seconds) for s in samples if s.sound]
+    if not sound:
+        return prior
+    table = np.array(sound, dtype=np.float64)
     if len(sound) < ENOUGH_SAMPLES:
-        return prior.scaled(_ratio(sound, prior)) if sound else prior
-    return _fit(sound, prior, anchors, None if bends else 0.0)
+        return prior.scaled(_ratio(table, prior))
+    return _fit(table, prior, anchors, None if bends else 0.0)
 
 
 def _side(seconds: float, expected: float) -> float:
@@ -195,15 +198,40 @@ def _side(seconds: float, expected: float) -> float:
     return 0.0 if abs(error) <= LEAN_FROM * expected else math.copysign(1.0, error)
 
 
-def _ratio(samples: Iterable[Sample], prior: Coefficients) -> float:
+class _Window:
+    """The last WINDOW samples, in one piece of memory."""
+
+    def __init__(self) -> None:
+        self._numbers = array("d")  # (n, x1, x2, seconds) of each, and of some older ones before them
+
+    def __len__(self) -> int:
+        return min(len(self._numbers) // 4, WINDOW)
+
+    def append(self, sample: Sample) -> None:
+        """The oldest is forgotten."""
+        self._numbers.extend((sample.n, sample.x1, sample.x2, sample.seconds))
+        if len(self._numbers) >= 4 * 4 * WINDOW:
+            del self._numbers[: -4 * WINDOW]
+
+    @property
+    def table(self) -> _Array:
+        """A row (n, x1, x2, seconds) for each, the oldest first; a copy."""
+        return np.array(self._numbers[-4 * WINDOW :]).reshape(-1, 4)
+
+
+def _ratio(table: _Array, prior: Coefficients) -> float:
     """How many times as slow as the prior these are: the median."""
-    return _median([s.seconds / max(prior.at(s.x1, s.x2, s.n), 1e-9) for s in samples])
+    n, x1, x2, seconds = table.T
+    expected = prior.a * n + prior.b * x1 + prior.c * x2
+    if prior.d:
+        expected += prior.d * np.maximum(0.0, x1 - prior.knee)
+    return _median(seconds / np.maximum(expected, 1e-9))
 
 
-def _median(values: list[float]) -> float:
+def _median(values: _Array) -> float:
     """As numpy's, of a few hundred without its overhead; none is nan."""
-    ordered, half = sorted(values), len(values) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+    ordered, half = np.sort(values), len(values) // 2
+    return float(ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2)
 
 
 class _Rows(NamedTuple):
@@ -215,18 +243,13 @@ class _Rows(NamedTuple):
     measured: int
 
 
-def _fit(
-    samples: Sequence[Sample] | deque[Sample], prior: Coefficients, anchors: Anchors, knee: float | None
-) -> Coefficients:
-    """`knee`: where it is known to be, 0: nowhere; None: to be found."""
-    scaled = prior.scaled(_ratio(samples, prior))
-    rows = np.array(
-        [(s.n, s.x1, s.x2, s.seconds) for s in samples] + [(1.0, *at, scaled.at(*at)) for at in anchors],
-        dtype=np.float64,
-    )
+def _fit(table: _Array, prior: Coefficients, anchors: Anchors, knee: float | None) -> Coefficients:
+    """`table`: (n, x1, x2, seconds) of each sample. `knee`: where it is known to be, 0: nowhere; None: to be found."""
+    scaled = prior.scaled(_ratio(table, prior))
+    rows = np.concatenate([table, [(1.0, *at, scaled.at(*at)) for at in anchors]])
     faint = np.ones(len(rows))
-    faint[len(samples) :] = PRIOR_WEIGHT
-    data = _Rows(rows[:, :3], rows[:, 3], faint, len(samples))
+    faint[len(table) :] = PRIOR_WEIGHT
+    data = _Rows(rows[:, :3], rows[:, 3], faint, len(table))
     if not knee:
         solution, weights = _robust(data.x, data)
         knee = _knee(data, solution, weights) if knee is None else 0.0
@@ -244,15 +267,17 @@ def _bent(data: _Rows, knee: float) -> _Array:
 def _knee(data: _Rows, straight: _Array, weights: _Array) -> float:
     """Where the time bends, of the sizes that were seen: first a few of them, then those around the best; 0 where a
     straight line does as well."""
-    seen, sizes = data.x[: data.measured, 1], np.unique(data.x[: data.measured, 1])
-    inner = [float(x) for x in sizes if min((seen < x).sum(), (seen > x).sum()) >= KNEE_SIDE]
+    seen = np.sort(data.x[: data.measured, 1])
+    sizes = np.unique(seen)
+    below, above = seen.searchsorted(sizes), len(seen) - seen.searchsorted(sizes, "right")
+    inner = sizes[np.minimum(below, above) >= KNEE_SIDE].tolist()
     least = (1 - KNEE_GAIN) * _loss(data.x @ straight, data.times, weights)
     best, stride = -1, max(1, len(inner) // MAX_KNEES)
     picked = range(0, len(inner), stride)
     while picked:
         for at in picked:
             features = _bent(data, inner[at])
-            loss = _loss(features @ _solve(features, data.times, weights), data.times, weights)
+            loss = _loss(features @ _solve(*_scaled(features), data.times, weights), data.times, weights)
             if loss < least:
                 best, least = at, loss
         if stride == 1 or best < 0:
@@ -271,16 +296,17 @@ def _robust(features: _Array, data: _Rows) -> tuple[_Array, _Array]:
     """The solution, and the weights that bound its outliers."""
     times, faint = data.times, data.faint
     weights, last = faint / times**2, times
-    solution = np.zeros(features.shape[1])
+    solution, scaled = np.zeros(features.shape[1]), _scaled(features)
     for _ in range(ROUNDS):
-        solution = _solve(features, times, weights)
+        solution = _solve(*scaled, times, weights)
         predicted = np.maximum(features @ solution, 1e-9)
         # Relative to what is predicted, not to what was measured: a wrong sample must not choose its own weight.
         error = np.abs(times - predicted) / predicted
-        spread = max(1.4826 * _median(error[: data.measured].tolist()), MIN_RELATIVE_SPREAD)
+        spread = max(1.4826 * _median(error[: data.measured]), MIN_RELATIVE_SPREAD)
         bounded = np.minimum(1.0, HUBER * spread / np.maximum(error, 1e-12))
         # Beyond four times the bound the pull falls further: one frozen step must not tilt a window of equal sizes.
-        bounded = np.where(error > 4 * HUBER * spread, bounded**3, bounded)
+        far = error > 4 * HUBER * spread
+        bounded[far] **= 3
         weights = faint * bounded / predicted**2
         if np.abs(predicted - last).max() <= SETTLED * predicted.min():
             break
@@ -288,23 +314,31 @@ def _robust(features: _Array, data: _Rows) -> tuple[_Array, _Array]:
     return solution, weights
 
 
-def _solve(features: _Array, times: _Array, weights: _Array) -> _Array:
+def _scaled(features: _Array) -> tuple[_Array, _Array]:
+    """Columns of about one size, and by what they were divided."""
+    scale: _Array = np.maximum(np.abs(features).max(axis=0), 1e-12)
+    return features / scale, scale
+
+
+# By columns: their supports, of each number of columns as arrays of indices; and what makes a matrix regular.
+_SUPPORTS = {n: {k: [np.array(s) for s in combinations(range(n), k)] for k in range(1, n + 1)} for n in (3, 4)}
+_RIDGES = {n: np.eye(n) * 1e-12 for n in (1, 2, 3, 4)}
+
+
+def _solve(scaled: _Array, scale: _Array, times: _Array, weights: _Array) -> _Array:
     """Weighted least squares with non-negative coefficients: the best over all supports, exact for a few columns."""
-    scale = np.maximum(np.abs(features).max(axis=0), 1e-12)
-    scaled = features / scale
     weighted = scaled * weights[:, None]
     gram, moment = weighted.T @ scaled, weighted.T @ times
     columns = len(scale)
     best, best_gain = np.zeros(columns), 0.0
     for size in range(columns, 0, -1):
-        for support in combinations(range(columns), size):
-            index = np.array(support)
-            part, right = (gram, moment) if size == columns else (gram[np.ix_(index, index)], moment[index])
+        for index in _SUPPORTS[columns][size]:
+            part, right = (gram, moment) if size == columns else (gram[index[:, None], index], moment[index])
             try:
-                found = np.linalg.solve(part + np.eye(size) * 1e-12 * np.trace(part), right)
+                found = np.linalg.solve(part + _RIDGES[size] * part.trace(), right)
             except np.linalg.LinAlgError:
                 continue
-            if (found < 0).any():
+            if found.min() < 0:
                 continue
             gain = float(found @ right)
             if gain > best_gain:
