@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-import numpy as np
-
 WINDOW = 1024
 LEAST = 1e-9  # nothing is predicted to take less
 
@@ -59,6 +57,14 @@ class Accuracy:
 
 
 def _summary(what: What, errors: deque[float]) -> PredictionError:
-    signed = np.array(errors)
-    p50, p90, p99 = (float(value) for value in np.percentile(np.abs(signed), (50, 90, 99)))
-    return PredictionError(what, len(errors), float(np.median(signed)), p50, p90, p99)
+    sizes = sorted(map(abs, errors))
+    p50, p90, p99 = (_percentile(sizes, share) for share in (0.5, 0.9, 0.99))
+    return PredictionError(what, len(errors), _percentile(sorted(errors), 0.5), p50, p90, p99)
+
+
+def _percentile(ordered: Sequence[float], share: float) -> float:
+    """Between two of them in proportion."""
+    at = share * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
