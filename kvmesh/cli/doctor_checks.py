@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvmesh import extras
+from kvmesh.native import library
 from kvmesh.rpc.errors import ConfigError
 
 MIB = 1 << 20
@@ -42,7 +43,7 @@ def text_of(path: Path) -> str:
 
 def software() -> tuple[Finding, ...]:
     """What the engine runs on."""
-    return python(), machine(), torch(), cpu_operators(), cuda(), triton()
+    return python(), machine(), torch(), cpu_operators(), decisions(), cuda(), triton()
 
 
 def python() -> Finding:
@@ -84,6 +85,14 @@ def cpu_operators() -> Finding:
     if why:
         return Finding("cpu operators", "missing", why, enables, "python -m kvmesh.engine.cpu.build (needs g++)")
     return Finding("cpu operators", "ok", "built and loaded")
+
+
+def decisions() -> Finding:
+    """The native code that the conductor's decisions run in."""
+    enables = "twice as many decisions a second (docs/conductor-speed.md)"
+    if why := library.why_not():
+        return Finding("decisions", "missing", why, enables, f"{library.BUILD} (needs a C++ compiler)")
+    return Finding("decisions", "ok", "native code is built and loaded")
 
 
 def cuda() -> Finding:

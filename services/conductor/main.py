@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from kvmesh.loading import LastingHeap
+from kvmesh.native import library
 from kvmesh.rpc import runner
 from kvmesh.rpc.pb import conductor_pb2_grpc as pb_grpc
 from kvmesh.rpc.server import Server
@@ -44,6 +45,7 @@ class Conductor(runner.Service):
     """One life of the conductor in this process."""
 
     def __init__(self, config: ConductorConfig) -> None:
+        library.tell()
         super().__init__("conductor", tick_s=min(TICK_S, config.lease_ms / 8000))
         self._tick_s = self.tick_s  # at most
         header = Header(secrets.randbits(63), time.monotonic(), settings_of(config))

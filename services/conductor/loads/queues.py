@@ -262,9 +262,7 @@ class DecodeBatch:
         """`requests`, `context_tokens`, `free_blocks`, `free_pages` in one go."""
         load, flying = self._load, self._flying_blocks
         waiting, pages, extents = load.waiting_requests, load.free_pages, load.free_extents
-        context = load.context_tokens + self._flying_tokens
-        if waiting:
-            context = self.context_tokens
+        context = self.context_tokens if waiting else load.context_tokens + self._flying_tokens
         most = pages if pages > extents else extents
         return (
             load.running_requests + waiting + len(self._flying),

@@ -23,9 +23,10 @@ from services.conductor.placing.ties import TIE_CAP_S, TIE_FLOOR_S, TIE_SHARE
 from services.conductor.prefixes.index import Survey
 from services.conductor.prefixes.routes import Mesh
 from services.conductor.screening import holders
-from services.conductor.screening.bounds import ROUNDING_S, TAIL_SHARE, Weights, left
+from services.conductor.screening.bounds import ROUNDING_S, TAIL_SHARE, Weights
 from services.conductor.screening.columns import Chosen, View
 from services.conductor.screening.fields import Field, Floats, Mask, Rare
+from services.conductor.screening.fits import left
 from services.conductor.screening.holders import Held
 from services.conductor.screening.ways import Answers, Fetching, Prompts
 
@@ -231,6 +232,7 @@ class Next:
     def __init__(self, native: _Library, bound: Floats, crowd: Floats) -> None:
         self._native, self._kept = native, (bound, crowd)
         self._rows, self._low = np.empty(len(bound), dtype=np.int32), _D()
+        self._list = self._rows.data
         self._told = _at(bound), _at(crowd), len(bound)
         self._where = ctypes.addressof(self._low), _at(self._rows)
 
@@ -238,4 +240,4 @@ class Next:
         """The least bound, and those rows of the least crowd whose bound is as good; None: none is better than
         `best`."""
         size = self._native.fewest(*self._told, best, TIE_SHARE, TIE_FLOOR_S, TIE_CAP_S, *self._where)
-        return self._low.value, None if size < 0 else memoryview(self._rows)[:size]
+        return self._low.value, None if size < 0 else self._list[:size]
