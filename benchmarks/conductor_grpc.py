@@ -59,6 +59,11 @@ class Service:
         times = psutil.Process(self.process.pid).cpu_times()
         return float(times.user + times.system)
 
+    def waited_s(self) -> float:
+        """How long its main thread, which the event loop runs in, was ready to run and had no core; 0: not told here."""
+        told = Path(f"/proc/{self.process.pid}/schedstat")
+        return int(told.read_text().split()[1]) / 1e9 if told.exists() else 0.0
+
     def handled(self) -> dict[float, float]:
         """Schedule calls so far by how long they were in the service's hands, from the request as it was read to its
         answer: how many took at most so many seconds."""
@@ -221,7 +226,7 @@ async def drive(args: argparse.Namespace, mesh: Mesh, conductor: Service) -> dic
     # Between the calls that are timed, not with them: no two are due at once.
     between = 0.1 + 0.25 / args.grpc_rate
     beside = [open_loop(beat, args.grpc_beats, between, seconds), open_loop(seal, 10.0, between + 0.001, seconds)]
-    before, handled = conductor.cpu_s(), conductor.handled()
+    before, waited_s, handled = conductor.cpu_s(), conductor.waited_s(), conductor.handled()
     gc.collect()
     gc.disable()  # what this process makes in some seconds is little, and its own pauses are nobody's
     try:
@@ -229,6 +234,7 @@ async def drive(args: argparse.Namespace, mesh: Mesh, conductor: Service) -> dic
     finally:
         gc.enable()
     spent, handled_by = conductor.cpu_s() - before, conductor.handled()
+    waited_s = conductor.waited_s() - waited_s
     here = {bound: count - handled.get(bound, 0.0) for bound, count in handled_by.items()}
     for channel in channels:
         await channel.close()
@@ -243,6 +249,7 @@ async def drive(args: argparse.Namespace, mesh: Mesh, conductor: Service) -> dic
         "empty": told(nothing),
         "handled_within_ms": {f"p{share}": within(here, share) for share in (50, 90, 99)},
         "conductor_cpu_share": spent / seconds,
+        "conductor_waited_share": waited_s / seconds,
     }
 
 
@@ -268,4 +275,5 @@ def show(found: dict[str, Any]) -> None:
         line += f"{name} p50 {one['p50_ms']:.2f} p90 {one['p90_ms']:.2f} p99 {one['p99_ms']:.2f} ms; "
     handled = " ".join(f"{share} <= {bound:g}" for share, bound in found["handled_within_ms"].items())
     line += f"in the conductor's hands {handled} ms; "
-    print(f"{line}the conductor took {found['conductor_cpu_share']:.2f} of a core")
+    waited = f"{found['conductor_waited_share']:.3f} of the time for one"
+    print(f"{line}the conductor took {found['conductor_cpu_share']:.2f} of a core, waited {waited}")
