@@ -249,6 +249,11 @@ class Choice:
             self.carried.extend(self.answer.said)
             self._begin_attempt()
 
+    @property
+    def has_news(self) -> bool:
+        """Something has arrived and was not taken."""
+        return bool(self._tokens) or self._finished is not None or self._problem is not None
+
     def cancel(self, reason: str) -> None:
         """Have decode drop it, if decode has it."""
         if self.lane is not None:

@@ -266,7 +266,8 @@ class Request:
         self._spawn(choice, plan.delay_s)
 
     def _too_long(self, choice: Choice) -> None:
-        self._fail(choice.recovery.late())
+        if not choice.has_news:  # else it is the client that takes nothing
+            self._fail(choice.recovery.late())
 
     def _went_on(self, choice: Choice) -> None:
         """It has new tokens, or is whole."""
