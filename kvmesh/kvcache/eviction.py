@@ -70,6 +70,16 @@ class LruOrder(EvictionOrder[K]):
         self._lane_of.update(new)
         lane.update(zip(new, self._places(len(new)), strict=True))
 
+    def take_all(self, keys: Sequence[K]) -> None:
+        """See EvictionOrder."""
+        lane, lane_of = self._only_lane, self._lane_of
+        if lane is None:
+            super().take_all(keys)
+            return
+        for key in keys:
+            if lane_of.pop(key, None) is not None:
+                del lane[key]
+
     def touch(self, keys: Sequence[K], *, use: bool = True) -> None:
         """See EvictionOrder. Said of whole chains again and again: what stays in its lane costs no call."""
         lane = self._only_lane

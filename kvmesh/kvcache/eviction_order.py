@@ -147,6 +147,11 @@ class EvictionOrder(ABC, Generic[K]):
         for key in keys:
             self.put(key)
 
+    def take_all(self, keys: Sequence[K]) -> None:
+        """`take` each."""
+        for key in keys:
+            self.take(key)
+
     def touch(self, keys: Sequence[K], *, use: bool = True) -> None:
         """`put` those of `keys` that are idle, from the last to the first; with `use` each of `keys` is used."""
         use = use and self.counts

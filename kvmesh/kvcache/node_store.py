@@ -292,7 +292,7 @@ class NodeStore(SealedBlocks):
         owned = [*self._sealed.values(), *self._writing.values()]
         if len(set(owned)) != len(owned):
             raise PageInvariantError("an extent has two owners")
-        if any(self._pool.refcount(extent) == 0 for extent in (*owned, *held)):
+        if 0 in self._pool.refcounts((*owned, *held)):
             raise PageInvariantError("an extent that is sealed, being written or leased is free")
         if not self._orphans <= self._writing.keys() or self._lengths.keys() != self._writing.keys():
             raise PageInvariantError("orphans that nobody writes, or a length of a block that nobody writes")

@@ -180,7 +180,7 @@ class PagePool:
         listed = unheld - (self._out - self._stale)
         if len(self._free) != len(listed) or set(self._free) != listed or not self._stale <= self._out <= unheld:
             raise PageInvariantError(f"free list {sorted(self._free)} is not the unheld pages {sorted(listed)}")
-        if any(refs < 0 for refs in self._refs):
+        if min(self._refs, default=0) < 0:
             raise PageInvariantError("a page has less than no holder")
         if not unheld.isdisjoint(self._watchers):
             raise PageInvariantError(f"watched pages are free: {sorted(unheld & self._watchers.keys())}")

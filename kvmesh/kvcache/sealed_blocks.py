@@ -263,9 +263,11 @@ class SealedBlocks:
         self._order.check_integrity()
         if {extent: key for key, extent in self._sealed.items()} != self._key_of:
             raise PageInvariantError("sealed keys and extents disagree")
-        if idle := {key for key, extent in self._sealed.items() if self._pool.refcount(extent) == 1} ^ set(self._order):
-            raise PageInvariantError(f"{len(idle)} blocks are idle and not in the order of eviction, or the reverse")
-        if len(self._order) != len(list(self._order)) or any(not self._pool.refcount(extent) for extent in self._tombs):
+        ordered, counts = list(self._order), self._pool.refcounts(self._sealed.values())
+        idle = {key for key, count in zip(self._sealed, counts, strict=True) if count == 1}
+        if wrong := idle ^ set(ordered):
+            raise PageInvariantError(f"{len(wrong)} blocks are idle and not in the order of eviction, or the reverse")
+        if len(self._order) != len(ordered) or 0 in self._pool.refcounts(self._tombs):
             raise PageInvariantError("a block twice in the order, or a tombstone that nobody holds")
         pins = self._pins
         if not (pins.hard.items() <= self._sealed.items() and self._short.keys() <= self._sealed.keys()):
@@ -385,8 +387,7 @@ class SealedBlocks:
         # Extents that are being written have no key yet: their writers share them with somebody.
         keys = [key for extent in extents if (key := self._key_of.get(extent)) is not None]
         if held:
-            for key in keys:
-                self._order.take(key)
+            self._order.take_all(keys)
         else:
             self._order.put_all(keys)
             if self.quotas.limits:

@@ -314,7 +314,7 @@ class Decoder:
         self.rows.measured.clear()
         finished, outcomes = tuple(self._finished), tuple(self._outcomes)
         self._finished, self._outcomes = [], []
-        return tuple(DecodeSample(*step) for step in steps), finished, outcomes
+        return tuple([DecodeSample(*step) for step in steps]), finished, outcomes
 
     def check_empty(self) -> None:
         """AssertionError unless everything came back: after the last request."""

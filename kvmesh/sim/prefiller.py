@@ -343,14 +343,15 @@ class Prefiller:
 
     def load(self) -> Load:
         """For heartbeats."""
-        line = self.planner.line
-        queued = sum(self.lives[handle].expected_rest for handle in line)
-        at_ranks = sum(chunk.end - chunk.start for chunk in self._step)
+        lives, waiting, queued = self.lives, len(self.planner.line), 0
+        if lives:  # else nothing is anywhere
+            queued = sum([lives[handle].expected_rest for handle in self.planner.line])
+            queued += self.planner.unsubmitted_tokens + sum([chunk.end - chunk.start for chunk in self._step])
         store = self.store
         return Load(
-            queued_requests=len(line),
-            queued_tokens=queued + self.planner.unsubmitted_tokens + at_ranks,
-            running_requests=len(self.lives) - len(line),
+            queued_requests=waiting,
+            queued_tokens=queued,
+            running_requests=len(lives) - waiting,
             free_pages=self.free_pages,
             free_extents=store.free,
             store_blocks=store.sealed_blocks,
