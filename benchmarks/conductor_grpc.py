@@ -60,7 +60,7 @@ class Service:
         return float(times.user + times.system)
 
     def waited_s(self) -> float:
-        """How long its main thread, which the event loop runs in, was ready to run and had no core; 0: not told here."""
+        """How long its main thread, that of the event loop, was ready to run and had no core; 0: not told here."""
         told = Path(f"/proc/{self.process.pid}/schedstat")
         return int(told.read_text().split()[1]) / 1e9 if told.exists() else 0.0
 
