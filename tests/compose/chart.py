@@ -44,7 +44,7 @@ EVERYTHING: Manifest = {
         ],
     },
     "redis": {"enabled": False, "urlSecret": "redis"},
-    "prefill": {"ssd": {"size": "100Gi"}, "podAnnotations": {"network": "rdma"}},
+    "prefill": {"ssd": {"capacityMb": 100_000}, "podAnnotations": {"network": "rdma"}},
     "coupled": {"enabled": True, "device": "cuda", "gpus": 2, "tensorParallel": 2, "config": {"role": "decode"}},
     "pool": {"enabled": True, "replicas": 2},
     "autoscaling": {"kind": "hpa"},

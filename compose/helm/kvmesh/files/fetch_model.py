@@ -1,4 +1,4 @@
-"""`fetch_model.py MODEL LINK`: have MODEL (a hub id; empty: the image's demo model) at LINK. Any number may do it at once."""
+"""`fetch_model.py MODEL LINK`: have MODEL (a hub id; empty: the demo model) at LINK. Any number may do it at once."""
 
 import os
 import shutil
