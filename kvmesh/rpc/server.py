@@ -28,6 +28,7 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_time_ms", 3 * KEEPALIVE_MS),  # finds dead clients, so that their streams end
     ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_MS),
 )
 
 
