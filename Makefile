@@ -20,7 +20,7 @@ DEV := $(VENV)/.stamp-dev
 NATIVE := $(wildcard kvmesh/engine/cpu/*.cpp kvmesh/engine/cpu/*.h kvmesh/engine/cpu/*.py) \
 	$(wildcard kvmesh/native/*.cpp kvmesh/native/*.h kvmesh/native/*.py)
 
-.PHONY: help up test chaos check lint format bench proto clean install install-dev rdma-guest
+.PHONY: help up test test-compose chaos check lint format bench proto clean install install-dev rdma-guest
 
 help: ## this list
 	@echo "kvmesh"; grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -53,6 +53,9 @@ up: $(RUN) ## start a mesh here and ask it something
 test: $(DEV) ## run all tests that this machine can run
 	@scripts/install_redis.sh
 	@$(BIN)/python scripts/run_tests.py $(ARGS)
+
+test-compose: $(DEV) ## the mesh in containers, struck under load: needs a Docker daemon, or root on Debian 12
+	@PYTHON=$(BIN)/python scripts/test_compose.sh $(ARGS)
 
 chaos: $(DEV) ## storms over the Store, ARGS="--chaos-minutes 30" for longer, KVMESH_CHAOS_SEED=N for one again
 	@$(BIN)/python -m pytest -q -s tests/chaos $(ARGS)
