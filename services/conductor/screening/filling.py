@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from zlib import crc32
 
 from services.conductor.costs.fit import FittedModel
 from services.conductor.fleet.instance import Instance
 
 
+@lru_cache(maxsize=16_384)
 def node(node_id: str) -> float:
     """What `Field.NODE` holds for that node."""
     return float(crc32(node_id.encode()))
