@@ -51,14 +51,16 @@ class GatewayConfig(ServiceConfig):
     max_stop_chars: int = field(default=256, metadata={"help": "Characters of one stop string."})
     max_choices: int = field(default=64, metadata={"help": "Answers a request may ask for (prompts x n)."})
     max_retries: int = field(
-        default=2, metadata={"help": "New placements of a request that failed before its first token."}
+        default=2,
+        metadata={"help": "New placements, until its next token, of a request that instances had taken."},
     )
     max_migrations: int = field(
         default=3,
         metadata={"help": "Times an answer that has begun may go on at other instances; 0: its loss is an error."},
     )
     migration_timeout_s: float = field(
-        default=30.0, metadata={"help": "From the loss of an answer's instance until its next token, elsewhere."}
+        default=30.0,
+        metadata={"help": "From the loss of an answer's instance until its next token, elsewhere."},
     )
     token_timeout_s: float = field(
         default=65.0,
@@ -74,7 +76,9 @@ class GatewayConfig(ServiceConfig):
         default=1024,
         metadata={"help": "Requests of the batch lane that wait here for something idle; more are refused at once."},
     )
-    session_timeout_ms: int = field(default=5000, metadata={"help": "Longest wait for a decode session."})
+    session_timeout_ms: int = field(
+        default=5000, metadata={"help": "Longest wait for a decode session, one's own or another's."}
+    )
     session_credit_tokens: int = field(
         default=256, metadata={"help": "Tokens of one answer that may wait for a slow client."}
     )
@@ -124,4 +128,5 @@ class GatewayConfig(ServiceConfig):
     @property
     def patience(self) -> Patience:
         """With attempts that fail."""
-        return Patience(self.max_retries, self.max_migrations, self.migration_timeout_s)
+        reach_s = self.session_timeout_ms / 1000
+        return Patience(self.max_retries, reach_s, self.max_migrations, self.migration_timeout_s)

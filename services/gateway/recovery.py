@@ -2,10 +2,10 @@
 
 Pure: the time and chance are arguments.
 
-Before its first token an attempt is made anew, `max_retries` times. Afterwards the answer is carried to another
-placement (a migration): an attempt that brought a token and failed begins one, at most `max_migrations` times. Until
-its next token a migration places the request again and again, for `migration_timeout_s`: the mesh may need a moment to
-notice a death, or to start somebody. But no more than `max_retries` of these attempts may fail at instances that had
+Before its first token an attempt is made anew. Afterwards the answer is carried to another placement (a migration): an
+attempt that brought a token and failed begins one, at most `max_migrations` times. Either way the request is placed
+again and again until its next token, for `reach_s` or `migration_timeout_s`: the mesh may need a moment to notice a
+death, or to start somebody. But of these attempts only one more than `max_retries` may fail at instances that had
 taken them: a request that kills whoever serves it must not go through the whole mesh.
 """
 
@@ -18,6 +18,7 @@ from kvmesh.rpc.errors import KvmeshError, Overloaded
 
 BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0
+MAX_DOUBLINGS = 8  # enough for MAX_BACKOFF_S, and no overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Patience:
     """See GatewayConfig. `max_migrations` 0: what has begun is not carried anywhere."""
 
     max_retries: int
+    reach_s: float
     max_migrations: int
     migration_timeout_s: float
 
@@ -55,11 +57,12 @@ class _Loss(NamedTuple):
 class Recovery:
     """Of one answer. Times in seconds on one clock."""
 
-    __slots__ = ("_loss", "_patience", "_taken", "_tries", "migrations")
+    __slots__ = ("_loss", "_patience", "_since", "_taken", "_tries", "migrations")
 
     def __init__(self, patience: Patience) -> None:
         self._patience = patience
         self._loss: _Loss | None = None
+        self._since = 0.0  # before the first token: of the first failure
         self._tries = 0  # attempts that failed since the last token
         self._taken = 0  # those of them that an instance had
         self.migrations = 0
@@ -69,13 +72,25 @@ class Recovery:
         """What to do. `chance` scales the back-off, about 1. Raises the one error that the client gets."""
         patience, error = self._patience, failure.error
         if not failure.answered or not (patience.max_migrations or failure.delivered):
-            if not error.retryable or self._tries >= patience.max_retries:
-                raise error
-            self._tries += 1
-            return Plan(BACKOFF_S * 4 ** (self._tries - 1) * chance, anew=True)
+            return self._anew(failure, now, chance)
         if not patience.max_migrations or (failure.fresh and not error.retryable):
             raise error
         return self._lost(failure, now) if failure.fresh else self._again(failure, now, chance)
+
+    def _anew(self, failure: Failure, now: float, chance: float) -> Plan:
+        if not self._tries:
+            self._since = now
+        delay_s = self._back_off_s(chance)
+        self._taken += failure.taken
+        patience = self._patience
+        enough = self._tries > patience.max_retries and now + delay_s >= self._since + patience.reach_s
+        if not failure.error.retryable or self._taken > patience.max_retries or enough:
+            raise failure.error
+        return Plan(delay_s, anew=True)
+
+    def _back_off_s(self, chance: float) -> float:
+        self._tries += 1
+        return min(MAX_BACKOFF_S, BACKOFF_S * 4.0 ** min(self._tries - 1, MAX_DOUBLINGS)) * chance
 
     def _lost(self, failure: Failure, now: float) -> Plan:
         self._loss = _Loss(now, failure)
@@ -91,12 +106,11 @@ class Recovery:
         assert self._loss is not None, "an answer that has begun and fails without a new token was lost before"
         if not error.retryable:
             raise self._ended(error, error.message)
-        self._tries += 1
+        delay_s = self._back_off_s(chance)
         self._taken += failure.taken and not isinstance(error, Overloaded)
         if self._taken > patience.max_retries:
             why = f"max_retries={patience.max_retries} and one more attempt failed, the last one: {error.message}"
             raise self._ended(error, why)
-        delay_s = min(MAX_BACKOFF_S, BACKOFF_S * 4 ** (self._tries - 1)) * chance
         if now + delay_s >= self.ends_at:
             raise self.late(error)
         return Plan(delay_s, anew=False)

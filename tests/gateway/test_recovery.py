@@ -36,7 +36,7 @@ def failure(
 
 
 def patience(**more: Any) -> Patience:
-    return Patience(**({"max_retries": 2, "max_migrations": 3, "migration_timeout_s": 30.0} | more))
+    return Patience(**({"max_retries": 2, "reach_s": 5.0, "max_migrations": 3, "migration_timeout_s": 30.0} | more))
 
 
 # ── what is decided ───────────────────────────────────────────────────────────────────────────────
@@ -48,6 +48,23 @@ def test_before_the_first_token_there_are_so_many_retries() -> None:
     with pytest.raises(HandoffLost, match=r"^decode-0 is lost$"):
         one.failed(failure(answered=0), 0.0, 1.0)
     assert one.migrations == 0
+
+
+def test_before_the_first_token_who_cannot_be_reached_counts_by_time() -> None:
+    """The mesh has not noticed yet that they are gone."""
+    one, now = Recovery(patience()), 100.0
+    gone = failure(Unavailable("cannot be reached"), answered=0, taken=False)
+    for _ in range(6):
+        now += one.failed(gone, now, 1.0).delay_s
+    assert 103.0 < now < 104.1
+    one.failed(failure(answered=0), 103.9, 1.0)  # an instance that had it
+    with pytest.raises(Unavailable, match=r"^cannot be reached$"):
+        one.failed(gone, 104.1, 1.0)
+    slow = Recovery(patience())
+    for _ in range(2):  # however long each attempt took
+        now += 10.0 + slow.failed(gone, now, 1.0).delay_s
+    with pytest.raises(Unavailable, match=r"^cannot be reached$"):
+        slow.failed(gone, now, 1.0)
 
 
 def test_without_migration_only_what_nobody_has_seen_is_made_anew() -> None:

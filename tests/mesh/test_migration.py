@@ -7,9 +7,11 @@ position of a chance stream; every answer is the undisturbed one, each token onc
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from tests.mesh.harness import Running, running_mesh
 pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
 
 STREAMS, AT_ONCE, TOKENS = 200, 40, 96
+SILENT_S = 4.0
 DECODES, PREFILLS = ("decode-0", "decode-1", "decode-2"), ("prefill-0", "prefill-1")
 STRIKES = ((signal.SIGKILL, "decode"), (signal.SIGTERM, "decode"), (signal.SIGKILL, "decode"), (signal.SIGKILL, "both"))
 
@@ -33,7 +36,7 @@ async def running(demo_path: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         "*": {"dtype": "float32"},
         "decode": {"stop_grace_ms": 100, "num_pages": 400, "num_extents": 200},
         "prefill": {"num_pages": 400, "num_extents": 200},
-        "gateway": {"max_migrations": len(STRIKES)},
+        "gateway": {"max_migrations": len(STRIKES), "token_timeout_s": SILENT_S},
         "conductor": {"admission": "off"},
     }
     folder = tmp_path_factory.mktemp("moved")
@@ -165,4 +168,32 @@ async def test_prefill_dies_while_it_computes_what_goes_on(running: Running) -> 
     assert (await migrations(running))["moved"] - before.get("moved", 0.0) >= 5
     for name, pid in pids.items():
         await running.restarted(name, pid)
+    await running.settled()
+
+
+async def test_a_frozen_instance_is_left_and_holds_nothing_afterwards(running: Running) -> None:
+    right = await asyncio.gather(*(ask(running, index, cache_salt="c") for index in range(24)))
+    before, going, all_go = await migrations(running), set(), asyncio.Event()
+
+    def token(index: int, tokens: int) -> None:
+        going.add(index)
+        if len(going) == len(right):
+            all_go.set()
+
+    calls = [
+        asyncio.create_task(ask(running, index, cache_salt="d", on_token=partial(token, index))) for index in range(24)
+    ]
+    await all_go.wait()
+    pids = [running.pid("decode-2"), *running.rank_pids("decode-2")]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        found = await asyncio.gather(*calls)
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    assert [str(answer.error) for answer in found if answer.error] == []
+    assert [answer.tokens for answer in found] == [answer.tokens for answer in right]
+    assert (await migrations(running))["moved"] - before.get("moved", 0.0) >= 1
+    await running.ready("decode-2")
     await running.settled()
