@@ -188,7 +188,7 @@ async def test_requests_survive_whatever_befalls_the_mesh(mesh: Containers, caps
             assert baseline > 1, f"{baseline} right answers a second: {load.since(begun)}"
             print(f"\n\n{baseline:.1f} right answers a second before all faults\n\n{HEAD}", flush=True)
             for fault in faults:
-                rows.append(await struck(mesh, load, fault, SHARE * baseline, seen))
+                rows.append(await struck(mesh, load, fault, seen))
         bad = [one for one in load.done if one.outcome in (WRONG, HUNG, "unnamed")]
         broken = [one for one in load.done if one.outcome == BROKEN]
         print(f"\n{len(load.done)} requests: {dict(load.since(0.0))}", flush=True)
