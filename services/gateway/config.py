@@ -77,7 +77,8 @@ class GatewayConfig(ServiceConfig):
         metadata={"help": "Requests of the batch lane that wait here for something idle; more are refused at once."},
     )
     session_timeout_ms: int = field(
-        default=5000, metadata={"help": "Longest wait for a decode session, one's own or another's."}
+        default=5000,
+        metadata={"help": "Longest wait for a decode session; so long a new request looks for one that it can reach."},
     )
     session_credit_tokens: int = field(
         default=256, metadata={"help": "Tokens of one answer that may wait for a slow client."}

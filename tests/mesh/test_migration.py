@@ -19,7 +19,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from tests.mesh.client import Answer
+from tests.mesh.client import Answer, pools
 from tests.mesh.harness import Running, running_mesh
 
 pytestmark = [pytest.mark.mesh, pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
@@ -184,7 +184,9 @@ async def test_a_frozen_instance_is_left_and_holds_nothing_afterwards(running: R
         asyncio.create_task(ask(running, index, cache_salt="d", on_token=partial(token, index))) for index in range(24)
     ]
     await all_go.wait()
-    pids = [running.pid("decode-2"), *running.rank_pids("decode-2")]
+    held = {name: (await pools(running.mesh.addresses[name], "decode")).requests for name in DECODES}
+    frozen = max(DECODES, key=lambda name: held[name])
+    pids = [running.pid(frozen), *running.rank_pids(frozen)]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
@@ -195,5 +197,5 @@ async def test_a_frozen_instance_is_left_and_holds_nothing_afterwards(running: R
     assert [str(answer.error) for answer in found if answer.error] == []
     assert [answer.tokens for answer in found] == [answer.tokens for answer in right]
     assert (await migrations(running))["moved"] - before.get("moved", 0.0) >= 1
-    await running.ready("decode-2")
+    await running.ready(frozen)
     await running.settled()
