@@ -87,7 +87,7 @@ SERVICES: dict[str, Service] = {
 STOP_S = 20.0  # for all of a stop but its grace
 
 # Variables of the KVMESH_ namespace that are no service's configuration.
-RESERVED_KEYS = frozenset(("parent_pid", "url", "api_key"))
+RESERVED_KEYS = frozenset(("parent_pid", "url", "api_key", "namespace", "native", "amx", "rank_log"))
 
 PRECEDENCE = (
     "Every option may also come from the environment as KVMESH_<NAME> (KVMESH_LOG_LEVEL=debug) or from a TOML file "

@@ -185,6 +185,7 @@ def test_help_needs_neither_torch_nor_grpc() -> None:
 
 def test_a_shared_environment_holds_keys_of_every_service() -> None:
     assert {"http_port", "lease_ms", "memory_mb", "grpc_port", *ServiceConfig.__dataclass_fields__} <= known_keys()
+    assert {"native", "amx", "rank_log", "namespace"} <= known_keys(), "switches that no service's configuration holds"
 
 
 @pytest.mark.parametrize(
