@@ -118,6 +118,13 @@ class ConductorConfig(ServiceConfig):
     advertise: str = field(
         default="", metadata={"help": "host:port at which others reach this conductor; empty: what it listens on."}
     )
+    peers: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "All conductors of this mesh, HOST:PORT,...: those who join are told to register with each.",
+            "metavar": "HOST:PORT,...",
+        },
+    )
     decision_log: str = field(
         default="",
         metadata={

@@ -63,6 +63,8 @@ class Conductor(runner.Service):
             clock=time.monotonic,
             store_status=lambda: self._watch.status,
             office=self.office,
+            store=config.store,
+            peers=config.peers,
         )
         self._orders = Orders(self.office.leads, self._deliver)
         self.office.begin()

@@ -12,7 +12,7 @@ from kvmesh.rpc.pb import store_pb2 as pb_store
 from services.conductor.balance.rounds import Hint
 from services.conductor.costs.accuracy import PredictionError
 from services.conductor.domain import Placed, RequestOutcome
-from services.conductor.mapping import CORDONS_OUT, OUTCOMES_OUT, ROLES_OUT, load_out, ref_out
+from services.conductor.mapping import CORDONS_OUT, OUTCOMES_OUT, ROLES_OUT, card_out, load_out, ref_out
 from services.conductor.records.explain import Candidate, Decision, WeighedKind
 from services.conductor.views import InstanceView, TierView
 
@@ -165,6 +165,8 @@ def view_out(view: InstanceView) -> pb.InstanceStatus:
         breaker=view.breaker,
         queue_ms=view.queue_s * 1000,
         tbt_ms=view.tbt_s * 1000,
+        node_id=view.node_id,
+        card=card_out(view.card),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from kvmesh.kvcache.keys import KEY_BYTES
 from kvmesh.rpc import protocol
 from kvmesh.rpc.errors import InvalidRequest, Unavailable, UnknownRequest
+from kvmesh.rpc.masters import split
 from kvmesh.rpc.metadata import context_from_metadata
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2_grpc as pb_grpc
@@ -42,7 +43,7 @@ Step = Callable[[Event, float], Sequence[Action]]
 
 class ConductorServicer(pb_grpc.ConductorServicer):
     """`clock` gives monotonic seconds; `store_status` what GetStatus says of the store master; `step` is the brain's,
-    or that of a Recorder around it."""
+    or that of a Recorder around it. `store`, `peers`: addresses of the store masters and of other conductors."""
 
     def __init__(
         self,
@@ -54,6 +55,8 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         store_status: Callable[[], str],
         office: Office,
         step: Step | None = None,
+        store: str = "",
+        peers: tuple[str, ...] = (),
     ) -> None:
         self._state = state
         self._step: Step = step or state.step
@@ -62,6 +65,8 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         self._clock = clock
         self._store_status = store_status
         self._office = office
+        self._masters = split(store) if store else ()
+        self._peers = peers
         self._gauges = ScaleGauges()
         self._loads = LoadGauges(lambda some: state.loads(some, clock()))
         self._orders: list[Action] = []
@@ -218,6 +223,9 @@ class ConductorServicer(pb_grpc.ConductorServicer):
             admission=self._state.admission.value,
             errors=[mapping_out.error_out(error) for error in self._state.prediction_errors()],
             balancing_threshold=self._state.balancing_threshold(now),
+            protocol_version=protocol.PROTOCOL_VERSION,
+            store_masters=self._masters,
+            conductors=dict.fromkeys(one for one in (self._office.address, *self._peers) if one),
         )
 
     async def Cordon(self, request: pb.CordonRequest, context: Any) -> pb.CordonResponse:  # noqa: N802

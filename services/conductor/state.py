@@ -145,7 +145,7 @@ class ConductorState:
         return InstanceView(
             i.ref,
             i.role,
-            i.model.name,
+            i.model,
             ready=why == "",
             not_ready_reason=why,
             load=i.load,
@@ -159,6 +159,7 @@ class ConductorState:
             cordon_reason=self._cordons.of(i.ref.instance_id)[1],
             breaker=self._breakers.why_not(i.ref.life, now),
             tbt_s=i.decode.predict(i.batch.requests, i.batch.context_tokens) if i.batch.requests else 0.0,
+            node_id=i.node_id,
         )
 
     def readiness(self, now: float) -> tuple[Mapping[tuple[Role, bool], int], float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvmesh.kvcache.tiers import TierUse
-from services.conductor.domain import CordonState, Load, Ref, Role
+from services.conductor.domain import CordonState, Load, ModelCard, Ref, Role
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class InstanceView:
 
     ref: Ref
     role: Role
-    model: str
+    card: ModelCard
     ready: bool  # may get work now
     not_ready_reason: str
     load: Load
@@ -37,3 +37,9 @@ class InstanceView:
     cordon_reason: str = ""
     breaker: str = ""  # why it rests
     tbt_s: float = 0.0  # predicted, of its batch now
+    node_id: str = ""
+
+    @property
+    def model(self) -> str:
+        """Its name."""
+        return self.card.name

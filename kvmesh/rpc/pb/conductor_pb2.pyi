@@ -762,18 +762,30 @@ class GetConductorStatusResponse(_message.Message):
     ADMISSION_FIELD_NUMBER: _builtins.int
     BALANCING_THRESHOLD_FIELD_NUMBER: _builtins.int
     ERRORS_FIELD_NUMBER: _builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    STORE_MASTERS_FIELD_NUMBER: _builtins.int
+    CONDUCTORS_FIELD_NUMBER: _builtins.int
     store_master: _builtins.str
     """"connected" or why not"""
     policy: _builtins.str
     admission: _builtins.str
     balancing_threshold: _builtins.float
     """as it is now"""
+    protocol_version: _common_pb2.ProtocolVersion.ValueType
     @_builtins.property
     def instances(self) -> _containers.RepeatedCompositeFieldContainer[Global___InstanceStatus]: ...
     @_builtins.property
     def leadership(self) -> Global___Leadership: ...
     @_builtins.property
     def errors(self) -> _containers.RepeatedCompositeFieldContainer[Global___PredictionError]: ...
+    @_builtins.property
+    def store_masters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """host:port, as this conductor dials them"""
+
+    @_builtins.property
+    def conductors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """host:port of all that are known here, for those who join"""
+
     def __init__(
         self,
         *,
@@ -784,10 +796,13 @@ class GetConductorStatusResponse(_message.Message):
         admission: _builtins.str = ...,
         balancing_threshold: _builtins.float = ...,
         errors: _abc.Iterable[Global___PredictionError] | None = ...,
+        protocol_version: _common_pb2.ProtocolVersion.ValueType = ...,
+        store_masters: _abc.Iterable[_builtins.str] | None = ...,
+        conductors: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["leadership", b"leadership"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "balancing_threshold", b"balancing_threshold", "errors", b"errors", "instances", b"instances", "leadership", b"leadership", "policy", b"policy", "store_master", b"store_master"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "balancing_threshold", b"balancing_threshold", "conductors", b"conductors", "errors", b"errors", "instances", b"instances", "leadership", b"leadership", "policy", b"policy", "protocol_version", b"protocol_version", "store_master", b"store_master", "store_masters", b"store_masters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -878,6 +893,8 @@ class InstanceStatus(_message.Message):
     BREAKER_FIELD_NUMBER: _builtins.int
     QUEUE_MS_FIELD_NUMBER: _builtins.int
     TBT_MS_FIELD_NUMBER: _builtins.int
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    CARD_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     model: _builtins.str
     ready: _builtins.bool
@@ -895,6 +912,7 @@ class InstanceStatus(_message.Message):
     """predicted, for a request placed now"""
     tbt_ms: _builtins.float
     """predicted, of its batch now"""
+    node_id: _builtins.str
     @_builtins.property
     def instance(self) -> _common_pb2.InstanceRef: ...
     @_builtins.property
@@ -903,6 +921,8 @@ class InstanceStatus(_message.Message):
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___IndexedTier]:
         """below DRAM, where the instance has any"""
 
+    @_builtins.property
+    def card(self) -> _common_pb2.ModelCard: ...
     def __init__(
         self,
         *,
@@ -921,10 +941,12 @@ class InstanceStatus(_message.Message):
         breaker: _builtins.str = ...,
         queue_ms: _builtins.float = ...,
         tbt_ms: _builtins.float = ...,
+        node_id: _builtins.str = ...,
+        card: _common_pb2.ModelCard | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["card", b"card", "instance", b"instance", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["breaker", b"breaker", "capacity_blocks", b"capacity_blocks", "cordon", b"cordon", "cordon_reason", b"cordon_reason", "indexed_blocks", b"indexed_blocks", "instance", b"instance", "load", b"load", "model", b"model", "not_ready_reason", b"not_ready_reason", "queue_ms", b"queue_ms", "ready", b"ready", "role", b"role", "silent_ms", b"silent_ms", "tbt_ms", b"tbt_ms", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["breaker", b"breaker", "capacity_blocks", b"capacity_blocks", "card", b"card", "cordon", b"cordon", "cordon_reason", b"cordon_reason", "indexed_blocks", b"indexed_blocks", "instance", b"instance", "load", b"load", "model", b"model", "node_id", b"node_id", "not_ready_reason", b"not_ready_reason", "queue_ms", b"queue_ms", "ready", b"ready", "role", b"role", "silent_ms", b"silent_ms", "tbt_ms", b"tbt_ms", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -64,6 +64,11 @@ class Office:
             await self._redis.close()
         await self._store.close()
 
+    @property
+    def address(self) -> str:
+        """Of this conductor, as others reach it; "" before `open`."""
+        return self._address
+
     def leads(self) -> bool:
         """Now. Ask in the very turn in which something is ordered: a lease that has run out ends before it returns."""
         return self._leadership.leads()
