@@ -181,7 +181,7 @@ def option(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
 
 def _grace_s(config: ServiceConfig) -> float:
     """What it may take on stop before that is a hang, seconds."""
-    return sum(getattr(config, key, 0) for key in ("stop_grace_ms", "evacuate_ms")) / 1000
+    return sum(getattr(config, key, 0) for key in ("stop_delay_ms", "stop_grace_ms", "evacuate_ms")) / 1000
 
 
 def serve(service: str, config: ServiceConfig) -> None:

@@ -84,6 +84,13 @@ class GatewayConfig(ServiceConfig):
         default=256, metadata={"help": "Tokens of one answer that may wait for a slow client."}
     )
     threads: int = field(default=2, metadata={"help": "Threads that tokenize and hash."})
+    stop_delay_ms: int = field(
+        default=0,
+        metadata={
+            "help": "On stop, /ready says no for so long before anything ends: load balancers look away.",
+            "min": 0,
+        },
+    )
     stop_grace_ms: int = field(
         default=1_500, metadata={"help": "On stop, running requests have so long to end.", "min": 0}
     )

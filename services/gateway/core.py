@@ -42,7 +42,8 @@ class Core:
         self.running: set[Request] = set()
         self.idle = asyncio.Event()
         self.idle.set()
-        self.stopping = False
+        self.leaving = False  # nobody should send it new requests; what comes all the same is served
+        self.stopping = False  # what runs is being ended
         self._pool = ThreadPoolExecutor(config.threads, thread_name_prefix="tokenize")
 
     def enter(self, request: Request) -> None:
@@ -61,7 +62,7 @@ class Core:
     @property
     def not_ready_reason(self) -> str:
         """ "" while requests of any model can be served."""
-        return "shutting down" if self.stopping else self.models.not_ready_reason
+        return "shutting down" if self.leaving else self.models.not_ready_reason
 
     async def prepare(self, generation: Generation, model: Model, facts: Facts, tenant: Tenant) -> list[Prepared]:
         """Template, tokens and keys, off the event loop."""

@@ -59,7 +59,7 @@ async def run(config: GatewayConfig, stop: asyncio.Event, started: Callable[[dic
         grpc_server = Server(config.host, config.port, public=True)
 
         def on_ready(ready: bool) -> None:
-            ready = ready and not core.stopping
+            ready = ready and not core.leaving
             names.GATEWAY_READY.set(ready)
             grpc_server.set_ready(ready, core.not_ready_reason)
 
@@ -99,14 +99,17 @@ async def _preparers(folders: Mapping[str, str]) -> dict[str, Preparer]:
 
 
 async def _drain(core: Core, server: Server, grace_s: float) -> None:
-    """No new work; what runs gets a little time, then one clear error."""
-    core.stopping = True
+    """Not ready, for so long as those who look at that need to see it; what runs gets a little time, then one clear
+    error."""
+    core.leaving = True
     server.set_ready(False, "shutting down")
+    await asyncio.sleep(core.config.stop_delay_ms / 1000)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(grace_s):
             await core.idle.wait()
     if core.running:
         log.warning("stopping with %d requests in flight", len(core.running))
+    core.stopping = True
     await core.sessions.close()
 
 

@@ -40,7 +40,8 @@ BEFORE_S = 4.0
 ENV = {
     "KVMESH_MEMORY_MB": "96",
     "KVMESH_POOL_MEMORY_MB": "96",
-    "KVMESH_STOP_GRACE_MS": "1000",  # shorter than an answer: some of them migrate
+    "KVMESH_STOP_DELAY_MS": "2000",  # clients look every LOOK_S
+    "KVMESH_STOP_GRACE_MS": "300",  # shorter than an answer: some of them migrate
     "KVMESH_EVACUATE_MS": "4000",
     "KVMESH_ADMISSION": "off",  # two cores for twelve containers: TTFT is no matter here
 }

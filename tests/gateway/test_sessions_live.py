@@ -143,3 +143,16 @@ async def test_stopping_ends_what_runs_with_one_error(make_mesh: MeshMaker) -> N
     assert "shutting down" in response.json()["error"]["message"]
     with pytest.raises(httpx.ConnectError):
         await mesh.http.get("/health")
+
+
+async def test_a_leaving_gateway_serves_while_ready_says_no(make_mesh: MeshMaker) -> None:
+    mesh = await make_mesh(stop_delay_ms=2_000)
+    stopping = asyncio.create_task(mesh.stop())
+
+    async def says_no() -> bool:
+        return (await mesh.http.get("/ready")).status_code == 503
+
+    await until(says_no, "not ready")
+    assert (await mesh.http.get("/ready")).json()["reason"] == "shutting down"
+    assert (await mesh.http.post(URL, json=CHAT)).status_code == 200
+    await stopping
