@@ -152,7 +152,7 @@ async def test_a_leaving_gateway_serves_while_ready_says_no(make_mesh: MeshMaker
     async def says_no() -> bool:
         return (await mesh.http.get("/ready")).status_code == 503
 
-    await until(says_no, "not ready")
+    await until(says_no, bool)
     assert (await mesh.http.get("/ready")).json()["reason"] == "shutting down"
     assert (await mesh.http.post(URL, json=CHAT)).status_code == 200
     await stopping
