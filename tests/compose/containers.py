@@ -234,10 +234,11 @@ async def _role(container: Container) -> str:
                 stub = conductor_pb2_grpc.ConductorStub(channel)
                 told = await stub.GetStatus(conductor_pb2.GetConductorStatusRequest(), timeout=3)
                 return told.leadership.role
-            await store_pb2_grpc.StoreMasterStub(channel).GetStatus(store_pb2.GetStoreStatusRequest(), timeout=3)
-            return "leader"
+            master = store_pb2_grpc.StoreMasterStub(channel)
+            leads = (await master.GetStatus(store_pb2.GetStoreStatusRequest(), timeout=3)).leading
+            return "leader" if leads else "standby"
     except grpc.RpcError:
-        return "standby"
+        return ""
 
 
 def names_of(containers: Sequence[Container]) -> list[str]:

@@ -165,7 +165,7 @@ async def struck(mesh: Containers, load: Load, fault: Fault, seen: dict[str, flo
         fault,
         outcomes,
         await migrated(mesh, seen),
-        low if quiet >= QUIET_S else None,
+        low if failed is None and quiet >= QUIET_S else None,
         max((one.gap_s for one in load.done if one.ended >= begun), default=0.0),
     )
     print(row.cells(), flush=True)
