@@ -38,17 +38,8 @@ class Verdict(enum.Enum):
 
 class _Store:
     __slots__ = (
-        "bit",
-        "count",
-        "incarnation",
-        "log",
-        "seq",
-        "slot",
-        "staged",
-        "staged_parts",
-        "staged_seq",
-        "store_id",
-    )
+        "bit", "count", "incarnation", "log", "seq", "slot", "staged", "staged_parts", "staged_seq", "store_id",
+    )  # fmt: skip
 
     def __init__(self, store_id: str, slot: int, incarnation: int) -> None:
         self.store_id = store_id
@@ -285,8 +276,14 @@ class BlockMap:
         self._add(store, new)
 
     def _add(self, store: _Store, keys: Iterable[bytes]) -> None:
-        masks, bit = self._masks, store.bit
-        new = []
+        packed = self._put(keys, store.bit)
+        self._count(store, packed, 1)
+        store.log += packed
+        self._shorten(store, len(packed) // KEY_BYTES)
+
+    def _put(self, keys: Iterable[bytes], bit: int) -> bytes:
+        """Set this bit, the store's own int, in the masks of `keys`; those that lacked it, packed."""
+        masks, new = self._masks, []
         before, after, growth = 0, bit, 0  # keys of one chain have the same holders: they share the int that is made
         for key in keys:
             mask = masks.get(key)
@@ -301,24 +298,28 @@ class BlockMap:
                 masks[key] = after
                 self._mask_bytes += growth
             new.append(key)
-        store.count += len(new)
-        self._replicas += len(new)
-        packed = b"".join(new)
-        store.log += packed
-        self._changed(store, packed, 1)
-        self._shorten(store, len(new))
+        return b"".join(new)
 
     def _shorten(self, store: _Store, added: int) -> None:
         """Keep the log in proportion to what the store holds; `added` keys have just come."""
         if _is_long(store):
             store.log = bytearray().join(self._keys_of(store))
 
+    def _count(self, store: _Store, packed: bytes, sign: int) -> None:
+        count = sign * (len(packed) // KEY_BYTES)
+        store.count += count
+        self._replicas += count
+        self._changed(store, packed, sign)
+
     def _changed(self, store: _Store, packed: bytes, sign: int) -> None:
         """These keys were added (`sign` 1) or removed (-1). For maps that count more."""
 
     def _remove(self, store: _Store, keys: Iterable[bytes]) -> None:
-        masks, bit = self._masks, store.bit
-        gone = []
+        self._count(store, self._take(keys, store.bit), -1)
+
+    def _take(self, keys: Iterable[bytes], bit: int) -> bytes:
+        """Clear this bit in the masks of `keys`; those that had it, packed."""
+        masks, gone = self._masks, []
         before, after, growth = 0, 0, 0
         for key in keys:
             mask = masks.get(key, 0)
@@ -337,9 +338,7 @@ class BlockMap:
             else:
                 continue
             gone.append(key)
-        store.count -= len(gone)
-        self._replicas -= len(gone)
-        self._changed(store, b"".join(gone), -1)
+        return b"".join(gone)
 
     def _clear(self, store: _Store) -> None:
         self._remove(store, self._keys_of(store))
@@ -347,8 +346,12 @@ class BlockMap:
         store.unstage()
 
     def _keys_of(self, store: _Store) -> dict[bytes, None]:
-        masks, bit = self._masks, store.bit
-        return dict.fromkeys(key for key in _split(store.log) if masks.get(key, 0) & bit)
+        return dict.fromkeys(self._held(store.log, store.bit))
+
+    def _held(self, packed: bytes | bytearray, bit: int) -> Iterable[bytes]:
+        """Those of `packed` whose masks have this bit, in their order."""
+        masks = self._masks
+        return (key for key in _split(packed) if masks.get(key, 0) & bit)
 
     def _only(self, bit: int) -> int:
         """The shared int of the one slot that `bit` stands for."""

@@ -144,10 +144,7 @@ class SteadyBlockMap(BlockMap):
     def held(self, store_id: str, packed: bytes) -> list[bytes]:
         """Those of `packed` that the store holds now."""
         store = self._stores.get(store_id)
-        if store is None:
-            return []
-        masks, bit = self._masks, store.bit
-        return [key for key in _split(packed) if masks.get(key, 0) & bit]
+        return [] if store is None else list(self._held(packed, store.bit))
 
     def memory_bytes(self) -> int:
         """About what the map takes, what is not swept yet included. O(stores)."""
@@ -195,9 +192,9 @@ class SteadyBlockMap(BlockMap):
             if not _is_long(store):
                 return
             job = self._shortening[store.store_id] = _Shortening(store.log)
-        masks, bit, seen = self._masks, store.bit, job.seen
+        seen = job.seen
         stop = min(len(job.log), job.read + KEY_BYTES * (4 * added + SHORTEN_KEYS))
-        held = dict.fromkeys(key for key in _split(job.log[job.read : stop]) if masks.get(key, 0) & bit)
+        held = dict.fromkeys(self._held(job.log[job.read : stop], store.bit))
         kept = [key for key in held if key not in seen]
         seen.update(kept)
         job.log[job.write : job.write + len(kept) * KEY_BYTES] = b"".join(kept)

@@ -1,4 +1,4 @@
-// Walks of a prompt's keys through a dict of masks. Called with the GIL held.
+// A walk of a prompt's marks through a dict of masks. Called with the GIL held.
 #include "python_abi.h"
 
 namespace {
@@ -21,34 +21,8 @@ PyObject *failed(PyObject *list) {
 
 }  // namespace
 
-// Who holds the leading `keys` (a tuple): a flat list of end, mask, end, mask. Neighbours of which one object is the mask
-// are one run; `nothing` is told for a key that is not there. It ends with the first run of that kind whose end is
-// beyond `at_least`, of any length, or with the keys.
-KV_EXPORT PyObject *kv_chain(PyObject *masks, PyObject *keys, PyObject *nothing, Py_ssize_t at_least) {
-    Py_ssize_t size = PyTuple_Size(keys);
-    if (size < 0) return nullptr;
-    PyObject *list = PyList_New(0);
-    if (!list) return nullptr;
-    PyObject *last = nullptr;
-    for (Py_ssize_t at = 0; at < size; at++) {
-        if (at + AHEAD < size) __builtin_prefetch(PyTuple_GetItem(keys, at + AHEAD));
-        PyObject *mask = PyDict_GetItemWithError(masks, PyTuple_GetItem(keys, at));
-        if (!mask) {
-            if (PyErr_Occurred()) return failed(list);
-            mask = nothing;
-        }
-        if (mask != last && last && !append(list, at, last)) return failed(list);
-        last = mask;
-        if (mask == nothing && at >= at_least) {
-            if (!append(list, at + 1, nothing)) return failed(list);
-            return list;
-        }
-    }
-    if (last && !append(list, size, last)) return failed(list);
-    return list;
-}
-
-// The same for keys[position] of each of `positions` (ascending); ends are position + 1, nothing ends it.
+// Who has keys[position] of each of `positions` (ascending): a flat list of position + 1, mask, of which the last one of
+// neighbours whose mask is one object stands for them all; `nothing` is told for a key that is not there.
 KV_EXPORT PyObject *kv_marks(PyObject *masks, PyObject *keys, PyObject *nothing, PyObject *positions) {
     Py_ssize_t size = PyTuple_Size(positions);
     if (size < 0) return nullptr;
@@ -73,31 +47,4 @@ KV_EXPORT PyObject *kv_marks(PyObject *masks, PyObject *keys, PyObject *nothing,
     }
     if (last && !append(list, end, last)) return failed(list);
     return list;
-}
-
-// How many of `keys` (a tuple) lack `bit`, told by a byte each in `lacks`; -1: an error is set.
-KV_EXPORT Py_ssize_t kv_lacking(PyObject *masks, PyObject *keys, PyObject *bit, unsigned char *lacks) {
-    Py_ssize_t size = PyTuple_Size(keys), count = 0;
-    PyObject *last = nullptr;
-    bool lacking = true;
-    for (Py_ssize_t i = 0; i < size; i++) {
-        if (i + AHEAD < size) __builtin_prefetch(PyTuple_GetItem(keys, i + AHEAD));
-        PyObject *mask = PyDict_GetItemWithError(masks, PyTuple_GetItem(keys, i));
-        if (!mask) {
-            if (PyErr_Occurred()) return -1;
-            lacks[i] = 1;
-            count++;
-            continue;
-        }
-        if (mask != last) {
-            PyObject *both = PyNumber_And(mask, bit);
-            if (!both) return -1;
-            lacking = !PyObject_IsTrue(both);
-            Py_DecRef(both);
-            last = mask;
-        }
-        lacks[i] = lacking;
-        count += lacking;
-    }
-    return count;
 }

@@ -16,8 +16,12 @@ PyObject *PyList_New(Py_ssize_t size);
 int PyList_Append(PyObject *list, PyObject *item);
 PyObject *PyLong_FromSsize_t(Py_ssize_t value);
 Py_ssize_t PyLong_AsSsize_t(PyObject *value);
+int PyBytes_AsStringAndSize(PyObject *object, char **raw, Py_ssize_t *size);  // borrowed
+PyObject *PyErr_NoMemory(void);
+PyObject *PyObject_CallFunctionObjArgs(PyObject *callable, ...);  // ends with a null
 PyObject *PyNumber_And(PyObject *one, PyObject *other);
 int PyObject_IsTrue(PyObject *one);
+void Py_IncRef(PyObject *one);
 void Py_DecRef(PyObject *one);
 }
 

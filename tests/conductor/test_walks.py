@@ -62,7 +62,8 @@ def test_marks_are_walked_alike(seed: int, blocks: int) -> None:
     for slot in [pending.open(1000) for _ in range(3)]:
         pending.place(slot, marks(chain[: rng.randint(0, blocks)]), "r")
     masks = pending._masks
-    want, last = [], -1
+    want: walks.Runs = []
+    last = -1
     for at in positions(blocks):
         mask = masks.get(chain[at], 0)
         want[-1 if mask == last else len(want) :] = [(at + 1, mask)]
@@ -76,8 +77,10 @@ def test_marks_are_walked_alike(seed: int, blocks: int) -> None:
 @needs_native
 def test_errors_of_keys_come_through() -> None:
     truth = truth_of([(0, 0, 3)], 4)
-    with pytest.raises(TypeError, match="unhashable"):
-        truth.prefix(([],))  # type: ignore[arg-type]
+    for ask in (truth.prefix, lambda keys: truth.lacking(keys, 0), lambda keys: truth.mask(keys[0])):
+        with pytest.raises(TypeError, match="bytes"):
+            ask(([],))  # type: ignore[arg-type]
+    assert truth.prefix((KEYS[0], b"short")) == [(1, 1)], "a key of another length is nobody's"
 
 
 def test_without_native_code_the_index_answers_the_same(plain: None) -> None:

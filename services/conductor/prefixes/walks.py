@@ -1,30 +1,28 @@
-"""Walks of a prompt's keys through a dict of masks: by kvmesh/native/chains.cpp where it is built, else in Python. Both
-find the same. Pure."""
+"""Walks of a prompt's keys through masks: in kvmesh/native where it is built, else in Python, with the same
+results. Pure."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import repeat
+from typing import cast
 
+from kvmesh.kvcache.block_map import _KEY_SIZE, _int_size, _split
 from kvmesh.kvcache.steady_map import SteadyBlockMap
-from kvmesh.native import library
+from kvmesh.native import library, mask_table
 
 Masks = Mapping[bytes, int]
 Runs = list[tuple[int, int]]  # (end, bitset): keys up to `end` that lie in the same slots
 
-_OBJECT, _SIZE = ctypes.py_object, ctypes.c_ssize_t
+_OBJECT = ctypes.py_object
 
 
 class _Library:
     def __init__(self, lib: ctypes.PyDLL) -> None:
-        self.chain: Callable[[Masks, tuple[bytes, ...], int, int], list[int]] = lib.kv_chain
         self.marks: Callable[[Masks, tuple[bytes, ...], int, tuple[int, ...]], list[int]] = lib.kv_marks
-        self.lacking: Callable[[Masks, tuple[bytes, ...], int, int], int] = lib.kv_lacking
-        lib.kv_chain.argtypes, lib.kv_chain.restype = (_OBJECT, _OBJECT, _OBJECT, _SIZE), _OBJECT
         lib.kv_marks.argtypes, lib.kv_marks.restype = (_OBJECT, _OBJECT, _OBJECT, _OBJECT), _OBJECT
-        lib.kv_lacking.argtypes, lib.kv_lacking.restype = (_OBJECT, _OBJECT, _OBJECT, ctypes.c_void_p), _SIZE
 
 
 @functools.cache
@@ -35,14 +33,20 @@ def functions() -> _Library | None:
 
 
 class WalkedMap(SteadyBlockMap):
-    """As `SteadyBlockMap`, with the walks that a decision takes."""
+    """As `SteadyBlockMap`, its keys in a table of native code where that is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        native = mask_table.functions()
+        self._table = None if native is None else mask_table.MaskTable(native, hash(b"masks"))
+        if self._table is not None:
+            self._masks = cast(dict[bytes, int], self._table)  # for whoever asks key by key; changed below alone
 
     def prefix(self, keys: Sequence[bytes], at_least: int = 0) -> Runs:
         """See `SteadyBlockMap`."""
-        native = functions()
-        if native is None or type(keys) is not tuple:
+        if self._table is None or type(keys) is not tuple:
             return super().prefix(keys, at_least)
-        flat, shown = native.chain(self._masks, keys, 0, at_least), ~self._hidden
+        flat, shown = self._table.chain(keys, at_least), ~self._hidden
         runs: Runs = []
         at, last = 0, -1
         for end, raw in zip(flat[::2], flat[1::2], strict=True):
@@ -59,13 +63,45 @@ class WalkedMap(SteadyBlockMap):
 
     def lacking(self, keys: tuple[bytes, ...], slot: int) -> bytes:
         """Of each key 1 if that slot, which is shown, does not hold it, else 0."""
-        native = functions()
-        if native is None:
+        if self._table is None:
             masks, bit = self._masks, 1 << slot
             return bytes([not masks.get(key, 0) & bit for key in keys])
-        found = (ctypes.c_ubyte * len(keys))()
-        native.lacking(self._masks, keys, 1 << slot, ctypes.addressof(found))
-        return bytes(found)
+        return self._table.lacking(keys, 1 << slot)
+
+    def memory_bytes(self) -> int:
+        """See `SteadyBlockMap`."""
+        if self._table is None:
+            return super().memory_bytes()
+        return super().memory_bytes() + self._table.memory_bytes - len(self._table) * _KEY_SIZE
+
+    # ── inner ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _put(self, keys: Iterable[bytes], bit: int) -> bytes:
+        if self._table is None:
+            return super()._put(keys, bit)
+        new, tally = self._table.add(b"".join(keys), bit, lambda mask: mask if mask & bit else mask | bit)
+        self._tally(tally)
+        return new
+
+    def _take(self, keys: Iterable[bytes], bit: int) -> bytes:
+        if self._table is None:
+            return super()._take(keys, bit)
+
+        def turned(mask: int) -> int:
+            if not mask & bit:
+                return mask
+            left = mask ^ bit
+            return left if left & (left - 1) or not left else self._only(left)
+
+        gone, tally = self._table.take(b"".join(keys), turned)
+        self._tally(tally)
+        return gone
+
+    def _held(self, packed: bytes | bytearray, bit: int) -> Iterable[bytes]:
+        return super()._held(packed, bit) if self._table is None else _split(self._table.held(bytes(packed), bit))
+
+    def _tally(self, tally: mask_table.Tally) -> None:
+        self._mask_bytes += sum(keys * (_int_size(after) - _int_size(before)) for keys, before, after in tally if keys)
 
 
 def of_marks(masks: Masks, keys: Sequence[bytes], positions: tuple[int, ...]) -> Runs:
