@@ -10,8 +10,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvmesh import extras
-from kvmesh.cli.plan import LOCALHOST
-from kvmesh.cli.settings import INSTANCES, MeshSettings
+from kvmesh.cli.plan import LOCALHOST, fixed_ports
+from kvmesh.cli.settings import INSTANCES, MeshSettings, is_loopback
 from kvmesh.node.tier_config import check_object_url, make_ssd_folder
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.server import check_port, join
@@ -21,10 +21,14 @@ REDIS_S = 2.0
 MIB = 1 << 20
 
 
-def check_front_ports(settings: MeshSettings) -> None:
+def check_own_ports(settings: MeshSettings) -> None:
     """Raise ConfigError that names the port in use and the flag that changes it."""
-    for key in ("http_port", "grpc_port"):
-        port = getattr(settings, key)
+    if settings.join:
+        return
+    fixed = fixed_ports(settings)
+    wanted = [("http_port", settings.http_port), ("grpc_port", settings.grpc_port)]
+    wanted += [(f"{name.partition('-')[0]}_port", port) for name, port in fixed.items()]
+    for key, port in wanted:
         try:
             check_port(settings.host, port, key)
         except ConfigError as err:
@@ -32,6 +36,23 @@ def check_front_ports(settings: MeshSettings) -> None:
                 raise
             flag = f"--{key.replace('_', '-')}"
             raise ConfigError(f"{err.message}; choose another with {flag}", field=key) from None
+
+
+def check_reach(settings: MeshSettings) -> None:
+    """Raise ConfigError when a name that others shall dial means this machine to itself, as host names often do."""
+    if not settings.address:
+        return
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(settings.address, None, type=socket.SOCK_STREAM)}
+    except OSError as err:
+        key = "advertise_host" if settings.advertise_host else "host"
+        raise ConfigError(
+            f"{key}={settings.address!r}: cannot be resolved ({err.strerror or err})", field=key
+        ) from None
+    if all(is_loopback(one) for one in found):
+        told = ", ".join(sorted(found))
+        why = f"is {told} on this machine, which no other reaches (see /etc/hosts): give the address itself"
+        raise ConfigError(f"host={settings.address!r}: {why}", field="host")
 
 
 def check_redis(settings: MeshSettings) -> None:

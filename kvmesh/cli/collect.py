@@ -36,11 +36,11 @@ async def collect(conductor: str, gateway: str, store: str) -> dict[str, Any]:
     that the master knows, all at once.
 
     Returns plain JSON; a service that does not answer has `error` in the place of its answer."""
-    jobs: dict[str, Any] = {"conductor": _conductors(conductor)}
+    jobs: dict[str, Any] = {"conductor": ask_conductors(conductor)}
     if gateway:
         jobs["gateway"] = _gateway(gateway)
     if store:
-        jobs["store"] = _store(store)
+        jobs["store"] = ask_masters(store)
     found = dict(zip(jobs, await asyncio.gather(*jobs.values()), strict=True))
     instances = found["conductor"].get("instances", [])
     members = found.get("store", {}).get("members", [])
@@ -114,9 +114,9 @@ async def _ask(address: str, call: Any) -> dict[str, Any]:
         await channel.close()
 
 
-async def _conductors(addresses: str) -> dict[str, Any]:
+async def ask_conductors(addresses: str) -> dict[str, Any]:
     """Of several: what the one that leads knows of instances (else the one that knows most), and under `conductors`
-    what each says of itself."""
+    what each says of itself; `peers`: the addresses of conductors that it knows."""
     try:
         every = split(addresses, "conductor")
     except KvmeshError as err:
@@ -136,7 +136,7 @@ async def _conductors(addresses: str) -> dict[str, Any]:
     kept = ("address", "error", "leadership", "store_master")
     each = [{key: one[key] for key in kept if key in one} | _counted(one) for one in told]
     most: dict[str, Any] = max(told, key=rank)
-    return {**most, "conductors": each}
+    return {**most, "peers": most.get("conductors", []), "conductors": each}
 
 
 def _counted(one: dict[str, Any]) -> dict[str, int]:
@@ -150,7 +150,7 @@ def _gateway(address: str) -> Any:
     )
 
 
-async def _store(addresses: str) -> dict[str, Any]:
+async def ask_masters(addresses: str) -> dict[str, Any]:
     """Members as the leader tells them, under `map` what it knows of blocks, under `masters` what each says of itself.
     `address`: of the leader, without one of all."""
     try:

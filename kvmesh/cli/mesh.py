@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kvmesh.cli import checks, plan, probe
-from kvmesh.cli.settings import MeshSettings
+from kvmesh.cli.settings import EVERY_ADDRESS, MeshSettings
 from kvmesh.rpc import process, security
 from kvmesh.rpc.errors import ConfigError, Unavailable
 
@@ -91,13 +91,13 @@ class Mesh:
         if not settings.run_dir:
             raise ConfigError("run_dir='': a mesh needs a folder for its logs", field="run_dir")
         if not specs:
-            checks.check_front_ports(settings)
+            checks.check_own_ports(settings)
         self.run_dir = Path(settings.run_dir)
         if settings.tls:
             from kvmesh.rpc.certificates import make_certificates
 
-            host = [settings.host] if settings.host not in ("", "0.0.0.0", "::") else []
-            made = make_certificates(self.run_dir / "tls", host).files
+            hosts = [one for one in (settings.host, settings.advertise_host) if one not in EVERY_ADDRESS]
+            made = make_certificates(self.run_dir / "tls", hosts).files
             settings = dataclasses.replace(settings, tls=False, **dataclasses.asdict(made))
         self.settings = settings
         self.security = security.Security.load(settings)  # what clients of this mesh use, too
@@ -361,6 +361,7 @@ class Mesh:
                 "api_keys": self.settings.api_keys,
                 "grpc": self.addresses.get("gateway", ""),
                 "services": services,
+                "joined": dataclasses.asdict(self.settings.joined) if self.settings.joined else None,
             }
             part = self.run_dir / ".mesh.json.part"
             part.write_text(json.dumps(told, indent=1), encoding="utf-8")

@@ -15,12 +15,13 @@ from typing import Any
 
 from kvmesh.cli.chosen import chosen, merged
 from kvmesh.cli.serve import config_class
-from kvmesh.cli.settings import INSTANCES, MeshSettings, Served
+from kvmesh.cli.settings import EVERY_ADDRESS, INSTANCES, MeshSettings, Served
 from kvmesh.rpc import security
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.server import check_port, join
 
 LOCALHOST = "127.0.0.1"
+PORT_STEP = 10  # between the fixed ports of conductors, and of masters
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ def processes(settings: MeshSettings) -> list[Planned]:
         for i in range(getattr(settings, service))
     ]
     pools = [Planned(f"pool-{i}", "pool") for i in range(settings.pool)]
+    if settings.join:
+        return [*pools, *instances]
     return [
         *([Planned("redis", "redis")] if settings.redis == "auto" else []),
         *(Planned(name, "store") for name in _names("store", settings.masters)),
@@ -98,6 +101,23 @@ def processes(settings: MeshSettings) -> list[Planned]:
         *instances,
         Planned("gateway", "gateway"),
     ]
+
+
+def identity(settings: MeshSettings, name: str) -> str:
+    """What the mesh calls a process of this machine: where machines join, no two may have one name."""
+    return f"{name}@{settings.node_id or socket.gethostname()}" if settings.address else name
+
+
+def fixed_ports(settings: MeshSettings) -> dict[str, int]:
+    """Ports of the processes that other machines must know beforehand, by name; none where none joins."""
+    if not settings.address or settings.join:
+        return {}
+    return {
+        name: first + PORT_STEP * i
+        for service, first in (("conductor", settings.conductor_port), ("store", settings.store_port))
+        for i, name in enumerate(_names(service, settings.conductors if service == "conductor" else settings.masters))
+        if first
+    }
 
 
 def _names(service: str, count: int) -> list[str]:
@@ -109,7 +129,9 @@ def plan(settings: MeshSettings, run_dir: Path, ports: Ports) -> list[Spec]:
     wanted = processes(settings)
     told = chosen(settings.set, [(one.name, one.service) for one in wanted])
     settings = dataclasses.replace(settings, flags=merged(settings.flags, told))
-    port = {one.name: ports.take() for one in wanted if one.service != "gateway"}
+    inside = _inside(settings)
+    fixed = fixed_ports(settings)
+    port = {one.name: fixed.get(one.name) or ports.take(inside) for one in wanted if one.service != "gateway"}
     port["gateway"] = settings.grpc_port or ports.take(settings.host)
     http_port = settings.http_port or ports.take(settings.host)
     own = _own_flags(settings, wanted, port, http_port)
@@ -118,7 +140,7 @@ def plan(settings: MeshSettings, run_dir: Path, ports: Ports) -> list[Spec]:
         if one.service == "redis":
             specs.append(_redis(settings, port[one.name], run_dir))
         else:
-            specs.append(_service(settings, one, run_dir, own[one.service], port[one.name], ports.take()))
+            specs.append(_service(settings, one, run_dir, own[one.service], port[one.name], ports.take(inside)))
     return specs
 
 
@@ -129,6 +151,7 @@ def _service(
         **_common_flags(settings, one.name, run_dir),
         "port": port,
         "metrics_port": metrics_port,
+        "advertise": join(settings.advertise_host, port) if settings.advertise_host else "",
         **own,
         **({"model": one.served.path, "served_name": one.served.name} if one.served else {}),
         **_extra(settings.flags, one.name, one.service),
@@ -137,7 +160,7 @@ def _service(
         name=one.name,
         service=one.service,
         address=join(_reach(flags["host"]), port),
-        metrics=join(LOCALHOST, metrics_port),
+        metrics=join(_reach(flags["host"]), metrics_port),
         http=join(_reach(settings.host), own["http_port"]) if one.service == "gateway" else "",
         argv=_argv(one.service, flags),
         env=_environment(settings, one.name, one.service),
@@ -149,8 +172,10 @@ def _service(
 def _common_flags(settings: MeshSettings, name: str, run_dir: Path) -> dict[str, Any]:
     """Of every service; each takes what its configuration knows."""
     return {
-        "host": LOCALHOST,
-        "instance_id": name,
+        "host": _inside(settings),
+        "advertise_host": settings.advertise_host,
+        "node_id": settings.node_id,
+        "instance_id": identity(settings, name),
         "log_level": settings.log_level,
         "trace_dir": str(run_dir / "traces"),
         "otlp_endpoint": settings.otlp_endpoint,
@@ -168,10 +193,14 @@ def _own_flags(
     settings: MeshSettings, wanted: Sequence[Planned], port: Mapping[str, int], http_port: int
 ) -> dict[str, dict[str, Any]]:
     """What the services of one kind are told beside that."""
+    here = settings.address or LOCALHOST
     conductor, store = (
-        ",".join(join(LOCALHOST, port[one.name]) for one in wanted if one.service == service)
+        ",".join(join(here, port[one.name]) for one in wanted if one.service == service)
         for service in ("conductor", "store")
     )
+    if settings.joined:
+        conductor, store = ",".join(settings.joined.conductors), ",".join(settings.joined.masters)
+    # A Redis of the mesh's own stays on this machine: it has no password, and no instance asks it.
     redis = f"redis://{join(LOCALHOST, port['redis'])}/0" if settings.redis == "auto" else settings.redis
     transfer = {"transports": settings.transports, "nics": settings.nics, "topology": settings.topology}
     instance = {
@@ -189,6 +218,7 @@ def _own_flags(
         "conductor": {
             "store": store,
             "redis": redis,
+            "peers": conductor,
             "slo_ttft_ms": settings.slo_ttft_ms,
             "slo_tbt_ms": settings.slo_tbt_ms,
         },
@@ -243,9 +273,14 @@ def _redis(settings: MeshSettings, port: int, run_dir: Path) -> Spec:
     )
 
 
+def _inside(settings: MeshSettings) -> str:
+    """What services other than the gateway listen on."""
+    return settings.host if settings.address else LOCALHOST
+
+
 def _reach(host: str) -> str:
     """Where this machine reaches a server that listens on `host`."""
-    return LOCALHOST if host in ("", "0.0.0.0", "::") else host
+    return LOCALHOST if host in EVERY_ADDRESS else host
 
 
 def _extra(by_name: Mapping[str, Mapping[str, Any]], name: str, service: str) -> dict[str, Any]:

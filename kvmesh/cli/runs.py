@@ -122,6 +122,8 @@ def conductors(run: Run) -> str:
 
 
 def _addresses(run: Run, service: str) -> str:
+    if joined := run.told.get("joined"):  # those of the other machines
+        return ",".join(joined["masters" if service == "store" else "conductors"])
     return ",".join(one["address"] for one in run.services.values() if one["service"] == service)
 
 

@@ -12,7 +12,9 @@ from rich.markup import escape
 from rich.spinner import Spinner
 from rich.table import Table
 
+from kvmesh.cli.joining import Found
 from kvmesh.cli.mesh import Event, State
+from kvmesh.cli.settings import MeshSettings
 
 _WORDS = {State.STARTING: "starting", State.LOADING: "loading", State.READY: "ready", State.DOWN: "down"}
 
@@ -20,6 +22,27 @@ _WORDS = {State.STARTING: "starting", State.LOADING: "loading", State.READY: "re
 def _loads(name: str) -> bool:
     """Does this process load a model?"""
     return any(f"{service}-" in name for service in ("prefill", "decode", "coupled"))
+
+
+def joins(settings: MeshSettings, found: Found) -> str:
+    """What this machine becomes part of, before anything is started."""
+    assert settings.joined is not None, "it was asked"
+    machines = len({one.node_id for one in found.bearers})
+    there = f"{count(len(found.bearers), 'node')} on {count(machines, 'machine')}"
+    serves = f"serves {settings.model_name}, {settings.dtype}, {settings.block_tokens} tokens a block"
+    lines = (
+        f"[bold]Joins[/] the mesh of {found.at}: {there}, leader {found.leader or 'unknown'}",
+        f"  conductors     {', '.join(settings.joined.conductors)}",
+        f"  store masters  {', '.join(settings.joined.masters)}",
+        f"  this machine   {escape(settings.node_id)}, others dial it at {settings.advertise_host}"
+        + (f"; {escape(serves)}" if settings.ranks else ""),
+    )
+    return "\n".join(lines)
+
+
+def count(number: int, word: str) -> str:
+    """ "1 node", "2 nodes"."""
+    return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 class Progress:

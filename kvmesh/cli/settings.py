@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvmesh.rpc.errors import ConfigError
 _PORT = {"min": 0, "max": 65535}
 _COUNT = {"min": 0, "max": 64}
 _RANKS = {"min": 1, "max": 64}
+EVERY_ADDRESS = ("", "0.0.0.0", "::")  # to listen on
 
 INSTANCES = ("prefill", "decode", "coupled")  # services whose instances have ranks; KEY_tp: how many each
 
@@ -30,10 +32,28 @@ class Served:
     prefix: str
 
 
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The mesh that this machine's instances serve in: host:port of its conductors and store masters."""
+
+    conductors: tuple[str, ...]
+    masters: tuple[str, ...]
+
+
+def is_loopback(host: str) -> bool:
+    """Does this name or address mean the machine that uses it? Names are not resolved."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeshSettings:
-    """One mesh on this machine. `flags` and `env` are for tests and benchmarks: by process name ("decode-0"), by
-    service ("decode") or "*" for all; a service takes only what its configuration knows."""
+    """One mesh on this machine, or (`join`) this machine's part of one; `joined`: what was found there.
+
+    `flags` and `env` are for tests and benchmarks: by process name ("decode-0"), by service ("decode") or "*" for all;
+    a service takes only what its configuration knows."""
 
     model: str = field(
         default="",
@@ -107,7 +127,38 @@ class MeshSettings:
             "help": "Folder in a tmpfs (/dev/shm/...): host segments there outlive their instances; empty: none."
         },
     )
-    host: str = field(default="127.0.0.1", metadata={"help": "Address that REST and gRPC listen on."})
+    host: str = field(
+        default="127.0.0.1",
+        metadata={
+            "help": "Address that all services listen on and others dial; other machines can join at one that they "
+            "reach (docs/multi-host.md)."
+        },
+    )
+    advertise_host: str = field(
+        default="",
+        metadata={
+            "help": "Address that others dial, where it is not --host; auto: this machine's own on its default route.",
+            "metavar": "ADDRESS|auto",
+        },
+    )
+    join: str = field(
+        default="",
+        metadata={
+            "help": "Serve in a mesh on other machines, found by its conductors (port 7001 if none is given); only "
+            "instances and pool nodes are started here.",
+            "metavar": "HOST[:PORT],...",
+        },
+    )
+    node_id: str = field(default="", metadata={"help": "Name of this machine in the mesh; empty: its host name."})
+    conductor_port: int = field(
+        default=7001,
+        metadata={
+            "help": "Where other machines can join: port of the first conductor, 10 more for each further one; 0 picks "
+            "free ones.",
+            **_PORT,
+        },
+    )
+    store_port: int = field(default=7002, metadata={"help": "The same of store masters.", **_PORT})
     http_port: int = field(default=8000, metadata={"help": "REST port; 0 picks a free one.", **_PORT})
     grpc_port: int = field(default=8001, metadata={"help": "gRPC port; 0 picks a free one.", **_PORT})
     dtype: str = field(default="float32", metadata={"help": "float32, bfloat16 or float16.", "choices": DTYPES})
@@ -192,8 +243,12 @@ class MeshSettings:
     )
     flags: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, metadata={"internal": True})
     env: Mapping[str, Mapping[str, str]] = field(default_factory=dict, metadata={"internal": True})
+    joined: Joined | None = field(default=None, metadata={"internal": True})
 
     def __post_init__(self) -> None:
+        self._check_addresses()
+        if self.join:
+            self._check_join()
         if self.http_port and self.http_port == self.grpc_port:
             raise ConfigError(
                 f"grpc_port={self.grpc_port}: is http_port too; choose another with --grpc-port", field="grpc_port"
@@ -205,7 +260,7 @@ class MeshSettings:
             why = "which of several orders is kept in Redis: give --redis auto, or its URL"
             raise ConfigError(f"conductors={self.conductors}: {why}", field="conductors")
         for key in ("prefill", "decode"):
-            if not getattr(self, key) and not self.coupled:
+            if not getattr(self, key) and not self.coupled and not self.join:
                 raise ConfigError(f"{key}=0: without --coupled instances at least one is needed", field=key)
         for service in INSTANCES:
             ranks = getattr(self, f"{service}_tp")
@@ -223,6 +278,35 @@ class MeshSettings:
                 why = "a model of this name is there already; give another as NAME=PATH"
                 raise ConfigError(f"add_model={served.name!r}: {why}", field="add_model")
             seen.add(served.name)
+
+    def _check_addresses(self) -> None:
+        if self.host in EVERY_ADDRESS and not self.advertise_host and not self.join:
+            why = "others need one address to dial: give that to --host, or beside this to --advertise-host"
+            raise ConfigError(f"host={self.host!r}: {why}", field="host")
+        if self.advertise_host in EVERY_ADDRESS[1:] or is_loopback(self.advertise_host):
+            why = "other machines would dial themselves: name the address that they reach this one at"
+            raise ConfigError(f"advertise_host={self.advertise_host!r}: {why}", field="advertise_host")
+        if self.advertise_host and is_loopback(self.host) and not self.join:
+            why = f"nobody who dials {self.advertise_host} would be heard: give --host 0.0.0.0 as well"
+            raise ConfigError(f"host={self.host!r}: {why}", field="host")
+
+    def _check_join(self) -> None:
+        """A machine that joins brings instances, nothing else."""
+        for key, none in (("masters", 1), ("conductors", 1), ("redis", ""), ("api_keys", "")):
+            if (value := getattr(self, key)) != none:
+                why = "the mesh that is joined has its own: leave it out with --join"
+                raise ConfigError(f"{key}={value!r}: {why}", field=key)
+        if self.tls:
+            why = "its certificates would be this run's alone: with --join give --tls-cert, --tls-key and --tls-ca"
+            raise ConfigError(f"tls=True: {why} (docs/security.md)", field="tls")
+        if not (self.pool or any(getattr(self, key) for key in INSTANCES)):
+            why = "nothing would be started: with --join give --prefill, --decode, --coupled or --pool"
+            raise ConfigError(f"join={self.join!r}: {why}", field="join")
+
+    @property
+    def address(self) -> str:
+        """What other machines dial; "": no machine but this one reaches the mesh."""
+        return self.advertise_host or ("" if is_loopback(self.host) else self.host)
 
     @property
     def model_name(self) -> str:

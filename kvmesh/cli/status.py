@@ -63,7 +63,7 @@ def status(
         run = runs.find_running(run_dir)
         runs.secure(run)
         address = {name: one["address"] for name, one in run.services.items()}
-        asking = collect(runs.conductors(run), address["gateway"], runs.masters(run))
+        asking = collect(runs.conductors(run), address.get("gateway", ""), runs.masters(run))
         found = asyncio.run(patiently("asking the mesh", asking) if watch is None else asking)
         return {"run": run.told, **found}
 
@@ -95,9 +95,7 @@ def _screen(found: dict[str, Any], width: int) -> RenderableType:
     run = found.get("run")
     if run:
         names = ", ".join(run.get("models") or [run["model"]])
-        parts.append(
-            f"[bold]{escape(names)}[/] at {run['url']}  gRPC {run['grpc']}\n[dim]{escape(run['run_dir'])}[/]\n"
-        )
+        parts.append(f"[bold]{escape(names)}[/] {_at(run)}\n[dim]{escape(run['run_dir'])}[/]\n")
     parts.append(_services(found))
     if "error" not in found["conductor"]:
         parts += ["", _instances(found["conductor"].get("instances", []), width)]
@@ -109,6 +107,12 @@ def _screen(found: dict[str, Any], width: int) -> RenderableType:
             parts += [lower, ""]
         parts += _cache(found)
     return Group(*parts)
+
+
+def _at(run: dict[str, Any]) -> str:
+    if joined := run.get("joined"):
+        return f"in the mesh of {', '.join(joined['conductors'])}"
+    return f"at {run['url']}  gRPC {run['grpc']}"
 
 
 def _table(*columns: str) -> Table:

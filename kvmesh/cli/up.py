@@ -24,6 +24,7 @@ from kvmesh.cli.console import console, one_line_errors
 from kvmesh.cli.settings import MeshSettings
 from kvmesh.config import load
 from kvmesh.rpc.errors import KvmeshError
+from kvmesh.rpc.server import join
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -35,6 +36,8 @@ HELP = f"""Start a whole mesh on this machine: store master, conductor, prefill,
 
 Waits until all are ready, asks the model something, prints the streamed answer, and keeps the services running \
 until Ctrl-C. A service that dies is started again.
+
+Over several machines: --host ADDRESS on one of them, --join ADDRESS on each other one (docs/multi-host.md).
 
 {serve.PRECEDENCE}
 
@@ -51,6 +54,10 @@ Examples:
     kvmesh up --coupled 1 --prefill 0 --decode 0 --coupled-tp 2 --device cuda --dtype bfloat16
 
     kvmesh up --masters 3 --conductors 2 --redis auto
+
+    kvmesh up --host 10.0.0.1
+
+    kvmesh up --join 10.0.0.1 --prefill 1 --decode 2
 
     kvmesh up --model ./chat-model --add-model code=./code-model
 
@@ -96,17 +103,24 @@ def up(settings: MeshSettings, *, prompt: bool, leave: bool) -> int:
     """Run a mesh until SIGINT, SIGTERM or SIGHUP, or with `leave` until the first answer; returns the exit code."""
     out = console()
     demo = not settings.model
+    named = bool(settings.served_name) or not (demo or Path(settings.model).is_dir())
     folder = models.resolve(settings.model)
     name = settings.served_name or (folder.name if demo or Path(settings.model).is_dir() else settings.model)
     further = tuple(f"{served.name}={models.resolve(served.path, 'add_model')}" for served in settings.served[1:])
     settings = dataclasses.replace(settings, model=str(folder), served_name=name, add_model=further)
     out.print("[dim]starting ...[/]" if out.is_terminal else "starting ...")
 
+    from kvmesh.cli import joining
     from kvmesh.cli import mesh as meshes
-    from kvmesh.cli.checks import check_front_ports, check_ranks, check_redis, check_tiers
-    from kvmesh.cli.screen import Progress
+    from kvmesh.cli.checks import check_own_ports, check_ranks, check_reach, check_redis, check_tiers
+    from kvmesh.cli.screen import Progress, joins
 
-    check_front_ports(settings)
+    settings = joining.advertised(settings)
+    check_reach(settings)
+    if settings.join:
+        settings, found = joining.joined(settings, named=named)
+        out.print(joins(settings, found), soft_wrap=True)
+    check_own_ports(settings)
     check_ranks(settings)
     check_redis(settings)
     check_tiers(settings)
@@ -131,12 +145,13 @@ def up(settings: MeshSettings, *, prompt: bool, leave: bool) -> int:
                 if not told.is_set():
                     progress.done()
             answered = True
-            if prompt and not told.is_set():
+            if prompt and mesh.url and not told.is_set():
                 answered = _ask(out, mesh)
             if leave:
                 return 0 if answered else 1
             if not told.is_set():
-                _explain(out, mesh)
+                for line in _part(mesh) if mesh.settings.join else _whole(mesh):
+                    out.print(line, soft_wrap=True)
                 told.wait()
             return 0
         finally:
@@ -215,14 +230,27 @@ def program() -> str:
     return str(own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own)
 
 
-def _explain(out: Console, mesh: Mesh) -> None:
-    """How to go on."""
+def _part(mesh: Mesh) -> tuple[str, ...]:
+    """How to go on with a machine that has joined."""
+    assert mesh.settings.joined is not None, "it was asked before anything was started"
+    kvmesh, conductor = program(), ",".join(mesh.settings.joined.conductors)
+    return (
+        f"\n[bold green]This machine serves in the mesh of {conductor}[/]",
+        f"[bold]Logs[/]    {mesh.run_dir}/logs",
+        f"[bold]Look[/]    {kvmesh} status   {kvmesh} doctor --mesh",
+        "",
+        "Ctrl-C takes it out of the mesh: requests that run here end within seconds, or go on at other machines.",
+    )
+
+
+def _whole(mesh: Mesh) -> tuple[str, ...]:
+    """How to go on with a whole mesh."""
     url, name, kvmesh = mesh.url, mesh.settings.model_name, program()
     names = ", ".join(served.name for served in mesh.settings.served)
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32})
     auth = ' -H "Authorization: Bearer $KVMESH_API_KEY"' if mesh.settings.api_keys else ""
     client_key = "os.environ['KVMESH_API_KEY']" if mesh.settings.api_keys else "'none'"
-    lines = (
+    return (
         f"\n[bold green]The mesh is up[/]  {url}/v1   [dim]docs: {url}/docs[/]",
         f"[bold]gRPC[/]            {mesh.addresses['gateway']}",
         *([f"[bold]Models[/]          {escape(names)}"] if mesh.settings.add_model else []),
@@ -243,7 +271,21 @@ def _explain(out: Console, mesh: Mesh) -> None:
         f"        {kvmesh} trace --last   {kvmesh} explain REQUEST_ID",
         *([f"        {kvmesh} role coupled-0 prefill|decode|both"] if mesh.settings.coupled else []),
         "",
+        *_invitation(mesh),
         "Ctrl-C stops everything.",
     )
-    for line in lines:
-        out.print(line, soft_wrap=True)
+
+
+def _invitation(mesh: Mesh) -> tuple[str, ...]:
+    """The command for other machines, where they can join."""
+    settings = mesh.settings
+    if not settings.address:
+        return ()
+    conductors = ",".join(one.spec.address for one in mesh.processes.values() if one.spec.service == "conductor")
+    if settings.advertise_host:
+        ports = (one.rpartition(":")[2] for one in conductors.split(","))
+        conductors = ",".join(join(settings.advertise_host, int(port)) for port in ports)
+    flags = "" if settings.model == models.resolve("").as_posix() else " --model FOLDER_OF_THE_SAME_CHECKPOINT"
+    if settings.tls_ca:
+        flags += " --tls-cert FILE --tls-key FILE --tls-ca FILE"
+    return ("[bold]Another machine joins with[/]", f"  kvmesh up --join {conductors}{flags}", "")

@@ -91,6 +91,6 @@ async def test_without_redis_every_conductor_is_told() -> None:
         with pytest.raises(Unavailable, match=f"2 of 3 conductors .*{NOBODY}"):
             await cordon.tell((*addresses, NOBODY), pb.CordonRequest(instance_id="p0"))
         assert [await reason(one) for one in (a, b)] == [""] * 2
-        found = await collect._conductors(f"{NOBODY},{a.service.address}")
+        found = await collect.ask_conductors(f"{NOBODY},{a.service.address}")
         assert [i["instance"]["instance_id"] for i in found["instances"]] == ["p0", "d0"]
         assert [("error" in one) for one in found["conductors"]] == [True, False]

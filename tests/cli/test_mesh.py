@@ -200,6 +200,7 @@ def test_ports_are_each_given_once_free_and_out_of_the_kernels_range() -> None:
 def test_the_plan_of_a_whole_mesh(tmp_path: Path) -> None:
     settings = MeshSettings(
         model="/m/tiny", prefill=2, decode=1, http_port=9000, grpc_port=9001, host="0.0.0.0", block_tokens=32,
+        advertise_host="10.0.0.1", node_id="alpha",
         flags={"*": {"log_level": "debug"}, "decode": {"max_running": 3}, "prefill-1": {"threads": 2}},
         env={"decode-0": {"MARK": "1"}}, store_eviction="lfu", decode_tp=3,
     )  # fmt: skip
@@ -262,7 +263,7 @@ def test_several_masters_with_a_redis_of_their_own(tmp_path: Path) -> None:
         def leading(above: int) -> int:
             deadline = time.monotonic() + 30
             while True:
-                found = asyncio.run(collect._store(masters))
+                found = asyncio.run(collect.ask_masters(masters))
                 if "error" not in found and found["map"]["term"] > above:
                     assert len(found["masters"]) == 3
                     return int(found["map"]["term"])
@@ -273,7 +274,7 @@ def test_several_masters_with_a_redis_of_their_own(tmp_path: Path) -> None:
         mesh.kill("redis")
         mesh.wait_ready(60)
         assert leading(0) >= term
-        leader = asyncio.run(collect._store(masters))["address"]
+        leader = asyncio.run(collect.ask_masters(masters))["address"]
         mesh.kill(next(name for name, address in mesh.addresses.items() if address == leader))
         leading(term)
         mesh.wait_ready(60)

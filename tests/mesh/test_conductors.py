@@ -48,7 +48,7 @@ def addresses(mesh: Running) -> tuple[str, ...]:
 
 async def told(mesh: Running) -> dict[str, dict[str, Any]]:
     """What each conductor says of itself, by name."""
-    found = (await collect._conductors(",".join(addresses(mesh))))["conductors"]
+    found = (await collect.ask_conductors(",".join(addresses(mesh))))["conductors"]
     by_address = {one["address"]: one for one in found}
     return {name: by_address[mesh.mesh.addresses[name]] for name in NAMES}
 
@@ -174,7 +174,7 @@ async def test_a_cordon_holds_at_both_and_over_restarts(mesh: Running) -> None:
 
     async def held() -> bool:
         for address in addresses(mesh):
-            found = await collect._conductors(address)
+            found = await collect.ask_conductors(address)
             words = [i["not_ready_reason"] for i in found.get("instances", []) if _id(i) == "decode-0"]
             if words != ["cordoned: a test"]:
                 return False
@@ -195,7 +195,7 @@ async def test_a_cordon_holds_at_both_and_over_restarts(mesh: Running) -> None:
     assert await cordon.tell(addresses(mesh), request(state=pb.CORDON_STATE_UNSPECIFIED)) == pb.CORDON_STATE_CORDONED
 
     async def open_again() -> bool:
-        found = await collect._conductors(",".join(addresses(mesh)))
+        found = await collect.ask_conductors(",".join(addresses(mesh)))
         return all(i["ready"] for i in found["instances"])
 
     await until(open_again, "all instances")
