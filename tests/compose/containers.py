@@ -31,6 +31,7 @@ FILES = (ROOT / "compose" / "compose.yaml", Path(__file__).parent / "compose.tes
 PROJECT = "kvmesh-test"
 COMMAND_S = 240.0
 POLL_S = 0.1
+LOOKS = 10  # requests seen, before one is called the busiest
 METRICS = 9100
 PORTS = {"conductor": 7001, "store": 7002, "prefill": 7010, "decode": 7020, "pool": 7030, "redis": 6379}
 Pair = tuple[str, str]
@@ -178,6 +179,23 @@ class Containers:
 
         await until(known, f"a leader of {service}")
         return found[0], found[1]
+
+    async def busiest(self, service: str) -> Container:
+        """Of prefill or decode: who has had most requests in a few looks, and some right now."""
+        had: dict[str, int] = {}
+        found: list[Container] = []
+
+        async def known() -> bool:
+            found[:] = await self.of(service)
+            pools = [await _pools(one) for one in found]
+            now = {one.name: each.requests + each.handoffs for one, each in zip(found, pools, strict=True)}
+            for name, count in now.items():
+                had[name] = had.get(name, 0) + count
+            best = max(had, key=lambda name: had[name])
+            return had[best] >= LOOKS and now[best] > 0
+
+        await until(known, f"work at {service}", 30.0)
+        return max(found, key=lambda one: had[one.name])
 
     async def full(self) -> list[str]:
         """What is left in the pools of workers; nothing, when all of them are full again."""

@@ -26,11 +26,13 @@ class Fault:
 
 
 async def _pick(mesh: Containers, who: str) -> Container:
-    """ "decode", "store leader", "conductor standby" ...: the container that is meant."""
+    """ "decode", "store leader", "conductor standby" ...: the container that is meant; of workers the busiest one."""
     service, _, role = who.partition(" ")
     if role:
         leader, standby = await mesh.leader(service)
         return leader if role == "leader" else standby
+    if service in ("prefill", "decode"):
+        return await mesh.busiest(service)
     return (await mesh.of(service))[0]
 
 

@@ -73,7 +73,7 @@ class Load:
 
     containers: Containers
     questions: Sequence[Question]
-    clients: int = 5
+    clients: int = 8
     pause_s: float = 0.05
     done: list[Done] = field(default_factory=list)
     gateways: list[str] = field(default_factory=list)

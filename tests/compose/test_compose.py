@@ -99,7 +99,7 @@ def questions() -> list[Question]:
 
     common = words(60)
     return [
-        Question(f"{common if number % 2 else ''} {words(rng.randint(5, 80))}:", rng.choice((24, 64, 160)))
+        Question(f"{common if number % 2 else ''} {words(rng.randint(5, 80))}:", rng.choice((32, 96, 224)))
         for number in range(QUESTIONS)
     ]
 
