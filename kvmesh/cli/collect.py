@@ -38,7 +38,7 @@ async def collect(conductor: str, gateway: str, store: str) -> dict[str, Any]:
     Returns plain JSON; a service that does not answer has `error` in the place of its answer."""
     jobs: dict[str, Any] = {"conductor": ask_conductors(conductor)}
     if gateway:
-        jobs["gateway"] = _gateway(gateway)
+        jobs["gateway"] = ask_gateway(gateway)
     if store:
         jobs["store"] = ask_masters(store)
     found = dict(zip(jobs, await asyncio.gather(*jobs.values()), strict=True))
@@ -121,13 +121,7 @@ async def ask_conductors(addresses: str) -> dict[str, Any]:
         every = split(addresses, "conductor")
     except KvmeshError as err:
         return {"address": addresses, "error": err.message}
-    request = conductor_pb2.GetConductorStatusRequest()
-    told = await asyncio.gather(
-        *(
-            _ask(one, lambda channel: conductor_pb2_grpc.ConductorStub(channel).GetStatus(request, timeout=TIMEOUT_S))
-            for one in every
-        )
-    )
+    told = await asyncio.gather(*(ask_conductor(one) for one in every))
 
     def rank(one: dict[str, Any]) -> tuple[bool, bool, int]:
         leads = one.get("leadership", {}).get("role") == "leader"
@@ -143,9 +137,26 @@ def _counted(one: dict[str, Any]) -> dict[str, int]:
     return {} if "error" in one else {"known_instances": len(one["instances"])}
 
 
-def _gateway(address: str) -> Any:
+async def ask_conductor(address: str) -> dict[str, Any]:
+    """What one conductor says, or its error."""
+    request = conductor_pb2.GetConductorStatusRequest()
+    return await _ask(
+        address, lambda channel: conductor_pb2_grpc.ConductorStub(channel).GetStatus(request, timeout=TIMEOUT_S)
+    )
+
+
+async def ask_master(address: str) -> dict[str, Any]:
+    """Likewise of one store master."""
+    request = store_pb2.GetStoreStatusRequest()
+    return await _ask(
+        address, lambda channel: store_pb2_grpc.StoreMasterStub(channel).GetStatus(request, timeout=TIMEOUT_S)
+    )
+
+
+async def ask_gateway(address: str) -> dict[str, Any]:
+    """Likewise of a gateway."""
     request = gateway_pb2.GetGatewayStatusRequest()
-    return _ask(
+    return await _ask(
         address, lambda channel: gateway_pb2_grpc.GatewayStub(channel).GetGatewayStatus(request, timeout=TIMEOUT_S)
     )
 
@@ -157,13 +168,7 @@ async def ask_masters(addresses: str) -> dict[str, Any]:
         every = split(addresses)
     except KvmeshError as err:
         return {"address": addresses, "error": err.message}
-    request = store_pb2.GetStoreStatusRequest()
-    told = await asyncio.gather(
-        *(
-            _ask(one, lambda channel: store_pb2_grpc.StoreMasterStub(channel).GetStatus(request, timeout=TIMEOUT_S))
-            for one in every
-        )
-    )
+    told = await asyncio.gather(*(ask_master(one) for one in every))
     kept = ("address", "error", "leading", "leader", "term")
     masters = [{key: one[key] for key in kept if key in one} for one in told]
     # A leader that was frozen may not know yet that another leads.

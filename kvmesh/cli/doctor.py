@@ -109,6 +109,13 @@ def doctor(
         str | None, typer.Option("--peer", help="Transfer to and from a listening doctor.", metavar="HOST[:PORT]")
     ] = None,
     listen: Annotated[bool, typer.Option("--listen", help="Wait for doctors of other hosts, until Ctrl-C.")] = False,
+    mesh: Annotated[bool, typer.Option("--mesh", help="Look at a running mesh, from this machine.")] = False,
+    conductor: Annotated[
+        str, typer.Option(help="With --mesh: its conductors; by default KVMESH_CONDUCTOR, or the mesh that runs here.")
+    ] = "",
+    store: Annotated[str, typer.Option(help="With --mesh: its store masters, KVMESH_STORE.")] = "",
+    redis: Annotated[str, typer.Option(help="With --mesh: its Redis, KVMESH_REDIS.", metavar="redis://...")] = "",
+    gateway: Annotated[str, typer.Option(help="With --mesh: its gateway (gRPC).", metavar="HOST:PORT")] = "",
     host: Annotated[str, typer.Option(help="With --listen: the address to listen on; empty: all.")] = "",
     token: Annotated[str, typer.Option(help="Shared secret of the two; --listen makes one and prints it.")] = "",
     transports: Annotated[str, typer.Option(help="Only these of rdma,shm,tcp; empty: all. Each must then work.")] = "",
@@ -130,12 +137,18 @@ def doctor(
     every pair of NICs of every transport, compares every byte, and shows GB/s (10^9 bytes): rows are NICs here, columns
     NICs there. It takes about 2 s a pair; the bytes are not encrypted.
 
-    Exit status: 0 all is well; 1 something is broken, a pair failed, or the peer is not to be had; 2 a wrong option;
-    130 Ctrl-C (0 with --listen, which ends that way).
+    Of a mesh (--mesh): whether this machine reaches each conductor, store master, Redis, gateway and instance under
+    the address that it gives to others, who leads, whether versions, TLS, models and names fit, and how far each
+    machine is.
+
+    Exit status: 0 all is well (--mesh: requests can be served); 1 something is broken (they cannot), a pair failed, or
+    the peer is not to be had; 2 a wrong option; 130 Ctrl-C (0 with --listen, which ends that way).
 
     Examples:
 
         kvmesh doctor
+
+        kvmesh doctor --mesh --conductor 10.0.0.1:7001 --gateway 10.0.0.1:8001
 
         kvmesh doctor --listen
 
@@ -147,7 +160,15 @@ def doctor(
         _refuse("--listen waits for others, --peer calls one: give one of them", peer=peer)
     else:
         _refuse("only --listen takes one", port=port, host=host)
-    if listen or peer is not None:
+    if not mesh:
+        _refuse("only --mesh takes one", conductor=conductor, store=store, redis=redis, gateway=gateway)
+    if mesh:
+        from kvmesh.cli import doctor_mesh
+
+        why = "--mesh looks at services, --listen and --peer at the network: give one of them"
+        _refuse(why, peer=peer, listen=listen or None, transports=transports, nics=nics)
+        code = doctor_mesh.show(conductor, store, redis, gateway, as_json=as_json)
+    elif listen or peer is not None:
         from kvmesh.cli import doctor_peer
         from kvmesh.node.transfer_config import listed
 
