@@ -15,8 +15,8 @@ ours=
 skip() {
   echo "tests/compose is skipped: $*"
   echo "  a Docker daemon with Compose v2, or root on Debian 12, would run it"
-  # pytest shows the skip, and runs what needs no daemon
-  exec "$python" -m pytest -q tests/compose
+  # pytest shows the skip and its reason
+  exec "$python" -m pytest -q tests/compose/test_compose.py
 }
 
 end() { [ -z "$ours" ] || scripts/docker/daemon.sh stop || true; }
@@ -50,5 +50,5 @@ WORKDIR /data
 D
 step "tests"
 KVMESH_IMAGE=kvmesh:test KVMESH_REDIS_IMAGE=kvmesh-redis:test KVMESH_TEST_COMPOSE=1 \
-  "$python" -m pytest -q -s tests/compose "$@"
+  "$python" -m pytest -q -s tests/compose/test_compose.py "$@"
 step "done"
