@@ -297,6 +297,8 @@ def _instance(seen: Seen, one: Instance, usual: tuple[Any, ...]) -> Finding:
 def _next(one: Instance) -> str:
     if str(one.get("cordon", "")) not in ("", "CORDON_STATE_UNSPECIFIED"):
         return f"kvmesh uncordon {one['instance']['instance_id']}, when it shall work again"
+    if "died" in one["not_ready_reason"]:
+        return "its heartbeats stayed out: does it run, is its machine overloaded, does it reach the store master?"
     return "wait while it loads or rests; else its log tells"
 
 
