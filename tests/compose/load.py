@@ -24,7 +24,7 @@ from tests.compose.containers import Container, Containers
 MODEL = "demo-model"
 HANG_S = 75.0  # the longest that any request may take: keepalive (20 s), a migration or two, and the answer
 LOOK_S = 0.4
-WINDOW_S = 2.0
+WINDOW_S = 3.0
 STEP_S = 0.1
 BROKEN = "connection"
 WRONG = "wrong"

@@ -34,14 +34,14 @@ pytestmark = [
 QUESTIONS = 24
 BASELINE_S = 6.0
 SHARE = 0.5  # of the right answers a second before: half of prefill or decode may be away
-PATIENCE_S = 60.0
-QUIET_S = 2.5
+PATIENCE_S = 90.0
+QUIET_S = 3.0
 BEFORE_S = 4.0
 ENV = {
     "KVMESH_MEMORY_MB": "96",
     "KVMESH_POOL_MEMORY_MB": "96",
     "KVMESH_STOP_DELAY_MS": "2000",  # clients look every LOOK_S
-    "KVMESH_STOP_GRACE_MS": "300",  # shorter than an answer: some of them migrate
+    "KVMESH_STOP_GRACE_MS": "300",  # of prefill and decode: shorter than an answer, so that some of them migrate
     "KVMESH_EVACUATE_MS": "4000",
     "KVMESH_ADMISSION": "off",  # two cores for twelve containers: TTFT is no matter here
 }
@@ -146,11 +146,11 @@ async def calm(load: Load, begun: float, wanted: float) -> None:
     await until(quiet, "right answers flow", PATIENCE_S)
 
 
-async def struck(mesh: Containers, load: Load, fault: Fault, seen: dict[str, float]) -> Row:
-    """One row: the blow, what came of requests, and when all was well again. As well as just before: machines that
+async def struck(mesh: Containers, load: Load, fault: Fault, baseline: float, seen: dict[str, float]) -> Row:
+    """One row: the blow, what came of requests, and when all was well again. No better than just before: machines that
     tests run on have other things to do, too."""
     begun = time.monotonic()
-    wanted = SHARE * load.goodput(begun - BEFORE_S, begun)
+    wanted = SHARE * min(baseline, load.goodput(begun - BEFORE_S, begun))
     failed: Refused | None = None
     try:
         async with fault.strike(mesh):
@@ -189,7 +189,7 @@ async def test_requests_survive_whatever_befalls_the_mesh(mesh: Containers, caps
             assert baseline > 1, f"{baseline} right answers a second: {load.since(begun)}"
             print(f"\n\n{baseline:.1f} right answers a second before all faults\n\n{HEAD}", flush=True)
             for fault in faults:
-                rows.append(await struck(mesh, load, fault, seen))
+                rows.append(await struck(mesh, load, fault, baseline, seen))
         bad = [one for one in load.done if one.outcome in (WRONG, HUNG, "unnamed")]
         broken = [one for one in load.done if one.outcome == BROKEN]
         print(f"\n{len(load.done)} requests: {dict(load.since(0.0))}", flush=True)
