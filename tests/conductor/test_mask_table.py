@@ -71,6 +71,7 @@ class Told:
         walked.check_integrity()
 
 
+@settings(deadline=None)
 @given(st.lists(word, max_size=25))
 def test_a_map_says_the_same_with_a_table(words: list[tuple[str, str, tuple[int, int]]]) -> None:
     told = Told()
@@ -88,7 +89,7 @@ def test_keys_shared_by_few_objects_stay_shared() -> None:
     assert {id(mask) for mask in found._masks.values()} == {id(found._stores["a"].bit)}, "the store's own int"
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 1 << 40), st.integers(0, 3))
 def test_tables_grow_and_shrink(seed: int, salt: int) -> None:
     """Sizes come and go; keys that differ in their last bits alone collide, and wrap around the end."""

@@ -81,18 +81,20 @@ class Heat:
 
     def use(self, request: Schedule, survey: Survey, now: float) -> None:
         """A prompt was weighed; `survey`: who holds its blocks. What nobody holds counts for nothing."""
-        weight = self._weight(now)
-        for depth in depths(survey, len(request.keys)):
-            key = request.keys[depth - 1]
-            chain = self._chains.get(key)
+        weight, keys, chains = self._weight(now), request.keys, self._chains
+        tokens, packed = weight * request.prompt_tokens, b""
+        for depth in depths(survey, len(keys)):
+            key = keys[depth - 1]
+            chain = chains.get(key)
             if chain is None:
                 chain = self._admit(_Chain(key, request.model, depth))
             chain.count += weight
-            chain.prompt_tokens += weight * request.prompt_tokens
+            chain.prompt_tokens += tokens
             chain.uses += 1
             if chain.uses > 1 and not chain.packed and self.packed_bytes + depth * KEY_BYTES <= self._max_packed:
-                chain.packed = b"".join(request.keys[:depth])
-                self.packed_bytes += len(chain.packed)
+                packed += b"".join(keys[len(packed) // KEY_BYTES : depth])  # depths ascend: each key is joined once
+                chain.packed = packed
+                self.packed_bytes += len(packed)
 
     def hottest(self, now: float, *, most: int, least_rate: float) -> list[Hot]:
         """The `most` with the most block reads a second among those used `least_rate` times a second or more. Of two

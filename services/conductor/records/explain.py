@@ -240,6 +240,8 @@ def candidates_of(
     `found`: None when nobody could be weighed."""
     pair = found.pair if found is not None else None
     known = list(_weighed(pair, slo_s)) if pair is not None else []
+    if not serving:
+        return tuple(known)
     done = {(c.ref, c.role) for c in known}
     if found is not None:  # those tell more
         done |= {(o.prefill.ref, role) for o in found.options if o.kind is not Kind.PAIR for role in Role}
