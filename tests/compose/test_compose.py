@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(
         "KVMESH_TEST_COMPOSE" not in os.environ, reason="needs a Docker daemon and an image: run `make test-compose`"
     ),
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1500),
     pytest.mark.asyncio(loop_scope="module"),
 ]
 
