@@ -14,6 +14,7 @@ from benchmarks.sizing_paper import Point, Setup, Workload, at, engines, most_in
 from benchmarks.sizing_solve import Cost, Fit
 from kvmesh.rpc.errors import ConfigError
 
+CONDUCTOR = Path(__file__).resolve().parent / "results" / "conductor.json"
 _PLACE = re.compile(r"(<!-- sizing: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 EVENTS = {
     "seconds": "a second at rest",
