@@ -13,8 +13,6 @@ from urllib.parse import urlsplit
 
 from kvmesh.config import ServiceConfig
 from kvmesh.rpc.errors import ConfigError
-from kvmesh.rpc.masters import split
-from kvmesh.rpc.server import join
 
 AUTO = "auto"
 WAIT_S = 60.0  # the names of services that start beside this one may come later
@@ -25,6 +23,8 @@ C = TypeVar("C", bound=ServiceConfig)
 
 def resolved(config: C, *, wait_s: float = WAIT_S) -> C:
     """`config` with `advertise_host=auto` and `advertise=auto` replaced. ConfigError: no peer's name resolves."""
+    from kvmesh.rpc.server import join  # gRPC, which --help does without
+
     changed: dict[str, Any] = {}
     if getattr(config, "advertise_host", "") == AUTO:
         changed["advertise_host"] = address_towards(_peers(config), "advertise_host", wait_s)
@@ -37,6 +37,8 @@ def resolved(config: C, *, wait_s: float = WAIT_S) -> C:
 
 def _peers(config: ServiceConfig) -> list[tuple[str, int]]:
     """Whom it will talk to: (host, port) each."""
+    from kvmesh.rpc.masters import split
+
     found = []
     for key in ("conductor", "store"):
         for address in split(text, key) if (text := getattr(config, key, "")) else ():

@@ -30,7 +30,7 @@ def show(conductor: str, store: str, redis: str, gateway: str, *, as_json: bool)
         out.out(json.dumps(told, indent=2), highlight=False)
         return int(bool(why_not))
     wide_enough(out)
-    out.print(f"[dim]mesh of {escape(targets.origin)}[/]\n")
+    out.print(f"[dim]where to look was told by {escape(targets.origin)}[/]\n")
     out.print(screen(found))
     counts = ", ".join(f"{n} {level}" for level in MARKS if (n := sum(one.level == level for one in found)))
     if why_not:

@@ -24,7 +24,6 @@ from kvmesh.cli.console import console, one_line_errors
 from kvmesh.cli.settings import MeshSettings
 from kvmesh.config import load
 from kvmesh.rpc.errors import KvmeshError
-from kvmesh.rpc.server import join
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -283,9 +282,11 @@ def _invitation(mesh: Mesh) -> tuple[str, ...]:
         return ()
     conductors = ",".join(one.spec.address for one in mesh.processes.values() if one.spec.service == "conductor")
     if settings.advertise_host:
+        from kvmesh.rpc.server import join
+
         ports = (one.rpartition(":")[2] for one in conductors.split(","))
         conductors = ",".join(join(settings.advertise_host, int(port)) for port in ports)
     flags = "" if settings.model == models.resolve("").as_posix() else " --model FOLDER_OF_THE_SAME_CHECKPOINT"
     if settings.tls_ca:
         flags += " --tls-cert FILE --tls-key FILE --tls-ca FILE"
-    return ("[bold]Another machine joins with[/]", f"  kvmesh up --join {conductors}{flags}", "")
+    return ("[bold]Another machine joins with[/]", f"  {program()} up --join {conductors}{flags}", "")

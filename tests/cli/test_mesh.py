@@ -199,15 +199,14 @@ def test_ports_are_each_given_once_free_and_out_of_the_kernels_range() -> None:
 
 def test_the_plan_of_a_whole_mesh(tmp_path: Path) -> None:
     settings = MeshSettings(
-        model="/m/tiny", prefill=2, decode=1, http_port=9000, grpc_port=9001, host="0.0.0.0", block_tokens=32,
-        advertise_host="10.0.0.1", node_id="alpha",
+        model="/m/tiny", prefill=2, decode=1, http_port=9000, grpc_port=9001, block_tokens=32,
         flags={"*": {"log_level": "debug"}, "decode": {"max_running": 3}, "prefill-1": {"threads": 2}},
         env={"decode-0": {"MARK": "1"}}, store_eviction="lfu", decode_tp=3,
     )  # fmt: skip
     specs = {spec.name: spec for spec in plan.plan(settings, tmp_path, plan.Ports())}
     assert list(specs) == ["store", "conductor", "prefill-0", "prefill-1", "decode-0", "gateway"]
     assert specs["gateway"].http == "127.0.0.1:9000"
-    assert {"--host=0.0.0.0", "--http-port=9000", "--port=9001", "--served-name=tiny"} <= set(specs["gateway"].argv)
+    assert {"--host=127.0.0.1", "--http-port=9000", "--port=9001", "--served-name=tiny"} <= set(specs["gateway"].argv)
     assert "--max-running=3" in specs["decode-0"].argv
     assert "--threads=2" in specs["prefill-1"].argv
     assert {"--threads=1", "--tensor-parallel=1"} <= set(specs["prefill-0"].argv)
