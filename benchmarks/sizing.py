@@ -58,7 +58,7 @@ def _run(options: argparse.Namespace) -> None:
     if options.json is not None and options.json.exists():
         results = json.loads(options.json.read_text())
     results |= {"machine": platform.machine(), "cpus": os.cpu_count()}
-    results |= {key: getattr(options, key) for key in ("repeats", "idle_s", "fleet_s", "throughput_s", "seed")}
+    told = {key: getattr(options, key) for key in ("repeats", "idle_s", "fleet_s", "throughput_s", "seed")}
     parts: dict[str, Callable[[], Any]] = {
         "unit": lambda: sizing_unit.told(sizing_unit.unit(MODEL, options.repeats, options.idle_s, options.seed)),
         "fleet": lambda: sizing_unit.told(fleet(INSTANCES, options.repeats, options.fleet_s)),
@@ -67,6 +67,7 @@ def _run(options: argparse.Namespace) -> None:
     }
     for name in options.only or PARTS:
         results[name] = parts[name]()
+        results.setdefault("args", {})[name] = told
         if options.json is not None:  # after each: what was measured is not lost with what comes later
             options.json.write_text(json.dumps(_rounded(results), indent=1) + "\n")
     if options.json is not None and all(name in results for name in PARTS):
@@ -102,9 +103,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--docs", type=Path, help="a page whose tables are filled from --json; nothing is run")
     parser.add_argument("--only", action="append", choices=PARTS, help="this part; may be given several times")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--idle-s", type=float, default=4.0, help="seconds of each idle window")
+    parser.add_argument("--idle-s", type=float, default=3.0, help="seconds of each idle window")
     parser.add_argument("--fleet-s", type=float, default=2.0, help="seconds of each window of the fleet")
-    parser.add_argument("--throughput-s", type=float, default=8.0, help="seconds of each row of throughput")
+    parser.add_argument("--throughput-s", type=float, default=7.0, help="seconds of each row of throughput")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
 

@@ -9,7 +9,8 @@ from typing import Any
 from benchmarks.sizing_solve import Fit, Window, fit
 
 CALLED = "conductor beats each 10 ms", "store beats each 10 ms"  # meshes whose instances beat that often
-FLIGHT = 32  # heartbeats in flight where the next is sent when one is answered
+FLIGHT = 32  # calls in flight where the next is sent when one is answered
+IDLE = "idle"
 SATURATED = f"{FLIGHT} in flight"
 WIRE = "wire"  # bytes instead of CPU seconds, in windows of the fleet
 FRONT = ("seconds", "own_conductor_beats", "own_store_beats", "own_announcements", "requests")
@@ -30,11 +31,12 @@ FLEET: Mapping[str, tuple[str, ...]] = {
 @dataclass(frozen=True, slots=True)
 class Costs:
     """CPU seconds of each event. `live`: of a small mesh, all its services; `fleet`: of conductor and store master when
-    1,000 instances are there (under WIRE: bytes). `full`: of one heartbeat when FLIGHT are in flight, by service."""
+    1,000 instances are there (under WIRE: bytes). `full`: the same when FLIGHT calls are in flight: a
+    process that never rests is not woken for each."""
 
     live: Mapping[str, Fit]
     fleet: Mapping[str, Fit]
-    full: Mapping[str, float]
+    full: Mapping[str, Fit]
 
 
 def costs_of(windows: Sequence[Window], fleet: Sequence[Window]) -> Costs:
@@ -42,18 +44,15 @@ def costs_of(windows: Sequence[Window], fleet: Sequence[Window]) -> Costs:
     live = {service: fit(_of(windows, service), service, events) for service, events in LIVE.items()}
     for door in ("rest", "grpc"):
         events = ("seconds", *(f"{event}_{door}" for event in GATEWAY))
-        own = [w for w in windows if "idle" in w.group or w.group.endswith(door)]
+        own = [w for w in windows if IDLE in w.group or w.group.endswith(door)]
         live[f"gateway, {door}"] = fit(_of(own, "gateway"), "gateway", events)
-    quiet = [window for window in fleet if SATURATED not in window.group]
-    base = {service: fit(quiet, service, events) for service, events in FLEET.items()}
-    full = {}
-    for service, event in (("conductor", "conductor_beats"), ("store", "store_beats")):
-        some = [w for w in fleet if SATURATED in w.group and w.counts.get(event)]
-        if not some:
-            raise ValueError(f"no window in which the {service} takes all the heartbeats it can")
-        spent = sum(w.cpu_s[service] - base[service]["seconds"] * w.counts["seconds"] for w in some)
-        full[service] = spent / sum(w.counts[event] for w in some)
-    return Costs(live, base, full)
+    calm = [window for window in fleet if SATURATED not in window.group]
+    full = [window for window in fleet if SATURATED in window.group or window.group == IDLE]
+    return Costs(
+        live,
+        {service: fit(calm, service, events) for service, events in FLEET.items()},
+        {service: fit(full, service, events) for service, events in FLEET.items() if service != WIRE},
+    )
 
 
 def _of(windows: Sequence[Window], service: str) -> list[Window]:

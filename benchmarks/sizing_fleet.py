@@ -20,7 +20,7 @@ import psutil
 from benchmarks import conductor_grpc
 from benchmarks.conductor_grpc import Service, open_loop
 from benchmarks.progress import tell
-from benchmarks.sizing_costs import FLIGHT, WIRE
+from benchmarks.sizing_costs import FLIGHT, IDLE, SATURATED, WIRE
 from benchmarks.sizing_mesh import Clocks
 from benchmarks.sizing_solve import Window
 from kvmesh.rpc.channels import connect
@@ -30,7 +30,6 @@ BLOCK = 64
 WAIT_S = 30.0
 CONNECTIONS = 64
 SETTLE_S = 0.5
-FULL, STORE_FULL = f"heartbeats, {FLIGHT} in flight", f"store heartbeats, {FLIGHT} in flight"
 OUTCOME = {"outcome": conductor_pb2.OUTCOME_DONE, "output_tokens": 343, "ttft_us": 10**6, "tbt_us": 30_000}
 Call = Callable[[], Awaitable[None]]
 
@@ -148,16 +147,20 @@ async def _fleet(instances: int, repeats: int, seconds: float) -> list[Window]:
 def _kinds(one: Fleet) -> dict[str, tuple[Call | None, float]]:
     """Windows by name: what is called, and how often a second."""
     return {
-        "idle": (None, 0.0),
+        IDLE: (None, 0.0),
         "heartbeats": (one.beat, 400.0),
-        FULL: (one.beat, math.inf),
         "store heartbeats": (one.store_beat, 400.0),
-        STORE_FULL: (one.store_beat, math.inf),
         "announcements of 1 block": (one.announce(1), 200.0),
         "announcements of 64 blocks": (one.announce(64), 200.0),
         "requests of 4 blocks": (one.schedule(4), 60.0),
         "requests of 188 blocks": (one.schedule(188), 60.0),
         "requests of 1,000 blocks": (one.schedule(1000), 60.0),
+        f"heartbeats, {SATURATED}": (one.beat, math.inf),
+        f"store heartbeats, {SATURATED}": (one.store_beat, math.inf),
+        f"announcements of 1 block, {SATURATED}": (one.announce(1), math.inf),
+        f"announcements of 64 blocks, {SATURATED}": (one.announce(64), math.inf),
+        f"requests of 4 blocks, {SATURATED}": (one.schedule(4), math.inf),
+        f"requests of 1,000 blocks, {SATURATED}": (one.schedule(1000), math.inf),
     }
 
 

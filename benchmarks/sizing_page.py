@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.sizing_costs import FLEET, WIRE, Costs, costs_of, read_windows
+from benchmarks.sizing_costs import SATURATED, WIRE, Costs, costs_of, read_windows
 from benchmarks.sizing_paper import Point, Setup, Workload, at, engines, most_instances, saturates
 from benchmarks.sizing_solve import Cost, Fit
 from kvmesh.rpc.errors import ConfigError
@@ -120,13 +120,16 @@ def _live(costs: Costs) -> str:
 
 
 def _fleet(costs: Costs) -> str:
-    rows = [row for service in FLEET if service != WIRE for row in _rows(service, costs.fleet[service])]
-    text = table(("service", "event", "CPU, µs", "error of the fit"), rows)
-    full = ", ".join(f"{service} {1e6 * value:,.0f} µs" for service, value in costs.full.items())
+    rows = []
+    for service, full in costs.full.items():
+        calm = costs.fleet[service]
+        rows += [[service, _name(event), micros(calm.costs[event]), micros(cost)] for event, cost in full.costs.items()]
+        rows.append([service, "error of the fit", f"{calm.error:.0%}", f"{full.error:.0%}"])
     sent = ", ".join(
         f"{EVENTS[event]} {cost.median:,.0f}" for event, cost in costs.fleet[WIRE].costs.items() if event != "seconds"
     )
-    return f"{text}\n\nA heartbeat where 32 are in flight: {full}. Bytes both ways, TCP's own among them: {sent}."
+    text = table(("service", "event", "CPU, µs, calls alone", f"CPU, µs, {SATURATED}"), rows)
+    return f"{text}\n\nBytes both ways, TCP's own among them: {sent}."
 
 
 def _throughput(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -190,7 +193,7 @@ def _first(rates: Mapping[str, float], limit: float) -> str:
 def _example(costs: Costs) -> str:
     """The sum of one row, term by term."""
     setup, rate = SETUPS[0], engines(NODES, WORK)
-    of, blocks = costs.fleet["conductor"], WORK.prompt_tokens // setup.block
+    of, blocks = costs.full["conductor"], WORK.prompt_tokens // setup.block
     quiet = at(costs, NODES, setup, WORK, 0.0)
     full = at(costs, NODES, setup, WORK, rate)
     bigger = at(costs, NODES, replace(setup, block=512), WORK, rate)
@@ -218,13 +221,18 @@ def _example(costs: Costs) -> str:
 
 def _check(made: Made) -> str:
     """What the costs say of a run that they were not solved from."""
-    of, rows = made.costs.fleet["conductor"], []
+    rows = []
     for run in made.conductor["grpc"]:
-        terms = of["conductor_beats"] * run["heartbeats_per_s"] + of["relayed"] * 10 + of["keys"] * 640
-        decision = of["requests"] + of["blocks"] * (RPC_PROMPT // run["block"])
-        told = of["seconds"] + terms + run["rate"] * decision
-        rows.append([f"{run['instances']:,}", str(run["block"]), f"{told:.2f}", f"{run['conductor_cpu_share']:.2f}"])
-    text = table(("instances", "block", "told, cores", "measured, cores"), rows)
+        told = []
+        for of in (made.costs.fleet["conductor"], made.costs.full["conductor"]):
+            terms = of["conductor_beats"] * run["heartbeats_per_s"] + of["relayed"] * 10 + of["keys"] * 640
+            decision = of["requests"] + of["blocks"] * (RPC_PROMPT // run["block"])
+            told.append(of["seconds"] + terms + run["rate"] * decision)
+        cells = [f"{one:.2f}" for one in (*told, run["conductor_cpu_share"])]
+        rows.append([f"{run['instances']:,}", str(run["block"]), *cells])
+    head = ("instances", "block", "by calls alone, cores", f"by {SATURATED}", "measured")
+    text = table(head, rows)
+    of = made.costs.full["conductor"]
     brain = next(
         row for row in made.conductor["rows"]
         if (row["instances"], row["prompt"], row["block"]) == (LARGE, 4000, 64)

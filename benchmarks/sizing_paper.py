@@ -1,8 +1,8 @@
 """From CPU per event to a deployment: what each service takes at a rate, what saturates first, and where. Pure.
 
 CPU of a service = base + a * requests + b * blocks + c * tokens + d * heartbeats + e * announcements, as solved from
-measured windows (sizing_costs.py). Conductor and store master are one process with one core each (one event loop holds
-the interpreter); gateways are as many as are needed.
+measured windows (sizing_costs.py), of conductor and store master with calls in flight all the time. Conductor and store
+master are one process with one core each (one event loop holds the interpreter); gateways are as many as are needed.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def at(costs: Costs, instances: int, setup: Setup, work: Workload, rate: float) 
     told = announcements(instances, setup, work, rate)
     beats, store_beats = instances / setup.beat_s, instances / setup.store_beat_s
     keys = rate * 4 * (blocks + work.answer_tokens / setup.block)  # sealed by two, evicted by two
-    conductor, store, wire = (costs.fleet[name] for name in ("conductor", "store", WIRE))
+    conductor, store, wire = costs.full["conductor"], costs.full["store"], costs.fleet[WIRE]
     share = rate / setup.conductors
     gateways, messages = _gateways(costs, half, setup, work, rate, blocks)
     placing = share * (conductor["requests"] + conductor["blocks"] * blocks)

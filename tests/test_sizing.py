@@ -84,7 +84,7 @@ def test_a_large_window_weighs_no_more_than_a_small_one() -> None:
     assert fit([large, *small], "x", ["requests"])["requests"] < 0.012
 
 
-def test_costs_of_all_services_and_of_heartbeats_in_flight() -> None:
+def test_costs_of_all_services_and_of_calls_in_flight() -> None:
     doors = [f"{event}_{door}" for door in ("rest", "grpc") for event in GATEWAY]
     events = sorted({event for some in LIVE.values() for event in some} | set(doors))
     unit = [
@@ -97,16 +97,15 @@ def test_costs_of_all_services_and_of_heartbeats_in_flight() -> None:
         Window(w.group, 0, w.counts, dict.fromkeys(FLEET, w.cpu_s["x"]))
         for w in windows(dict.fromkeys(sorted({e for some in FLEET.values() for e in some}), 1e-3), "x", 0)
     ]
-    full = [
-        Window(f"beats, {SATURATED}", 0, {"seconds": 10.0, event: 100.0}, dict.fromkeys(FLEET, 0.51))
-        for event in ("conductor_beats", "store_beats")
-    ]
+    full = [Window(f"{w.group}, {SATURATED}", 0, w.counts, {k: v / 2 for k, v in w.cpu_s.items()}) for w in quiet]
     with_odd, without = costs_of([*unit, odd], [*quiet, *full]), costs_of(unit, [*quiet, *full])
     assert with_odd.live["store"] == without.live["store"], "its own rounds are as many as its beats there"
     assert with_odd.live["decode"] != without.live["decode"]
-    assert with_odd.full["store"] == pytest.approx((0.51 - 10 * without.fleet["store"]["seconds"]) / 100)
-    with pytest.raises(ValueError, match="store"):
-        costs_of(unit, [*quiet, full[0]])
+    for service in without.full:
+        for event in FLEET[service]:
+            assert without.full[service][event] == pytest.approx(without.fleet[service][event] / 2)
+    with pytest.raises(ValueError, match="no window"):
+        costs_of(unit, quiet)
 
 
 # ── the formulas ──────────────────────────────────────────────────────────────────────────────────
@@ -122,12 +121,11 @@ COSTS = Costs(
         "prefill": fitted(seconds=0.01, own_conductor_beats=1e-3, requests=1e-3),
         "decode": fitted(seconds=0.01, own_conductor_beats=1e-3, requests=1e-3, tokens=1e-4, steps=1e-4),
     },
-    fleet={
+    fleet={WIRE: fitted(conductor_beats=500.0, store_beats=400.0, announcements=300.0)},
+    full={
         "conductor": fitted(seconds=0.1, conductor_beats=1e-3, requests=2e-3, blocks=1e-5),
         "store": fitted(seconds=0.1, store_beats=1e-3, announcements=1e-3),
-        WIRE: fitted(conductor_beats=500.0, store_beats=400.0, announcements=300.0),
     },
-    full={},
 )
 CALM = Setup("calm", beat_s=5.0, store_beat_s=10.0, announce_s=5.0)
 WORK = Workload(prompt_tokens=6400, answer_tokens=100)
