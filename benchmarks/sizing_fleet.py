@@ -30,7 +30,7 @@ BLOCK = 64
 WAIT_S = 30.0
 CONNECTIONS = 64
 SETTLE_S = 0.5
-OUTCOME = {"outcome": conductor_pb2.OUTCOME_DONE, "output_tokens": 343, "ttft_us": 10**6, "tbt_us": 30_000}
+ENDED: dict[str, Any] = {"output_tokens": 343, "ttft_us": 10**6, "tbt_us": 30_000}
 Call = Callable[[], Awaitable[None]]
 
 
@@ -105,7 +105,7 @@ class Fleet:
             sample = conductor_pb2.PrefillSample(
                 request_id=request_id, computed_tokens=1, cached_tokens=keys * BLOCK, duration_us=2000
             )
-            outcome = conductor_pb2.RequestOutcome(request_id=request_id, **OUTCOME)
+            outcome = conductor_pb2.RequestOutcome(request_id=request_id, outcome=conductor_pb2.OUTCOME_DONE, **ENDED)
             over = [request_id]
             await self._beat(placement.prefill, prefill_samples=[sample], finished_request_ids=over)
             await self._beat(placement.decode, outcomes=[outcome], finished_request_ids=over)

@@ -85,7 +85,7 @@ def spread_over(gateways: int, running: float) -> float:
     message for each token."""
     if running <= 1 or gateways < 1:
         return 1.0
-    return gateways * (1 - (1 - 1 / gateways) ** running) / running
+    return float(gateways * (1 - (1 - 1 / gateways) ** running) / running)
 
 
 def at(costs: Costs, instances: int, setup: Setup, work: Workload, rate: float) -> Point:

@@ -102,7 +102,7 @@ def nonnegative(table: np.ndarray, values: np.ndarray) -> np.ndarray:
             break
         free[int(slope.argmax())] = True
         x = _feasible(unit, values, x, free)
-    return x / scale
+    return np.asarray(x / scale)
 
 
 def _feasible(unit: np.ndarray, values: np.ndarray, x: np.ndarray, free: np.ndarray) -> np.ndarray:

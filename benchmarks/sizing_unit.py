@@ -139,7 +139,7 @@ def throughput(model: Path, seconds: float, seed: int) -> list[dict[str, Any]]:
     prompts = Prompts(model, seed)
     for name, prefill, decode, gateways in SETTINGS:
         tell(f"throughput: {name}")
-        more = {"prefill": prefill, "decode": decode, "gateways": gateways}
+        more: dict[str, Any] = {"prefill": prefill, "decode": decode, "gateways": gateways}
         with tempfile.TemporaryDirectory() as folder, started(model, Path(folder), **more) as measured:
             reading = asyncio.run(_closed(measured, prompts, seconds))
         rows.append({"services": name, **more, **_told(measured, reading)})
@@ -193,15 +193,15 @@ def _told(measured: Measured, reading: Reading) -> dict[str, Any]:
 def redis(model: Path, idle_s: float) -> dict[str, float]:
     """Commands a second that two conductors and two store masters, idle, ask of their Redis, by its own count."""
     tell("redis")
-    more = {"masters": 2, "conductors": 2, "redis": "auto"}
+    more: dict[str, Any] = {"masters": 2, "conductors": 2, "redis": "auto"}
     with tempfile.TemporaryDirectory() as folder, started(model, Path(folder), **more) as measured:
         asyncio.run(serving(measured))
         host, _, port = measured.mesh.addresses["redis"].rpartition(":")
         with contextlib.closing(Redis(host=host, port=int(port))) as client:
-            before = client.info("stats")
+            before: Any = client.info("stats")
             with watched(measured) as reading:
                 asyncio.run(asyncio.sleep(idle_s))
-            after = client.info("stats")
+            after: Any = client.info("stats")
     asked = after["total_commands_processed"] - before["total_commands_processed"] - 1  # our own
     return {
         "conductors": 2, "masters": 2, "seconds": reading.seconds, "commands_per_s": asked / reading.seconds,
