@@ -3,7 +3,7 @@
 #
 #   a Docker daemon is used if there is one; else root on Debian 12 gets one, which is ended with the tests
 #   KVMESH_WHEELS=FOLDER          wheels that the image is made from first (a CPU torch); default: PIP_FIND_LINKS
-#   KVMESH_COMPOSE_FAULTS=REGEX   only faults of these names    KVMESH_COMPOSE_TABLE, _LOGS=FILE   what to keep
+#   COMPOSE_TEST_FAULTS=REGEX     only faults of these names    COMPOSE_TEST_TABLE, _LOGS=FILE   what to keep
 #
 # Without a daemon it says why, runs nothing and leaves with 0: the tests are skipped, visibly.
 set -euo pipefail
@@ -49,6 +49,6 @@ USER redis
 WORKDIR /data
 D
 step "tests"
-KVMESH_IMAGE=kvmesh:test KVMESH_REDIS_IMAGE=kvmesh-redis:test KVMESH_TEST_COMPOSE=1 \
+KVMESH_IMAGE=kvmesh:test KVMESH_REDIS_IMAGE=kvmesh-redis:test COMPOSE_TEST=1 \
   "$python" -m pytest -q -s tests/compose/test_compose.py "$@"
 step "done"

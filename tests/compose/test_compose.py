@@ -1,7 +1,7 @@
 """The whole mesh in containers, under continuous load, struck again and again: `make test-compose`.
 
 Every request ends in the right tokens or one clear error; right answers flow again within seconds; in the end all
-pools are full. The table of faults is printed, and written where KVMESH_COMPOSE_TABLE says.
+pools are full. The table of faults is printed, and written where COMPOSE_TEST_TABLE says.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.compose.load import BROKEN, HUNG, WRONG, Load, Question, ask
 
 pytestmark = [
     pytest.mark.skipif(
-        "KVMESH_TEST_COMPOSE" not in os.environ, reason="needs a Docker daemon and an image: run `make test-compose`"
+        "COMPOSE_TEST" not in os.environ, reason="needs a Docker daemon and an image: run `make test-compose`"
     ),
     pytest.mark.timeout(1500),
     pytest.mark.asyncio(loop_scope="module"),
@@ -81,7 +81,7 @@ async def mesh() -> AsyncIterator[Containers]:
         await containers.up(prefill=2, decode=2, gateway=2)
         yield containers
     finally:
-        if logs := os.environ.get("KVMESH_COMPOSE_LOGS"):
+        if logs := os.environ.get("COMPOSE_TEST_LOGS"):
             keep(logs, await containers.compose("logs", "--timestamps", "--no-color"))
         await containers.down()
 
@@ -176,7 +176,7 @@ async def struck(mesh: Containers, load: Load, fault: Fault, baseline: float, se
 
 async def test_requests_survive_whatever_befalls_the_mesh(mesh: Containers, capsys: pytest.CaptureFixture[str]) -> None:
     asked = await answered(mesh)
-    only = os.environ.get("KVMESH_COMPOSE_FAULTS", "")
+    only = os.environ.get("COMPOSE_TEST_FAULTS", "")
     faults = [fault for fault in FAULTS if re.search(only, fault.name)]
     seen: dict[str, float] = {}
     rows: list[Row] = []
@@ -195,7 +195,7 @@ async def test_requests_survive_whatever_befalls_the_mesh(mesh: Containers, caps
         print(f"\n{len(load.done)} requests: {dict(load.since(0.0))}", flush=True)
         for one in [*bad, *broken][:10]:
             print(f"  {one}", flush=True)
-    if table := os.environ.get("KVMESH_COMPOSE_TABLE"):
+    if table := os.environ.get("COMPOSE_TEST_TABLE"):
         keep(table, "\n".join([HEAD, *(row.cells() for row in rows), ""]))
     assert not bad
     assert not broken or any(row.fault.breaks for row in rows), "connections break only with their gateway"

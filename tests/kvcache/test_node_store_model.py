@@ -253,7 +253,7 @@ def test_a_broken_store_is_found(broken: type[NodeStore], monkeypatch: pytest.Mo
         report_multiple_bugs=False,
         phases=[Phase.generate],
     )
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, KeyError)):  # told by the model, or tripping over itself
         run_state_machine_as_test(Model, settings=found)
 
 
