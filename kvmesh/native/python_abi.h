@@ -12,6 +12,9 @@ PyObject *PyDict_GetItemWithError(PyObject *dict, PyObject *key);  // borrowed; 
 PyObject *PyErr_Occurred(void);
 PyObject *PyTuple_GetItem(PyObject *tuple, Py_ssize_t at);  // borrowed
 Py_ssize_t PyTuple_Size(PyObject *tuple);
+PyObject *PyTuple_Pack(Py_ssize_t size, ...);
+int PyDict_SetItem(PyObject *dict, PyObject *key, PyObject *value);
+int PyObject_SetItem(PyObject *object, PyObject *key, PyObject *value);
 PyObject *PyList_New(Py_ssize_t size);
 int PyList_Append(PyObject *list, PyObject *item);
 PyObject *PyLong_FromSsize_t(Py_ssize_t value);
@@ -19,6 +22,7 @@ Py_ssize_t PyLong_AsSsize_t(PyObject *value);
 int PyBytes_AsStringAndSize(PyObject *object, char **raw, Py_ssize_t *size);  // borrowed
 PyObject *PyErr_NoMemory(void);
 PyObject *PyObject_CallFunctionObjArgs(PyObject *callable, ...);  // ends with a null
+PyObject *PyNumber_Or(PyObject *one, PyObject *other);
 PyObject *PyNumber_And(PyObject *one, PyObject *other);
 int PyObject_IsTrue(PyObject *one);
 void Py_IncRef(PyObject *one);

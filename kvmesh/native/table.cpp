@@ -18,6 +18,7 @@ typedef unsigned long long Word;
 
 constexpr Py_ssize_t KEY = 16, LEAST = 64;
 constexpr Py_ssize_t OBJECTS_AHEAD = 48, SLOTS_AHEAD = 24;  // of a walk: keys as objects, then their slots
+constexpr Py_ssize_t RING = 64;                             // a power of two above both
 
 struct Key {
     Word one, two;
@@ -43,8 +44,10 @@ struct Table {
     void fetch(const Key &key) const { __builtin_prefetch(slots + home(key)); }
 
     // Where it is, or the empty slot where it belongs.
-    Slot *find(const Key &key) const {
-        Slot *slot = slots + home(key), *end = slots + size;
+    Slot *find(const Key &key) const { return find(key, slots + home(key)); }
+
+    Slot *find(const Key &key, Slot *slot) const {
+        Slot *end = slots + size;
         while (slot->mask && !(slot->key == key))
             if (++slot == end) slot = slots;
         return slot;
@@ -110,29 +113,39 @@ int key_of(PyObject *object, Key &key) {
     return 1;
 }
 
-// Mask after mask of `keys`, which are objects of a tuple; null for one that is not there.
+// Mask after mask of `keys`, which are objects of a tuple; null for one that is not there. What was asked ahead is kept in
+// rings, so that each object and each key is looked at once. The table stays as it is meanwhile.
 struct Walk {
     const Table &table;
     PyObject *keys;
     Py_ssize_t size, at = 0;
     bool failed = false;
+    PyObject *objects[RING];
+    struct {
+        Key key;
+        Slot *home;  // null: no key of any table
+    } found[RING];
 
-    Walk(const Table &found, PyObject *some) : table(found), keys(some), size(PyTuple_Size(some)) {
+    Walk(const Table &some, PyObject *tuple) : table(some), keys(tuple), size(PyTuple_Size(tuple)) {
         failed = size < 0;
         for (Py_ssize_t i = 0; !failed && i < size && i < OBJECTS_AHEAD; i++) object_ahead(i);
         for (Py_ssize_t i = 0; !failed && i < size && i < SLOTS_AHEAD; i++) slot_ahead(i);
     }
 
-    void object_ahead(Py_ssize_t i) const {
-        if (i < size) __builtin_prefetch(reinterpret_cast<const char *>(PyTuple_GetItem(keys, i)) + 2 * KEY);
+    void object_ahead(Py_ssize_t i) {
+        if (i >= size) return;
+        PyObject *object = objects[i & (RING - 1)] = PyTuple_GetItem(keys, i);
+        __builtin_prefetch(object);
+        __builtin_prefetch(reinterpret_cast<const char *>(object) + 2 * KEY);
     }
 
     void slot_ahead(Py_ssize_t i) {
-        Key key;
         if (i >= size) return;
-        int found = key_of(PyTuple_GetItem(keys, i), key);
-        if (found < 0) failed = true;
-        if (found > 0) table.fetch(key);
+        auto &one = found[i & (RING - 1)];
+        int is_key = key_of(objects[i & (RING - 1)], one.key);
+        if (is_key < 0) failed = true;
+        one.home = is_key > 0 ? table.slots + table.home(one.key) : nullptr;
+        if (one.home) __builtin_prefetch(one.home);
     }
 
     // False: the end, or an error.
@@ -140,10 +153,8 @@ struct Walk {
         if (failed || at == size) return false;
         object_ahead(at + OBJECTS_AHEAD);
         slot_ahead(at + SLOTS_AHEAD);
-        Key key;
-        int found = key_of(PyTuple_GetItem(keys, at++), key);
-        if (found < 0) failed = true;
-        *mask = found > 0 ? table.get(key) : nullptr;
+        const auto &one = found[at++ & (RING - 1)];
+        *mask = one.home ? table.find(one.key, one.home)->mask : nullptr;
         return !failed;
     }
 };

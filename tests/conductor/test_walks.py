@@ -7,13 +7,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.steady_map import SteadyBlockMap
 from kvmesh.native import build, library
-from services.conductor.prefixes import walks
+from services.conductor.prefixes import pending, walks
 from services.conductor.prefixes.index import Index
 from services.conductor.prefixes.pending import Pending, marks, positions
 
@@ -161,3 +161,39 @@ def test_what_cannot_be_used_is_said_in_one_line(
         library.tell()
     [record] = caplog.records
     assert "KVMESH_NATIVE=0" in record.getMessage()
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_promises_are_the_same_with_and_without_native_code(data: st.DataObject) -> None:
+    """Whatever is placed, confirmed, withdrawn and announced; keys may come twice in a prompt."""
+    both = Pending(), Pending()
+    capacities = [data.draw(st.integers(1, 60)), 400]
+    for one in both:
+        for capacity in capacities:
+            one.open(capacity)
+    pool = [bytes([i]) * 16 for i in range(60)]
+    for step in range(data.draw(st.integers(1, 12))):
+        slot = data.draw(st.integers(0, 1))
+        some = tuple(data.draw(st.lists(st.sampled_from(pool), max_size=45)))
+        lacks = data.draw(st.none() | st.binary(min_size=len(some), max_size=len(some)).map(_ones))
+        does = data.draw(st.sampled_from(["place", "place", "confirm", "withdraw", "arrived"]))
+        for one, native in zip(both, (walks.functions(), None), strict=True):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(pending, "functions", lambda native=native: native)
+                if does == "place":
+                    one.put(slot, some, f"r{step % 3}", 0.0, lacks)
+                elif does == "confirm":
+                    one.put(slot, some, None, float(step), lacks)
+                elif does == "withdraw":
+                    one.withdraw(slot, some, f"r{step % 3}")
+                else:
+                    one.arrived(slot, some)
+        assert both[0]._masks == both[1]._masks
+        for mine, other in zip(both[0]._slots.values(), both[1]._slots.values(), strict=True):
+            assert list(mine.held.items()) == list(other.held.items())
+            assert (mine.blocks, list(mine.confirmed.items())) == (other.blocks, list(other.confirmed.items()))
+
+
+def _ones(raw: bytes) -> bytes:
+    return bytes([one & 1 for one in raw])

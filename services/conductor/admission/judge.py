@@ -27,7 +27,7 @@ from services.conductor.settings import Mode
 WAIT_STEPS = 12  # halvings of the time after which it would pass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Slo:
     """What one request is held to, in seconds."""
 
@@ -35,7 +35,7 @@ class Slo:
     tbt_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Verdict:
     """On one decode instance: the TBT that is judged, and what it may be at most. Seconds."""
 
@@ -47,7 +47,7 @@ class Verdict:
         return self.tbt_s <= self.slo_s
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Judge:
     """Of one request, at one moment. `default_tbt_s`: its model's SLO; `queue_s`: the wait for a prefill instance, as
     far as it is known before one was chosen; `answer_tokens`: predicted."""

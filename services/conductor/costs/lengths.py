@@ -34,7 +34,7 @@ MIN_SPREAD = 0.05
 _Z90 = 1.2816  # of the normal distribution
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Lengths:
     """Of an answer not made yet (or of the rest of one), in tokens; at least one, at most the request's limit."""
 

@@ -259,7 +259,7 @@ class TransferModel:
         but the last of them: at least the share that cannot hide remains. `ahead`: bytes on the same wires before."""
         if nbytes <= 0:
             return 0.0
-        whole = self.predict(nbytes, ahead)
+        whole = (nbytes + ahead) / self._bandwidth.rate
         return max(whole - prefill_s, whole * (1 - hidden_share))
 
 

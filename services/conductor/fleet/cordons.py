@@ -48,6 +48,8 @@ class Cordons:
 
     def why_not(self, instance_id: str) -> str:
         """Why it gets no work; "" when it may."""
+        if instance_id not in self._words:
+            return ""
         state, reason = self.of(instance_id)
         return "" if state is CordonState.OPEN else f"{state.value}{f': {reason}' if reason else ''}"
 

@@ -51,7 +51,8 @@ class Instance:
         self.role: Role = registered.role
         self.local_prefill_tokens = registered.local_prefill_tokens
         self.chunk_tokens = registered.chunk_tokens or CHUNK_TOKENS
-        self._told_chunks = registered.chunk_tokens > 0
+        # Whether prompts and rows share its steps: its `Load` then tells of rows what is running.
+        self.mixes = registered.chunk_tokens > 0 or self.role is Role.BOTH or self.local_prefill_tokens > 0
         self.switchable = registered.switchable
         self.queue.size_weight = registered.size_weight
 
@@ -67,11 +68,6 @@ class Instance:
         """What it works in: its model's prefill, its decode."""
         works = (("prefill", self.role.prefills), ("decode", self.role.decodes))
         return tuple((self.model.name, self.model.kv_identity, name) for name, there in works if there)
-
-    @property
-    def mixes(self) -> bool:
-        """Whether prompts and rows share its steps: its `Load` then tells of rows what is running."""
-        return self._told_chunks or self.role is Role.BOTH or self.local_prefill_tokens > 0
 
     def chunks(self, tokens: int) -> int:
         """Steps that a prompt with so many tokens to compute is part of."""

@@ -41,7 +41,7 @@ MAX_PREDICTED_TOKENS = 4096
 MAX_PROMISED = 16_384
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Placed:
     prefill: Instance
     decode: Instance

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from services.conductor.domain import Life
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Load:
     """`nbytes` that somebody will read from `holder`."""
 
@@ -126,6 +126,7 @@ class Wires:
             flows.expire(now)
 
 
-def shared_bytes(nbytes: int, *others: int) -> int:
-    """What `nbytes` lose to the fullest of the ends that they cross: bytes that seem to go before them."""
-    return min(nbytes, max(others, default=0))
+def shared_bytes(nbytes: int, here: int = 0, there: int = 0) -> int:
+    """What `nbytes` lose to the fuller of the ends that they cross: bytes that seem to go before them."""
+    others = here if here >= there else there
+    return others if others < nbytes else nbytes

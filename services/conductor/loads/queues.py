@@ -31,7 +31,7 @@ def passing_s(ahead_s: float, long_share: float, chunk_s: float) -> float:
     return short_s + min(long_s, short_s + chunk_s / 2)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class PrefillWork:
     """One placement as the prefill instance will meet it."""
 
@@ -107,6 +107,13 @@ class PrefillQueue:
     def chunk_s(self) -> float:
         """Of one chunk of those, on the average; 0 without any."""
         return self._long_s / self._chunks / self.speedup if self._chunks else 0.0
+
+    def figures(self) -> tuple[float, float, int, bool, float, float]:
+        """`backlog`, how many works, `has_ranked`, `long_share`, `chunk_s` in one go."""
+        long_share = chunk_s = 0.0
+        if self._chunks:
+            long_share, chunk_s = self.long_share, self.chunk_s
+        return self._backlog_s, self._as_of, len(self.works), self._ranked > 0, long_share, chunk_s
 
     def ahead_s(self, now: float, priority: int, *, short: bool = False) -> tuple[float, float]:
         """Seconds until a request of that priority, of one chunk if `short`, would begin, and how many of them are
@@ -258,8 +265,8 @@ class DecodeBatch:
         """Running, waiting and on their way."""
         return self._load.running_requests + self._load.waiting_requests + len(self._flying)
 
-    def figures(self) -> tuple[float, float, float, float]:
-        """`requests`, `context_tokens`, `free_blocks`, `free_pages` in one go."""
+    def figures(self) -> tuple[float, float, float, float, float]:
+        """`requests`, `context_tokens`, `free_blocks`, `free_pages`, `mean_blocks` in one go."""
         load, flying = self._load, self._flying_blocks
         waiting, pages, extents = load.waiting_requests, load.free_pages, load.free_extents
         context = self.context_tokens if waiting else load.context_tokens + self._flying_tokens
@@ -269,6 +276,7 @@ class DecodeBatch:
             context,
             most - flying if most > flying else 0,
             pages - flying if pages > flying else 0,
+            self._blocks / len(self.works) if self.works else 0.0,
         )
 
     @property

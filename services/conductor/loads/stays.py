@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class DecodeWork:
     """One placement as the decode instance will meet it. Times in seconds on the brain's clock."""
 

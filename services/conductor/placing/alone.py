@@ -20,7 +20,7 @@ from services.conductor.screening.fields import Field
 _ALL_BLOCKS = 1 << 40  # of any prompt: nothing is sent
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Alone:
     """One instance weighed for the whole request. `choice`: its best way, or where `refused` says that none passes, the
     nearest one."""

@@ -15,7 +15,7 @@ from services.conductor.prefixes.index import Place
 from services.conductor.prefixes.routes import Leg, Mesh
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DecodeLoad:
     """`tail_s`: from the end of computing at prefill to the last byte. `legs`: what decode reads in `load_s`, up to
     block `until`. `limit`: it is not to read from there on; None: whatever it finds."""

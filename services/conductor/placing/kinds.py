@@ -46,7 +46,7 @@ class Kind(Enum):
     DECODE = "decode"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Option:
     """One kind on certain instances. `choice`: None for one that was not weighed; `why_not` it cannot be."""
 
@@ -70,7 +70,7 @@ class Option:
         return self.choice is not None and self.refused is None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Found:
     """The answer, and all that was weighed for it; `pair`: None when no two instances could be one."""
 

@@ -28,7 +28,7 @@ MIN_RETRY_S, HOPELESS_RETRY_S, MAX_RETRY_S = 0.1, 1.0, 60.0
 _INF = float("inf")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Choice:
     prefill: PrefillChoice
     decode: DecodeChoice
@@ -44,7 +44,7 @@ class Choice:
         return self.prefill.ttft_s + self.decode.landing_wait_s
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Weighed:
     """The answer, and everybody who was weighed for it."""
 

@@ -45,7 +45,9 @@ class PrefillChoice:
     shared: Shared = NOBODY  # with rows that run there; what they add is in `prefill_s`
     yielding_s: float = 0.0  # of `queue_s`: work for which nobody is refused
     others_s: float = 0.0  # what others in the line lose by it
+    # As they were when they were asked for first: one decision asks many times.
     _judged_s: float | None = field(default=None, init=False, repr=False, compare=False)
+    _cost_s: float | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def start_s(self) -> float:
@@ -55,12 +57,15 @@ class PrefillChoice:
     @property
     def ttft_s(self) -> float:
         """Predicted, without waiting for room at decode."""
-        return self.start_s + self.prefill_s + self.tail_s
+        start_s, fetch_s = self.queue_s, self.fetch_s
+        return (start_s if start_s >= fetch_s else fetch_s) + self.prefill_s + self.tail_s
 
     @property
     def cost_s(self) -> float:
         """For ranking: what the rows and the line lose is charged to it."""
-        return self.ttft_s + STALL_WEIGHT * self.shared.stall_s + self.others_s
+        if self._cost_s is None:
+            self._cost_s = self.ttft_s + STALL_WEIGHT * self.shared.stall_s + self.others_s
+        return self._cost_s
 
     @property
     def admission_start_s(self) -> float:
@@ -69,8 +74,7 @@ class PrefillChoice:
 
     @property
     def admission_ttft_s(self) -> float:
-        """The TTFT by which work may be refused (see cost.FittedModel.admission_s, and margins.py), as it was when it
-        was asked for first: one decision asks many times."""
+        """The TTFT by which work may be refused (see cost.FittedModel.admission_s, and margins.py)."""
         if self._judged_s is None:
             self._judged_s = self._judge_s()
         return self._judged_s
@@ -123,7 +127,7 @@ class PrefillCandidate:
         """The option of the least cost among those that may meet the SLO, and leave it to the rows beside it."""
         if self._best is None or self._best[0] != slo_s or self._best[1] != tbt_slo_s:
             passing = [o for o in self.options if o.admission_ttft_s <= slo_s and o.shared.rows_tbt_s <= tbt_slo_s]
-            best = min(passing, key=lambda o: o.cost_s) if passing else None
+            best = (min(passing, key=lambda o: o.cost_s) if len(passing) > 1 else passing[0]) if passing else None
             self._best = slo_s, tbt_slo_s, best
         return self._best[2]
 

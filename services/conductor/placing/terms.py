@@ -11,7 +11,7 @@ from services.conductor.loads.sizes import ALONE, Line
 from services.conductor.placing.nearness import NOWHERE, Near
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Terms:
     """Of one request; seconds."""
 

@@ -27,7 +27,10 @@ def pick(
 ) -> C:
     """The least score; of those that are as good the least crowd, then chance. `floor`: no one else's score is below
     it."""
-    near = as_good(min(floor, *map(score, choices)))
-    tied = [c for c in choices if score(c) <= near]
-    fewest_there = min(map(crowd, tied))
-    return rng.choice([c for c in tied if crowd(c) == fewest_there])
+    scores = list(map(score, choices))
+    near = as_good(min(floor, *scores))
+    tied = [c for c, found in zip(choices, scores, strict=True) if found <= near]
+    if len(tied) > 1:
+        fewest_there = min(map(crowd, tied))
+        tied = [c for c in tied if crowd(c) == fewest_there]
+    return rng.choice(tied)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -15,14 +14,14 @@ from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.block_map import Verdict
 from kvmesh.kvcache.tiers import Tier, split_name
 from services.conductor.domain import Life
-from services.conductor.prefixes.pending import Marks, Pending, spans
+from services.conductor.prefixes.pending import Marks, Pending
 from services.conductor.prefixes.walks import WalkedMap
 
 SWEEP_KEYS = 16_384  # in one tick: some milliseconds
 FEW_BITS = 24  # of a bitset, that are found faster one by one
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Place:
     """Where an instance's blocks show in a survey: its bits among those announced in memory, among pending ones, and
     among those announced in its lower tiers; 0: none."""
@@ -41,7 +40,7 @@ class Run(NamedTuple):
     coming: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Survey:
     """Who holds the leading blocks of one prompt, in runs; it ends at the first block that nobody holds. Questions
     cost O(runs), however many blocks and instances there are."""
@@ -187,19 +186,19 @@ class Index:
 
     def place(self, life: Life, slot: int, marked: Marks, request_id: str) -> None:
         """`request_id` was placed there: what is not sealed there counts as coming. `marked`: its prompt's marks."""
-        self.pending.put(slot, self._unsealed(life, marked), request_id, 0.0)
+        self.pending.put(slot, marked, request_id, 0.0, self._unsealed(life, marked))
 
     def confirm(self, life: Life, slot: int, marked: Marks, until: float) -> None:
         """They are there now; what has not been announced counts until then."""
-        self.pending.put(slot, self._unsealed(life, marked), None, until)
+        self.pending.put(slot, marked, None, until, self._unsealed(life, marked))
 
-    def _unsealed(self, life: Life, marked: Marks) -> Iterable[tuple[bytes, int]]:
-        found = zip(marked, spans(len(marked)), strict=True)
+    def _unsealed(self, life: Life, marked: Marks) -> bytes | None:
+        """Of each mark 1 if it is not sealed there; None: none is."""
         if not self._bit(life):
-            return found
+            return None
         slot = self.truth.slot(life[0])
         assert slot is not None, "a store with a bit has a slot"
-        return compress(found, self.truth.lacking(marked, slot))
+        return self.truth.lacking(marked, slot)
 
     def _only(self, life: Life, ended: Callable[[Life], bool]) -> bool:
         """Make room for a word of this life: what other lives of its name hold, in whichever tier, goes. False: it is

@@ -16,9 +16,10 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from itertools import compress
 from operator import itemgetter
 
-from services.conductor.prefixes.walks import Runs, of_marks
+from services.conductor.prefixes.walks import Runs, functions, of_marks
 
 EACH, SOME = 32, 256  # blocks of which each one is a mark, and up to which the finer step goes
 FINE, COARSE = 8, 32
@@ -113,11 +114,11 @@ class Pending:
 
     def place(self, slot: int, marked: Sequence[bytes], request_id: str) -> None:
         """`request_id` was placed there: its blocks count as coming. `marked`: the prompt's marks."""
-        self.put(slot, _spans(marked), request_id, 0.0)
+        self.put(slot, tuple(marked), request_id, 0.0)
 
     def confirm(self, slot: int, marked: Sequence[bytes], until: float) -> None:
         """Those blocks are there now; they count until then (never earlier than an `until` before)."""
-        self.put(slot, _spans(marked), None, until)
+        self.put(slot, tuple(marked), None, until)
 
     def withdraw(self, slot: int, marked: Sequence[bytes], request_id: str) -> None:
         """`request_id` ended unreported: the blocks that only it would have brought do not come."""
@@ -146,8 +147,20 @@ class Pending:
                     break
                 self._remove(slot, key)
 
-    def put(self, slot: int, marked: Iterable[tuple[bytes, int]], owner: str | None, until: float) -> None:
-        """`place`, or without an owner `confirm`, for some of a prompt's marks, each with its span."""
+    def put(self, slot: int, marked: Marks, owner: str | None, until: float, lacks: bytes | None = None) -> None:
+        """`place`, or without an owner `confirm`. `lacks`: of each mark whether it is meant; None: all are."""
+        record = self._slots[slot]
+        if (native := functions()) is not None and owner is not None:
+            held = record.held
+            told = held, held.move_to_end, self._masks, marked, spans(len(marked)), lacks, record.capacity
+            record.blocks += native.promise(*told, 1 << slot, owner)
+        else:
+            some = zip(marked, spans(len(marked)), strict=True)
+            self._put(slot, some if lacks is None else compress(some, lacks), owner, until)
+        while record.blocks > record.capacity:
+            self._remove(slot, next(iter(record.held)))
+
+    def _put(self, slot: int, marked: Iterable[tuple[bytes, int]], owner: str | None, until: float) -> None:
         record, bit = self._slots[slot], 1 << slot
         held, confirmed, masks = record.held, record.confirmed, self._masks
         fitting, room = [], record.capacity
@@ -173,8 +186,6 @@ class Pending:
             if owner is None:
                 confirmed[key] = until
                 confirmed.move_to_end(key)
-        while record.blocks > record.capacity:
-            self._remove(slot, next(iter(held)))
 
     def _remove(self, slot: int, key: bytes) -> None:
         record = self._slots[slot]
@@ -191,7 +202,3 @@ class Pending:
 
 
 _NOBODY = None, 0
-
-
-def _spans(marked: Sequence[bytes]) -> Iterable[tuple[bytes, int]]:
-    return zip(marked, spans(len(marked)), strict=True)

@@ -19,7 +19,7 @@ MAX_HOLDERS = 64  # of one block, among whom the one to ask is sought
 TierLoad = Callable[[Life, Tier, int], float]  # seconds to read so many bytes out of that tier of that node
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Leg:
     """Prompt blocks [first, first + blocks) come from that tier of `holder`; `own`: it is the reader itself."""
 
@@ -56,7 +56,7 @@ class _Calmest(NamedTuple):
     by_node: Mapping[str, Member]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Mesh:
     """What one request can use: its survey, and who of those in it may be asked (by slot of the block map)."""
 
@@ -139,7 +139,11 @@ class Mesh:
 
     def ahead(self, legs: Iterable[Leg]) -> int:
         """Bytes that the holders of `legs` have to send before."""
-        return sum(self.outgoing.ahead(life) for life in {leg.holder.ref.life for leg in legs})
+        return self.ahead_of({leg.holder.ref.life for leg in legs})
+
+    def ahead_of(self, lives: Iterable[Life]) -> int:
+        """Bytes that they have to send."""
+        return sum(map(self.outgoing.ahead, lives))
 
     def named(self, slots: int) -> list[Member]:
         """Whose stores they are; of very many, MAX_HOLDERS that lie evenly among them."""

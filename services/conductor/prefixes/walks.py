@@ -23,6 +23,9 @@ class _Library:
     def __init__(self, lib: ctypes.PyDLL) -> None:
         self.marks: Callable[[Masks, tuple[bytes, ...], int, tuple[int, ...]], list[int]] = lib.kv_marks
         lib.kv_marks.argtypes, lib.kv_marks.restype = (_OBJECT, _OBJECT, _OBJECT, _OBJECT), _OBJECT
+        self.promise: Callable[..., int] = lib.kv_promise
+        lib.kv_promise.argtypes = *(_OBJECT,) * 5, ctypes.c_char_p, ctypes.c_ssize_t, _OBJECT, _OBJECT
+        lib.kv_promise.restype = ctypes.c_ssize_t
 
 
 @functools.cache

@@ -211,7 +211,7 @@ class Weights:
             pushed = self._pushed(spared, alone=alone)
             self._offer_part(found, part, pushed, room_s, among, local, instead=instead and part.memory)
             instead = False
-        if not all(leg.tier is Tier.DRAM for leg in legs):
+        if self.mesh.lower and not all(leg.tier is Tier.DRAM for leg in legs):
             self._hide(found, among & (self.held.depth == local), legs, local, end, at_decode, alone=alone)
         if len(legs) > 1:  # a holder on the reader's own node is preferred: its plan may have fewer of them
             odd: Mask = among & (self.held.depth == local) & np.isin(self.view.columns[Field.NODE], self._nodes(legs))
@@ -219,20 +219,24 @@ class Weights:
         return None
 
     def _parts(self, legs: Sequence[Leg], local: int, end: int) -> list[Fetching]:
+        if not self.mesh.lower:
+            return [self._fetching(legs, end)]
         ends = {end}
         if not all(leg.tier is Tier.DRAM for leg in legs):
             ends |= {leg.first for leg in legs} - {local}
         return [self._fetching(legs, until) for until in sorted(ends)]
 
     def _fetching(self, legs: Sequence[Leg], until: int) -> Fetching:
-        part = [leg.until(until) for leg in legs if leg.first < until]
+        part = legs
+        if legs[-1].first + legs[-1].blocks > until:
+            part = [leg.until(until) for leg in legs if leg.first < until]
         lives = {leg.holder.ref.life for leg in part}
-        block_bytes = self.block * int(self.view.columns[Field.KV_BYTES].min())
-        blocks = sum(leg.blocks for leg in part)
-        memory = all(leg.tier is Tier.DRAM for leg in part)
-        return Fetching(
-            until, blocks, self.mesh.ahead(part), len(lives), self.mesh.load_s(part, block_bytes)[1], memory
-        )
+        blocks = sum([leg.blocks for leg in part])
+        memory, read_s = True, 0.0
+        if self.mesh.lower:
+            memory = all(leg.tier is Tier.DRAM for leg in part)
+            read_s = self.mesh.load_s(part, self.block * int(self.view.columns[Field.KV_BYTES].min()))[1]
+        return Fetching(until, blocks, self.mesh.ahead_of(lives), len(lives), read_s, memory)
 
     def _fetch_s(self, part: Fetching) -> Floats:
         columns = self.view.columns

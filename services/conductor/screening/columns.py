@@ -35,7 +35,7 @@ class Columns:
         self._data = np.zeros((FIELDS, 16))
         self._known: list[tuple[object, ...]] = []  # the models that are in the row
         self._registered: list[tuple[object, ...]] = []  # and what its registration says
-        self._has_rare: list[list[bool]] = []
+        self._has_rare: list[dict[int, tuple[bool, ...]]] = []  # what it has of them, by the first of those told of
         self._rare: tuple[set[int], ...] = tuple(set() for _ in range(Rare.COUNT))
         self.instances: list[Instance] = []
         self._rows: dict[str, int] = {}
@@ -190,7 +190,7 @@ class Columns:
         self.instances.append(instance)
         self._known.append(())
         self._registered.append(())
-        self._has_rare.append([False] * Rare.COUNT)
+        self._has_rare.append({})
         if row == self._data.shape[1]:
             self._data = np.concatenate([self._data, np.zeros_like(self._data)], axis=1)
             self._columns = []
@@ -236,12 +236,11 @@ class Columns:
         self._note(row, Rare.RANKED, having)
         return values
 
-    def _note(self, row: int, first: int, having: Sequence[bool]) -> None:
+    def _note(self, row: int, first: int, having: tuple[bool, ...]) -> None:
         """What it has of the rare things from the `first` one on."""
-        known, end = self._has_rare[row], first + len(having)
-        if known[first:end] != list(having):
-            known[first:end] = having
-            for rows, has in zip(self._rare[first:end], having, strict=True):
+        if self._has_rare[row].get(first) != having:
+            self._has_rare[row][first] = having
+            for rows, has in zip(self._rare[first : first + len(having)], having, strict=True):
                 rows.add(row) if has else rows.discard(row)
 
     def _learn(self, row: int, instance: Instance) -> None:
@@ -265,7 +264,7 @@ class Columns:
         return self._groups[name]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class View:
     """The table at one moment. `able`: who may get work."""
 

@@ -6,6 +6,7 @@ from functools import lru_cache
 from zlib import crc32
 
 from services.conductor.costs.fit import FittedModel
+from services.conductor.domain import Role
 from services.conductor.fleet.instance import Instance
 
 
@@ -18,15 +19,15 @@ def node(node_id: str) -> float:
 def load(instance: Instance, *, is_open: bool) -> tuple[tuple[float, ...], tuple[bool, ...]]:
     """Fields from BACKLOG on, and what it has of `Rare` from RANKED on."""
     queue, batch = instance.queue, instance.batch
-    backlog_s, as_of = queue.backlog
-    ranked, chunk_s, weight = queue.has_ranked, queue.chunk_s, queue.size_weight
-    requests, context, free_blocks, free_pages = batch.figures()
+    backlog_s, as_of, works, ranked, long_share, chunk_s = queue.figures()
+    requests, context, free_blocks, free_pages, mean_blocks = batch.figures()
+    weight = queue.size_weight
     yields = ranked and any(work.yields for work in queue.works.values())
     running = min(requests, instance.max_running or requests) if instance.mixes else 0
     values = (
         backlog_s,
         as_of,
-        len(queue.works),
+        works,
         ranked and any(work.priority for work in queue.works.values()),
         yields,
         requests,
@@ -35,16 +36,23 @@ def load(instance: Instance, *, is_open: bool) -> tuple[tuple[float, ...], tuple
         free_blocks,
         free_pages,
         batch.residence_s,
-        batch.mean_blocks,
+        mean_blocks,
         instance.last_seen,
         batch.stays.tightest_slo_s,
         is_open,
         instance.slot,
-        queue.long_share,
+        long_share,
         chunk_s,
         weight,
     )
-    return values, (ranked, yields, running > 0, chunk_s > 0, weight > 0, backlog_s > 0 and instance.role.decodes)
+    return values, (
+        ranked,
+        yields,
+        running > 0,
+        chunk_s > 0,
+        weight > 0,
+        backlog_s > 0 and instance.role is not Role.PREFILL,
+    )
 
 
 def models(instance: Instance) -> tuple[object, ...]:

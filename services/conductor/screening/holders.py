@@ -14,7 +14,7 @@ from services.conductor.screening.fields import Field, Floats, Mask
 MAX_RUNS = 64  # of a survey, that are told apart where many hold them
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Held:
     """Which leading blocks of a prompt each instance has in memory: all, those that are sealed; and the end of the last
     run of which it has anything, in any tier. `ends`: all values in `depth`, and perhaps some others."""

@@ -40,7 +40,7 @@ COUNTED_TOKENS = 32  # of an answer: see kinds.py
 C = TypeVar("C")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Weighing(Generic[C]):
     """`weighed`: one by one. `floor`: no other's score is below this; inf: there is no other."""
 
@@ -48,7 +48,7 @@ class Weighing(Generic[C]):
     floor: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Found(Weighing[C]):
     """`scores` of those who were weighed."""
 

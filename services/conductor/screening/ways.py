@@ -9,7 +9,7 @@ import numpy as np
 from services.conductor.screening.fields import Floats, Mask
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Fetching:
     """One way to fetch, for all instances that have the same blocks: up to block `until`, `blocks` of them by wire."""
 
@@ -21,7 +21,7 @@ class Fetching:
     memory: bool  # all of it out of memory
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Way:
     """One way to compute the prompt, at each. Seconds but for `computed`, `pairs`, `steps`."""
 
@@ -60,7 +60,7 @@ class Prompts:
         self.least[here] = -np.inf
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Answers:
     """Terms of the TBT at each, seconds. `short`: of pages for prompt and answer together."""
 
