@@ -175,6 +175,13 @@ KV_EXPORT const char *kv_fields() { return FIELDS(NAME); }
 
 KV_EXPORT std::int64_t kv_request_bytes() { return sizeof(Request); }
 
+// Writes `values`, `fields` for each of `rows`, into the first columns of a table (see `Request`).
+KV_EXPORT void kv_fill(double *data, std::int64_t stride, const std::int64_t *rows, std::int64_t count,
+                       std::int64_t fields, const double *values) {
+    for (std::int64_t k = 0; k < count; k++)
+        for (std::int64_t field = 0; field < fields; field++) data[field * stride + rows[k]] = *values++;
+}
+
 // What waits at each row.
 KV_EXPORT void kv_wait(const Request *r) {
     const double *backlog = r->column(BACKLOG), *as_of = r->column(AS_OF);

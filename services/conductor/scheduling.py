@@ -219,8 +219,7 @@ class Scheduling:
 def _bad_keys(request: Schedule, serving: Chosen) -> Refuse | None:
     if request.prompt_tokens < 1:
         return Refuse(InvalidRequest.of("prompt_tokens", request.prompt_tokens, "must be at least 1"), "invalid")
-    if serving and len(request.keys) > request.prompt_tokens // serving.first.model.block_tokens:
-        full = request.prompt_tokens // serving.first.model.block_tokens
+    if serving and len(request.keys) > (full := request.prompt_tokens // serving.first.model.block_tokens):
         why = f"{request.prompt_tokens} prompt tokens have {full} full blocks"
         return Refuse(InvalidRequest.of("block_keys", len(request.keys), why), "invalid")
     return None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvmesh.native import library
 from services.conductor.domain import Fetch, Schedule
 from services.conductor.placing import ties
-from services.conductor.screening import bounds, compiled, screen
+from services.conductor.screening import bounds, compiled, filling, screen
 from services.conductor.screening.columns import Chosen
 from services.conductor.screening.holders import held
 from services.conductor.settings import AffinitySettings
@@ -81,3 +81,14 @@ def test_the_next_to_weigh_are_the_same(rows: Sequence[tuple[float, int]], best:
     assert (low, None if tied is None else list(tied)) == screen.tied(bound, crowd, best)
     if tied is not None:
         assert best > ties.as_good(low)
+
+
+@given(st.lists(st.integers(0, 15), min_size=1, max_size=5, unique=True), st.integers(1, 7), st.integers(0, 1 << 32))
+def test_rows_are_written_the_same(rows: list[int], fields: int, seed: int) -> None:
+    rng = random.Random(seed)
+    loads = [tuple(rng.choice([0, True, 2.5, np.inf, 1 << 40]) for _ in range(fields)) for _ in rows]
+    tables = np.zeros((9, 16)), np.zeros((9, 16))
+    for table, address in zip(tables, (0, tables[1].ctypes.data), strict=True):
+        filling.write(table, address, rows, loads)
+    assert tables[0].any() == any(map(any, loads))
+    assert np.array_equal(*tables)

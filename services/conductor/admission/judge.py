@@ -63,6 +63,13 @@ class Judge:
     def decode(self, choice: DecodeChoice, first_token_s: float | None = None) -> Verdict:
         """`first_token_s`: predicted TTFT. None: no prefill instance was chosen yet; then it passes if it would after
         the queue that the last request met, or after none."""
+        if first_token_s is not None:
+            return self._decode(choice, first_token_s)
+        if choice.judged is None or choice.judged[0] is not self:
+            choice.judged = self, self._decode(choice, None)
+        return choice.judged[1]
+
+    def _decode(self, choice: DecodeChoice, first_token_s: float | None) -> Verdict:
         if self.mode in (Mode.OFF, Mode.BASELINE) or self.request.lane is Lane.BATCH:
             return Verdict(choice.admission_tbt_s, math.inf)
         bound_s = min(self.slo.tbt_s, max(self._theirs_s(choice), self.default_tbt_s))

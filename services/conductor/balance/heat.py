@@ -136,21 +136,23 @@ class Heat:
     def _admit(self, chain: _Chain) -> _Chain:
         if len(self._chains) >= self._capacity:
             chain.count = chain.error = self._evict()
+            heapq.heapreplace(self._least, (chain.count, chain.key))
+        else:
+            heapq.heappush(self._least, (chain.count, chain.key))
         self._chains[chain.key] = chain
-        heapq.heappush(self._least, (chain.count, chain.key))
         return chain
 
     def _evict(self) -> float:
-        """The least one goes; its count."""
+        """The least one goes, but for its place in the heap, the first; its count."""
+        least, chains = self._least, self._chains
         while True:
-            noted, key = self._least[0]
-            chain = self._chains[key]
+            noted, key = least[0]
+            chain = chains[key]
             if chain.count == noted:
-                heapq.heappop(self._least)
-                del self._chains[key]
+                del chains[key]
                 self.packed_bytes -= len(chain.packed)
                 return noted
-            heapq.heapreplace(self._least, (chain.count, key))
+            heapq.heapreplace(least, (chain.count, key))
 
 
 def depths(survey: Survey, blocks: int) -> Sequence[int]:

@@ -83,7 +83,8 @@ class LearntLengths:
         """See `LengthModel`."""
         answered = request.answered_tokens
         limit = request.max_tokens + answered if request.max_tokens else math.inf
-        known = next((k for name in _names(request) if (k := self._known(name)).answers.weight >= ENOUGH), None)
+        kept = filter(None, map(self._keys.get, _names(request)))
+        known = next((k for k in kept if k.answers.weight >= ENOUGH), None)
         if known is not None:
             found = known.answers.lengths(limit, answered)
             spread = known.answers.spread

@@ -32,7 +32,7 @@ class Alone:
 def able(decodes: Sequence[Instance]) -> Sequence[Instance]:
     """Those who may compute prompts for their own batch."""
     if isinstance(decodes, Chosen):
-        return Chosen(decodes.view, decodes.mask & (decodes.view.columns[Field.ALONE] > 0))
+        return Chosen(decodes.view, decodes.mask & decodes.view.columns.mask(Field.ALONE))
     return [i for i in decodes if i.alone_tokens]
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from services.conductor.costs.interference import mixed_tbt_s
 from services.conductor.domain import Schedule
 from services.conductor.fleet.instance import Instance
 from services.conductor.loads.outgoing import shared_bytes
 from services.conductor.prefixes.index import Place, Survey
+
+if TYPE_CHECKING:
+    from services.conductor.admission.judge import Judge, Verdict
 
 
 @dataclass(slots=True)
@@ -27,6 +31,8 @@ class DecodeChoice:
     tightest_slo_s: float = math.inf  # for the TBT of those that are there or coming
     arriving: int = 0  # bytes that others send there
     page_wait_s: float = 0.0  # of KV that has landed, for pages of the device: between first and second token
+    # Who has judged it before a prefill instance was chosen, and how: one decision asks twice.
+    judged: tuple[Judge, Verdict] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def score_s(self) -> float:

@@ -117,7 +117,7 @@ def choose(
     options = list(some.weighed)
     passing = [o for o in options if o.passes]
     if passing:
-        clean = [o for o in passing if not o.names & request.avoid]
+        clean = [o for o in passing if not o.names & request.avoid] if request.avoid else passing
         best = pick(clean or passing, lambda o: o.cost_s, _crowd, terms.rng, some.floor)
         assert best.choice is not None, "an option that passes has a choice"
         return Found(best.choice, options, pair)
@@ -160,6 +160,8 @@ def _alones(
         return _alone(request, instance, places[instance.ref.instance_id], mesh, terms)
 
     among = lonely.able(decodes)
+    if not among:
+        return Weighing(pair, float("inf"))
     if not isinstance(among, Chosen) or (screen := screen_of(request, among, mesh, terms)) is None:
         return Weighing([*pair, *map(weigh, among)], float("inf"))
     wanted = among.without(request.avoid)

@@ -85,7 +85,7 @@ def choose(
     until = of.load_until(prefill, slo_s)
     load = decode_load(request, prefill, decode, place, mesh, max(end, decode.at_decode), slo_s)
     chosen = Choice(
-        replace(prefill, tail_s=load.tail_s),
+        prefill if load.tail_s == prefill.tail_s else replace(prefill, tail_s=load.tail_s),
         decode,
         (*legs, *load.legs),
         max(end, load.until),

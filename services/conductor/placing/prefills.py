@@ -92,7 +92,7 @@ class PrefillChoice:
     @property
     def pulled_blocks(self) -> int:
         """Blocks to fetch from others."""
-        return sum(leg.blocks for leg in self.legs if not leg.own)
+        return sum([leg.blocks for leg in self.legs if not leg.own]) if self.legs else 0
 
     @property
     def loaded_blocks(self) -> int:
@@ -126,7 +126,8 @@ class PrefillCandidate:
     def best(self, slo_s: float, tbt_slo_s: float = float("inf")) -> PrefillChoice | None:
         """The option of the least cost among those that may meet the SLO, and leave it to the rows beside it."""
         if self._best is None or self._best[0] != slo_s or self._best[1] != tbt_slo_s:
-            passing = [o for o in self.options if o.admission_ttft_s <= slo_s and o.shared.rows_tbt_s <= tbt_slo_s]
+            options = self.options if self.fetches else (self.use,)
+            passing = [o for o in options if o.admission_ttft_s <= slo_s and o.shared.rows_tbt_s <= tbt_slo_s]
             best = (min(passing, key=lambda o: o.cost_s) if len(passing) > 1 else passing[0]) if passing else None
             self._best = slo_s, tbt_slo_s, best
         return self._best[2]
@@ -194,9 +195,9 @@ def _plans(
     if reach <= local:
         return []
     orders = [mesh.ways(place, others=others)]
-    if others and place.lower:
-        orders.append(mesh.ways(place, own_first=True))
-    plans = [mesh.plan(place, instance.node_id, local, reach, order) for order in dict.fromkeys(orders)]
+    if others and place.lower and (other := mesh.ways(place, own_first=True)) != orders[0]:
+        orders.append(other)
+    plans = [mesh.plan(place, instance.node_id, local, reach, order) for order in orders]
     return [plan for plan in plans if plan[0]]
 
 
@@ -254,10 +255,11 @@ def _fetching(instance: Instance, mesh: Mesh, legs: tuple[Leg, ...], now: float)
     """What `legs` take. A holder reads before it sends; the reader's own tiers read meanwhile."""
     block_bytes = instance.model.block_tokens * instance.model.kv_bytes_per_token
     pulled = [leg for leg in legs if not leg.own]
-    pull_bytes = block_bytes * sum(leg.blocks for leg in pulled)
-    ahead = max(mesh.ahead(pulled), shared_bytes(pull_bytes, mesh.arriving(instance.ref.life))) if pulled else 0
-    holders = len({leg.holder.ref.life for leg in pulled})
-    pull_s = mesh.congestion * instance.pull.seconds(pull_bytes + ahead, holders, now) if pulled else 0.0
+    pull_bytes, ahead, pull_s = 0, 0, 0.0
+    if pulled:
+        pull_bytes, lives = block_bytes * sum([leg.blocks for leg in pulled]), {leg.holder.ref.life for leg in pulled}
+        ahead = max(mesh.ahead_of(lives), shared_bytes(pull_bytes, mesh.arriving(instance.ref.life)))
+        pull_s = mesh.congestion * instance.pull.seconds(pull_bytes + ahead, len(lives), now)
     own_s, others_s = mesh.load_s(legs, block_bytes)
     return _Fetching(pull_s, max(own_s, others_s), max(own_s, others_s + pull_s), pull_bytes, ahead)
 

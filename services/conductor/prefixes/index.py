@@ -118,9 +118,10 @@ class Index:
 
     def place_of(self, life: Life, slot: int | None = None) -> Place:
         """Where that very life's blocks show; `slot`: its own among the pending ones."""
-        lower = self._lower.get(life[0])
-        below = tuple((t, bit) for t, name in lower.items() if (bit := self._bit((name, life[1])))) if lower else ()
-        return Place(self._bit(life), 0 if slot is None else 1 << slot, below)
+        (name, incarnation), bit_of = life, self.truth.bit
+        lower = self._lower.get(name)
+        below = tuple((t, bit) for t, store in lower.items() if (bit := bit_of(store, incarnation))) if lower else ()
+        return Place(bit_of(name, incarnation), 0 if slot is None else 1 << slot, below)
 
     def moved(self) -> Iterable[str]:
         """Stores and tiers whose slots in the map have changed since this was asked before."""
@@ -163,7 +164,7 @@ class Index:
         verdict = self.truth.apply(announcement)
         if tier is Tier.DRAM and verdict is Verdict.APPLIED and slot is not None and life == speaks:
             if announcement.snapshot:
-                bit = self._bit(life)
+                bit = self.truth.bit(*life)
                 self.pending.settle(slot, lambda key: bool(self.truth.mask(key) & bit))
             else:
                 self.pending.arrived(slot, announcement.sealed)
@@ -194,11 +195,8 @@ class Index:
 
     def _unsealed(self, life: Life, marked: Marks) -> bytes | None:
         """Of each mark 1 if it is not sealed there; None: none is."""
-        if not self._bit(life):
-            return None
-        slot = self.truth.slot(life[0])
-        assert slot is not None, "a store with a bit has a slot"
-        return self.truth.lacking(marked, slot)
+        bit = self.truth.bit(*life)
+        return self.truth.lacking(marked, bit.bit_length() - 1) if bit else None
 
     def _only(self, life: Life, ended: Callable[[Life], bool]) -> bool:
         """Make room for a word of this life: what other lives of its name hold, in whichever tier, goes. False: it is
@@ -215,10 +213,6 @@ class Index:
     def _names(self, instance_id: str) -> tuple[str, ...]:
         lower = self._lower.get(instance_id)
         return (instance_id, *lower.values()) if lower else (instance_id,)
-
-    def _bit(self, life: Life) -> int:
-        slot = self.truth.slot(life[0])
-        return 0 if slot is None or self.truth.incarnation(life[0]) != life[1] else 1 << slot
 
 
 def bits(mask: int) -> list[int]:

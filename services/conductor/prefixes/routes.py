@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
 from kvmesh.kvcache.sources import PullRange
@@ -56,7 +55,7 @@ class _Calmest(NamedTuple):
     by_node: Mapping[str, Member]
 
 
-@dataclass
+@dataclass(slots=True)
 class Mesh:
     """What one request can use: its survey, and who of those in it may be asked (by slot of the block map)."""
 
@@ -69,23 +68,18 @@ class Mesh:
     arriving: Callable[[Life], int] = lambda life: 0  # bytes on their way to a node
     congestion: float = 1.0  # how many times as long as the fitted model says pulls take now, at least 1
     _calmest: dict[int, _Calmest] = field(default_factory=dict, init=False, repr=False, compare=False)
+    anywhere: int = field(init=False, repr=False, compare=False)  # the bitset of all `holders`
+    memory: tuple[Way, ...] = field(init=False, repr=False, compare=False)  # others' memory alone
 
-    @cached_property
-    def anywhere(self) -> int:
-        """The bitset of all `holders`."""
-        found = self.among
+    def __post_init__(self) -> None:
+        self.anywhere = self.among
         for _, slots in self.lower:
-            found |= slots
-        return found
+            self.anywhere |= slots
+        self.memory = (Way(self.among, Tier.DRAM, own=False),) if self.among else ()
 
     def reach(self, own: Place, start: int) -> int:
         """How far the prefix goes when the live stores together bring what is missing from `start` on."""
         return self.survey.reach(self.anywhere | own.sealed, start)
-
-    @cached_property
-    def memory(self) -> tuple[Way, ...]:
-        """Others' memory alone."""
-        return (Way(self.among, Tier.DRAM, own=False),) if self.among else ()
 
     def ways(self, own: Place, *, others: bool = True, own_first: bool = False) -> tuple[Way, ...]:
         """Where blocks that are not in the reader's memory can come from, the best first: others' memory, then tier by

@@ -64,6 +64,11 @@ class WalkedMap(SteadyBlockMap):
                 last = mask
         return runs
 
+    def bit(self, store_id: str, incarnation: int) -> int:
+        """Of the slot of that very life of a store; 0: it shows nothing."""
+        store = self._stores.get(store_id)
+        return 1 << store.slot if store is not None and store.incarnation == incarnation else 0
+
     def lacking(self, keys: tuple[bytes, ...], slot: int) -> bytes:
         """Of each key 1 if that slot, which is shown, does not hold it, else 0."""
         if self._table is None:

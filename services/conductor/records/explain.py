@@ -273,8 +273,10 @@ def _weighed(found: Weighed, ttft_slo_s: float) -> Iterable[Candidate]:
 
 def _prefill(candidate: PrefillCandidate, slo_s: float, landing_wait_s: float, near: Near) -> Candidate:
     best = candidate.best(slo_s) or min(candidate.options, key=lambda o: o.admission_ttft_s)
-    others = [o for o in candidate.options if o is not best and (best is candidate.use or o is candidate.use)]
-    other = min(o.ttft_s for o in others) + landing_wait_s if others else -1.0
+    other = -1.0
+    if candidate.fetches:
+        others = [o for o in candidate.options if o is not best and (best is candidate.use or o is candidate.use)]
+        other = min([o.ttft_s for o in others]) + landing_wait_s if others else -1.0
     pulled = best.pulled_blocks
     pull_s = best.pull_s if pulled else -1.0
     load_s = best.load_s or -1.0

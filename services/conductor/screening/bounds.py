@@ -158,7 +158,7 @@ class Weights:
                 more = self._fetch(found, among, local, at_decode, room_s, alone=alone)
                 if more is not None:
                     odd |= more
-        if odd.any():  # the most that it could have, for nothing
+        if np.count_nonzero(odd):  # the most that it could have, for nothing
             self._free(found, odd, end, self._pushed(max(at_decode, end), alone=alone))
         return found
 

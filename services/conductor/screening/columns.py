@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -118,8 +117,7 @@ class Columns:
                     self._learn(row, instance)
         self._reload.clear()
         if rows:
-            told = np.fromiter(chain.from_iterable(loads), np.float64, len(rows) * LOADS)
-            self._data[:LOADS, rows] = told.reshape(len(rows), LOADS).T
+            filling.write(self._data, self.address if self._columns else 0, rows, loads)
 
     def rare(self, which: int) -> set[int]:
         """Rows of those who have that (see `Rare`)."""
@@ -276,7 +274,7 @@ class View:
         """The set of instances that serves this model: of several (an update is rolling through) one that can serve
         now comes first, then the more numerous; -1: there is none."""
         columns = self.columns
-        groups = [group for group in columns.groups(model) if columns.mask(Field.GROUP, group).any()]
+        groups = [group for group in columns.groups(model) if np.count_nonzero(columns.mask(Field.GROUP, group))]
         if len(groups) <= 1:
             return groups[0] if groups else NO_GROUP
 
@@ -375,7 +373,7 @@ class Chosen(Sequence[Instance]):
     @property
     def first(self) -> Instance:
         """Any of them; there is one."""
-        return self.view.columns.instances[int(np.argmax(self.mask))]
+        return self.view.columns.instances[int(self.mask.argmax())]
 
     def only(self, names: Collection[str]) -> Chosen:
         """Those of them that bear one of these names."""
@@ -385,7 +383,7 @@ class Chosen(Sequence[Instance]):
 
     def without(self, names: Collection[str]) -> Chosen:
         """But for these instances."""
-        rows = [row for name in names if (row := self.view.columns.row(name)) >= 0]
+        rows = [row for name in names if (row := self.view.columns.row(name)) >= 0 and self.mask[row]]
         if not rows:
             return self
         mask = self.mask.copy()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+from array import array
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import compress
@@ -68,6 +69,8 @@ class _Library:
         self.held = lib.kv_held
         self.held.argtypes = _N, _N, _P, _P, _N, _P, _N, _P, _P, _P, _N, _P, _P, _P, _P, _P
         self.held.restype = None
+        self.way = ctypes.create_string_buffer(_WAY.size)  # written before each call that reads it
+        self.way_at = ctypes.addressof(self.way)
         self.wait.argtypes, self.wait.restype = (_P,), None
         self.offer.argtypes = _P, _P, _P, _D, _D, _P, ctypes.c_int, _P
         self.free.argtypes, self.free.restype = (_P, _P, _P, _P), None
@@ -123,12 +126,15 @@ class CompiledWeights(Weights):
             bool(rare(Rare.DECODE_BENDS)), bool(rare(Rare.PULL_BENDS)), bool(rare(Rare.BESIDE)),
             bool(rare(Rare.RUNNING)) and terms.tbt_slo_s < np.inf, 0, 0, 0, scratch + row, scratch + 2 * row,
         )  # fmt: skip
-        self._way_told = ctypes.create_string_buffer(_WAY.size)
-        self._way_at = ctypes.addressof(self._way_told)
+        self._way_told, self._way_at = native.way, native.way_at
         self._offered: tuple[Prompts, int] | None = None  # the last one, and where it keeps what it is offered
         self._told = ctypes.addressof(self._request)
         native.wait(self._told)
-        self.__dict__["wait_s"] = self._scratch[0]
+        self.__dict__.update(wait_s=self._scratch[0], by_size=None)
+        if not request.priority and not rare(Rare.RANKED):
+            self.__dict__["queue_s"] = self.wait_s
+            if not rare(Rare.LONG):
+                self.__dict__["short_queue_s"] = self.wait_s
 
     @cached_property
     def _fades(self) -> tuple[Floats, Floats, Floats]:
@@ -191,8 +197,8 @@ class CompiledWeights(Weights):
     def _depths(self, among: Mask) -> Sequence[int]:
         ends = self.held.ends
         size = len(ends)
-        asked, found = (_D * size)(*ends), ctypes.create_string_buffer(size)
-        self._native.depths(self._request.depth, _at(among), len(among), asked, size, found)
+        asked, found = array("d", ends), (ctypes.c_char * size)()
+        self._native.depths(self._request.depth, _at(among), len(among), asked.buffer_info()[0], size, found)
         return list(compress(ends, found.raw))
 
     def answers(self, *, alone: bool = False) -> Answers:
@@ -227,10 +233,11 @@ def held(view: View, survey: Survey) -> Held:
     sealed = b"".join([run.sealed.to_bytes(bytes_each, "little") for run in runs])
     coming = b"".join([run.coming.to_bytes(coming_each, "little") for run in runs])
     ends = [0, *(run.end for run in runs)]
-    levels, reached = np.empty(2 * count, dtype=np.int32), ctypes.create_string_buffer(size + 1)
+    levels, reached = np.empty(2 * count, dtype=np.int32), (ctypes.c_char * (size + 1))()
+    ends_told = array("d", ends[1:])
     at, row = _at(found), 8 * count
     native.held(
-        size, holders.told_apart(survey), (_D * size)(*ends[1:]), sealed, bytes_each, coming, coming_each,
+        size, holders.told_apart(survey), ends_told.buffer_info()[0], sealed, bytes_each, coming, coming_each,
         slots.lower.to_bytes(bytes_each, "little"), _at(slots.row_of), _at(columns.row_of_pending), count, _at(levels),
         at, at + row, at + 2 * row, reached,
     )  # fmt: skip

@@ -2,12 +2,44 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+import ctypes
+from array import array
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from itertools import chain
 from zlib import crc32
 
+import numpy as np
+
+from kvmesh.native import library
 from services.conductor.costs.fit import FittedModel
 from services.conductor.domain import Role
 from services.conductor.fleet.instance import Instance
+from services.conductor.screening.fields import Floats
+
+
+@cache
+def native() -> Callable[..., None] | None:
+    """`kv_fill` of rows.cpp; None: there is no native code here."""
+    lib = library.library()
+    if lib is None:
+        return None
+    fill: Callable[..., None] = lib.kv_fill
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    lib.kv_fill.argtypes, lib.kv_fill.restype = (pointer, number, pointer, number, number, pointer), None
+    return fill
+
+
+def write(table: Floats, address: int, rows: Sequence[int], loads: Sequence[tuple[float, ...]]) -> None:
+    """The first columns of these rows, of which there are some, as `load` tells them. `address`: of the table in
+    memory; 0: not known."""
+    told = array("d", chain.from_iterable(loads))
+    fill = native()
+    if fill is None or not address:
+        table[: len(loads[0]), rows] = np.frombuffer(told).reshape(len(rows), -1).T
+        return
+    where = array("q", rows)
+    fill(address, table.shape[1], where.buffer_info()[0], len(rows), len(loads[0]), told.buffer_info()[0])
 
 
 @lru_cache(maxsize=16_384)
