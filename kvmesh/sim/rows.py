@@ -277,12 +277,16 @@ def steps_until(first: float, slope: float, seconds: float) -> int:
         return 0
     if slope > 0:
         half = first - slope / 2
-        guess = (math.sqrt(half * half + 2 * slope * seconds) - half) / slope
+        root = math.sqrt(half * half + 2 * slope * seconds)
+        # The same number twice: one form cancels at tiny slopes, the other one where `half` is negative.
+        guess = 2 * seconds / (half + root) if half > 0 else (root - half) / slope
     else:
         guess = seconds / first
     steps = max(0, math.floor(guess) - 1)
     while elapsed(first, slope, steps) < seconds:
         steps += 1
+    while steps and elapsed(first, slope, steps - 1) >= seconds:
+        steps -= 1
     return steps
 
 

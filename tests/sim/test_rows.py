@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvmesh.sim.loop import Loop
@@ -106,6 +106,7 @@ def test_a_run_is_one_event_however_many_steps_it_has() -> None:
 
 
 @given(st.floats(1e-4, 1), st.floats(0, 1e-2), st.integers(0, 5_000), st.floats(0, 1))
+@example(first=0.875, slope=9.14e-20, steps=347, part=1.0)
 def test_steps_until_is_the_first_border_not_before(first: float, slope: float, steps: int, part: float) -> None:
     seconds = elapsed(first, slope, steps) + part * (first + slope * steps) * 0.999
     found = steps_until(first, slope, seconds)
