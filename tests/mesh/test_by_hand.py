@@ -90,7 +90,7 @@ async def test_the_lines_of_the_readme_are_a_mesh(by_hand: ByHand) -> None:
         answer = await http.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     shown = by_hand.call(*by_hand.status)  # leaves with 1 when anything named there does not answer
-    assert re.search(r"^pool-\d+ +pool +0 in 16 MiB ", shown, re.M), shown
-    assert "1 pool node" in shown and re.search(r"^coupled-\d+ ", shown, re.M), shown
+    assert re.search(r"^pool-\S+-\d+ +pool +0 in 16 MiB ", shown, re.M), shown
+    assert "1 pool node" in shown and re.search(r"^coupled-\S+-\d+ ", shown, re.M), shown
     assert "300 tokens, 4 blocks" in by_hand.call("explain", answer.json()["id"], "--conductor", by_hand.conductor)
     assert "2 answered" in by_hand.call("bench", "--url", by_hand.url, "--requests", "2", "--input-tokens", "64")
