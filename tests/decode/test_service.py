@@ -141,6 +141,7 @@ async def test_a_gateway_that_dies_takes_its_requests_with_it(mesh: Bench) -> No
 
 async def test_tokens_wait_for_credit_and_the_memory_does_not(mesh: Bench, gateway: Gateway) -> None:
     slot = await gateway.start(PROMPT, 6, credit_tokens=2)
+    await gateway.has(slot, 2)
     await mesh.full()
     assert len(gateway.answers[slot].tokens) == 2
     await gateway.credit(slot, 3)
