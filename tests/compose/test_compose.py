@@ -160,12 +160,12 @@ async def struck(mesh: Containers, load: Load, fault: Fault, baseline: float, se
         failed = err
     now = time.monotonic()
     outcomes = load.since(begun)
-    low, quiet = load.disturbed(begun, now, wanted)
+    low, _ = load.disturbed(begun, now, wanted)
     row = Row(
         fault,
         outcomes,
         await migrated(mesh, seen),
-        low if failed is None and quiet >= QUIET_S else None,
+        low if failed is None else None,
         max((one.gap_s for one in load.done if one.ended >= begun), default=0.0),
     )
     print(row.cells(), flush=True)
