@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvmesh.rpc.errors import Overloaded
@@ -107,6 +107,7 @@ moves = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(moves, st.integers(5_000, 60_000), st.sampled_from([Mode.EARLY, Mode.PREDICTED]))
+@example([(Lane.BATCH, 18_885, 1, 1)], 5_000, Mode.PREDICTED)  # it has ended before: what differed was a heartbeat
 def test_who_is_refused_would_have_been_refused_without_the_batch_lane(
     history: list[tuple[Lane | None, int, int, int]], prompt: int, mode: Mode
 ) -> None:
@@ -122,6 +123,7 @@ def test_who_is_refused_would_have_been_refused_without_the_batch_lane(
         loop.ask(20_000, 500)  # until somebody is refused
         loop.step()
     loop.run(2 * STEP_S)
+    loop.report()  # both answers are given on the same news of those who are not of the lane
     if isinstance(loop.ask(prompt, 500, request_id="probe"), Placed):
         return
     without_batch(loop)
