@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvmesh.rpc.errors import Overloaded
 from kvmesh.sim.brains import MODEL, Brains
-from kvmesh.sim.config import SimConfig
+from kvmesh.sim.config import SimConfig, WireChange
 from kvmesh.sim.decoder import Decoder
 from kvmesh.sim.host import Machine
 from kvmesh.sim.life import Life
@@ -44,6 +44,8 @@ class Cluster:
         self.machine = None if config.host is None else Machine(loop, config.host, config.seed)
         self.nodes: dict[str, Node] = {}
         puller = Puller(links, self.nodes, config.pull_timeout_s)
+        for change in config.wires:
+            loop.at(change.at_s, lambda change=change: self._rewire(links, change))  # type: ignore[misc]
         self._pushes = Pushes(links, config.layers, self._pushed)
         self.prefills: dict[str, Prefiller] = {}
         self.decodes: dict[str, Decoder] = {}
@@ -69,6 +71,12 @@ class Cluster:
             self.prefills[name] = Prefiller(node, self.config, self._loop, self._puller, self._pushes, self)
         if role is Role.DECODE and name not in self.decodes:
             self.decodes[name] = Decoder(node, self.config, self._loop, self._puller, self)
+
+    def _rewire(self, links: Links, change: WireChange) -> None:
+        for name in change.nodes or self.nodes:
+            node = self.nodes[name]
+            for link in (node.tx, node.rx):
+                links.resize(link, change.share * node.spec.nic_bytes_per_s)
 
     # ── one request ──────────────────────────────────────────────────────────────────────────────
 

@@ -29,6 +29,15 @@ class Routing(Enum):
     LEAST_LOADED = "least-loaded"  # the fewest requests
 
 
+@dataclass(frozen=True)
+class WireChange:
+    """From `at_s` (virtual seconds) on the NICs of `nodes`, () for all, carry `share` of what their `NodeSpec` says."""
+
+    at_s: float
+    share: float
+    nodes: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class SimConfig:
     """One run. Seconds, tokens, bytes. ConfigError names field and value.
@@ -65,6 +74,7 @@ class SimConfig:
     size_weight: float = 16.0  # of predicted prefill times in the lines
     layers: int = 80  # a chunk's KV leaves layer by layer: the last layer's when the step ends
     pull_timeout_s: float = 10.0
+    wires: Sequence[WireChange] = ()  # of `prefill` and `decode`; conductors are not told
 
     # decode
     max_running: int = 256
@@ -111,6 +121,11 @@ class SimConfig:
         ):
             if getattr(self, name) < 0:
                 raise _bad(name, getattr(self, name), "not negative")
+        for change in self.wires:
+            if change.at_s < 0 or not change.share > 0:
+                raise _bad("wires", change, "from 0 s on, and a share above 0")
+            if unknown := sorted(set(change.nodes) - self._names):
+                raise _bad("wires", unknown[0], "an instance of prefill or decode")
         if self.chunk_tokens < self.block_tokens:
             raise _bad("chunk_tokens", self.chunk_tokens, f"at least block_tokens={self.block_tokens}")
         if self.heartbeat_s >= self.conductor.lease_s:
@@ -122,6 +137,11 @@ class SimConfig:
         for name in ("prefill", "decode", "coupled"):
             for at, spec in enumerate(getattr(self, name)):
                 _check_spec(f"{name}[{at}]", spec, self.block_tokens)
+
+    @property
+    def _names(self) -> set[str]:
+        pools = ("p", self.prefill), ("d", self.decode)
+        return {f"{letter}{n}" for letter, specs in pools for n in range(len(specs))}
 
     @property
     def plan(self) -> PlanConfig:

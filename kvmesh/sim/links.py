@@ -152,6 +152,23 @@ class Links:
                 one.settle(now)
                 one.rated(rate)
 
+    def resize(self, link: Link, capacity: float) -> None:
+        """From now on it carries so many bytes a second. ValueError: none at all."""
+        if not capacity > 0:
+            raise ValueError(f"link {link.name}: capacity={capacity}: must be above 0 bytes/s")
+        for flow in link.flows:
+            flow.settle(self.loop.now)
+        link.capacity = capacity
+        first = next(iter(link.flows), None)
+        if first is None:
+            return
+        first.asks()
+        concerned = self._reach(first, {link})
+        for one, rate in zip(concerned, fair_rates(concerned), strict=True):
+            if rate != one.rate:
+                one.settle(self.loop.now)
+                one.rated(rate)
+
     def _reach(self, flow: Flow, was_tight: set[Link]) -> list[Flow]:
         """`flow` and those that its change can touch: over links that were or are tight."""
         found, new, seen = {flow: None}, [flow], set()
