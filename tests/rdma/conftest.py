@@ -39,6 +39,7 @@ from tests.rdma.guest import (
 )
 from tests.rdma.reporter import REPORTS
 
+DIED = "Fatal Python error"
 TIMEOUT = 300.0  # seconds for the tests of one file
 SETTINGS = {"rails", "ipv6_only", "memory_mb", "timeout_s", "env"}
 SELECTION = {"files", "taking", "over"}
@@ -106,7 +107,9 @@ class GuestRun:
 
     def silence(self, name: str) -> str:
         """What to say of a test that the guest did not report."""
-        said, console = self.completed.output[-6000:], self.completed.console[-2000:]
+        said, console = self.completed.output, self.completed.console[-2000:]
+        died = said.rfind(DIED)  # which thread it was stands first, and what all others did after it
+        said = said[died : died + 12_000] if died >= 0 else said[-6000:]
         return f"{name}: the guest (exit status {self.completed.rc}) did not report it\n{said}\n-- console:\n{console}"
 
 
@@ -206,7 +209,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     """Passes the guest's reports on as this session's own; without any, the item is run as items are."""
     if not isinstance(item, GuestItem):
         return None
@@ -224,4 +227,5 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
             whole.longrepr = tuple(whole.longrepr)
         item.ihook.pytest_runtest_logreport(report=whole)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    item.session._setupstate.teardown_exact(nextitem)  # what an item that was run before left set up for this one
     return True

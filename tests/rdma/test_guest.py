@@ -15,7 +15,7 @@ import pytest
 from tests.rdma.guest import REPOSITORY, GuestUnavailable, prepare, run_in_guest
 
 SUITE = """
-    import os
+    import ctypes
     import pytest
 
     @pytest.mark.parametrize("n", [1, 2])
@@ -33,7 +33,7 @@ SUITE = """
         raise AssertionError("it was not selected")
 
     def test_ends_the_process():
-        os._exit(9)
+        ctypes.string_at(0)
 
     def test_after_the_end():
         pass
@@ -122,6 +122,8 @@ def test_tests_in_the_guest_are_reported_one_by_one(tmp_path: Path) -> None:
     (tmp_path / "inside").mkdir()
     (tmp_path / "conftest.py").write_text("from tests.rdma.conftest import *\n")
     (tmp_path / "inside" / "test_it.py").write_text(textwrap.dedent(SUITE))
+    (tmp_path / "inside" / "test_more.py").write_text("def test_reported_after_some_were_not(): pass\n")
+    (tmp_path / "test_outside.py").write_text("def test_outside(): pass\n")
     argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={tmp_path}/results.xml"]
     argv += [f"--rootdir={tmp_path}", "-c", str(REPOSITORY / "pyproject.toml"), "-k", "not left_out", str(tmp_path)]
     env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
@@ -138,7 +140,9 @@ def test_tests_in_the_guest_are_reported_one_by_one(tmp_path: Path) -> None:
         "test_skipped": "skipped",
         "test_ends_the_process": "failure",
         "test_after_the_end": "failure",
+        "test_reported_after_some_were_not": "passed",
+        "test_outside": "passed",
     }
     assert "arithmetic" in done.stdout
-    assert "did not report it" in done.stdout
-    assert "1 skipped" in done.stdout and "2 passed" in done.stdout and "3 failed" in done.stdout
+    assert "did not report it" in done.stdout and "Fatal Python error: Segmentation fault" in done.stdout
+    assert "1 skipped" in done.stdout and "4 passed" in done.stdout and "3 failed" in done.stdout
