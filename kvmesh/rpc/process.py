@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import faulthandler
 import os
+import resource
 import signal
 from collections.abc import Awaitable, Callable
 from types import FrameType
@@ -16,6 +17,8 @@ from kvmesh.telemetry import readiness
 
 # Set by a supervisor to its pid: the process dies with it, whatever kills it.
 PARENT_ENV = "KVMESH_PARENT_PID"
+
+MAX_DESCRIPTORS = 1 << 16
 
 _PR_SET_PDEATHSIG = 1
 
@@ -40,11 +43,21 @@ def follow_supervisor() -> None:
         die_with_parent(int(pid))
 
 
+def widen_descriptors() -> None:
+    """As many open files as this user may have, up to MAX_DESCRIPTORS: a thousand instances keep four connections each
+    to the store master, where shells allow 1,024 files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def run(main: Callable[[asyncio.Event], Awaitable[None]], *, stop_s: float = 20.0) -> None:
     """Run `main(stop)` on uvloop to its end.
 
     SIGINT or SIGTERM sets `stop`; a second one, or `stop_s` seconds without an end, exits at once."""
     faulthandler.enable()
+    widen_descriptors()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_until_stopped(main, stop_s))
 

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 
 from kvmesh.config import ServiceConfig
+from kvmesh.rpc.door.control import ControlDoor
 from kvmesh.rpc.server import Server, join
 from kvmesh.telemetry import names, setup
 
@@ -29,6 +30,10 @@ class Service(ABC):
 
     async def start(self) -> None:  # noqa: B027
         """The server listens and nobody was told: begin background tasks. Must return soon."""
+
+    def door(self) -> ControlDoor | None:
+        """Beside gRPC, for the calls that come most often. Asked once, after `add_to`."""
+        return None
 
     @abstractmethod
     def tick(self) -> None:
@@ -79,9 +84,14 @@ async def _serve(
 ) -> None:
     server = Server(config.host, config.port)
     service.add_to(server)
+    door = service.door()
+    if door is not None:
+        door.add_to(server)
     await server.start()
     try:
         try:
+            if door is not None:
+                await door.open(config.host)
             await service.start()
             server.set_ready(True)
             started({"address": server.address, "metrics": metrics})
@@ -91,6 +101,8 @@ async def _serve(
                     async with asyncio.timeout(service.tick_s):
                         await stop.wait()
         finally:
+            if door is not None:
+                await door.close()
             await service.close()
     finally:
         await server.stop(STOP_GRACE_S)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -47,6 +47,8 @@ class Served:
     behave: Callable[[Any, Any], Awaitable[Message]]
 
 
-def served(service: ServiceDescriptor, servicer: object) -> dict[bytes, Served]:
-    """All of a servicer's, by their names in frames."""
-    return {one.wire: Served(one, getattr(servicer, one.name)) for one in unary(service).values()}
+def served(service: ServiceDescriptor, servicer: object, only: Collection[str] | None = None) -> dict[bytes, Served]:
+    """All of a servicer's, or `only` these of them, by their names in frames. KeyError: one that it has not."""
+    methods = unary(service)
+    chosen = methods.values() if only is None else [methods[name] for name in only]
+    return {one.wire: Served(one, getattr(servicer, one.name)) for one in chosen}

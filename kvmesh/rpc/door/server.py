@@ -11,6 +11,7 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Collection
 
 from google.protobuf.descriptor import ServiceDescriptor
 
@@ -46,11 +47,22 @@ class DoorContext:
 
 
 class DoorServer:
-    """All doors of one life to one servicer. `life`: what callers must mean when they come. On the event loop."""
+    """All doors of one life to one servicer. `life`: what callers must mean when they come; `methods`: those that can
+    be called, by default all; `connections`: at most (MAX_CONNECTIONS unless told). On the
+    event loop."""
 
-    def __init__(self, service: ServiceDescriptor, servicer: object, life: int) -> None:
-        self.methods = served(service, servicer)
+    def __init__(
+        self,
+        service: ServiceDescriptor,
+        servicer: object,
+        life: int,
+        *,
+        methods: Collection[str] | None = None,
+        connections: int | None = None,
+    ) -> None:
+        self.methods = served(service, servicer, methods)
         self.life = life
+        self.connections = MAX_CONNECTIONS if connections is None else connections
         self.tasks: set[asyncio.Task[None]] = set()  # of calls that wait for something
         self._listening: list[asyncio.AbstractServer] = []
         self._accepted: set[_Accepted] = set()
@@ -101,7 +113,7 @@ class DoorServer:
         return _Accepted(self)
 
     def admits(self, accepted: _Accepted) -> bool:
-        if len(self._accepted) >= MAX_CONNECTIONS:
+        if len(self._accepted) >= self.connections:
             return False
         self._accepted.add(accepted)
         return True
@@ -129,7 +141,7 @@ class _Accepted(asyncio.Protocol):
         if not _same_user(transport):
             return self.end("another user's")
         if not self._server.admits(self):
-            return self.end(f"{MAX_CONNECTIONS} are open")
+            return self.end(f"{self._server.connections} are open")
         _keep_alive(transport)
         self._stranger = asyncio.get_running_loop().call_later(GREETING_S, self.end, "no greeting")
         return None
