@@ -81,7 +81,7 @@ class Scheduling:
     def schedule(self, request: Schedule, now: float) -> Placed | Refuse:
         """Place it, or say why not."""
         self._ledger.wires.expire(now)
-        view = self._known.columns.view(now, self._settings.lease_s, self.why_not, self._known.breakers.tripped)
+        view = self._known.columns.view(now, self.why_not, self._known.breakers.tripped)
         serving = view.serving(view.group(request.model) if request.prompt_tokens > 0 else NO_GROUP)
         usable = view.able_of(serving)
         prefills, decodes = view.prefills(usable, request.prompt_tokens), view.decodes(usable, request.prompt_tokens)
@@ -98,7 +98,7 @@ class Scheduling:
         if answer is None:
             self._ledger.withdraw(request.request_id, now)
             self._ledger.expect_others(request.model, prefills, now)
-            self._known.columns.settle()
+            self._known.columns.keep_up()
             mesh = self._mesh(self._index.survey(request.keys), request, view)
             found = self.chooser.choose(request, prefills, decodes, Asked(self._place), mesh, terms)
             self.balance.saw(request, mesh.survey, now)
@@ -183,7 +183,7 @@ class Scheduling:
         if choice.prefill.instance.queue.size_weight:
             self._lines.placed(request.model, choice.prefill.prefill_s, now)
         delay_s = pull_after_s(choice)
-        self.threshold.placed(request.request_id, choice, delay_s, now)
+        self.threshold.placed(request.request_id, choice)
         self.affinity.placed(request, choice, now)
         p, d = choice.prefill, choice.decode
         for instance in (p.instance, d.instance):

@@ -14,12 +14,16 @@ from hypothesis import strategies as st
 
 from services.conductor.domain import Fetch, Load, PrefillSample, Role
 from services.conductor.placing.placement import Choice
+from services.conductor.placing.prefills import worth_weighing
 from services.conductor.placing.threshold import (
     DWELL_S,
+    FORGET_S,
     IDLE_S,
     MAX_AWAITED,
     MAX_CONGESTION,
+    MAX_IDLE_S,
     MAX_THRESHOLD,
+    NEVER,
     STEP,
     UNEVEN,
     Threshold,
@@ -39,16 +43,16 @@ class Prefill:
         return SAVED_S * computed / TOKENS
 
 
-def fetching(pull_s: float, queue_s: float = 0.0) -> Choice:
-    """As much of a choice as is looked at."""
-    instance = SimpleNamespace(model=SimpleNamespace(block_tokens=BLOCK), prefill=Prefill())
+def placement(pull_s: float, tokens: int = TOKENS) -> Choice:
+    """As much of a choice as is looked at: `tokens` are fetched, and TOKENS go to decode."""
+    instance = SimpleNamespace(model=SimpleNamespace(block_tokens=BLOCK, kv_bytes_per_token=1024), prefill=Prefill())
     p = SimpleNamespace(
-        pulled_blocks=TOKENS // BLOCK,
+        pulled_blocks=tokens // BLOCK,
         instance=instance,
         computed_tokens=10,
         cached_tokens=TOKENS,
         pull_s=pull_s,
-        queue_s=queue_s,
+        pushed_bytes=TOKENS * 1024,
     )
     return cast(Choice, SimpleNamespace(prefill=p))
 
@@ -62,14 +66,27 @@ class Run:
         self.asked = 0
         self.seen: list[tuple[float, float, float]] = []
 
-    def pull(
-        self, model_s: float, real_s: float, queue_s: float = 0.0, after_s: float = 0.0, got: int = TOKENS
-    ) -> None:
+    def pull(self, model_s: float, real_s: float, got: int = TOKENS) -> None:
         self.asked += 1
         name = f"r{self.asked}"
-        self.threshold.placed(name, fetching(model_s * self.threshold.congestion, queue_s), after_s, self.now)
+        self.threshold.placed(name, placement(model_s * self.threshold.congestion))
         sample = PrefillSample(name, 10, got, 0.1, 0, 0.0, got, got * 1024, real_s)
         self.threshold.sampled(sample, self.now)
+
+    def push(self, seconds: float) -> None:
+        """A prompt that fetches nothing is computed in 0.1 s and sent to decode in so many."""
+        self.asked += 1
+        name = f"r{self.asked}"
+        self.threshold.placed(name, placement(0.0, tokens=0))
+        self.threshold.sampled(PrefillSample(name, 10, TOKENS, 0.1, TOKENS * 1024, seconds), self.now)
+
+    def rest(self, seconds: float, push_s: float) -> None:
+        """Nobody pulls for so long; five pushes a second."""
+        for _ in range(int(seconds * 5)):
+            self.now += 0.2
+            self.push(push_s)
+            self.threshold.tick(EVEN, self.now)
+            self.seen.append((self.now, self.threshold.value(self.now), self.threshold.congestion))
 
     def go(self, seconds: float, model_s: float, real_s: float, waits: list[float], **more: Any) -> None:
         """Five pulls a second for so long."""
@@ -96,33 +113,72 @@ def test_fixed_it_is_what_it_is() -> None:
     assert (run.threshold.value(run.now), run.threshold.congestion, run.threshold.changes) == (2.5, 1.0, 0)
 
 
-def test_pulls_that_cost_more_than_they_save_raise_it_to_its_bound() -> None:
+def test_pulls_that_take_longer_than_computing_raise_it_step_by_step_until_nobody_fetches() -> None:
     run = Run()
-    run.go(80, 1.0, 1.0, EVEN)
-    assert run.threshold.value(run.now) == MAX_THRESHOLD
+    run.go(40, 1.0, 1.0, EVEN)
+    run.seen = [seen for seen in run.seen if seen[1] < NEVER] + run.seen[-1:]
+    values = list(dict.fromkeys(value for _, value, _ in run.seen))
+    assert values[-2:] == [MAX_THRESHOLD, NEVER]
+    assert all(b == pytest.approx(min(MAX_THRESHOLD, a * STEP)) for a, b in itertools.pairwise(values[:-1]))
     assert run.threshold.congestion == 1.0, "they took what was predicted"
 
 
-def test_cheap_pulls_lower_it_while_queues_are_uneven() -> None:
+def test_where_fetching_is_hopeless_it_ends_at_once() -> None:
+    run = Run()
+    run.go(7, 3.0, 3.0, EVEN)
+    assert run.threshold.value(run.now) == NEVER and run.threshold.changes == 1
+
+
+def test_never_stops_even_who_has_nothing_of_a_prefix() -> None:
+    assert worth_weighing(10, 0, MAX_THRESHOLD) and not worth_weighing(10, 0, NEVER)
+    assert not worth_weighing(10, 1, NEVER)
+
+
+def test_cheap_pulls_lower_it_and_below_where_it_began_only_while_queues_are_uneven() -> None:
     start = dataclasses.replace(ADAPTIVE, balancing_threshold=4.0)
     even, crowded = Run(start), Run(start)
     even.go(60, 0.1, 0.1, EVEN)
     crowded.go(60, 0.1, 0.1, CROWDED)
     assert even.threshold.value(0) == 4.0 and crowded.threshold.value(0) == 1.0
+    even.go(14, 3.0, 3.0, EVEN)
+    assert even.threshold.value(0) == NEVER
+    even.go(60, 0.1, 0.1, EVEN)
+    assert even.threshold.value(0) == 4.0
 
 
-def test_what_hides_behind_the_queue_costs_nothing() -> None:
-    hidden, later = Run(), Run()
-    hidden.go(40, 1.0, 1.0, EVEN, queue_s=5.0)
-    assert hidden.threshold.value(0) == 1.0
-    later.go(40, 1.0, 1.0, EVEN, queue_s=5.0, after_s=5.0)  # put off until its turn: it shows after all
-    assert later.threshold.value(0) > 4
+def stopped() -> Run:
+    """Wires have become slow, and nothing is fetched any more."""
+    run = Run()
+    run.rest(10, 0.05)
+    run.go(7, 0.1, 3.0, EVEN)
+    assert run.threshold.value(0) == NEVER
+    return run
+
+
+def test_pushes_that_are_fast_again_bring_it_back_at_once() -> None:
+    run = stopped()
+    run.rest(MAX_IDLE_S / 2, 3 * SAVED_S)
+    assert run.threshold.value(0) == NEVER, "pushes say that no trial is worth it"
+    run.rest(3 * FORGET_S, 0.3)
+    assert run.threshold.value(0) == 1.0 and run.threshold.congestion == 1.0
+
+
+def test_without_a_word_from_pushes_it_is_tried_again_and_after_failures_less_often() -> None:
+    run, gaps = stopped(), []
+    for _ in range(4):
+        since = run.now
+        while run.threshold.value(0) == NEVER:
+            run.rest(1, 0.3)
+        gaps.append(run.now - since)
+        run.go(7, 3.0, 3.0, EVEN)
+    assert run.threshold.value(0) == NEVER
+    assert gaps == pytest.approx([IDLE_S, 2 * IDLE_S, 4 * IDLE_S, MAX_IDLE_S], abs=2 * DWELL_S)
 
 
 def test_pulls_that_bring_nothing_raise_it() -> None:
     run = Run()
-    run.go(40, 0.1, 0.3, EVEN, got=0)
-    assert run.threshold.value(0) > 4 and run.threshold.congestion == 1.0
+    run.go(7, 0.1, 0.3, EVEN, got=0)
+    assert run.threshold.value(0) == NEVER and run.threshold.congestion == 1.0
 
 
 def test_congestion_converges_to_what_is_measured_and_back() -> None:
@@ -139,8 +195,8 @@ def test_congestion_converges_to_what_is_measured_and_back() -> None:
 def test_without_pulls_it_goes_home() -> None:
     run = Run()
     run.go(80, 1.0, 20.0, EVEN)
-    assert run.threshold.value(0) == MAX_THRESHOLD and run.threshold.congestion == MAX_CONGESTION
-    for _ in range(int(6 * IDLE_S)):
+    assert run.threshold.value(0) == NEVER and run.threshold.congestion == MAX_CONGESTION
+    for _ in range(int(9 * IDLE_S)):
         run.now += 1.0
         run.threshold.tick(CROWDED, run.now)
     assert run.threshold.value(0) == 1.0 and run.threshold.congestion == 1.0
@@ -179,17 +235,19 @@ def test_it_never_leaves_its_bounds(base: float, story: list[tuple[float, float,
         run.threshold.tick([queue_s, 0.0], run.now)
         before = run.threshold.value(0)
         for _ in range(6):
-            run.pull(model_s, real_s, queue_s, got=got)
+            run.pull(model_s, real_s, got=got)
         after = run.threshold.value(0)
-        assert min(1.0, base) == low <= after <= high == max(MAX_THRESHOLD, base)
-        assert before / STEP - 1e-9 <= after <= max(1.0, before) * STEP + 1e-9, "one step"
+        assert min(1.0, base) == low and high == max(MAX_THRESHOLD, base)
+        assert low <= after <= high or after == NEVER
+        if after < NEVER:
+            assert min(before / STEP, high) - 1e-9 <= after <= max(1.0, before) * STEP + 1e-9, "one step"
         assert 1.0 <= run.threshold.congestion <= MAX_CONGESTION
 
 
 def test_what_never_comes_back_is_forgotten() -> None:
     threshold = Threshold(ADAPTIVE)
     for n in range(MAX_AWAITED + 500):
-        threshold.placed(f"r{n}", fetching(0.1), 0.0, 0.0)
+        threshold.placed(f"r{n}", placement(0.1))
     assert len(threshold._awaited) == MAX_AWAITED
 
 

@@ -1,24 +1,29 @@
 """The balancing threshold of Algorithm 1: how many times as long as the local prefix the best one must be before
 fetching is weighed; and how much dearer fetching is than the fitted pull model knows. Pure.
 
-Fixed, both are what the settings say (and 1). Adaptive, they follow what pulls cost and save:
+Fixed, both are what the settings say (and 1). Adaptive, they follow what pulls took and saved:
 
     congestion   measured over predicted pull time, at least 1. The fitted model follows a lasting change of bandwidth
-                 by itself; this follows a burst (wires filled by handoffs, or by what other conductors place) within
-                 seconds. It multiplies the predicted pull time, so that `Fetch.CHEAPER` turns to computing in time.
-    burden       of what pulls saved in computing, the share that requests stood waiting for them (what hides behind
-                 the queue does not show). Above RAISE_AT the threshold goes up a step: where little is saved, nothing
-                 is fetched any more. Below LOWER_AT it goes down a step, but only while queues are uneven: fetching
-                 lets requests leave the crowded holders of hot prefixes (more replicas, even load).
+                 by itself, over hundreds of pulls; this follows within seconds. It multiplies the predicted pull time,
+                 so that `Fetch.CHEAPER` turns to computing in time.
+    burden       what pulls took over what computing the same would have taken. Above RAISE_AT the threshold goes up a
+                 step, from MAX_THRESHOLD, or where it is HOPELESS, to NEVER. Below LOWER_AT it goes down a step, below
+                 where it began only while queues are uneven: fetching lets requests leave the holders of hot prefixes.
 
-The paper tunes the threshold by hand (FAST'25, section 5.2); adapting it is ours. Hysteresis: between the two limits
-nothing changes, at most one change is made in DWELL_S, what was seen before a change counts no more after it, and
-without any pulls both go back step by step to where they began.
+All of a pull counts, not only what a request stood waiting for it. KV that is computed goes to decode over the same
+wires: where a block takes longer to fetch than to compute, wires are what is short, and a pull that hides behind its
+own queue holds up the pushes of others, whose pages stay taken. No single request's TTFT shows that, so it is not in
+what `Fetch.CHEAPER` compares. And a threshold, as printed, never stops who has nothing of a prefix (anything is more
+than any multiple of nothing): hence NEVER.
 
-What we expect of it: with `Fetch.CHEAPER`, which decides by predicted TTFT, the threshold only prunes, so the gain is
-in the congestion factor, and only where pulls come in bursts (2x and 3x of a trace, or wires below the knee); with
-steady load and idle wires nothing, as there the fitted model is right. With `Fetch.ALWAYS` (Algorithm 1 as printed) the
-threshold itself should matter: it is all that keeps short fetches away.
+Who fetches nothing learns nothing of pulls, so then fetching is tried again, step by step, IDLE_S after the last
+change; after each trial that fails twice as long, MAX_IDLE_S at most. Pushes cross the same NICs and tell for free
+whether a trial is worth it: while more than SLOW_SHARE of them are slower than computing there is one in MAX_IDLE_S
+only, and once fewer than FAST_SHARE are, all goes back at once to where it began.
+
+Hysteresis: between the two limits nothing changes, but for that return at most one change is made in DWELL_S, and what
+was seen before a change counts no more after it. The paper tunes the threshold by hand (FAST'25, section 5.2); adapting
+it is ours. What it brings, and where it brings nothing: docs/threshold.md.
 """
 
 from __future__ import annotations
@@ -28,30 +33,35 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from services.conductor.costs.models import HIDDEN_SHARE
 from services.conductor.domain import PrefillSample
 from services.conductor.placing.placement import Choice
 from services.conductor.settings import Settings, ThresholdMode
 
 MAX_THRESHOLD, MAX_CONGESTION = 8.0, 8.0
+NEVER = math.inf  # the step after MAX_THRESHOLD: even who has nothing fetches nothing
 STEP = 1.5  # of the threshold, up or down
-RAISE_AT, LOWER_AT = 0.9, 0.5  # burden
+RAISE_AT, LOWER_AT = 0.9, 0.6  # burden
+HOPELESS = 2.0  # likewise: NEVER at once
 BAND = 1.25  # the measured congestion differs by that much from what is assumed: else it is let be
 MAX_TURN = 2.0  # of the congestion at once
 UNEVEN = 0.5  # (longest queue - mean) / mean
 FLOOR_S = 0.1  # of the mean queue: unevenness of next to nothing is none
+SLOW_SHARE, FAST_SHARE = 0.5, 0.25  # of pushes, slow ones: above it the wires are, below it no more
 DWELL_S, FORGET_S, IDLE_S = 5.0, 10.0, 30.0
-MIN_PULLS = 5.0  # measured ones, before anything is concluded
+MAX_IDLE_S = 240.0  # between two trials of fetching when each has failed
+MIN_PULLS = 5.0  # measured ones, before anything is concluded; likewise pushes
 MAX_AWAITED = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class _Awaited:
-    """A placement that fetches, as it was predicted: seconds."""
+    """A placement as it was predicted: seconds."""
 
     pull_s: float  # without the congestion factor
-    slack_s: float  # from when the pull begins until the queue before it is gone
-    saved_s: float  # of computing
-    tokens: int
+    saved_s: float  # of computing, by fetching
+    tokens: int  # that are fetched
+    pushed_s: float  # that computing what is sent to decode would take
 
 
 class Evidence:
@@ -62,7 +72,7 @@ class Evidence:
 
     def clear(self, now: float) -> None:
         """Nothing is known."""
-        self.pulls = self.predicted_s = self.measured_s = self.shown_s = self.saved_s = 0.0
+        self.pulls = self.predicted_s = self.measured_s = self.took_s = self.saved_s = 0.0
         self._at = now
 
     def fade(self, now: float) -> None:
@@ -72,17 +82,17 @@ class Evidence:
         self.pulls *= keep
         self.predicted_s *= keep
         self.measured_s *= keep
-        self.shown_s *= keep
+        self.took_s *= keep
         self.saved_s *= keep
 
     def add(self, awaited: _Awaited, sample: PrefillSample, now: float) -> None:
-        """One pull has ended. Of one that brought nothing only the waiting counts."""
+        """One pull has ended. Of one that brought nothing only its time counts."""
         self.fade(now)
         self.pulls += 1
         if sample.pulled_tokens:
             self.predicted_s += awaited.pull_s
             self.measured_s += sample.pull_s
-        self.shown_s += max(0.0, sample.pull_s - awaited.slack_s)
+        self.took_s += sample.pull_s
         self.saved_s += awaited.saved_s * min(1.0, sample.pulled_tokens / awaited.tokens)
 
     @property
@@ -92,10 +102,38 @@ class Evidence:
 
     @property
     def burden(self) -> float:
-        """The share of what was saved that was waited for."""
+        """What pulls took over what computing the same would have taken."""
         if self.saved_s > 0:
-            return self.shown_s / self.saved_s
-        return math.inf if self.shown_s > 0 else 0.0
+            return self.took_s / self.saved_s
+        return math.inf if self.took_s > 0 else 0.0
+
+
+class Pushes:
+    """How many of the pushes to decode were slow lately: longer on the wires than computing the same takes, and not
+    hidden behind their own computing. Fades with FORGET_S."""
+
+    def __init__(self, now: float) -> None:
+        self._all = self._slow = 0.0
+        self._at = now
+
+    def fade(self, now: float) -> None:
+        """Time passes."""
+        keep = math.exp(-max(0.0, now - self._at) / FORGET_S)
+        self._at = now
+        self._all *= keep
+        self._slow *= keep
+
+    def add(self, awaited: _Awaited, sample: PrefillSample, now: float) -> None:
+        """One has ended."""
+        self.fade(now)
+        self._all += 1
+        hidden = sample.transfer_s * HIDDEN_SHARE <= sample.duration_s
+        self._slow += not hidden and sample.transfer_s > RAISE_AT * awaited.pushed_s
+
+    @property
+    def slow_share(self) -> float | None:
+        """None: there are too few."""
+        return self._slow / self._all if self._all >= MIN_PULLS else None
 
 
 class Threshold:
@@ -109,31 +147,40 @@ class Threshold:
         self.changes = 0
         self._changed_at = now
         self._uneven = 0.0
+        self._idle_s = IDLE_S
+        self._tries = False  # fetching is tried again
+        self._slow = False  # the wires, by what pushes take
         self._evidence = Evidence(now)
+        self._pushes = Pushes(now)
         self._awaited: OrderedDict[str, _Awaited] = OrderedDict()
 
     def value(self, now: float) -> float:
         """As it is now."""
         return self._value
 
-    def placed(self, request_id: str, choice: Choice, pull_after_s: float, now: float) -> None:
-        """A request went there; `pull_after_s`: from now until its pull begins."""
+    def placed(self, request_id: str, choice: Choice) -> None:
+        """A request went there."""
         p = choice.prefill
         self._awaited.pop(request_id, None)
-        tokens = p.pulled_blocks * p.instance.model.block_tokens
-        if not self.adapts or not tokens:
+        model, prefill = p.instance.model, p.instance.prefill
+        tokens, pushed = p.pulled_blocks * model.block_tokens, p.pushed_bytes // max(1, model.kv_bytes_per_token)
+        if not self.adapts or not (tokens or pushed):
             return
-        computed_s = p.instance.prefill.predict(p.computed_tokens + tokens, p.cached_tokens - tokens)
-        saved_s = max(0.0, computed_s - p.instance.prefill.predict(p.computed_tokens, p.cached_tokens))
-        slack_s = p.queue_s - pull_after_s
-        self._awaited[request_id] = _Awaited(p.pull_s / self.congestion, slack_s, saved_s, tokens)
+        cached, prompt = p.cached_tokens, p.computed_tokens + p.cached_tokens
+        saved_s = prefill.predict(prompt - cached + tokens, cached - tokens) - prefill.predict(prompt - cached, cached)
+        pushed_s = prefill.predict(pushed, prompt - pushed)
+        self._awaited[request_id] = _Awaited(p.pull_s / self.congestion, max(0.0, saved_s), tokens, pushed_s)
         if len(self._awaited) > MAX_AWAITED:
             self._awaited.popitem(last=False)
 
     def sampled(self, sample: PrefillSample, now: float) -> None:
         """How a prefill went."""
         awaited = self._awaited.pop(sample.request_id, None)
-        if awaited is not None:
+        if awaited is None:
+            return
+        if sample.transfer_bytes:
+            self._pushes.add(awaited, sample, now)
+        if awaited.tokens:
             self._evidence.add(awaited, sample, now)
             self._adapt(now)
 
@@ -142,8 +189,14 @@ class Threshold:
         waits = list(queues_s)
         mean = sum(waits) / len(waits) if waits else 0.0
         self._uneven = (max(waits, default=0.0) - mean) / max(mean, FLOOR_S)
-        if self.adapts:
-            self._evidence.fade(now)
+        if not self.adapts:
+            return
+        self._evidence.fade(now)
+        self._pushes.fade(now)
+        if self._wires_are_back() and self._evidence.pulls < MIN_PULLS:
+            self._idle_s = IDLE_S
+            self._change(min(self._value, self._base), 1.0, now)
+        else:
             self._adapt(now)
 
     def _adapt(self, now: float) -> None:
@@ -152,24 +205,49 @@ class Threshold:
             return
         seen = self._evidence
         if seen.pulls >= MIN_PULLS:
+            self._judge_trial(seen.burden)
             wanted = self._threshold_by(seen.burden), self._congestion_by(seen.congestion)
-        elif now - self._changed_at >= IDLE_S:
+        elif now - self._changed_at >= (MAX_IDLE_S if self._slow else self._idle_s):
             wanted = self._homewards()
+            self._tries = True
         else:
             return
-        if wanted != (self._value, self.congestion):
-            self._value, self.congestion = wanted
+        self._change(*wanted, now)
+
+    def _change(self, value: float, congestion: float, now: float) -> None:
+        if (value, congestion) != (self._value, self.congestion):
+            self._value, self.congestion = value, congestion
             self._changed_at = now
             self.changes += 1
-            seen.clear(now)
+            self._evidence.clear(now)
+
+    def _wires_are_back(self) -> bool:
+        """Whether pushes, which were slow, are fast again."""
+        share = self._pushes.slow_share
+        if share is None:
+            return False
+        was_slow = self._slow
+        self._slow = share > (FAST_SHARE if was_slow else SLOW_SHARE)
+        return was_slow and not self._slow
+
+    def _judge_trial(self, burden: float) -> None:
+        """Fetching that is tried again and fails is tried again later."""
+        if burden <= RAISE_AT:
+            self._idle_s = IDLE_S
+        elif self._tries:
+            self._idle_s = min(MAX_IDLE_S, 2 * self._idle_s)
+        self._tries = False
 
     def _threshold_by(self, burden: float) -> float:
+        """A step up or down, to NEVER where it is hopeless. Below where it began only while queues are uneven."""
         low, high = self.bounds
+        value = self._value
         if burden > RAISE_AT:
-            return min(high, max(1.0, self._value) * STEP)  # below 1 is as good as 1
-        if burden < LOWER_AT and self._uneven > UNEVEN:
-            return max(low, self._value / STEP)
-        return self._value
+            return NEVER if burden > HOPELESS or value >= high else min(high, max(1.0, value) * STEP)
+        if burden < LOWER_AT:
+            down = min(value / STEP, high)
+            return max(low if self._uneven > UNEVEN else min(value, self._base), down)
+        return value
 
     def _congestion_by(self, measured: float) -> float:
         now = self.congestion
@@ -181,5 +259,5 @@ class Threshold:
     def _homewards(self) -> tuple[float, float]:
         """Nobody pulls, perhaps because of what is assumed: try again, step by step."""
         value, base = self._value, self._base
-        value = max(base, value / STEP) if value > base else min(base, value * STEP)
+        value = max(base, min(value / STEP, self.bounds[1])) if value > base else min(base, value * STEP)
         return value, max(1.0, self.congestion / MAX_TURN)
