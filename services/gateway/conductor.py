@@ -12,10 +12,11 @@ import grpc.aio
 from opentelemetry.context import Context
 
 from kvmesh.rpc import security, status
+from kvmesh.rpc.door.client import DoorClosed
 from kvmesh.rpc.errors import DeadlinePassed, KvmeshError, ModelNotFound, Overloaded, Unavailable, UnknownInstance
-from kvmesh.rpc.metadata import metadata
 from kvmesh.rpc.pb import common_pb2, conductor_pb2
 from kvmesh.telemetry import names
+from kvmesh.telemetry.spans import traceparent
 from services.gateway.models import Facts, Model, Models
 from services.gateway.rotation import Asked, Rotation
 
@@ -75,6 +76,7 @@ class Conductor:
     async def _placed(
         self, request: conductor_pb2.ScheduleRequest, deadline: float, parent: Context
     ) -> conductor_pb2.Placement:
+        request.traceparent = traceparent(parent)
         loop = asyncio.get_running_loop()
         give_up, backoff = loop.time() + self._retry_s, _BACKOFF_S
         while True:
@@ -85,8 +87,8 @@ class Conductor:
                 if left <= 0:
                     raise DeadlinePassed("the request's deadline passed before it was placed")
                 try:
-                    answer = await one.stub.Schedule(request, timeout=left, metadata=metadata(parent) or None)
-                except grpc.RpcError as err:
+                    answer = await one.schedule(request, left)
+                except (grpc.RpcError, KvmeshError) as err:
                     named = self._named(err, one)
                     if not isinstance(named, Unavailable):
                         raise named from None
@@ -107,6 +109,8 @@ class Conductor:
         found: tuple[dict[str, common_pb2.ModelCard], list[conductor_pb2.InstanceStatus]] | None = None
         failure: KvmeshError | None = None
         for one in self._rotation.order:
+            one.calls.seek()  # before a request has to do without
+        for one in self._rotation.order:
             try:
                 cards, known = await asyncio.gather(
                     one.stub.ListModels(conductor_pb2.ListModelsRequest(), timeout=_REFRESH_TIMEOUT_S),
@@ -124,8 +128,8 @@ class Conductor:
             raise failure
         return found
 
-    def _named(self, err: grpc.RpcError, one: Asked) -> KvmeshError:
-        named = status.from_rpc_error(err)
+    def _named(self, err: grpc.RpcError | KvmeshError, one: Asked) -> KvmeshError:
+        named = err if isinstance(err, KvmeshError) else status.from_rpc_error(err)
         if isinstance(named, DeadlinePassed):
             return Unavailable(f"the conductor at {one.address} does not answer in time")
         if isinstance(named, ModelNotFound | UnknownInstance):
@@ -137,8 +141,10 @@ class Conductor:
         return named
 
 
-def _spoken(err: grpc.RpcError) -> bool:
-    """Whether a kvmesh service said this, not gRPC itself."""
+def _spoken(err: grpc.RpcError | KvmeshError) -> bool:
+    """Whether a kvmesh service said this, not gRPC itself, nor a door that closed."""
+    if isinstance(err, KvmeshError):
+        return not isinstance(err, DoorClosed)
     trailing = err.trailing_metadata() if isinstance(err, grpc.aio.AioRpcError) else ()
     return any(key == status.DETAIL_KEY for key, _ in trailing or ())
 

@@ -8,16 +8,32 @@ from dataclasses import dataclass
 import grpc.aio
 
 from kvmesh.rpc import channels
+from kvmesh.rpc.door.caller import Caller
+from kvmesh.rpc.door.control import control_calls
 from kvmesh.rpc.masters import split
-from kvmesh.rpc.pb import conductor_pb2_grpc
+from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc
+
+SERVICE = conductor_pb2.DESCRIPTOR.services_by_name["Conductor"]
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One conductor."""
+    """One conductor. `calls`: the way through its door, while there is one."""
 
     address: str
     stub: conductor_pb2_grpc.ConductorAsyncStub
+    calls: Caller
+
+    async def schedule(
+        self, request: conductor_pb2.ScheduleRequest, timeout_s: float
+    ) -> conductor_pb2.ScheduleResponse:
+        """Through the door or over gRPC. Raises KvmeshError or grpc.RpcError: which of the two says which way it went;
+        DoorClosed: the door's connection broke."""
+        if self.calls.by_door:
+            answer: conductor_pb2.ScheduleResponse = await self.calls.call("Schedule", request, timeout_s)
+            return answer
+        self.calls.seek()
+        return await self.stub.Schedule(request, timeout=timeout_s)
 
 
 class Rotation:
@@ -31,7 +47,8 @@ class Rotation:
         for address in split(addresses, "conductor"):
             channel = channels.connect(address)
             self._channels.append(channel)
-            self._all.append(Asked(address, conductor_pb2_grpc.ConductorStub(channel)))
+            calls = control_calls(address, channel, SERVICE)
+            self._all.append(Asked(address, conductor_pb2_grpc.ConductorStub(channel), calls))
         self._first = 0
 
     def __len__(self) -> int:
@@ -47,5 +64,6 @@ class Rotation:
         self._first = self._all.index(one)
 
     async def close(self) -> None:
-        """Close the channels."""
+        """Close doors and channels."""
+        await asyncio.gather(*(one.calls.close() for one in self._all))
         await asyncio.gather(*(channel.close(grace=None) for channel in self._channels))

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvmesh.kvcache.keys import unpack_tokens
 from kvmesh.rpc import status
+from kvmesh.rpc.door.control import ControlDoor
 from kvmesh.rpc.errors import KvmeshError
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc, decode_pb2, decode_pb2_grpc
@@ -55,11 +56,15 @@ class Conductor(conductor_pb2_grpc.ConductorServicer):
         self.gate.set()
         self.server = Server("127.0.0.1", 0)
         conductor_pb2_grpc.add_ConductorServicer_to_server(self, self.server.grpc)
+        service = conductor_pb2.DESCRIPTOR.services_by_name["Conductor"]
+        self.door = ControlDoor(service, self, ("Schedule",), 0)
+        self.door.add_to(self.server)
 
     async def stop(self) -> None:
         """Again: nothing."""
         if not self.stopped:
             self.stopped = True
+            await self.door.close()
             await self.server.stop(0)
 
     async def Schedule(  # noqa: N802

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvmesh.rpc.errors import Overloaded, Unavailable
-from tests.gateway.conftest import Mesh, MeshMaker, until
+from tests.gateway.conftest import Mesh, MeshMaker, seen, until
 from tests.gateway.scripted import MODEL, Conductor
 
 URL = "/v1/chat/completions"
@@ -18,9 +18,12 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 
 @dataclass
 class Pair:
+    """Requests go to both through doors, or over gRPC: the same happens."""
+
     mesh: Mesh
     a: Conductor
     b: Conductor
+    way: str
 
     async def code(self) -> int:
         return (await self.mesh.http.post(URL, json=CHAT)).status_code
@@ -30,18 +33,34 @@ class Pair:
         return len(self.a.asked), len(self.b.asked)
 
 
-@pytest.fixture
-async def pair(make_mesh: MeshMaker) -> AsyncIterator[Pair]:
+@pytest.fixture(params=["grpc", "door"])
+async def pair(make_mesh: MeshMaker, request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
     a, b = Conductor(), Conductor()
     await asyncio.gather(a.server.start(), b.server.start())
+    if request.param == "door":
+        await asyncio.gather(a.door.open("127.0.0.1"), b.door.open("127.0.0.1"))
     addresses = f"{a.server.address},{b.server.address}"
     mesh = await make_mesh(wait_ready=False, conductor=addresses, schedule_timeout_ms=800, schedule_retry_ms=500)
     a.decodes = b.decodes = mesh.decodes
     await until(mesh.status, lambda status: status.ready)
-    yield Pair(mesh, a, b)
+    if request.param == "door":
+        await seen(lambda: len(a.door) == len(b.door) == 1)
+    yield Pair(mesh, a, b, request.param)
     for one in (a, b):
         one.gate.set()
         await one.stop()
+
+
+async def test_a_request_goes_through_the_door_where_there_is_one_and_over_grpc_again_when_it_closes(
+    pair: Pair,
+) -> None:
+    assert [await pair.code() for _ in range(2)] == [200] * 2
+    by_grpc = [bool(metadata) for metadata in pair.a.metadata]
+    assert by_grpc == [pair.way == "grpc"] * 2
+    await pair.a.door.close()
+    assert [await pair.code() for _ in range(2)] == [200] * 2
+    assert pair.asked == (4, 0), "the conductor itself is as well as before"
+    assert all(pair.a.metadata[2:])
 
 
 async def test_one_is_asked_until_it_fails_then_the_other(pair: Pair) -> None:

@@ -153,4 +153,4 @@ async def test_a_request_leaves_one_trace(make_mesh: MeshMaker, tmp_path: Path) 
         assert root["start_ns"] <= spans[name]["start_ns"] <= spans[name]["end_ns"] <= root["end_ns"]
     start = mesh.decodes[0].runs[0].start
     assert start.traceparent.split("-")[2] == root["span_id"]
-    assert mesh.conductor.metadata[0]["traceparent"].split("-")[2] == spans["kvmesh.schedule"]["span_id"]
+    assert mesh.conductor.asked[0].traceparent.split("-")[2] == spans["kvmesh.schedule"]["span_id"]

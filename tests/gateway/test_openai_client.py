@@ -66,7 +66,7 @@ async def test_what_conductor_and_decode_are_told(mesh: Mesh) -> None:
     assert [(one.token_id, one.bias) for one in sampling.logit_bias] == [(7, -100.0), (0, 2.5)]
     assert 50_000 < start.deadline_ms <= 60_000
     assert start.traceparent.split("-")[1] == "ab" * 16
-    assert mesh.conductor.metadata[0]["traceparent"].split("-")[1] == "ab" * 16
+    assert mesh.conductor.asked[0].traceparent.split("-")[1] == "ab" * 16
     assert start.placement.decode.instance_id == "decode-0"
 
 

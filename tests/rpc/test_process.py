@@ -101,3 +101,17 @@ def test_a_supervisor_that_is_gone_already_is_noticed() -> None:
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=30, check=False
     )
     assert (done.returncode, done.stdout) == (1, "")
+
+
+def test_a_service_may_open_as_many_files_as_its_user() -> None:
+    code = """
+import resource
+from kvmesh.rpc import process
+hard = min(2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+process.widen_descriptors()
+print(*resource.getrlimit(resource.RLIMIT_NOFILE), hard)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    soft, hard, least = map(int, done.stdout.split())
+    assert soft == hard == least > 256

@@ -63,7 +63,7 @@ class Caller:
         """The answer. Raises KvmeshError: the service's own, Unavailable or DeadlinePassed; whichever way it went."""
         door = self._door
         if door is None or not door.usable:
-            self._seek()
+            self.seek()
             return await self.over_grpc(name, request, timeout_s)
         method = self._methods[name]
         body = request.SerializeToString()
@@ -99,8 +99,8 @@ class Caller:
         if self._door is not None:
             self._door.close()
 
-    def _seek(self) -> None:
-        """Look for a door, unless that is being done or was done in vain a moment ago."""
+    def seek(self) -> None:
+        """Look for a door, unless that is being done or was done in vain a moment ago. `call` does it by itself."""
         if self._closed or (self._seeking is not None and not self._seeking.done()):
             return
         door, now = self._door, time.monotonic()

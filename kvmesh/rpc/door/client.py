@@ -27,6 +27,10 @@ _MAX_ID = 1 << 32
 Way = str | tuple[str, int]  # "@name" of a Unix socket, or (host, port)
 
 
+class DoorClosed(Unavailable):
+    """The connection is not there, or has gone: whether a call that was under way was carried out is not known."""
+
+
 class _Pending:
     __slots__ = ("answer", "deadline", "method", "sent")
 
@@ -65,10 +69,10 @@ class Door(asyncio.Protocol):
         return self._open and not self._silent and not self._full and len(self._pending) < MAX_CALLS
 
     async def call(self, method: bytes, body: bytes, timeout_s: float) -> bytes:
-        """The answer's bytes. Raises what the servicer raised; DeadlinePassed; Unavailable when the connection breaks
+        """The answer's bytes. Raises what the servicer raised; DeadlinePassed; DoorClosed when the connection breaks
         meanwhile, or is not open."""
         if not self._open or self._transport is None:
-            raise Unavailable("the door is closed")
+            raise DoorClosed("the door is closed")
         call = next(self._ids) % _MAX_ID
         answer: asyncio.Future[bytes] = self._loop.create_future()
         self._pending[call] = pending = _Pending(answer, method, time.monotonic(), timeout_s)
@@ -92,7 +96,7 @@ class Door(asyncio.Protocol):
         pending, self._pending = self._pending, {}
         for one in pending.values():
             if not one.answer.done():
-                one.answer.set_exception(Unavailable(f"{one.method.decode()}: {why}"))
+                one.answer.set_exception(DoorClosed(f"{one.method.decode()}: {why}"))
         if not self.greeted.done():
             self.greeted.set_exception(Unavailable(why))
             self.greeted.exception()  # heard, whether or not anybody is there

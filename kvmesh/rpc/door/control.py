@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import grpc.aio
 from google.protobuf.descriptor import ServiceDescriptor
+from prometheus_client import Counter
 
 from kvmesh.rpc import security, status
 from kvmesh.rpc.door.caller import Caller, Found
@@ -31,13 +32,23 @@ FIND_S = 2.0
 
 class ControlDoor(pb_grpc.DoorsServicer):
     """Of one servicer, for some of its unary methods: those that do not wait, or wait without `asyncio.timeout`.
-    `port` 0: any free one, -1: none."""
+    `port` 0: any free one, -1: none. `counter` counts calls by `method`."""
 
-    def __init__(self, service: ServiceDescriptor, servicer: object, methods: Collection[str], port: int) -> None:
+    def __init__(
+        self,
+        service: ServiceDescriptor,
+        servicer: object,
+        methods: Collection[str],
+        port: int,
+        counter: Counter | None = None,
+    ) -> None:
         self._service = service
         self._port = port
         life = secrets.randbits(63) | 1
         self._server = DoorServer(service, servicer, life, methods=methods, connections=MAX_CONNECTIONS)
+        if counter is not None:
+            counts = {name.encode(): counter.labels(method=name) for name in methods}
+            self._server.on_call = lambda wire: counts[wire].inc()
         self._told = pb.FindDoorResponse(life=life, methods=sorted(methods))
 
     def add_to(self, server: Server) -> None:
@@ -63,6 +74,10 @@ class ControlDoor(pb_grpc.DoorsServicer):
         if request.service != self._service.full_name:
             raise InvalidRequest.of("service", request.service, f"{self._service.full_name} stands here")
         return self._told
+
+    def __len__(self) -> int:
+        """Connections."""
+        return len(self._server)
 
     async def close(self) -> None:
         """Bounded. Idempotent."""

@@ -11,7 +11,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from google.protobuf.descriptor import ServiceDescriptor
 
@@ -45,6 +45,10 @@ class DoorContext:
         """Seconds that the caller still waits; never negative."""
         return max(0.0, self._deadline - time.monotonic())
 
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        """None: what a call must bring along is in its message."""
+        return ()
+
 
 class DoorServer:
     """All doors of one life to one servicer. `life`: what callers must mean when they come; `methods`: those that can
@@ -63,6 +67,7 @@ class DoorServer:
         self.methods = served(service, servicer, methods)
         self.life = life
         self.connections = MAX_CONNECTIONS if connections is None else connections
+        self.on_call: Callable[[bytes], object] | None = None  # hears the name of each method that is called
         self.tasks: set[asyncio.Task[None]] = set()  # of calls that wait for something
         self._listening: list[asyncio.AbstractServer] = []
         self._accepted: set[_Accepted] = set()
@@ -217,6 +222,8 @@ class _Accepted(asyncio.Protocol):
             return self._fail(frame.call, ProtocolMismatch(f"method={frame.name!r}: not behind this door"))
         if len(self._calls) >= MAX_CALLS:
             return self._fail(frame.call, Overloaded(f"{MAX_CALLS} calls are under way here", retry_after_ms=10))
+        if (on_call := self._server.on_call) is not None:
+            on_call(frame.name)
         deadline = time.monotonic() + frame.ms / 1000
         task = starting.start(self._run(method, frame.call, frame.body, DoorContext(deadline)))
         if task is not None:
