@@ -1,4 +1,8 @@
-"""Tells the store master what this node's stores hold, tier by tier: one announcement on its way at a time."""
+"""Tells the store master what this node's stores hold, tier by tier: one announcement on its way at a time.
+
+How often is the master's word, in each answer: the more stores there are, the longer one with nothing to tell keeps
+quiet (so a lost tail is noticed that much later), and the longer the gap between two announcements of a busy one. What
+comes up after a quiet time is announced at once."""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ import grpc.aio
 
 from kvmesh.kvcache.announce import Announcement, Announcer
 from kvmesh.kvcache.tiers import split_name
+from kvmesh.pacing import IDLE_S
 from kvmesh.rpc import channels, status
 from kvmesh.rpc.errors import InvalidRequest, KvmeshError, NotLeader, StaleTerm, UnknownInstance
 from kvmesh.rpc.masters import Masters
@@ -22,7 +27,6 @@ from kvmesh.telemetry import names
 log = logging.getLogger(__name__)
 
 CALL_S = 2.0
-FORCE_S = 1.0  # an empty batch so often lets the master notice a lost tail
 BACKOFF_S = (0.05, 1.0)
 NOT_JOINED_S = 0.05
 REFUSED_S = 5.0
@@ -35,14 +39,16 @@ class _Teller:
         self.announcer = announcer
         self.heard_at = 0.0
         self.not_before = 0.0
+        self.told_all = False  # nothing of what was said last is yet to follow, or to be said again
         self._failures = 0
 
-    def heard(self, now: float) -> None:
-        self.heard_at, self._failures = now, 0
+    def heard(self, now: float, *, all_of_it: bool) -> None:
+        self.heard_at, self.told_all, self._failures = now, all_of_it, 0
 
     def failed(self, now: float) -> None:
         """It waits longer each time, while the others go on."""
         self._failures += 1
+        self.told_all = False
         self.not_before = now + min(BACKOFF_S[0] * 2 ** min(self._failures, 16), BACKOFF_S[1])
 
 
@@ -64,6 +70,7 @@ class Announcing:
         self._masters = masters
         self._address = ""
         self._interval_s = interval_s
+        self._idle_s, self._gap_s = IDLE_S, 0.0  # as the master has told us last
         self._joined = joined
         self._rejoin = rejoin
         self._channel: grpc.aio.Channel | None = None
@@ -92,9 +99,11 @@ class Announcing:
     async def _turn(self, teller: _Teller) -> bool:
         """Say what it has to say, if anything; whether it goes on at once: parts of a snapshot follow one another."""
         now = time.monotonic()
-        if now < teller.not_before:
+        silent_s = now - teller.heard_at
+        if now < teller.not_before or (teller.told_all and silent_s < self._gap_s):
             return False
-        word = teller.announcer.next(now - teller.heard_at >= FORCE_S)
+        # An empty batch lets the master notice a lost tail.
+        word = teller.announcer.next(silent_s >= self._idle_s)
         return word is not None and await self._say(word, teller) and word.more
 
     async def _say(self, word: Announcement, teller: _Teller) -> bool:
@@ -122,7 +131,8 @@ class Announcing:
             return False
         names.NODE_ANNOUNCED.labels(outcome="heard").inc()
         self._complained = False
-        teller.heard(time.monotonic())
+        teller.heard(time.monotonic(), all_of_it=not (word.more or answer.want_snapshot))
+        self._idle_s, self._gap_s = answer.idle_ms / 1000 or IDLE_S, answer.gap_ms / 1000
         teller.announcer.acked(answer.want_snapshot)
         return True
 
@@ -133,6 +143,7 @@ class Announcing:
             names.NODE_ANNOUNCED.labels(outcome="unknown").inc()
             for each in self._tellers:  # it has forgotten this node with all its tiers
                 each.announcer.restart()
+                each.told_all = False
                 each.not_before = max(each.not_before, teller.not_before)
             self._rejoin()
             return

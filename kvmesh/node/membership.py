@@ -1,5 +1,5 @@
-"""One membership of an instance: enter, beat at the interval that the peer answered, enter again whenever the peer does
-not know this incarnation or cannot be reached, say goodbye.
+"""One membership of an instance: enter, beat at the interval that the peer answered last (to entering or to a beat),
+enter again whenever the peer does not know this incarnation or cannot be reached, say goodbye.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import logging
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import grpc
 
@@ -28,6 +28,15 @@ GOODBYE_TIMEOUT_S = 1.0
 URGE_GAP_S = 0.02
 
 
+class Told(NamedTuple):
+    """How often to beat, and how long silence may last. `pace`: the number of these two, which every beat says: before
+    the peer has heard it, it counts on no shorter lease than was told before. `interval_ms` 0: nothing was told."""
+
+    interval_ms: int
+    lease_ms: int
+    pace: int = 0
+
+
 class Peer(ABC):
     """One membership: enter, beat, enter again, say goodbye. Owns its channel."""
 
@@ -39,6 +48,7 @@ class Peer(ABC):
         self._channel: grpc.aio.Channel | None = None
         self._interval_s = FIRST_INTERVAL_S
         self._lease_s = ENTER_TIMEOUT_S
+        self._pace = 0  # the number of what we go by
         self._urged = asyncio.Event()
         self._complained = False
         self._beaten = False  # since it entered last
@@ -50,11 +60,12 @@ class Peer(ABC):
         """Whom to call now."""
 
     @abstractmethod
-    async def _enter(self, channel: grpc.aio.Channel, timeout_s: float) -> tuple[int, int]:
-        """Register; returns (heartbeat_interval_ms, lease_ms)."""
+    async def _enter(self, channel: grpc.aio.Channel, timeout_s: float) -> Told:
+        """Register."""
 
     @abstractmethod
-    async def _beat(self, channel: grpc.aio.Channel, timeout_s: float) -> None: ...
+    async def _beat(self, channel: grpc.aio.Channel, timeout_s: float) -> Told:
+        """One heartbeat; it says `_pace`."""
 
     @abstractmethod
     async def _goodbye(self, channel: grpc.aio.Channel, timeout_s: float) -> None: ...
@@ -91,9 +102,8 @@ class Peer(ABC):
         self._beaten = self._changed = False
         if self._channel is None:
             self._channel = channels.connect(self.address)
-        interval_ms, lease_ms = await self._enter(self._channel, ENTER_TIMEOUT_S)
-        self._interval_s = max(interval_ms, 1) / 1000
-        self._lease_s = max(lease_ms, interval_ms, 1) / 1000
+        told = await self._enter(self._channel, ENTER_TIMEOUT_S)
+        self._go_by(told._replace(interval_ms=max(told.interval_ms, 1)))
         if not self.registered:
             log.info("registered with %s at %s", self.name, self.address)
         self._complained = False
@@ -101,11 +111,17 @@ class Peer(ABC):
         while not stopping.done():
             if self._changed:
                 self._changed = False
-                await self._enter(self._channel, ENTER_TIMEOUT_S)
+                self._go_by(await self._enter(self._channel, ENTER_TIMEOUT_S))
             # Half a lease: one lost call leaves time for another before the peer takes us for dead.
-            await self._beat(self._channel, self._lease_s / 2)
+            self._go_by(await self._beat(self._channel, self._lease_s / 2))
             self._beaten = True
             await self._pause(stopping)
+
+    def _go_by(self, told: Told) -> None:
+        if told.interval_ms:
+            self._interval_s = told.interval_ms / 1000
+            self._lease_s = max(told.lease_ms, told.interval_ms) / 1000
+            self._pace = told.pace
 
     async def _pause(self, stopping: asyncio.Future[Any]) -> None:
         """One interval, cut short by `urge` but never under URGE_GAP_S."""

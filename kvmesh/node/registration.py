@@ -1,6 +1,6 @@
 """How an instance makes itself known: registration and heartbeats at every conductor and at the store master.
 
-Independent loops, one per peer. Each enters (Register or Join), beats at the interval the peer answered, and
+Independent loops, one per peer. Each enters (Register or Join), beats at the interval the peer answered last, and
 enters again whenever the peer does not know this incarnation or cannot be reached. What a heartbeat reports once
 (samples, finished request ids, outcomes) is kept for each conductor, and sent again until that one has acknowledged it.
 """
@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
-from kvmesh.node.membership import Peer
+from kvmesh.node.membership import Peer, Told
 from kvmesh.node.store_orders import StoreOrders
 from kvmesh.rpc import protocol
 from kvmesh.rpc.errors import KvmeshError
@@ -102,11 +102,12 @@ class _StorePeer(Peer):
         if self._orders is not None:
             await self._orders.bury(answer.tombstones)
         self.doubted = False
-        return answer.heartbeat_interval_ms, answer.lease_ms
+        return Told(answer.heartbeat_interval_ms, answer.lease_ms, answer.pace)
 
-    async def _beat(self, channel: grpc.aio.Channel, timeout_s: float) -> None:
+    async def _beat(self, channel: grpc.aio.Channel, timeout_s: float) -> Told:
         self._seq += 1
-        request = pb_store.BeatRequest(instance=self._member.instance, seq=self._seq, term=self.masters.terms.highest)
+        term = self.masters.terms.highest
+        request = pb_store.BeatRequest(instance=self._member.instance, seq=self._seq, term=term, pace=self._pace)
         if self._usage is not None:
             request.usage.CopyFrom(self._usage())
         if self._orders is not None:
@@ -118,6 +119,7 @@ class _StorePeer(Peer):
         self.doubted = False
         if self._on_pools is not None:
             self._on_pools(answer.pools)
+        return Told(answer.heartbeat_interval_ms, answer.lease_ms, answer.pace)
 
     def _heard(self, term: int) -> None:
         """Raises StaleTerm: a leader of yesterday has answered, which counts as no answer."""
@@ -168,21 +170,22 @@ class _ConductorPeer(Peer):
 
     async def _enter(self, channel: grpc.aio.Channel, timeout_s: float) -> tuple[int, int]:
         answer = await pb_grpc.ConductorStub(channel).Register(self._registration, timeout=timeout_s)
-        return answer.heartbeat_interval_ms, answer.lease_ms
+        return Told(answer.heartbeat_interval_ms, answer.lease_ms, answer.pace)
 
-    async def _beat(self, channel: grpc.aio.Channel, timeout_s: float) -> None:
-        await self._send(channel, timeout_s, self._ready(), "")
+    async def _beat(self, channel: grpc.aio.Channel, timeout_s: float) -> Told:
+        return await self._send(channel, timeout_s, self._ready(), "")
 
     async def _goodbye(self, channel: grpc.aio.Channel, timeout_s: float) -> None:
         await self._send(channel, timeout_s, False, "shutting down")
 
-    async def _send(self, channel: grpc.aio.Channel, timeout_s: float, ready: bool, reason: str) -> None:
+    async def _send(self, channel: grpc.aio.Channel, timeout_s: float, ready: bool, reason: str) -> Told:
         beat = self._compose(ready, reason)
         queues: tuple[_Kept[Any], ...] = self._prefill, self._decode, self._finished, self._outcomes
         ends = [kept.end for kept in queues]
-        await pb_grpc.ConductorStub(channel).Heartbeat(beat, timeout=timeout_s)
+        answer = await pb_grpc.ConductorStub(channel).Heartbeat(beat, timeout=timeout_s)
         for kept, end in zip(queues, ends, strict=True):
             kept.told(end)
+        return Told(answer.heartbeat_interval_ms, answer.lease_ms, answer.pace)
 
     def keep(self, new: pb.HeartbeatRequest) -> None:
         """What this conductor must hear once, whoever has asked for it."""
@@ -193,7 +196,7 @@ class _ConductorPeer(Peer):
 
     def _compose(self, ready: bool, reason: str) -> pb.HeartbeatRequest:
         self._seq += 1
-        beat = pb.HeartbeatRequest(instance=self._registration.instance, seq=self._seq, ready=ready)
+        beat = pb.HeartbeatRequest(instance=self._registration.instance, seq=self._seq, ready=ready, pace=self._pace)
         try:
             new = self._report()
         except Exception:

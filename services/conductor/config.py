@@ -54,6 +54,14 @@ class ConductorConfig(ServiceConfig):
     lease_ms: int = field(
         default=1_500, metadata={"help": "An instance silent for longer gets no work, in ms.", "min": 1}
     )
+    heartbeats_per_s: int = field(
+        default=500,
+        metadata={
+            "help": "Heartbeats of all instances in a second; where there would be more, interval and lease grow "
+            "alike. 0: they never do.",
+            "min": 0,
+        },
+    )
     balancing_threshold: float = field(
         default=1.0,
         metadata={
@@ -180,7 +188,7 @@ class ConductorConfig(ServiceConfig):
         for name in ("slo_ttft_ms", "slo_tbt_ms", "heartbeat_interval_ms", "store_silence_ms", "role_dwell_ms"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1", field=name)
-        for name in ("session_affinity_ms", "origin_affinity_ms"):
+        for name in ("session_affinity_ms", "origin_affinity_ms", "heartbeats_per_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 0", field=name)
         if not 0 <= self.balancing_threshold < float("inf"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+from functools import cached_property
 
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.sources import PullRange
@@ -47,7 +48,7 @@ class Ref:
     address: str
     incarnation: int
 
-    @property
+    @cached_property
     def life(self) -> Life:
         """Without the address."""
         return self.instance_id, self.incarnation
@@ -75,7 +76,7 @@ class ModelCard:
     kv_bytes_per_token: int
     weights_epoch: int
 
-    @property
+    @cached_property
     def kv_identity(self) -> tuple[object, ...]:
         """Two instances can exchange KV only when these are equal."""
         return self.fingerprint, self.block_tokens, self.kv_dtype, self.weights_epoch
@@ -188,6 +189,7 @@ class Heartbeat:
     finished_request_ids: tuple[str, ...] = ()
     tiers: tuple[TierUse, ...] = ()
     outcomes: tuple[RequestOutcome, ...] = ()
+    pace: int = 0  # the number of the pulse it goes by (see kvmesh/pacing.py); 0: it does not say
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,6 @@ class Conductor(runner.Service):
         self._servicer = ConductorServicer(
             state,
             step=state.step if recorder is None else recorder.step,
-            heartbeat_interval_ms=config.heartbeat_interval_ms,
-            lease_ms=config.lease_ms,
             clock=time.monotonic,
             store_status=lambda: self._watch.status,
             office=self.office,
@@ -120,6 +118,8 @@ def settings_of(config: ConductorConfig) -> Settings:
     lease_s = config.lease_ms / 1000
     return Settings(
         lease_s=lease_s,
+        heartbeat_s=config.heartbeat_interval_ms / 1000,
+        heartbeats_per_s=config.heartbeats_per_s,
         slo_ttft_s=config.slo_ttft_ms / 1000,
         slo_tbt_s=config.slo_tbt_ms / 1000,
         stall_s=lease_s / 2,

@@ -123,6 +123,7 @@ def heartbeat_in(request: pb.HeartbeatRequest) -> Heartbeat:
     return Heartbeat(
         ref=ref_in(request.instance),
         seq=request.seq,
+        pace=request.pace,
         ready=request.ready,
         not_ready_reason=request.not_ready_reason[:MAX_REASON],
         load=load_in(request.load),

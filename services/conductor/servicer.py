@@ -35,6 +35,7 @@ from services.conductor.state import ConductorState
 
 log = logging.getLogger(__name__)
 
+COUNTED_S = 0.15  # between two counts of the instances for gauges: ticks of many instances come more often
 SHOWN_S = 1.0  # between two looks at what gauges show and takes long to find out
 VIEWED = 25  # instances of a status, before others have their turn
 
@@ -49,8 +50,6 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         self,
         state: ConductorState,
         *,
-        heartbeat_interval_ms: int,
-        lease_ms: int,
         clock: Callable[[], float],
         store_status: Callable[[], str],
         office: Office,
@@ -60,8 +59,6 @@ class ConductorServicer(pb_grpc.ConductorServicer):
     ) -> None:
         self._state = state
         self._step: Step = step or state.step
-        self._interval_ms = heartbeat_interval_ms
-        self._lease_ms = lease_ms
         self._clock = clock
         self._store_status = store_status
         self._office = office
@@ -70,7 +67,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         self._gauges = ScaleGauges()
         self._loads = LoadGauges(lambda some: state.loads(some, clock()))
         self._orders: list[Action] = []
-        self._shown_at = self._ticked_at = float("-inf")
+        self._shown_at = self._counted_at = self._ticked_at = float("-inf")
         self._shows: list[Callable[[], None]] = []  # what is still to be shown, one thing a tick
 
     @property
@@ -104,14 +101,11 @@ class ConductorServicer(pb_grpc.ConductorServicer):
     def tick(self) -> None:
         """Let time pass, and show what is known."""
         self.deliver(Tick())
-        count, silent_s = self._state.readiness(self._clock())
-        for role in Role:
-            for ready, label in ((True, "ready"), (False, "not_ready")):
-                names.CONDUCTOR_INSTANCES.labels(role=role.value, state=label).set(count.get((role, ready), 0))
-        names.CONDUCTOR_INDEX_BLOCKS.set(self._state.indexed_blocks)
-        names.CONDUCTOR_HEARTBEAT_AGE.set(silent_s)
         now = self._clock()
         passed_s, self._ticked_at = now - self._ticked_at, now
+        if now >= self._counted_at + COUNTED_S:
+            self._counted_at = now
+            self._show_instances(now)
         if now >= self._shown_at + SHOWN_S:
             self._shown_at = now
             self._loads.begin(self._state.instances)
@@ -119,6 +113,15 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         if self._shows:
             self._shows.pop()()
         self._loads.tick(passed_s)
+
+    def _show_instances(self, now: float) -> None:
+        count, silent_s = self._state.readiness(now)
+        for role in Role:
+            for ready, label in ((True, "ready"), (False, "not_ready")):
+                names.CONDUCTOR_INSTANCES.labels(role=role.value, state=label).set(count.get((role, ready), 0))
+        names.CONDUCTOR_INDEX_BLOCKS.set(self._state.indexed_blocks)
+        names.CONDUCTOR_HEARTBEAT_AGE.set(silent_s)
+        names.CONDUCTOR_HEARTBEAT_INTERVAL.set(self._state.pacing.pulse.interval_s)
 
     def _show_errors(self) -> None:
         for error in self._state.prediction_errors():
@@ -138,13 +141,17 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         self.deliver(mapping.register_in(request))
         if stranded := self._state.stranded(request.instance.instance_id):
             log.warning("%s registered, but gets no work: %s", who, stranded)
-        return pb.RegisterInstanceResponse(heartbeat_interval_ms=self._interval_ms, lease_ms=self._lease_ms)
+        pulse = self._state.pacing.pulse
+        return pb.RegisterInstanceResponse(
+            heartbeat_interval_ms=pulse.interval_ms, lease_ms=pulse.lease_ms, pace=pulse.number
+        )
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:  # noqa: N802
         """Raises UnknownInstance."""
         self.deliver(mapping.heartbeat_in(request))
         names.CONDUCTOR_HEARTBEATS.inc()
-        return pb.HeartbeatResponse()
+        pulse = self._state.pacing.pulse
+        return pb.HeartbeatResponse(heartbeat_interval_ms=pulse.interval_ms, lease_ms=pulse.lease_ms, pace=pulse.number)
 
     async def Schedule(self, request: pb.ScheduleRequest, context: Any) -> pb.ScheduleResponse:  # noqa: N802
         """Raises Overloaded, Unavailable, ModelNotFound, ContextTooLong, InvalidRequest."""
@@ -169,7 +176,8 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         finally:
             end_ns = time.monotonic_ns()
             attributes[names.OUTCOME] = outcome
-            parent = context_from_metadata(context.invocation_metadata())
+            traced = request.traceparent  # through a door there is no metadata
+            parent = spans.context_from(traced) if traced else context_from_metadata(context.invocation_metadata())
             spans.record(names.SPAN_PLACE, parent, start_ns, end_ns, attributes, error=failure)
             names.CONDUCTOR_DECISIONS.labels(outcome=outcome).inc()
             names.CONDUCTOR_SCHEDULE.observe((end_ns - start_ns) / 1e9)
@@ -214,7 +222,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
             views = self._state.views(self._clock(), everybody[first : first + VIEWED])
             told += [mapping_out.view_out(view) for view in views]
             await asyncio.sleep(0)  # of thousands it takes a tenth of a second: decisions are made between them
-        now = self._clock()
+        now, pulse = self._clock(), self._state.pacing.pulse
         return pb.GetConductorStatusResponse(
             instances=told,
             store_master=self._store_status(),
@@ -226,6 +234,8 @@ class ConductorServicer(pb_grpc.ConductorServicer):
             protocol_version=protocol.PROTOCOL_VERSION,
             store_masters=self._masters,
             conductors=dict.fromkeys(one for one in (self._office.address, *self._peers) if one),
+            heartbeat_interval_ms=pulse.interval_ms,
+            lease_ms=pulse.lease_ms,
         )
 
     async def Cordon(self, request: pb.CordonRequest, context: Any) -> pb.CordonResponse:  # noqa: N802

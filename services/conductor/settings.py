@@ -92,7 +92,9 @@ class SizeSettings:
 class Settings:
     """Of one conductor."""
 
-    lease_s: float = 1.5
+    lease_s: float = 1.5  # of few instances, as the next; see kvmesh/pacing.py
+    heartbeat_s: float = 0.2
+    heartbeats_per_s: float = 0.0  # of all together; 0: neither is ever stretched
     slo_ttft_s: float = 30.0
     slo_tbt_s: float = 1.0
     stall_s: float = 0.75  # a pause between steps longer than this was the conductor's own silence

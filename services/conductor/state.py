@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.tiers import split_name
+from kvmesh.pacing import Pacing
 from kvmesh.rpc.errors import KvmeshError, UnknownInstance
 from services.conductor.admission.gate import Loads
 from services.conductor.balance.hot import Moment
@@ -74,19 +75,12 @@ class ConductorState:
         self._cordons = Cordons()
         self._breakers = Breakers(settings.breaker)
         self._surveyed = Walk(SURVEYED)
+        # Its pulse is what instances are told when they register and with each heartbeat.
+        self.pacing = Pacing(settings.heartbeat_s, settings.lease_s, settings.heartbeats_per_s)
         self._ticked_at = -math.inf
         self._term = 0
-        known = Known(
-            self._fleet,
-            self._members,
-            self._index,
-            self._tiers,
-            self._ledger,
-            self._explanations,
-            self.why_not,
-            self._breakers,
-            self._columns,
-        )
+        kept = self._fleet, self._members, self._index, self._tiers, self._ledger, self._explanations
+        known = Known(*kept, self.why_not, self._breakers, self._columns)
         self.scheduling = Scheduling(settings, rng, known, now)
 
     # ── what the outside may ask ──────────────────────────────────────────────────────────────────
@@ -167,7 +161,7 @@ class ConductorState:
         return self._view_of_all(now).readiness()
 
     def _view_of_all(self, now: float) -> View:
-        return self._columns.view(now, self._settings.lease_s, self.why_not, self._breakers.tripped)
+        return self._columns.view(now, self.why_not, self._breakers.tripped)
 
     def _tier_views(self, i: Instance, now: float) -> tuple[TierView, ...]:
         indexed, block_bytes = self._index.counts(i.ref.life), i.model.block_tokens * i.model.kv_bytes_per_token
@@ -191,7 +185,7 @@ class ConductorState:
         silent_s = now - instance.last_seen
         if verdict:
             return f"the store master says it {verdict}"
-        if silent_s > self._settings.lease_s:
+        if silent_s > instance.lease.seconds:
             return f"silent for {silent_s * 1000:.0f} ms"
         if not instance.ready:
             return instance.not_ready_reason or "says it is not ready"
@@ -231,6 +225,8 @@ class ConductorState:
                 error = self._register(event, now)
                 return [Refuse(error)] if error else []
             case MembersReset(incarnation, members):
+                # Members of a master before find another one with their next beats there.
+                self._members.grace_s = self._settings.member_grace_s + self.pacing.longer_s
                 self._lose(self._members.reset(incarnation, members, now))
                 self._drop_strangers()
                 for member in members:
@@ -253,6 +249,8 @@ class ConductorState:
             case Tick():
                 passed_s, self._ticked_at = now - self._ticked_at, now
                 self._expire(now, passed_s)
+                if self.pacing.paced:  # here alone: what is answered is what the lease was told in the same step
+                    self.pacing.count(self._columns.beating(now))
                 self._survey(now, passed_s)
                 self._adapt(now)
                 return self._balance(now, passed_s)
@@ -275,11 +273,12 @@ class ConductorState:
         if old is not None and self._fleet.is_same(event):
             old.become(event)
             old.last_seen = now
+            old.lease.tell(self.pacing.pulse)
             self._columns.touch(event.ref.instance_id)
             return None
         if old is not None:
             self._forget(old, replaced=old.ref.incarnation != event.ref.incarnation)
-        self._fleet.add(event, self._index.pending.open(event.capacity_blocks), now)
+        self._fleet.add(event, self._index.pending.open(event.capacity_blocks), self.pacing.pulse, now)
         self._columns.touch(event.ref.instance_id)
         return None
 
@@ -289,6 +288,7 @@ class ConductorState:
             who = f"instance {beat.ref.instance_id!r} incarnation {beat.ref.incarnation}"
             return [Refuse(UnknownInstance(f"{who} is not registered here: register again"))]
         instance.last_seen = now
+        instance.lease.tell(self.pacing.pulse, beat.pace)
         learns = bool(beat.prefill_samples or beat.decode_samples)
         self._columns.reload(beat.ref.instance_id, learnt=learns)
         measured = self._ledger.learn(instance, beat, now)
@@ -313,7 +313,8 @@ class ConductorState:
             instance.tiers = beat.tiers
             for expected_s, measured_s in self._tiers.hear(instance.ref.life, beat.tiers, now):
                 self._ledger.accuracy.add(What.TIER_LOAD, expected_s, measured_s)
-            instance.queue.report(beat.load.queued_tokens, instance.seconds_per_token(), now)
+            queued = beat.load.queued_tokens
+            instance.queue.report(queued, instance.seconds_per_token() if queued else 0.0, now)
             instance.batch.report(beat.load, now, instance.queue.works)
         return list(measured)
 
@@ -390,10 +391,10 @@ class ConductorState:
             self._index.drop(life)
             self._tiers.drop(life)
             self._columns.touch(life[0])
-        self._columns.settle()
+        self._columns.keep_up()
         # While the master is not heard nothing could take the place of what was promised.
         self._index.expire(now, promises=self._members.connected)
         for instance in self._fleet.next(EXPIRED.count(passed_s)):
             self._ledger.expire(instance, now)
-            if now - instance.last_seen > self._settings.forget_s:
+            if now - instance.last_seen > self._settings.forget_s + self.pacing.longer_s:
                 self._forget(instance)

@@ -29,6 +29,11 @@ class Blocks:
         # Parts of a snapshot go on only when all are here: a watcher that begins in between has missed none.
         self._parts: dict[str, list[Announcement]] = {}
 
+    @property
+    def stores(self) -> int:
+        """How many announce, each tier for itself."""
+        return self.map.store_count
+
     def bounded(self, said: Announcement) -> Announcement:
         """`said` without what is too much for one store. The rest is true, only not all that there is; a refusal would
         leave in the map for ever what the store has evicted."""

@@ -14,6 +14,22 @@ class StoreConfig(ServiceConfig):
 
     heartbeat_interval_ms: int = field(default=500, metadata={"help": "How often members beat, in ms.", "min": 1})
     lease_ms: int = field(default=2000, metadata={"help": "A member silent for longer is dead, in ms.", "min": 1})
+    heartbeats_per_s: int = field(
+        default=400,
+        metadata={
+            "help": "Heartbeats of all members in a second; where there would be more, interval and lease grow alike. "
+            "0: they never do.",
+            "min": 0,
+        },
+    )
+    announcements_per_s: int = field(
+        default=1300,
+        metadata={
+            "help": "Announcements of all stores in a second, a quarter of them with nothing new; where there would be "
+            "more, each store announces more rarely. 0: as often as its own announce_ms says.",
+            "min": 0,
+        },
+    )
     watch_queue: int = field(
         default=65_536, metadata={"help": "Events kept for one watcher; one further behind starts over.", "min": 1}
     )
@@ -86,7 +102,14 @@ class StoreConfig(ServiceConfig):
         for name in ("watch_queue", "watch_queue_bytes", "max_watchers", "max_members", "max_store_blocks"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1", field=name)
-        for name, least in (("max_map_mb", 0), ("hot_lookups", 0), ("max_names", 1), ("tombstone_s", 1)):
+        for name, least in (
+            ("heartbeats_per_s", 0),
+            ("announcements_per_s", 0),
+            ("max_map_mb", 0),
+            ("hot_lookups", 0),
+            ("max_names", 1),
+            ("tombstone_s", 1),
+        ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least {least}", field=name)
         if not self.mesh or not self.mesh.isprintable() or any(letter in " :" for letter in self.mesh):

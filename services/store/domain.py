@@ -79,6 +79,7 @@ class Beat:
     incarnation: int
     usage: Usage | None = None
     removed_seq: int = 0
+    pace: int = 0  # the number of the pulse it goes by (see kvmesh/pacing.py); 0: it does not say
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,7 @@ class Reign:
         self._clock = clock
         self._may_lead = may_lead
         self._ended = False
-        self._lease_s = config.lease_ms / 1000
-        self._known_from = float("inf")
+        self._began_at = float("inf")
         self.incarnation = secrets.randbits(63) | 1
         self.state = MasterState(
             lease_s=config.lease_ms / 1000,
@@ -54,6 +53,9 @@ class Reign:
                 tombstone_retention_s=config.tombstone_s,
             ),
             wall_ns=time.time_ns(),
+            interval_s=config.heartbeat_interval_ms / 1000,
+            heartbeats_per_s=config.heartbeats_per_s,
+            announcements_per_s=config.announcements_per_s,
         )
         for bad in self.state.policy.lead(term, kept, clock()):
             log.error("what an earlier leader kept cannot be read: %s", bad)
@@ -70,8 +72,6 @@ class Reign:
             self.state,
             self.watchers,
             incarnation=self.incarnation,
-            heartbeat_interval_ms=config.heartbeat_interval_ms,
-            lease_ms=config.lease_ms,
             clock=clock,
             leads=self.leads,
             durable=durable,
@@ -89,12 +89,13 @@ class Reign:
 
     def begin(self) -> None:
         """From now on members find it. On the event loop; making a reign may be left to a thread."""
-        self._known_from = self._clock() + self._lease_s
+        self._began_at = self._clock()
 
     def young(self) -> bool:
         """Whether members of the reign before may not have found this one yet; those that live find it within a
-        lease."""
-        return self._clock() < self._known_from
+        lease. Of how many members that lease was shows as they come: while some are still to come, those who have
+        come make it longer than they have taken."""
+        return self._clock() < self._began_at + self.state.pulse.lease_s
 
     def rise(self, term: int) -> None:
         """Go on under a higher term."""
@@ -112,6 +113,9 @@ class Reign:
         for role in Role:
             names.STORE_MEMBERS.labels(role=role.value).set(roles[role])
         names.STORE_HEARTBEAT_AGE.set(self.state.longest_silence_s(self._clock()))
+        names.STORE_HEARTBEAT_INTERVAL.set(self.state.pulse.interval_s)
+        names.STORE_ANNOUNCE_IDLE.set(self.state.words.idle_s)
+        names.STORE_ANNOUNCE_GAP.set(self.state.words.gap_s)
         names.STORE_WATCHERS.set(len(self.watchers))
         known = self.state.blocks.map
         names.STORE_BLOCKS.set(len(known))

@@ -40,8 +40,6 @@ class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
         watchers: Watchers,
         *,
         incarnation: int,
-        heartbeat_interval_ms: int,
-        lease_ms: int,
         clock: Callable[[], float],
         leads: Callable[[], bool],
         durable: Durable,
@@ -50,8 +48,6 @@ class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
         self._state = state
         self._watchers = watchers
         self._incarnation = incarnation
-        self._interval_ms = heartbeat_interval_ms
-        self._lease_ms = lease_ms
         self._clock = clock
         self._leads = leads
         self._durable = durable
@@ -132,9 +128,11 @@ class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
         who = member.instance.instance_id or "a nameless instance"
         protocol.check(request.protocol_version, f"{who} at {member.instance.address}")
         self._step(Join(mapping.member_in(member), request.removed_seq))
+        pulse = self._state.pulse
         return pb.JoinResponse(
-            heartbeat_interval_ms=self._interval_ms,
-            lease_ms=self._lease_ms,
+            heartbeat_interval_ms=pulse.interval_ms,
+            lease_ms=pulse.lease_ms,
+            pace=pulse.number,
             master_incarnation=self._incarnation,
             term=self.term,
             tombstones=self._tombstones(member.instance.instance_id),
@@ -144,13 +142,17 @@ class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
         """Raises UnknownInstance."""
         ref = request.instance
         usage = mapping.usage_in(request.usage) if request.HasField("usage") else None
-        self._step(Beat(ref.instance_id, ref.incarnation, usage, request.removed_seq))
+        self._step(Beat(ref.instance_id, ref.incarnation, usage, request.removed_seq, request.pace))
         names.STORE_BEATS.inc()
+        pulse = self._state.pulse
         pools = [
             pb.PoolNode(instance=mapping.ref_out(member), free_bytes=free_bytes)
             for member, free_bytes in self._state.pools(ref.instance_id)
         ]
         return pb.BeatResponse(
+            heartbeat_interval_ms=pulse.interval_ms,
+            lease_ms=pulse.lease_ms,
+            pace=pulse.number,
             master_incarnation=self._incarnation,
             pools=pools,
             term=self.term,
@@ -191,8 +193,13 @@ class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
             self._tell_shed(heard.shed)
         if heard.want_snapshot:
             names.STORE_SNAPSHOTS.inc()
+        words = self._state.words
         return pb.AnnounceResponse(
-            master_incarnation=self._incarnation, want_snapshot=heard.want_snapshot, seq=heard.seq
+            master_incarnation=self._incarnation,
+            want_snapshot=heard.want_snapshot,
+            seq=heard.seq,
+            idle_ms=words.idle_ms,
+            gap_ms=words.gap_ms,
         )
 
     def _tell_shed(self, replicas: int) -> None:
@@ -224,6 +231,7 @@ class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
         """What is known now."""
         self._step(Tick())
         known, policy = self._state.blocks.map, self._state.policy
+        pulse, words = self._state.pulse, self._state.words
         return pb.GetStoreStatusResponse(
             master_incarnation=self._incarnation,
             blocks=len(known),
@@ -233,5 +241,9 @@ class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
             map_limit_bytes=policy.memory.limit_bytes,
             names=len(policy.names),
             tombstones=len(policy.tombstones),
+            heartbeat_interval_ms=pulse.interval_ms,
+            lease_ms=pulse.lease_ms,
+            idle_ms=words.idle_ms,
+            gap_ms=words.gap_ms,
             stores=map(mapping.status_out, self._state.statuses()),
         )

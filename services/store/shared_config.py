@@ -15,6 +15,8 @@ from services.store.config import StoreConfig
 SHARED = (
     "heartbeat_interval_ms",
     "lease_ms",
+    "heartbeats_per_s",
+    "announcements_per_s",
     "max_members",
     "max_store_blocks",
     "max_map_mb",

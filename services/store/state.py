@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.block_map import Verdict
 from kvmesh.kvcache.tiers import split_name, store_names
+from kvmesh.pacing import Lease, Pacing, Pulse, Words
 from kvmesh.rpc.errors import InvalidRequest, KvmeshError, Overloaded, UnknownInstance
 from services.store import checks
 from services.store.blocks import Blocks
@@ -46,6 +47,7 @@ MAX_ENDS = 64  # in one step: about a millisecond, whoever watches
 class _Life:
     member: Member
     last_beat: float
+    lease: Lease
     usage: Usage | None = None
     ended: dict[str, int] | None = None  # once it has: by tier's name, the number of the last announcement taken
 
@@ -86,9 +88,14 @@ class MasterState:
         max_store_blocks: int = 1 << 22,
         limits: PolicyLimits | None = None,
         wall_ns: int = 0,
+        interval_s: float = 0.0,
+        heartbeats_per_s: float = 0.0,
+        announcements_per_s: float = 0.0,
     ) -> None:
-        """`stall_s`: a pause between two steps longer than this was the master's own silence, not the members'."""
-        self._lease_s = lease_s
+        """`stall_s`: a pause between two steps longer than this was the master's own silence, not the members'.
+        `interval_s` of heartbeats and `lease_s`: of few members; budgets of 0: of any number."""
+        self._pacing = Pacing(interval_s or lease_s / 4, lease_s, heartbeats_per_s)
+        self._words = Words(announcements_per_s)
         self._stall_s = stall_s
         self._max_members = max_members
         self._lives: dict[str, _Life] = {}
@@ -117,6 +124,16 @@ class MasterState:
         """Whether this very life is a member."""
         life = self._lives.get(instance_id)
         return life is not None and life.member.incarnation == incarnation
+
+    @property
+    def pulse(self) -> Pulse:
+        """What members are told when they join and with each beat."""
+        return self._pacing.pulse
+
+    @property
+    def words(self) -> Words:
+        """What stores are told when they announce."""
+        return self._words
 
     @property
     def overdue(self) -> bool:
@@ -174,7 +191,9 @@ class MasterState:
             case Announce(announcement):
                 self._announce(announcement, actions)
             case Tick():
-                pass
+                # Here alone: what a member is answered is what its lease was told in the same step.
+                self._pacing.count(len(self._lives))
+                self._words.count(self.blocks.stores)
         return actions
 
     def _forgive_own_stall(self, now: float) -> None:
@@ -188,18 +207,24 @@ class MasterState:
         """Ends lives silent for longer than the lease, MAX_ENDS of them; see `overdue`."""
         if not self._overdue and now > self._nobody_dies_until:
             self._overdue.extend(life for life in self._lives.values() if self._is_late(life, now))
-            # Beats, joins and forgiven stalls only put deaths off.
-            on_time = (life.last_beat for life in self._lives.values() if not self._is_late(life, now))
-            self._nobody_dies_until = min(on_time, default=now) + self._lease_s
+            # Forgiven stalls only put deaths off; for beats and joins see `_heard`.
+            on_time = (
+                life.last_beat + life.lease.seconds for life in self._lives.values() if not self._is_late(life, now)
+            )
+            self._nobody_dies_until = min(on_time, default=float("inf"))
         for _ in range(min(MAX_ENDS, len(self._overdue))):
             life = self._overdue.popleft()
             if life.lives() and self._is_late(life, now):
                 self._end(life, Change.DIED, actions)
             elif life.lives():  # it has been forgiven meanwhile
-                self._nobody_dies_until = min(self._nobody_dies_until, life.last_beat + self._lease_s)
+                self._heard(life)
 
     def _is_late(self, life: _Life, now: float) -> bool:
-        return now - life.last_beat > self._lease_s
+        return now - life.last_beat > life.lease.seconds
+
+    def _heard(self, life: _Life) -> None:
+        """Its lease begins, which may be shorter than what the others have left of theirs."""
+        self._nobody_dies_until = min(self._nobody_dies_until, life.last_beat + life.lease.seconds)
 
     def _bury_if_late(self, event: Event, now: float, actions: list[Action]) -> None:
         """Whoever speaks after its lease is dead, however many are to be ended before it."""
@@ -226,6 +251,8 @@ class MasterState:
             return
         if old is not None and old.member == member:
             old.last_beat = now
+            old.lease.tell(self.pulse)
+            self._heard(old)
             return
         if old is not None:
             self._end(old, Change.DIED, actions)
@@ -233,7 +260,8 @@ class MasterState:
                 self._replaced[(old.member.instance_id, old.member.incarnation)] = None
                 if len(self._replaced) > MAX_REPLACED:
                     self._replaced.popitem(last=False)
-        self._lives[member.instance_id] = _Life(member, now)
+        self._lives[member.instance_id] = life = _Life(member, now, Lease(self.pulse))
+        self._heard(life)
         self._publish(Change.JOINED, member, actions)
 
     def _superseded(self, member: Member) -> KvmeshError | None:
@@ -250,6 +278,8 @@ class MasterState:
         life = self._living(beat.instance_id, beat.incarnation, "instance", actions)
         if life is not None:
             life.last_beat = now
+            life.lease.tell(self.pulse, beat.pace)
+            self._heard(life)
             life.usage = beat.usage or life.usage
             self.policy.beat(beat.instance_id, beat.usage, beat.removed_seq)
 

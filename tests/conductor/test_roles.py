@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvmesh.pacing import Lease, Pulse
 from services.conductor.balance.demand import Demand
 from services.conductor.balance.roles import DEADLINE_S, HIGH, PAUSE, Roles
 from services.conductor.balance.tally import MIXED, Counts, Tally
@@ -33,6 +34,7 @@ def instance(name: str, role: Role, **more: Any) -> Instance:
         Register(Ref(name, f"{name}:1", 1), role, "node", values.pop("model", card()), 1000, 32, **values),
         0,
         ModelFits(),
+        Lease(Pulse(1, 0.2, 1.5)),
         0.0,
     )
 

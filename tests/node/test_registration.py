@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.node.membership import Peer
+from kvmesh.node.membership import Peer, Told
 from kvmesh.node.registration import Registrar
 from kvmesh.rpc import channels, protocol
 from kvmesh.rpc.errors import UnknownInstance
@@ -368,10 +368,10 @@ class NeverBeats(Peer):
         self.failures: list[int] = []
         self._stop = stop
 
-    async def _enter(self, channel: Any, timeout_s: float) -> tuple[int, int]:
-        return 10, 1000
+    async def _enter(self, channel: Any, timeout_s: float) -> Told:
+        return Told(10, 1000)
 
-    async def _beat(self, channel: Any, timeout_s: float) -> None:
+    async def _beat(self, channel: Any, timeout_s: float) -> Told:
         raise RuntimeError("a bug")
 
     async def _goodbye(self, channel: Any, timeout_s: float) -> None:

@@ -64,8 +64,6 @@ def servicer(durable: Failing) -> Any:
             term=lambda: 1,
         ),
         incarnation=1,
-        heartbeat_interval_ms=100,
-        lease_ms=60_000,
         clock=time.monotonic,
         leads=lambda: True,
         durable=durable,

@@ -180,18 +180,22 @@ class RegisterInstanceResponse(_message.Message):
 
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    PACE_FIELD_NUMBER: _builtins.int
     heartbeat_interval_ms: _builtins.int
     lease_ms: _builtins.int
     """silent longer than this: no work is sent"""
+    pace: _builtins.int
+    """the number of these two: every heartbeat says which it goes by"""
     def __init__(
         self,
         *,
         heartbeat_interval_ms: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
+        pace: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval_ms", b"heartbeat_interval_ms", "lease_ms", b"lease_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval_ms", b"heartbeat_interval_ms", "lease_ms", b"lease_ms", "pace", b"pace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -211,10 +215,13 @@ class HeartbeatRequest(_message.Message):
     NOT_READY_REASON_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
     OUTCOMES_FIELD_NUMBER: _builtins.int
+    PACE_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     ready: _builtins.bool
     not_ready_reason: _builtins.str
     """one line for people, when `ready` is false"""
+    pace: _builtins.int
+    """of the last answer that was heard; 0: not told"""
     @_builtins.property
     def instance(self) -> _common_pb2.InstanceRef: ...
     @_builtins.property
@@ -250,10 +257,11 @@ class HeartbeatRequest(_message.Message):
         not_ready_reason: _builtins.str = ...,
         tiers: _abc.Iterable[_store_pb2.TierUsage] | None = ...,
         outcomes: _abc.Iterable[Global___RequestOutcome] | None = ...,
+        pace: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_samples", b"decode_samples", "finished_request_ids", b"finished_request_ids", "instance", b"instance", "load", b"load", "not_ready_reason", b"not_ready_reason", "outcomes", b"outcomes", "prefill_samples", b"prefill_samples", "ready", b"ready", "seq", b"seq", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_samples", b"decode_samples", "finished_request_ids", b"finished_request_ids", "instance", b"instance", "load", b"load", "not_ready_reason", b"not_ready_reason", "outcomes", b"outcomes", "pace", b"pace", "prefill_samples", b"prefill_samples", "ready", b"ready", "seq", b"seq", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -468,14 +476,26 @@ Global___DecodeSample: _TypeAlias = DecodeSample  # noqa: Y015
 
 @_typing.final
 class HeartbeatResponse(_message.Message):
+    """From now on, as in RegisterInstanceResponse: the more instances there are, the more rarely each one beats. 0: as before."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
+    HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    PACE_FIELD_NUMBER: _builtins.int
+    heartbeat_interval_ms: _builtins.int
+    lease_ms: _builtins.int
+    pace: _builtins.int
     def __init__(
         self,
+        *,
+        heartbeat_interval_ms: _builtins.int = ...,
+        lease_ms: _builtins.int = ...,
+        pace: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval_ms", b"heartbeat_interval_ms", "lease_ms", b"lease_ms", "pace", b"pace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -502,6 +522,7 @@ class ScheduleRequest(_message.Message):
     ENDPOINT_FIELD_NUMBER: _builtins.int
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     ANSWERED_TOKENS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     model: _builtins.str
@@ -527,6 +548,8 @@ class ScheduleRequest(_message.Message):
     """So many of the last prompt tokens are the answer's own (SamplingParams.answered_tokens): a request that was admitted
     and goes on elsewhere. It is held to no SLO and waits in no lane; max_tokens is what is left.
     """
+    traceparent: _builtins.str
+    """W3C, of callers that send no metadata (a door has none)"""
     @_builtins.property
     def avoid_instance_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """failed an earlier attempt"""
@@ -551,10 +574,11 @@ class ScheduleRequest(_message.Message):
         endpoint: _builtins.str = ...,
         expected_output_tokens: _builtins.int = ...,
         answered_tokens: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered_tokens", b"answered_tokens", "attempt", b"attempt", "avoid_instance_ids", b"avoid_instance_ids", "block_keys", b"block_keys", "endpoint", b"endpoint", "expected_output_tokens", b"expected_output_tokens", "lane", b"lane", "max_tokens", b"max_tokens", "model", b"model", "origin", b"origin", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session", b"session", "tbt_slo_ms", b"tbt_slo_ms", "tenant", b"tenant", "ttft_slo_ms", b"ttft_slo_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered_tokens", b"answered_tokens", "attempt", b"attempt", "avoid_instance_ids", b"avoid_instance_ids", "block_keys", b"block_keys", "endpoint", b"endpoint", "expected_output_tokens", b"expected_output_tokens", "lane", b"lane", "max_tokens", b"max_tokens", "model", b"model", "origin", b"origin", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "session", b"session", "tbt_slo_ms", b"tbt_slo_ms", "tenant", b"tenant", "traceparent", b"traceparent", "ttft_slo_ms", b"ttft_slo_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -765,6 +789,8 @@ class GetConductorStatusResponse(_message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     STORE_MASTERS_FIELD_NUMBER: _builtins.int
     CONDUCTORS_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
     store_master: _builtins.str
     """"connected" or why not"""
     policy: _builtins.str
@@ -772,6 +798,9 @@ class GetConductorStatusResponse(_message.Message):
     balancing_threshold: _builtins.float
     """as it is now"""
     protocol_version: _common_pb2.ProtocolVersion.ValueType
+    heartbeat_interval_ms: _builtins.int
+    """as instances are told now"""
+    lease_ms: _builtins.int
     @_builtins.property
     def instances(self) -> _containers.RepeatedCompositeFieldContainer[Global___InstanceStatus]: ...
     @_builtins.property
@@ -799,10 +828,12 @@ class GetConductorStatusResponse(_message.Message):
         protocol_version: _common_pb2.ProtocolVersion.ValueType = ...,
         store_masters: _abc.Iterable[_builtins.str] | None = ...,
         conductors: _abc.Iterable[_builtins.str] | None = ...,
+        heartbeat_interval_ms: _builtins.int = ...,
+        lease_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["leadership", b"leadership"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "balancing_threshold", b"balancing_threshold", "conductors", b"conductors", "errors", b"errors", "instances", b"instances", "leadership", b"leadership", "policy", b"policy", "protocol_version", b"protocol_version", "store_master", b"store_master", "store_masters", b"store_masters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "balancing_threshold", b"balancing_threshold", "conductors", b"conductors", "errors", b"errors", "heartbeat_interval_ms", b"heartbeat_interval_ms", "instances", b"instances", "leadership", b"leadership", "lease_ms", b"lease_ms", "policy", b"policy", "protocol_version", b"protocol_version", "store_master", b"store_master", "store_masters", b"store_masters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

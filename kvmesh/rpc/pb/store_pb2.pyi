@@ -114,10 +114,13 @@ class JoinResponse(_message.Message):
     MASTER_INCARNATION_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
     TOMBSTONES_FIELD_NUMBER: _builtins.int
+    PACE_FIELD_NUMBER: _builtins.int
     heartbeat_interval_ms: _builtins.int
     lease_ms: _builtins.int
     master_incarnation: _builtins.int
     term: _builtins.int
+    pace: _builtins.int
+    """the number of interval and lease: every beat says which it goes by"""
     @_builtins.property
     def tombstones(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tombstone]:
         """to be applied before anything is announced"""
@@ -130,10 +133,11 @@ class JoinResponse(_message.Message):
         master_incarnation: _builtins.int = ...,
         term: _builtins.int = ...,
         tombstones: _abc.Iterable[Global___Tombstone] | None = ...,
+        pace: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval_ms", b"heartbeat_interval_ms", "lease_ms", b"lease_ms", "master_incarnation", b"master_incarnation", "term", b"term", "tombstones", b"tombstones"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval_ms", b"heartbeat_interval_ms", "lease_ms", b"lease_ms", "master_incarnation", b"master_incarnation", "pace", b"pace", "term", b"term", "tombstones", b"tombstones"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -176,9 +180,12 @@ class BeatRequest(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
     REMOVED_SEQ_FIELD_NUMBER: _builtins.int
+    PACE_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     term: _builtins.int
     removed_seq: _builtins.int
+    pace: _builtins.int
+    """of the last answer that was heard; 0: not told"""
     @_builtins.property
     def instance(self) -> _common_pb2.InstanceRef: ...
     @_builtins.property
@@ -191,10 +198,11 @@ class BeatRequest(_message.Message):
         usage: Global___StoreUsage | None = ...,
         term: _builtins.int = ...,
         removed_seq: _builtins.int = ...,
+        pace: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "removed_seq", b"removed_seq", "seq", b"seq", "term", b"term", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "pace", b"pace", "removed_seq", b"removed_seq", "seq", b"seq", "term", b"term", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -291,9 +299,16 @@ class BeatResponse(_message.Message):
     TOMBSTONES_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     QUOTAS_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    PACE_FIELD_NUMBER: _builtins.int
     master_incarnation: _builtins.int
     term: _builtins.int
     draining: _builtins.bool
+    heartbeat_interval_ms: _builtins.int
+    """From now on, as in JoinResponse: the more members there are, the more rarely each one beats. 0: as before."""
+    lease_ms: _builtins.int
+    pace: _builtins.int
     @_builtins.property
     def pools(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolNode]:
         """nodes without an engine that take copies"""
@@ -315,10 +330,13 @@ class BeatResponse(_message.Message):
         tombstones: _abc.Iterable[Global___Tombstone] | None = ...,
         draining: _builtins.bool = ...,
         quotas: _abc.Iterable[Global___Quota] | None = ...,
+        heartbeat_interval_ms: _builtins.int = ...,
+        lease_ms: _builtins.int = ...,
+        pace: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "master_incarnation", b"master_incarnation", "pools", b"pools", "quotas", b"quotas", "term", b"term", "tombstones", b"tombstones"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "heartbeat_interval_ms", b"heartbeat_interval_ms", "lease_ms", b"lease_ms", "master_incarnation", b"master_incarnation", "pace", b"pace", "pools", b"pools", "quotas", b"quotas", "term", b"term", "tombstones", b"tombstones"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -486,12 +504,18 @@ class AnnounceResponse(_message.Message):
     WANT_SNAPSHOT_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
     TERM_FIELD_NUMBER: _builtins.int
+    IDLE_MS_FIELD_NUMBER: _builtins.int
+    GAP_MS_FIELD_NUMBER: _builtins.int
     master_incarnation: _builtins.int
     want_snapshot: _builtins.bool
     """a gap, or the first word of this store: announce a snapshot"""
     seq: _builtins.int
     """the last batch applied"""
     term: _builtins.int
+    idle_ms: _builtins.int
+    """a store with nothing to tell says so this often; 0: as it did"""
+    gap_ms: _builtins.int
+    """between two announcements of one store, at least; 0: its own interval"""
     def __init__(
         self,
         *,
@@ -499,10 +523,12 @@ class AnnounceResponse(_message.Message):
         want_snapshot: _builtins.bool = ...,
         seq: _builtins.int = ...,
         term: _builtins.int = ...,
+        idle_ms: _builtins.int = ...,
+        gap_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["master_incarnation", b"master_incarnation", "seq", b"seq", "term", b"term", "want_snapshot", b"want_snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gap_ms", b"gap_ms", "idle_ms", b"idle_ms", "master_incarnation", b"master_incarnation", "seq", b"seq", "term", b"term", "want_snapshot", b"want_snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -692,6 +718,10 @@ class GetStoreStatusResponse(_message.Message):
     REBUILDING_FIELD_NUMBER: _builtins.int
     NAMES_FIELD_NUMBER: _builtins.int
     TOMBSTONES_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    IDLE_MS_FIELD_NUMBER: _builtins.int
+    GAP_MS_FIELD_NUMBER: _builtins.int
     master_incarnation: _builtins.int
     blocks: _builtins.int
     """distinct keys"""
@@ -708,6 +738,12 @@ class GetStoreStatusResponse(_message.Message):
     map_limit_bytes: _builtins.int
     names: _builtins.int
     tombstones: _builtins.int
+    heartbeat_interval_ms: _builtins.int
+    """as members are told now"""
+    lease_ms: _builtins.int
+    idle_ms: _builtins.int
+    """and stores, see AnnounceResponse"""
+    gap_ms: _builtins.int
     @_builtins.property
     def stores(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreStatus]: ...
     @_builtins.property
@@ -730,10 +766,14 @@ class GetStoreStatusResponse(_message.Message):
         rebuilding: _abc.Iterable[_builtins.str] | None = ...,
         names: _builtins.int = ...,
         tombstones: _builtins.int = ...,
+        heartbeat_interval_ms: _builtins.int = ...,
+        lease_ms: _builtins.int = ...,
+        idle_ms: _builtins.int = ...,
+        gap_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "leader", b"leader", "leading", b"leading", "map_bytes", b"map_bytes", "map_limit_bytes", b"map_limit_bytes", "master_incarnation", b"master_incarnation", "names", b"names", "rebuilding", b"rebuilding", "replicas", b"replicas", "shed", b"shed", "stores", b"stores", "term", b"term", "tombstones", b"tombstones"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "gap_ms", b"gap_ms", "heartbeat_interval_ms", b"heartbeat_interval_ms", "idle_ms", b"idle_ms", "leader", b"leader", "leading", b"leading", "lease_ms", b"lease_ms", "map_bytes", b"map_bytes", "map_limit_bytes", b"map_limit_bytes", "master_incarnation", b"master_incarnation", "names", b"names", "rebuilding", b"rebuilding", "replicas", b"replicas", "shed", b"shed", "stores", b"stores", "term", b"term", "tombstones", b"tombstones"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from kvmesh.kvcache.tiers import TierUse
+from kvmesh.pacing import Lease
 from services.conductor.admission.margins import Margins
 from services.conductor.costs.models import DecodeModel, PrefillModel, PullModel, TransferModel
 from services.conductor.domain import Load, ModelCard, Ref, Register, Role
@@ -17,7 +18,9 @@ CHUNK_TOKENS = 512  # of an instance that does not tell
 class Instance:
     """Mutable; owned by ConductorState. `slot`: its bit among pending blocks."""
 
-    def __init__(self, registered: Register, slot: int, fits: ModelFits, now: float, confidence: float = 0.0) -> None:
+    def __init__(
+        self, registered: Register, slot: int, fits: ModelFits, lease: Lease, now: float, confidence: float = 0.0
+    ) -> None:
         self.ref: Ref = registered.ref
         self.node_id = registered.node_id
         self.model: ModelCard = registered.model
@@ -26,6 +29,7 @@ class Instance:
         self.queue = PrefillQueue(now)
         self.become(registered)
         self.slot = slot
+        self.lease = lease
         self.last_seen = now
         self.last_seq = 0
         self.ready = False

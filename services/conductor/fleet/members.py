@@ -16,7 +16,7 @@ class Members:
 
     def __init__(self, grace_s: float) -> None:
         """`grace_s`: a restarted master has forgotten everybody; for so long its members count as they were."""
-        self._grace_s = grace_s
+        self.grace_s = grace_s
         self._master: int | None = None
         self._connected = False
         self._known: dict[str, Member] = {}  # by instance: its last life, alive or awaited
@@ -51,7 +51,7 @@ class Members:
         else:
             # Silence about a member means nothing until it had time to join.
             lost = {*replaced}
-            self._awaited = {life: now + self._grace_s for life in before if life not in alive}
+            self._awaited = {life: now + self.grace_s for life in before if life not in alive}
             self._gone.clear()
         for life in lost:
             self._bury(life, "died")

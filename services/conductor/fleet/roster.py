@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 
 from kvmesh.kvcache.tiers import MARK
+from kvmesh.pacing import Lease, Pulse
 from kvmesh.rpc.errors import InvalidRequest, KvmeshError, Overloaded
 from services.conductor.domain import Life, ModelCard, Register
 from services.conductor.fleet.instance import Instance, ModelFits
@@ -29,6 +30,7 @@ class Fleet:
         self._fits: dict[tuple[str, tuple[object, ...]], ModelFits] = {}
         self._replaced: OrderedDict[Life, None] = OrderedDict()
         self._turn = 0
+        self._round: list[Instance] = []  # as `_instances`, as long as nobody comes or goes
         self._kin: dict[str, Counter[tuple[object, ...]]] = {}  # instances by model name and KV identity
         self.known_models: dict[str, None] = {}  # ever served here
 
@@ -40,11 +42,13 @@ class Fleet:
 
     def next(self, count: int) -> list[Instance]:
         """The next so many of all, round and round."""
-        instances = list(self._instances.values())
+        if len(self._round) != len(self._instances):
+            self._round = list(self._instances.values())
+        instances = self._round
         if len(instances) <= count:
-            return instances
+            return list(instances)
         first, self._turn = self._turn, (self._turn + count) % len(instances)
-        return (instances + instances)[first : first + count]
+        return instances[first : first + count] + instances[: max(0, first + count - len(instances))]
 
     def named(self, instance_id: str) -> Instance | None:
         """Whoever bears that name now."""
@@ -73,17 +77,21 @@ class Fleet:
         new = event.ref, event.model, event.capacity_blocks
         return old is not None and (old.ref, old.model, old.capacity_blocks) == new
 
-    def add(self, event: Register, slot: int, now: float) -> Instance:
-        """A checked registration of somebody new; whoever bore the name was removed before."""
+    def add(self, event: Register, slot: int, pulse: Pulse, now: float) -> Instance:
+        """A checked registration of somebody new, who is told `pulse`; whoever bore the name was removed before."""
+        self._round = []
         model = event.model
         fits = self._fits.setdefault((model.name, model.kv_identity), ModelFits())
-        instance = self._instances[event.ref.instance_id] = Instance(event, slot, fits, now, self._confidence)
+        instance = self._instances[event.ref.instance_id] = Instance(
+            event, slot, fits, Lease(pulse), now, self._confidence
+        )
         self.known_models[model.name] = None
         self._kin.setdefault(model.name, Counter())[model.kv_identity] += 1
         return instance
 
     def remove(self, instance: Instance, *, replaced: bool = False) -> None:
         """It leaves; `replaced`: its life may not come back."""
+        self._round = []
         del self._instances[instance.ref.instance_id]
         model = instance.model
         self._kin[model.name] -= Counter([model.kv_identity])

@@ -81,6 +81,7 @@ class Pending:
         self._masks: dict[bytes, int] = {}
         self._slots: dict[int, _Slot] = {}
         self._freed: list[int] = []
+        self._confirming: set[int] = set()  # slots with confirmed blocks, and some whose last one has gone
 
     def __len__(self) -> int:
         """Distinct marks."""
@@ -140,12 +141,15 @@ class Pending:
 
     def expire(self, now: float) -> None:
         """Confirmed blocks whose time is over count no more."""
-        for slot, record in self._slots.items():
-            while record.confirmed:
+        for slot in list(self._confirming):
+            record = self._slots.get(slot)
+            while record is not None and record.confirmed:
                 key, until = next(iter(record.confirmed.items()))
                 if until > now:
                     break
                 self._remove(slot, key)
+            else:
+                self._confirming.discard(slot)
 
     def put(self, slot: int, marked: Marks, owner: str | None, until: float, lacks: bytes | None = None) -> None:
         """`place`, or without an owner `confirm`. `lacks`: of each mark whether it is meant; None: all are."""
@@ -163,6 +167,8 @@ class Pending:
     def _put(self, slot: int, marked: Iterable[tuple[bytes, int]], owner: str | None, until: float) -> None:
         record, bit = self._slots[slot], 1 << slot
         held, confirmed, masks = record.held, record.confirmed, self._masks
+        if owner is None:
+            self._confirming.add(slot)
         fitting, room = [], record.capacity
         for one in marked:
             room -= one[1]

@@ -40,6 +40,7 @@ class Columns:
         self._rows: dict[str, int] = {}
         self._dirty: dict[str, None] = {}
         self._reload: dict[str, bool] = {}
+        self._stirred: dict[str, None] = {}  # of those: whose `OPEN` and `SEEN` may be old
         self.wires = Wires()
         self._columns: list[Floats] = []
         self.address = 0  # in memory, of the table; until the next `settle`, as its columns
@@ -68,6 +69,7 @@ class Columns:
     def reload(self, instance_id: str, *, learnt: bool = False) -> None:
         """Only its load has changed, or when it was heard; `learnt`: and its models."""
         self._reload[instance_id] = learnt or self._reload.get(instance_id, False)
+        self._stirred[instance_id] = None
 
     def touch_all(self) -> None:
         """Something of everybody has changed."""
@@ -79,14 +81,24 @@ class Columns:
 
     def settle(self) -> None:
         """Fill again what has been touched."""
+        self._settle(loads=True)
+
+    def keep_up(self) -> None:
+        """As `settle`, but of instances that are weighed one and all, loads and models are left for later: then nobody
+        reads them here."""
+        self._settle(loads=len(self.instances) > FEW)
+
+    def _settle(self, *, loads: bool) -> None:
         for name in self._index.moved():
             self._dirty[split_name(name)[0]] = None
         for life in self.wires.changed():
             at = self.row(life[0])
             if at >= 0 and self.instances[at].ref.incarnation == life[1]:
                 self._send(at, life)
-        if self._reload:
+        if self._reload and loads:
             self._load_again()
+        elif self._stirred:
+            self._look_again()
         if self._dirty:
             names = list(self._dirty)
             for name in names:
@@ -116,8 +128,21 @@ class Columns:
                 if learnt:
                     self._learn(row, instance)
         self._reload.clear()
+        self._stirred.clear()
         if rows:
             filling.write(self._data, self.address if self._columns else 0, rows, loads)
+
+    def _look_again(self) -> None:
+        """Who is open, and when it was heard: of their loads all that `view` reads."""
+        for name in self._stirred:
+            row, instance = self._rows.get(name), self._fleet.named(name)
+            if row is None or instance is None or instance is not self.instances[row]:
+                self._dirty[name] = None
+            else:
+                self._data[Field.OPEN, row], self._data[Field.SEEN, row] = self._is_open(instance), instance.last_seen
+                self._data[Field.LEASE, row] = instance.lease.seconds
+                self._data[Field.LEASE, row] = instance.lease.seconds
+        self._stirred.clear()
 
     def rare(self, which: int) -> set[int]:
         """Rows of those who have that (see `Rare`)."""
@@ -131,12 +156,16 @@ class Columns:
             found.setflags(write=False)
         return found
 
-    def view(
-        self, now: float, lease_s: float, rests: Callable[[Instance, float], str], tripped: Collection[Life]
-    ) -> View:
-        """The table at this moment. `tripped`: lives whose breaker may say that they rest; `rests` tells."""
+    def beating(self, now: float) -> int:
+        """How many have been heard within their leases."""
         self.settle()
-        able = (self[Field.OPEN] > 0) & (now - self[Field.SEEN] <= lease_s)
+        return int(np.count_nonzero(now - self[Field.SEEN] <= self[Field.LEASE]))
+
+    def view(self, now: float, rests: Callable[[Instance, float], str], tripped: Collection[Life]) -> View:
+        """The table at this moment, as `keep_up` leaves it. `tripped`: lives whose breaker may say that they rest;
+        `rests` tells."""
+        self.keep_up()
+        able = (self[Field.OPEN] > 0) & (now - self[Field.SEEN] <= self[Field.LEASE])
         for life in tripped:
             row = self.row(life[0])
             if row >= 0 and able[row] and rests(self.instances[row], now):
@@ -312,6 +341,7 @@ class View:
 
     def queues_s(self) -> list[float]:
         """Seconds of work queued at those who compute prompts and may get work."""
+        self.columns.settle()
         backlog, as_of = self.columns[Field.BACKLOG], self.columns[Field.AS_OF]
         waits = np.maximum(0.0, backlog - np.maximum(0.0, self.now - as_of))
         found: list[float] = waits[self.able & self.columns.mask(Field.PREFILLS)].tolist()

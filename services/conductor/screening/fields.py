@@ -37,31 +37,32 @@ class Field:
     LONG_SHARE = 16  # of its queue, as the next two
     LONG_CHUNK = 17
     SIZE_WEIGHT = 18
+    LEASE = 19  # how long it may be silent
     # with samples; a fitted model takes 11: see filling.py
-    PREFILL = 19
-    DECODE = 30
-    PULL = 41
-    TRANSFER = 52  # bytes a second
-    FITTED_CHUNK = 53
+    PREFILL = 20
+    DECODE = 31
+    PULL = 42
+    TRANSFER = 53  # bytes a second
+    FITTED_CHUNK = 54
     # with registrations
-    GROUP = 54
-    PREFILLS = 55
-    DECODES = 56
-    ALONE = 57  # tokens it computes for a request of its own batch
-    MIXES = 58
-    LONGEST_PREFILL = 59
-    LONGEST_DECODE = 60
-    CAPACITY = 61
-    MAX_RUNNING = 62  # inf: no limit
-    CHUNK = 63
-    KV_BYTES = 64
-    NODE = 65  # a hash of its name
+    GROUP = 55
+    PREFILLS = 56
+    DECODES = 57
+    ALONE = 58  # tokens it computes for a request of its own batch
+    MIXES = 59
+    LONGEST_PREFILL = 60
+    LONGEST_DECODE = 61
+    CAPACITY = 62
+    MAX_RUNNING = 63  # inf: no limit
+    CHUNK = 64
+    KV_BYTES = 65
+    NODE = 66  # a hash of its name
     # of its own accord
-    SEALED = 66  # its slot in the block map; -1: none
-    SENDING = 67  # bytes on their way from it
-    ARRIVING = 68  # and to it
-    LISTED = 69  # seconds of what was placed there; with a weight alone, as the marks
-    MARK = 70  # the first of them, see sizes.marks
+    SEALED = 67  # its slot in the block map; -1: none
+    SENDING = 68  # bytes on their way from it
+    ARRIVING = 69  # and to it
+    LISTED = 70  # seconds of what was placed there; with a weight alone, as the marks
+    MARK = 71  # the first of them, see sizes.marks
     LAST = MARK + MARKS  # the first of the greatest ranks
     SPEEDUP = LAST + LASTS  # with a weight alone
 

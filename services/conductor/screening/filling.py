@@ -76,6 +76,7 @@ def load(instance: Instance, *, is_open: bool) -> tuple[tuple[float, ...], tuple
         long_share,
         chunk_s,
         weight,
+        instance.lease.seconds,
     )
     return values, (
         ranked,

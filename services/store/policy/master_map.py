@@ -64,6 +64,11 @@ class MasterMap(SteadyBlockMap):
         self._taking = False  # all that is removed now is masked by a short prefix
         self._watched: dict[bytes, int] = {}  # tag → replicas shown
 
+    @property
+    def store_count(self) -> int:
+        """Stores that have announced anything and were not dropped since."""
+        return len(self._stores)
+
     # ── tags ─────────────────────────────────────────────────────────────────────────────────────────
 
     def watch(self, tag: bytes) -> None:
