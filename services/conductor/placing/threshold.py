@@ -48,9 +48,10 @@ MAX_TURN = 2.0  # of the congestion at once
 UNEVEN = 0.5  # (longest queue - mean) / mean
 FLOOR_S = 0.1  # of the mean queue: unevenness of next to nothing is none
 SLOW_SHARE, FAST_SHARE = 0.5, 0.25  # of pushes, slow ones: above it the wires are, below it no more
-DWELL_S, FORGET_S, IDLE_S = 5.0, 10.0, 30.0
+DWELL_S, IDLE_S = 5.0, 30.0
+FORGET_S, FORGET_PUSHES_S = 20.0, 10.0  # these are many
 MAX_IDLE_S = 240.0  # between two trials of fetching when each has failed
-MIN_PULLS = 5.0  # measured ones, before anything is concluded; likewise pushes
+MIN_PULLS, MIN_PUSHES = 4.0, 5.0  # measured ones, before anything is concluded
 MAX_AWAITED = 8192
 
 
@@ -110,7 +111,7 @@ class Evidence:
 
 class Pushes:
     """How many of the pushes to decode were slow lately: longer on the wires than computing the same takes, and not
-    hidden behind their own computing. Fades with FORGET_S."""
+    hidden behind their own computing. Fades with FORGET_PUSHES_S."""
 
     def __init__(self, now: float) -> None:
         self._all = self._slow = 0.0
@@ -118,7 +119,7 @@ class Pushes:
 
     def fade(self, now: float) -> None:
         """Time passes."""
-        keep = math.exp(-max(0.0, now - self._at) / FORGET_S)
+        keep = math.exp(-max(0.0, now - self._at) / FORGET_PUSHES_S)
         self._at = now
         self._all *= keep
         self._slow *= keep
@@ -133,7 +134,7 @@ class Pushes:
     @property
     def slow_share(self) -> float | None:
         """None: there are too few."""
-        return self._slow / self._all if self._all >= MIN_PULLS else None
+        return self._slow / self._all if self._all >= MIN_PUSHES else None
 
 
 class Threshold:
