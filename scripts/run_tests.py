@@ -1,9 +1,10 @@
-"""Runs all tests, for `make test`: folder by folder in three lanes side by side, then what starts whole meshes alone.
+"""Runs all tests, for `make test`: folder by folder in three lanes side by side, then what starts whole meshes in two,
+then storms alone.
 
-    lanes: tests/rdma (a guest with one CPU), tests/node, tests/kvcache ... ──▶ marked `mesh`, and storms: one by one
+    lanes: tests/rdma (a guest with one CPU), tests/node, tests/kvcache ... ──▶ marked `mesh` ──▶ storms
 
-What a folder's tests printed is shown as soon as they end. Ctrl-C and SIGTERM end them all. The exit status is that of
-the first that failed. With arguments it is pytest with these arguments, nothing else.
+What a folder's tests printed, and which of them took long, is shown as soon as they end. Ctrl-C and SIGTERM end them
+all. The exit status is that of the first that failed. With arguments it is pytest with these arguments, nothing else.
 """
 
 from __future__ import annotations
@@ -19,9 +20,16 @@ from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 LANES = 3  # for two cores: much of the time of services' tests is waiting
+MESH_LANES = 2  # a mesh waits for leases, restarts and loads, too
 # What takes long first, so that the lanes end together; folders that are not named are found by themselves.
-LONG_FIRST = ("kvcache", "node", "rdma", "cli", "transfer", "store", "sim", "prefill", "decode", "gateway")
+LONG_FIRST = (
+    "kvcache", "node", "rdma", "prefill", "cli", "transfer", "decode", "gateway", "sim", "store", "conductor", "engine",
+)  # fmt: skip
 ALONE = ("chaos",)
+MESH = "mark.mesh"  # in a file with such tests
+SHARED = "small_mesh"  # the fixture of one mesh for many: their files go together
+OTHER_HALF = ("test_families", "test_tensor_parallel")  # go with those, so that both lanes end together
+SLOWEST = ("--durations=8", "--durations-min=5")
 POLL_S = 0.5
 SIGN_OF_LIFE_S = 60.0
 NO_TESTS = 5  # pytest's status
@@ -32,9 +40,10 @@ class Lane:
 
     def __init__(self, name: str, arguments: list[str]) -> None:
         self.name = name
+        self.cpu_s = 0.0
         self._started = time.monotonic()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed by `end`
-        command = [sys.executable, "-m", "pytest", "-q", *arguments]
+        command = [sys.executable, "-m", "pytest", "-q", *SLOWEST, *arguments]
         # Hundreds of processes are started: without bytecode on disk each compiles all it imports, pytest every test.
         env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         self._process = subprocess.Popen(
@@ -43,7 +52,13 @@ class Lane:
         print(f"── {name}: pytest {' '.join(arguments)}", flush=True)
 
     def ended(self) -> bool:
-        return self._process.poll() is not None
+        """And what it took of the CPUs, with all that it started and waited for, is known."""
+        if self._process.returncode is None:
+            pid, status, used = os.wait4(self._process.pid, os.WNOHANG)
+            if pid:
+                self._process.returncode = os.waitstatus_to_exitcode(status)
+                self.cpu_s = used.ru_utime + used.ru_stime
+        return self._process.returncode is not None
 
     def last_line(self) -> str:
         """Of what it has printed so far."""
@@ -59,7 +74,7 @@ class Lane:
         sys.stdout.write(self._output.read().decode(errors="replace"))
         took = time.monotonic() - self._started
         status = self._process.returncode
-        print(f"── {self.name}: exit status {status} after {took:.0f} s", flush=True)
+        print(f"── {self.name}: exit status {status} after {took:.0f} s, {self.cpu_s:.0f} s of CPU", flush=True)
         return 0 if status == NO_TESTS else status
 
     def kill(self) -> None:
@@ -106,18 +121,27 @@ def parts() -> list[str]:
     return sorted((name for name in found if name not in ALONE), key=lambda name: (order.get(name, len(order)), name))
 
 
+def meshes() -> list[tuple[str, list[str]]]:
+    """Files with tests marked `mesh`: those of tests/mesh that start their own, and all others."""
+    files = sorted(path.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py"))
+    text = {path: (ROOT / "tests" / path).read_text() for path in files if path.parts[0] not in ALONE}
+    found = [path for path in text if MESH in text[path]]
+    own = [path for path in found if path.parts[0] == "mesh" and SHARED not in text[path]]
+    half = [path for path in own if path.stem in OTHER_HALF]
+    rest = [path for path in found if path not in own]
+    parted = ("meshes 1", [path for path in own if path not in half]), ("meshes 2", [*rest, *half])
+    return [(name, ["-m", "mesh", *(f"tests/{path}" for path in paths)]) for name, paths in parted]
+
+
 def main() -> int:
     if len(sys.argv) > 1:
         return subprocess.call([sys.executable, "-m", "pytest", "-q", *sys.argv[1:]], cwd=ROOT)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     started = time.monotonic()
     side_by_side = [(name, ["-m", "not mesh", f"tests/{name}"]) for name in parts()]
-    alone = [("meshes", ["-m", "mesh", *(f"--ignore=tests/{name}" for name in ALONE)])]
-    alone += [(name, [f"tests/{name}"]) for name in ALONE]
-    first = run(side_by_side, LANES)
-    second = run(alone, 1)
-    print(f"── all tests: {'FAILED' if first or second else 'passed'} in {time.monotonic() - started:.0f} s")
-    return first or second
+    bad = [run(side_by_side, LANES), run(meshes(), MESH_LANES), run([(name, [f"tests/{name}"]) for name in ALONE], 1)]
+    print(f"── all tests: {'FAILED' if any(bad) else 'passed'} in {time.monotonic() - started:.0f} s")
+    return next(filter(None, bad), 0)
 
 
 if __name__ == "__main__":

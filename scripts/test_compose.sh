@@ -40,14 +40,16 @@ said=$(scripts/docker/base_images.sh 2>&1) || skip "no base images: $(tail -n 1 
 step "building the image"
 wheels=${KVMESH_WHEELS:-${PIP_FIND_LINKS:-compose/wheels}}
 [ -d "$wheels" ] || wheels=compose/wheels
-docker build -q --build-context "wheels=$wheels" -f compose/Dockerfile -t kvmesh:test . >/dev/null
-docker build -q -t kvmesh-redis:test - >/dev/null <<'D'
+docker build -q -t kvmesh-redis:test - >/dev/null <<'D' &
 FROM debian:bookworm-slim
 RUN apt-get update && apt-get install -y --no-install-recommends redis-server && rm -rf /var/lib/apt/lists/* \
  && mkdir /data && chown redis /data
 USER redis
 WORKDIR /data
 D
+redis=$!
+docker build -q --build-context "wheels=$wheels" -f compose/Dockerfile -t kvmesh:test . >/dev/null
+wait "$redis"
 step "tests"
 KVMESH_IMAGE=kvmesh:test KVMESH_REDIS_IMAGE=kvmesh-redis:test COMPOSE_TEST=1 \
   "$python" -m pytest -q -s tests/compose/test_compose.py "$@"

@@ -6,8 +6,8 @@ import asyncio
 import json
 import os
 import subprocess
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,10 +31,10 @@ FILES = (ROOT / "compose" / "compose.yaml", Path(__file__).parent / "compose.tes
 PROJECT = "kvmesh-test"
 COMMAND_S = 240.0
 POLL_S = 0.1
-LOOKS = 10  # requests seen, before one is called the busiest
+LOOKS, LOOK_S = 4, 0.02  # requests seen, before one is called the busiest
 METRICS = 9100
 PORTS = {"conductor": 7001, "store": 7002, "prefill": 7010, "decode": 7020, "pool": 7030, "redis": 6379}
-Pair = tuple[str, str]
+Worker = prefill_pb2_grpc.PrefillStub | decode_pb2_grpc.DecodeStub
 
 
 class Refused(AssertionError):
@@ -104,15 +104,17 @@ class Containers:
         await self.healthy(service, count)
 
     async def all(self) -> list[Container]:
-        """Every container of the project, in the order of their names."""
-        ids = (await run("docker", "ps", "-aq", "--filter", f"label=com.docker.compose.project={PROJECT}")).split()
-        if not ids:
-            return []
-        try:
-            told = json.loads(await run("docker", "inspect", *ids))
-        except Refused:  # one of them has just been removed
-            return await self.all()
-        return sorted((_container(one) for one in told), key=lambda one: one.name)
+        """Every container of the project, in the order of their names. Asked of the daemon itself: a `docker` process
+        for each look would take the machine from what is tested."""
+        ours = json.dumps({"label": [f"com.docker.compose.project={PROJECT}"]})
+        transport = httpx.AsyncHTTPTransport(uds=_socket())
+        async with httpx.AsyncClient(transport=transport, base_url="http://docker", timeout=COMMAND_S) as daemon:
+            listed = await daemon.get("/containers/json", params={"all": "1", "filters": ours})
+            ids = [one["Id"] for one in listed.raise_for_status().json()]
+            told = await asyncio.gather(*(daemon.get(f"/containers/{one}/json") for one in ids))
+        # Without those that have just been removed.
+        found = [_container(one.raise_for_status().json()) for one in told if one.status_code != 404]
+        return sorted(found, key=lambda one: one.name)
 
     async def of(self, service: str) -> list[Container]:
         return [one for one in await self.all() if one.service == service]
@@ -182,19 +184,20 @@ class Containers:
 
     async def busiest(self, service: str) -> Container:
         """Of prefill or decode: who has had most requests in a few looks, and some right now."""
-        had: dict[str, int] = {}
-        found: list[Container] = []
+        found = await self.of(service)
+        had = dict.fromkeys((one.name for one in found), 0)
 
         async def known() -> bool:
-            found[:] = await self.of(service)
-            pools = [await _pools(one) for one in found]
+            pools = await asyncio.gather(*(_pools(stub) for stub in stubs))
             now = {one.name: each.requests + each.handoffs for one, each in zip(found, pools, strict=True)}
             for name, count in now.items():
-                had[name] = had.get(name, 0) + count
+                had[name] += count
             best = max(had, key=lambda name: had[name])
             return had[best] >= LOOKS and now[best] > 0
 
-        await until(known, f"work at {service}", 30.0)
+        async with AsyncExitStack() as stack:
+            stubs = [_stub(one, await stack.enter_async_context(channel_to(one))) for one in found]
+            await until(known, f"work at {service}", 30.0, LOOK_S)
         return max(found, key=lambda one: had[one.name])
 
     async def full(self) -> list[str]:
@@ -202,7 +205,8 @@ class Containers:
         left: list[str] = []
         for service in ("prefill", "decode"):
             for one in await self.of(service):
-                left += [f"{one.name}: {leak}" for leak in leaks(await _pools(one))]
+                async with channel_to(one) as channel:
+                    left += [f"{one.name}: {leak}" for leak in leaks(await _pools(_stub(one, channel)))]
         return left
 
 
@@ -220,14 +224,19 @@ def _container(told: dict) -> Container:  # type: ignore[type-arg]
     )
 
 
-async def until(condition, what: str, timeout_s: float = 60.0) -> None:  # type: ignore[no-untyped-def]
+def _socket() -> str:
+    """Of the daemon on this machine: the tests need its containers' addresses, too."""
+    return os.environ.get("DOCKER_HOST", "").removeprefix("unix://") or "/var/run/docker.sock"
+
+
+async def until(condition, what: str, timeout_s: float = 60.0, poll_s: float = POLL_S) -> None:  # type: ignore[no-untyped-def]
     """Refused when `condition()` has not become true in time."""
     loop = asyncio.get_running_loop()
     end = loop.time() + timeout_s
     while not await condition():
         if loop.time() > end:
             raise Refused(f"not within {timeout_s:g} s: {what}")
-        await asyncio.sleep(POLL_S)
+        await asyncio.sleep(poll_s)
 
 
 @asynccontextmanager
@@ -236,10 +245,13 @@ async def channel_to(container: Container) -> AsyncIterator[grpc.aio.Channel]:
         yield channel
 
 
-async def _pools(container: Container) -> common_pb2.PoolCounters:
+def _stub(container: Container, channel: grpc.aio.Channel) -> Worker:
     stub = {"prefill": prefill_pb2_grpc.PrefillStub, "decode": decode_pb2_grpc.DecodeStub}[container.service]
-    async with channel_to(container) as channel:
-        return (await stub(channel).GetPools(common_pb2.GetPoolsRequest(), timeout=5)).pools
+    return stub(channel)
+
+
+async def _pools(worker: Worker) -> common_pb2.PoolCounters:
+    return (await worker.GetPools(common_pb2.GetPoolsRequest(), timeout=5)).pools
 
 
 async def _role(container: Container) -> str:
@@ -257,7 +269,3 @@ async def _role(container: Container) -> str:
             return "leader" if leads else "standby"
     except grpc.RpcError:
         return ""
-
-
-def names_of(containers: Sequence[Container]) -> list[str]:
-    return [one.name for one in containers]

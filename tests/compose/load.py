@@ -74,7 +74,7 @@ class Load:
     containers: Containers
     questions: Sequence[Question]
     clients: int = 8
-    pause_s: float = 0.05
+    pause_s: float = 0.2  # their thinking: what starts meanwhile needs some of the machine, too
     done: list[Done] = field(default_factory=list)
     gateways: list[str] = field(default_factory=list)
     _stopped: bool = False
