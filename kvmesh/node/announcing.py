@@ -12,19 +12,18 @@ import logging
 import time
 from collections.abc import Callable
 
-import grpc.aio
-
 from kvmesh.kvcache.announce import Announcement, Announcer
 from kvmesh.kvcache.tiers import split_name
+from kvmesh.node.line import Line
 from kvmesh.pacing import IDLE_S
-from kvmesh.rpc import channels, status
 from kvmesh.rpc.errors import InvalidRequest, KvmeshError, NotLeader, StaleTerm, UnknownInstance
 from kvmesh.rpc.masters import Masters
 from kvmesh.rpc.pb import store_pb2 as pb
-from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 from kvmesh.telemetry import names
 
 log = logging.getLogger(__name__)
+
+SERVICE = pb.DESCRIPTOR.services_by_name["StoreMaster"]
 
 CALL_S = 2.0
 BACKOFF_S = (0.05, 1.0)
@@ -68,12 +67,11 @@ class Announcing:
     ) -> None:
         self._tellers = [_Teller(announcer)]
         self._masters = masters
-        self._address = ""
         self._interval_s = interval_s
         self._idle_s, self._gap_s = IDLE_S, 0.0  # as the master has told us last
         self._joined = joined
         self._rejoin = rejoin
-        self._channel: grpc.aio.Channel | None = None
+        self._line = Line(SERVICE)
         self._complained = False
 
     def add(self, announcer: Announcer) -> None:
@@ -94,7 +92,7 @@ class Announcing:
                 if not more:
                     await asyncio.sleep(self._interval_s)
         finally:
-            await self._drop_channel()
+            await self._drop_line()
 
     async def _turn(self, teller: _Teller) -> bool:
         """Say what it has to say, if anything; whether it goes on at once: parts of a snapshot follow one another."""
@@ -108,21 +106,19 @@ class Announcing:
 
     async def _say(self, word: Announcement, teller: _Teller) -> bool:
         """Whether it was heard. Raises nothing but CancelledError."""
-        if self._channel is None or self._address != self._masters.current:
-            await self._drop_channel()
-            self._address = self._masters.current
-            self._channel = channels.connect(self._address)
+        if self._line.address != self._masters.current:
+            await self._drop_line()
+            self._line.dial(self._masters.current)
         terms = self._masters.terms
         request = pb.AnnounceRequest(announcement=to_proto(word), term=terms.highest)
         try:
-            answer = await pb_grpc.StoreMasterStub(self._channel).Announce(request, timeout=CALL_S)
+            answer: pb.AnnounceResponse = await self._line.say("Announce", request, CALL_S)
             terms.hear(answer.term)
         except asyncio.CancelledError:
             teller.announcer.failed()
             raise
-        except (grpc.aio.AioRpcError, StaleTerm) as error:
-            cause = error if isinstance(error, StaleTerm) else status.from_rpc_error(error)
-            await self._failed(cause, teller)
+        except KvmeshError as error:
+            await self._failed(error, teller)
             return False
         except Exception:
             log.exception("announcing failed")
@@ -150,24 +146,23 @@ class Announcing:
         names.NODE_ANNOUNCED.labels(outcome="failed").inc()
         if isinstance(cause, InvalidRequest):
             # The same again would be refused again, and nothing after it be heard: all of it anew, unhurried.
-            log.error("store master at %s refuses what this node announces: %s", self._address, cause)
+            log.error("store master at %s refuses what this node announces: %s", self._line.address, cause)
             teller.announcer.restart()
             teller.not_before = now + REFUSED_S
             return
         teller.announcer.failed()
-        await self._drop_channel()  # gRPC's own reconnect back-off must not delay ours
+        address = self._line.address
+        await self._drop_line()  # gRPC's own reconnect back-off must not delay ours
         if isinstance(cause, NotLeader | StaleTerm):
             self._rejoin()
             return
         if not self._complained:
             self._complained = True
-            log.warning("store master at %s does not take announcements: %s", self._address, cause)
+            log.warning("store master at %s does not take announcements: %s", address, cause)
 
-    async def _drop_channel(self) -> None:
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            with contextlib.suppress(Exception):
-                await channel.close(None)
+    async def _drop_line(self) -> None:
+        with contextlib.suppress(Exception):
+            await self._line.drop()
 
 
 def to_proto(word: Announcement) -> pb.Announcement:

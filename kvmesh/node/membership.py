@@ -12,9 +12,11 @@ from collections.abc import Awaitable
 from typing import Any, ClassVar, NamedTuple
 
 import grpc
+from google.protobuf.descriptor import ServiceDescriptor
 
-from kvmesh.rpc import channels, status
-from kvmesh.rpc.errors import InvalidRequest, KvmeshError, ProtocolMismatch, StaleTerm, UnknownInstance
+from kvmesh.node.line import Line
+from kvmesh.rpc import status
+from kvmesh.rpc.errors import InvalidRequest, KvmeshError, ProtocolMismatch, UnknownInstance
 
 log = logging.getLogger(__name__)
 
@@ -38,14 +40,15 @@ class Told(NamedTuple):
 
 
 class Peer(ABC):
-    """One membership: enter, beat, enter again, say goodbye. Owns its channel."""
+    """One membership: enter, beat, enter again, say goodbye. Owns its line."""
 
     name: ClassVar[str]
+    service: ClassVar[ServiceDescriptor]
 
     def __init__(self, rng: random.Random) -> None:
         self.registered = False
         self._rng = rng
-        self._channel: grpc.aio.Channel | None = None
+        self._line = Line(self.service)
         self._interval_s = FIRST_INTERVAL_S
         self._lease_s = ENTER_TIMEOUT_S
         self._pace = 0  # the number of what we go by
@@ -64,11 +67,11 @@ class Peer(ABC):
         """Register."""
 
     @abstractmethod
-    async def _beat(self, channel: grpc.aio.Channel, timeout_s: float) -> Told:
+    async def _beat(self, line: Line, timeout_s: float) -> Told:
         """One heartbeat; it says `_pace`."""
 
     @abstractmethod
-    async def _goodbye(self, channel: grpc.aio.Channel, timeout_s: float) -> None: ...
+    async def _goodbye(self, line: Line, timeout_s: float) -> None: ...
 
     def urge(self) -> None:
         """Beat soon."""
@@ -90,19 +93,19 @@ class Peer(ABC):
                 failures = 0 if self._beaten else failures + 1
                 wait_s = self._after(error, failures)
                 await asyncio.wait({stopping}, timeout=wait_s)
-            if self.registered and self._channel is not None:
-                await self._guarded(self._goodbye(self._channel, GOODBYE_TIMEOUT_S))
+            if self.registered and self._line.address:
+                await self._guarded(self._goodbye(self._line, GOODBYE_TIMEOUT_S))
         finally:
             self.registered = False
             stopping.cancel()
-            await self._drop_channel()
+            await self._line.drop()
 
     async def _live(self, stopping: asyncio.Future[Any]) -> None:
         """Enter and beat until stopped (returns) or until the peer fails us (raises)."""
         self._beaten = self._changed = False
-        if self._channel is None:
-            self._channel = channels.connect(self.address)
-        told = await self._enter(self._channel, ENTER_TIMEOUT_S)
+        if not self._line.address:
+            self._line.dial(self.address)
+        told = await self._enter(self._line.channel, ENTER_TIMEOUT_S)
         self._go_by(told._replace(interval_ms=max(told.interval_ms, 1)))
         if not self.registered:
             log.info("registered with %s at %s", self.name, self.address)
@@ -111,9 +114,9 @@ class Peer(ABC):
         while not stopping.done():
             if self._changed:
                 self._changed = False
-                self._go_by(await self._enter(self._channel, ENTER_TIMEOUT_S))
+                self._go_by(await self._enter(self._line.channel, ENTER_TIMEOUT_S))
             # Half a lease: one lost call leaves time for another before the peer takes us for dead.
-            self._go_by(await self._beat(self._channel, self._lease_s / 2))
+            self._go_by(await self._beat(self._line, self._lease_s / 2))
             self._beaten = True
             await self._pause(stopping)
 
@@ -142,10 +145,10 @@ class Peer(ABC):
         try:
             await call
         except grpc.aio.AioRpcError as e:
-            await self._drop_channel()
+            await self._line.drop()
             return status.from_rpc_error(e)
-        except StaleTerm as e:
-            await self._drop_channel()
+        except KvmeshError as e:
+            await self._line.drop()
             return e
         except Exception as e:
             log.exception("%s: registration loop failed", self.name)
@@ -170,9 +173,3 @@ class Peer(ABC):
 
     def _jittered(self, seconds: float) -> float:
         return seconds * self._rng.uniform(0.5, 1.0)
-
-    async def _drop_channel(self) -> None:
-        """The next try dials afresh: gRPC's own reconnect back-off must not delay ours."""
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            await channel.close(grace=None)

@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
+from kvmesh.node.line import Line
 from kvmesh.node.membership import Peer, Told
 from kvmesh.node.store_orders import StoreOrders
 from kvmesh.rpc import protocol
@@ -68,6 +69,7 @@ class _StorePeer(Peer):
     """At whichever master leads."""
 
     name = "store master"
+    service = pb_store.DESCRIPTOR.services_by_name["StoreMaster"]
 
     def __init__(
         self,
@@ -104,7 +106,7 @@ class _StorePeer(Peer):
         self.doubted = False
         return Told(answer.heartbeat_interval_ms, answer.lease_ms, answer.pace)
 
-    async def _beat(self, channel: grpc.aio.Channel, timeout_s: float) -> Told:
+    async def _beat(self, line: Line, timeout_s: float) -> Told:
         self._seq += 1
         term = self.masters.terms.highest
         request = pb_store.BeatRequest(instance=self._member.instance, seq=self._seq, term=term, pace=self._pace)
@@ -112,7 +114,7 @@ class _StorePeer(Peer):
             request.usage.CopyFrom(self._usage())
         if self._orders is not None:
             request.removed_seq = self._orders.removed_seq
-        answer = await pb_store_grpc.StoreMasterStub(channel).Beat(request, timeout=timeout_s)
+        answer: pb_store.BeatResponse = await line.say("Beat", request, timeout_s)
         self._heard(answer.term)
         if self._orders is not None:
             self._orders.beat_answered(answer)  # tombstones too; the next beat does not wait for them
@@ -132,13 +134,14 @@ class _StorePeer(Peer):
             return 0.0  # another master may know us
         return wait_s
 
-    async def _goodbye(self, channel: grpc.aio.Channel, timeout_s: float) -> None:
+    async def _goodbye(self, line: Line, timeout_s: float) -> None:
         request = pb_store.LeaveRequest(instance=self._member.instance)
-        await pb_store_grpc.StoreMasterStub(channel).Leave(request, timeout=timeout_s)
+        await pb_store_grpc.StoreMasterStub(line.channel).Leave(request, timeout=timeout_s)
 
 
 class _ConductorPeer(Peer):
     name = "conductor"
+    service = pb.DESCRIPTOR.services_by_name["Conductor"]
 
     def __init__(
         self,
@@ -172,17 +175,17 @@ class _ConductorPeer(Peer):
         answer = await pb_grpc.ConductorStub(channel).Register(self._registration, timeout=timeout_s)
         return Told(answer.heartbeat_interval_ms, answer.lease_ms, answer.pace)
 
-    async def _beat(self, channel: grpc.aio.Channel, timeout_s: float) -> Told:
-        return await self._send(channel, timeout_s, self._ready(), "")
+    async def _beat(self, line: Line, timeout_s: float) -> Told:
+        return await self._send(line, timeout_s, self._ready(), "")
 
-    async def _goodbye(self, channel: grpc.aio.Channel, timeout_s: float) -> None:
-        await self._send(channel, timeout_s, False, "shutting down")
+    async def _goodbye(self, line: Line, timeout_s: float) -> None:
+        await self._send(line, timeout_s, False, "shutting down")
 
-    async def _send(self, channel: grpc.aio.Channel, timeout_s: float, ready: bool, reason: str) -> Told:
+    async def _send(self, line: Line, timeout_s: float, ready: bool, reason: str) -> Told:
         beat = self._compose(ready, reason)
         queues: tuple[_Kept[Any], ...] = self._prefill, self._decode, self._finished, self._outcomes
         ends = [kept.end for kept in queues]
-        answer = await pb_grpc.ConductorStub(channel).Heartbeat(beat, timeout=timeout_s)
+        answer: pb.HeartbeatResponse = await line.say("Heartbeat", beat, timeout_s)
         for kept, end in zip(queues, ends, strict=True):
             kept.told(end)
         return Told(answer.heartbeat_interval_ms, answer.lease_ms, answer.pace)

@@ -50,6 +50,15 @@ class ConductorConfig(ServiceConfig):
             "max": 1,
         },
     )
+    door_port: int = field(
+        default=0,
+        metadata={
+            "help": "TCP port of the door, a shorter way than gRPC for heartbeats and placements; 0 picks a "
+            "free one, -1: none.",
+            "min": -1,
+            "max": 65535,
+        },
+    )
     heartbeat_interval_ms: int = field(default=200, metadata={"help": "How often instances report, in ms.", "min": 1})
     lease_ms: int = field(
         default=1_500, metadata={"help": "An instance silent for longer gets no work, in ms.", "min": 1}

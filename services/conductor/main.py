@@ -11,8 +11,11 @@ from collections.abc import Callable
 from kvmesh.loading import LastingHeap
 from kvmesh.native import library
 from kvmesh.rpc import runner
+from kvmesh.rpc.door.control import ControlDoor
+from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2_grpc as pb_grpc
 from kvmesh.rpc.server import Server
+from kvmesh.telemetry import names
 from services.conductor.balance.orders import Orders
 from services.conductor.config import ConductorConfig
 from services.conductor.domain import Event, Fetch
@@ -68,6 +71,7 @@ class Conductor(runner.Service):
         self.office.begin()
         self._advertised = config.advertise
         self._server: Server | None = None
+        self._door_port = config.door_port
         self._watch = StoreWatch(
             config.store, self._deliver, silence_s=config.store_silence_ms / 1000, rng=random.Random()
         )
@@ -80,6 +84,12 @@ class Conductor(runner.Service):
         self._server = server
         pb_grpc.add_ConductorServicer_to_server(self._servicer, server.grpc)
         server.serves(SERVICE)
+
+    def door(self) -> ControlDoor:
+        """For what instances and gateways ask most often."""
+        service = pb.DESCRIPTOR.services_by_name["Conductor"]
+        methods = ("Heartbeat", "Schedule")
+        return ControlDoor(service, self._servicer, methods, self._door_port, names.CONDUCTOR_DOOR_CALLS)
 
     async def start(self) -> None:
         """Follow the store master; compete with other conductors, if there are any."""

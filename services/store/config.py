@@ -12,6 +12,15 @@ from kvmesh.rpc.errors import ConfigError
 class StoreConfig(ServiceConfig):
     """Raises ConfigError naming the field when intervals do not fit together."""
 
+    door_port: int = field(
+        default=0,
+        metadata={
+            "help": "TCP port of the door, a shorter way than gRPC for heartbeats and announcements; 0 picks a "
+            "free one, -1: none.",
+            "min": -1,
+            "max": 65535,
+        },
+    )
     heartbeat_interval_ms: int = field(default=500, metadata={"help": "How often members beat, in ms.", "min": 1})
     lease_ms: int = field(default=2000, metadata={"help": "A member silent for longer is dead, in ms.", "min": 1})
     heartbeats_per_s: int = field(

@@ -12,9 +12,12 @@ from typing import Any, cast
 from kvmesh.leader.leadership import Leadership, first_term
 from kvmesh.leader.redis_lease import Redis, RedisLease
 from kvmesh.rpc import runner
+from kvmesh.rpc.door.control import ControlDoor
 from kvmesh.rpc.errors import NotLeader, StaleTerm, Unavailable
+from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 from kvmesh.rpc.server import Server
+from kvmesh.telemetry import names
 from services.store.config import StoreConfig
 from services.store.door import Door
 from services.store.durable import CONFIG, Durable, Kept, MemoryDurable, nothing
@@ -58,6 +61,7 @@ class Master(runner.Service):
         self.reign: Reign | None = None
         first = max(first_term(), self._file.term + 1 if self._file is not None else 0)
         self.leadership = Leadership(lease_s, self._lead, self._rise, self._end, first=first)
+        self._servicer = Door(self.leadership, lambda: self.reign, lambda: self.address)
         if lease_s is None:
             self.leadership.begin()
 
@@ -69,9 +73,14 @@ class Master(runner.Service):
     def add_to(self, server: Server) -> None:
         """StoreMaster on `server`."""
         self._server = server
-        door = Door(self.leadership, lambda: self.reign, lambda: self.address)
-        pb_grpc.add_StoreMasterServicer_to_server(cast(Any, door), server.grpc)
+        pb_grpc.add_StoreMasterServicer_to_server(cast(Any, self._servicer), server.grpc)
         server.serves(SERVICE)
+
+    def door(self) -> ControlDoor:
+        """For what members say most often."""
+        service = pb.DESCRIPTOR.services_by_name["StoreMaster"]
+        methods = ("Announce", "Beat")
+        return ControlDoor(service, self._servicer, methods, self._config.door_port, names.STORE_DOOR_CALLS)
 
     async def start(self) -> None:
         """Compete for the lease, if there is one."""

@@ -361,6 +361,7 @@ class NeverBeats(Peer):
     """Enters, and fails with its first beat."""
 
     name = "nobody"
+    service = conductor_pb2.DESCRIPTOR.services_by_name["Conductor"]
     address = "127.0.0.1:9"
 
     def __init__(self, stop: asyncio.Event) -> None:
@@ -371,10 +372,10 @@ class NeverBeats(Peer):
     async def _enter(self, channel: Any, timeout_s: float) -> Told:
         return Told(10, 1000)
 
-    async def _beat(self, channel: Any, timeout_s: float) -> Told:
+    async def _beat(self, line: Any, timeout_s: float) -> Told:
         raise RuntimeError("a bug")
 
-    async def _goodbye(self, channel: Any, timeout_s: float) -> None:
+    async def _goodbye(self, line: Any, timeout_s: float) -> None:
         pass
 
     def _after(self, error: Exception, failures: int) -> float:
