@@ -42,7 +42,7 @@ from kvmesh.kvcache.announce import Announcement, snapshot_parts
 from kvmesh.kvcache.keys import split
 from services.conductor import domain
 from services.conductor.domain import Blocks, Heartbeat, Load, Member, Placed, PrefillSample, Ref, Register, Role
-from services.conductor.screening import columns, screen
+from services.conductor.screening import chosen, columns, screen
 from services.conductor.settings import Settings
 from services.conductor.state import ConductorState
 
@@ -191,14 +191,14 @@ def decisions(world: World, seconds: float, rate: float, *, flowing: bool) -> di
 def one_by_one(world: World, seconds: float) -> dict[str, float]:
     """Without the screen: everybody is weighed."""
     few = columns.FEW
-    columns.FEW = screen.FEW = 1 << 30
+    chosen.FEW = columns.FEW = screen.FEW = 1 << 30
     try:
         took: list[float] = []
         until = time.perf_counter() + seconds
         while time.perf_counter() < until or len(took) < 2:
             took.append(world.ask()[1])
     finally:
-        columns.FEW = screen.FEW = few
+        chosen.FEW = columns.FEW = screen.FEW = few
     world.flow(2 / BEATS_PER_S)
     return {"per_s": len(took) / sum(took)}
 

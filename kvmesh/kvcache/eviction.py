@@ -68,7 +68,8 @@ class LruOrder(EvictionOrder[K]):
             super().put_all(keys)
             return
         self._lane_of.update(new)
-        lane.update(zip(new, self._places(len(new)), strict=True))
+        for key, place in zip(new, self._places(len(new)), strict=True):  # half the cost of `OrderedDict.update`
+            lane[key] = place
 
     def take_all(self, keys: Sequence[K]) -> None:
         """See EvictionOrder."""
@@ -86,10 +87,10 @@ class LruOrder(EvictionOrder[K]):
         if lane is None:
             self._touch_each(keys)
             return
-        idle = list(filter(lane.__contains__, reversed(keys)))
-        for key in idle:
-            lane.move_to_end(key)
-        lane.update(zip(idle, self._places(len(idle)), strict=True))
+        idle, to_end = list(filter(lane.__contains__, reversed(keys))), lane.move_to_end
+        for key, place in zip(idle, self._places(len(idle)), strict=True):
+            to_end(key)
+            lane[key] = place
 
     def evict(self, n: int, *, spared: bool = True) -> list[K]:
         """See EvictionOrder."""

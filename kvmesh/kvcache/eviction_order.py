@@ -187,6 +187,9 @@ class EvictionOrder(ABC, Generic[K]):
         O(lanes), and O(log lanes) for each."""
         yield from self._cooled
         for heads in self._heads:
+            if len(heads) == 1:
+                yield from self._lanes[heads[0][1]]
+                continue
             lanes = [((place, key) for key, place in self._lanes[number].items()) for _, number in heads]
             for _, key in heapq.merge(*lanes):  # places differ: keys are never compared
                 yield key
@@ -204,7 +207,8 @@ class EvictionOrder(ABC, Generic[K]):
                 places = list(self._lanes[number].values())
                 assert places == sorted(places), "a lane out of order"
                 assert not places or bound <= places[0], "a lane's head is lower than the heap knows"
-                assert all((key in self._spared) == (number & 1) for key in self._lanes[number])
+                keys = self._lanes[number].keys()
+                assert keys <= self._spared if number & 1 else keys.isdisjoint(self._spared), "a key in a wrong lane"
 
     # ── inner ────────────────────────────────────────────────────────────────────────────────────────
 

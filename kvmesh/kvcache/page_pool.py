@@ -162,11 +162,12 @@ class PagePool:
         """Tell `watcher` when one of these goes from one holder to two and back; one watcher a page (a cache).
         PageInvariantError, and none is watched, if one is already, or is free."""
         new = self._all_known(pages)
-        if not self._watchers.keys().isdisjoint(new) or len(set(new)) != len(new):
+        told = dict.fromkeys(new, watcher)
+        if len(told) != len(new) or not self._watchers.keys().isdisjoint(told):
             raise PageInvariantError(f"one of the pages {new} is watched already")
         if not all(map(self._refs.__getitem__, new)):
             raise PageInvariantError(f"one of the pages {new} is watched, but nobody holds it")
-        self._watchers.update(dict.fromkeys(new, watcher))
+        self._watchers.update(told)
 
     def unwatch(self, pages: Iterable[int]) -> None:
         """End `watch`; PageInvariantError if nobody watches one of them."""

@@ -84,6 +84,11 @@ class SealedBlocks:
         return len(self._sealed)
 
     @property
+    def evicted(self) -> int:
+        """Blocks that have had to go so far."""
+        return self._evicted
+
+    @property
     def unheld(self) -> int:
         """Extents that hold no block and that nobody writes or reads."""
         return self._pool.free

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.transfer import TrafficClass
+
+# `kvmesh.transfer.TrafficClass.PREFETCH`. Brains need no engine: to import one takes longer than many of their steps.
+PREFETCH = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class PullJob:
     timeout_ms: int
     request_id: str = ""
     traceparent: str = ""
-    traffic_class: int = TrafficClass.PREFETCH
+    traffic_class: int = PREFETCH
     sizes: tuple[int, ...] = ()
 
 

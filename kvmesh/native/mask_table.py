@@ -49,6 +49,7 @@ class MaskTable:
         self._at = native.new(salt & (1 << 64) - 1)
         if not self._at:
             raise MemoryError("no room for a table of masks")
+        self._room = ctypes.create_string_buffer(0)
 
     def __del__(self) -> None:
         if at := getattr(self, "_at", None):
@@ -88,19 +89,19 @@ class MaskTable:
         return self._change(packed, 0, 0, turned)
 
     def _change(self, packed: bytes, fresh: int, adds: int, turned: Callable[[int], int]) -> tuple[bytes, Tally]:
-        changed = ctypes.create_string_buffer(len(packed))
+        changed = self._scratch(len(packed))
         flat: list[int] = []
         size = len(packed) // KEY_BYTES
-        count = self._native.change(self._at, packed, size, fresh, adds, turned, flat, ctypes.addressof(changed))
+        count = self._native.change(self._at, packed, size, fresh, adds, turned, flat, changed)
         assert isinstance(count, int)
-        return _filled(changed, count), list(zip(*[iter(flat)] * 3, strict=True))
+        return ctypes.string_at(changed, count * KEY_BYTES), list(zip(*[iter(flat)] * 3, strict=True))
 
     def held(self, packed: bytes, bit: int) -> bytes:
         """Those of these keys whose mask has `bit`, packed, in their order."""
-        found = ctypes.create_string_buffer(len(packed))
-        count = self._native.held(self._at, packed, len(packed) // KEY_BYTES, bit, ctypes.addressof(found))
+        found = self._scratch(len(packed))
+        count = self._native.held(self._at, packed, len(packed) // KEY_BYTES, bit, found)
         assert isinstance(count, int)
-        return _filled(found, count)
+        return ctypes.string_at(found, count * KEY_BYTES)
 
     def chain(self, keys: tuple[bytes, ...], at_least: int) -> list[int]:
         """Who has the leading keys: end, mask, end, mask ... of runs that share one object (0: nobody). The last run is
@@ -110,10 +111,13 @@ class MaskTable:
 
     def lacking(self, keys: tuple[bytes, ...], bit: int) -> bytes:
         """Of each key 1 if its mask lacks that bit, else 0."""
-        found = (ctypes.c_ubyte * len(keys))()
-        self._native.lacking(self._at, keys, bit, ctypes.addressof(found))
-        return bytes(found)
+        found = self._scratch(len(keys))
+        self._native.lacking(self._at, keys, bit, found)
+        return ctypes.string_at(found, len(keys))
 
-
-def _filled(buffer: ctypes.Array[ctypes.c_char], count: int) -> bytes:
-    return ctypes.string_at(buffer, count * KEY_BYTES)
+    def _scratch(self, nbytes: int) -> int:
+        """Where an answer of so many bytes can lie until the next question. (For a buffer of its own each would make
+        a type, too: that takes longer than the answer.)"""
+        if len(self._room) < nbytes:
+            self._room = ctypes.create_string_buffer(1 << nbytes.bit_length())
+        return ctypes.addressof(self._room)

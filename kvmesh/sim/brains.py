@@ -159,4 +159,8 @@ class Brains:
 
 
 def _answer(actions: Iterable[Action]) -> Placed | Refuse:
-    return next(action for action in actions if isinstance(action, Placed | Refuse))
+    for action in actions:
+        match action:
+            case Placed() | Refuse():
+                return action
+    raise AssertionError("a request has no answer")

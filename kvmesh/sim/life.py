@@ -52,6 +52,7 @@ class Life:
         "record",
         "request",
         "sent_to",
+        "tokens",
         "waits_until_s",
     )  # fmt: skip
 
@@ -59,6 +60,7 @@ class Life:
         self.handle = handle
         self.request = request
         self.record = record
+        self.tokens = request.input_tokens  # of the prompt
         self.attempt = 0
         self.placed: Placed | None = None
         self.prefiller: Prefiller | None = None
@@ -97,11 +99,6 @@ class Life:
     def order(self) -> tuple[int, int]:
         """At decode: priority, then arrival."""
         return self.request.priority, self.handle
-
-    @property
-    def tokens(self) -> int:
-        """Of the prompt."""
-        return self.request.input_tokens
 
     @property
     def name(self) -> str:

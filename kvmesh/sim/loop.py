@@ -43,7 +43,11 @@ class Loop:
 
     def after(self, delay_s: float, call: Callable[[], None]) -> Timer:
         """Call in so many seconds."""
-        return self.at(self.now + delay_s, call)
+        when_s = self.now + delay_s if delay_s > 0 else self.now
+        timer = Timer(when_s, call)
+        self._number += 1
+        heapq.heappush(self._heap, (when_s, self._number, timer))
+        return timer
 
     def run(self, until: Callable[[], bool] = lambda: False, deadline_s: float = inf) -> None:
         """Make calls until `until` holds, none is left, or the next one lies behind `deadline_s`."""

@@ -58,11 +58,13 @@ class Shelf:
 
     def sealed(self, key: bytes, extent: int, nbytes: int | None) -> None:
         """It has it."""
-        self._wake()
+        if not self._due:
+            self._wake()
 
     def gone(self, key: bytes, extent: int, held: bool) -> None:
         """It has it no more."""
-        self._wake()
+        if not self._due:
+            self._wake()
         if self.below is not None:
             self.below(key)
 
@@ -70,9 +72,8 @@ class Shelf:
         """Nobody may find them any more: nobody says so here."""
 
     def _wake(self) -> None:
-        if not self._due:
-            self._due = True
-            self._loop.after(self._delay_s, self._announce)
+        self._due = True
+        self._loop.after(self._delay_s, self._announce)
 
     def _announce(self) -> None:
         self._due = False

@@ -303,8 +303,11 @@ class Prefiller:
         first = chunk.start // self._block
         new = keys[first:full]
         begun = [key for key, extent in zip(new, self.store.begin(new), strict=True) if extent is not None]
+        evicted = self.store.evicted
         self.store.seal_all(reversed(begun))
-        self.store.touch(keys[:full], use=False)
+        # Where all of them were sealed just now, and nothing went, they have their places already.
+        placed = len(begun) == len(new) and self.store.evicted == evicted
+        self.store.touch(keys[: first if placed else full], use=False)
 
     # ── out ──────────────────────────────────────────────────────────────────────────────────────
 

@@ -92,7 +92,7 @@ def mooncake(path: Path, reading: Reading = WHOLE, *, trace_block: int = trace.T
         start_ms = _start(reading, start_ms, line.at_ms)
         ends = range(block, line.input_tokens + 1, block)
         ids = line.hash_ids
-        keys = tuple(key(ids[(end - 1) // trace_block] * parts + (end - 1) // block % parts) for end in ends)
+        keys = tuple([key(ids[(end - 1) // trace_block] * parts + (end - 1) // block % parts) for end in ends])
         at_s = (line.at_ms - start_ms) / 1000 / reading.speed
         yield SimRequest(count - reading.skip, at_s, line.input_tokens, reading.output(line.output_tokens), keys)
 

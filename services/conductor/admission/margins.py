@@ -56,6 +56,8 @@ class Margin:
 
     def of(self, seconds: float, others: float) -> float:
         """What is judged where `seconds` are predicted. `others`: 0: alone, 1 and above: among others."""
+        if self.factor == 1.0:
+            return seconds
         return seconds * (1 + (self.factor - 1) * min(1.0, max(0.0, others)))
 
 

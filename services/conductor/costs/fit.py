@@ -306,9 +306,10 @@ def _robust(features: _Array, data: _Rows) -> tuple[_Array, _Array]:
         bounded = np.minimum(1.0, HUBER * spread / np.maximum(error, 1e-12))
         # Beyond four times the bound the pull falls further: one frozen step must not tilt a window of equal sizes.
         far = error > 4 * HUBER * spread
-        bounded[far] **= 3
+        if np.logical_or.reduce(far):
+            bounded[far] **= 3
         weights = faint * bounded / predicted**2
-        if np.abs(predicted - last).max() <= SETTLED * predicted.min():
+        if np.maximum.reduce(np.abs(predicted - last)) <= SETTLED * np.minimum.reduce(predicted):
             break
         last = predicted
     return solution, weights
@@ -338,7 +339,7 @@ def _solve(scaled: _Array, scale: _Array, times: _Array, weights: _Array) -> _Ar
                 found = np.linalg.solve(part + _RIDGES[size] * part.trace(), right)
             except np.linalg.LinAlgError:
                 continue
-            if found.min() < 0:
+            if np.minimum.reduce(found) < 0:
                 continue
             gain = float(found @ right)
             if gain > best_gain:

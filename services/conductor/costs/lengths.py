@@ -179,11 +179,10 @@ class _Answers:
         mean, p50, p90, below = 0.0, 0.0, 0.0, 0.0
         total = self._total
         if beyond:
-            total = sum(value for index, value in enumerate(self._bins) if _tokens(index) > beyond)
+            total = sum(value for tokens, value in zip(_TOKENS, self._bins, strict=True) if tokens > beyond)
             if not total:
                 return Lengths(*(3 * (min(2.0 * beyond, limit),)))
-        for index, value in enumerate(self._bins):
-            tokens = _tokens(index)
+        for tokens, value in zip(_TOKENS, self._bins, strict=True):
             if not value or tokens <= beyond:
                 continue
             below += value
@@ -199,9 +198,8 @@ class _Answers:
         """Standard deviation of the logarithms."""
         assert self._bins is not None, "asked only once answers are known"
         mean = square = 0.0
-        for index, value in enumerate(self._bins):
+        for log, value in zip(_LOGS, self._bins, strict=True):
             if value:
-                log = math.log(_tokens(index))
                 mean += value * log
                 square += value * log * log
         mean /= self._total
@@ -246,5 +244,5 @@ def _bin(tokens: int) -> int:
     return min(BINS - 1, round(math.log(tokens, BIN)))
 
 
-def _tokens(index: int) -> float:
-    return float(BIN**index)
+_TOKENS = [float(BIN**index) for index in range(BINS)]  # in the middle of each bin
+_LOGS = list(map(math.log, _TOKENS))

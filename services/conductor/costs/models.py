@@ -144,7 +144,7 @@ class PrefillModel:
         return int(self._steps_of(computed))
 
     def _steps_of(self, computed: float) -> float:
-        return max(1.0, -(-computed // self.chunk_tokens))
+        return 1.0 if computed <= self.chunk_tokens else max(1.0, -(-computed // self.chunk_tokens))
 
 
 class DecodeModel:
@@ -192,17 +192,14 @@ class DecayedRatio:
     def __init__(self, amount: float, seconds: float, keep: float) -> None:
         """Starts at amount / seconds, worth as much as one sample of that size; `keep` in (0, 1) per sample."""
         self._amount, self._seconds, self._keep = amount, seconds, keep
+        self.rate = amount / seconds  # amount per second
 
     def add(self, amount: float, seconds: float) -> None:
         """One measurement; one that took no time is ignored."""
         if amount >= 0 and seconds > 0:
             self._amount = self._amount * self._keep + amount
             self._seconds = self._seconds * self._keep + seconds
-
-    @property
-    def rate(self) -> float:
-        """Amount per second."""
-        return self._amount / self._seconds
+            self.rate = self._amount / self._seconds
 
 
 class TransferModel:

@@ -65,6 +65,7 @@ class PrefillQueue:
         self._backlog_s = 0.0  # at `_as_of`; drains one second per second
         self._as_of = now
         self._speed = DecayedRatio(1.0, 1.0, keep=0.9)
+        self.speedup = 1.0  # predicted seconds of work done in one second while busy
         self._done_s = 0.0  # predicted seconds of what was computed since the last report
         self._busy_at: float | None = None
         self._busy_s = 0.0
@@ -74,11 +75,6 @@ class PrefillQueue:
         self._chunks = 0
         self._expected_s = 0.0  # of the backlog: others', that no report has told of
         self._told_at = now
-
-    @property
-    def speedup(self) -> float:
-        """Predicted seconds of work done in one second while busy."""
-        return min(MAX_SPEEDUP, max(MIN_SPEEDUP, self._speed.rate))
 
     @property
     def backlog(self) -> tuple[float, float]:
@@ -96,7 +92,9 @@ class PrefillQueue:
 
     def wait_s(self, now: float) -> float:
         """Seconds until a request placed now would begin; never negative."""
-        return max(0.0, self._backlog_s - max(0.0, now - self._as_of))
+        passed_s = now - self._as_of
+        left_s = self._backlog_s - passed_s if passed_s > 0 else self._backlog_s
+        return left_s if left_s > 0 else 0.0
 
     @property
     def long_share(self) -> float:
@@ -238,6 +236,7 @@ class PrefillQueue:
             self._busy_s += now - self._busy_at
             if self._done_s > 0:  # a long prompt may be the only one in many heartbeats
                 self._speed.add(self._done_s, self._busy_s)
+                self.speedup = min(MAX_SPEEDUP, max(MIN_SPEEDUP, self._speed.rate))
                 self._busy_s = 0.0
         else:
             self._busy_s = 0.0

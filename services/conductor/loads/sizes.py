@@ -44,7 +44,7 @@ ROUNDING = 1e-9  # of what numpy reckons otherwise than math
 _Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ahead:
     """Of the work at one instance, for one request; seconds."""
 

@@ -53,7 +53,7 @@ def choice(
     """`place`: the instance's blocks in the survey; only sealed ones count. `alone`: it computes the prompt, too, in
     device pages, and nothing lands. `arriving`: bytes that others send there."""
     batch, model = instance.batch, instance.model
-    at_decode = 0 if alone else survey.depth(Place(place.sealed))
+    at_decode = 0 if alone else survey.sealed_depth(place)
     size = batch.requests + 1
     too_many = max(0, size - instance.max_running) if instance.max_running else 0
     step_s, admission_step_s = steps(instance, size, batch.context_tokens + request.prompt_tokens, now)

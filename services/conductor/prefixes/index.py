@@ -59,6 +59,10 @@ class Survey:
         """How many leading blocks are in memory there, or will be."""
         return self._depth(place.sealed, place.coming)
 
+    def sealed_depth(self, place: Place) -> int:
+        """As `depth`, what has been announced alone."""
+        return self._depth(place.sealed, 0)
+
     def depth_in_all(self, place: Place) -> int:
         """As `depth`, its lower tiers included."""
         bits = place.sealed

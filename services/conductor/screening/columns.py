@@ -7,7 +7,7 @@ Memory: 8 bytes a field and instance.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ from services.conductor.loads.outgoing import Wires
 from services.conductor.loads.sizes import marks
 from services.conductor.prefixes.index import Index, bits
 from services.conductor.screening import filling
+from services.conductor.screening.chosen import Chosen as Chosen
 from services.conductor.screening.fields import FEW, FIELDS, LOADS, MODELS, NO_GROUP, NO_ROW, Field, Floats, Mask, Rare
 from services.conductor.screening.slots import Slots
 
@@ -158,7 +159,7 @@ class Columns:
 
     def beating(self, now: float) -> int:
         """How many have been heard within their leases."""
-        self.settle()
+        self.keep_up()
         return int(np.count_nonzero(now - self[Field.SEEN] <= self[Field.LEASE]))
 
     def view(self, now: float, rests: Callable[[Instance, float], str], tripped: Collection[Life]) -> View:
@@ -364,58 +365,3 @@ class View:
         """Who of them can answer it."""
         fits = self.columns[Field.LONGEST_DECODE] >= prompt_tokens
         return Chosen(self, usable.mask & self.columns.mask(Field.DECODES) & fits)
-
-
-class Chosen(Sequence[Instance]):
-    """Some instances of a view, by row. They are looked up only when somebody asks for them one by one."""
-
-    __slots__ = ("_count", "_instances", "mask", "view")
-
-    def __init__(self, view: View, mask: Mask) -> None:
-        self.view, self.mask = view, mask
-        self._instances: list[Instance] | None = None
-        self._count = -1
-
-    def _listed(self) -> list[Instance]:
-        if self._instances is None:
-            instances = self.view.columns.instances
-            self._instances = [instances[row] for row in np.flatnonzero(self.mask).tolist()]
-        return self._instances
-
-    def __len__(self) -> int:
-        if self._count < 0:
-            self._count = int(np.count_nonzero(self.mask))
-        return self._count
-
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        return self._listed()[index]
-
-    def __iter__(self) -> Iterator[Instance]:
-        return iter(self._listed())
-
-    def some(self, unable: int) -> list[Instance]:
-        """All of them if they are few; of many that may not get work no more than that."""
-        if len(self.view.columns) <= FEW:
-            return list(self)
-        rows = np.flatnonzero(self.mask & ~self.view.able)[:unable]
-        return [self.view.columns.instances[row] for row in rows.tolist()]
-
-    @property
-    def first(self) -> Instance:
-        """Any of them; there is one."""
-        return self.view.columns.instances[int(self.mask.argmax())]
-
-    def only(self, names: Collection[str]) -> Chosen:
-        """Those of them that bear one of these names."""
-        mask = np.zeros_like(self.mask)
-        mask[[row for name in names if (row := self.view.columns.row(name)) >= 0]] = True
-        return Chosen(self.view, self.mask & mask)
-
-    def without(self, names: Collection[str]) -> Chosen:
-        """But for these instances."""
-        rows = [row for name in names if (row := self.view.columns.row(name)) >= 0 and self.mask[row]]
-        if not rows:
-            return self
-        mask = self.mask.copy()
-        mask[rows] = False
-        return Chosen(self.view, mask)

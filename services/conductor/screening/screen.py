@@ -194,8 +194,10 @@ class Screen:
 
 def screen_of(request: Schedule, among: Sequence[Instance], mesh: Mesh, terms: Terms) -> Screen | None:
     """None: so few instances are there that all are weighed."""
-    many = isinstance(among, Chosen) and len(among.view.columns) > FEW
-    return Screen(request, among, mesh, terms) if many and isinstance(among, Chosen) and len(among) else None
+    if not isinstance(among, Chosen) or len(among.view.columns) <= FEW or not len(among):
+        return None
+    among.view.columns.settle()
+    return Screen(request, among, mesh, terms)
 
 
 def following_of(bound: Floats, crowd: Floats) -> Callable[[float], tuple[float, Sequence[int] | None]]:
