@@ -168,11 +168,12 @@ def tasks(scenes: Sequence[Scene], seed: int) -> list[Task]:
 def make(at: Parameters, wanted: Sequence[Task], trace: Path, file: Path | None, jobs: int) -> dict[str, Row]:
     """Rows by key; those that `file` has of the same set-up are not made again."""
     inputs = {
-        "parameters": json.loads(json.dumps(at.told())),
+        "parameters": at.told(),
         "trace": trace.name,
-        "scenes": {one.scene.name: json.loads(json.dumps(asdict(one.scene))) for one in wanted},
+        "scenes": {one.scene.name: asdict(one.scene) for one in wanted},
     }
-    rows = _kept(file, inputs)
+    inputs = json.loads(json.dumps(inputs))
+    rows = _kept(file, inputs)  # and `inputs` tells of the scenes of those
     missing = [one for one in wanted if one.key not in rows]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         started = [(one, pool.submit(simulate, at, one, trace)) for one in missing]
@@ -192,10 +193,14 @@ def _kept(file: Path | None, inputs: dict[str, Any]) -> dict[str, Row]:
         return {}
     try:
         made = json.loads(file.read_text())
-        rows: dict[str, Row] = made["rows"] if made["inputs"] == inputs else {}
-    except (OSError, ValueError, KeyError, TypeError) as err:
+        told, rows = made["inputs"], made["rows"]
+        if any(told[name] != inputs[name] for name in ("parameters", "trace")):
+            return {}
+        inputs["scenes"] = told["scenes"] | inputs["scenes"]
+        same = {name for name, scene in inputs["scenes"].items() if told["scenes"].get(name) == scene}
+        return {key: row for key, row in rows.items() if key.split(" | ")[0] in same}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
         raise ConfigError(f"json={str(file)!r}: {err}", field="json") from None
-    return rows
 
 
 def main() -> int:

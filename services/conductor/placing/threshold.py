@@ -111,30 +111,35 @@ class Evidence:
 
 class Pushes:
     """How many of the pushes to decode were slow lately: longer on the wires than computing the same takes, and not
-    hidden behind their own computing. Fades with FORGET_PUSHES_S."""
+    hidden behind their own computing. Fades with FORGET_PUSHES_S. One that took long tells of wires as they were, so it
+    counts for less: when wires are fast again, those that were held up still come in for long."""
 
     def __init__(self, now: float) -> None:
-        self._all = self._slow = 0.0
+        self._count = self._all = self._slow = 0.0
         self._at = now
 
     def fade(self, now: float) -> None:
         """Time passes."""
         keep = math.exp(-max(0.0, now - self._at) / FORGET_PUSHES_S)
         self._at = now
+        self._count *= keep
         self._all *= keep
         self._slow *= keep
 
     def add(self, awaited: _Awaited, sample: PrefillSample, now: float) -> None:
         """One has ended."""
         self.fade(now)
-        self._all += 1
+        weight = 1 / (1 + sample.transfer_s)
+        self._count += 1
+        self._all += weight
         hidden = sample.transfer_s * HIDDEN_SHARE <= sample.duration_s
-        self._slow += not hidden and sample.transfer_s > RAISE_AT * awaited.pushed_s
+        if not hidden and sample.transfer_s > RAISE_AT * awaited.pushed_s:
+            self._slow += weight
 
     @property
     def slow_share(self) -> float | None:
         """None: there are too few."""
-        return self._slow / self._all if self._all >= MIN_PUSHES else None
+        return self._slow / self._all if self._count >= MIN_PUSHES else None
 
 
 class Threshold:
