@@ -96,7 +96,7 @@ class Containers:
 
     async def down(self) -> None:
         """Nothing is left: containers, networks, volumes."""
-        await self.compose("down", "--volumes", "--timeout", "30")
+        await self.compose("down", "--volumes", "--timeout", "2")
 
     async def scale(self, service: str, count: int) -> None:
         """As many containers; new ones are healthy, those that are too many have ended."""

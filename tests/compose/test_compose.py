@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
 ]
 
-QUESTIONS = 24
+QUESTIONS, ANSWERED_AT_ONCE = 24, 4
 BASELINE_S = 6.0
 SHARE = 0.5  # of the right answers a second before: half of prefill or decode may be away
 PATIENCE_S = 90.0
@@ -106,19 +106,20 @@ def questions() -> list[Question]:
 
 async def answered(mesh: Containers) -> list[Question]:
     """With the answers of the undisturbed mesh, each of them given twice."""
-    load = Load(mesh, [])
-    found = []
+    load, lanes = Load(mesh, []), asyncio.Semaphore(ANSWERED_AT_ONCE)
+
+    async def one(question: Question) -> Question:
+        async with lanes:
+            first, again = [(await ask(load.at(load.gateways[0]), question))[0] for _ in range(2)]
+        assert first and first == again, "greedy answers do not change"
+        return Question(question.prompt, question.max_tokens, first)
+
     try:
         await load._look_once()
-        client = load.at(load.gateways[0])
-        for question in questions():
-            first, again = [(await ask(client, question))[0] for _ in range(2)]
-            assert first and first == again, "greedy answers do not change"
-            found.append(Question(question.prompt, question.max_tokens, first))
+        return await asyncio.gather(*map(one, questions()))
     finally:
         for client in load._open.values():
             await client.close()
-    return found
 
 
 async def migrated(mesh: Containers, seen: dict[str, float]) -> int:
