@@ -1,0 +1,72 @@
+"""What adapting the threshold is for, in a simulation: wires that are slow for a while. Algorithm 1 as printed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvmesh.sim.config import SimConfig, WireChange
+from kvmesh.sim.hardware import changed, hardware
+from kvmesh.sim.records import Record
+from kvmesh.sim.run import run
+from kvmesh.sim.shapes import shape_of
+from kvmesh.sim.synthetic import Lengths, SyntheticConfig, synthetic
+from kvmesh.sim.times import node_spec
+from services.conductor.domain import Fetch
+from services.conductor.settings import AdmissionSettings, Mode, Settings, ThresholdMode
+
+SLOW_S, FAST_AGAIN_S = 60.0, 120.0
+AGENTS = SyntheticConfig(  # many share instructions, and documents below them
+    requests=900,
+    rate=5.0,
+    applications=6,
+    system=Lengths(6_000, 0.5, 16_000),
+    depth=2,
+    branching=40,
+    node=Lengths(5_000, 0.7, 32_000),
+    turns=2.0,
+    user=Lengths(600, 1.0, 32_000),
+    output=Lengths(145, 1.0, 8_000),
+)
+
+
+def served(threshold: float, mode: ThresholdMode) -> list[Record]:
+    """4 + 2 nodes of 8 A800, 100 Gb/s, of which 10% are left for a minute."""
+    gpu = changed(hardware("a800"), nic_gbps=100)
+    node = node_spec(gpu, 8, shape_of("llama3-70b"), weight_dtype="bf16", kv_dtype="bf16")
+    node = replace(node, dram_tokens=3_000_000)
+    config = SimConfig(
+        prefill=(node,) * 4,
+        decode=(node,) * 2,
+        seed=1,
+        wires=(WireChange(SLOW_S, 0.1), WireChange(FAST_AGAIN_S, 1.0)),
+        conductor=Settings(
+            fetch=Fetch.ALWAYS,
+            balancing_threshold=threshold,
+            threshold_mode=mode,
+            admission=AdmissionSettings(mode=Mode.OFF),
+            max_explained=0,
+        ),
+    )
+    found: list[Record] = []
+    run(config, synthetic(AGENTS, 1), sink=found.append)
+    return found
+
+
+def mean_s(records: list[Record]) -> float:
+    """TTFT."""
+    return sum(r.ttft_s for r in records) / len(records)
+
+
+def test_where_wires_change_the_adapted_threshold_beats_fixed_ones_and_fetches_while_they_are_fast() -> None:
+    fixed = {threshold: mean_s(served(threshold, ThresholdMode.FIXED)) for threshold in (1.0, 8.0)}
+    adapted = served(1.0, ThresholdMode.ADAPTIVE)
+    assert mean_s(adapted) < 0.9 * min(fixed.values()), fixed
+
+    def pulled_s(begin: float, end: float) -> float:
+        return sum(r.pulled_tokens for r in adapted if begin <= r.at_s < end) / (end - begin)
+
+    before, late = pulled_s(20, SLOW_S), pulled_s(SLOW_S + 30, FAST_AGAIN_S)
+    assert late < 0.1 * before, "while wires are slow it learns to compute"
+    assert pulled_s(FAST_AGAIN_S + 30, AGENTS.requests / AGENTS.rate) > 0.5 * before
