@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from kvmesh.sim.config import SimConfig, WireChange
 from kvmesh.sim.hardware import changed, hardware
 from kvmesh.sim.records import Record
