@@ -396,5 +396,5 @@ class ConductorState:
         self._index.expire(now, promises=self._members.connected)
         for instance in self._fleet.next(EXPIRED.count(passed_s)):
             self._ledger.expire(instance, now)
-            if now - instance.last_seen > self._settings.forget_s + self.pacing.longer_s:
+            if now - instance.last_seen - instance.lease.seconds > self._settings.forget_s - self._settings.lease_s:
                 self._forget(instance)
