@@ -14,15 +14,15 @@ decode; conversations that share a system prompt, each held by one or a few of t
 
 `events`: announcements of 64 sealed and 64 removed blocks, and heartbeats, each as fast as one core takes them.
 `memory`: of the index, by its own count and as the process grows, for a million blocks.
-`gRPC`: a real conductor and a real store master in processes of their own. Calls come at a stated rate whether or not
-earlier ones are answered (so a late answer counts from when its call was due), from several tasks, with empty calls
-(Check of grpc.health.v1) between them, heartbeats and announcements beside them; client and servers share the cores.
+`gRPC`, `door`: a real conductor and a real store master in processes of their own, asked over gRPC and then through the
+conductor's door, as gateways ask it; heartbeats and announcements go by doors in both. Calls come at a stated rate
+whether or not earlier ones are answered (so a late answer counts from when its call was due), from several tasks, with
+empty calls (Check of grpc.health.v1) between them; client and servers share the cores.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import gc
 import json
 import os
@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import uvloop
 
 from benchmarks import conductor_grpc
 from benchmarks.progress import tell
@@ -350,10 +351,10 @@ def main() -> None:
     if args.grpc_instances:
         for block in sizes[2]:
             tell(f"gRPC, blocks of {block}")
-            found = asyncio.run(conductor_grpc.measure(args, block))
-            tell("")
-            conductor_grpc.show(found)
-            results.setdefault("grpc", []).append(found)
+            for found in uvloop.run(conductor_grpc.measure(args, block)):
+                tell("")
+                conductor_grpc.show(found)
+                results.setdefault("grpc", []).append(found)
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
 

@@ -16,6 +16,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvmesh.kvcache.announce import snapshot_parts
 from kvmesh.kvcache.keys import split
+from kvmesh.node.line import Line
 from kvmesh.rpc.channels import connect
+from kvmesh.rpc.door.caller import Caller
+from kvmesh.rpc.door.control import control_calls
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, store_pb2, store_pb2_grpc
 from kvmesh.rpc.protocol import PROTOCOL_VERSION
 
@@ -33,6 +37,10 @@ PROMPT = 100_000
 TIMEOUT_S = 30.0
 TASKS = 4  # that make calls, each with a connection of its own
 LEASE_MS = 3_600_000
+GRPC, DOOR = WAYS = "gRPC", "door"
+STORE = store_pb2.DESCRIPTOR.services_by_name["StoreMaster"]
+CONDUCTOR = conductor_pb2.DESCRIPTOR.services_by_name["Conductor"]
+Ask = Callable[[conductor_pb2.ScheduleRequest], Awaitable[conductor_pb2.ScheduleResponse]]
 
 
 class Service:
@@ -90,6 +98,9 @@ class Mesh:
         self.channels: list[grpc.aio.Channel] = [connect(a) for a in (store.address, conductor.address)]
         self.store: Any = store_pb2_grpc.StoreMasterStub(self.channels[0])
         self.conductor: Any = conductor_pb2_grpc.ConductorStub(self.channels[1])
+        self.lines = Line(STORE), Line(CONDUCTOR)  # of heartbeats and announcements, as instances have them
+        for line, service in zip(self.lines, (store, conductor), strict=True):
+            line.dial(service.address)
         self.asked = 0
         self.prompts: list[bytes] = []
 
@@ -141,7 +152,7 @@ class Mesh:
         request = conductor_pb2.HeartbeatRequest(
             instance=ref, seq=self.beats, ready=True, load=load, prefill_samples=samples, finished_request_ids=finished
         )
-        await self.conductor.Heartbeat(request, timeout=TIMEOUT_S)
+        await self.lines[1].say("Heartbeat", request, TIMEOUT_S)
 
     async def announce(self, ref: common_pb2.InstanceRef, keys: list[bytes]) -> None:
         """It seals these."""
@@ -151,19 +162,21 @@ class Mesh:
             told = store_pb2.Announcement(store_id=name, incarnation=1, seq=self.seqs[name], sealed=b"".join(keys))
             if part is not None:
                 told.sealed, told.snapshot, told.part, told.more = b"".join(part.sealed), True, part.part, part.more
-            await self.store.Announce(store_pb2.AnnounceRequest(announcement=told), timeout=TIMEOUT_S)
+            await self.lines[0].say("Announce", store_pb2.AnnounceRequest(announcement=told), TIMEOUT_S)
 
-    async def schedule(self, stub: Any) -> None:
+    async def schedule(self, ask: Ask) -> None:
         self.asked += 1
         request = conductor_pb2.ScheduleRequest(
             request_id=f"r{self.asked}", model="m", prompt_tokens=PROMPT, max_tokens=256,
             block_keys=self.rng.choice(self.prompts),
         )  # fmt: skip
-        answer = await stub.Schedule(request, timeout=TIMEOUT_S)
+        answer = await ask(request)
         for ref in (answer.placement.prefill, answer.placement.decode):
             self.placed[ref.instance_id].append(request.request_id)
 
     async def close(self) -> None:
+        for line in self.lines:
+            await line.drop()
         for channel in self.channels:
             await channel.close()
 
@@ -185,8 +198,8 @@ async def open_loop(call: Callable[[], Awaitable[None]], rate: float, offset: fl
     return took
 
 
-async def measure(args: argparse.Namespace, block: int) -> dict[str, Any]:
-    """One conductor, one block size."""
+async def measure(args: argparse.Namespace, block: int) -> list[dict[str, Any]]:
+    """One conductor, one block size; both ways in turn."""
     with tempfile.TemporaryDirectory() as folder:
         async with contextlib.AsyncExitStack() as stack:
             store = Service(folder, "store")
@@ -196,11 +209,27 @@ async def measure(args: argparse.Namespace, block: int) -> dict[str, Any]:
             mesh = Mesh(args.grpc_instances, block, store, conductor)
             stack.push_async_callback(mesh.close)
             await mesh.build()
-            return await drive(args, mesh, conductor)
+            return [await drive(args, mesh, conductor, way) for way in WAYS]
 
 
-async def drive(args: argparse.Namespace, mesh: Mesh, conductor: Service) -> dict[str, Any]:
+async def through(caller: Caller) -> Ask:
+    """By the conductor's door, as gateways ask."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not caller.by_door:
+        if time.monotonic() > deadline:
+            raise RuntimeError("the conductor has no door")
+        caller.seek()
+        await asyncio.sleep(0.01)
+
+    async def ask(request: Any) -> Any:
+        return await caller.call("Schedule", request, TIMEOUT_S)
+
+    return ask
+
+
+async def drive(args: argparse.Namespace, mesh: Mesh, conductor: Service, way: str) -> dict[str, Any]:
     channels = [connect(conductor.address) for _ in range(TASKS)]
+    callers = [control_calls(conductor.address, channel, CONDUCTOR) for channel in channels]
     each, seconds = args.grpc_rate / TASKS, args.grpc_seconds
     turn = iter(range(1 << 40))
 
@@ -214,9 +243,10 @@ async def drive(args: argparse.Namespace, mesh: Mesh, conductor: Service) -> dic
     for i, channel in enumerate(channels):
         stub: Any = conductor_pb2_grpc.ConductorStub(channel)
         health: Any = health_pb2_grpc.HealthStub(channel)
+        asking = await through(callers[i]) if way == DOOR else partial(stub.Schedule, timeout=TIMEOUT_S)
 
-        async def ask(stub: Any = stub) -> None:
-            await mesh.schedule(stub)
+        async def ask(asking: Ask = asking) -> None:
+            await mesh.schedule(asking)
 
         async def empty(health: Any = health) -> None:
             await health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
@@ -236,11 +266,14 @@ async def drive(args: argparse.Namespace, mesh: Mesh, conductor: Service) -> dic
     spent, handled_by = conductor.cpu_s() - before, conductor.handled()
     waited_s = conductor.waited_s() - waited_s
     here = {bound: count - handled.get(bound, 0.0) for bound, count in handled_by.items()}
+    for caller in callers:
+        await caller.close()
     for channel in channels:
         await channel.close()
     asked = [one for some in found[:TASKS] for one in some]
     nothing = [one for some in found[TASKS : 2 * TASKS] for one in some]
     return {
+        "way": way,
         "instances": args.grpc_instances,
         "block": mesh.block,
         "rate": args.grpc_rate,
@@ -268,8 +301,9 @@ def within(counts: dict[float, float], share: int) -> float:
 
 
 def show(found: dict[str, Any]) -> None:
-    line = f"gRPC, {found['instances']:,} instances, prompts of {PROMPT:,} tokens in blocks of {found['block']}, "
-    line += f"{found['rate']:.0f} decisions/s, {found['heartbeats_per_s']:.0f} heartbeats/s: "
+    line = f"{found['way']}, {found['instances']:,} instances, prompts of {PROMPT:,} tokens "
+    line += f"in blocks of {found['block']}, {found['rate']:.0f} decisions/s, "
+    line += f"{found['heartbeats_per_s']:.0f} heartbeats/s: "
     for name in ("schedule", "empty"):
         one = found[name]
         line += f"{name} p50 {one['p50_ms']:.2f} p90 {one['p90_ms']:.2f} p99 {one['p99_ms']:.2f} ms; "

@@ -229,8 +229,8 @@ def _check(made: Made) -> str:
             decision = of["requests"] + of["blocks"] * (RPC_PROMPT // run["block"])
             told.append(of["seconds"] + terms + run["rate"] * decision)
         cells = [f"{one:.2f}" for one in (*told, run["conductor_cpu_share"])]
-        rows.append([f"{run['instances']:,}", str(run["block"]), *cells])
-    head = ("instances", "block", "by calls alone, cores", f"by {SATURATED}", "measured")
+        rows.append([f"{run['instances']:,}", str(run["block"]), run.get("way", "gRPC"), *cells])
+    head = ("instances", "block", "requests by", "by calls alone, cores", f"by {SATURATED}", "measured")
     text = table(head, rows)
     of = made.costs.full["conductor"]
     brain = next(

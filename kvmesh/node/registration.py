@@ -93,7 +93,7 @@ class _StorePeer(Peer):
     def address(self) -> str:
         return self.masters.current
 
-    async def _enter(self, channel: grpc.aio.Channel, timeout_s: float) -> tuple[int, int]:
+    async def _enter(self, channel: grpc.aio.Channel, timeout_s: float) -> Told:
         request = pb_store.JoinRequest(
             protocol_version=protocol.PROTOCOL_VERSION, member=self._member, term=self.masters.terms.highest
         )
@@ -171,7 +171,7 @@ class _ConductorPeer(Peer):
         self._registration.role = role
         self.enter_again()
 
-    async def _enter(self, channel: grpc.aio.Channel, timeout_s: float) -> tuple[int, int]:
+    async def _enter(self, channel: grpc.aio.Channel, timeout_s: float) -> Told:
         answer = await pb_grpc.ConductorStub(channel).Register(self._registration, timeout=timeout_s)
         return Told(answer.heartbeat_interval_ms, answer.lease_ms, answer.pace)
 
