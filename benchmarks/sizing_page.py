@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.sizing_costs import SATURATED, WIRE, Costs, costs_of, read_windows
-from benchmarks.sizing_paper import Point, Setup, Workload, at, engines, most_instances, saturates
+from benchmarks.sizing_paper import MOST_INSTANCES, Point, Setup, Workload, at, engines, most_instances, saturates
 from benchmarks.sizing_solve import Cost, Fit
 from kvmesh.rpc.errors import ConfigError
 
@@ -39,6 +39,7 @@ SETUPS = (
     Setup("the same, blocks of 512", block=512, beat_s=5, store_beat_s=10, announce_s=5),
     Setup("the same, 4 conductors", block=512, beat_s=5, store_beat_s=10, announce_s=5, conductors=4),
 )
+UNPACED = Setup("the same, budgets of 0", beats=0, store_beats=0, words=0)
 NODES = 64  # instances on eight nodes of eight GPUs
 LARGE = 1000
 RPC_PROMPT = 100_000  # tokens, of benchmarks/conductor.py's run over gRPC
@@ -147,13 +148,14 @@ def _throughput(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _rest(costs: Costs) -> str:
     rows = []
-    for setup in (one for one in SETUPS if one.block == 64):
+    for setup in (SETUPS[0], UNPACED, *(one for one in SETUPS[1:] if one.block == 64)):
         found = [at(costs, LARGE, setup, WORK, 0.0), *(most_instances(costs, setup, s) for s in ("conductor", "store"))]
         rest = found[0]
         assert isinstance(rest, Point)
         fronts = f"{rest.prefill:.3f}"
         cells = [f"{rest.conductor:.2f}", f"{rest.store:.2f}", fronts, f"{rest.bytes_per_s / 1e6:.1f}"]
-        rows.append([setup.name, *cells, f"{found[1]:,}", f"{found[2]:,}"])
+        most = [f"{count:,}" if count < MOST_INSTANCES else "-" for count in found[1:]]
+        rows.append([setup.name, *cells, *most])
     head = ("set-up", "conductor, cores", "store master, cores", "a front, cores", "MB/s", "most instances: conductor",
             "most instances: store master")  # fmt: skip
     return table(head, rows)

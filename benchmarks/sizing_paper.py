@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.sizing_costs import WIRE, Costs
+from kvmesh.pacing import BUSY_S, IDLE_S, IDLE_SHARE, stretched_s
+from services.conductor.config import ConductorConfig
+from services.store.config import StoreConfig
 
-FORCED_S = 1.0  # a node that has nothing to announce says so this often (kvmesh/node/announcing.py), or each interval
 CHUNK_TOKENS = 512  # of a prefill step, by default
 GATEWAY_SHARE = 0.7  # of a core: what a gateway is filled to
 MOST_PER_S = 1e6  # requests: no search goes further
+MOST_INSTANCES = 10**6  # likewise
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,8 @@ class Workload:
 @dataclass(frozen=True, slots=True)
 class Setup:
     """What a person sets. Intervals in seconds: an instance's heartbeats at each conductor and at the store master, and
-    its announcements at most."""
+    its announcements at most; all grow with the instances, so that no more than `beats`, `store_beats` and `words` come
+    in a second (0: they do not grow)."""
 
     name: str
     block: int = 64
@@ -42,6 +46,23 @@ class Setup:
     store_beat_s: float = 0.5
     announce_s: float = 0.05
     conductors: int = 1
+    beats: float = ConductorConfig.heartbeats_per_s
+    store_beats: float = StoreConfig.heartbeats_per_s
+    words: float = StoreConfig.announcements_per_s
+
+    def paced(self, instances: int) -> Setup:
+        """As the services make of it with so many instances, one store each."""
+        gap_s = stretched_s(BUSY_S, self.words, instances)
+        return replace(
+            self,
+            beat_s=stretched_s(self.beat_s, self.beats, instances),
+            store_beat_s=stretched_s(self.store_beat_s, self.store_beats, instances),
+            announce_s=self.announce_s if gap_s <= BUSY_S else max(self.announce_s, gap_s),
+        )
+
+    def idle_s(self, instances: int) -> float:
+        """Between two announcements of a store with nothing to tell."""
+        return max(self.announce_s, stretched_s(IDLE_S, self.words * IDLE_SHARE, instances))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +91,9 @@ class Told:
 
 def announcements(instances: int, setup: Setup, work: Workload, rate: float) -> Told:
     """Half of the instances prefill, half decode."""
+    setup = setup.paced(instances)
     half = instances / 2
-    most, least = 1 / setup.announce_s, 1 / max(FORCED_S, setup.announce_s)
+    most, least = 1 / setup.announce_s, 1 / setup.idle_s(instances)
     # A prompt is announced as its chunks are done, an answer as its blocks fill; what falls into one interval is one.
     prefill_s = work.prompt_tokens / work.prefill_per_s
     a_prompt = max(1.0, min(prefill_s / setup.announce_s, work.prompt_tokens / CHUNK_TOKENS))
@@ -90,6 +112,7 @@ def spread_over(gateways: int, running: float) -> float:
 
 def at(costs: Costs, instances: int, setup: Setup, work: Workload, rate: float) -> Point:
     """What everything takes at `rate` requests a second."""
+    setup = setup.paced(instances)
     half, blocks = instances / 2, work.prompt_tokens // setup.block
     told = announcements(instances, setup, work, rate)
     beats, store_beats = instances / setup.beat_s, instances / setup.store_beat_s
@@ -162,12 +185,12 @@ def saturates(costs: Costs, instances: int, setup: Setup, work: Workload, servic
 
 
 def most_instances(costs: Costs, setup: Setup, service: str) -> int:
-    """Instances at rest whose heartbeats and announcements fill one core of `service`."""
+    """Instances at rest whose heartbeats and announcements fill a core of `service`; MOST_INSTANCES: they never do."""
 
     def cores(instances: float) -> float:
         return float(getattr(at(costs, max(2, int(instances)), setup, Workload(), 0.0), service))
 
-    return int(_where(cores, 1e6))
+    return int(_where(cores, MOST_INSTANCES))
 
 
 def _where(cores: Callable[[float], float], most: float) -> float:

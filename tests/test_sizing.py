@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.sizing_costs import CALLED, FLEET, GATEWAY, LIVE, SATURATED, WIRE, Costs, costs_of
 from benchmarks.sizing_mesh import Clocks, another, total
 from benchmarks.sizing_paper import (
+    MOST_INSTANCES,
     Setup,
     Workload,
     announcements,
@@ -139,10 +140,23 @@ def test_a_conductor_is_full_where_its_terms_make_one() -> None:
 
 
 def test_heartbeats_alone_may_fill_it() -> None:
-    setup = Setup("often", beat_s=0.2)
+    setup = Setup("often", beat_s=0.2, beats=0)
     assert most_instances(COSTS, setup, "conductor") == pytest.approx(180, abs=1)  # 0.9 / (5 * 1 ms)
     assert saturates(COSTS, 170, setup, WORK, "conductor") > 0
     assert saturates(COSTS, 190, setup, WORK, "conductor") == 0.0
+
+
+def test_budgets_bound_what_comes_at_rest() -> None:
+    setup = Setup("paced", beats=200, store_beats=100, words=400)
+    for instances in (100, 1000, 20_000):
+        rest = at(COSTS, instances, setup, WORK, 0.0)
+        assert rest.conductor <= 0.1 + 0.2 + 1e-9 and rest.store <= 0.1 + 0.1 + 0.1 + 1e-9
+    assert most_instances(COSTS, setup, "conductor") == most_instances(COSTS, setup, "store") == MOST_INSTANCES
+    few = Setup("few")
+    assert few.paced(64) == few and few.idle_s(64) == 1.0
+    assert few.paced(1000).paced(1000) == few.paced(1000)
+    busy = announcements(2000, setup, WORK, 1e6)
+    assert busy.all == busy.relayed <= 400 * (1 + 1e-9)
 
 
 def test_announcements_come_as_often_as_there_is_something_between_two_bounds() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.sizing_costs import read_windows
-from benchmarks.sizing_page import CONDUCTOR, LARGE, SETUPS, WORK, filled, micros, read_made, sections
-from benchmarks.sizing_paper import engines, saturates
+from benchmarks.sizing_page import CONDUCTOR, LARGE, SETUPS, UNPACED, WORK, filled, micros, read_made, sections
+from benchmarks.sizing_paper import at, engines, saturates
 from benchmarks.sizing_solve import Cost
 from kvmesh.rpc.errors import ConfigError
 
@@ -63,9 +64,14 @@ def test_what_the_page_advises_helps() -> None:
     costs = read_made(FILE, CONDUCTOR).costs
     rates = [saturates(costs, LARGE, setup, WORK, "conductor") for setup in SETUPS]
     defaults, larger, longer, longest, both, several = rates
-    assert defaults <= larger and defaults <= longer <= longest <= both < several
-    assert defaults == 0.0, "the page says that 1,000 instances fill it at rest as intervals come"
-    assert saturates(costs, LARGE, SETUPS[0], WORK, "store") == 0.0, "and the store master"
+    assert 0 < defaults <= larger and defaults <= longer <= longest <= both < several
+    assert saturates(costs, LARGE, UNPACED, WORK, "conductor") == 0.0, "1,000 fill it at rest as intervals come"
+    assert saturates(costs, LARGE, UNPACED, WORK, "store") == 0.0, "and the store master"
+    by_hand = replace(SETUPS[0], words=300)
+    assert 0 < saturates(costs, LARGE, SETUPS[0], WORK, "store") < saturates(costs, LARGE, by_hand, WORK, "store")
+    for service, left in (("conductor", 0.6), ("store", 0.6)):
+        rest = getattr(at(costs, LARGE, SETUPS[0], WORK, 0.0), service)
+        assert rest < 1 - left, "paced, two thirds of a core are left for requests"
     assert 0 < longest < saturates(costs, LARGE, SETUPS[3], WORK, "store"), "with long ones the conductor is first"
     assert several > engines(LARGE, WORK), "and four of them take what the engines do"
 
