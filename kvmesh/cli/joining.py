@@ -117,7 +117,7 @@ async def _look(given: Sequence[str]) -> Found:
     if "error" in store:
         why = f"{store['error']}; is the way from here to {', '.join(masters)} open?"
         raise Unavailable(f"join={at!r}: the store masters of that mesh: {why}", field="join")
-    live = [one for one in told["instances"] if one["silent_ms"] < LIVE_MS]
+    live = [one for one in told["instances"] if one["silent_ms"] < max(LIVE_MS, told.get("lease_ms", 0))]
     bearers = {one["instance"]["instance_id"]: one for one in (*store["members"], *live)}
     return Found(
         at,

@@ -67,6 +67,12 @@ def _known(seen: Seen) -> list[Instance]:
     return list(told.said["instances"]) if told else []
 
 
+def _silent_ms(seen: Seen) -> int:
+    """How long an instance may be silent: the lease that conductors tell."""
+    told = (one.said.get("lease_ms", 0) for one in seen.conductors if one.answers)
+    return max((SILENT_MS, *told))
+
+
 def _opens(seen: Seen, one: Instance) -> bool:
     peer = seen.instances.get(one["instance"]["address"])
     return peer is None or (peer.opens and not _astray(seen, peer.address))
@@ -286,7 +292,7 @@ def _instance(seen: Seen, one: Instance, usual: tuple[Any, ...]) -> Finding:
         ]
         todo = "KV goes between equals alone: the same checkpoint, --dtype and --block-tokens on all machines"
         return Finding(name, "broken", f"does not fit the others: {', '.join(differs)}", todo=todo)
-    if one["silent_ms"] > SILENT_MS:
+    if one["silent_ms"] > _silent_ms(seen):
         todo = "is that machine up, and does it reach the conductors?"
         return Finding(name, "broken", f"at {address}: silent for {one['silent_ms'] / 1000:.1f} s", todo=todo)
     if not one["ready"]:

@@ -159,13 +159,21 @@ def _says(name: str, told: dict[str, Any]) -> str:
         )
     if name == "conductor":
         known = told["known_instances"] if "known_instances" in told else len(told["instances"])
-        return f"{_leads(told)}{count(known, 'instance')}, store master {escape(told['store_master'])}"
+        return f"{_leads(told)}{count(known, 'instance')}{_beats(told)}, store master {escape(told['store_master'])}"
     if "members" not in told:  # one of several, and not the leader
         return f"leader: {escape(told['leader'] or 'unknown')}"
     rebuilding = told["map"].get("rebuilding", [])
     late = f", {len(rebuilding)} have not announced yet" if rebuilding else ""
     term = f"leads, term {told['map']['term']}, " if "term" in told["map"] else ""
-    return f"{term}{count(len(told['members']), 'member')}{late}"
+    return f"{term}{count(len(told['members']), 'member')}{_beats(told['map'])}{late}"
+
+
+def _beats(told: dict[str, Any]) -> str:
+    """How often each of them beats, and for how long it may be silent."""
+    if not told.get("heartbeat_interval_ms"):
+        return ""
+    interval_s, lease_s = told["heartbeat_interval_ms"] / 1000, told.get("lease_ms", 0) / 1000
+    return f", beats {interval_s:.3g} s, lease {lease_s:.3g} s"
 
 
 def _leads(conductor: dict[str, Any]) -> str:

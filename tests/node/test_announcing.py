@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -34,6 +36,8 @@ class Master(pb_grpc.StoreMasterServicer):
         self.refuse_tier: int | None = None
         self.blocks: set[bytes] = set()
         self.parts: set[bytes] = set()
+        self.idle_ms = self.gap_ms = 0
+        self.times: list[float] = []  # of what was heard
 
     async def Announce(self, request: pb.AnnounceRequest, context: Any) -> pb.AnnounceResponse:  # noqa: N802
         fault = self.faults.pop(0) if self.faults else ""
@@ -47,8 +51,9 @@ class Master(pb_grpc.StoreMasterServicer):
             raise Unavailable("not now")
         word = request.announcement
         self.heard.append(word)
+        self.times.append(time.monotonic())
         if fault == "want":
-            return pb.AnnounceResponse(want_snapshot=True)
+            return pb.AnnounceResponse(want_snapshot=True, idle_ms=self.idle_ms, gap_ms=self.gap_ms)
         if word.snapshot:
             self.parts = (set() if word.part == 0 else self.parts) | set(split(word.sealed))
             if not word.more:
@@ -57,7 +62,7 @@ class Master(pb_grpc.StoreMasterServicer):
             self.blocks = (self.blocks - set(split(word.removed))) | set(split(word.sealed))
         if fault == "deaf":
             raise Unavailable("the answer was lost")
-        return pb.AnnounceResponse(seq=word.seq)
+        return pb.AnnounceResponse(seq=word.seq, idle_ms=self.idle_ms, gap_ms=self.gap_ms)
 
 
 class Teller:
@@ -121,6 +126,32 @@ async def test_whatever_fails_the_truth_arrives() -> None:
             await until(lambda: not master.faults)
             await until(lambda: master.blocks == set(teller.store.keys()))
         assert teller.rejoins == 2
+
+
+async def test_the_master_says_how_often_it_wants_to_hear() -> None:
+    """A gap after each word of a busy store, none within a snapshot or after a quiet time; empty words when it says."""
+    async with told(max_keys=3) as (teller, master):
+        master.idle_ms, master.gap_ms = 60_000, 250
+        for n in range(4):
+            teller.seal(n)
+            await until(lambda: master.blocks == set(teller.store.keys()))
+        gaps = [later - sooner for sooner, later in pairwise(master.times)]
+        assert min(gaps) >= 0.24, "the answer is heard a little after the word"
+        master.faults = ["want"]
+        teller.seal(*range(4, 12))
+        await until(lambda: master.blocks == set(keys_of(*range(12))))
+        parts = [at for word, at in zip(master.heard, master.times, strict=True) if word.snapshot]
+        assert len(parts) == 4 and parts[-1] - parts[0] < 0.24
+        assert not [word for word in master.heard if not (word.sealed or word.removed)]
+
+
+async def test_a_store_with_nothing_to_tell_says_so_as_often_as_the_master_wants() -> None:
+    async with told() as (teller, master):
+        teller.seal(1)
+        master.idle_ms = 40
+        await until(lambda: len(master.heard) >= 8)
+        assert all(word.seq == master.heard[-1].seq for word in master.heard[-5:])
+        assert master.times[-1] - master.times[-5] >= 4 * 0.035
 
 
 async def test_what_is_refused_is_not_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
