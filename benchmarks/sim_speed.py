@@ -131,6 +131,7 @@ def main() -> None:
     """See above."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, help="Mooncake's conversation trace, on 8 + 8 nodes.")
+    parser.add_argument("--limit", type=int, default=0, help="The first N of the trace; 0: all.")
     parser.add_argument("--requests", type=int, default=0, help="Of the synthetic load; 0: without it.")
     parser.add_argument("--nodes", type=int, default=1000)
     parser.add_argument("--rate", type=float, default=2.0, help="Requests a second for each prefill node.")
@@ -151,7 +152,10 @@ def main() -> None:
 
     if given.trace:
         total = sum(1 for _ in given.trace.open())
-        _one("trace", {"trace": given.trace, "prefill": 8, "decode": 8}, total, write, given)
+        options: dict[str, Any] = {"trace": given.trace, "prefill": 8, "decode": 8}
+        if 0 < given.limit < total:
+            total = options["requests"] = given.limit
+        _one("trace" if "requests" not in options else f"trace, {total:,} requests", options, total, write, given)
     if given.requests:
         half = given.nodes // 2
         load = f"rate={given.rate * half:g},applications={APPLICATIONS},turns={TURNS}"
@@ -164,7 +168,7 @@ def _one(
     name: str, options: dict[str, Any], total: int, write: Callable[[dict[str, Any]], None], given: argparse.Namespace
 ) -> None:
     if given.trace and given.requests:  # each in a process of its own
-        own = ["--trace", str(given.trace)] if "trace" in options else _load(given)
+        own = ["--trace", str(given.trace), "--limit", str(given.limit)] if "trace" in options else _load(given)
         told = _in_a_process(own)
     else:
         told = serve(name, options, total, write if not given.here else lambda told: None)
