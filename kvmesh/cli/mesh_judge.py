@@ -69,7 +69,7 @@ def _known(seen: Seen) -> list[Instance]:
 
 def _silent_ms(seen: Seen) -> int:
     """How long an instance may be silent: the lease that conductors tell."""
-    told = (one.said.get("lease_ms", 0) for one in seen.conductors if one.answers)
+    told = (int(one.said.get("lease_ms", 0)) for one in seen.conductors if one.answers)
     return max((SILENT_MS, *told))
 
 
