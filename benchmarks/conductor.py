@@ -1,6 +1,7 @@
 """The conductor's decisions against what they cannot beat: a plain dict walk, an empty call; and the old way beside it.
 
     python -m benchmarks.conductor [--quick] [--json benchmarks/results/conductor.json]
+    python -m benchmarks.conductor --json benchmarks/results/conductor.json --docs docs/conductor-speed.md
 
 For each number of instances, prompt length and block size one brain is filled (half of the instances prefill, half
 decode; conversations that share a system prompt, each held by one or a few of them) and asked, on one core:
@@ -38,6 +39,7 @@ import psutil
 import uvloop
 
 from benchmarks import conductor_grpc
+from benchmarks.conductor_page import filled
 from benchmarks.progress import tell
 from kvmesh.kvcache.announce import Announcement, snapshot_parts
 from kvmesh.kvcache.keys import split
@@ -321,11 +323,17 @@ def main() -> None:
     parser.add_argument("--grpc-seconds", type=float, default=10.0)
     parser.add_argument("--quick", action="store_true", help="a minute: a look that it runs")
     parser.add_argument("--json", default="", help="also write the results here")
+    parser.add_argument("--docs", default="", help="fill this page from --json, measure nothing")
     args = parser.parse_args()
+    if args.docs:
+        page = Path(args.docs)
+        page.write_text(filled(page.read_text(), json.loads(Path(args.json).read_text())))
+        return
     if args.quick:
         args.instances, args.seconds, args.events_s, args.memory_blocks = "10,1000", 0.5, 0.5, 100_000
         args.grpc_instances, args.grpc_seconds = min(args.grpc_instances, 100), 3.0
-    results: dict[str, Any] = {"machine": platform.machine(), "cpus": os.cpu_count(), "args": vars(args), "rows": []}
+    told = {name: value for name, value in vars(args).items() if name not in ("json", "docs")}
+    results: dict[str, Any] = {"machine": platform.machine(), "cpus": os.cpu_count(), "args": told, "rows": []}
     sizes = [[int(one) for one in some.split(",") if one] for some in (args.instances, args.prompts, args.blocks)]
     for instances in sizes[0]:
         for prompt in sizes[1]:
