@@ -142,7 +142,6 @@ class Columns:
             else:
                 self._data[Field.OPEN, row], self._data[Field.SEEN, row] = self._is_open(instance), instance.last_seen
                 self._data[Field.LEASE, row] = instance.lease.seconds
-                self._data[Field.LEASE, row] = instance.lease.seconds
         self._stirred.clear()
 
     def rare(self, which: int) -> set[int]:
