@@ -50,7 +50,6 @@ class Scene:
     slow_share: float = 1.0
     slow_nodes: tuple[str, ...] = ()  # (): all
     burstiness: float = 1.0
-    gpu: str = ""  # "": the set-up's
     prefill: int = 8
     trace: bool = False
 
@@ -59,7 +58,6 @@ SCENES = (
     Scene("wires of 12 Gb/s", 12, 6, 1200),
     Scene("25 Gb/s", 25, 6, 1200),
     Scene("100 Gb/s, busy", 100, 10, 1500),
-    Scene("H800 at 50 Gb/s, busy", 50, 24, 1500, gpu="h800"),
     Scene("12 + 4 nodes at 50 Gb/s, bursts", 50, 12, 1500, burstiness=3.0, prefill=12),
     Scene("100 Gb/s, 15 for a third, busy", 100, 10, 2400, (80, 160), 0.15),
     Scene("100 Gb/s, 10 for a third, little load", 100, 6, 2000, (120, 240), 0.1),
@@ -86,8 +84,6 @@ class Task:
 def config(at: Parameters, task: Task) -> SimConfig:
     """The paper's set-up with this threshold."""
     scene = task.scene
-    if scene.gpu:
-        at = replace(at, cluster=replace(at.cluster, gpu=scene.gpu))
     nodes = at.cluster.nodes
     base = config_of(at, Case(nic_gbps=scene.nic_gbps, prefill=scene.prefill, decode=nodes - scene.prefill))
     adapts = task.threshold == "adaptive"

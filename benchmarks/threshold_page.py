@@ -22,7 +22,7 @@ def _table(scenes: Sequence[str], rule: str, thresholds: Sequence[str], rows: Ma
     lines = [
         f"**`--fetch {rule}`**: mean / P90 of TTFT in seconds, and the adapted one's mean over fixed ones'",
         "",
-        f"| | {head} | over the best | over the worst | over {FIRST} | goodput, {FIRST} | adaptive | changes |",
+        f"| | {head} | over the best | over the worst | over {FIRST} | goodput: {FIRST} | adaptive | changes |",
         f"|---|{'---|' * (len(thresholds) + 6)}",
     ]
     for scene in scenes:
