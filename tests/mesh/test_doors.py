@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import struct
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import openai
 import pytest
 import pytest_asyncio
@@ -17,6 +19,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from kvmesh.rpc.errors import Overloaded
 from tests.mesh.harness import Running
+from tests.services import until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="session")]
 
@@ -28,6 +31,24 @@ HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 async def client(small_mesh: Running) -> AsyncIterator[openai.AsyncOpenAI]:
     async with openai.AsyncOpenAI(base_url=f"{small_mesh.http}/v1", api_key="none", max_retries=0, timeout=60) as it:
         yield it
+
+
+async def test_heartbeats_announcements_and_placements_go_past_grpc(
+    small_mesh: Running, client: openai.AsyncOpenAI
+) -> None:
+    """By the doors of the control services, which everybody has found within moments."""
+
+    async def calls(service: str) -> set[str]:
+        async with httpx.AsyncClient() as http:
+            told = (await http.get(f"http://{small_mesh.mesh.processes[service].spec.metrics}/metrics")).text
+        found = re.findall(rf'^kvmesh_{service}_door_calls_total{{method="(\w+)"}} (\S+)$', told, re.MULTILINE)
+        return {method for method, count in found if float(count) > 0}
+
+    async def all_of_them() -> bool:
+        await client.completions.create(model=MODEL, prompt="The code of Mira is" * 8, max_tokens=1)
+        return await calls("conductor") | await calls("store") == {"Heartbeat", "Schedule", "Beat", "Announce"}
+
+    await until(all_of_them)
 
 
 async def test_top_k_and_top_p_narrow_down_to_the_likeliest(client: openai.AsyncOpenAI) -> None:
