@@ -101,7 +101,8 @@ class Mesh:
             settings = dataclasses.replace(settings, tls=False, **dataclasses.asdict(made))
         self.settings = settings
         self.security = security.Security.load(settings)  # what clients of this mesh use, too
-        specs = specs or plan.plan(settings, self.run_dir, plan.Ports())
+        self._ports = plan.Ports()  # claimed as long as this mesh may start somebody again
+        specs = specs or plan.plan(settings, self.run_dir, self._ports)
         self.processes: dict[str, Process] = {spec.name: Process(spec) for spec in specs}
         self.addresses: dict[str, str] = {spec.name: spec.address for spec in specs}
         self.url = next((f"http://{spec.http}" for spec in specs if spec.http), "")

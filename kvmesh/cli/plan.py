@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import random
 import shutil
 import socket
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,11 +45,15 @@ class Ports:
     """Free ports of this machine, each given once.
 
     They lie below the range that the kernel picks client ports from: a service that restarts must find its
-    port free, and no outgoing connection can have taken it."""
+    port free, and no outgoing connection can have taken it. Another mesh of this machine (and network namespace)
+    chooses none of them as long as this object lives, whether or not anybody listens there yet: each is claimed by
+    a name in the abstract namespace of Unix sockets, which ends with its owner. Keep it while the mesh runs."""
 
     def __init__(self, seed: int | None = None) -> None:
         self._random = random.Random(seed)
         self._given: set[int] = set()
+        self._claims: list[int] = []
+        weakref.finalize(self, _close, self._claims)
         self._high = 32_000
         try:
             low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
@@ -59,18 +65,33 @@ class Ports:
         """A port on `host` that nobody listens on now."""
         for _ in range(500):
             port = self._random.randrange(10_000, self._high)
-            if port in self._given:
+            if port in self._given or not self._claim(port):
                 continue
+            self._given.add(port)
             try:
                 check_port(host, port)
             except ConfigError as err:
                 if err.field == "host":
                     raise
                 continue
-            self._given.add(port)
             return port
         with socket.create_server((LOCALHOST, 0)) as probe:
             return int(probe.getsockname()[1])
+
+    def _claim(self, port: int) -> bool:
+        """Whether nobody else has."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as claim:
+            try:
+                claim.bind(f"\0kvmesh-port-{port}")
+            except OSError as err:
+                return err.errno != errno.EADDRINUSE  # without such names (not Linux) all can be had
+            self._claims.append(claim.detach())
+        return True
+
+
+def _close(claims: list[int]) -> None:
+    for claim in claims:
+        os.close(claim)
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,6 +197,17 @@ def test_ports_are_each_given_once_free_and_out_of_the_kernels_range() -> None:
     assert max([first, *found]) < max(low, 12_000)
 
 
+def test_two_meshes_of_one_machine_never_choose_the_same_port() -> None:
+    """Between its choice and the service that listens there, and while that service starts again."""
+    mine = plan.Ports(seed=1)
+    port = mine.take()
+    code = f"from kvmesh.cli.plan import Ports; print(Ports(seed=1).take() != {port})"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert other.stdout.strip() == "True"
+    del mine
+    assert plan.Ports(seed=1).take() == port, "and it is free once the mesh has ended"
+
+
 def test_the_plan_of_a_whole_mesh(tmp_path: Path) -> None:
     settings = MeshSettings(
         model="/m/tiny", prefill=2, decode=1, http_port=9000, grpc_port=9001, block_tokens=32,
