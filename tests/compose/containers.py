@@ -138,7 +138,15 @@ class Containers:
         await run("docker", "start", name)
 
     async def pause(self, name: str) -> None:
-        await run("docker", "pause", name)
+        """Again when runc could not freeze it: the kernel has not caught all of its threads in time, and it runs on."""
+        for last in (False, False, True):
+            try:
+                await run("docker", "pause", name)
+                break
+            except Refused as err:
+                if last or "unable to freeze" not in str(err):
+                    raise
+            await asyncio.sleep(1.0)
 
     async def unpause(self, name: str) -> None:
         await run("docker", "unpause", name)
