@@ -13,7 +13,15 @@ from opentelemetry.context import Context
 
 from kvmesh.rpc import security, status
 from kvmesh.rpc.door.client import DoorClosed
-from kvmesh.rpc.errors import DeadlinePassed, KvmeshError, ModelNotFound, Overloaded, Unavailable, UnknownInstance
+from kvmesh.rpc.errors import (
+    DeadlinePassed,
+    KvmeshError,
+    ModelNotFound,
+    Overloaded,
+    RequestCancelled,
+    Unavailable,
+    UnknownInstance,
+)
 from kvmesh.rpc.pb import common_pb2, conductor_pb2
 from kvmesh.telemetry import names
 from kvmesh.telemetry.spans import traceparent
@@ -132,6 +140,8 @@ class Conductor:
         named = err if isinstance(err, KvmeshError) else status.from_rpc_error(err)
         if isinstance(named, DeadlinePassed):
             return Unavailable(f"the conductor at {one.address} does not answer in time")
+        if isinstance(named, RequestCancelled):  # not by us, whose cancellation is no such error
+            return Unavailable(f"the conductor at {one.address} ended the call: it stops", retry_after_ms=1000)
         if isinstance(named, ModelNotFound | UnknownInstance):
             return Unavailable(named.message, retry_after_ms=1000)  # its instances have not registered yet
         if isinstance(named, Unavailable) and not _spoken(err):

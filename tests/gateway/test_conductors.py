@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvmesh.rpc.errors import Overloaded, Unavailable
+from kvmesh.rpc.errors import Overloaded, RequestCancelled, Unavailable
 from tests.gateway.conftest import Mesh, MeshMaker, seen, until
 from tests.gateway.scripted import MODEL, Conductor
 
@@ -80,6 +80,13 @@ async def test_one_that_hangs_is_left_in_time(pair: Pair) -> None:
 
 async def test_one_that_knows_no_instances_yet_is_passed_over(pair: Pair) -> None:
     pair.a.failures.append(Unavailable("no prefill and no decode instance of model is registered"))
+    assert await pair.code() == 200
+    assert pair.asked == (1, 1)
+
+
+async def test_one_that_stops_under_a_call_is_passed_over(pair: Pair) -> None:
+    """gRPC cancels what is under way when a server's grace is over; a door does too."""
+    pair.a.failures.append(RequestCancelled("Schedule was cancelled"))
     assert await pair.code() == 200
     assert pair.asked == (1, 1)
 
