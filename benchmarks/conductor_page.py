@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.sizing_page import table
 from kvmesh.rpc.errors import ConfigError
 
 GOAL_INSTANCES, GOAL_PROMPT = 1_000, 100_000
@@ -19,12 +20,6 @@ def filled(page: str, results: Mapping[str, Any]) -> str:
     if sorted(places) != sorted(tables):
         raise ConfigError(f"docs: places {sorted(places)}, figures {sorted(tables)}", field="docs")
     return _PLACE.sub(lambda found: f"{found[1]}\n{tables[found[2]]}\n\n{found[3]}", page)
-
-
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """Markdown."""
-    lines = [head, ("---",) * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _rows(results: Mapping[str, Any]) -> str:
