@@ -326,12 +326,26 @@ def main() -> None:
     parser.add_argument("--docs", default="", help="fill this page from --json, measure nothing")
     args = parser.parse_args()
     if args.docs:
-        page = Path(args.docs)
-        page.write_text(filled(page.read_text(), json.loads(Path(args.json).read_text())))
+        fill(parser, Path(args.docs), Path(args.json))
         return
     if args.quick:
         args.instances, args.seconds, args.events_s, args.memory_blocks = "10,1000", 0.5, 0.5, 100_000
         args.grpc_instances, args.grpc_seconds = min(args.grpc_instances, 100), 3.0
+    results = measured(args)
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
+
+
+def fill(parser: argparse.ArgumentParser, page: Path, results: Path) -> None:
+    """The page's tables from a run's results; nothing is measured."""
+    for needed in (page, results):
+        if not needed.is_file():
+            parser.error(f"{needed}: no such file")
+    page.write_text(filled(page.read_text(), json.loads(results.read_text())))
+
+
+def measured(args: argparse.Namespace) -> dict[str, Any]:
+    """Everything that was asked for, printed as it comes."""
     told = {name: value for name, value in vars(args).items() if name not in ("json", "docs")}
     results: dict[str, Any] = {"machine": platform.machine(), "cpus": os.cpu_count(), "args": told, "rows": []}
     sizes = [[int(one) for one in some.split(",") if one] for some in (args.instances, args.prompts, args.blocks)]
@@ -363,8 +377,7 @@ def main() -> None:
                 tell("")
                 conductor_grpc.show(found)
                 results.setdefault("grpc", []).append(found)
-    if args.json:
-        Path(args.json).write_text(json.dumps(results, indent=1) + "\n")
+    return results
 
 
 if __name__ == "__main__":
