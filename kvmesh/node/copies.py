@@ -27,7 +27,7 @@ from kvmesh.transfer import TrafficClass
 log = logging.getLogger(__name__)
 
 CALL_S = 1.0  # a holder that has not said by then what it has is passed over
-ROOM_S = 0.25  # a copy waits so long for blocks that the tier below is still to take
+ROOM_SHARE = 0.5  # of its caller's time, a copy waits at most for blocks that the tier below is still to take
 NS = 1_000_000_000
 
 
@@ -135,7 +135,7 @@ class Copies:
 
     async def _fetch(self, group: _Group, wish: Wish, watch: Watch, deadline_ns: int) -> None:
         """Copy what is missing and seal it. Raises InvalidRequest, Overloaded."""
-        partition = await self._room(group)
+        partition = await self._room(group, deadline_ns)
         keys = [key for key in group.keys if not watch.gone(key)]
         sizes = dict(zip(group.keys, group.sizes, strict=False))
         begun = {
@@ -184,14 +184,15 @@ class Copies:
             return False
         return True
 
-    async def _room(self, group: _Group) -> Partition:
+    async def _room(self, group: _Group, deadline_ns: int) -> Partition:
         def room() -> Partition:
             missing = sum(holder(self._partitions, group.layout, key) is None for key in group.keys)
             return self._partitions.room(group.layout, group.shard_bytes, missing)
 
         partition = room()
         if self._tiering is not None:
-            await self._tiering.room(partition, len(group.keys), ROOM_S)
+            wait_s = ROOM_SHARE * (deadline_ns - time.monotonic_ns()) / NS
+            await self._tiering.room(partition, len(group.keys), wait_s)
             partition = room()  # it may have been given up meanwhile
             self._tiering.follow(partition)
         return partition

@@ -185,9 +185,9 @@ async def test_a_copy_for_others_waits_for_the_tier_and_loses_nothing(desk: Benc
         await b.fill(desk, new)
         async with stub(a.address) as rpc:
             request = pb.PullBlocksRequest(
-                keys=b"".join(new), holders=[b.ref], layout=LAYOUT, shard_bytes=SHARD, timeout_ms=5_000
+                keys=b"".join(new), holders=[b.ref], layout=LAYOUT, shard_bytes=SHARD, timeout_ms=20_000
             )
-            assert all((await rpc.Pull(request, timeout=20)).held)
+            assert all((await rpc.Pull(request, timeout=30)).held)
         assert a.blocks is not None
         await until(lambda: not a.store.usage.held)
         assert set(old) <= {*a.store.keys(), *a.blocks.lower_keys()}
