@@ -42,7 +42,7 @@ from benchmarks import conductor_grpc
 from benchmarks.conductor_page import filled
 from benchmarks.progress import tell
 from kvmesh.kvcache.announce import Announcement, snapshot_parts
-from kvmesh.kvcache.keys import split
+from kvmesh.kvcache.keys import Keys, split
 from services.conductor import domain
 from services.conductor.domain import Blocks, Heartbeat, Load, Member, Placed, PrefillSample, Ref, Register, Role
 from services.conductor.screening import chosen, columns, screen
@@ -118,7 +118,8 @@ class World:
         """A decision, and the seconds that it took."""
         self.requests += 1
         keys = self.rng.choice(self.prompts)
-        request = domain.Schedule(f"r{self.requests}", 0, "m", self.prompt, 256, keys)
+        # As the service makes it of a message: the keys as they came, in one piece.
+        request = domain.Schedule(f"r{self.requests}", 0, "m", self.prompt, 256, Keys.of(keys))
         began = time.perf_counter()
         (answer,) = self.step(request)
         took = time.perf_counter() - began

@@ -15,7 +15,8 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,10 @@ LEASE_MS = 3_600_000
 GRPC, DOOR = WAYS = "gRPC", "door"
 STORE = store_pb2.DESCRIPTOR.services_by_name["StoreMaster"]
 CONDUCTOR = conductor_pb2.DESCRIPTOR.services_by_name["Conductor"]
+SLICE_S = 1.0  # decisions and empty calls are timed in turn, so long each
+SEALS_PER_S = 10.0
 Ask = Callable[[conductor_pb2.ScheduleRequest], Awaitable[conductor_pb2.ScheduleResponse]]
+Call = Callable[[], Awaitable[None]]
 
 
 class Service:
@@ -227,51 +231,43 @@ async def through(caller: Caller) -> Ask:
     return ask
 
 
+@dataclass
+class Slice:
+    """What the conductor's process took while its decisions were timed, all slices together."""
+
+    spent_s: float = 0.0
+    waited_s: float = 0.0
+
+
 async def drive(args: argparse.Namespace, mesh: Mesh, conductor: Service, way: str) -> dict[str, Any]:
+    """Decisions and empty calls in turn, SLICE_S of each, heartbeats and announcements all the while."""
     channels = [connect(conductor.address) for _ in range(TASKS)]
     callers = [control_calls(conductor.address, channel, CONDUCTOR) for channel in channels]
-    each, seconds = args.grpc_rate / TASKS, args.grpc_seconds
-    turn = iter(range(1 << 40))
-
-    async def beat() -> None:
-        await mesh.beat(mesh.refs[next(turn) % len(mesh.refs)])
-
-    async def seal() -> None:
-        await mesh.announce(mesh.rng.choice(mesh.refs[: mesh.half]), split(mesh.rng.randbytes(16 * 64)))
-
-    calls, empties = [], []
-    for i, channel in enumerate(channels):
-        stub: Any = conductor_pb2_grpc.ConductorStub(channel)
-        health: Any = health_pb2_grpc.HealthStub(channel)
-        asking = await through(callers[i]) if way == DOOR else partial(stub.Schedule, timeout=TIMEOUT_S)
-
-        async def ask(asking: Ask = asking) -> None:
-            await mesh.schedule(asking)
-
-        async def empty(health: Any = health) -> None:
-            await health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
-
-        calls.append(open_loop(ask, each, 0.2 + i / args.grpc_rate, seconds))
-        empties.append(open_loop(empty, each, 0.2 + (i + 0.5) / args.grpc_rate, seconds))
-    # Between the calls that are timed, not with them: no two are due at once.
-    between = 0.1 + 0.25 / args.grpc_rate
-    beside = [open_loop(beat, args.grpc_beats, between, seconds), open_loop(seal, 10.0, between + 0.001, seconds)]
-    before, waited_s, handled = conductor.cpu_s(), conductor.waited_s(), conductor.handled()
+    asks = await decisions(mesh, channels, callers, way)
+    nothings = [empty_call(channel) for channel in channels]
+    slices = max(1, round(args.grpc_seconds / SLICE_S))
+    taken, handled, done = Slice(), conductor.handled(), asyncio.Event()
+    beside = [asyncio.create_task(one) for one in flow(mesh, args.grpc_beats, done)]
+    asked: list[float] = []
+    nothing: list[float] = []
     gc.collect()
     gc.disable()  # what this process makes in some seconds is little, and its own pauses are nobody's
     try:
-        found = await asyncio.gather(*calls, *empties, *beside)
+        for _ in range(slices):
+            before = conductor.cpu_s(), conductor.waited_s()
+            asked += await in_turn(asks, args.grpc_rate)
+            taken.spent_s += conductor.cpu_s() - before[0]
+            taken.waited_s += conductor.waited_s() - before[1]
+            nothing += await in_turn(nothings, args.grpc_rate)
     finally:
+        done.set()
         gc.enable()
-    spent, handled_by = conductor.cpu_s() - before, conductor.handled()
-    waited_s = conductor.waited_s() - waited_s
-    here = {bound: count - handled.get(bound, 0.0) for bound, count in handled_by.items()}
+        await asyncio.gather(*beside)
+    here = {bound: count - handled.get(bound, 0.0) for bound, count in conductor.handled().items()}
     for caller in callers:
         await caller.close()
     for channel in channels:
         await channel.close()
-    asked = [one for some in found[:TASKS] for one in some]
-    nothing = [one for some in found[TASKS : 2 * TASKS] for one in some]
     return {
         "way": way,
         "instances": args.grpc_instances,
@@ -281,9 +277,55 @@ async def drive(args: argparse.Namespace, mesh: Mesh, conductor: Service, way: s
         "schedule": told(asked),
         "empty": told(nothing),
         "handled_within_ms": {f"p{share}": within(here, share) for share in (50, 90, 99)},
-        "conductor_cpu_share": spent / seconds,
-        "conductor_waited_share": waited_s / seconds,
+        "conductor_cpu_share": taken.spent_s / (slices * SLICE_S),
+        "conductor_waited_share": taken.waited_s / (slices * SLICE_S),
     }
+
+
+async def decisions(
+    mesh: Mesh, channels: Sequence[grpc.aio.Channel], callers: Sequence[Caller], way: str
+) -> list[Call]:
+    """A call of each connection that asks for a placement."""
+    calls: list[Call] = []
+    for channel, caller in zip(channels, callers, strict=True):
+        stub: Any = conductor_pb2_grpc.ConductorStub(channel)
+        asking = await through(caller) if way == DOOR else partial(stub.Schedule, timeout=TIMEOUT_S)
+        calls.append(partial(mesh.schedule, asking))
+    return calls
+
+
+def empty_call(channel: grpc.aio.Channel) -> Call:
+    """A health check."""
+    health: Any = health_pb2_grpc.HealthStub(channel)
+
+    async def call() -> None:
+        await health.Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
+
+    return call
+
+
+async def in_turn(calls: Sequence[Call], rate: float) -> list[float]:
+    """For one slice, so many a second of all of them together; what each took."""
+    each = rate / len(calls)
+    found = await asyncio.gather(*(open_loop(one, each, i / rate, SLICE_S) for i, one in enumerate(calls)))
+    return [took for some in found for took in some]
+
+
+def flow(mesh: Mesh, beats_per_s: float, done: asyncio.Event) -> list[Coroutine[Any, Any, None]]:
+    """Instances beat and announce until then."""
+    turn = iter(range(1 << 40))
+
+    async def beat() -> None:
+        await mesh.beat(mesh.refs[next(turn) % len(mesh.refs)])
+
+    async def seal() -> None:
+        await mesh.announce(mesh.rng.choice(mesh.refs[: mesh.half]), split(mesh.rng.randbytes(16 * 64)))
+
+    async def on(call: Call, rate: float) -> None:
+        while not done.is_set():
+            await open_loop(call, rate, 0.0, SLICE_S)
+
+    return [on(beat, beats_per_s), on(seal, SEALS_PER_S)]
 
 
 def told(some: list[float]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from benchmarks.sizing_costs import WIRE, Costs
-from kvmesh.pacing import BUSY_S, IDLE_S, IDLE_SHARE, stretched_s
+from kvmesh.pacing import BUSY_S, BY_DOOR, IDLE_S, IDLE_SHARE, stretched_s
 from services.conductor.config import ConductorConfig
 from services.store.config import StoreConfig
 
@@ -55,8 +55,8 @@ class Setup:
         gap_s = stretched_s(BUSY_S, self.words, instances)
         return replace(
             self,
-            beat_s=stretched_s(self.beat_s, self.beats, instances),
-            store_beat_s=stretched_s(self.store_beat_s, self.store_beats, instances),
+            beat_s=stretched_s(self.beat_s, self.beats, BY_DOOR * instances),
+            store_beat_s=stretched_s(self.store_beat_s, self.store_beats, BY_DOOR * instances),
             announce_s=self.announce_s if gap_s <= BUSY_S else max(self.announce_s, gap_s),
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+BY_DOOR = 0.25  # what a heartbeat by a door counts: it takes a ninth of the core, and its samples what they take
 STEP = 1.2  # from one interval to the next longer one
 SLACK = 0.9  # they must fit into so much of the budget for the next shorter one: who comes and goes changes nothing
 IDLE_S = 1.0  # a store with nothing to tell says so this often: by that the master notices a lost tail
@@ -30,8 +31,8 @@ class Stretch:
         """At least 1."""
         return float(STEP**self._level)
 
-    def count(self, senders: int) -> bool:
-        """There are so many now; whether that has changed the interval."""
+    def count(self, senders: float) -> bool:
+        """There are so many now, by what each counts; whether that has changed the interval."""
         least, most = _level(senders / self._alone), _level(senders / (self._alone * SLACK))
         before, self._level = self._level, min(max(self._level, least), most)
         return self._level != before
@@ -42,7 +43,7 @@ def _level(wanted: float) -> int:
     return 0 if wanted <= 1 else math.ceil(math.log(wanted, STEP) - 1e-9)
 
 
-def stretched_s(base_s: float, per_s: float, senders: int) -> float:
+def stretched_s(base_s: float, per_s: float, senders: float) -> float:
     """The interval of a mesh that has grown to so many senders."""
     stretch = Stretch(base_s, per_s)
     stretch.count(senders)
@@ -74,9 +75,13 @@ class Pacing:
     alike, so that as many beats may be lost as ever."""
 
     def __init__(self, interval_s: float, lease_s: float, per_s: float) -> None:
-        """`per_s`: heartbeats of all members together; 0: as many as there are."""
+        """`per_s`: heartbeats over gRPC of all members together; one by a door counts BY_DOOR. 0: as many as there
+        are."""
         self._base = interval_s, lease_s
         self._stretch = Stretch(interval_s, per_s)
+        # Whose last heartbeat came over gRPC, and whose last two did: while one looks for the door its first one does.
+        self._once: set[str] = set()
+        self._over_grpc: set[str] = set()
         self.paced = per_s > 0
         self.pulse = Pulse(1, interval_s, lease_s)
 
@@ -85,9 +90,25 @@ class Pacing:
         """By how much the lease is longer than the configured one."""
         return self.pulse.lease_s - self._base[1]
 
+    def heard(self, member: str, *, by_door: bool) -> Pulse:
+        """It has beaten that way; what it is answered."""
+        if by_door:
+            self.forget(member)
+        elif member in self._once:
+            self._over_grpc.add(member)
+        else:
+            self._once.add(member)
+        return self.pulse
+
+    def forget(self, member: str) -> None:
+        """It has gone."""
+        self._once.discard(member)
+        self._over_grpc.discard(member)
+
     def count(self, members: int) -> None:
         """So many are alive now."""
-        if self._stretch.count(members):
+        over_grpc = min(members, len(self._over_grpc))
+        if self._stretch.count(over_grpc + BY_DOOR * (members - over_grpc)):
             interval_s, lease_s = (base * self._stretch.times for base in self._base)
             self.pulse = Pulse(self.pulse.number + 1, interval_s, lease_s)
 

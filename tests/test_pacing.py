@@ -11,7 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvmesh.pacing import BUSY_S, IDLE_S, IDLE_SHARE, SLACK, STEP, Lease, Pacing, Pulse, Stretch, Words, stretched_s
+from kvmesh.pacing import (
+    BUSY_S,
+    BY_DOOR,
+    IDLE_S,
+    IDLE_SHARE,
+    SLACK,
+    STEP,
+    Lease,
+    Pacing,
+    Pulse,
+    Stretch,
+    Words,
+    stretched_s,
+)
 from services.conductor import domain as conductor
 from services.conductor.settings import Settings
 from services.conductor.state import ConductorState
@@ -55,6 +68,8 @@ def test_few_are_never_stretched_nor_is_anybody_without_a_budget() -> None:
 
 def test_a_thousand_beat_and_announce_as_rarely_as_the_budget_wants() -> None:
     beats, words = Pacing(BEAT, LEASE, 500), Words(1300)
+    for i in [*range(1000)] * 2:
+        beats.heard(f"m{i}", by_door=False)
     beats.count(1000)
     words.count(1000)
     assert 2.0 <= beats.pulse.interval_s <= 2.0 * STEP
@@ -64,6 +79,28 @@ def test_a_thousand_beat_and_announce_as_rarely_as_the_budget_wants() -> None:
     assert words.idle_s == stretched_s(IDLE_S, 1300 * IDLE_SHARE, 1000)
     assert words.gap_s == stretched_s(BUSY_S, 1300, 1000)
     assert (beats.pulse.interval_ms, beats.pulse.number) == (round(1000 * beats.pulse.interval_s), 2)
+
+
+def test_by_doors_four_beat_as_often_as_one_over_grpc() -> None:
+    beats = Pacing(BEAT, LEASE, 500)
+    beats.count(1000)
+    assert beats.pulse.interval_s == stretched_s(BEAT, 500, 250), "newcomers are to come by doors"
+    for i in range(1000):
+        beats.heard(f"m{i}", by_door=False)
+    beats.count(1000)
+    assert beats.pulse.interval_s == stretched_s(BEAT, 500, 250), "the first one comes over gRPC"
+    for i in range(1000):
+        beats.heard(f"m{i}", by_door=i >= 500)
+    beats.count(1000)
+    assert beats.pulse.interval_s == stretched_s(BEAT, 500, 500 + 125)
+    for i in range(500):
+        beats.forget(f"m{i}")
+    beats.count(500)
+    assert beats.pulse.interval_s == stretched_s(BEAT, 500, 125)
+    for i in [*range(1000)] * 2:
+        beats.heard(f"m{i}", by_door=False)  # of more than are counted
+    beats.count(90)
+    assert beats.pulse.interval_s == BEAT
 
 
 def test_a_lease_grows_at_once_and_shrinks_when_the_shorter_interval_was_heard() -> None:
@@ -98,8 +135,8 @@ class Master:
     def enter(self, name: str, now: float) -> None:
         self.state.step(store.Join(store.Member(name, "h:1", 1, store.Role.POOL, "node", name)), now)
 
-    def beat(self, name: str, seq: int, pace: int, now: float) -> None:
-        self.state.step(store.Beat(name, 1, pace=pace), now)
+    def beat(self, name: str, seq: int, pace: int, now: float, *, by_door: bool = False) -> None:
+        self.state.step(store.Beat(name, 1, pace=pace, by_door=by_door), now)
 
     def leave(self, name: str, now: float) -> None:
         self.state.step(store.Leave(name, 1), now)
@@ -129,8 +166,9 @@ class Brain:
         ref = conductor.Ref(name, f"{name}:1", 1)
         self.state.step(conductor.Register(ref, conductor.Role.PREFILL, "node", card(), 100, 8), now)
 
-    def beat(self, name: str, seq: int, pace: int, now: float) -> None:
-        self.state.step(conductor.Heartbeat(conductor.Ref(name, f"{name}:1", 1), seq, True, IDLE, pace=pace), now)
+    def beat(self, name: str, seq: int, pace: int, now: float, *, by_door: bool = False) -> None:
+        ref = conductor.Ref(name, f"{name}:1", 1)
+        self.state.step(conductor.Heartbeat(ref, seq, True, IDLE, pace=pace, by_door=by_door), now)
 
     def leave(self, name: str, now: float) -> None:
         """Nobody says goodbye here but by silence."""
@@ -158,6 +196,7 @@ class Member:
     goes_by: Pulse
     arrived: float
     seq: int = 1
+    by_door: bool = False
     sent: list[tuple[int, int]] = field(default_factory=list)
 
 
@@ -185,7 +224,7 @@ class Paced(RuleBasedStateMachine):
     def _beat(self, member: Member, *, heard: bool) -> None:
         member.seq += 1
         member.sent.append((member.seq, member.goes_by.number))
-        self.told.beat(member.name, member.seq, member.goes_by.number, self.now)
+        self.told.beat(member.name, member.seq, member.goes_by.number, self.now, by_door=member.by_door)
         member.arrived = self.now
         if heard:
             member.goes_by = self.told.pulse
@@ -194,6 +233,13 @@ class Paced(RuleBasedStateMachine):
     @rule(data=st.data(), heard=st.booleans())
     def beat(self, data: st.DataObject, heard: bool) -> None:
         self._beat(self.members[data.draw(st.sampled_from(sorted(self.members)))], heard=heard)
+
+    @precondition(lambda self: self.members)
+    @rule(data=st.data())
+    def the_door(self, data: st.DataObject) -> None:
+        """One has found it, or lost it."""
+        member = self.members[data.draw(st.sampled_from(sorted(self.members)))]
+        member.by_door = not member.by_door
 
     @rule(heard=st.booleans())
     def all_beat(self, heard: bool) -> None:
@@ -249,7 +295,9 @@ class Paced(RuleBasedStateMachine):
         for member in self.members.values():
             assert self.told.lives(member.name, self.now)
             assert self.told.lease_s(member.name) == self.told.pulse.lease_s
-        assert len(self.members) / self.told.pulse.interval_s <= 20 * (1 + 1e-6)
+        weights = sum(BY_DOOR if member.by_door else 1 for member in self.members.values())
+        assert weights / self.told.pulse.interval_s <= 20 * (1 + 1e-6)
+        assert not weights or self.told.pulse.interval_s <= max(BEAT, STEP * weights / (20 * SLACK)) * (1 + 1e-6)
 
 
 class PacedMaster(Paced):
@@ -270,10 +318,12 @@ def test_a_master_counts_only_who_is_there() -> None:
     master = Master(per_s=20.0)
     for i in range(40):
         master.enter(f"m{i}", 0.0)
+        master.beat(f"m{i}", 0, 1, 0.0)
+        master.beat(f"m{i}", 1, 1, 0.0)
     master.tick(0.0)
     assert master.pulse.interval_s >= 2.0
     for i in range(40):
-        master.beat(f"m{i}", 1, 1, 0.1)
+        master.beat(f"m{i}", 2, 1, 0.1)
     for i in range(1, 40):
         master.state.step(store.Leave(f"m{i}", 1), 0.2)
     master.tick(0.2)

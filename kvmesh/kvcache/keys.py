@@ -17,8 +17,9 @@ import hashlib
 import struct
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 KEY_VERSION = 2  # 1: keys without a tag
 KEY_BYTES = 16
@@ -138,6 +139,61 @@ def extend(digest: bytes, packed_block: bytes | memoryview) -> tuple[bytes, byte
     hashed.update(packed_block)
     digest = digest[:TAG_BYTES] + hashed.digest()[TAG_BYTES:]
     return digest[:KEY_BYTES], digest
+
+
+class Keys(Sequence[bytes]):
+    """Keys of one chain as they travel, packed; a key becomes an object when somebody asks for it. What goes through
+    all of them (native walks) reads one piece of memory instead of an object a key."""
+
+    __slots__ = ("_count", "packed")
+
+    def __init__(self, packed: bytes) -> None:
+        """ValueError: not a whole number of keys."""
+        self._count, rest = divmod(len(packed), KEY_BYTES)
+        if rest:
+            raise ValueError(f"packed keys have {len(packed)} bytes, not a multiple of {KEY_BYTES}")
+        self.packed = packed
+
+    @staticmethod
+    def of(keys: Sequence[bytes]) -> Keys:
+        """These; ValueError: not every one is a key."""
+        if isinstance(keys, Keys):
+            return keys
+        packed = Keys(b"".join(keys))
+        if len(packed) != len(keys):
+            raise ValueError(f"{len(keys)} keys have {len(packed.packed)} bytes, not {KEY_BYTES} each")
+        return packed
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, at: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Keys: ...
+
+    def __getitem__(self, at: int | slice) -> bytes | Keys:
+        """Slices are of neighbours."""
+        if isinstance(at, slice):
+            first, end, step = at.indices(self._count)
+            if step != 1:
+                raise ValueError(f"step={step}: keys of one chain are neighbours")
+            return Keys(self.packed[first * KEY_BYTES : end * KEY_BYTES])
+        place = range(self._count)[at] * KEY_BYTES
+        return self.packed[place : place + KEY_BYTES]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(split(self.packed))
+
+    def __eq__(self, other: object) -> bool:
+        return self.packed == other.packed if isinstance(other, Keys) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.packed)
+
+    def __repr__(self) -> str:
+        return f"Keys({self.packed.hex(' ', KEY_BYTES)})"
 
 
 def split(packed: bytes) -> list[bytes]:

@@ -29,8 +29,8 @@ class _Library:
         self.masks = function("masks", _OBJECT, _P)
         self.change = function("change", _N, _P, _RAW, _N, _OBJECT, ctypes.c_int, _OBJECT, _OBJECT, _P)
         self.held = function("held", _N, _P, _RAW, _N, _OBJECT, _P)
-        self.chain = function("chain", _OBJECT, _P, _OBJECT, _OBJECT, _N)
-        self.lacking = function("lacking", _N, _P, _OBJECT, _OBJECT, _P)
+        self.chain = function("chain", _OBJECT, _P, _RAW, _N, _OBJECT, _N)
+        self.lacking = function("lacking", _N, _P, _RAW, _N, _OBJECT, _P)
 
 
 @functools.cache
@@ -103,17 +103,17 @@ class MaskTable:
         assert isinstance(count, int)
         return ctypes.string_at(found, count * KEY_BYTES)
 
-    def chain(self, keys: tuple[bytes, ...], at_least: int) -> list[int]:
+    def chain(self, packed: bytes, at_least: int) -> list[int]:
         """Who has the leading keys: end, mask, end, mask ... of runs that share one object (0: nobody). The last run is
-        the first one of nobody's that ends beyond `at_least`, one key of it, or ends with the keys. TypeError: a key is
-        no bytes."""
-        return self._native.chain(self._at, keys, 0, at_least)  # type: ignore[return-value]
+        the first one of nobody's that ends beyond `at_least`, one key of it, or ends with the keys."""
+        return self._native.chain(self._at, packed, len(packed) // KEY_BYTES, 0, at_least)  # type: ignore[return-value]
 
-    def lacking(self, keys: tuple[bytes, ...], bit: int) -> bytes:
+    def lacking(self, packed: bytes, bit: int) -> bytes:
         """Of each key 1 if its mask lacks that bit, else 0."""
-        found = self._scratch(len(keys))
-        self._native.lacking(self._at, keys, bit, found)
-        return ctypes.string_at(found, len(keys))
+        size = len(packed) // KEY_BYTES
+        found = self._scratch(size)
+        self._native.lacking(self._at, packed, size, bit, found)
+        return ctypes.string_at(found, size)
 
     def _scratch(self, nbytes: int) -> int:
         """Where an answer of so many bytes can lie until the next question. (For a buffer of its own each would make

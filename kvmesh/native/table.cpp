@@ -17,8 +17,8 @@ namespace {
 typedef unsigned long long Word;
 
 constexpr Py_ssize_t KEY = 16, LEAST = 64;
-constexpr Py_ssize_t OBJECTS_AHEAD = 48, SLOTS_AHEAD = 24;  // of a walk: keys as objects, then their slots
-constexpr Py_ssize_t RING = 64;                             // a power of two above both
+constexpr Py_ssize_t SLOTS_AHEAD = 24;  // of a walk
+constexpr Py_ssize_t RING = 32;         // a power of two above that
 
 struct Key {
     Word one, two;
@@ -113,49 +113,30 @@ int key_of(PyObject *object, Key &key) {
     return 1;
 }
 
-// Mask after mask of `keys`, which are objects of a tuple; null for one that is not there. What was asked ahead is kept in
-// rings, so that each object and each key is looked at once. The table stays as it is meanwhile.
+// Mask after mask of packed keys; null for one that is not there. Slots are fetched into the cache ahead, and each key is
+// hashed once. The table stays as it is meanwhile.
 struct Walk {
     const Table &table;
-    PyObject *keys;
+    const char *packed;
     Py_ssize_t size, at = 0;
-    bool failed = false;
-    PyObject *objects[RING];
-    struct {
-        Key key;
-        Slot *home;  // null: no key of any table
-    } found[RING];
+    Slot *homes[RING];
 
-    Walk(const Table &some, PyObject *tuple) : table(some), keys(tuple), size(PyTuple_Size(tuple)) {
-        failed = size < 0;
-        for (Py_ssize_t i = 0; !failed && i < size && i < OBJECTS_AHEAD; i++) object_ahead(i);
-        for (Py_ssize_t i = 0; !failed && i < size && i < SLOTS_AHEAD; i++) slot_ahead(i);
+    Walk(const Table &some, const char *keys, Py_ssize_t count) : table(some), packed(keys), size(count) {
+        for (Py_ssize_t i = 0; i < size && i < SLOTS_AHEAD; i++) ahead(i);
     }
 
-    void object_ahead(Py_ssize_t i) {
-        if (i >= size) return;
-        PyObject *object = objects[i & (RING - 1)] = PyTuple_GetItem(keys, i);
-        __builtin_prefetch(object);
-        __builtin_prefetch(reinterpret_cast<const char *>(object) + 2 * KEY);
+    void ahead(Py_ssize_t i) {
+        Slot *home = homes[i & (RING - 1)] = table.slots + table.home(key_at(packed + KEY * i));
+        __builtin_prefetch(home);
     }
 
-    void slot_ahead(Py_ssize_t i) {
-        if (i >= size) return;
-        auto &one = found[i & (RING - 1)];
-        int is_key = key_of(objects[i & (RING - 1)], one.key);
-        if (is_key < 0) failed = true;
-        one.home = is_key > 0 ? table.slots + table.home(one.key) : nullptr;
-        if (one.home) __builtin_prefetch(one.home);
-    }
-
-    // False: the end, or an error.
+    // False: the end.
     bool next(PyObject **mask) {
-        if (failed || at == size) return false;
-        object_ahead(at + OBJECTS_AHEAD);
-        slot_ahead(at + SLOTS_AHEAD);
-        const auto &one = found[at++ & (RING - 1)];
-        *mask = one.home ? table.find(one.key, one.home)->mask : nullptr;
-        return !failed;
+        if (at == size) return false;
+        if (at + SLOTS_AHEAD < size) ahead(at + SLOTS_AHEAD);
+        *mask = table.find(key_at(packed + KEY * at), homes[at & (RING - 1)])->mask;
+        at++;
+        return true;
     }
 };
 
@@ -295,11 +276,13 @@ KV_EXPORT Py_ssize_t kv_table_held(const Table *table, const char *packed, Py_ss
     return count;
 }
 
-// Who holds the leading `keys` (a tuple of bytes): a flat list of end, mask, end, mask. Neighbours of which one object
-// is the mask are one run; `nothing` is told for a key that is not there. It ends with the first key of that kind at
+// Who holds the leading ones of `size` packed keys: a flat list of end, mask, end, mask. Neighbours of which one object is
+// the mask are one run; `nothing` is told for a key that is not there. It ends with the first key of that kind at
 // `at_least` or beyond, or with the keys.
-KV_EXPORT PyObject *kv_table_chain(const Table *table, PyObject *keys, PyObject *nothing, Py_ssize_t at_least) {
-    Walk walk(*table, keys);
+KV_EXPORT PyObject *kv_table_chain(
+    const Table *table, const char *packed, Py_ssize_t size, PyObject *nothing, Py_ssize_t at_least
+) {
+    Walk walk(*table, packed, size);
     PyObject *list = PyList_New(0), *mask = nullptr, *last = nullptr;
     if (!list) return nullptr;
     while (walk.next(&mask)) {
@@ -308,13 +291,15 @@ KV_EXPORT PyObject *kv_table_chain(const Table *table, PyObject *keys, PyObject 
         last = mask;
         if (mask == nothing && walk.at > at_least) break;
     }
-    if (walk.failed || (last && !append(list, walk.at, last))) return without(list);
+    if (last && !append(list, walk.at, last)) return without(list);
     return list;
 }
 
-// How many of `keys` (a tuple of bytes) lack `bit`, told by a byte each in `lacks`; -1: an error is set.
-KV_EXPORT Py_ssize_t kv_table_lacking(const Table *table, PyObject *keys, PyObject *bit, unsigned char *lacks) {
-    Walk walk(*table, keys);
+// How many of `size` packed keys lack `bit`, told by a byte each in `lacks`; -1: an error is set.
+KV_EXPORT Py_ssize_t kv_table_lacking(
+    const Table *table, const char *packed, Py_ssize_t size, PyObject *bit, unsigned char *lacks
+) {
+    Walk walk(*table, packed, size);
     Has has{bit};
     Py_ssize_t count = 0;
     PyObject *mask = nullptr;
@@ -324,5 +309,5 @@ KV_EXPORT Py_ssize_t kv_table_lacking(const Table *table, PyObject *keys, PyObje
         lacks[walk.at - 1] = !there;
         count += !there;
     }
-    return walk.failed ? -1 : count;
+    return count;
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvmesh.kvcache.keys import Keys
 from kvmesh.rpc.errors import Overloaded
 from kvmesh.sim.brains import MODEL, Brains
 from kvmesh.sim.config import SimConfig, WireChange
@@ -100,7 +101,7 @@ class Cluster:
                 MODEL,
                 life.tokens,
                 self.config.told_max_tokens,
-                request.keys,
+                Keys.of(request.keys),
                 request.ttft_slo_s,
                 request.tbt_slo_s,
                 priority=request.priority,

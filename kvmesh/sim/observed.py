@@ -53,7 +53,7 @@ class Observed:
                     at - first,
                     told.prompt_tokens,
                     max(1, self.outcomes[name].output_tokens),
-                    told.keys,
+                    tuple(told.keys),
                     session=told.session,
                     origin=told.origin,
                     tenant=told.tenant,

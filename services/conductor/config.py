@@ -66,8 +66,8 @@ class ConductorConfig(ServiceConfig):
     heartbeats_per_s: int = field(
         default=500,
         metadata={
-            "help": "Heartbeats of all instances in a second; where there would be more, interval and lease grow "
-            "alike. 0: they never do.",
+            "help": "Heartbeats over gRPC of all instances in a second (four by a door count as one); were there more, "
+            "interval and lease grow alike. 0: they never do.",
             "min": 0,
         },
     )

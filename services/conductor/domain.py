@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from functools import cached_property
@@ -190,18 +190,20 @@ class Heartbeat:
     tiers: tuple[TierUse, ...] = ()
     outcomes: tuple[RequestOutcome, ...] = ()
     pace: int = 0  # the number of the pulse it goes by (see kvmesh/pacing.py); 0: it does not say
+    by_door: bool = False  # past gRPC
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One request to place. `keys`: its full prompt blocks, 16 bytes each. An SLO of 0 is the default."""
+    """One request to place. `keys`: its full prompt blocks, 16 bytes each, packed where they are many. An SLO of 0 is
+    the default."""
 
     request_id: str
     attempt: int
     model: str
     prompt_tokens: int
     max_tokens: int
-    keys: tuple[bytes, ...] = ()
+    keys: Sequence[bytes] = ()
     ttft_slo_s: float = 0.0
     tbt_slo_s: float = 0.0
     avoid: frozenset[str] = frozenset()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from kvmesh.kvcache.announce import Announcement
-from kvmesh.kvcache.keys import KEY_BYTES, split
+from kvmesh.kvcache.keys import KEY_BYTES, Keys, split
 from kvmesh.kvcache.tiers import Tier, TierUse, store_name, tier_of
 from kvmesh.rpc.errors import InvalidRequest
 from kvmesh.rpc.pb import common_pb2 as pb_common
@@ -118,12 +118,13 @@ def register_in(request: pb.RegisterInstanceRequest) -> Register:
     )
 
 
-def heartbeat_in(request: pb.HeartbeatRequest) -> Heartbeat:
+def heartbeat_in(request: pb.HeartbeatRequest, *, by_door: bool = False) -> Heartbeat:
     """Microseconds become seconds."""
     return Heartbeat(
         ref=ref_in(request.instance),
         seq=request.seq,
         pace=request.pace,
+        by_door=by_door,
         ready=request.ready,
         not_ready_reason=request.not_ready_reason[:MAX_REASON],
         load=load_in(request.load),
@@ -239,7 +240,7 @@ def schedule_in(request: pb.ScheduleRequest) -> Schedule:
         model=request.model,
         prompt_tokens=request.prompt_tokens,
         max_tokens=request.max_tokens,
-        keys=tuple(split(packed)),
+        keys=Keys(packed),
         ttft_slo_s=request.ttft_slo_ms / 1000,
         tbt_slo_s=request.tbt_slo_ms / 1000,
         avoid=frozenset(request.avoid_instance_ids),

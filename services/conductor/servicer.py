@@ -10,6 +10,7 @@ from typing import Any
 
 from kvmesh.kvcache.keys import KEY_BYTES
 from kvmesh.rpc import protocol
+from kvmesh.rpc.door.server import DoorContext
 from kvmesh.rpc.errors import InvalidRequest, Unavailable, UnknownRequest
 from kvmesh.rpc.masters import split
 from kvmesh.rpc.metadata import context_from_metadata
@@ -148,7 +149,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:  # noqa: N802
         """Raises UnknownInstance."""
-        self.deliver(mapping.heartbeat_in(request))
+        self.deliver(mapping.heartbeat_in(request, by_door=isinstance(context, DoorContext)))
         names.CONDUCTOR_HEARTBEATS.inc()
         pulse = self._state.pacing.pulse
         return pb.HeartbeatResponse(heartbeat_interval_ms=pulse.interval_ms, lease_ms=pulse.lease_ms, pace=pulse.number)

@@ -288,17 +288,15 @@ class ConductorState:
             who = f"instance {beat.ref.instance_id!r} incarnation {beat.ref.incarnation}"
             return [Refuse(UnknownInstance(f"{who} is not registered here: register again"))]
         instance.last_seen = now
-        instance.lease.tell(self.pacing.pulse, beat.pace)
-        learns = bool(beat.prefill_samples or beat.decode_samples)
-        self._columns.reload(beat.ref.instance_id, learnt=learns)
+        instance.lease.tell(self.pacing.heard(beat.ref.instance_id, by_door=beat.by_door), beat.pace)
+        self._columns.reload(beat.ref.instance_id, learnt=bool(beat.prefill_samples or beat.decode_samples))
         measured = self._ledger.learn(instance, beat, now)
         for one in measured:
             self._breakers.served(beat.ref.life, one.request_id, now)
         for outcome in beat.outcomes:
-            if not self._ledger.ended(instance, outcome):
-                continue
-            self._explanations.ended(outcome)
-            self._breakers.heard(beat.ref.life, outcome, now)
+            if self._ledger.ended(instance, outcome):
+                self._explanations.ended(outcome)
+                self._breakers.heard(beat.ref.life, outcome, now)
             self.scheduling.ended(outcome)
         for sample in beat.prefill_samples:
             self._explanations.report(instance.ref, sample)
@@ -383,6 +381,7 @@ class ConductorState:
         self._tiers.drop(instance.ref.life)
         self._breakers.forget(instance.ref.life)
         self._fleet.remove(instance, replaced=replaced)
+        self.pacing.forget(instance.ref.instance_id)
         self._columns.touch(instance.ref.instance_id)
 
     def _expire(self, now: float, passed_s: float) -> None:

@@ -26,8 +26,8 @@ class StoreConfig(ServiceConfig):
     heartbeats_per_s: int = field(
         default=400,
         metadata={
-            "help": "Heartbeats of all members in a second; where there would be more, interval and lease grow alike. "
-            "0: they never do.",
+            "help": "Heartbeats over gRPC of all members in a second (four by a door count as one); were there more, "
+            "interval and lease grow alike. 0: they never do.",
             "min": 0,
         },
     )

@@ -80,6 +80,7 @@ class Beat:
     usage: Usage | None = None
     removed_seq: int = 0
     pace: int = 0  # the number of the pulse it goes by (see kvmesh/pacing.py); 0: it does not say
+    by_door: bool = False  # past gRPC
 
 
 @dataclass(frozen=True)

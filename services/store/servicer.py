@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvmesh.rpc import protocol
+from kvmesh.rpc.door.server import DoorContext
 from kvmesh.rpc.errors import NotLeader
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.telemetry import names
@@ -142,7 +143,8 @@ class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
         """Raises UnknownInstance."""
         ref = request.instance
         usage = mapping.usage_in(request.usage) if request.HasField("usage") else None
-        self._step(Beat(ref.instance_id, ref.incarnation, usage, request.removed_seq, request.pace))
+        by_door = isinstance(context, DoorContext)
+        self._step(Beat(ref.instance_id, ref.incarnation, usage, request.removed_seq, request.pace, by_door))
         names.STORE_BEATS.inc()
         pulse = self._state.pulse
         pools = [

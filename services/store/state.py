@@ -278,7 +278,7 @@ class MasterState:
         life = self._living(beat.instance_id, beat.incarnation, "instance", actions)
         if life is not None:
             life.last_beat = now
-            life.lease.tell(self.pulse, beat.pace)
+            life.lease.tell(self._pacing.heard(beat.instance_id, by_door=beat.by_door), beat.pace)
             self._heard(life)
             life.usage = beat.usage or life.usage
             self.policy.beat(beat.instance_id, beat.usage, beat.removed_seq)
@@ -315,6 +315,7 @@ class MasterState:
 
     def _end(self, life: _Life, change: Change, actions: list[Action]) -> None:
         del self._lives[life.member.instance_id]
+        self._pacing.forget(life.member.instance_id)
         life.ended = self.blocks.ends(life.member.store_id)
         self.blocks.drop(life.member.store_id)
         self.policy.ended(life.member.instance_id, self._stepped_at or 0.0)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvmesh.kvcache.keys import Keys
 from services.conductor.balance.heat import Heat, depths
 from services.conductor.balance.hot import DEADLINE_S, REST_S, SETTLE_S
 from services.conductor.domain import (
@@ -54,7 +55,7 @@ def test_a_rate_is_that_of_the_uses_and_fades() -> None:
         heat.use(request(HOT), survey((0, 64, 1)), now)
         now += 0.5
     (hot,) = heat.hottest(now, most=8, least_rate=0.01)
-    assert hot.keys == HOT
+    assert tuple(hot.keys) == HOT
     assert hot.prompt_tokens == pytest.approx(64 * BLOCK + 8)
     assert hot.rate == pytest.approx(2.0, rel=0.05)
     assert heat.hottest(now + 30.0, most=8, least_rate=0.01)[0].rate == pytest.approx(0.25, rel=0.1)
@@ -75,7 +76,7 @@ def test_a_shared_beginning_is_told_beside_what_goes_on_from_it() -> None:
         heat.use(request(keys), survey((0, 16, 3), (16, 32, 1)), n / 10)
     found = heat.hottest(4.0, most=9, least_rate=0.01)
     assert Counter(len(hot.keys) for hot in found) == {16: 1, 32: 4}
-    assert next(hot for hot in found if len(hot.keys) == 16).keys == HOT[:16]
+    assert next(hot for hot in found if len(hot.keys) == 16).keys == Keys.of(HOT[:16])
 
 
 @given(seed=st.integers(0, 1 << 30), capacity=st.integers(16, 64))
@@ -107,7 +108,7 @@ def test_what_becomes_hot_finds_a_place_among_what_was() -> None:
     for n in range(160):
         keys = chain("new", 1) if n % 4 == 0 else chain(f"once{n}", 1)
         heat.use(request(keys), survey((0, 1, 1)), now)
-    assert chain("new", 1) in {hot.keys for hot in heat.hottest(now, most=16, least_rate=1e-12)}
+    assert chain("new", 1) in {tuple(hot.keys) for hot in heat.hottest(now, most=16, least_rate=1e-12)}
 
 
 def test_a_long_life_does_not_wear_out_its_numbers() -> None:

@@ -7,12 +7,14 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvmesh.kvcache.keys import Keys
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.sim import decisions
 from services.conductor.domain import (
@@ -211,13 +213,14 @@ def test_settings_come_back_as_they_were() -> None:
     assert journal.header_of(lines.lines[0]) == Header(5, 1.25, settings)
 
 
-def test_the_schedule_in_a_line_is_the_whole_request() -> None:
+@pytest.mark.parametrize("keys", [chain("x", 6), Keys.of(chain("x", 6))])
+def test_the_schedule_in_a_line_is_the_whole_request(keys: Sequence[bytes]) -> None:
     from services.conductor.records import journal
 
     lines = Lines()
     brain = recorded(lines)
     brain.pair()
-    brain.placed(100, keys=chain("x", 6), avoid=frozenset({"p9"}), priority=-3, tenant="t")
+    brain.placed(100, keys=keys, avoid=frozenset({"p9"}), priority=-3, tenant="t")
     line = journal.line_of(lines.lines[-1], 9)
     assert line is not None and isinstance(line.event, Schedule)
-    assert line.event.keys == chain("x", 6) and line.event.avoid == {"p9"} and line.event.priority == -3
+    assert line.event.keys == Keys.of(chain("x", 6)) and line.event.avoid == {"p9"} and line.event.priority == -3

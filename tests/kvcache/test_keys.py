@@ -14,6 +14,7 @@ from kvmesh.kvcache.keys import (
     KEY_BYTES,
     TAG_BYTES,
     KeyKind,
+    Keys,
     Namespace,
     chain,
     chain_tip,
@@ -151,3 +152,25 @@ def test_only_a_whole_digest_is_extended() -> None:
     for digest in (b"", NAMESPACE.root(16)[:KEY_BYTES]):
         with pytest.raises(ValueError, match=f"32 bytes, not {len(digest)}"):
             extend(digest, pack_tokens(range(16)))
+
+
+@given(st.integers(0, 80), st.integers(-90, 90), st.integers(-90, 90))
+def test_packed_keys_are_a_sequence(count: int, one: int, other: int) -> None:
+    plain = [bytes([n, *[7] * 15]) for n in range(count)]
+    packed = Keys(b"".join(plain))
+    assert list(packed) == plain and len(packed) == count and packed == Keys.of(tuple(plain)) == Keys.of(packed)
+    assert list(packed[one:other]) == plain[one:other] and list(packed[one:]) == plain[one:]
+    if -count <= one < count:
+        assert packed[one] == plain[one] and packed[one] in packed and packed.index(packed[one]) == one % count
+    else:
+        with pytest.raises(IndexError):
+            packed[one]
+
+
+def test_what_is_no_packed_keys() -> None:
+    with pytest.raises(ValueError, match="17 bytes"):
+        Keys(bytes(17))
+    with pytest.raises(ValueError, match="2 keys have 48 bytes"):
+        Keys.of((bytes(16), bytes(32)))
+    with pytest.raises(ValueError, match="step=2"):
+        Keys(bytes(64))[::2]

@@ -156,6 +156,7 @@ async def test_prefill(seed: int, mesh: Running) -> None:
     valid = {"Handoff": [*messages, prefill_pb2.HandoffRequest(landing=landing)], "GetPools": pb.GetPoolsRequest()}
     async with connect(mesh.mesh.addresses["prefill-0"]) as channel:
         await hostile.assault(channel, prefill, valid, seed=seed, rounds=20, borne=ENDS)
+        await mesh.settled()  # a start that finds no room ends at once, and its handle is free
         junk = prefill_pb2.HandoffHello(
             protocol_version=PROTOCOL_VERSION, instance=STRANGER, segment_descriptors=[b"no descriptor"]
         )

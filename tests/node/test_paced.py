@@ -14,7 +14,7 @@ from services.store.config import StoreConfig
 from tests.node.test_registration import TIMEOUT, Instance, Mesh, alive
 from tests.services import Running, running, until
 
-PACE = {"heartbeat_interval_ms": 100, "lease_ms": 500, "heartbeats_per_s": 5}
+PACE = {"heartbeat_interval_ms": 100, "lease_ms": 500, "heartbeats_per_s": 1}  # four by the door count as one
 NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 
 

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvmesh.kvcache.keys import KEY_BYTES, split
+from kvmesh.kvcache.keys import KEY_BYTES, Keys
 from services.conductor.domain import Schedule
 from services.conductor.prefixes.index import Survey
 
@@ -53,9 +53,9 @@ class Hot:
         return len(self.packed) // KEY_BYTES
 
     @property
-    def keys(self) -> tuple[bytes, ...]:
-        """One by one; made anew each time."""
-        return tuple(split(self.packed))
+    def keys(self) -> Keys:
+        """All of them."""
+        return Keys(self.packed)
 
     def begins_with(self, chain: _Chain) -> bool:
         """Whether that is a beginning of it: a key says all before it."""
@@ -81,8 +81,8 @@ class Heat:
 
     def use(self, request: Schedule, survey: Survey, now: float) -> None:
         """A prompt was weighed; `survey`: who holds its blocks. What nobody holds counts for nothing."""
-        weight, keys, chains = self._weight(now), request.keys, self._chains
-        tokens, packed = weight * request.prompt_tokens, b""
+        weight, keys, chains = self._weight(now), Keys.of(request.keys), self._chains
+        tokens = weight * request.prompt_tokens
         for depth in depths(survey, len(keys)):
             key = keys[depth - 1]
             chain = chains.get(key)
@@ -92,9 +92,8 @@ class Heat:
             chain.prompt_tokens += tokens
             chain.uses += 1
             if chain.uses > 1 and not chain.packed and self.packed_bytes + depth * KEY_BYTES <= self._max_packed:
-                packed += b"".join(keys[len(packed) // KEY_BYTES : depth])  # depths ascend: each key is joined once
-                chain.packed = packed
-                self.packed_bytes += len(packed)
+                chain.packed = keys.packed[: depth * KEY_BYTES]
+                self.packed_bytes += len(chain.packed)
 
     def hottest(self, now: float, *, most: int, least_rate: float) -> list[Hot]:
         """The `most` with the most block reads a second among those used `least_rate` times a second or more. Of two

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
+from kvmesh.kvcache.keys import Keys
 from kvmesh.kvcache.tiers import Tier, split_name
 from services.conductor.balance.heat import Heat, Hot
 from services.conductor.domain import Life, Member, OrderEnded, Ref, Replicate
@@ -222,7 +223,7 @@ class Replication:
         return sorted(found, key=lambda one: (-one[1], one[0].node_id == source.node_id))
 
     def _order(
-        self, keys: tuple[bytes, ...], source: _Source, target: Instance, depth: int, why: str, now: float
+        self, keys: Keys, source: _Source, target: Instance, depth: int, why: str, now: float
     ) -> Replicate | None:
         """What the limits leave room for; None: nothing."""
         under_way = [f for f in self._flights.values() if not f.done]
@@ -233,7 +234,7 @@ class Replication:
         end = min(source.depth, depth + room)
         if end <= depth:
             return None
-        order = Replicate(keys[depth:end], source.ref, target.ref, why, self._number())
+        order = Replicate(tuple(keys[depth:end]), source.ref, target.ref, why, self._number())
         nbytes = (end - depth) * block_bytes
         self._flights[order.number] = _Flight(order, frozenset(keys[:end]), nbytes, now + DEADLINE_S)
         return order

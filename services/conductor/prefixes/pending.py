@@ -16,9 +16,10 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from itertools import compress
-from operator import itemgetter
+from itertools import compress, pairwise
+from struct import Struct
 
+from kvmesh.kvcache.keys import KEY_BYTES, Keys
 from services.conductor.prefixes.walks import Runs, functions, of_marks
 
 EACH, SOME = 32, 256  # blocks of which each one is a mark, and up to which the finer step goes
@@ -37,13 +38,20 @@ def positions(blocks: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=512)
-def _picker(blocks: int) -> Callable[[Sequence[bytes]], Marks]:
-    return itemgetter(*positions(blocks))
+def ends(blocks: int) -> tuple[int, ...]:
+    """Up to which block each mark of so many reaches."""
+    return tuple(at + 1 for at in positions(blocks))
+
+
+@lru_cache(maxsize=512)
+def _picker(blocks: int) -> Struct:
+    between = (after - before - 1 for before, after in pairwise((-1, *positions(blocks))))
+    return Struct("".join(f"{gap * KEY_BYTES}x{KEY_BYTES}s" for gap in between))
 
 
 def marks(keys: Sequence[bytes]) -> Marks:
     """Those of a prompt."""
-    return tuple(keys) if len(keys) <= EACH else _picker(len(keys))(keys)
+    return _picker(len(keys)).unpack(Keys.of(keys).packed)
 
 
 @lru_cache(maxsize=4096)
@@ -95,7 +103,7 @@ class Pending:
         """Who will have the leading blocks of a prompt, in runs up to the last one that is coming anywhere."""
         if not self._masks or not keys:
             return []
-        return of_marks(self._masks, keys, positions(len(keys)))
+        return of_marks(self._masks, marks(keys), ends(len(keys)))
 
     def blocks(self, slot: int) -> int:
         """How many blocks are coming there, at most."""

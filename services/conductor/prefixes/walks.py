@@ -10,6 +10,7 @@ from itertools import repeat
 from typing import cast
 
 from kvmesh.kvcache.block_map import _KEY_SIZE, _int_size, _split
+from kvmesh.kvcache.keys import Keys
 from kvmesh.kvcache.steady_map import SteadyBlockMap
 from kvmesh.native import library, mask_table
 
@@ -47,9 +48,9 @@ class WalkedMap(SteadyBlockMap):
 
     def prefix(self, keys: Sequence[bytes], at_least: int = 0) -> Runs:
         """See `SteadyBlockMap`."""
-        if self._table is None or type(keys) is not tuple:
-            return super().prefix(keys, at_least)
-        flat, shown = self._table.chain(keys, at_least), ~self._hidden
+        if self._table is None:
+            return super().prefix(tuple(keys), at_least)
+        flat, shown = self._table.chain(Keys.of(keys).packed, at_least), ~self._hidden
         runs: Runs = []
         at, last = 0, -1
         for end, raw in zip(flat[::2], flat[1::2], strict=True):
@@ -74,7 +75,7 @@ class WalkedMap(SteadyBlockMap):
         if self._table is None:
             masks, bit = self._masks, 1 << slot
             return bytes([not masks.get(key, 0) & bit for key in keys])
-        return self._table.lacking(keys, 1 << slot)
+        return self._table.lacking(Keys.of(keys).packed, 1 << slot)
 
     def memory_bytes(self) -> int:
         """See `SteadyBlockMap`."""
@@ -112,14 +113,13 @@ class WalkedMap(SteadyBlockMap):
         self._mask_bytes += sum(keys * (_int_size(after) - _int_size(before)) for keys, before, after in tally if keys)
 
 
-def of_marks(masks: Masks, keys: Sequence[bytes], positions: tuple[int, ...]) -> Runs:
-    """Who has keys[position] of each of `positions`, which ascend: runs up to the last one that anybody has."""
+def of_marks(masks: Masks, marked: tuple[bytes, ...], ends: tuple[int, ...]) -> Runs:
+    """Who has each of these marks, which end at those blocks, ascending: runs up to the last one that anybody has."""
     native = functions()
-    if native is None or type(keys) is not tuple:
-        there = map(masks.get, map(keys.__getitem__, positions), repeat(0))
-        told = list(zip((position + 1 for position in positions), there, strict=True))
+    if native is None:
+        told = list(zip(ends, map(masks.get, marked, repeat(0)), strict=True))
     else:
-        flat = native.marks(masks, keys, 0, positions)
+        flat = native.marks(masks, marked, 0, ends)
         told = list(zip(flat[::2], flat[1::2], strict=True))
     runs: Runs = []
     last = -1

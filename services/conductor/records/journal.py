@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
+from kvmesh.kvcache.keys import Keys
 from kvmesh.rpc.errors import ConfigError, KvmeshError
 from services.conductor import domain
 from services.conductor.domain import Action, Event, Heartbeat, Placed, Refuse, Schedule
@@ -98,11 +99,17 @@ class Recorder:
     def _line(self, told: dict[str, Any]) -> None:
         if self._full:
             return
-        taken = self._write(msgspec.json.encode(told) + b"\n")
+        taken = self._write(msgspec.json.encode(told, enc_hook=_unpacked) + b"\n")
         if taken > self._limit:
             self._full = True
             why = f"the log has reached {self._limit:,} bytes"
             self._write(msgspec.json.encode({"kind": "end", "why": why}) + b"\n")
+
+
+def _unpacked(value: Any) -> list[bytes]:
+    if isinstance(value, Keys):
+        return list(value)
+    raise NotImplementedError(f"{type(value).__name__} is no part of an event")
 
 
 def _plain(value: Any) -> dict[str, Any]:
@@ -189,6 +196,8 @@ def line_of(raw: bytes, number: int) -> Line | None:
         raise ConfigError(f"decision log line {number}: type={name!r}: is no event", field="decisions")
     try:
         event: Event = msgspec.convert(told["event"], _EVENTS[name])
+        if isinstance(event, Schedule):
+            event = replace(event, keys=Keys.of(event.keys))
         return Line(number, float(told["at"]), event, told.get("answer"))
     except (msgspec.ValidationError, KeyError, TypeError, ValueError) as err:
         raise ConfigError(f"decision log line {number}: {err}", field="decisions") from None
