@@ -43,6 +43,7 @@ from benchmarks.conductor_page import filled
 from benchmarks.progress import tell
 from kvmesh.kvcache.announce import Announcement, snapshot_parts
 from kvmesh.kvcache.keys import Keys, split
+from kvmesh.loading import LastingHeap
 from services.conductor import domain
 from services.conductor.domain import Blocks, Heartbeat, Load, Member, Placed, PrefillSample, Ref, Register, Role
 from services.conductor.screening import chosen, columns, screen
@@ -92,6 +93,7 @@ class World:
         self.sealed: dict[str, deque[tuple[bytes, ...]]] = {name: deque() for name in names}
         self.ticked = self.now
         self.requests, self.beats, self.turn, self.beat_credit = 0, 1, 0, 0.0
+        self.heap = LastingHeap()  # as in the service: garbage is collected between decisions, what stays is frozen
         self.fill()
 
     def keys(self, n: int) -> tuple[bytes, ...]:
@@ -144,6 +146,7 @@ class World:
         began = time.perf_counter()
         for event in events:
             self.step(event)
+        self.heap.tick(0, began)
         return time.perf_counter() - began
 
     def beat(self, ref: Ref) -> list[Any]:
@@ -227,6 +230,7 @@ def cell(instances: int, prompt: int, block: int, seconds: float, rate: float) -
     world = World(instances, block, prompt, random.Random(1))
     alone = decisions(world, seconds, rate, flowing=False)
     flowing = decisions(world, seconds, rate, flowing=True)
+    world.heap.close()
     return {
         "instances": instances,
         "prompt": prompt,
