@@ -99,6 +99,7 @@ class MasterState:
         self._stall_s = stall_s
         self._max_members = max_members
         self._lives: dict[str, _Life] = {}
+        self._pools: dict[str, _Life] = {}  # those of pool nodes: each heartbeat is answered with some
         self._replaced: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._stepped_at: float | None = None
         self._nobody_dies_until = float("-inf")
@@ -149,8 +150,8 @@ class MasterState:
         `asking` itself never among them."""
         found = [
             (life.member, life.usage.free_bytes)
-            for life in self._lives.values()
-            if life.member.role is Role.POOL and life.usage and life.usage.free_bytes
+            for life in self._pools.values()
+            if life.usage and life.usage.free_bytes
             if life.member.instance_id not in self.policy.drains
         ]
         return heapq.nlargest(MAX_POOLS, (pool for pool in found if pool[0].instance_id != asking), key=lambda p: p[1])
@@ -261,6 +262,8 @@ class MasterState:
                 if len(self._replaced) > MAX_REPLACED:
                     self._replaced.popitem(last=False)
         self._lives[member.instance_id] = life = _Life(member, now, Lease(self.pulse))
+        if member.role is Role.POOL:
+            self._pools[member.instance_id] = life
         self._heard(life)
         self._publish(Change.JOINED, member, actions)
 
@@ -315,6 +318,7 @@ class MasterState:
 
     def _end(self, life: _Life, change: Change, actions: list[Action]) -> None:
         del self._lives[life.member.instance_id]
+        self._pools.pop(life.member.instance_id, None)
         self._pacing.forget(life.member.instance_id)
         life.ended = self.blocks.ends(life.member.store_id)
         self.blocks.drop(life.member.store_id)
