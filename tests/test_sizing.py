@@ -147,7 +147,7 @@ def test_heartbeats_alone_may_fill_it() -> None:
 
 
 def test_budgets_bound_what_comes_at_rest() -> None:
-    setup = Setup("paced", beats=200, store_beats=100, words=400)
+    setup = Setup("paced", beats=50, store_beats=25, words=400)  # by doors four times as many
     for instances in (100, 1000, 20_000):
         rest = at(COSTS, instances, setup, WORK, 0.0)
         assert rest.conductor <= 0.1 + 0.2 + 1e-9 and rest.store <= 0.1 + 0.1 + 0.1 + 1e-9
