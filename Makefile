@@ -20,7 +20,7 @@ DEV := $(VENV)/.stamp-dev
 NATIVE := $(wildcard kvmesh/engine/cpu/*.cpp kvmesh/engine/cpu/*.h kvmesh/engine/cpu/*.py) \
 	$(wildcard kvmesh/native/*.cpp kvmesh/native/*.h kvmesh/native/*.py)
 
-.PHONY: help up test test-compose chaos check lint format bench proto clean install install-dev rdma-guest
+.PHONY: help up test test-all test-rest test-compose soak chaos check lint format bench proto clean install install-dev rdma-guest
 
 help: ## this list
 	@echo "kvmesh"; grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -50,12 +50,24 @@ install-dev: $(DEV) ## ... and what its tests need
 up: $(RUN) ## start a mesh here and ask it something
 	@exec $(BIN)/kvmesh up $(ARGS)
 
-test: $(DEV) ## run all tests that this machine can run
+test: $(DEV) ## the quick tests, before every commit; ARGS="tests/store -k names": pytest with these arguments
 	@scripts/install_redis.sh
-	@$(BIN)/python scripts/run_tests.py $(ARGS)
+	@$(BIN)/python scripts/run_tests.py $(or $(ARGS),--quick)
+
+test-all: ## everything that this machine can run: the quick tests, the rest, and the mesh in containers
+	@$(MAKE) --no-print-directory test ARGS=
+	@$(MAKE) --no-print-directory test-rest
+	@$(MAKE) --no-print-directory test-compose
+
+test-rest: $(DEV) ## what `make test` leaves out, but for containers: slow tests, all examples, whole meshes, storms
+	@scripts/install_redis.sh
+	@$(BIN)/python scripts/run_tests.py --rest
 
 test-compose: $(DEV) ## the mesh in containers, struck under load: needs a Docker daemon, or root on Debian 12
 	@PYTHON=$(BIN)/python scripts/test_compose.sh $(ARGS)
+
+soak: $(DEV) ## a minute of noise at each entry point: protos, transfer engine, fast path
+	@KVMESH_FUZZ_S=60 $(BIN)/python -m pytest -q -s tests/fuzz $(ARGS)
 
 chaos: $(DEV) ## storms over the Store, ARGS="--chaos-minutes 30" for longer, KVMESH_CHAOS_SEED=N for one again
 	@$(BIN)/python -m pytest -q -s tests/chaos $(ARGS)

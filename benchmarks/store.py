@@ -1,6 +1,6 @@
 """The Store's client and its master beside what others do with the same values on this machine.
 
-    python -m benchmarks.store [--only data,clients,metadata,growth,gather] [--quick] [--json FILE]
+    python -m benchmarks.store [--only data,clients,metadata,growth,names,gather] [--quick] [--json FILE]
 
 data      put_from and get_into of 64 KiB, 1 MiB and 16 MiB, one value a call and many: kvmesh with its pool node on the
           same machine ("shm") and with tcp forced, as a remote node is reached ("tcp"); Mooncake's store over TCP (from
@@ -9,6 +9,7 @@ clients   the same with 1 to 8 clients at once, each a process
 metadata  look-ups and announcements of 1, 64 and 512 keys a call against mooncake_master's (batch_is_exist; begin and
           end of puts without data): keys per second of one client that waits for each answer
 growth    the same of our master at 10^4, 10^5 and 10^6 blocks, and bytes per block
+names     binds, and puts with a name, per second at 0 to 10^6 names
 gather    small blocks that lie side by side: one READ each, or one for all and a copy (kvmesh/kvcache/client/gather.py)
 
 Contenders take turns within each round; medians over the rounds, ratios are medians of the rounds' ratios. Random bytes
@@ -29,7 +30,7 @@ from benchmarks import store_gather, store_metadata
 from benchmarks.peers.link import PeerMissing
 from benchmarks.store_contest import OPS, Contest, Row, contenders
 
-PARTS = ("data", "clients", "metadata", "growth", "gather")
+PARTS = ("data", "clients", "metadata", "growth", "names", "gather")
 KIB, MIB = 1 << 10, 1 << 20
 ROWS = [Row(n, batch, 1) for n in (64 * KIB, MIB) for batch in (1, 64)] + [Row(16 * MIB, 1, 1), Row(16 * MIB, 16, 1)]
 PAIRS = (
@@ -85,6 +86,7 @@ def main() -> None:
         "clients": clients,
         "metadata": store_metadata.against_mooncake,
         "growth": store_metadata.growth,
+        "names": store_metadata.names,
         "gather": store_gather.measure,
     }
     told: dict[str, Any] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import time
 from typing import Any
 
 import psutil
@@ -11,10 +12,13 @@ import psutil
 from benchmarks import progress
 from benchmarks.peers.link import PeerMissing, Worker
 from benchmarks.store_contest import free_port, mooncake_master, service
+from kvmesh.kvcache.client import ClientConfig, SyncStoreClient
 
 BATCHES = (1, 64, 512)
 KNOWN = 10_000
 SIZES = (10_000, 100_000, 1_000_000)
+NAMES = (0, 10_000, 100_000, 1_000_000)
+NAME_PUTS = 200
 LEASE = ("--lease-ms", "3600000")  # the nodes of these benchmarks send no heartbeats
 
 
@@ -105,6 +109,49 @@ def growth(rounds: int) -> Any:
             flush=True,
         )
     return told
+
+
+def names(rounds: int) -> Any:
+    """Of our master and one pool node: binds alone, and puts of 4 KiB with a name, by the number of names."""
+    print("\nnames: one client, one call at a time")
+    print(f"{'names':>12}{'binds/s':>10}{'named puts/s':>14}{'puts/s':>10}")
+    told = []
+    for count in NAMES:
+        progress.tell(f"{count:,} names")
+        with contextlib.ExitStack() as stack:
+            address = stack.enter_context(service("store", *LEASE, "--max-names", str(2 * NAMES[-1])))
+            stack.enter_context(service("pool", "--store", address, "--memory-mb", "256"))
+            ours = _talker(stack, address)
+            ours.call("bind", prefix="known", count=count, batch=4096)
+            client = stack.enter_context(SyncStoreClient(ClientConfig(store=address, keys="granted", staging_mb=16)))
+            data = bytes(4096)
+            client.put(data)  # connections are made
+            binds, named, plain = [], [], []
+            for round_ in range(rounds):
+                binds.append(NAME_PUTS / ours.call("bind", prefix=f"new-{round_}", count=NAME_PUTS, batch=1))
+                named.append(_puts(client, data, f"put-{round_}"))
+                plain.append(_puts(client, data, ""))
+        progress.tell("")
+        row = {
+            "names": count,
+            "binds_per_s": round(statistics.median(binds)),
+            "named_puts_per_s": round(statistics.median(named)),
+            "puts_per_s": round(statistics.median(plain)),
+        }
+        told.append(row)
+        print(
+            f"{count:12,}{row['binds_per_s']:10,}{row['named_puts_per_s']:14,}{row['puts_per_s']:10,}",
+            flush=True,
+        )
+    return told
+
+
+def _puts(client: SyncStoreClient, data: bytes, prefix: str) -> float:
+    """A second; with names that begin so, if any."""
+    start = time.perf_counter()
+    for i in range(NAME_PUTS):
+        client.put(data, name=f"{prefix}-{i}" if prefix else None)
+    return NAME_PUTS / (time.perf_counter() - start)
 
 
 def _talker(stack: contextlib.ExitStack, master: str) -> Worker:

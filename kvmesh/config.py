@@ -29,6 +29,25 @@ class ServiceConfig:
     host: str = field(default="127.0.0.1", metadata={"help": "Address to listen on."})
     port: int = field(default=0, metadata={"help": "gRPC port; 0 picks a free one.", **_PORT})
     metrics_port: int = field(default=0, metadata={"help": "Prometheus port; 0 picks a free one.", **_PORT})
+    metrics_host: str = field(
+        default="", metadata={"help": "Address that the metrics and probe port listens on; empty: host."}
+    )
+    metrics_tls: str = field(
+        default="auto",
+        metadata={
+            "help": "auto: the metrics and probe port speaks TLS where tls_cert is set (no client certificate is asked "
+            "for); off: plain HTTP.",
+            "choices": ("auto", "off"),
+        },
+    )
+    metrics_connections: int = field(
+        default=128,
+        metadata={"help": "Connections of the metrics port at once; beyond that the longest idle is closed.", "min": 4},
+    )
+    metrics_timeout_ms: int = field(
+        default=5_000,
+        metadata={"help": "A request to the metrics port, and its answer, take at most so long.", "min": 1},
+    )
     node_id: str = field(default_factory=socket.gethostname, metadata={"help": "Name of this machine."})
     log_level: str = field(
         default="info",
@@ -38,7 +57,40 @@ class ServiceConfig:
         },
     )
     trace_dir: str = field(default="", metadata={"help": "Folder for spans as JSON lines; empty: none."})
-    otlp_endpoint: str = field(default="", metadata={"help": "OTLP gRPC collector, e.g. http://127.0.0.1:4317."})
+    trace_max_mb: int = field(
+        default=256,
+        metadata={"help": "MiB of span files of a process: two files, of which the older one goes.", "min": 1},
+    )
+    trace_sample: float = field(
+        default=1.0,
+        metadata={
+            "help": "Share of new traces that are kept, 0 to 1; one that a caller began is kept as he says.",
+            "min": 0.0,
+            "max": 1.0,
+        },
+    )
+    trace_slow_ms: int = field(
+        default=30_000,
+        metadata={
+            "help": "What failed or took longer here is kept even if its trace is not; 0: only what failed.",
+            "min": 0,
+        },
+    )
+    log_file: str = field(default="", metadata={"help": "File of the log; empty: standard error."})
+    log_max_mb: int = field(
+        default=64, metadata={"help": "MiB of log_file: two files, of which the older one goes.", "min": 1}
+    )
+    min_free_mb: int = field(
+        default=256,
+        metadata={
+            "help": "MiB that stay free on the disk (at most a tenth of it): below, no spans are written, and of the "
+            "log warnings alone; 0: no floor.",
+            "min": 0,
+        },
+    )
+    otlp_endpoint: str = field(
+        default="", metadata={"help": "OTLP gRPC collector, e.g. http://127.0.0.1:4317.", "secret": True}
+    )
     ready_file: str = field(default="", metadata={"help": "Written as JSON once the service accepts calls."})
     tls_cert: str = field(
         default="", metadata={"help": "PEM certificate of this service; with tls_key its gRPC server speaks TLS."}
@@ -54,6 +106,13 @@ class ServiceConfig:
     tls_server_name: str = field(
         default="", metadata={"help": "Name that peers' certificates must hold; empty: the address that is called."}
     )
+
+
+def without_password(url: str) -> str:
+    """As it may be shown: whatever stands before the last "@" is left out but for a user's name."""
+    credentials, at, rest = url.rpartition("@")
+    scheme, sep, user = credentials.rpartition("://")
+    return f"{scheme}{sep}{user.partition(':')[0]}:***@{rest}" if at and ":" in credentials else url
 
 
 def load(
@@ -142,7 +201,8 @@ def _known(key: str, fields: Mapping[str, Any], origin: str, *, shown: str = "")
 
 def _checked(key: str, value: Any, hint: Any, limits: Mapping[str, Any], origin: str) -> Any:
     def refuse(why: str) -> ConfigError:
-        shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+        shown = repr(without_password(value) if isinstance(value, str) else value)
+        shown = shown if len(shown) <= 80 else shown[:77] + "..."
         return ConfigError(f"{key}={shown} ({origin}): {why}", field=key)
 
     made = _convert(value, hint, refuse)

@@ -1,10 +1,12 @@
-"""Runs all tests, for `make test`: folder by folder in three lanes side by side, then what starts whole meshes in two,
-then storms alone.
+"""Runs the tests in one of two speeds. Folders run side by side, three at a time; each is a pytest process.
 
-    lanes: tests/rdma (a guest with one CPU), tests/node, tests/kvcache ... ──▶ marked `mesh` ──▶ storms
+    --quick   for `make test`: all tests but those marked `slow` or `mesh`; hypothesis tries a tenth of its examples
+    --rest    what --quick leaves out: slow tests by folder and properties with all their examples, then what starts
+              whole meshes, two at a time, then the storms of tests/chaos alone
+    ARGUMENTS of pytest instead: one pytest process with these, and nothing else
 
 What a folder's tests printed, and which of them took long, is shown as soon as they end. Ctrl-C and SIGTERM end them
-all. The exit status is that of the first that failed. With arguments it is pytest with these arguments, nothing else.
+all. The exit status is that of the first that failed.
 
 These are real processes with real deadlines on a machine that is full: a test may fail of that. The few that failed
 are run again with the machine for themselves, three times; those that pass each time are named as unsteady, as a thing
@@ -32,6 +34,7 @@ LONG_FIRST = (
     "kvcache", "node", "rdma", "prefill", "cli", "transfer", "decode", "gateway", "sim", "store", "conductor", "engine",
 )  # fmt: skip
 ALONE = ("chaos",)
+QUICK, REST = "--quick", "--rest"
 MESH = "mark.mesh"  # in a file with such tests
 SHARED = "small_mesh"  # the fixture of one mesh for many: their files go together
 OTHER_HALF = ("test_families", "test_tensor_parallel")  # go with those, so that both lanes end together
@@ -176,17 +179,25 @@ def meshes() -> list[tuple[str, list[str]]]:
     return [(name, ["-m", "mesh", *(f"tests/{path}" for path in paths)]) for name, paths in parted]
 
 
+def stages(speed: str) -> list[tuple[list[tuple[str, list[str]]], int]]:
+    """What runs one after the other: names and arguments of pytest processes, and how many of them at once."""
+    folders = [(name, [speed, f"tests/{name}"]) for name in parts()]
+    if speed == QUICK:
+        return [(folders, LANES)]
+    return [(folders, LANES), (meshes(), MESH_LANES), ([(name, [f"tests/{name}"]) for name in ALONE], 1)]
+
+
 def main() -> int:
-    if len(sys.argv) > 1:
+    if sys.argv[1:] not in ([QUICK], [REST]):
         return subprocess.call([sys.executable, "-m", "pytest", "-q", *sys.argv[1:]], cwd=ROOT)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     started = time.monotonic()
-    side_by_side = [(name, ["-m", "not mesh", f"tests/{name}"]) for name in parts()]
     outcome = Outcome()
-    for some, lanes in ((side_by_side, LANES), (meshes(), MESH_LANES), ([(n, [f"tests/{n}"]) for n in ALONE], 1)):
+    for some, lanes in stages(sys.argv[1]):
         run(some, lanes, outcome)
     passed = not outcome.bad or (outcome.may_be_unsteady() and unsteady(outcome.failed))
-    print(f"── all tests: {'passed' if passed else 'FAILED'} in {time.monotonic() - started:.0f} s")
+    what = "quick tests" if sys.argv[1] == QUICK else "the rest of the tests"
+    print(f"── {what}: {'passed' if passed else 'FAILED'} in {time.monotonic() - started:.0f} s")
     return 0 if passed else outcome.bad[0]
 
 

@@ -1,10 +1,16 @@
-"""For all tests: threads of numeric libraries are capped, and whole meshes come last."""
+"""For all tests: threads of numeric libraries are capped, whole meshes come last, and there are two speeds.
+
+`--quick` leaves out what is marked `slow` or `mesh` and lets hypothesis try a tenth of each property's examples;
+`--rest` runs the other tests, meshes left out (scripts/run_tests.py gives them processes of their own), and each
+property that `--quick` cut short once more, whole. Without either everything that was named runs."""
 
 from __future__ import annotations
 
 import gc
 import os
+from typing import Any
 
+import hypothesis
 import pytest
 
 # Modules are no garbage, and there are many: nobody looks them over while they are imported, nor between tests.
@@ -13,14 +19,68 @@ gc.disable()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+# An example takes as long as the machine is busy: what bounds a test's time is pytest's timeout.
+hypothesis.settings.register_profile("kvmesh", deadline=None)
+hypothesis.settings.load_profile("kvmesh")
+
+QUICK_PART = 10  # of a property's examples ...
+FEWEST = 5  # ... but at least so many
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quick", action="store_true", help="leave out tests marked slow or mesh; few examples a property"
+    )
+    parser.addoption("--rest", action="store_true", help="only what --quick leaves out or cuts short, and no meshes")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What fails in milliseconds is told before meshes are started, and the one mesh that many share lives at the end
     only; the order is otherwise as written."""
+    if config.getoption("--quick"):
+        _keep(config, items, [item for item in items if not _slow(item) and not _mesh(item)])
+        # A function with parameters is many items and one object.
+        for test, item in {_property_of(item): item for item in items if _property_of(item) is not None}.items():
+            _cut_examples(test, item)
+    elif config.getoption("--rest"):
+        kept = [item for item in items if not _mesh(item) and (_slow(item) or _property_of(item) is not None)]
+        _keep(config, items, kept)
 
     def last(item: pytest.Item) -> tuple[bool, bool]:
         return item.get_closest_marker("mesh") is not None, "small_mesh" in getattr(item, "fixturenames", ())
 
     items.sort(key=last)
+
+
+def _slow(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is not None
+
+
+def _mesh(item: pytest.Item) -> bool:
+    return item.get_closest_marker("mesh") is not None
+
+
+def _property_of(item: pytest.Item) -> Any:
+    """The test function if hypothesis gives it examples, else None."""
+    test = getattr(item, "obj", None)
+    return getattr(test, "__func__", test) if hypothesis.is_hypothesis_test(test) else None
+
+
+def _cut_examples(test: Any, item: pytest.Item) -> None:
+    # Where hypothesis keeps a test's settings: its own pytest plugin reads this attribute; a state machine's test case
+    # has them in its class.
+    place, name = test, "_hypothesis_internal_use_settings"
+    if hasattr(test, "_hypothesis_state_machine_class"):
+        place, name = item.cls, "settings"  # type: ignore[attr-defined]
+    settings: hypothesis.settings = getattr(place, name)
+    fewer = min(settings.max_examples, max(FEWEST, settings.max_examples // QUICK_PART))
+    setattr(place, name, hypothesis.settings(settings, max_examples=fewer))
+
+
+def _keep(config: pytest.Config, items: list[pytest.Item], kept: list[pytest.Item]) -> None:
+    chosen = {id(item) for item in kept}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
+    items[:] = kept
 
 
 def pytest_collection_finish() -> None:

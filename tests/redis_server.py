@@ -22,22 +22,24 @@ needs_redis = pytest.mark.skipif(shutil.which("redis-server") is None, reason=WH
 class RedisServer:
     """Keeps nothing over a restart, as a Redis without persistence does."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, password: str = "") -> None:
         self.port = Ports().take()
-        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.url = f"redis://{f':{password}@' if password else ''}127.0.0.1:{self.port}/0"
+        self._password = password
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Returns once it answers."""
         argv = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", self._folder]
+        argv += ["--requirepass", self._password] if self._password else []
         with (self._folder / "redis.log").open("ab") as log:
             self._process = subprocess.Popen(argv, stdout=log, stderr=log)
         deadline = time.monotonic() + 20
         while True:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1) as peer:
                 peer.sendall(b"PING\r\n")
-                if peer.recv(16).startswith(b"+PONG"):
+                if peer.recv(16).startswith((b"+PONG", b"-NOAUTH")):
                     return
             assert self._process.poll() is None, (self._folder / "redis.log").read_text()
             assert time.monotonic() < deadline, "redis-server does not answer"
@@ -52,9 +54,9 @@ class RedisServer:
 
 
 @contextlib.contextmanager
-def redis_server(folder: Path) -> Iterator[RedisServer]:
+def redis_server(folder: Path, password: str = "") -> Iterator[RedisServer]:
     """Started; killed in the end."""
-    server = RedisServer(folder)
+    server = RedisServer(folder, password)
     server.start()
     try:
         yield server

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ import pytest
 from scripts import run_tests
 
 ONCE = """
+import subprocess
+import sys
 from pathlib import Path
 
 def test_fails_once():
@@ -37,6 +41,7 @@ def outcome_of(root: Path, text: str) -> run_tests.Outcome:
     return outcome
 
 
+@pytest.mark.slow
 def test_what_fails_once_is_named_and_passes(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outcome = outcome_of(root, ONCE)
     assert outcome.bad == [1] and [test.split("::")[1] for test in outcome.failed] == ["test_fails_once"]
@@ -62,3 +67,33 @@ def test_many_failures_are_not_tried_again() -> None:
     assert not run_tests.Outcome(
         [1, 1], [f"tests/a.py::test_{n}" for n in range(run_tests.UNSTEADY + 1)]
     ).may_be_unsteady()
+
+
+def collected(speed: str) -> set[str]:
+    """Tests of a few folders, with all three kinds among them: plain, slow, properties."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *speed.split(), "tests/prefill", "tests/leader"]
+    ran = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=60, check=True)
+    return {line for line in ran.stdout.splitlines() if "::" in line}
+
+
+def test_the_two_speeds_leave_nothing_out() -> None:
+    everything, quick, rest = collected(""), collected(run_tests.QUICK), collected(run_tests.REST)
+    assert quick | rest == everything and quick < everything
+    twice = quick & rest
+    assert "tests/prefill/test_machine.py::TestMachine::runTest" in twice, "properties run quickly, and then whole"
+    assert "tests/prefill/test_service.py::test_cold_warm_and_chunked_give_the_reference_tokens" in rest - quick
+    assert len(twice) < len(quick) / 4
+
+
+def test_quick_tries_fewer_examples(tmp_path: Path) -> None:
+    (tmp_path / "test_made.py").write_text(
+        "import hypothesis as h\nfrom hypothesis import strategies as st\nfrom pathlib import Path\n"
+        "@h.settings(max_examples=200, database=None)\n@h.given(st.integers())\ndef test_counts(n):\n"
+        "    with Path(__file__).with_name('count').open('a') as out:\n        out.write('x')\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "--quick", f"--rootdir={tmp_path}", "-c"]
+    root = Path(__file__).parents[1]
+    where = {"cwd": root, "capture_output": True, "timeout": 60, "check": True}
+    subprocess.run([*command, str(tmp_path / "pytest.ini"), str(tmp_path)], **where)  # type: ignore[call-overload]
+    assert len((tmp_path / "count").read_text()) == 20

@@ -73,6 +73,22 @@ class Talker(End):
 
         return self.loop.run_until_complete(all_of_them())
 
+    def bind(self, prefix: str, count: int, batch: int) -> float:
+        """Seconds to bind so many new names, `batch` of them in a call."""
+        key = self.rng.randbytes(KEY_BYTES)
+        requests = []
+        for at in range(0, count, batch):
+            some = [f"{prefix}-{i}" for i in range(at, min(at + batch, count))]
+            requests.append(store_pb2.BindRequest(names=[store_pb2.NamedKey(name=one, key=key) for one in some]))
+
+        async def all_of_them() -> float:
+            start = time.perf_counter()
+            for request in requests:
+                await self.rpc.Bind(request, timeout=TIMEOUT_S)
+            return time.perf_counter() - start
+
+        return self.loop.run_until_complete(all_of_them())
+
     def look(self, batch: int, times: int) -> float:
         """Seconds for so many look-ups of `batch` keys each."""
         requests = []

@@ -22,6 +22,7 @@ from kvmesh.cli import (
     sim,
     status,
     store,
+    terms,
     trace,
     up,
 )
@@ -57,6 +58,7 @@ app.command("replay", help=replay.HELP)(replay.replay)
 app.add_typer(sim.app, name="sim")
 app.command("kvsize", help=kvsize.HELP)(kvsize.kvsize)
 app.add_typer(store.app, name="store")
+app.add_typer(terms.app, name="terms")
 app.command("apikey")(apikey.apikey)
 app.command("doctor")(doctor.doctor)
 

@@ -109,9 +109,12 @@ def _write(text: str) -> None:
 
 
 def _default_url() -> str:
+    from kvmesh.cli.stream import trust
+
     with contextlib.suppress(ConfigError):
         run = runs.find(None)
         if run.running:
+            trust(run.http_ca)
             return run.url
     return DEFAULT_URL
 

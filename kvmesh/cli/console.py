@@ -6,15 +6,17 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, NoReturn, ParamSpec, TypeVar
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
 from rich.markup import escape
+from rich.segment import Segment
 
 from kvmesh.rpc.errors import ConfigError, KvmeshError
+from kvmesh.telemetry.printable import printable
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,7 +35,28 @@ ApiKey = Annotated[
 
 def console(*, stderr: bool = False) -> Console:
     """A console that never colours numbers and paths by itself, and shows ":1234:" of an IPv6 address as it is."""
-    return Console(stderr=stderr, highlight=False, emoji=False, soft_wrap=not sys.stdout.isatty())
+    made = Console(stderr=stderr, highlight=False, emoji=False, soft_wrap=not sys.stdout.isatty())
+    made.push_render_hook(_Printable())
+    return made
+
+
+class _Printable(RenderHook):
+    """Names, errors and texts of other processes cannot command the terminal: their control characters are shown."""
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        """See RenderHook."""
+        return [_Shown(one) for one in renderables]
+
+
+class _Shown:
+    """A renderable whose text is printable; what moves the cursor of a progress display comes apart from its text."""
+
+    def __init__(self, inner: ConsoleRenderable) -> None:
+        self._inner = inner
+
+    def __rich_console__(self, out: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for text, style, control in out.render(self._inner, options):
+            yield Segment(text if control else printable(text), style, control)
 
 
 def die(message: str, code: int = USAGE_ERROR) -> NoReturn:

@@ -21,6 +21,7 @@ from contextlib import suppress
 import msgspec
 
 from kvmesh.rpc.errors import KvmeshError, Unavailable
+from kvmesh.transfer.wire import UNREADABLE
 
 VERSION = 1
 DEFAULT_PORT = 7040
@@ -141,7 +142,7 @@ class Channel:
             raise Hung(f"{self.name}: what answers there is no kvmesh doctor")
         try:
             return _DECODER.decode(self._exactly(size, deadline, timeout_s))
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             raise Hung(f"{self.name}: what answers there is no kvmesh doctor of this version") from None
 
     def _exactly(self, size: int, deadline: float, timeout_s: float) -> bytes:

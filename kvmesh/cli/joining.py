@@ -13,8 +13,10 @@ from typing import Any
 
 from kvmesh.cli import plan
 from kvmesh.cli.advertising import AUTO, address_towards
-from kvmesh.cli.settings import EVERY_ADDRESS, Joined, MeshSettings, is_loopback
+from kvmesh.cli.hashing import fingerprints
+from kvmesh.cli.settings import EVERY_ADDRESS, Joined, MeshSettings
 from kvmesh.rpc.errors import ConfigError, ProtocolMismatch, Unavailable
+from kvmesh.rpc.exposure import is_loopback
 from kvmesh.rpc.masters import split
 from kvmesh.rpc.server import join
 
@@ -170,13 +172,13 @@ async def opening(addresses: Sequence[str]) -> tuple[str, ...]:
 
 
 def fitted(
-    settings: MeshSettings, found: Found, own: str, fingerprints: Mapping[str, str], *, named: bool, hostname: str
+    settings: MeshSettings, found: Found, own: str, prints: Mapping[str, str], *, named: bool, hostname: str
 ) -> MeshSettings:
     """`settings` of the instances to be started. Pure.
 
-    `own`: this machine's address; `fingerprints`: of every checkpoint, by folder; `named`: the model's name was given,
-    else it is what the mesh calls that checkpoint. ConfigError: another model, KV that would not fit, a machine's name
-    that is taken, an address that no other machine reaches."""
+    `own`: this machine's address; `prints`: fingerprints of every checkpoint, by folder; `named`: the model's name was
+    given, else it is what the mesh calls that checkpoint. ConfigError: another model or epoch of it, KV that would not
+    fit, a machine's name that is taken, an address that no other machine reaches."""
     if is_loopback(own):
         why = f"the way to {found.at} leaves from {own}, which no other machine reaches: name it by its address"
         raise ConfigError(f"join={settings.join!r}: {why} on the network, or give --advertise-host", field="join")
@@ -184,7 +186,7 @@ def fitted(
     settings = dataclasses.replace(
         settings, joined=found.joined, advertise_host=own, host=settings.host if listens else own
     )
-    settings = _model(settings, found, fingerprints, named)
+    settings = _model(settings, found, prints, named)
     node_id = settings.node_id or hostname
     theirs = sorted(one.address for one in found.bearers if one.node_id == node_id and one.host != own)
     if theirs and settings.node_id:
@@ -193,12 +195,12 @@ def fitted(
     return dataclasses.replace(settings, node_id=f"{node_id}-{own}" if theirs else node_id)
 
 
-def _model(settings: MeshSettings, found: Found, fingerprints: Mapping[str, str], named: bool) -> MeshSettings:
+def _model(settings: MeshSettings, found: Found, prints: Mapping[str, str], named: bool) -> MeshSettings:
     """With the mesh's name, dtype and block size. A mesh without instances takes any."""
     if not found.cards or not settings.ranks:
         return settings
     for at, served in enumerate(settings.served):
-        mine = fingerprints[served.path]
+        mine = prints[served.path]
         equal = [card for card in found.cards if card["fingerprint"] == mine]
         card = next((card for card in equal if card["name"] == served.name), equal[0] if equal else None)
         if card is None:
@@ -207,14 +209,17 @@ def _model(settings: MeshSettings, found: Found, fingerprints: Mapping[str, str]
                 f"the mesh at {found.at} serves {serves}, this checkpoint is {mine[:12]}; give a folder of the same one"
             )
             raise ConfigError(f"model={served.path!r}: {why}", field="add_model" if at else "model")
+        if (theirs := int(card.get("weights_epoch", 0))) != settings.weights_epoch:
+            why = f"the mesh at {found.at} serves epoch {theirs} of {card['name']}, and KV goes within one epoch alone"
+            raise ConfigError(f"weights_epoch={settings.weights_epoch}: {why}", field="weights_epoch")
         if card["name"] != served.name and (named or at):
             why = f"the mesh at {found.at} calls this checkpoint {card['name']!r}"
             raise ConfigError(f"served_name={served.name!r}: {why}", field="served_name")
         fits = {"dtype": card["kv_dtype"], "block_tokens": card["block_tokens"]}
-        for key, theirs in fits.items():
-            if getattr(settings, key) not in (theirs, _default(key)):
+        for key, value in fits.items():
+            if getattr(settings, key) not in (value, _default(key)):
                 flag = f"--{key.replace('_', '-')}"
-                why = f"the mesh at {found.at} has {theirs}, and KV goes between equals alone; leave {flag} out"
+                why = f"the mesh at {found.at} has {value}, and KV goes between equals alone; leave {flag} out"
                 raise ConfigError(f"{key}={getattr(settings, key)!r}: {why}", field=key)
         settings = dataclasses.replace(settings, **fits, **({} if at else {"served_name": card["name"]}))
     return settings
@@ -255,10 +260,4 @@ def joined(settings: MeshSettings, *, named: bool) -> tuple[MeshSettings, Found]
 
 def _fingerprints(settings: MeshSettings) -> dict[str, str]:
     """Of every model's checkpoint, by folder; pool nodes alone need none."""
-    from kvmesh.engine.checkpoint import open_checkpoint
-
-    found = {}
-    for served in settings.served if settings.ranks else ():
-        with open_checkpoint(served.path) as checkpoint:
-            found[served.path] = checkpoint.fingerprint
-    return found
+    return fingerprints([served.path for served in settings.served] if settings.ranks else [])

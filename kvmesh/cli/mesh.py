@@ -10,6 +10,7 @@ import logging
 import os
 import queue
 import re
+import shutil
 import signal
 import subprocess
 import threading
@@ -21,6 +22,7 @@ from typing import Any
 
 from kvmesh.cli import checks, plan, probe
 from kvmesh.cli.settings import EVERY_ADDRESS, MeshSettings
+from kvmesh.private_files import private_folder, private_opener
 from kvmesh.rpc import process, security
 from kvmesh.rpc.errors import ConfigError, Unavailable
 
@@ -29,6 +31,8 @@ log = logging.getLogger(__name__)
 BACKOFF_FIRST_S = 0.2
 BACKOFF_MOST_S = 10.0
 STEADY_S = 10.0  # ready for so long: the next death starts with the first back-off again
+LOG_BYTES = 64 << 20  # of a process's log, in two files
+CUT_S = 5.0  # between two looks at the logs' sizes
 POLL_S = 0.05  # while a process is on its way up
 START_ATTEMPTS = 3  # deaths before the first readiness after which the start is given up
 GATEWAY_STOP_S = 3.0
@@ -99,27 +103,43 @@ class Mesh:
             hosts = [one for one in (settings.host, settings.advertise_host) if one not in EVERY_ADDRESS]
             made = make_certificates(self.run_dir / "tls", hosts).files
             settings = dataclasses.replace(settings, tls=False, **dataclasses.asdict(made))
+        self.http_ca = ""  # who vouches for the REST port, where nobody else does
+        if settings.http_tls:
+            from kvmesh.rpc.certificates import make_certificates
+
+            hosts = [one for one in (settings.host, settings.advertise_host) if one not in EVERY_ADDRESS]
+            own = make_certificates(self.run_dir / "http-tls", hosts)
+            settings = dataclasses.replace(
+                settings, http_tls=False, http_tls_cert=str(own.cert), http_tls_key=str(own.key)
+            )
+            self.http_ca = str(own.ca)
+        security.load_pair(settings.http_tls_cert, settings.http_tls_key, "http_tls_cert", "http_tls_key")
         self.settings = settings
         self.security = security.Security.load(settings)  # what clients of this mesh use, too
         self._ports = plan.Ports()  # claimed as long as this mesh may start somebody again
         specs = specs or plan.plan(settings, self.run_dir, self._ports)
         self.processes: dict[str, Process] = {spec.name: Process(spec) for spec in specs}
         self.addresses: dict[str, str] = {spec.name: spec.address for spec in specs}
-        self.url = next((f"http://{spec.http}" for spec in specs if spec.http), "")
+        self.url = next((f"{self._scheme}://{spec.http}" for spec in specs if spec.http), "")
         self._on_event: Callable[[Event], None] | None = None
         self._changed = threading.Condition()
         self._inbox: queue.Queue[tuple[Process, int] | None] = queue.Queue()
         self._stopping = threading.Event()
         self._hurry = threading.Event()
+        self._cut_at = 0.0
         self._thread = threading.Thread(target=self._supervise, name="kvmesh-supervisor", daemon=True)
+
+    @property
+    def _scheme(self) -> str:
+        return "https" if self.settings.http_tls_cert else "http"
 
     # ── what callers do ───────────────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
         """Start every process; returns at once, see `wait_ready`."""
         try:
-            for folder in ("logs", "traces", "ready"):
-                (self.run_dir / folder).mkdir(parents=True, exist_ok=True)
+            for folder in (".", "logs", "traces", "ready", "redis"):
+                private_folder(self.run_dir / folder)
         except OSError as err:
             raise ConfigError(f"run_dir={str(self.run_dir)!r}: {err.strerror}", field="run_dir") from None
         self._thread.start()
@@ -196,6 +216,10 @@ class Mesh:
             while not self._stopping.is_set():
                 self._take(self._pause())
                 now = time.monotonic()
+                if now >= self._cut_at:
+                    self._cut_at = now + CUT_S
+                    for one in self.processes.values():
+                        cut_log(one.spec.log, LOG_BYTES)
                 for one in self.processes.values():
                     if one._popen is None and now >= one._retry_at:
                         self._spawn(one)
@@ -209,7 +233,8 @@ class Mesh:
 
     def _pause(self) -> float | None:
         """Seconds until something is to be done unasked; None: nothing is."""
-        waits = [max(0.0, one._retry_at - time.monotonic()) for one in self.processes.values() if not one._popen]
+        waits = [max(0.0, self._cut_at - time.monotonic())]
+        waits += [max(0.0, one._retry_at - time.monotonic()) for one in self.processes.values() if not one._popen]
         if any(one.state in (State.STARTING, State.LOADING) for one in self.processes.values()):
             waits.append(POLL_S)
         return min(waits, default=None)
@@ -224,7 +249,7 @@ class Mesh:
     def _spawn(self, one: Process) -> None:
         spec = one.spec
         spec.ready_file.unlink(missing_ok=True)
-        with spec.log.open("ab") as out:
+        with open(spec.log, "ab", opener=private_opener) as out:
             one._log_start = out.tell()
             popen = subprocess.Popen(
                 spec.argv,
@@ -255,7 +280,7 @@ class Mesh:
     def _is_ready(self, spec: plan.Spec) -> bool:
         if spec.service == "redis":
             return probe.redis_ready(spec.address)
-        return probe.ready(spec.address, spec.http, self.security)
+        return probe.ready(spec.address, spec.http, self.security, https=bool(self.settings.http_tls_cert))
 
     def _exited(self, one: Process, code: int) -> None:
         popen = one._popen
@@ -358,6 +383,7 @@ class Mesh:
                 "model_path": self.settings.model,
                 "models": {served.name: served.path for served in self.settings.served},
                 "url": self.url,
+                "http_ca": self.http_ca,
                 "tls": {key: getattr(self.settings, key) for key in security.FIELDS},
                 "api_keys": self.settings.api_keys,
                 "grpc": self.addresses.get("gateway", ""),
@@ -365,7 +391,8 @@ class Mesh:
                 "joined": dataclasses.asdict(self.settings.joined) if self.settings.joined else None,
             }
             part = self.run_dir / ".mesh.json.part"
-            part.write_text(json.dumps(told, indent=1), encoding="utf-8")
+            with open(part, "w", encoding="utf-8", opener=private_opener) as file:
+                file.write(json.dumps(told, indent=1))
             part.replace(self.run_dir / "mesh.json")
 
 
@@ -375,11 +402,23 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
+def cut_log(path: Path, most_bytes: int) -> bool:
+    """Copy a log that has half of `most_bytes` to NAME.1 and empty it: whoever writes it, ranks too, appends. A line
+    that comes between the two steps is lost. False: it is shorter, or cannot be cut."""
+    with contextlib.suppress(OSError):
+        if path.stat().st_size >= most_bytes // 2:
+            shutil.copyfile(path, path.with_name(f"{path.name}.1"))
+            os.truncate(path, 0)
+            return True
+    return False
+
+
 def last_line(path: Path, start: int = 0) -> str:
     """What tells most about an end: the message of the last error in a log after byte `start`, else the last line."""
     try:
         with path.open("rb") as file:
-            file.seek(max(start, path.stat().st_size - 16_384))
+            size = path.stat().st_size
+            file.seek(max(start if start <= size else 0, size - 16_384))  # it may have been cut since
             lines = [line.strip() for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
     except OSError:
         return ""

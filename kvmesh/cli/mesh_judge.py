@@ -10,7 +10,7 @@ from typing import Any
 from kvmesh.cli.doctor_checks import Finding
 from kvmesh.cli.joining import host_port, only_inside
 from kvmesh.cli.mesh_look import Peer, Seen
-from kvmesh.cli.settings import is_loopback
+from kvmesh.rpc.exposure import is_loopback
 
 SILENT_MS = 1_500  # the default lease of instances
 DOCKER = tuple(ip_network(net) for net in ("172.16.0.0/12", "10.88.0.0/16", "10.244.0.0/16"))  # defaults of runtimes

@@ -18,6 +18,7 @@ from typing import Any
 from kvmesh.cli.chosen import chosen, merged
 from kvmesh.cli.serve import config_class
 from kvmesh.cli.settings import EVERY_ADDRESS, INSTANCES, MeshSettings, Served
+from kvmesh.config import ENV_PREFIX
 from kvmesh.rpc import security
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.server import check_port, join
@@ -181,10 +182,10 @@ def _service(
         name=one.name,
         service=one.service,
         address=join(_reach(flags["host"]), port),
-        metrics=join(_reach(flags["host"]), metrics_port),
+        metrics=join(_reach(flags.get("metrics_host") or flags["host"]), metrics_port),
         http=join(_reach(settings.host), own["http_port"]) if one.service == "gateway" else "",
         argv=_argv(one.service, flags),
-        env=_environment(settings, one.name, one.service),
+        env=_environment(settings, one.name, one.service) | _secrets(one.service, flags),
         log=run_dir / "logs" / f"{one.name}.log",
         ready_file=Path(flags["ready_file"]),
     )
@@ -231,6 +232,7 @@ def _own_flags(
         "dtype": settings.dtype,
         "device": settings.device,
         "block_tokens": settings.block_tokens,
+        "weights_epoch": settings.weights_epoch,
         "memory_mb": settings.memory_mb,
         "threads": settings.threads,
     }
@@ -248,6 +250,8 @@ def _own_flags(
         "gateway": {
             "host": settings.host,
             "http_port": http_port,
+            "http_tls_cert": settings.http_tls_cert,
+            "http_tls_key": settings.http_tls_key,
             "model": settings.model,
             "served_name": settings.model_name,
             "api_keys": settings.api_keys,
@@ -269,7 +273,7 @@ def _redis(settings: MeshSettings, port: int, run_dir: Path) -> Spec:
     flags = {
         "bind": LOCALHOST,
         "port": port,
-        "dir": run_dir,
+        "dir": run_dir / "redis",  # what must not be lost lies apart from logs and traces
         "pidfile": ready_file,
         "save": "",
         "appendonly": "yes",
@@ -315,7 +319,7 @@ def _argv(service: str, flags: Mapping[str, Any]) -> tuple[str, ...]:
     known = {field.name: field for field in dataclasses.fields(config_class(service))}
     argv = [sys.executable, "-m", "kvmesh.cli", "serve", service]
     for key, value in flags.items():
-        if key not in known or value == "":
+        if key not in known or value == "" or known[key].metadata.get("secret"):
             continue
         flag = key.replace("_", "-")
         if isinstance(value, bool):
@@ -325,8 +329,21 @@ def _argv(service: str, flags: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(argv)
 
 
+def _secrets(service: str, flags: Mapping[str, Any]) -> dict[str, str]:
+    """What every user of the machine could read among a process's arguments goes to it by its environment."""
+    return {
+        f"{ENV_PREFIX}{field.name.upper()}": str(flags[field.name])
+        for field in dataclasses.fields(config_class(service))
+        if field.metadata.get("secret") and flags.get(field.name, "") != ""
+    }
+
+
 def _environment(settings: MeshSettings, name: str, service: str) -> dict[str, str]:
-    env = dict(os.environ)
+    """Secrets of the settings are left out: `_secrets` gives each service its own."""
+    secret = {
+        f"{ENV_PREFIX}{field.name.upper()}" for field in dataclasses.fields(settings) if field.metadata.get("secret")
+    }
+    env = {key: value for key, value in os.environ.items() if key not in secret}
     env.setdefault("OMP_NUM_THREADS", str(settings.threads))
     env["PYTHONUNBUFFERED"] = "1"
     env.update(_extra(settings.env, name, service))

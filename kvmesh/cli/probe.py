@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import ssl
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -33,10 +34,16 @@ def health(address: str, timeout_s: float = 1.0, tls: Security = PLAINTEXT) -> s
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
 
-def gateway_ready(address: str, timeout_s: float = 1.0) -> bool:
-    """Can the gateway at `host:port` serve every one of its models?"""
-    host, _, port = address.rpartition(":")
-    link = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=timeout_s)
+def gateway_ready(address: str, timeout_s: float = 1.0, *, https: bool = False) -> bool:
+    """Can the gateway at `host:port` serve every one of its models? With `https` whatever its certificate says: it is
+    told nothing, and what it answers is no secret."""
+    name, _, number = address.rpartition(":")
+    host, port = name.strip("[]"), int(number)
+    link = (
+        http.client.HTTPSConnection(host, port, timeout=timeout_s, context=_unchecked())
+        if https
+        else http.client.HTTPConnection(host, port, timeout=timeout_s)
+    )
     try:
         link.request("GET", "/ready")
         answer = link.getresponse()
@@ -46,6 +53,13 @@ def gateway_ready(address: str, timeout_s: float = 1.0) -> bool:
         return False
     finally:
         link.close()
+
+
+def _unchecked() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
 
 
 def redis_ready(address: str, timeout_s: float = 1.0) -> bool:
@@ -59,8 +73,8 @@ def redis_ready(address: str, timeout_s: float = 1.0) -> bool:
         return False
 
 
-def ready(address: str, http_address: str = "", tls: Security = PLAINTEXT) -> bool:
+def ready(address: str, http_address: str = "", tls: Security = PLAINTEXT, *, https: bool = False) -> bool:
     """Does the service say that it is ready, a gateway with all of its models?"""
     if health(address, tls=tls) != "SERVING":
         return False
-    return not http_address or gateway_ready(http_address)
+    return not http_address or gateway_ready(http_address, https=https)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvmesh.cli.console import state_dir
+from kvmesh.private_files import private_folder
 from kvmesh.rpc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ def new_run_dir() -> Path:
     for extra in ("", *(f".{n}" for n in range(1, 100))):
         path = base / f"{name}{extra}"
         try:
-            path.mkdir(parents=True)
+            private_folder(base)
+            path.mkdir(mode=0o700)
         except FileExistsError:
             continue
         except OSError as err:
@@ -90,6 +92,11 @@ class Run:
     @property
     def url(self) -> str:
         return str(self.told.get("url", ""))
+
+    @property
+    def http_ca(self) -> str:
+        """Who vouches for its REST port; "": those whom this machine trusts anyway."""
+        return str(self.told.get("http_ca", ""))
 
     @property
     def tls(self) -> TlsFiles:

@@ -186,14 +186,17 @@ def _grace_s(config: ServiceConfig) -> float:
 
 def serve(service: str, config: ServiceConfig) -> None:
     """Run one service until it is told to stop."""
-    from kvmesh.rpc import process, security
+    from kvmesh.cli import hashing
+    from kvmesh.node.config import InstanceConfig
+    from kvmesh.rpc import exposure, process, security
     from kvmesh.rpc.masters import split
     from kvmesh.rpc.server import check_port
     from kvmesh.telemetry import setup
 
     process.follow_supervisor()
     for key in ("port", "http_port", "metrics_port"):  # before a model is loaded for minutes
-        check_port(config.host, getattr(config, key, 0), key)
+        host = config.metrics_host if key == "metrics_port" else ""
+        check_port(host or config.host, getattr(config, key, 0), key)
     for key in ("conductor", "store"):
         if (addresses := getattr(config, key, None)) is not None:
             for address in split(addresses, key):
@@ -208,8 +211,14 @@ def serve(service: str, config: ServiceConfig) -> None:
         trace_dir=config.trace_dir,
         otlp_endpoint=config.otlp_endpoint,
         log_level=config.log_level,
+        log_file=config.log_file,
+        limits=setup.TelemetryLimits.of(config),
     )
+    if warning := exposure.warning(config):
+        log.warning("%s", warning)
     try:
+        if isinstance(config, InstanceConfig) and config.model and hashing.on_terminal():
+            hashing.fingerprints([config.model], cache_dir=config.cache_dir)  # elsewhere its ranks log how far it is
         if service == "decode" and getattr(config, "local_prefill_tokens", False):
             from kvmesh.cli.coupled_config import CoupledConfig
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+from kvmesh.config import without_password
 from kvmesh.kvcache.eviction import POLICIES
+from kvmesh.kvcache.keys import MAX_WEIGHTS_EPOCH
 from kvmesh.node.transfer_config import check
 from kvmesh.rpc.errors import ConfigError
+from kvmesh.rpc.exposure import is_loopback
 
 _PORT = {"min": 0, "max": 65535}
 _COUNT = {"min": 0, "max": 64}
@@ -38,14 +40,6 @@ class Joined:
 
     conductors: tuple[str, ...]
     masters: tuple[str, ...]
-
-
-def is_loopback(host: str) -> bool:
-    """Does this name or address mean the machine that uses it? Names are not resolved."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +95,7 @@ class MeshSettings:
         default="",
         metadata={
             "help": "Redis that says which master and which conductor leads; auto: a redis-server of this mesh's own.",
+            "secret": True,
             "metavar": "auto|redis://HOST:PORT/0",
         },
     )
@@ -167,6 +162,15 @@ class MeshSettings:
         default=64,
         metadata={"help": "Tokens a KV block: a power of two in 16..512.", "choices": (16, 32, 64, 128, 256, 512)},
     )
+    weights_epoch: int = field(
+        default=0,
+        metadata={
+            "help": "Number of these weights where you give them one; KV is shared within one epoch alone "
+            "(docs/models.md).",
+            "min": 0,
+            "max": MAX_WEIGHTS_EPOCH,
+        },
+    )
     memory_mb: int = field(
         default=256,
         metadata={"help": "KV memory of each rank, MiB; 0, with --device cuda only: what the GPU has free.", "min": 0},
@@ -219,6 +223,14 @@ class MeshSettings:
     tls_ca: str = field(
         default="", metadata={"help": "PEM certificates of the authorities that services trust.", "metavar": "FILE"}
     )
+    http_tls: bool = field(
+        default=False,
+        metadata={"help": "HTTPS for clients of the REST port, with a certificate made for this run (in its folder)."},
+    )
+    http_tls_cert: str = field(
+        default="", metadata={"help": "PEM certificate of the REST port, in place of a made one.", "metavar": "FILE"}
+    )
+    http_tls_key: str = field(default="", metadata={"help": "Its PEM private key.", "metavar": "FILE"})
     tls_server_name: str = field(
         default="", metadata={"help": "Name in the services' certificate; empty: the addresses called."}
     )
@@ -235,7 +247,8 @@ class MeshSettings:
         default="", metadata={"help": "Folder for logs and traces; empty: a new one under the state folder."}
     )
     otlp_endpoint: str = field(
-        default="", metadata={"help": "Also send traces to this OTLP gRPC collector, e.g. http://127.0.0.1:4317."}
+        default="",
+        metadata={"help": "Also send traces to this OTLP gRPC collector, e.g. http://127.0.0.1:4317.", "secret": True},
     )
     log_level: str = field(
         default="info",
@@ -272,6 +285,14 @@ class MeshSettings:
         check(self.transports, self.nics)
         if self.tls and self.tls_cert:
             raise ConfigError(f"tls_cert={self.tls_cert!r}: --tls makes certificates of its own", field="tls_cert")
+        if self.http_tls and self.http_tls_cert:
+            raise ConfigError(
+                f"http_tls_cert={self.http_tls_cert!r}: --http-tls makes a certificate of its own",
+                field="http_tls_cert",
+            )
+        for one, other in (("http_tls_cert", "http_tls_key"), ("http_tls_key", "http_tls_cert")):
+            if getattr(self, one) and not getattr(self, other):
+                raise ConfigError(f"{other}='': is needed with {one}", field=other)
         seen = {self.model_name}
         for served in self.served[1:]:
             if served.name in seen:
@@ -295,10 +316,15 @@ class MeshSettings:
         for key, none in (("masters", 1), ("conductors", 1), ("redis", ""), ("api_keys", "")):
             if (value := getattr(self, key)) != none:
                 why = "the mesh that is joined has its own: leave it out with --join"
-                raise ConfigError(f"{key}={value!r}: {why}", field=key)
+                shown = without_password(value) if isinstance(value, str) else value
+                raise ConfigError(f"{key}={shown!r}: {why}", field=key)
         if self.tls:
             why = "its certificates would be this run's alone: with --join give --tls-cert, --tls-key and --tls-ca"
             raise ConfigError(f"tls=True: {why} (docs/security.md)", field="tls")
+        if self.http_tls or self.http_tls_cert:
+            given = "http_tls" if self.http_tls else "http_tls_cert"
+            why = "the REST port is at the mesh that is joined: leave it out with --join"
+            raise ConfigError(f"{given}={getattr(self, given)!r}: {why}", field=given)
         if not (self.pool or any(getattr(self, key) for key in INSTANCES)):
             why = "nothing would be started: with --join give --prefill, --decode, --coupled or --pool"
             raise ConfigError(f"join={self.join!r}: {why}", field="join")

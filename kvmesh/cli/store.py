@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from kvmesh.cli import store_bench, store_data, store_move, store_policy, store_top
+from kvmesh.cli import store_bench, store_data, store_move, store_policy, store_purge, store_top
 from kvmesh.cli.console import console, one_line_errors, wide_enough
 from kvmesh.cli.store_target import Namespace, RunDirOption, StoreOption, patiently, ref_of, run, shown_ref, size
 from kvmesh.rpc.errors import ConfigError, InvalidRequest, Unavailable, UnknownInstance
@@ -265,5 +265,6 @@ app.command("replicas", help=store_policy.REPLICAS_HELP)(store_policy.replicas)
 app.command("copy", help=store_move.COPY_HELP)(store_move.copy)
 app.command("move", help=store_move.MOVE_HELP)(store_move.move)
 app.command("quota", help=store_policy.QUOTA_HELP)(store_policy.quota)
+app.command("purge", help=store_purge.HELP)(store_purge.purge)
 app.command("top", help=store_top.HELP)(store_top.top)
 app.command("bench", help=store_bench.HELP)(store_bench.bench)

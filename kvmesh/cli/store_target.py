@@ -14,7 +14,7 @@ import typer
 
 from kvmesh.cli import runs
 from kvmesh.cli.console import RunDir, console
-from kvmesh.rpc.errors import ConfigError, KvmeshError, NotLeader, Unavailable
+from kvmesh.rpc.errors import ConfigError, KvmeshError, NotLeader, PinLimit, Unavailable
 
 if TYPE_CHECKING:
     from kvmesh.kvcache.client import StoreClient
@@ -52,7 +52,7 @@ def shown_ref(text: str) -> str:
 
 def with_advice(error: KvmeshError) -> KvmeshError:
     """The same; where a limit of pins refuses, with what can be done."""
-    if "hard_pins=" in error.message:
+    if isinstance(error, PinLimit):
         advice = "`kvmesh store unpin` some, or give pool nodes more memory (`kvmesh serve pool --memory-mb`)"
         error = type(error)(f"{error.message}; {advice}", field=error.field)
     return error

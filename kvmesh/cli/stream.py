@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from kvmesh.rpc.errors import InvalidRequest, KvmeshError, Overloaded, Unauthorized, Unavailable
+from kvmesh.rpc.errors import ConfigError, InvalidRequest, KvmeshError, Overloaded, Unauthorized, Unavailable
 
 Message = dict[str, str]
 
@@ -39,6 +40,26 @@ class Answer:
         )
 
 
+_CONTEXTS: dict[str, ssl.SSLContext] = {}
+
+
+def trust(ca: str) -> None:
+    """From now on this process also believes certificates that the authority in the file `ca` has signed. Raises
+    ConfigError when the file is gone."""
+    if ca:
+        try:
+            trusted().load_verify_locations(cafile=ca)
+        except OSError as err:
+            raise ConfigError(f"http_ca={ca!r}: {err.strerror or err}", field="http_ca") from None
+
+
+def trusted() -> ssl.SSLContext:
+    """What HTTPS is checked by: the machine's authorities (SSL_CERT_FILE is minded) and those of `trust`."""
+    if "" not in _CONTEXTS:
+        _CONTEXTS[""] = ssl.create_default_context()
+    return _CONTEXTS[""]
+
+
 def authorization(api_key: str | None) -> dict[str, str]:
     """The header that a key travels in."""
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -47,7 +68,7 @@ def authorization(api_key: str | None) -> dict[str, str]:
 def cards_of(url: str, headers: dict[str, str], timeout_s: float = 10.0) -> list[dict[str, Any]]:
     """What the mesh says of the models it serves. KvmeshError: refused or unreachable."""
     try:
-        answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=timeout_s)
+        answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=timeout_s, verify=trusted())
     except (httpx.HTTPError, httpx.InvalidURL) as err:
         raise _unreachable(url, err) from None
     _refuse(answer)
@@ -93,7 +114,9 @@ def chat(
     timeout = httpx.Timeout(timeout_s, connect=10.0)
     try:
         target = f"{url}/v1/chat/completions"
-        with httpx.stream("POST", target, content=content, headers=headers, timeout=timeout) as answer:
+        with httpx.stream(
+            "POST", target, content=content, headers=headers, timeout=timeout, verify=trusted()
+        ) as answer:
             if answer.status_code != 200:
                 answer.read()
                 _refuse(answer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import httpx
 
 from kvmesh.cli import runs
-from kvmesh.cli.stream import authorization, cards_of
+from kvmesh.cli.stream import authorization, cards_of, trust, trusted
 from kvmesh.rpc.errors import ConfigError, Unavailable
 
 
@@ -30,7 +29,9 @@ def find(url: str | None, run_dir: Path | None, model: str | None, api_key: str 
     """Ask `url`, or the mesh of `run_dir` (the latest), what it serves. ConfigError: no such model, or a fact that
     nobody tells; Unavailable: nothing answers."""
     if url is None:
-        url = runs.find_running(run_dir).url
+        run = runs.find_running(run_dir)
+        trust(run.http_ca)
+        url = run.url
     url = url.rstrip("/").removesuffix("/v1")
     headers = authorization(api_key)
     card = _card(url, headers, model)
@@ -63,6 +64,6 @@ def client(target: Target, timeout_s: float) -> httpx.AsyncClient:
         headers={**target.headers, "Accept-Encoding": "identity"},
         timeout=httpx.Timeout(timeout_s, connect=10.0),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-        verify=ssl.create_default_context(),  # which minds SSL_CERT_FILE
+        verify=trusted(),
         trust_env=False,
     )

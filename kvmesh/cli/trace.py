@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -55,13 +57,19 @@ class Node:
 
 def read_spans(folder: Path) -> Iterator[dict[str, Any]]:
     """Every span in the JSON-lines files of `folder`; a last line that is still being written is left out."""
-    for path in sorted(folder.glob("*.jsonl")):
-        with path.open(encoding="utf-8") as file:
-            for line in file:
-                try:
-                    yield json.loads(line)
-                except ValueError:
+    seen: set[int] = set()  # inodes: a file that is renamed meanwhile is read once, the one before it too
+    for _ in range(3):
+        for path in sorted(folder.glob("*.jsonl")):
+            with contextlib.suppress(FileNotFoundError), path.open(encoding="utf-8") as file:
+                inode = os.fstat(file.fileno()).st_ino
+                if inode in seen:
                     continue
+                seen.add(inode)
+                for line in file:
+                    try:
+                        yield json.loads(line)
+                    except ValueError:
+                        continue
 
 
 def trees(spans: list[dict[str, Any]]) -> list[Node]:

@@ -112,6 +112,7 @@ def up(settings: MeshSettings, *, prompt: bool, leave: bool) -> int:
     from kvmesh.cli import joining
     from kvmesh.cli import mesh as meshes
     from kvmesh.cli.checks import check_own_ports, check_ranks, check_reach, check_redis, check_tiers
+    from kvmesh.cli.hashing import fingerprints
     from kvmesh.cli.screen import Progress, joins
 
     settings = joining.advertised(settings)
@@ -131,6 +132,8 @@ def up(settings: MeshSettings, *, prompt: bool, leave: bool) -> int:
     settings = dataclasses.replace(
         settings, run_dir=str(Path(settings.run_dir).absolute() if settings.run_dir else runs.new_run_dir())
     )
+    if not settings.join:  # once, with a bar: instances then find it done
+        fingerprints([served.path for served in settings.served])
     told = threading.Event()
     mesh = meshes.Mesh(settings)
     progress = Progress(out, mesh.processes)
@@ -143,11 +146,14 @@ def up(settings: MeshSettings, *, prompt: bool, leave: bool) -> int:
                 mesh.wait_ready(LOADING_S, stopped=told)
                 if not told.is_set():
                     progress.done()
-            answered = True
-            if prompt and mesh.url and not told.is_set():
+            answered = bool(settings.join) or _serves(out, mesh, told)
+            if prompt and answered and mesh.url and not told.is_set():
                 answered = _ask(out, mesh)
             if leave:
                 return 0 if answered else 1
+            if not answered and not told.is_set():
+                out.print("\n[bold red]The mesh does not serve[/]  see above; Ctrl-C stops everything.")
+                told.wait()
             if not told.is_set():
                 for line in _part(mesh) if mesh.settings.join else _whole(mesh):
                     out.print(line, soft_wrap=True)
@@ -158,6 +164,19 @@ def up(settings: MeshSettings, *, prompt: bool, leave: bool) -> int:
             out.print("\nstopping ...")
             mesh.stop()
             out.print("stopped; nothing is left running")
+
+
+def _serves(out: Console, mesh: Mesh, told: threading.Event) -> bool:
+    """Whether instances are registered and get work, in time; else what is wrong is printed."""
+    from kvmesh.cli import serving
+
+    found = serving.wait_serving(mesh, serving.PATIENCE_S, told)
+    if found and not told.is_set():
+        out.print(f"[red]all processes run, but after {serving.PATIENCE_S:.0f} s the mesh does not serve:[/]")
+        for line in found:
+            out.print(f"  {escape(line)}", soft_wrap=True)
+        out.print(f"  (logs: {mesh.run_dir}/logs)")
+    return not found
 
 
 class _Signals:
@@ -200,6 +219,7 @@ def _ask(out: Console, mesh: Mesh) -> bool:
     if mesh.settings.api_keys and not key:
         out.print("\n[dim]No first request: the gateway wants an API key, and KVMESH_API_KEY holds none.[/]")
         return True
+    stream.trust(mesh.http_ca)
     messages, max_tokens = first_prompt(Path(mesh.settings.model))
     for message in messages:
         text = message["content"]
@@ -248,6 +268,7 @@ def _whole(mesh: Mesh) -> tuple[str, ...]:
     names = ", ".join(served.name for served in mesh.settings.served)
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32})
     auth = ' -H "Authorization: Bearer $KVMESH_API_KEY"' if mesh.settings.api_keys else ""
+    ca = f" --cacert {shlex.quote(mesh.http_ca)}" if mesh.http_ca else ""
     client_key = "os.environ['KVMESH_API_KEY']" if mesh.settings.api_keys else "'none'"
     return (
         f"\n[bold green]The mesh is up[/]  {url}/v1   [dim]docs: {url}/docs[/]",
@@ -255,9 +276,11 @@ def _whole(mesh: Mesh) -> tuple[str, ...]:
         *([f"[bold]Models[/]          {escape(names)}"] if mesh.settings.add_model else []),
         "",
         "[bold]curl[/]",
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{auth} -d {escape(shlex.quote(body))}",
+        f"  curl{escape(ca)} {url}/v1/chat/completions -H 'Content-Type: application/json'{auth} "
+        f"-d {escape(shlex.quote(body))}",
         "",
         "[bold]Python[/]  [dim](pip install openai)[/]",
+        *([f"  [dim]# SSL_CERT_FILE={escape(shlex.quote(mesh.http_ca))} python ...[/]"] if mesh.http_ca else []),
         *(["  import os"] if mesh.settings.api_keys else []),
         "  from openai import OpenAI",
         f"  client = OpenAI(base_url={url + '/v1'!r}, api_key={escape(client_key)})",
@@ -271,8 +294,17 @@ def _whole(mesh: Mesh) -> tuple[str, ...]:
         *([f"        {kvmesh} role coupled-0 prefill|decode|both"] if mesh.settings.coupled else []),
         "",
         *_invitation(mesh),
+        *_plaintext(mesh.settings),
         "Ctrl-C stops everything.",
     )
+
+
+def _plaintext(settings: MeshSettings) -> tuple[str, ...]:
+    """A warning where keys and prompts travel in the clear though the mesh was asked to guard them."""
+    if settings.http_tls_cert or not (settings.api_keys or settings.tls_cert):
+        return ()
+    what = "API keys and prompts" if settings.api_keys else "prompts"
+    return (f"[yellow]REST is plain HTTP: {what} travel unencrypted. Give --http-tls to have HTTPS.[/]", "")
 
 
 def _invitation(mesh: Mesh) -> tuple[str, ...]:

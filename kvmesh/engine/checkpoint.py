@@ -1,4 +1,5 @@
-"""A Hugging Face checkpoint folder: config, tensors (read lazily), fingerprint; validated before anything is loaded.
+"""A Hugging Face checkpoint folder: config, tensors and fingerprint (both read lazily); validated before anything is
+loaded.
 
 safetensors: u64 little-endian header length, JSON header `{name: {dtype, shape, data_offsets}}`, then the data,
 which the offsets must tile exactly. No torch here (`weights.py` has it), so a front process may look inside too.
@@ -6,26 +7,25 @@ which the offsets must tile exactly. No torch here (`weights.py` has it), so a f
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import mmap
 import os
+import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvmesh.engine.config import ModelConfig
+from kvmesh.engine.fingerprint import Fingerprint, Progress, fingerprint
 from kvmesh.engine.tensors import HEAD, canonical_name, expected_tensors
 from kvmesh.rpc.errors import CheckpointError
 
 ITEMSIZE = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 MAX_HEADER_BYTES = 100 * 2**20
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-WHOLE_TENSOR_BYTES = 64 * 1024  # tensors up to this size enter the fingerprint whole
-SAMPLES, SAMPLE_BYTES = 16, 1024  # of a larger tensor: this many evenly spaced runs, first and last bytes included
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,13 @@ class TensorInfo:
 @dataclass(slots=True)
 class Checkpoint:
     """An opened folder. `raw(name)` maps a tensor's bytes; `close()` (or `with`) lets the mappings go once no view
-    of them is left."""
+    of them is left. `cache_dir`: see `kvmesh.engine.fingerprint`."""
 
     path: Path
     config: ModelConfig
     tensors: Mapping[str, TensorInfo]
-    fingerprint: str
+    cache_dir: str = ""
+    _fingerprinted: Future[Fingerprint] | None = None
     _maps: dict[Path, mmap.mmap] = field(default_factory=dict)
 
     @property
@@ -59,6 +60,41 @@ class Checkpoint:
     def nbytes(self) -> int:
         """Bytes of all tensors as stored."""
         return sum(info.nbytes for info in self.tensors.values())
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the model: hex of a digest over its configuration and every byte of its weights, the same however it is
+        sharded. Where nobody has taken it yet, all of the weights are read. Raises CheckpointError."""
+        return self.fingerprinted().hexdigest
+
+    def fingerprinted(self, on_progress: Progress | None = None) -> Fingerprint:
+        """The same, and the files that it is true for. Raises CheckpointError: a file cannot be read, or changes."""
+        return self.begin_fingerprint(on_progress, here=True).result()
+
+    def begin_fingerprint(self, on_progress: Progress | None = None, *, here: bool = False) -> Future[Fingerprint]:
+        """Take the fingerprint beside what the caller does next; `here`: before this returns. It is taken once."""
+        if self._fingerprinted is None:
+            made = self._fingerprinted = Future()
+
+            def run() -> None:
+                try:
+                    found = fingerprint(
+                        self.path,
+                        self.config.canonical(),
+                        self.tensors,
+                        cache_dir=self.cache_dir,
+                        on_progress=on_progress,
+                    )
+                except BaseException as error:
+                    made.set_exception(error)
+                else:
+                    made.set_result(found)
+
+            if here:
+                run()
+            else:
+                threading.Thread(target=run, name="fingerprint", daemon=True).start()
+        return self._fingerprinted
 
     def raw(self, name: str) -> memoryview:
         """The tensor's bytes. A private mapping: writes to it reach neither the file nor anyone else."""
@@ -86,8 +122,8 @@ class Checkpoint:
         self.close()
 
 
-def open_checkpoint(path: str | Path, max_context_tokens: int = 0) -> Checkpoint:
-    """Read and check config.json and every shard's header; tensor data is only sampled.
+def open_checkpoint(path: str | Path, max_context_tokens: int = 0, cache_dir: str = "") -> Checkpoint:
+    """Read and check config.json and every shard's header; tensor data is read when somebody asks for it.
 
     `max_context_tokens`: no longer context will be asked for (0: the model's own limit). Models with longrope choose
     their factors by it, and with them their fingerprint.
@@ -106,7 +142,7 @@ def open_checkpoint(path: str | Path, max_context_tokens: int = 0) -> Checkpoint
         raise CheckpointError(f"{folder}: {err.message}", field=err.field) from None
     found = {canonical_name(config, name): info for name, info in _shards(folder).items()}
     tensors = {name: found[name] for name in _checked(config, found, folder)}
-    return Checkpoint(folder, config, tensors, _fingerprint(config, tensors))
+    return Checkpoint(folder, config, tensors, cache_dir)
 
 
 class _reading:  # noqa: N801 - reads like a statement
@@ -215,33 +251,3 @@ def _checked(config: ModelConfig, found: Mapping[str, TensorInfo], folder: Path)
                 f"{info.file}: tensor {name} has dtype {info.dtype}; supported: {', '.join(ITEMSIZE)}", field=name
             )
         yield name
-
-
-def _fingerprint(config: ModelConfig, tensors: Mapping[str, TensorInfo]) -> str:
-    """Hex sha256 over the canonical config and sampled bytes of every tensor, in name order: the same for one
-    model however it is sharded, another for a fine-tune of it. A change of a few bytes inside a large
-    tensor may go unseen: this names a model, it does not protect it."""
-    digest = hashlib.sha256(json.dumps(config.canonical(), sort_keys=True).encode())
-    handles: dict[Path, int] = {}
-    try:
-        for name in sorted(tensors):
-            info = tensors[name]
-            with _reading(info.file):
-                if info.file not in handles:
-                    handles[info.file] = os.open(info.file, os.O_RDONLY | os.O_CLOEXEC)
-                digest.update(f"\0{name}\0{info.dtype}\0{list(info.shape)}\0".encode())
-                for offset, length in _samples(info):
-                    digest.update(os.pread(handles[info.file], length, offset))
-    finally:
-        for handle in handles.values():
-            os.close(handle)
-    return digest.hexdigest()
-
-
-def _samples(info: TensorInfo) -> Iterator[tuple[int, int]]:
-    if info.nbytes <= WHOLE_TENSOR_BYTES:
-        yield info.offset, info.nbytes
-        return
-    last = info.nbytes - SAMPLE_BYTES
-    for i in range(SAMPLES):
-        yield info.offset + last * i // (SAMPLES - 1), SAMPLE_BYTES

@@ -8,6 +8,8 @@ import struct
 
 import msgspec
 
+from kvmesh.transfer.wire import UNREADABLE
+
 MAX_HELLO_BYTES = 64 << 10
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 
@@ -31,7 +33,7 @@ class IndexHello(msgspec.Struct, frozen=True):
         """ValueError: it is none."""
         try:
             found = msgspec.msgpack.decode(packet, type=cls)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise ValueError(f"{len(packet)} bytes that are no hello of an index: {error}") from None
         if min(found.base, found.nbytes, found.index_bytes) < 0:
             raise ValueError("a hello of an index with negative sizes")

@@ -25,6 +25,7 @@ KEY_VERSION = 2  # 1: keys without a tag
 KEY_BYTES = 16
 TAG_BYTES = 4
 DIGEST_BYTES = 32
+MAX_WEIGHTS_EPOCH = (1 << 64) - 1
 TOKEN_BYTES = 4
 _MANY = struct.Struct(f"{KEY_BYTES}s" * 32)  # keys cut at C speed
 
@@ -49,9 +50,9 @@ def tenant_tag(tenant: str) -> bytes:
 class Namespace:
     """Everything besides tokens that KV depends on. Blocks are shared only within one namespace.
 
-    `fingerprint` names the weights (hex), `lora` the adapter ("" = none), `tenant_salt` whoever must not
-    share with others ("" = everybody), `weights_epoch` the step of weights that change while serving. `tenant`: whose
-    tag the keys bear; it need not be a secret."""
+    `fingerprint` names the weights, every byte of them (hex), `lora` the adapter ("" = none), `tenant_salt` whoever
+    must not share with others ("" = everybody), `weights_epoch` the step of weights that change while serving.
+    `tenant`: whose tag the keys bear; it need not be a secret."""
 
     key_version: int = KEY_VERSION
     fingerprint: str

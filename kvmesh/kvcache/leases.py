@@ -176,6 +176,11 @@ class LeaseBook:
             return None
         return self._ends.extend(lease_id, until_ns)
 
+    def is_final(self, lease_id: int) -> bool:
+        """Whether it is open and cannot be renewed any more."""
+        lease = self._open.get(lease_id)
+        return lease is not None and lease.final
+
     def close(self, lease_id: int) -> tuple[int, ...]:
         """End it; returns its extents, () when it is unknown."""
         self._ends.drop(lease_id)

@@ -261,10 +261,12 @@ class NodeStore(SealedBlocks):
         return self._leases.renew(lease_id, now + duration_ns, now)
 
     def unlease(self, lease_id: int) -> bool:
-        """The reader is done. False: unknown, or over already."""
+        """The reader is done. True: its extents have not changed since the lease was given, and what it read of them is
+        right. False: unknown or over already, or the memory has gone (`drop_all`)."""
+        final = self._leases.is_final(lease_id)
         extents = self._leases.close(lease_id)
         self.release(extents)
-        return bool(extents)
+        return bool(extents) and not final
 
     def expire(self, now: int, most: int | None = None) -> int:
         """End leases and soft pins whose time is over, at most so many of each, and of leases that hold much fewer (see

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvmesh.kvcache.leases import Deadlines
-from kvmesh.rpc.errors import Overloaded
+from kvmesh.rpc.errors import PinLimit
 
 PINNED_PERCENT = 50
 
@@ -26,10 +26,10 @@ class PinBook:
         return total * self._percent // 100
 
     def check(self, new: Sequence[bytes], total: int) -> None:
-        """Overloaded, which names figures, unless so many more may be pinned hard."""
+        """PinLimit, which names figures, unless so many more may be pinned hard."""
         limit = self.limit(total)
         if len(self.hard) + len(new) > limit:
-            raise Overloaded(
+            raise PinLimit(
                 f"hard_pins={len(new)}: {len(self.hard)} of {total} blocks are pinned, at most {limit} may be",
                 field="hard_pins",
             )

@@ -117,7 +117,7 @@ class IndexWriter(_Table):
         return True
 
     def beat(self, now_ns: int) -> None:
-        """The writer lives, at this time (monotonic)."""
+        """The writer lives, at this time (ns of the lease clock)."""
         _WORD.pack_into(self._memory, _BEAT, now_ns)
 
     def end(self) -> None:
@@ -150,7 +150,7 @@ class IndexReader(_Table):
         super().__init__(memory, buckets)
 
     def current(self, now_ns: int) -> bool:
-        """Whether its writer was at work just now (monotonic ns), and has not ended it."""
+        """Whether its writer was at work just now (ns of the lease clock), and has not ended it."""
         ended, beat = _WORDS.unpack_from(self._memory, _ENDED)
         return not ended and -STALE_NS < now_ns - beat < STALE_NS
 

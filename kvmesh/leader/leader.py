@@ -4,6 +4,11 @@ before every answer and order.
 A lease in Redis says who leads; its term is a fencing token. A leader counts its lease from before the request that
 gave or renewed it, less a margin for clocks that run at different speeds, so that Redis can have given it to nobody
 else while `leads` is true. Without Redis (`lease_s` None) there is one master, which leads from the start.
+
+Whoever leads has led alone since it began, so a higher term that a member has heard of is one of the past (that of a
+life before a Redis was emptied, say), or a lie. Neither ends a leadership: the leader goes on under a term above it. It
+believes no term above what the clock makes credible (`Heard.most`), and rises RISES times at once and then every
+RISE_EVERY_S, so that a lying member costs a bounded number of terms and nobody their leader.
 """
 
 from __future__ import annotations
@@ -12,9 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from kvmesh.rpc.terms import MAX_TERM
+
 MARGIN = 0.1  # of the lease
 RENEWALS = 3  # in one lease: two of them may be lost
 SOONEST = 0.02  # of a lease: a standby asks again, however little the leader has left
+RISES, RISE_EVERY_S = 16, 1.0  # to a term that a member has told: so often at once, and how soon again after that
 FOREVER = float("inf")
 
 
@@ -62,11 +70,21 @@ class Silent:
 
 
 @dataclass(frozen=True)
+class Refused:
+    """Redis holds the floor of the request for made up: it is far above `term`, the highest that it knows."""
+
+    number: int
+    term: int
+
+
+@dataclass(frozen=True)
 class Heard:
-    """A node has heard of `term`. `stranger`: it was no member here, so not from us."""
+    """A member has heard of `term`. `stranger`: it was none until just now, so not from us. `most`: no higher term is
+    credible."""
 
     term: int
     stranger: bool = False
+    most: int = MAX_TERM
 
 
 @dataclass(frozen=True)
@@ -74,7 +92,7 @@ class Stop:
     pass
 
 
-Event = Tick | Granted | Held | Silent | Heard | Stop
+Event = Tick | Granted | Held | Silent | Refused | Heard | Stop
 
 
 # ── actions ───────────────────────────────────────────────────────────────────────────────────────
@@ -83,8 +101,8 @@ Event = Tick | Granted | Held | Silent | Heard | Stop
 @dataclass(frozen=True)
 class Ask:
     """Get the lease (`term` 0), or renew the one of `term`. A new term must be above `floor`, and at least `first` if
-    Redis knows none. The answer is an event with this number. `life`: leases are told apart by it; each is for one
-    continuous reign at most."""
+    Redis knows none; that of a renewal becomes `floor` if that is higher. The answer is an event with this number.
+    `life`: leases are told apart by it; each is for one continuous reign at most."""
 
     number: int
     life: int
@@ -109,7 +127,7 @@ class Lead:
 
 @dataclass(frozen=True)
 class Rise:
-    """It goes on leading under a higher term (without Redis): nodes had heard of that of an earlier life."""
+    """It goes on leading under a higher term: members had heard of one of earlier."""
 
     term: int
 
@@ -128,7 +146,9 @@ class Leader:
     """One master's view. `now` is monotonic in seconds and goes on while the process is stopped."""
 
     def __init__(self, lease_s: float | None, first: int = 1) -> None:
-        """`first`: the least term to begin with where no other is known."""
+        """`first`: the least term to begin with where no other is known. ValueError: it is none."""
+        if not 0 < first < MAX_TERM:
+            raise ValueError(f"first={first}: must be in 1..{MAX_TERM - 1}")
         self._lease_s = lease_s
         self._first = first
         self.role = Role.STANDBY
@@ -138,6 +158,8 @@ class Leader:
         self._until = 0.0  # we hold the lease
         self._leads_from = 0.0
         self._unsure = False
+        self._floor = 0  # to which our term is to rise with the next renewal
+        self._rises, self._rises_at = float(RISES), 0.0  # how many may come at once, as of when
         self._asked: dict[int, float] = {}  # requests under way: since when
         self._number = 0
         self._life = 0
@@ -179,6 +201,8 @@ class Leader:
             case Silent(number, why):
                 if self._asked.pop(number, None) is not None:
                     self._silent = why
+            case Refused():
+                self._refused(event)
             case Heard():
                 self._heard(event, now, actions)
             case Stop():
@@ -210,23 +234,28 @@ class Leader:
         self._asked = {number: since for number, since in self._asked.items() if now - since < self._lease_s}
         self._ask_at = now + self._lease_s / RENEWALS
         mine = self.role in (Role.WAITING, Role.LEADING)
-        actions.append(Ask(self._number, self._life, self.term if mine else 0, self.term, self._first))
+        floor = max(self.term, self._floor) if mine else self.term
+        actions.append(Ask(self._number, self._life, self.term if mine else 0, floor, self._first))
 
     def _granted(self, said: Granted, now: float, actions: list[Action]) -> None:
         asked = self._asked.pop(said.number, None)
-        if asked is None:
+        if asked is None or said.term >= MAX_TERM:
             return
         assert self._lease_s is not None
         self._silent = ""
         until = self._counted_from(asked, now) + self._lease_s * (1 - MARGIN)
         if self.role in (Role.WAITING, Role.LEADING):
-            if said.term == self.term:
+            if said.term >= self.term:
                 self._until = max(self._until, until)
+            if said.term > self.term:
+                self.term = said.term
+                if self.role is Role.LEADING:
+                    actions.append(Rise(self.term))
             return
         if now >= until:
             return  # too late: it may be somebody else's by now
         if said.term <= self.term:
-            self._fall(f"term {said.term} has been given before", actions, now)
+            self._fall(f"term {said.term} has been given before", actions, now, unsure=said.unsure)
             return
         self.role, self.term, self._until, self._unsure = Role.WAITING, said.term, until, said.unsure
         self.leader, self._leader_until = "", 0.0
@@ -246,36 +275,69 @@ class Leader:
             if said.term < self.term:
                 return  # answered before we got it
             self._fall(f"{said.leader} has term {said.term}", actions, now)
-        self.term = max(self.term, said.term)
+        if said.term < MAX_TERM - 1:  # another's, if it is no term: Redis begins anew when that lease is over
+            self.term = max(self.term, said.term)
         self.leader, self._leader_until = said.leader, now + said.left_s
         self._ask_at = min(self._ask_at, now + max(said.left_s, self._lease_s * SOONEST))
 
+    def _refused(self, said: Refused) -> None:
+        """What we took for the highest term is not: Redis knows better than whoever told it."""
+        if self._asked.pop(said.number, None) is None:
+            return
+        self._silent = ""
+        self._floor = 0
+        if self.role is Role.STANDBY:
+            self.term = min(self.term, said.term)
+
     def _heard(self, said: Heard, now: float, actions: list[Action]) -> None:
+        if said.term > min(said.most, MAX_TERM - 2):  # the next one must be below the maximum
+            return
         mine = self.role in (Role.WAITING, Role.LEADING)
         # A stranger that knows our very term has it from another life of the mesh, if terms can have been forgotten.
-        twin = mine and said.stranger and said.term == self.term
-        if self._lease_s is None:
-            if said.term > self.term or twin:
-                self.term = said.term + 1
-                actions.append(Rise(self.term))
-        elif said.term > self.term or (twin and self._unsure):
-            if mine:
-                self._fall(f"a node has heard of term {said.term}", actions, now)
+        twin = mine and said.stranger and said.term == self.term and (self._lease_s is None or self._unsure)
+        if said.term < self.term or (said.term == self.term and not twin):
+            return
+        if not mine:
             self.term = said.term
+        elif said.term >= self._floor and self._may_rise(now):
+            self._rise_above(said.term, now, actions)
 
-    def _fall(self, why: str, actions: list[Action], now: float) -> None:
+    def _rise_above(self, term: int, now: float, actions: list[Action]) -> None:
+        if self._lease_s is None:
+            self.term = term + 1
+            actions.append(Rise(self.term))
+        else:
+            self._floor = term + 1
+            self._ask_at = now
+
+    def _may_rise(self, now: float) -> bool:
+        self._rises = min(float(RISES), self._rises + (now - self._rises_at) / RISE_EVERY_S)
+        self._rises_at = now
+        if self._rises < 1:
+            return False
+        self._rises -= 1
+        return True
+
+    def _fall(self, why: str, actions: list[Action], now: float, *, unsure: bool = False) -> None:
+        """`unsure`: what it gives up is such a lease. Redis would give a sure one after it at once, and others whom it
+        has forgotten may lead until this one has run out: it is not given back."""
         if self.role is Role.LEADING:
             actions.append(StepDown(why))
-        actions.append(Release(self._life))
-        self.role, self._until = Role.STANDBY, 0.0
+        if not (unsure or self._waits_unsure):
+            actions.append(Release(self._life))
+        self.role, self._until, self._floor = Role.STANDBY, 0.0, 0
         # Whatever is still under way belongs to the lease that we had.
         self._life += 1
         self._asked.clear()
         self._ask_at = min(self._ask_at, now)
 
+    @property
+    def _waits_unsure(self) -> bool:
+        return self.role is Role.WAITING and self._unsure
+
     def _stop(self, actions: list[Action]) -> None:
         if self.role is Role.LEADING:
             actions.append(StepDown("this process stops"))
-        if self.role in (Role.WAITING, Role.LEADING) and self._lease_s is not None:
+        if self.role in (Role.WAITING, Role.LEADING) and self._lease_s is not None and not self._waits_unsure:
             actions.append(Release(self._life))
         self.role, self._ask_at = Role.ENDED, FOREVER

@@ -5,27 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from kvmesh.clock import lease_clock
 from kvmesh.leader.leader import Ask, Event, Heard, Lead, Leader, Release, Rise, Silent, StepDown, Stop, Tick
 from kvmesh.leader.redis_lease import RedisLease
+from kvmesh.rpc.terms import clock_is_off, first_term, most_credible, wall_clock
 
 log = logging.getLogger(__name__)
 
-EPOCH_S = 1_577_836_800  # 2020: terms of wall clocks fit below MAX_TERM until 2088
-
-
-def lease_clock() -> float:
-    """Seconds that go on while this process, or the whole machine, sleeps."""
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
-
-
-def first_term() -> int:
-    """Of a mesh whose earlier terms nobody tells: above them if the wall clock is right, so that those who have heard
-    of them and cannot say so, as watchers, listen to it."""
-    return max(1, int(time.time()) - EPOCH_S)
+COMPLAIN_S = 60.0  # a line about terms that are not believed
 
 
 class Leadership:
@@ -43,6 +33,11 @@ class Leadership:
     ) -> None:
         """`lease_s` None: there is no Redis, and this process leads from the first step on. `first`: see Leader."""
         self._leader = Leader(lease_s, first_term() if first is None else first)
+        if clock_is_off():
+            text = (
+                "the clock of this machine is wrong (%.0f s since 1970): terms begin at %d as if it were another year"
+            )
+            log.warning(text, wall_clock(), first_term())
         self._clock = clock
         self._on_lead = on_lead
         self._on_rise = on_rise
@@ -51,6 +46,7 @@ class Leadership:
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
+        self._complain_at = float("-inf")
         self._silent = False  # Redis did not answer when it was asked last
 
     # ── questions ────────────────────────────────────────────────────────────────────────────────────
@@ -83,9 +79,18 @@ class Leadership:
         self._lease = lease
         self._running = asyncio.create_task(self._run(), name="leadership")
 
-    def hear(self, term: int, *, stranger: bool) -> None:
-        """A node has heard of `term`; see leader.Heard."""
-        self._step(Heard(term, stranger))
+    def hear(self, term: int, *, stranger: bool, who: str) -> bool:
+        """The member `who` has heard of `term`; see leader.Heard. Whether that is credible."""
+        most = most_credible()
+        if term > most:
+            now = self._clock()
+            if now >= self._complain_at:
+                self._complain_at = now + COMPLAIN_S
+                text = "%s tells of term %d, which is not believed: by the clock none is above %d, ours is %d"
+                log.warning(text, who, term, most, self.term)
+            return False
+        self._step(Heard(term, stranger, most))
+        return True
 
     async def close(self) -> None:
         """Lead no more, give the lease back, end all tasks."""
@@ -115,7 +120,7 @@ class Leadership:
                     log.info("leading with term %d", term)
                     self._on_lead(term)
                 case Rise(term):
-                    log.info("term %d from now on: nodes have heard of an earlier one", term)
+                    log.info("term %d from now on: members have heard of an earlier one", term)
                     self._on_rise(term)
                 case StepDown(why):
                     log.info("leading no more: %s", why)

@@ -4,47 +4,94 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 from collections.abc import Awaitable
 from typing import Any
 from urllib.parse import urlsplit
 
 from kvmesh import extras
-from kvmesh.leader.leader import Ask, Granted, Held, Silent
+from kvmesh.config import without_password
+from kvmesh.leader.leader import Ask, Granted, Held, Refused, Silent
 from kvmesh.rpc.errors import ConfigError, Unavailable
+from kvmesh.rpc.terms import EARLIEST, EPOCH_S, LATEST, MAX_JUMP, MAX_TERM
+
+log = logging.getLogger(__name__)
 
 # Gives or renews the lease in one step. KEYS: lease, terms. ARGV: token, address, ms, the term of a renewal (else 0),
-# floor, the first term of all. A renewal also restores what a Redis that was started anew has lost; a Redis that has
-# been started anew since it gave the last term may have forgotten some, which every answer about the next lease tells.
+# floor, the first term of all, the maximum, the greatest jump, and of the clock of terms: its epoch, earliest, latest.
+# Returns: GIVEN, HELD or REFUSED; term; who holds it; unsure or ms left; what cannot be a leader's, as it was found.
+#
+# A renewal also restores what a Redis that was started anew has lost, and what somebody else has written over. A Redis
+# that has been started anew since it gave the last term may have forgotten some, which every answer about the next
+# lease tells; one whose term no leader can have had counts as one that has forgotten. A lease that would never end, or
+# that cannot be read, ends after one lease.
 _LEASE = """
-local token, address, ms = ARGV[1], ARGV[2], ARGV[3]
+local token, address, ms = ARGV[1], ARGV[2], tonumber(ARGV[3])
 local mine, floor, first = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
-local held = redis.call('GET', KEYS[1])
-if held then
-  local term, owner, unsure, leader = string.match(held, '^(%d+) (%S+) (%d) (%S*)$')
-  if owner ~= token then
-    return {0, term, leader, redis.call('PTTL', KEYS[1])}
-  end
-  redis.call('PEXPIRE', KEYS[1], ms)
-  return {1, term, '', tonumber(unsure)}
-end
+local limit, jump = tonumber(ARGV[7]), tonumber(ARGV[8])
 local info = redis.pcall('INFO', 'server')
 local run = type(info) == 'string' and string.match(info, 'run_id:(%x+)') or 'unknown'
 local known = redis.call('HMGET', KEYS[2], 'term', 'run')
-local highest = tonumber(known[1] or '0')
-if mine > 0 and highest > mine then
-  return {0, known[1], '', 0}
+local highest, odd = 0, ''
+if known[1] then
+  local digits = #known[1] <= 10 and string.match(known[1], '^%d+$')
+  highest = digits and tonumber(digits) or limit
+  if highest >= limit - 1 then
+    highest, odd = 0, 'term ' .. string.sub(known[1], 1, 80)
+  end
 end
-local term = mine > 0 and mine or math.max(highest, floor) + 1
-if mine == 0 and not known[1] then
+local clock = tonumber(redis.call('TIME')[1]) - tonumber(ARGV[9])
+clock = math.min(math.max(clock, tonumber(ARGV[10])), tonumber(ARGV[11]))
+local most = math.min(math.max(highest, first, clock) + jump, limit - 2)
+local function write(term, unsure, ttl)
+  local text = string.format('%d', term)
+  redis.call('HSET', KEYS[2], 'term', text, 'run', run)
+  redis.call('SET', KEYS[1], text .. ' ' .. token .. ' ' .. unsure .. ' ' .. address, 'PX', ttl)
+  return text
+end
+local held = redis.call('GET', KEYS[1])
+if held then
+  local text, owner, unsure, leader = string.match(held, '^(%d+) (%S+) (%d) (%S*)$')
+  local left = redis.call('PTTL', KEYS[1])
+  if not text or #text > 10 or left < 0 then
+    if left < 0 or left > ms then
+      redis.call('PEXPIRE', KEYS[1], ms)
+      left = ms
+    end
+    return {0, '0', '', left, 'leader ' .. string.sub(held, 1, 80)}
+  end
+  local term = tonumber(text)
+  if owner ~= token then
+    return {0, text, leader, left, ''}
+  end
+  if mine > 0 and floor > term and floor > most then
+    return {2, text, '', 0, ''}
+  end
+  local risen = mine > 0 and math.max(term, floor) or term
+  if highest > risen then
+    risen = math.min(highest + 1, limit - 1)
+  end
+  if risen ~= highest then
+    return {1, write(risen, unsure, ms), '', tonumber(unsure), odd}
+  end
+  redis.call('PEXPIRE', KEYS[1], ms)
+  return {1, text, '', tonumber(unsure), odd}
+end
+if mine > 0 and highest > mine then
+  return {0, known[1], '', 0, odd}
+end
+if floor > most then
+  return {2, string.format('%d', highest), '', 0, odd}
+end
+local term = mine > 0 and math.max(mine, floor) or math.max(highest, floor) + 1
+if mine == 0 and highest == 0 then
   term = math.max(term, first)
 end
-local unsure = (mine == 0 and known[2] ~= run) and 1 or 0
-local text = string.format('%d', term)
-redis.call('HSET', KEYS[2], 'term', text, 'run', run)
-redis.call('SET', KEYS[1], text .. ' ' .. token .. ' ' .. unsure .. ' ' .. address, 'NX', 'PX', ms)
-return {1, text, '', unsure}
+local unsure = (mine == 0 and (known[2] ~= run or odd ~= '')) and 1 or 0
+return {1, write(term, unsure, ms), '', unsure, odd}
 """
+GIVEN, HELD, REFUSED = 1, 0, 2
 
 _RELEASE = """
 local held = redis.call('GET', KEYS[1])
@@ -52,15 +99,6 @@ if held and string.match(held, '^%d+ (%S+)') == ARGV[1] then
   redis.call('DEL', KEYS[1])
 end
 """
-
-
-def without_password(url: str) -> str:
-    """As it may be shown: whatever stands before the last "@" is left out but for a user's name."""
-    credentials, at, rest = url.rpartition("@")
-    if not at:
-        return url
-    scheme, sep, user = credentials.rpartition("://")
-    return f"{scheme}{sep}{user.partition(':')[0]}:***@{rest}"
 
 
 def check_url(url: str) -> None:
@@ -113,7 +151,8 @@ class Redis:
 
 
 class RedisLease:
-    """The lease of one process, which others reach at `address`."""
+    """The lease of one process, which others reach at `address`. What Redis holds and no leader can have written is
+    told in the log, once each."""
 
     def __init__(self, redis: Redis, address: str, lease_ms: int) -> None:
         self._redis = redis
@@ -122,18 +161,33 @@ class RedisLease:
         self._process = secrets.token_hex(8)
         self._lease = redis.client.register_script(_LEASE)
         self._release = redis.client.register_script(_RELEASE)
+        self._odd = ""  # what was told last
 
-    async def ask(self, ask: Ask) -> Granted | Held | Silent:
+    async def ask(self, ask: Ask) -> Granted | Held | Silent | Refused:
         """Carry it out. Raises nothing but CancelledError."""
         keys = [self._redis.key("leader"), self._redis.key("terms")]
         args = [self._token(ask.life), self._address, self._lease_ms, ask.term, ask.floor, ask.first]
+        args += [MAX_TERM, MAX_JUMP, EPOCH_S, EARLIEST, LATEST]
         try:
-            mine, term, leader, rest = await self._redis.within(self._lease(keys, args), self._redis.timeout_s)
+            code, term, leader, rest, odd = await self._redis.within(self._lease(keys, args), self._redis.timeout_s)
         except Unavailable as err:
             return Silent(ask.number, err.message)
-        if mine:
+        self._tell(odd.decode("utf-8", "replace"))
+        if code == GIVEN:
             return Granted(ask.number, int(term), bool(rest))
-        return Held(ask.number, int(term), leader.decode(), max(0, rest) / 1000)
+        if code == REFUSED:
+            log.error("redis refuses terms above %d: far above %d, the highest that it knows", ask.floor, int(term))
+            return Refused(ask.number, int(term))
+        return Held(ask.number, int(term), leader.decode("utf-8", "replace"), max(0, rest) / 1000)
+
+    def _tell(self, odd: str) -> None:
+        if odd and odd != self._odd:
+            which, _, value = odd.partition(" ")
+            key = self._redis.key("leader" if which == "leader" else "terms")
+            what = "it ends after one lease" if which == "leader" else "a new one is written"
+            text = "redis: %s holds a %s that no leader can have written, so %s: %r (`kvmesh terms show` shows all)"
+            log.error(text, key, "lease" if which == "leader" else "term", what, value)
+        self._odd = odd
 
     async def release(self, life: int) -> None:
         """Give it back if it is that life's. Raises nothing but CancelledError; a lost call costs others a lease."""

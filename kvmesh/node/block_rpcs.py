@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from kvmesh.clock import lease_clock_ns
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.node import puts
 from kvmesh.node.partitions import Partitions, size_of, unused
 from kvmesh.node.removal_desk import SLICE
-from kvmesh.node.rpc_checks import MAX_KEYS, MAX_PREFIX, MS, Node, keys_in, layout_in, patience_s, term_in, within
+from kvmesh.node.rpc_checks import MAX_KEYS, MAX_PREFIX, MS, Node, keys_in, layout_in, order_in, patience_s, within
 from kvmesh.rpc.errors import InvalidRequest, UnknownInstance
 from kvmesh.rpc.pb import blocks_pb2 as pb
 
@@ -26,7 +26,7 @@ class BlockRpcs:
     """Part of NodeStoreServicer."""
 
     _node: Node
-    _clock_ns: Callable[[], int] = time.monotonic_ns
+    _lease_clock_ns: Callable[[], int] = staticmethod(lease_clock_ns)
 
     async def Exists(self, request: pb.ExistsRequest, context: Any) -> pb.ExistsResponse:  # noqa: N802
         """Raises InvalidRequest."""
@@ -79,7 +79,7 @@ class BlockRpcs:
         keys = keys_in(request.keys) if request.keys else []
         if len(request.prefix) > MAX_PREFIX:
             raise InvalidRequest(f"prefix: {len(request.prefix)} bytes, not 1..{MAX_PREFIX}", field="prefix")
-        term_in(self._node.terms, request.term)
+        order_in(self._node, request.term, request.seq)
         if not (request.spare_pinned or request.spare_leased):
             removed = await self._node.removals.remove(keys, request.prefix, request.seq)
             return pb.RemoveBlocksResponse(removed=removed)
@@ -117,7 +117,7 @@ class BlockRpcs:
         kind, ttl_ns = pin_in("kind", request.kind, "ttl_ms", request.ttl_ms)
         if kind == pb.PIN_KIND_UNSPECIFIED:
             raise InvalidRequest.of("kind", kind, "must be none, soft or hard")
-        term_in(node.terms, request.term)
+        order_in(node, request.term)
         if kind == pb.PIN_KIND_HARD:
             await node.stage(keys, layout, patience_s(context, STAGE_S))
         done = bytearray(len(keys))
@@ -125,7 +125,7 @@ class BlockRpcs:
             mine = [at for at, key in enumerate(keys) if partition.store.holds(key)]
             if mine:
                 some = [keys[at] for at in mine]
-                pinned = puts.pin(node.partitions, partition, some, kind, ttl_ns, self._clock_ns())
+                pinned = puts.pin(node.partitions, partition, some, kind, ttl_ns, self._lease_clock_ns())
                 for at, yes in zip(mine, pinned, strict=True):
                     done[at] |= yes
         node.leases_changed()

@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 from kvmesh.node.block_rpcs import BlockRpcs
 from kvmesh.node.copy_rpcs import CopyRpcs
 from kvmesh.node.lease_rpcs import LeaseRpcs
@@ -20,6 +17,5 @@ SERVICE = "kvmesh.v1.NodeStore"
 class NodeStoreServicer(LeaseRpcs, BlockRpcs, CopyRpcs, pb_grpc.NodeStoreServicer):
     """One node's. Errors are named ones; a refused call has changed nothing."""
 
-    def __init__(self, node: Node, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(self, node: Node) -> None:
         self._node = node
-        self._clock_ns = clock_ns

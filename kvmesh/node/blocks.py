@@ -14,10 +14,10 @@ import asyncio
 import itertools
 import logging
 import random
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from kvmesh.clock import lease_clock_ns
 from kvmesh.kvcache.announce import Announcer, Source
 from kvmesh.kvcache.sources import Lower, Pulled, PullJob
 from kvmesh.kvcache.tiers import Tier, store_name
@@ -41,7 +41,6 @@ from kvmesh.node.removal_desk import RemovalDesk
 from kvmesh.node.segments import Segments
 from kvmesh.node.sending import Sending
 from kvmesh.node.sum_desk import SumDesk
-from kvmesh.node.terms import Terms
 from kvmesh.node.tier_parts import TierSettings
 from kvmesh.node.tiering import Tiering
 from kvmesh.rpc.pb import blocks_pb2 as pb
@@ -49,6 +48,7 @@ from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import store_pb2 as pb_store
 from kvmesh.rpc.server import Server
+from kvmesh.rpc.terms import Terms
 from kvmesh.telemetry import names
 
 log = logging.getLogger(__name__)
@@ -356,13 +356,13 @@ class Blocks:
             self._timer = None
         self._timer_ns = due
         if due:
-            delay_s = max(0, due - time.monotonic_ns()) * 1e-9
+            delay_s = max(0, due - lease_clock_ns()) * 1e-9
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._expire)
 
     def _expire(self) -> None:
         self._timer = None
         for partition in self.partitions.all():
-            partition.store.expire(time.monotonic_ns(), MAX_EXPIRED)
+            partition.store.expire(lease_clock_ns(), MAX_EXPIRED)
         self.partitions.settle()
         self.leases_changed()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvmesh.kvcache.keys import MAX_WEIGHTS_EPOCH
 from kvmesh.node.tier_config import TierConfig
 from kvmesh.rpc.errors import ConfigError
 
@@ -35,6 +36,22 @@ class InstanceConfig(TierConfig):
     served_name: str = field(default="", metadata={"help": "Model name clients use; empty: the folder's name."})
     conductor: str = field(default="127.0.0.1:0", metadata={"help": "Conductors, HOST:PORT,HOST:PORT,...; needed."})
     store: str = field(default="127.0.0.1:0", metadata={"help": "Store masters, HOST:PORT,HOST:PORT,...; needed."})
+    weights_epoch: int = field(
+        default=0,
+        metadata={
+            "help": "Number of these weights where an operator gives them one (reinforcement learning): KV is shared "
+            "within one epoch alone; all instances of a model have the same.",
+            "min": 0,
+            "max": MAX_WEIGHTS_EPOCH,
+        },
+    )
+    cache_dir: str = field(
+        default="",
+        metadata={
+            "help": "Folder for digests of weights whose own folder cannot be written; empty: kvmesh in the user's "
+            "cache folder."
+        },
+    )
     dtype: str = field(default="float32", metadata={"help": "float32, bfloat16 or float16."})
     device: str = field(
         default="cpu",

@@ -18,11 +18,12 @@ from kvmesh.node.rpc_checks import (
     as_many,
     keys_in,
     layout_in,
+    order_in,
     ranges_in,
     takes_more,
-    term_in,
     within,
 )
+from kvmesh.rpc import status
 from kvmesh.rpc.errors import InvalidRequest, Overloaded
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.transfer import TrafficClass
@@ -50,7 +51,7 @@ class CopyRpcs:
         layout = layout_in(request.layout, any_=True)
         within("timeout_ms", request.timeout_ms, 1, MAX_TIMEOUT_MS)
         ranges = ranges_in(request.holders, len(keys), node.ref.instance_id)
-        term_in(node.terms, request.term)
+        order_in(node, request.term)
         takes_more(node)
         if self._pulls >= MAX_PULLS:
             raise Overloaded(f"{MAX_PULLS} pulls are running here", retry_after_ms=100)
@@ -73,7 +74,11 @@ class CopyRpcs:
             raise Overloaded(f"{MAX_PUTS} puts are running here", retry_after_ms=50)
         self._puts += 1
         held, why_not = await _outliving(self._node.puts.put(job), self._put_ended)
-        return pb.PutBlocksResponse(held=held, why_not=why_not)
+        answer = pb.PutBlocksResponse(held=held)
+        if why_not is not None:
+            answer.why_not = why_not.message
+            answer.reason.CopyFrom(status.to_detail(why_not))
+        return answer
 
     def _put_ended(self) -> None:
         self._puts -= 1

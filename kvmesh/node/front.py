@@ -24,6 +24,7 @@ from kvmesh.node.rank_client import RankClient
 from kvmesh.node.registration import Registrar
 from kvmesh.node.role_servicer import add_instance
 from kvmesh.node.segments import Segments
+from kvmesh.node.served_weights import ServedWeights
 from kvmesh.node.tier_config import checked_id
 from kvmesh.node.warm import Warm
 from kvmesh.rpc.errors import ConfigError, InternalError, KvmeshError
@@ -127,6 +128,8 @@ class Front:
             warm_lease_ms=c.store_lease_ms,
             group_file=str(Path(self._meeting.name, "ranks")) if self._meeting is not None else "",
             group_timeout_ms=c.rank_timeout_ms,
+            cache_dir=c.cache_dir,
+            weights_epoch=c.weights_epoch,
         )
 
     async def _watch_ranks(self) -> None:
@@ -219,6 +222,10 @@ class Front:
         return self.ranks[0].ready.max_context_tokens
 
     @property
+    def weights(self) -> ServedWeights:
+        return ServedWeights(self.ranks[0].ready.fingerprint, self.config.weights_epoch)
+
+    @property
     def card(self) -> pb.ModelCard:
         ready, c = self.ranks[0].ready, self.config
         return pb.ModelCard(
@@ -230,6 +237,7 @@ class Front:
             vocab_size=ready.vocab_size,
             eos_token_ids=ready.eos_token_ids,
             kv_bytes_per_token=ready.kv_bytes_per_token,
+            weights_epoch=c.weights_epoch,
         )
 
     @property

@@ -17,9 +17,9 @@ import logging
 import os
 import secrets
 import socket
-import time
 from collections.abc import Sequence
 
+from kvmesh.clock import lease_clock_ns
 from kvmesh.kvcache import shared_index
 from kvmesh.kvcache.index_hello import IndexHello, same_user
 from kvmesh.kvcache.shared_index import IndexWriter, index_bytes
@@ -86,7 +86,7 @@ class NodeIndex:
         return "@" + name
 
     def _beat(self) -> None:
-        self.table.beat(time.monotonic_ns())
+        self.table.beat(lease_clock_ns())
         self._beating = asyncio.get_running_loop().call_later(BEAT_S, self._beat)
 
     def _accept(self) -> None:

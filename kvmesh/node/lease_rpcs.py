@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvmesh.clock import lease_clock_ns
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.node.leasing import Leased
 from kvmesh.node.partitions import Partition, size_of
@@ -26,7 +26,7 @@ class LeaseRpcs:
     """Part of NodeStoreServicer."""
 
     _node: Node
-    _clock_ns: Callable[[], int] = time.monotonic_ns
+    _lease_clock_ns: Callable[[], int] = staticmethod(lease_clock_ns)
 
     async def Lease(self, request: pb.LeaseRequest, context: Any) -> pb.LeaseResponse:  # noqa: N802
         """Raises InvalidRequest, UnknownInstance (another life of the holder), Overloaded; Unavailable: no checksums in
@@ -45,7 +45,7 @@ class LeaseRpcs:
         tiers = await node.stage(keys, layout, patience_s(context, STAGE_S))
         if node.leasing.open >= MAX_LEASES:
             raise Overloaded(f"{MAX_LEASES} leases are open here", retry_after_ms=lease_ms)
-        lease = node.leasing.lease(layout, keys, lease_ms * MS, self._clock_ns())
+        lease = node.leasing.lease(layout, keys, lease_ms * MS, self._lease_clock_ns())
         if not lease.lease_id:
             return pb.LeaseResponse(held=bytes(len(keys)))
         node.leases_changed()
@@ -88,7 +88,7 @@ class LeaseRpcs:
                 *(node.sums.sums(rank, spans[rank], SUM_S) for rank in range(len(answer.ranks)))
             )
             # Counted anew: the reader's time begins with an answer that took as long as this.
-            if node.leasing.renew(lease.lease_id, answer.lease_ms * MS, self._clock_ns()) is None:
+            if node.leasing.renew(lease.lease_id, answer.lease_ms * MS, self._lease_clock_ns()) is None:
                 raise Overloaded("the lease ran out before its checksums were there", retry_after_ms=100)
         except KvmeshError:
             node.leasing.release(lease.lease_id)
@@ -101,7 +101,7 @@ class LeaseRpcs:
         """Raises InvalidRequest, UnknownInstance (that lease is over)."""
         node = self._node
         lease_ms = lease_ms_in(request.lease_ms, node.max_lease_ms)
-        now = self._clock_ns()
+        now = self._lease_clock_ns()
         until_ns = node.leasing.renew(request.lease_id, lease_ms * MS, now)
         if until_ns is None:
             raise UnknownInstance(f"lease_id={request.lease_id}: that lease is over", field="lease_id")
@@ -109,10 +109,11 @@ class LeaseRpcs:
         return pb.RenewBlocksResponse(lease_ms=(until_ns - now) // MS)
 
     async def ReleaseLease(self, request: pb.ReleaseBlocksRequest, context: Any) -> pb.ReleaseBlocksResponse:  # noqa: N802
-        """Also right for one that is over. Raises InvalidRequest: too many in one call."""
+        """Says of each whether it was open until now; also right for one that is over. Raises InvalidRequest: too many
+        in one call."""
         if len(request.also) > MAX_RELEASED:
             raise InvalidRequest(f"also: {len(request.also)} leases, at most {MAX_RELEASED} in one call", field="also")
         released = [self._node.leasing.release(lease_id) for lease_id in (request.lease_id, *request.also)]
         if any(released):
             self._node.leases_changed()
-        return pb.ReleaseBlocksResponse()
+        return pb.ReleaseBlocksResponse(held=bytes(released))

@@ -24,7 +24,7 @@ class Leased:
 
 
 class Leasing:
-    """Of one process. Times are monotonic ns."""
+    """Of one process. Times are ns of the lease clock."""
 
     def __init__(self, partitions: Partitions) -> None:
         self._partitions = partitions
@@ -56,7 +56,8 @@ class Leasing:
         lease_id = parts[0][1] if parts else 0
         if len(parts) > 1:
             for over in self._ends.due(now, SWEEP):
-                self._groups.pop(over, None)
+                for store, part in self._groups.pop(over, ()):
+                    store.unlease(part)  # a part that outlived the others would speak for all of them
             self._groups[lease_id] = tuple(parts)
             self._ends.extend(lease_id, now + duration_ns)
         return Leased(lease_id, tuple(places))
@@ -75,10 +76,11 @@ class Leasing:
         return min(known)
 
     def release(self, lease_id: int) -> bool:
-        """The reader is done. False: unknown, or over already."""
+        """The reader is done. True: every part was open until now, and what was read is right; see
+        `NodeStore.unlease`."""
         self._ends.drop(lease_id)
         group = self._groups.pop(lease_id, None)
         if group is None:
             return any(partition.store.unlease(lease_id) for partition in self._partitions.all())
         done = [store.unlease(part) for store, part in group]
-        return any(done)
+        return all(done)

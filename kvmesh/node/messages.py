@@ -81,6 +81,8 @@ class Configure(Message, frozen=True):
     cuda_graphs: bool = True
     group_file: str = ""  # where the ranks of this instance meet; "" = there is only one
     group_timeout_ms: int = 0  # longest wait of one rank for another
+    cache_dir: str = ""  # where digests of weights are kept when the model's folder cannot be written; "" = the user's
+    weights_epoch: int = 0  # of weights that an operator changes under one fingerprint
 
 
 class OpenSegment(Message, frozen=True):

@@ -18,7 +18,7 @@ from kvmesh.kvcache.quotas import TagQuotas
 from kvmesh.kvcache.size_classes import BYTES, PAGE, size_class
 from kvmesh.node.partitions import CLASS_MARK, Partition, unused
 from kvmesh.node.slabs import SlabPartition, Slabs, SlabStore
-from kvmesh.rpc.errors import InvalidRequest, Overloaded
+from kvmesh.rpc.errors import InvalidRequest, Overloaded, PinLimit
 
 MAX_LAYOUTS = 64  # beside the size classes
 MIN_SHARD_BYTES = 1024  # a number of somebody's mind must not become a table of millions of extents
@@ -119,7 +119,7 @@ class PoolPartitions:
         pinned = sum(p.store.stats.hard_pinned * p.shard_bytes for p in self._partitions.values())
         limit = self.capacity_bytes * PINNED_PERCENT // 100
         if blocks and pinned + nbytes > limit:
-            raise Overloaded(
+            raise PinLimit(
                 f"hard_pins={blocks}: {pinned} of {self.capacity_bytes} bytes are pinned, at most {limit} may be",
                 field="hard_pins",
             )

@@ -2,9 +2,11 @@
 
     job ─▶ ranges, each for what is still missing and it covers ─▶ Lease ─▶ PullOpen at every rank ─▶ PullEnded
                  ▲                                                     └─ RenewLease at half its time
+                 ├── ReleaseLease, whose answer says whether what was read counts
                  └── what a range did not bring goes to the next one that covers it
 
-A block has arrived when every rank has all of its bytes and the lease still held when the last of them was there.
+A block has arrived when every rank has all of its bytes and the holder, to whom the lease is given back then, confirms
+that it was open until that moment.
 Memory that a rank reads into is given back (the job ends) only after its PullEnded, or when the rank is gone.
 """
 
@@ -150,10 +152,11 @@ class Pulls:
         if self._tasks:
             await asyncio.wait(set(self._tasks), timeout=CLOSE_S)
 
-    def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
+    def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -323,7 +326,8 @@ class Pulls:
         finally:
             for name in lease.segments:
                 self._segments.release(name)
-            self._spawn(reader_lease.give_back(lease, self._peers), "give a lease back")
+            giving_back = self._spawn(reader_lease.give_back(lease, self._peers), "give a lease back")
+        await asyncio.wait({giving_back})  # its answer says whether what was read counts
         if not record.stop.is_set() and any(said is None or said.cause for said in ended):
             # Its segment may be broken: whoever comes next asks for descriptors again.
             self._peers.forget(peer)

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvmesh.clock import lease_clock_ns
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.size_classes import BYTES, size_class
 from kvmesh.kvcache.store_stats import StoreExhausted
@@ -26,7 +27,7 @@ from kvmesh.node.removals import Watch
 from kvmesh.node.segments import Segments
 from kvmesh.node.sum_desk import SumDesk
 from kvmesh.node.tiering import Tiering
-from kvmesh.rpc.errors import InvalidRequest, KvmeshError, Overloaded, TransferError, UnknownInstance
+from kvmesh.rpc.errors import InvalidRequest, KvmeshError, Overloaded, TransferError, Unavailable, UnknownInstance
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.transfer import SegmentDescriptor, TrafficClass
 
@@ -67,9 +68,9 @@ class _Putting:
     job: PutJob
     watch: Watch
     begun: dict[int, tuple[Partition, int]] = field(default_factory=dict)
-    why: dict[str, None] = field(default_factory=dict)
+    why: dict[str, KvmeshError] = field(default_factory=dict)  # by its text: of what is not held
     read: set[int] = field(default_factory=set)  # positions that had their turn, sealed or not
-    exhausted: str = ""
+    exhausted: Overloaded | None = None
     retry_ns: int = 0
 
 
@@ -86,6 +87,7 @@ class Puts:
         removals: RemovalDesk,
         tiering: Tiering | None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
+        lease_clock_ns: Callable[[], int] = lease_clock_ns,
     ) -> None:
         self._ranks = ranks
         self._partitions = partitions
@@ -95,6 +97,7 @@ class Puts:
         self._removals = removals
         self._tiering = tiering
         self._clock_ns = clock_ns
+        self._lease_clock_ns = lease_clock_ns
         self._callers: OrderedDict[str, int] = OrderedDict()  # segment → last used, monotonic ns
         self._freed = asyncio.Event()
 
@@ -109,9 +112,10 @@ class Puts:
         while self._callers and next(iter(self._callers.values())) < before:
             self._segments.release(self._callers.popitem(last=False)[0])
 
-    async def put(self, job: PutJob) -> tuple[bytes, str]:
-        """(one byte a key: 1 sealed here now; why not the others). What somebody else puts or pulls at the same time
-        counts as well. Raises InvalidRequest, UnknownInstance (segment_descriptor), Overloaded: no room for any."""
+    async def put(self, job: PutJob) -> tuple[bytes, KvmeshError | None]:
+        """(one byte a key: 1 sealed here now; why not the others: one reason, with the text of all). What somebody else
+        puts or pulls at the same time counts as well. Raises InvalidRequest, UnknownInstance (segment_descriptor),
+        Overloaded when there is room for none."""
         if self._ranks != 1:
             raise InvalidRequest.of("layout", job.layout, f"a block has shards of {self._ranks} ranks here")
         name = self._caller(job)
@@ -127,9 +131,10 @@ class Puts:
                     break
             held = self._pinned(putting)
             if putting.exhausted and not any(held):
-                wait_ms = (putting.retry_ns - self._clock_ns()) // 1_000_000 if putting.retry_ns else RETRY_MS[1]
+                wait_ms = (putting.retry_ns - self._lease_clock_ns()) // 1_000_000 if putting.retry_ns else RETRY_MS[1]
                 retry_ms = max(RETRY_MS[0], min(wait_ms, RETRY_MS[1]))
-                raise Overloaded(putting.exhausted, retry_after_ms=retry_ms)
+                full = putting.exhausted
+                raise type(full)(full.message, field=full.field, retry_after_ms=retry_ms)
         finally:
             self._removals.unwatch(putting.watch)
             for at, (partition, _) in putting.begun.items():
@@ -137,7 +142,11 @@ class Puts:
             self._segments.release(name)
             self._partitions.settle()
             self.freed()
-        return held, "" if all(held) else "; ".join(putting.why) or "removed or evicted again at once"
+        if all(held):
+            return held, None
+        reasons = list(putting.why.values()) or [Unavailable("removed or evicted again at once")]
+        told = next((one for one in reasons if one.retryable), reasons[0])
+        return held, type(told)("; ".join(one.message for one in reasons), field=told.field)
 
     # ── inner ────────────────────────────────────────────────────────────────────────────────────
 
@@ -192,7 +201,7 @@ class Puts:
             except TimeoutError:
                 continue
         if lacking:
-            putting.why[putting.exhausted or "another call writes it"] = None
+            _note(putting, putting.exhausted or Unavailable("another call writes it"))
         return bool(lacking) and not putting.exhausted
 
     def _wanted(self, putting: _Putting) -> tuple[list[int], dict[int, list[int]]]:
@@ -201,7 +210,7 @@ class Puts:
         job, stores = putting.job, [one.store for one in self._partitions.family(putting.job.layout)]
         hard = job.pin == pb.PIN_KIND_HARD
         extents = {size: size_class(size) if job.layout == BYTES else size for size in set(job.sizes)}
-        putting.exhausted = ""
+        putting.exhausted = None
         groups: dict[int, list[int]] = {}
         lacking = []
         pinning = [0, 0]  # blocks that this call will pin, and their bytes
@@ -220,7 +229,7 @@ class Puts:
                 self._partitions.may_pin(*more)
                 pinning = more
             except Overloaded as error:
-                putting.exhausted = error.message
+                putting.exhausted = error
                 del groups[nbytes]
         return lacking, groups
 
@@ -232,7 +241,7 @@ class Puts:
             try:
                 partition = self._partitions.room(job.layout, nbytes, len(positions))
             except Overloaded as error:
-                putting.exhausted = error.message
+                putting.exhausted = error
                 continue
             store = partition.store
             begun = store.begin([job.keys[at] for at in positions])
@@ -242,7 +251,7 @@ class Puts:
             missing = sum(extent is None for extent in begun)
             if missing:
                 full = StoreExhausted(missing, store.usage, store.next_expiry)
-                putting.exhausted = f"{partition.shard_bytes} bytes a block: {full}"
+                putting.exhausted = Overloaded(f"{partition.shard_bytes} bytes a block: {full}")
                 putting.retry_ns = store.next_expiry or 0
         return [at for at in lacking if at not in putting.begun]
 
@@ -268,7 +277,7 @@ class Puts:
         # The rank writes into our extents until it has answered, or is gone: let nobody cancel this.
         said = await self._pulls.read(0, opened)
         if said is None or said.cause:
-            putting.why[said.cause if said is not None else "the memory of this node is gone"] = None
+            _note(putting, Unavailable(said.cause if said is not None else "the memory of this node is gone"))
             self._forget(job.segment)
         arrived = list(said.arrived) if said is not None else []
         wrong = await self._wrong(putting, order, arrived, landing, sizes) if job.checksums and arrived else set()
@@ -289,12 +298,13 @@ class Puts:
         try:
             sums = await self._sums.sums(0, [(landing[i], sizes[i]) for i in arrived], SUM_S)
         except KvmeshError as error:
-            putting.why[error.message] = None
+            _note(putting, error)
             return set(arrived)
         told = putting.job.checksums
         wrong = {i for i, found in zip(arrived, sums, strict=True) if found != told[order[i]]}
         if wrong:
-            putting.why[f"checksum: the bytes of {len(wrong)} blocks are not those that were promised"] = None
+            why = f"checksum: the bytes of {len(wrong)} blocks are not those that were promised"
+            _note(putting, Unavailable(why, field="checksum"))
         return wrong
 
     def _forget(self, segment: str) -> None:
@@ -319,12 +329,16 @@ class Puts:
                 continue
             keys = [job.keys[at] for at in positions]
             try:
-                pin(self._partitions, partition, keys, job.pin, job.pin_ns, self._clock_ns())
+                pin(self._partitions, partition, keys, job.pin, job.pin_ns, self._lease_clock_ns())
             except Overloaded as error:
-                putting.why[error.message] = None
+                _note(putting, error)
                 for at in positions:
                     held[at] = 0
         return bytes(held)
+
+
+def _note(putting: _Putting, why: KvmeshError) -> None:
+    putting.why.setdefault(why.message, why)
 
 
 def _holding(stores: Sequence[NodeStore], key: bytes) -> NodeStore | None:

@@ -1,19 +1,22 @@
 """A lease as its reader sees it: asked for, kept alive while bytes move, given back.
 
-It is counted from before the request, less 10 %: by that count it is over before it is over at the holder.
+It is counted from before the request, less 10 %: by that count it is over before it is over at the holder. That count
+only says when to renew and when to give up. What was read counts when the holder has confirmed, as the lease is given
+back, that it was open until then (docs/adr/0032-seals-are-confirmed.md): a reader whose clocks have all stood still
+cannot know.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc.aio
 
+from kvmesh.clock import lease_clock_ns
 from kvmesh.kvcache.groups import GroupPlan, plan_group
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.sources import PullRange
@@ -32,12 +35,14 @@ T = TypeVar("T")
 NS = 1_000_000_000
 RELEASE_S = 1.0
 MIN_RENEW_S = 0.005
+UNCONFIRMED = "the lease ran out: its holder has not confirmed that it was open until the last byte was here"
 
 
 @dataclass(eq=False)
 class ReaderLease:
     """`held`: positions among the keys asked for; `offsets[rank][i]` of the i-th of them in `segments[rank]`.
-    `removed_seq`: what the holder had removed by then. `over`: the holder said so, whatever our count."""
+    `removed_seq`: what the holder had removed by then. `over`: the holder said so, whatever our count. `confirmed`: the
+    holder said, as it was given back, that it was open until then."""
 
     peer: Peer
     lease_id: int
@@ -49,10 +54,7 @@ class ReaderLease:
     plan: GroupPlan | None = None  # the holder cuts blocks otherwise: what of its shards goes where in ours
     removed_seq: int = 0
     over: bool = False
-
-    def holds_at(self, when_ns: int) -> bool:
-        """Whether what was read until then counts."""
-        return not self.over and when_ns <= self.until_ns
+    confirmed: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ async def ask(
     Raises AioRpcError; TransferError when the answer makes no sense."""
     life = (source.instance_id, source.incarnation)
     known = peer.segments.get(life)
-    asked_ns = time.monotonic_ns()
+    asked_ns = lease_clock_ns()
     request = pb.LeaseRequest(
         reader=terms.reader,
         holder_incarnation=source.incarnation,
@@ -107,9 +109,9 @@ async def ask(
 async def keep_alive(lease: ReaderLease, lease_ms: int) -> None:
     """Renew at half its time, again and again; returns when it is over. Raises nothing but CancelledError."""
     while True:
-        left_s = (lease.until_ns - time.monotonic_ns()) / NS
+        left_s = (lease.until_ns - lease_clock_ns()) / NS
         await asyncio.sleep(max(min(lease.granted_s, left_s) / 2, MIN_RENEW_S))
-        asked_ns = time.monotonic_ns()
+        asked_ns = lease_clock_ns()
         if asked_ns >= lease.until_ns:
             return
         request = pb.RenewBlocksRequest(lease_id=lease.lease_id, lease_ms=lease_ms)
@@ -128,26 +130,29 @@ async def keep_alive(lease: ReaderLease, lease_ms: int) -> None:
 
 
 async def give_back(lease: ReaderLease, peers: Peers) -> None:
-    """The reader is done. Nobody has to wait for it: a lease that is not given back ends by itself."""
+    """The reader is done: nothing it reads can land any more. Sets `confirmed`, within RELEASE_S; a holder that does
+    not answer, or does not say, has not confirmed. A lease that is not given back ends by itself."""
     if lease.over:
         return
     async with peers.use(lease.peer.address) as peer:
         try:
-            await peer.stub.ReleaseLease(pb.ReleaseBlocksRequest(lease_id=lease.lease_id), timeout=RELEASE_S)
+            request = pb.ReleaseBlocksRequest(lease_id=lease.lease_id)
+            answer = await peer.stub.ReleaseLease(request, timeout=RELEASE_S)
+            lease.confirmed = answer.held == b"\1"
         except grpc.aio.AioRpcError as error:
             log.debug("release at %s: %s", peer.address, error.details())
             peers.forget(peer)
 
 
 def judge(lease: ReaderLease, ended: Sequence[m.PullEnded | None]) -> tuple[set[int], str]:
-    """(what counts of what the lease held, why not all): every rank has it, and the lease had not lapsed."""
+    """(what counts of what the lease held, why not all): every rank has it, and the holder has confirmed the lease."""
     whole, cause = set(range(len(lease.held))), ""
     for said in ended:
         if said is None:
             return set(), "the rank that read is gone"
-        if said.arrived and not lease.holds_at(said.end_ns):
+        if said.arrived and not lease.confirmed:
             names.NODE_PULL_LAPSED.inc()
-            return set(), "the lease ran out before the last byte was here"
+            return set(), UNCONFIRMED
         whole &= set(said.arrived)
         cause = cause or said.cause
     return whole, cause

@@ -21,12 +21,13 @@ from kvmesh.node.membership import Peer, Told
 from kvmesh.node.store_orders import StoreOrders
 from kvmesh.rpc import protocol
 from kvmesh.rpc.errors import KvmeshError
-from kvmesh.rpc.masters import Masters, Terms, moves_on, split
+from kvmesh.rpc.masters import Masters, moves_on, split
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2_grpc as pb_grpc
 from kvmesh.rpc.pb import store_pb2 as pb_store
 from kvmesh.rpc.pb import store_pb2_grpc as pb_store_grpc
+from kvmesh.rpc.terms import Terms
 
 log = logging.getLogger(__name__)
 

@@ -14,11 +14,10 @@ from kvmesh.node.partitions import CLASS_MARK, Partitions
 from kvmesh.node.puts import Puts
 from kvmesh.node.removal_desk import RemovalDesk
 from kvmesh.node.sum_desk import SumDesk
-from kvmesh.node.terms import Terms
 from kvmesh.rpc.errors import InvalidRequest, Overloaded
-from kvmesh.rpc.masters import MAX_TERM
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import common_pb2 as pb_common
+from kvmesh.rpc.terms import MAX_JUMP, Terms, first_term
 
 MAX_KEYS = 65_536
 MAX_HOLDERS = 64
@@ -27,6 +26,7 @@ MAX_TEXT = 1024
 MAX_PREFIX = 16
 MAX_U63 = (1 << 63) - 1
 MS = 1_000_000
+SEQ_TERM_SHIFT = 32  # a removal's number begins with the term under which it was ordered
 
 
 class Told(Protocol):
@@ -128,10 +128,15 @@ def patience_s(context: Any, most: float) -> float:
     return most if left is None else min(most, left / 2)
 
 
-def term_in(terms: Terms, term: int) -> None:
-    """0: nobody's order. Raises StaleTerm: of a master that leads no more; InvalidRequest: no term at all."""
-    if within("term", term, 0, MAX_TERM):
-        terms.hear(term)
+def order_in(node: Node, term: int, seq: int = 0) -> None:
+    """An order under `term` (0: no master's), a removal's with its number. Neither is learnt from it: terms come from
+    masters that this node has asked itself. Raises StaleTerm: of a master that leads no more; InvalidRequest: no master
+    can have sent it."""
+    if term:
+        node.terms.check(term)
+    if seq:
+        known = max(node.terms.highest, node.removals.removed_seq >> SEQ_TERM_SHIFT, first_term())
+        within("seq", seq, 1, ((known + MAX_JUMP + 1) << SEQ_TERM_SHIFT) - 1)
 
 
 def takes_more(node: Node) -> None:

@@ -26,7 +26,7 @@ def ssd_config(opening: m.TierOpen) -> SsdConfig:
         identity=opening.identity,
         bucket_bytes=max(bucket, least, 16 * PAGE),
         demote_uses=opening.demote_uses,
-        on_mismatch="refuse",
+        on_mismatch="other_weights",
     )
 
 

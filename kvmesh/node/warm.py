@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from kvmesh.clock import lease_clock
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.node import messages as m
 from kvmesh.node.warm_store import Place, WarmStore
@@ -148,7 +149,7 @@ class Warm:
         if self._until_ns:
             back, took = sum(warm.back for warm in self._restoring), time.monotonic() - self._started
             log.info("warm segment: %d of %d blocks are here again after %.2f s", back, self._found, took)
-            left_s = max(0.0, self._until_ns * 1e-9 - time.monotonic())
+            left_s = max(0.0, self._until_ns * 1e-9 - lease_clock())
         self._letting_go = asyncio.get_running_loop().call_later(left_s, self._let_go)
 
     def _let_go(self) -> None:

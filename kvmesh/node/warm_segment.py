@@ -21,6 +21,7 @@ from pathlib import Path
 
 import xxhash
 
+from kvmesh.clock import lease_clock_ns
 from kvmesh.node import messages as m
 from kvmesh.node.warm_table import SumTable
 from kvmesh.rpc.errors import ConfigError
@@ -69,12 +70,12 @@ def host_region(
 
 
 class WarmSegment:
-    """Sums of one region. `handle` and `close` on the main thread. `until_ns`: before it (monotonic) readers of an
+    """Sums of one region. `handle` and `close` on the main thread. `until_ns`: before it (lease clock) readers of an
     earlier life may still read what it gave them."""
 
     def __init__(self, region: Region, sums: SumTable, send: Callable[[m.ToFront], None]) -> None:
         self.name = sums.segment
-        self.until_ns = time.monotonic_ns() + sums.old_lease_ms * 1_000_000 if sums.kept else 0
+        self.until_ns = lease_clock_ns() + sums.old_lease_ms * 1_000_000 if sums.kept else 0
         self._region = region
         self._sums = sums
         self._send = send

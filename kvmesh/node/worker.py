@@ -42,7 +42,8 @@ class Worker:
         torch.set_num_threads(configure.threads)
         self._send = send
         dtype = configure.dtype
-        self._checkpoint = open_checkpoint(configure.model_path, configure.max_context_tokens)
+        self._checkpoint = open_checkpoint(configure.model_path, configure.max_context_tokens, configure.cache_dir)
+        fingerprinted = self._checkpoint.begin_fingerprint()  # beside loading, the first time
         config, rank, world = self._checkpoint.config, configure.rank, configure.world_size
         self.layout = shard_layout(config, dtype, configure.block_tokens, rank, world)
         name = f"{configure.instance_id}/{configure.rank}@{configure.incarnation:x}"
@@ -52,8 +53,9 @@ class Worker:
             weights = weight_bytes(self._checkpoint, self.layout.itemsize) // world
             self.memory = open_memory(configure, self.layout, weights, self.engine, home)
             blocks = num_extents(configure, self.memory)
+            owner = self._layout_text() if configure.warm_segment else ""  # it waits for the fingerprint
             self._extent_region, self.warm = host_region(
-                self.engine, blocks * self.layout.shard_bytes, home, configure, self._layout_text(), blocks, send
+                self.engine, blocks * self.layout.shard_bytes, home, configure, owner, blocks, send
             )
             self.memory.open_extents(self._extent_region, blocks)
             self._group = _group(configure, self.memory.device)
@@ -66,6 +68,7 @@ class Worker:
                 self._group,
                 configure.cuda_graphs,
             )
+            fingerprinted.result().check()  # what was loaded is what was hashed
             self._group.connect(LOAD_PATIENCE_S)
             self._warm_up()
         except BaseException:
@@ -129,7 +132,8 @@ class Worker:
         shape, c = self.layout, self._configure
         dims = f"{shape.layers}x2x{shape.kv_heads}x{shape.block_tokens}x{shape.head_dim}"
         part = f"L{shape.first_layer} H{shape.first_head} rank {c.rank}/{c.world_size}"
-        return f"{self._checkpoint.fingerprint[:16]} {c.dtype} {dims} {part}"
+        epoch = f"+{c.weights_epoch}" if c.weights_epoch else ""
+        return f"{self._checkpoint.fingerprint[:16]}{epoch} {c.dtype} {dims} {part}"
 
     def close(self) -> None:
         self.sums.close()

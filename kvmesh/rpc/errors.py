@@ -9,6 +9,7 @@
     ├── UnknownInstance ........... NOT_FOUND            404   register again
     ├── UnknownRequest ............ NOT_FOUND            404   never heard of, or forgotten
     ├── Overloaded ................ RESOURCE_EXHAUSTED   429   retry_after_ms
+    │   └── PinLimit .............. RESOURCE_EXHAUSTED   429   not retryable: somebody must unpin first
     ├── Unavailable ............... UNAVAILABLE          503   retryable
     │   ├── HandoffLost ........... UNAVAILABLE          503   retryable: writer or holder went away
     │   └── TlsFailed ............. UNAVAILABLE          503   retryable: one side speaks TLS, or distrusts the other
@@ -107,6 +108,13 @@ class Overloaded(KvmeshError):
     http_status = 429
     openai_type = "rate_limit_error"
     retryable = True
+
+
+class PinLimit(Overloaded):
+    """As much is pinned hard as may be: the same call succeeds only when something has been unpinned."""
+
+    code = "pin_limit"
+    retryable = False
 
 
 class Unavailable(KvmeshError):

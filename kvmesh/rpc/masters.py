@@ -10,29 +10,20 @@ import grpc
 import grpc.aio
 
 from kvmesh.rpc import channels, status
-from kvmesh.rpc.errors import ConfigError, DeadlinePassed, KvmeshError, NotLeader, StaleTerm, Unavailable
+from kvmesh.rpc.errors import (
+    ConfigError,
+    DeadlinePassed,
+    KvmeshError,
+    NotLeader,
+    ProtocolMismatch,
+    StaleTerm,
+    Unavailable,
+)
+from kvmesh.rpc.terms import Terms
 
 T = TypeVar("T")
 
-MAX_TERM = (1 << 31) - 1  # a master that reaches it leads no more; terms fill the upper half of other numbers
 RETRY_S = 0.05, 0.5  # after all masters were asked in vain: first, and at most
-
-
-class Terms:
-    """The highest term that this process has heard. One object for all that it hears from masters."""
-
-    def __init__(self) -> None:
-        self.highest = 0
-
-    def hear(self, term: int) -> None:
-        """An answer of a master. Raises StaleTerm: a later one has spoken, this answer is void."""
-        self.check(term)
-        self.highest = term
-
-    def check(self, term: int) -> None:
-        """Raises StaleTerm when `term` is lower than one heard."""
-        if term < self.highest:
-            raise StaleTerm(f"term={term}: a master of term {self.highest} has been heard", field="term")
 
 
 class Masters:
@@ -41,6 +32,7 @@ class Masters:
     def __init__(self, addresses: str, terms: Terms | None = None, *, field: str = "store") -> None:
         """`addresses`: "a:1,b:2". Raises ConfigError naming `field`: there is none in it."""
         self.addresses = split(addresses, field)
+        self.field = field
         self.terms = terms or Terms()
         self._at = 0
         self._elsewhere = ""  # a leader that was named and is not in the list
@@ -107,6 +99,29 @@ def split(addresses: str, field: str = "store") -> tuple[str, ...]:
     return found
 
 
+def check_addresses(addresses: str, field: str = "store") -> None:
+    """Raises ConfigError naming `field` unless each can be dialled: a host and a port."""
+    for one in split(addresses, field):
+        if why := _wrong(one):
+            raise ConfigError(f"{field}={one!r}: {why}", field=field)
+
+
+def _wrong(address: str) -> str:
+    """Why this is no HOST:PORT; "": it is one."""
+    if "/" in address:
+        return "must be HOST:PORT, without a scheme or a path"
+    host, colon, port = address.rpartition(":")
+    if not host or not colon:
+        return "must be HOST:PORT, and has no port" if not colon else "must be HOST:PORT, and has no host"
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65536):
+        return f"its port {port!r} is not in 1..65535"
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        return "an IPv6 address is written [ADDRESS]:PORT"
+    if any(letter.isspace() or not letter.isprintable() for letter in host):
+        return "its host holds spaces or signs that cannot be printed"
+    return ""
+
+
 def moves_on(error: KvmeshError) -> bool:
     """Whether another master, or the same a little later, may answer what this one refused."""
     return isinstance(error, NotLeader | StaleTerm | Unavailable | DeadlinePassed)
@@ -145,7 +160,7 @@ class Caller:
             except StaleTerm as error:
                 last, round_over = error, False
             except (grpc.RpcError, NotLeader) as raised:
-                last = raised if isinstance(raised, NotLeader) else status.from_rpc_error(raised)
+                last = raised if isinstance(raised, NotLeader) else self._named(asked, raised)
                 if not moves_on(last):
                     raise last from None
                 # Another call may have gone on meanwhile.
@@ -153,6 +168,14 @@ class Caller:
             if round_over:
                 await asyncio.sleep(min(pause_s, max(0.0, deadline - loop.time())))
                 pause_s = min(2 * pause_s, RETRY_S[1])
+
+    def _named(self, asked: str, error: grpc.RpcError) -> KvmeshError:
+        """The error of a call; of a process that is no leader at all, one that says so."""
+        if getattr(error, "code", lambda: None)() is grpc.StatusCode.UNIMPLEMENTED:
+            field = self.masters.field
+            what = f"what answers there is not what {field} must name, but another service, or of another version"
+            return ProtocolMismatch(f"{field}={asked!r}: {what}", field=field)
+        return status.from_rpc_error(error)
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:

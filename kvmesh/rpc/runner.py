@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 
 from kvmesh.config import ServiceConfig
+from kvmesh.rpc import security
 from kvmesh.rpc.door.control import ControlDoor
 from kvmesh.rpc.server import Server, join
 from kvmesh.telemetry import names, setup
+from kvmesh.telemetry.metrics_server import MetricsLimits
 
 STOP_GRACE_S = 0.5
 MIN_TICK_S = 0.01
@@ -43,6 +46,21 @@ class Service(ABC):
         """End streams and tasks: the server is about to stop. Called once after `start`, also when that failed."""
 
 
+def serve_metrics(config: ServiceConfig) -> tuple[str, Callable[[], None]]:
+    """Serve the metrics and probe port as `config` says; returns its address and what closes it.
+
+    Raises ConfigError when the port is in use or the certificate cannot be used."""
+    host = config.metrics_host or config.host
+    tls = None
+    if config.metrics_tls == "auto" and config.tls_cert:
+        security.load_pair(config.tls_cert, config.tls_key, "tls_cert", "tls_key")  # names what is wrong
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.load_cert_chain(config.tls_cert, config.tls_key, password="")
+    limits = MetricsLimits(config.metrics_connections, config.metrics_timeout_ms / 1000)
+    port, close = names.serve_metrics(host, config.metrics_port, limits, tls)
+    return join(host, port), close
+
+
 @contextlib.asynccontextmanager
 async def observed(service: str, instance_id: str, config: ServiceConfig) -> AsyncIterator[str]:
     """Logs, traces and metrics of a service while it lives; gives the address of its metrics.
@@ -54,11 +72,13 @@ async def observed(service: str, instance_id: str, config: ServiceConfig) -> Asy
         trace_dir=config.trace_dir,
         otlp_endpoint=config.otlp_endpoint,
         log_level=config.log_level,
+        log_file=config.log_file,
+        limits=setup.TelemetryLimits.of(config),
     )
     try:
-        metrics_port, close_metrics = names.serve_metrics(config.host, config.metrics_port)
+        metrics, close_metrics = serve_metrics(config)
         try:
-            yield join(config.host, metrics_port)
+            yield metrics
         finally:
             await asyncio.to_thread(close_metrics)
     finally:

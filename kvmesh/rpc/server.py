@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import ipaddress
 import socket
 
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvmesh.rpc import security
+from kvmesh.rpc import health, security
+from kvmesh.rpc.call_limits import MEMBERS, CallLimits
 from kvmesh.rpc.channels import KEEPALIVE_MS
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.protocol import MAX_MESSAGE_BYTES
+from kvmesh.rpc.public_calls import WINDOW_BYTES, PublicCalls
 from kvmesh.rpc.status import errors_to_status
 from kvmesh.telemetry import readiness
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", 8 << 10),
+    ("grpc.absolute_max_metadata_size", 16 << 10),
+    ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.so_reuseport", 0),  # two servers on one port would share its calls silently
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
@@ -30,6 +33,35 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
     ("grpc.http2.ping_timeout_ms", KEEPALIVE_MS),
 )
+
+
+# Without probes of the bandwidth a call that nobody reads takes one window of its caller's bytes; with them, many MiB.
+# A message that is being received gets larger windows.
+_PUBLIC_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+)
+
+
+def _options(limits: CallLimits, *, public: bool) -> list[tuple[str, int]]:
+    options = [
+        *_OPTIONS,
+        ("grpc.max_receive_message_length", limits.message_bytes),
+        ("grpc.max_concurrent_streams", limits.streams),
+        ("grpc.max_allowed_incoming_connections", limits.connections),
+        # Calls that have come and that the event loop has not seen yet. From 1,000 on gRPC ends some of them, by
+        # default and at random, with a CANCELLED that tells nobody why.
+        ("grpc.server.max_pending_requests", limits.calls),
+        ("grpc.server.max_pending_requests_hard_limit", limits.calls),
+        # And those that it has not seen for 30 s, likewise: a busy loop is slow, callers have deadlines of their own.
+        ("grpc.server_max_unrequested_time_in_server", UNSEEN_S),
+    ]
+    if limits.idle_s:
+        options.append(("grpc.max_connection_idle_ms", int(limits.idle_s * 1000)))
+    return options + list(_PUBLIC_OPTIONS if public else ())
+
+
+UNSEEN_S = 600
 
 
 def join(host: str, port: int) -> str:
@@ -70,18 +102,32 @@ class Server:
     """One listening gRPC server. Add servicers to `.grpc` and name them with `.serves` before `start`.
 
     It speaks TLS when this process was configured so (`security.configure`; `tls` instead of that), and then asks
-    clients for certificates, unless it is a `public` door."""
+    clients for certificates, unless it is `public`: then strangers may call, and their calls are bounded as
+    `public_calls` says. Reflection is not for strangers where keys are required."""
 
-    def __init__(self, host: str, port: int, *, public: bool = False, tls: security.Security | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        public: PublicCalls | None = None,
+        limits: CallLimits = MEMBERS,
+        tls: security.Security | None = None,
+    ) -> None:
         self.host = host
         self.port = port
         self._public = public
         self._tls = tls
-        self.grpc = grpc.aio.server(options=_OPTIONS, interceptors=(errors_to_status(),))
-        self._health = health.aio.HealthServicer()
+        interceptors: tuple[grpc.aio.ServerInterceptor, ...] = (errors_to_status(),)
+        self.grpc = grpc.aio.server(
+            options=_options(limits, public=public is not None),
+            interceptors=interceptors if public is None else (public, *interceptors),
+            # A public server refuses by itself, with a named error.
+            maximum_concurrent_rpcs=limits.calls if public is None else None,
+        )
+        self._health = health.Health(limits.watchers)
         self._services: list[str] = []
         self._ready = False
-        self._updates: set[asyncio.Task[None]] = set()
 
     def serves(self, full_service_name: str) -> None:
         """Tell health and reflection of a service, e.g. "kvmesh.v1.Gateway"."""
@@ -96,9 +142,10 @@ class Server:
         """Listen; returns the bound port. NOT_SERVING until `set_ready(True)`. ConfigError: port in use."""
         check_port(self.host, self.port)  # before gRPC, which would log its own account first
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
-        await self._publish(False)
-        names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self.grpc)
+        self._publish(False)
+        if self._public is None or not self._public.keys_required:
+            names = (*self._services, health.SERVICE, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self.grpc)
         try:
             self.port = self._listen()
         except RuntimeError:
@@ -107,29 +154,24 @@ class Server:
         return self.port
 
     def _listen(self) -> int:
-        credentials = (self._tls or security.current()).server_credentials(public=self._public)
+        credentials = (self._tls or security.current()).server_credentials(public=self._public is not None)
         if credentials is None:
             return self.grpc.add_insecure_port(self.address)
         return self.grpc.add_secure_port(self.address, credentials)
 
     def set_ready(self, ready: bool, why_not: str = "not ready") -> None:
-        """Answer health checks with SERVING or NOT_SERVING from the next turn of the loop on, and `/ready` of the
-        metrics port with `why_not`."""
+        """Answer health checks with SERVING or NOT_SERVING, and `/ready` of the metrics port with `why_not`."""
         readiness.PROCESS.why_not = "" if ready else why_not
         if ready != self._ready:
             self._ready = ready
-            task = asyncio.get_running_loop().create_task(self._publish(ready))
-            self._updates.add(task)
-            task.add_done_callback(self._updates.discard)
+            self._publish(ready)
 
-    async def _publish(self, ready: bool) -> None:
-        state = health_pb2.HealthCheckResponse
+    def _publish(self, ready: bool) -> None:
         for name in ("", *self._services):
-            await self._health.set(name, state.SERVING if ready else state.NOT_SERVING)
+            self._health.set(name, ready)
 
     async def stop(self, grace_s: float) -> None:
         """NOT_SERVING, no new calls, `grace_s` seconds for running ones; what is left then is cancelled."""
         readiness.PROCESS.why_not = "shutting down"
-        await self._health.enter_graceful_shutdown()
+        self._health.shut_down()
         await self.grpc.stop(grace_s)
-        await asyncio.gather(*self._updates)

@@ -27,6 +27,7 @@ Metrics: `kvmesh_<service>_<what>_<unit>`; durations in seconds, sizes in bytes;
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
@@ -192,7 +193,17 @@ GATEWAY_BATCH_WAITING = _gauge("gateway_batch_waiting_requests", "Of the batch l
 GATEWAY_STREAMS = _gauge("gateway_streams_count", "Open Session streams.")
 GATEWAY_READY = _gauge("gateway_ready_bool", "1 when requests are served, of any model.")
 GATEWAY_MODEL_READY = _gauge("gateway_model_ready_bool", "1 when requests of that model are served.", "model")
+GATEWAY_REQUEST_MEMORY = _gauge("gateway_request_memory_bytes", "Held by requests, of half of max_request_memory.")
+# reason: full (429, come again), too_large (413, never fits).
+GATEWAY_MEMORY_REFUSED = _counter("gateway_request_memory_refused_total", "Requests without room in memory.", "reason")
+GATEWAY_HTTP_CONNECTIONS = _gauge("gateway_http_connections_count", "Open REST connections.")
+# reason: connections (too many: the one idle for longest), unread (a client that reads no answer), host (a foreign
+# Host or Origin), or the HTTP status of a refused head.
+GATEWAY_HTTP_REFUSED = _counter("gateway_http_refused_total", "REST connections and heads refused.", "reason")
 GATEWAY_UNAUTHORIZED = _counter("gateway_unauthorized_total", "Calls without a valid API key.", "route")
+
+# what: requests (too many in flight), placements (too many wait for the conductor).
+GATEWAY_REFUSED = _counter("gateway_refused_total", "Requests refused at once, for want of room here.", "what")
 
 # Conductor. outcome: placed, overloaded, unavailable, ...; reason: ttft, tbt, capacity, no_instance.
 CONDUCTOR_DECISIONS = _counter("conductor_decisions_total", "Schedule calls answered.", "outcome")
@@ -209,6 +220,10 @@ CONDUCTOR_PREDICTION_ERROR = _gauge(
 )
 CONDUCTOR_INSTANCES = _gauge("conductor_instances_count", "Known instances.", "role", "state")
 CONDUCTOR_HEARTBEATS = _counter("conductor_heartbeats_total", "Heartbeats taken.")
+CONDUCTOR_HEARTBEAT_WAIT = _histogram(
+    "conductor_heartbeat_wait_seconds", "Arrived by the door until taken, at most.", _STEP
+)
+CONDUCTOR_SCHEDULE_WAIT = _histogram("conductor_schedule_wait_seconds", "Read until its turn to be placed.", _STEP)
 CONDUCTOR_DOOR_CALLS = _counter("conductor_door_calls_total", "Calls through the door, past gRPC.", "method")
 CONDUCTOR_INDEX_BLOCKS = _gauge("conductor_index_blocks_count", "Distinct blocks that node stores have announced.")
 CONDUCTOR_FETCHED_BLOCKS = _counter("conductor_fetched_blocks_total", "Blocks that placements told prefill to fetch.")
@@ -265,6 +280,8 @@ DECODE_READY = _gauge("decode_ready_bool", "1 when work is taken.")
 STORE_MEMBERS = _gauge("store_members_count", "Live members.", "role")
 STORE_CHANGES = _counter("store_member_changes_total", "Membership changes.", "change")
 STORE_BEATS = _counter("store_beats_total", "Heartbeats taken.")
+STORE_TERMS_REFUSED = _counter("store_terms_refused_total", "Terms told by members that are not credible.")
+STORE_HEARTBEAT_WAIT = _histogram("store_heartbeat_wait_seconds", "Arrived by the door until taken, at most.", _STEP)
 STORE_DOOR_CALLS = _counter("store_door_calls_total", "Calls through the door, past gRPC.", "method")
 STORE_HEARTBEAT_AGE = _gauge("store_heartbeat_age_seconds", "Longest silence of a live member.")
 STORE_HEARTBEAT_INTERVAL = _gauge("store_heartbeat_interval_seconds", "As members are told now.")
@@ -384,9 +401,14 @@ def render() -> tuple[bytes, str]:
     return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
-def serve_metrics(host: str, port: int) -> tuple[int, Callable[[], None]]:
-    """Serve `/metrics`, `/live` and `/ready` from a thread of its own; returns the bound port and what closes it.
+def serve_metrics(
+    host: str,
+    port: int,
+    limits: metrics_server.MetricsLimits | None = None,
+    tls: ssl.SSLContext | None = None,
+) -> tuple[int, Callable[[], None]]:
+    """Serve `/metrics`, `/live` and `/ready` from threads of their own; returns the bound port and what closes it.
 
-    ConfigError naming the port when it is in use."""
+    Raises ConfigError naming the port when it is in use."""
     registry: Any = _Active()
-    return metrics_server.serve(host, port, registry)
+    return metrics_server.serve(host, port, registry, limits, tls)

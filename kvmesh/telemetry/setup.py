@@ -9,13 +9,18 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from opentelemetry.trace import NoOpTracer, Tracer
 
+from kvmesh.private_files import private_folder, private_opener
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.telemetry import names, spans
+from kvmesh.telemetry.disk import FreeSpace
+from kvmesh.telemetry.printable import printable
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -29,6 +34,22 @@ _QUEUE_SPANS = 1 << 16
 _FILE_DELAY_MS = 500
 _OTLP_DELAY_MS = 1_000
 _OTLP_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class TelemetryLimits:
+    """Bounds of what telemetry writes, and which traces are kept; the fields are those of ServiceConfig."""
+
+    trace_max_mb: int = 256
+    trace_sample: float = 1.0
+    trace_slow_ms: int = 30_000
+    log_max_mb: int = 64
+    min_free_mb: int = 256
+
+    @classmethod
+    def of(cls, config: Any) -> TelemetryLimits:
+        """Those of a ServiceConfig."""
+        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
 
 
 class Telemetry:
@@ -69,6 +90,7 @@ def start(
     otlp_endpoint: str,
     log_level: str,
     log_file: str = "",
+    limits: TelemetryLimits | None = None,
 ) -> Telemetry:
     """Begin logging (standard error, or `log_file`) and, where asked, tracing to files or an OTLP collector.
 
@@ -78,11 +100,12 @@ def start(
     names.activate(service)
     if _running:
         return Telemetry(_running.tracer, _running._provider, None)
-    handler = _log_handler(service, instance_id, log_level, log_file)
+    limits = limits or TelemetryLimits()
+    handler = _log_handler(service, instance_id, log_level, log_file, limits)
     provider = None
     if trace_dir or otlp_endpoint:
         try:
-            provider = _provider(service, instance_id, trace_dir, otlp_endpoint)
+            provider = _provider(service, instance_id, trace_dir, otlp_endpoint, limits)
         except BaseException:
             logging.getLogger().removeHandler(handler)
             handler.close()
@@ -93,22 +116,28 @@ def start(
     return _running
 
 
-def _provider(service: str, instance_id: str, trace_dir: str, otlp_endpoint: str) -> TracerProvider:
+def _provider(
+    service: str, instance_id: str, trace_dir: str, otlp_endpoint: str, limits: TelemetryLimits
+) -> TracerProvider:
     # Imported only where wanted: the SDK costs a start half a second on a slow machine.
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 
+    from kvmesh.telemetry.sampling import HeadSampler, UnsampledSpans
+
+    batches: list[BatchSpanProcessor] = []
+
     def add(exporter: SpanExporter | JsonLinesExporter, delay_ms: int) -> None:
-        provider.add_span_processor(
-            BatchSpanProcessor(
-                cast(SpanExporter, exporter),
-                max_queue_size=_QUEUE_SPANS,
-                schedule_delay_millis=delay_ms,
-                max_export_batch_size=512,
-                export_timeout_millis=_OTLP_TIMEOUT_S * 1000,
-            )
+        batch = BatchSpanProcessor(
+            cast(SpanExporter, exporter),
+            max_queue_size=_QUEUE_SPANS,
+            schedule_delay_millis=delay_ms,
+            max_export_batch_size=512,
+            export_timeout_millis=_OTLP_TIMEOUT_S * 1000,
         )
+        batches.append(batch)
+        provider.add_span_processor(batch)
 
     resource = Resource(
         {
@@ -118,41 +147,62 @@ def _provider(service: str, instance_id: str, trace_dir: str, otlp_endpoint: str
             "process.pid": os.getpid(),
         }
     )
-    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider = TracerProvider(sampler=HeadSampler(limits.trace_sample), resource=resource, shutdown_on_exit=False)
     if trace_dir:
-        add(_file_exporter(service, instance_id, trace_dir), _FILE_DELAY_MS)
+        add(_file_exporter(service, instance_id, trace_dir, limits), _FILE_DELAY_MS)
     if otlp_endpoint:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
         insecure = not otlp_endpoint.startswith("https://")
         exporter = OTLPSpanExporter(endpoint=otlp_endpoint, insecure=insecure, timeout=_OTLP_TIMEOUT_S)
         add(exporter, _OTLP_DELAY_MS)
+    provider.add_span_processor(UnsampledSpans(batches, limits.trace_slow_ms))
     return provider
 
 
-def _file_exporter(service: str, instance_id: str, trace_dir: str) -> JsonLinesExporter:
+def _file_exporter(service: str, instance_id: str, trace_dir: str, limits: TelemetryLimits) -> JsonLinesExporter:
     path = Path(trace_dir) / f"{service}-{os.getpid()}.jsonl"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return JsonLinesExporter(path, service, instance_id)
+        private_folder(path.parent)
+        space = FreeSpace(path.parent, limits.min_free_mb)
+        return JsonLinesExporter(path, service, instance_id, limits.trace_max_mb << 20, space)
     except OSError as err:
         raise ConfigError(f"trace_dir={trace_dir!r}: {err.strerror}", field="trace_dir") from None
 
 
 class JsonLinesExporter:
     """Writes one JSON object a span and line: name, trace_id, span_id, parent, start_ns, end_ns (Unix time),
-    service, instance, attributes, status ("" or the error)."""
+    service, instance, attributes, status ("" or the error).
 
-    def __init__(self, path: Path, service: str, instance_id: str) -> None:
-        self._file: TextIO = path.open("a", encoding="utf-8")
+    A file that has half of `max_bytes` becomes NAME.1.jsonl, in place of the one before. While `space` is low nothing
+    is written."""
+
+    def __init__(self, path: Path, service: str, instance_id: str, max_bytes: int, space: FreeSpace) -> None:
+        self._path = path
+        self._half = max_bytes // 2
+        self._space = space
+        self._file: BinaryIO = open(path, "ab", opener=private_opener)  # noqa: SIM115
         self._origin = {"service": service, "instance": instance_id}
 
     def export(self, spans: Sequence[ReadableSpan]) -> object:
         """Append `spans`."""
         from opentelemetry.sdk.trace.export import SpanExportResult
 
+        if self._space.look(time.monotonic()):
+            folder, free = self._path.parent, self._space.free >> 20
+            if self._space.low:
+                log.warning("no spans are written to %s: %d MiB are free, below the floor of min_free_mb", folder, free)
+            else:
+                log.warning("spans are written to %s again: %d MiB are free", folder, free)
+        if self._space.low:
+            return SpanExportResult.FAILURE
         try:
-            self._file.write("".join(self._line(span) for span in spans))
+            data = "".join(self._line(span) for span in spans).encode()
+            if self._file.tell() + len(data) > self._half and self._file.tell():
+                self._file.close()
+                self._path.replace(self._path.with_suffix(".1.jsonl"))
+                self._file = open(self._path, "ab", opener=private_opener)  # noqa: SIM115
+            self._file.write(data)
             self._file.flush()
         except (OSError, ValueError) as err:
             log.warning("spans lost: %s", err)
@@ -201,7 +251,7 @@ class LineFormatter(logging.Formatter):
             line += f" request_id={request_id}"
         if record.exc_info and record.exc_info[1] is not None:
             line += f" | {_short_traceback(record.exc_info[1])}"
-        return line.replace("\r", "").replace("\n", " ⏎ ")
+        return printable(line.replace("\r\n", "\n")).replace("\n", " ⏎ ")
 
 
 def _short_traceback(err: BaseException, frames: int = 8) -> str:
@@ -210,13 +260,32 @@ def _short_traceback(err: BaseException, frames: int = 8) -> str:
     return f"{type(err).__name__}: {err} ({path})"
 
 
-def _log_handler(service: str, instance_id: str, log_level: str, log_file: str) -> logging.Handler:
+class _RoomFilter(logging.Filter):
+    """Lets warnings alone through while the disk of the log is nearly full, and says so once."""
+
+    def __init__(self, space: FreeSpace) -> None:
+        super().__init__()
+        self._space = space
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Is there room for `record`?"""
+        if self._space.look(time.monotonic()):
+            text = "only warnings are logged" if self._space.low else "everything is logged again"
+            log.warning("%s: %d MiB are free on the log's disk", text, self._space.free >> 20)
+        return not self._space.low or record.levelno >= logging.WARNING
+
+
+def _log_handler(
+    service: str, instance_id: str, log_level: str, log_file: str, limits: TelemetryLimits
+) -> logging.Handler:
     if log_level.lower() not in LEVELS:
         raise ConfigError(f"log_level={log_level!r}: choose one of {', '.join(LEVELS)}", field="log_level")
     handler: logging.Handler
     if log_file:
         try:
-            handler = logging.FileHandler(log_file, encoding="utf-8")
+            half = (limits.log_max_mb << 20) // 2
+            handler = RotatingFileHandler(log_file, maxBytes=half, backupCount=1, encoding="utf-8")
+            handler.addFilter(_RoomFilter(FreeSpace(Path(log_file).absolute().parent, limits.min_free_mb)))
         except OSError as err:
             raise ConfigError(f"log_file={log_file!r}: {err.strerror}", field="log_file") from None
     else:

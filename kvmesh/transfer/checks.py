@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+import numpy as np
 from msgspec.structs import replace
 
 from kvmesh.rpc.errors import TransferError
@@ -15,6 +16,7 @@ from kvmesh.transfer.api import Opcode, Range, TransferRequest
 LaneT = TypeVar("LaneT")
 
 MAX_NAME = 1024
+MAX_S = 1e9  # what clocks and locks take
 MAX_U64 = (1 << 64) - 1
 _LOCATION = re.compile(r"(cpu|cuda):\d{1,4}")
 
@@ -37,6 +39,13 @@ def whole(field: str, value: object, least: int = 0, most: int = MAX_U64) -> int
     return number
 
 
+def seconds(field: str, value: object) -> float:
+    """A finite time, not negative."""
+    if not isinstance(value, int | float | np.integer | np.floating) or not 0 <= value <= MAX_S:
+        raise TransferError(f"{field}={shown(value)}: must be a number of seconds in 0..{MAX_S:.0e}", field=field)
+    return float(value)
+
+
 def instance(field: str, value: object, *kinds: type) -> None:
     if not isinstance(value, kinds):
         names = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
@@ -50,6 +59,8 @@ def setting(field: str, kind: str, value: object) -> object:
     if kind == "float":
         if not isinstance(value, int | float):
             raise TransferError(f"{field}={shown(value)}: must be a number, not {type(value).__name__}", field=field)
+        if not abs(value) <= MAX_S:
+            raise TransferError(f"{field}={value!r}: must be a finite number, at most {MAX_S:.0e}", field=field)
         return float(value)
     if kind.startswith("tuple"):
         if not isinstance(value, tuple | list) or not all(isinstance(one, str) for one in value):

@@ -217,7 +217,8 @@ class TransferEngine:
         self._check_open()
         after = Aftermath()
         core = self._core
-        deadline = time.monotonic() + (self.config.request_timeout_s if timeout_s is None else timeout_s)
+        timeout_s = self.config.request_timeout_s if timeout_s is None else checks.seconds("timeout_s", timeout_s)
+        deadline = time.monotonic() + timeout_s
         with core.lock:
             known = core.batch(batch)
             if len(known.states) + len(requests) > known.capacity:
@@ -254,7 +255,7 @@ class TransferEngine:
 
     def wait_sync(self, batch: BatchId, timeout_s: float) -> bool:
         """As `wait`, blocking; false when `timeout_s` passed first."""
-        return waits.wait_sync(self._core, batch, timeout_s)
+        return waits.wait_sync(self._core, batch, checks.seconds("timeout_s", timeout_s))
 
     def on_done(self, batch: BatchId, callback: Callable[[], None]) -> None:
         """Calls back once every request submitted so far is final, on an engine thread, on one that is in `wait_sync`
@@ -339,6 +340,8 @@ class TransferEngine:
         microseconds, at most two frames, or `fence_grace_s` when the writer is frozen in the middle of one.
         Idempotent. TransferError when it takes more than `timeout_s`, or when a driver fails to end what may still
         land (rdma); the window stays closed then: call it again."""
+        checks.window(peer, handoff_epoch, ())
+        timeout_s = checks.seconds("timeout_s", timeout_s)
         if self.windows.shut(peer, handoff_epoch):
             for transport in self._transports:
                 transport.fence(peer, handoff_epoch)
@@ -346,7 +349,7 @@ class TransferEngine:
 
     def fence_peer(self, peer: str, timeout_s: float = 5.0) -> None:
         """Fences every epoch of this peer that has a window."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + checks.seconds("timeout_s", timeout_s)
         for epoch in self.windows.epochs(peer):
             self.fence(peer, epoch, max(0.0, deadline - time.monotonic()))
 

@@ -207,14 +207,20 @@ def writable(buffer: object) -> tuple[int, int, memoryview]:
             raise TransferError(f"buffer={checks.shown(buffer)}: a pair must be (address, length)", field="buffer")
         address, length = checks.whole("buffer[0]", buffer[0], 1), checks.whole("buffer[1]", buffer[1], 1, 1 << 62)
         view = None
-    elif hasattr(buffer, "data_ptr") and hasattr(buffer, "nbytes"):
+    elif hasattr(buffer, "data_ptr") and _has_nbytes(buffer):
+        strided = str(getattr(buffer, "layout", "torch.strided")) == "torch.strided"
+        if not strided or getattr(buffer, "is_quantized", False):
+            raise TransferError(f"{_kind(buffer)} is no dense tensor: register buffer.to_dense()", field="buffer")
         contiguous = getattr(buffer, "is_contiguous", None)
         if contiguous is not None and not contiguous():
             raise TransferError(f"{_kind(buffer)} is not contiguous: register buffer.contiguous()", field="buffer")
         device = getattr(getattr(buffer, "device", None), "type", "cpu")
         if device != "cpu":
             raise TransferError(f"{_kind(buffer)} is memory of a {device} device", field="buffer")
-        address, length = int(buffer.data_ptr()), int(buffer.nbytes)
+        try:
+            address, length = int(buffer.data_ptr()), int(getattr(buffer, "nbytes"))  # noqa: B009
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            raise TransferError(f"{_kind(buffer)} has no memory of its own: {error}", field="buffer") from None
         view = None
     else:
         try:
@@ -239,6 +245,13 @@ def writable(buffer: object) -> tuple[int, int, memoryview]:
     if length <= 0 or address <= 0:
         raise TransferError(f"{_kind(buffer)} has {length} bytes at {address:#x}", field="buffer")
     return address, length, foreign_view(address, length) if view is None else view
+
+
+def _has_nbytes(buffer: object) -> bool:
+    try:
+        return hasattr(buffer, "nbytes")
+    except RuntimeError:  # a sparse tensor's
+        return True
 
 
 def _kind(buffer: object) -> str:

@@ -19,6 +19,7 @@ import msgspec
 from kvmesh.rpc.errors import TransferError
 from kvmesh.transfer.api import Region
 from kvmesh.transfer.memory import PAGE, Mapping
+from kvmesh.transfer.wire import UNREADABLE
 
 DESCRIPTOR_VERSION = 2
 MAX_DESCRIPTOR_BYTES = 1 << 20
@@ -78,7 +79,7 @@ class SegmentDescriptor:
                     f"segment descriptor has version {version}, this build knows {DESCRIPTOR_VERSION}", field="version"
                 )
             found = msgspec.msgpack.decode(data, type=cls)
-        except msgspec.MsgspecError as err:
+        except UNREADABLE as err:
             why = f"segment descriptor of {len(data)} bytes is malformed: {err}"
             raise TransferError(why, field="descriptor") from err
         for region in found.regions:

@@ -30,6 +30,7 @@ from kvmesh.rpc.errors import TransferError
 
 MAX_UNINVITED = 4096
 MAX_NOTIFICATIONS = 65536  # of one window
+MAX_FENCED = 65536  # epochs that are remembered, so that nobody opens them again
 
 HomeT = TypeVar("HomeT")
 
@@ -69,11 +70,13 @@ class Windows(Generic[HomeT]):
         self._changed = threading.Condition(threading.Lock())
         self._windows: dict[tuple[str, int], _Window[HomeT]] = {}
         self._uninvited: OrderedDict[tuple[str, int], None] = OrderedDict()  # notifications of epoch 0
+        self._fenced: OrderedDict[tuple[str, int], None] = OrderedDict()  # the last MAX_FENCED, oldest first
         self._clock = clock
 
     def open(self, peer: str, epoch: int, ranges: Iterable[tuple[int, int, HomeT]]) -> None:
         """Invites `peer` to write (offset, length) ranges in this epoch; adds to a window that is open already.
-        TransferError for an empty range, a peer without a name, or while the window is being fenced."""
+        TransferError for an empty range, a peer without a name, while the window is being fenced, and after: a slice of
+        an epoch that was fenced may come late, and must never land."""
         if not peer:
             raise TransferError("peer='': a window needs the writer's name", field="peer")
         fresh = [(offset, offset + length, home) for offset, length, home in ranges]
@@ -83,6 +86,9 @@ class Windows(Generic[HomeT]):
         with self._changed:
             window = self._windows.get((peer, epoch))
             if window is None:
+                if (peer, epoch) in self._fenced:
+                    why = f"that window of {peer!r} has been fenced, use a new epoch"
+                    raise TransferError(f"handoff_epoch={epoch}: {why}", field="handoff_epoch")
                 window = self._windows[(peer, epoch)] = _Window()
             elif window.closing:
                 raise TransferError(f"window ({peer!r}, {epoch}) is being fenced", field="handoff_epoch")
@@ -189,6 +195,9 @@ class Windows(Generic[HomeT]):
                     )
             if self._windows.get((peer, epoch)) is window:
                 del self._windows[(peer, epoch)]
+                self._fenced[(peer, epoch)] = None
+                if len(self._fenced) > MAX_FENCED:
+                    self._fenced.popitem(last=False)
 
     def epochs(self, peer: str) -> list[int]:
         """Every epoch of this peer that has a window, open or closing."""

@@ -107,6 +107,10 @@ class Asked(msgspec.Struct, frozen=True, gc=False):
         return asked
 
 
+# What decoding bytes of a stranger can raise: texts that are not UTF-8 and nesting without end have no MsgspecError.
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
 def encode_hello(message: Hello | Welcome) -> bytes:
     return msgspec.msgpack.encode(message)
 
@@ -114,7 +118,7 @@ def encode_hello(message: Hello | Welcome) -> bytes:
 def decode_hello(data: bytes) -> Hello:
     try:
         return msgspec.msgpack.decode(data, type=Hello)
-    except msgspec.MsgspecError as err:
+    except UNREADABLE as err:
         raise ProtocolBroken(f"hello: {err}") from err
 
 
@@ -122,7 +126,7 @@ def decode_welcome(data: bytes) -> None:
     """Refused when the peer does not take us."""
     try:
         welcome = msgspec.msgpack.decode(data, type=Welcome)
-    except msgspec.MsgspecError as err:
+    except UNREADABLE as err:
         raise ProtocolBroken(f"welcome: {err}") from err
     if welcome.cause:
         raise Refused(welcome.cause, retry=welcome.retry)

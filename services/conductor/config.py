@@ -59,6 +59,29 @@ class ConductorConfig(ServiceConfig):
             "max": 65535,
         },
     )
+    door_connections: int = field(
+        default=4096,
+        metadata={
+            "help": "Connections to the door at most, and no more than a quarter of the descriptors: the one that is "
+            "idle longest makes room.",
+            "min": 1,
+        },
+    )
+    door_frame_ms: int = field(
+        default=10_000,
+        metadata={"help": "A message that is not complete after so long ends its connection to the door.", "min": 1},
+    )
+    door_memory_mb: int = field(
+        default=16,
+        metadata={"help": "MiB of all messages that have begun to arrive by the door or wait there.", "min": 2},
+    )
+    max_schedules: int = field(
+        default=1024,
+        metadata={
+            "help": "Requests that wait here to be placed; more are refused at once, with Retry-After.",
+            "min": 1,
+        },
+    )
     heartbeat_interval_ms: int = field(default=200, metadata={"help": "How often instances report, in ms.", "min": 1})
     lease_ms: int = field(
         default=1_500, metadata={"help": "An instance silent for longer gets no work, in ms.", "min": 1}
@@ -125,6 +148,7 @@ class ConductorConfig(ServiceConfig):
         default="",
         metadata={
             "help": "Redis that says which of several conductors leads, and keeps cordons; empty: this one is alone.",
+            "secret": True,
             "metavar": "redis://HOST:PORT/0",
         },
     )
@@ -194,9 +218,14 @@ class ConductorConfig(ServiceConfig):
             raise ConfigError(
                 f"scale_target={self.scale_target}: must be at least 0.05, at most 1", field="scale_target"
             )
-        for name in ("slo_ttft_ms", "slo_tbt_ms", "heartbeat_interval_ms", "store_silence_ms", "role_dwell_ms"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1", field=name)
+        least = (
+            ("slo_ttft_ms", 1), ("slo_tbt_ms", 1), ("heartbeat_interval_ms", 1), ("store_silence_ms", 1),
+            ("role_dwell_ms", 1), ("door_connections", 1), ("door_frame_ms", 1), ("door_memory_mb", 2),
+            ("max_schedules", 1),
+        )  # fmt: skip
+        for name, low in least:
+            if getattr(self, name) < low:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be at least {low}", field=name)
         for name in ("session_affinity_ms", "origin_affinity_ms", "heartbeats_per_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 0", field=name)
@@ -204,8 +233,8 @@ class ConductorConfig(ServiceConfig):
             text = f"balancing_threshold={self.balancing_threshold}: must be a number, at least 0"
             raise ConfigError(text, field="balancing_threshold")
         if self.lease_ms < 2 * self.heartbeat_interval_ms:
-            least = 2 * self.heartbeat_interval_ms
-            raise ConfigError(f"lease_ms={self.lease_ms}: must be at least two heartbeats ({least})", field="lease_ms")
+            beats = 2 * self.heartbeat_interval_ms
+            raise ConfigError(f"lease_ms={self.lease_ms}: must be at least two heartbeats ({beats})", field="lease_ms")
 
     @property
     def slos(self) -> tuple[tuple[str, float, float], ...]:

@@ -280,6 +280,14 @@ class OrderEnded:
 
 
 @dataclass(frozen=True)
+class CaughtUp:
+    """All that had arrived by `until` has been heard: silence is judged up to that time. Before it is said once, up to
+    the present."""
+
+    until: float
+
+
+@dataclass(frozen=True)
 class Tick:
     pass
 
@@ -296,6 +304,7 @@ Event = (
     | Cordon
     | Lead
     | OrderEnded
+    | CaughtUp
     | Tick
 )
 

@@ -11,14 +11,17 @@ from collections.abc import Callable
 from kvmesh.loading import LastingHeap
 from kvmesh.native import library
 from kvmesh.rpc import runner
+from kvmesh.rpc.call_queue import CallQueue
+from kvmesh.rpc.catching_up import caught_up
 from kvmesh.rpc.door.control import ControlDoor
+from kvmesh.rpc.door.server import FastPathLimits
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2_grpc as pb_grpc
 from kvmesh.rpc.server import Server
 from kvmesh.telemetry import names
 from services.conductor.balance.orders import Orders
 from services.conductor.config import ConductorConfig
-from services.conductor.domain import Event, Fetch
+from services.conductor.domain import CaughtUp, Event, Fetch
 from services.conductor.fleet.watch import StoreWatch
 from services.conductor.peers.leadership import Office
 from services.conductor.records.journal import Header, Recorder
@@ -58,8 +61,10 @@ class Conductor(runner.Service):
             recorder = Recorder(header, self._log.write, config.decision_log_mb << 20)
         state = header.brain() if recorder is None else recorder.state
         self.office = Office(config, self._deliver)
+        self._queue = CallQueue(config.max_schedules, "max_schedules", names.CONDUCTOR_SCHEDULE_WAIT.observe)
         self._servicer = ConductorServicer(
             state,
+            queue=self._queue,
             step=state.step if recorder is None else recorder.step,
             clock=time.monotonic,
             store_status=lambda: self._watch.status,
@@ -72,6 +77,10 @@ class Conductor(runner.Service):
         self._advertised = config.advertise
         self._server: Server | None = None
         self._door_port = config.door_port
+        self._door_limits = FastPathLimits(
+            config.door_connections, config.door_frame_ms / 1000, config.door_memory_mb << 20
+        )
+        self._catching_up: asyncio.Task[None] | None = None
         self._watch = StoreWatch(
             config.store, self._deliver, silence_s=config.store_silence_ms / 1000, rng=random.Random()
         )
@@ -89,7 +98,16 @@ class Conductor(runner.Service):
         """For what instances and gateways ask most often."""
         service = pb.DESCRIPTOR.services_by_name["Conductor"]
         methods = ("Heartbeat", "Schedule")
-        return ControlDoor(service, self._servicer, methods, self._door_port, names.CONDUCTOR_DOOR_CALLS)
+        return ControlDoor(
+            service,
+            self._servicer,
+            methods,
+            self._door_port,
+            names.CONDUCTOR_DOOR_CALLS,
+            limits=self._door_limits,
+            queue=self._queue,
+            queued=("Schedule",),
+        )
 
     async def start(self) -> None:
         """Follow the store master; compete with other conductors, if there are any."""
@@ -104,11 +122,16 @@ class Conductor(runner.Service):
         self.tick_s = min(self._tick_s, max(LEAST_TICK_S, TICK_S * TICK_INSTANCES / max(1, self._servicer.instances)))
         self.office.leads()  # the brain orders nothing once the lease has run out
         self._servicer.tick()
+        if self._catching_up is None or self._catching_up.done():
+            self._catching_up = asyncio.create_task(self._catch_up(), name="catch up")
         self._orders.carry_out(self._servicer.take_orders())
         if self._log is not None:
             self._log.flush()
         if self._heap.due(now := time.monotonic()):
             self._heap.tick(len(asyncio.all_tasks()), now)
+
+    async def _catch_up(self) -> None:
+        self._deliver(CaughtUp(await caught_up(lambda: self._servicer.grpc_calls, time.monotonic)))
 
     async def close(self) -> None:
         """Leave the store master's stream; another may lead at once."""
@@ -116,9 +139,10 @@ class Conductor(runner.Service):
         self._stop.set()
         await self._orders.close()
         await self.office.close()
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.gather(self._following, return_exceptions=True)
+        for task in (self._following, self._catching_up):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         if self._log is not None:
             self._log.close()
 

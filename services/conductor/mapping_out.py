@@ -41,7 +41,8 @@ def placement_out(placed: Placed) -> pb.Placement:
             prefill_end_ms=_ms(placed.life.prefill_end_s),
             first_token_ms=_ms(placed.life.first_token_s),
             end_ms=_ms(placed.life.end_s),
-            output_tokens=placed.life.output_tokens,
+            # A guess of up to 2^32 - 1 tokens comes on top of what was answered before.
+            output_tokens=min(MAX_UINT32, placed.life.output_tokens),
         ),
     )
 

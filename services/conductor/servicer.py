@@ -10,6 +10,7 @@ from typing import Any
 
 from kvmesh.kvcache.keys import KEY_BYTES
 from kvmesh.rpc import protocol
+from kvmesh.rpc.call_queue import CallQueue
 from kvmesh.rpc.door.server import DoorContext
 from kvmesh.rpc.errors import InvalidRequest, Unavailable, UnknownRequest
 from kvmesh.rpc.masters import split
@@ -45,7 +46,8 @@ Step = Callable[[Event, float], Sequence[Action]]
 
 class ConductorServicer(pb_grpc.ConductorServicer):
     """`clock` gives monotonic seconds; `store_status` what GetStatus says of the store master; `step` is the brain's,
-    or that of a Recorder around it. `store`, `peers`: addresses of the store masters and of other conductors."""
+    or that of a Recorder around it. `store`, `peers`: addresses of the store masters and of other conductors. `queue`:
+    where Schedules over gRPC wait for their turn; through a door they have waited there before."""
 
     def __init__(
         self,
@@ -57,6 +59,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         step: Step | None = None,
         store: str = "",
         peers: tuple[str, ...] = (),
+        queue: CallQueue | None = None,
     ) -> None:
         self._state = state
         self._step: Step = step or state.step
@@ -65,6 +68,8 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         self._office = office
         self._masters = split(store) if store else ()
         self._peers = peers
+        self._queue = queue or CallQueue(1024, "max_schedules")
+        self.grpc_calls = 0  # Register, Heartbeat and Schedule so far
         self._gauges = ScaleGauges()
         self._loads = LoadGauges(lambda some: state.loads(some, clock()))
         self._orders: list[Action] = []
@@ -137,6 +142,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         self, request: pb.RegisterInstanceRequest, context: Any
     ) -> pb.RegisterInstanceResponse:
         """Raises ProtocolMismatch, InvalidRequest."""
+        self.grpc_calls += 1
         who = request.instance.instance_id or "a nameless instance"
         protocol.check(request.protocol_version, f"{who} at {request.instance.address}")
         self.deliver(mapping.register_in(request))
@@ -149,13 +155,24 @@ class ConductorServicer(pb_grpc.ConductorServicer):
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:  # noqa: N802
         """Raises UnknownInstance."""
-        self.deliver(mapping.heartbeat_in(request, by_door=isinstance(context, DoorContext)))
+        by_door = isinstance(context, DoorContext)
+        if by_door:
+            names.CONDUCTOR_HEARTBEAT_WAIT.observe(time.monotonic() - context.arrived)
+        else:
+            self.grpc_calls += 1
+        self.deliver(mapping.heartbeat_in(request, by_door=by_door))
         names.CONDUCTOR_HEARTBEATS.inc()
         pulse = self._state.pacing.pulse
         return pb.HeartbeatResponse(heartbeat_interval_ms=pulse.interval_ms, lease_ms=pulse.lease_ms, pace=pulse.number)
 
     async def Schedule(self, request: pb.ScheduleRequest, context: Any) -> pb.ScheduleResponse:  # noqa: N802
         """Raises Overloaded, Unavailable, ModelNotFound, ContextTooLong, InvalidRequest."""
+        if isinstance(context, DoorContext):
+            return self._schedule(request, context)
+        self.grpc_calls += 1
+        return await self._queue.call(lambda: self._schedule(request, context))
+
+    def _schedule(self, request: pb.ScheduleRequest, context: Any) -> pb.ScheduleResponse:
         start_ns = time.monotonic_ns()
         attributes: dict[str, spans.Value] = {
             names.REQUEST_ID: request.request_id,

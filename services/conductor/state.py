@@ -19,6 +19,7 @@ from services.conductor.costs.accuracy import PredictionError, What
 from services.conductor.domain import (
     Action,
     Blocks,
+    CaughtUp,
     Cordon,
     CordonState,
     Heartbeat,
@@ -182,7 +183,7 @@ class ConductorState:
     def _why_unable(self, instance: Instance, now: float) -> str:
         """The same, whatever its breaker says."""
         verdict = self._members.verdict(instance.ref.life)
-        silent_s = now - instance.last_seen
+        silent_s = self._silent_s(instance, now)
         if verdict:
             return f"the store master says it {verdict}"
         if silent_s > instance.lease.seconds:
@@ -190,6 +191,10 @@ class ConductorState:
         if not instance.ready:
             return instance.not_ready_reason or "says it is not ready"
         return self._cordons.why_not(instance.ref.instance_id)
+
+    def _silent_s(self, instance: Instance, now: float) -> float:
+        """How long nothing has come from it: what has arrived and is yet to be heard may be its heartbeat."""
+        return min(now, self._columns.heard_until) - instance.last_seen
 
     def cordon_of(self, instance_id: str) -> CordonState:
         """What an operator has said of it."""
@@ -246,6 +251,8 @@ class ConductorState:
                 return self._cordon(event)
             case Lead(term):
                 self._term = term
+            case CaughtUp(until):
+                self._columns.heard_until = min(until, now)
             case Tick():
                 passed_s, self._ticked_at = now - self._ticked_at, now
                 self._expire(now, passed_s)
@@ -395,5 +402,8 @@ class ConductorState:
         self._index.expire(now, promises=self._members.connected)
         for instance in self._fleet.next(EXPIRED.count(passed_s)):
             self._ledger.expire(instance, now)
-            if now - instance.last_seen - instance.lease.seconds > self._settings.forget_s - self._settings.lease_s:
+            if (
+                self._silent_s(instance, now) - instance.lease.seconds
+                > self._settings.forget_s - self._settings.lease_s
+            ):
                 self._forget(instance)

@@ -74,7 +74,7 @@ class Core:
             card, shape = self.front.card, self.state.shape
             self._instance = Instance(
                 ref=self.front.ref,
-                fingerprint=card.fingerprint,
+                weights=self.front.weights,
                 block_tokens=shape.block_tokens,
                 vocab_size=card.vocab_size,
                 eos_token_ids=tuple(card.eos_token_ids),

@@ -82,6 +82,7 @@ def start_prefill(
     ask.request_id = start.request_id
     ask.attempt = start.attempt
     ask.model_fingerprint = start.model_fingerprint
+    ask.weights_epoch = start.weights_epoch
     ask.token_ids = start.token_ids
     ask.block_keys = start.block_keys
     ask.sampling.CopyFrom(start.sampling)

@@ -11,7 +11,8 @@ from kvmesh.kvcache import keys
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import Tier, tier_of
 from kvmesh.node.sampling import needs_history, sampling_of
-from kvmesh.rpc.errors import ContextTooLong, InvalidRequest, ModelNotFound, Unavailable
+from kvmesh.node.served_weights import ServedWeights
+from kvmesh.rpc.errors import ContextTooLong, InvalidRequest, Unavailable
 from kvmesh.rpc.pb import common_pb2, decode_pb2
 from services.decode.events import Spec
 from services.decode.limits import NS_PER_MS
@@ -24,7 +25,7 @@ class Instance:
     """What requests are checked against."""
 
     ref: common_pb2.InstanceRef
-    fingerprint: str
+    weights: ServedWeights
     block_tokens: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -79,9 +80,7 @@ def check_start(start: decode_pb2.StartRequest, instance: Instance, now: int, ca
 
 
 def _check_address(start: decode_pb2.StartRequest, instance: Instance) -> None:
-    if start.model_fingerprint != instance.fingerprint:
-        have, want = instance.fingerprint[:12], start.model_fingerprint[:12]
-        raise ModelNotFound(f"model_fingerprint={want!r}: this instance serves {have!r}", field="model_fingerprint")
+    instance.weights.check(start.model_fingerprint, start.weights_epoch)
     decode = start.placement.decode
     ours = (instance.ref.instance_id, instance.ref.incarnation)
     if decode.instance_id and (decode.instance_id, decode.incarnation) != ours:

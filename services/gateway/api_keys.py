@@ -7,6 +7,7 @@ A file of keys is TOML, one table a key, and holds no key, only digests:
     sha256 = "64 hex digits"    # of the key
     salt = "alice"              # default: the name; tenants of one salt share KV blocks
     models = ["small"]          # default: every model of the gateway
+    max_priority = 0            # the most urgent priority that it may ask for; smaller goes first
     disabled = false
 
 Keys must be long and random, as `make_entry` makes them: a digest of one can be known to everybody.
@@ -34,20 +35,33 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _NAME_RULE = "must be 1 to 64 of A-Z a-z 0-9 . _ @ - and begin with a letter or digit"
 _FIELD = re.compile(r"[a-z0-9_]{1,20}")  # no key is one
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_TYPES: Mapping[str, type] = {"name": str, "sha256": str, "salt": str, "models": list, "disabled": bool}
+_TYPES: Mapping[str, type] = {
+    "name": str,
+    "sha256": str,
+    "salt": str,
+    "models": list,
+    "disabled": bool,
+    "max_priority": int,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Whose request it is. `models`: those it may use; None: all."""
+    """Whose request it is. `models`: those it may use; None: all. `max_priority`: the most urgent (smallest) priority
+    that it may ask for; None: the gateway's."""
 
     name: str = ""
     salt: str = ""
     models: frozenset[str] | None = None
+    max_priority: int | None = None
 
     def may_use(self, model: str) -> bool:
         return self.models is None or model in self.models
 
+
+DEFAULT_MAX_PRIORITY = 0
+"""Of a key that says nothing else: it may yield to others, and not go before them."""
+PRIORITY_BOUND = 2**31 - 1
 
 ANYBODY = Tenant()
 """Of a gateway without API keys."""
@@ -142,12 +156,15 @@ def _entry(number: int, table: dict[str, Any]) -> Entry:
     models = table.get("models")
     if models is not None and (not models or not all(isinstance(model, str) and model for model in models)):
         raise refuse("models must name models; without it all are allowed")
-    tenant = Tenant(table["name"], salt, None if models is None else frozenset(models))
+    priority = table.get("max_priority", DEFAULT_MAX_PRIORITY)
+    if not -PRIORITY_BOUND <= priority <= PRIORITY_BOUND:
+        raise refuse(f"max_priority must be between {-PRIORITY_BOUND} and {PRIORITY_BOUND}")
+    tenant = Tenant(table["name"], salt, None if models is None else frozenset(models), priority)
     return Entry(tenant, bytes.fromhex(table["sha256"]), table.get("disabled", False))
 
 
 def _words(kind: type) -> str:
-    return {str: "text", list: "a list of names", bool: "true or false"}[kind]
+    return {str: "text", list: "a list of names", bool: "true or false", int: "a whole number"}[kind]
 
 
 def _place(err: tomllib.TOMLDecodeError) -> str:

@@ -10,7 +10,7 @@ import swagger_ui_bundle
 from fastapi import FastAPI, Request
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import HTMLResponse, Response
+from fastapi.responses import HTMLResponse, PlainTextResponse, Response
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
@@ -94,11 +94,17 @@ def build(core: Core) -> FastAPI:
         given = request.headers.get("authorization")
         return core.keys.tenant(None if given is None else given.encode("latin-1"), "models")
 
-    @app.get("/v1/models", summary="Models", tags=["OpenAI"], response_model=None)
+    @app.get("/v1/models", summary="Models", tags=["OpenAI"], response_model=None, responses=_described("401", "429"))
     async def models(request: Request) -> Response:
         return _json({"object": "list", "data": [card(model) for model in core.models.of(tenant(request))]})
 
-    @app.get("/v1/models/{model:path}", summary="One model", tags=["OpenAI"], response_model=None)
+    @app.get(
+        "/v1/models/{model:path}",
+        summary="One model",
+        tags=["OpenAI"],
+        response_model=None,
+        responses=_described("401", "404", "429"),
+    )
     async def model(request: Request, model: str) -> Response:
         return _json(card(core.models.find(model, tenant(request))))
 
@@ -106,7 +112,13 @@ def build(core: Core) -> FastAPI:
     async def health() -> Response:
         return _json({"status": "ok", "models": {model.name: _state(model) for model in core.models}})
 
-    @app.get("/ready", summary="Can a request of any model be served?", tags=["Operations"], response_model=None)
+    @app.get(
+        "/ready",
+        summary="Can a request of any model be served?",
+        tags=["Operations"],
+        response_model=None,
+        responses=_described("503"),
+    )
     async def ready() -> Response:
         reason = core.not_ready_reason
         told = {"models": {model.name: _state(model) for model in core.models}}
@@ -114,7 +126,9 @@ def build(core: Core) -> FastAPI:
             return _json({"status": "ready", **told})
         return _json({"status": "not ready", "reason": reason, **told}, 503)
 
-    @app.get("/metrics", summary="Prometheus", tags=["Operations"], response_model=None)
+    @app.get(
+        "/metrics", summary="Prometheus", tags=["Operations"], response_model=None, response_class=PlainTextResponse
+    )
     async def metrics() -> Response:
         body, content_type = names.render()
         return Response(body, media_type=content_type)
@@ -126,6 +140,11 @@ def build(core: Core) -> FastAPI:
 
 def _state(model: Model) -> dict[str, Any]:
     return {"ready": True} if model.ready else {"ready": False, "not_ready_reason": model.not_ready_reason}
+
+
+def _described(*statuses: str) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI's account of the failures that an operation without a body can have."""
+    return {status: {"description": _FAILURES[status]} for status in statuses}
 
 
 def _body(kind: type[ChatRequest] | type[CompletionRequest], example: dict[str, Any]) -> dict[str, Any]:

@@ -63,6 +63,7 @@ class Asks:
             request_id=self._engine_id(choice),
             attempt=choice.attempt,
             model_fingerprint=self.facts.fingerprint,
+            weights_epoch=self.facts.weights_epoch,
             token_ids=carried.token_ids,
             block_keys=carried.keys,
             sampling=self._sampling(choice),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Callable, Collection
 
@@ -26,6 +27,7 @@ from kvmesh.rpc.pb import common_pb2, conductor_pb2
 from kvmesh.telemetry import names
 from kvmesh.telemetry.spans import traceparent
 from services.gateway.models import Facts, Model, Models
+from services.gateway.room import PlacementRoom
 from services.gateway.rotation import Asked, Rotation
 
 log = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ _MAX_BACKOFF_S = 0.5
 _REFRESH_TIMEOUT_S = 2.0
 UNREADY_REFRESH_S = 1.0
 READY_REFRESH_S = 5.0
+PLACED_S = 2.0  # after a placement the conductor counts as reached for so long
 
 _PREFILL = (common_pb2.ROLE_PREFILL, common_pb2.ROLE_BOTH)
 _DECODE = (common_pb2.ROLE_DECODE, common_pb2.ROLE_BOTH)
@@ -43,12 +46,17 @@ _DECODE = (common_pb2.ROLE_DECODE, common_pb2.ROLE_BOTH)
 class Conductor:
     """Calls with deadlines and named errors, at whichever conductor answers."""
 
-    def __init__(self, addresses: str, *, timeout_s: float, retry_s: float, max_waiting: int) -> None:
-        """`max_waiting`: requests of the batch lane that wait here for something idle, together."""
+    def __init__(
+        self, addresses: str, *, timeout_s: float, retry_s: float, max_waiting: int, max_placing: int = 64
+    ) -> None:
+        """`max_waiting`: requests of the batch lane that wait here for something idle, together; `max_placing`:
+        placements under way."""
         self._timeout_s = timeout_s
         self._retry_s = retry_s
         self._max_waiting = max_waiting
         self._waiting = 0
+        self._room = PlacementRoom(max_placing, timeout_s)
+        self.placed_at = -math.inf  # loop time of the last placement: then there were instances
         self._rotation = Rotation(addresses)
 
     async def close(self) -> None:
@@ -95,7 +103,8 @@ class Conductor:
                 if left <= 0:
                     raise DeadlinePassed("the request's deadline passed before it was placed")
                 try:
-                    answer = await one.schedule(request, left)
+                    async with self._room:
+                        answer = await one.schedule(request, left)
                 except (grpc.RpcError, KvmeshError) as err:
                     named = self._named(err, one)
                     if not isinstance(named, Unavailable):
@@ -104,6 +113,7 @@ class Conductor:
                     failure = named if failure is None or _spoken(err) else failure
                 else:
                     self._rotation.answered(one)
+                    self.placed_at = loop.time()
                     return answer.placement
             assert failure is not None, "there is a conductor"
             if loop.time() + backoff > min(give_up, deadline):
@@ -187,8 +197,10 @@ class Catalog:
             try:
                 await self._refresh()
             except KvmeshError as err:
-                for model in self.models:
-                    self._set(model, err.message)
+                # A look that came too late behind others is no reason while requests are placed.
+                if asyncio.get_running_loop().time() > self._conductor.placed_at + PLACED_S:
+                    for model in self.models:
+                        self._set(model, err.message)
             self._on_ready(self.models.ready)
             await self._pause(READY_REFRESH_S if all(model.ready for model in self.models) else UNREADY_REFRESH_S)
 

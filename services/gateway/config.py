@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvmesh.config import ServiceConfig
+from kvmesh.rpc.call_limits import CallLimits
 from kvmesh.rpc.errors import ConfigError
+from services.gateway.http_limits import BodyBounds, HttpLimits
 from services.gateway.recovery import Patience
 
 MAX_NAME_CHARS = 200
@@ -47,6 +49,94 @@ class GatewayConfig(ServiceConfig):
     ttft_slo_ms: int = field(default=0, metadata={"help": "Time to first token wanted; 0: the conductor's."})
     tbt_slo_ms: int = field(default=0, metadata={"help": "Time between tokens wanted; 0: the conductor's."})
     max_body_bytes: int = field(default=8 << 20, metadata={"help": "Longest request, bytes."})
+    max_request_memory: int = field(
+        default=256 << 20,
+        metadata={
+            "help": "Bytes that all requests together, REST and gRPC, may hold here: half for their bodies and "
+            "prompts, half for what parsing and tokenizing takes on top. More is answered 429. At least 2 x "
+            "max_body_bytes."
+        },
+    )
+    http_max_connections: int = field(
+        default=0,
+        metadata={
+            "help": "REST connections; where there are more, the one without a request for longest is closed. 0: half "
+            "of the process's descriptors."
+        },
+    )
+    http_max_head_bytes: int = field(
+        default=64 << 10, metadata={"help": "Longest head (request line and headers) of a REST request; 431 beyond."}
+    )
+    http_max_headers: int = field(default=100, metadata={"help": "Headers of a REST request; 431 beyond."})
+    http_max_url_bytes: int = field(default=8 << 10, metadata={"help": "Longest URL of a REST request; 414 beyond."})
+    http_head_timeout_s: float = field(
+        default=10.0,
+        metadata={"help": "A REST request's head (and the TLS handshake) must be whole after so long; 408 then."},
+    )
+    http_body_timeout_s: float = field(
+        default=10.0,
+        metadata={"help": "A REST request's body must be whole after so long, and a second for each http_body_rate."},
+    )
+    http_body_rate: int = field(default=64 << 10, metadata={"help": "Slowest body, bytes a second."})
+    http_idle_timeout_s: float = field(
+        default=60.0, metadata={"help": "A REST connection without a request is closed after so long."}
+    )
+    http_write_timeout_s: float = field(
+        default=60.0,
+        metadata={"help": "A client that leaves 256 KiB unread for so long is cut off."},
+    )
+    allowed_hosts: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "Host names of this gateway. Requests for others are refused where this is set, and where a "
+            "gateway without API keys listens on loopback (a web page of a foreign name could reach it there); "
+            "localhost and loopback addresses are always allowed. *: any.",
+            "metavar": "NAME,...",
+        },
+    )
+    grpc_receiving: int = field(
+        default=4,
+        metadata={
+            "help": "gRPC messages that are received at once, each of up to max_body_bytes; others wait, with 16 KiB "
+            "each taken of them. Their memory is part of max_request_memory."
+        },
+    )
+    grpc_waiting: int = field(
+        default=1024, metadata={"help": "gRPC calls that may wait for that; more are refused (RESOURCE_EXHAUSTED)."}
+    )
+    grpc_receive_timeout_s: float = field(
+        default=30.0,
+        metadata={
+            "help": "A gRPC call's message must be there so long after it began to be received; 2 s if others wait."
+        },
+    )
+    grpc_max_calls: int = field(default=8192, metadata={"help": "gRPC calls at once; more are refused."})
+    grpc_max_open_calls: int = field(
+        default=64,
+        metadata={"help": "gRPC calls at once of methods that need no API key (health, status, reflection)."},
+    )
+    grpc_max_watchers: int = field(default=64, metadata={"help": "Callers that watch gRPC health."})
+    grpc_max_streams: int = field(
+        default=256, metadata={"help": "gRPC calls of one connection; its further calls wait at the client."}
+    )
+    grpc_max_connections: int = field(default=1024, metadata={"help": "gRPC connections; more are closed at once."})
+    grpc_idle_s: float = field(
+        default=300.0, metadata={"help": "A gRPC connection without calls is closed after so long; clients reconnect."}
+    )
+    max_priority: int = field(
+        default=-100,
+        metadata={
+            "help": "The most urgent priority (smaller goes first) that a request may ask for where there are no API "
+            "keys; with them each key's own max_priority, by default 0."
+        },
+    )
+    special_prompts: bool = field(
+        default=True,
+        metadata={
+            "help": "Special tokens (<|im_end|>) in prompts of /v1/completions are special, as other servers have it; "
+            "in messages of chats they never are."
+        },
+    )
     max_stops: int = field(default=16, metadata={"help": "Stop strings a request may name."})
     max_stop_chars: int = field(default=256, metadata={"help": "Characters of one stop string."})
     max_choices: int = field(default=64, metadata={"help": "Answers a request may ask for (prompts x n)."})
@@ -76,6 +166,16 @@ class GatewayConfig(ServiceConfig):
         default=1024,
         metadata={"help": "Requests of the batch lane that wait here for something idle; more are refused at once."},
     )
+    max_answers: int = field(
+        default=1024,
+        metadata={
+            "help": "Answers in flight at once (a request may want several); what comes then is refused at once, with "
+            "Retry-After."
+        },
+    )
+    max_placing: int = field(
+        default=64, metadata={"help": "Placements under way at once; others wait for schedule_timeout_ms at most."}
+    )
     session_timeout_ms: int = field(
         default=5000,
         metadata={"help": "Longest wait for a decode session; so long a new request looks for one that it can reach."},
@@ -101,11 +201,27 @@ class GatewayConfig(ServiceConfig):
             ("max_choices", 1), ("max_retries", 0), ("schedule_timeout_ms", 1), ("schedule_retry_ms", 0),
             ("session_timeout_ms", 1), ("session_credit_tokens", 2), ("threads", 1), ("ttft_slo_ms", 0),
             ("tbt_slo_ms", 0), ("max_waiting_batch", 0), ("max_migrations", 0), ("migration_timeout_s", 0.001),
-            ("token_timeout_s", 0),
+            ("token_timeout_s", 0), ("grpc_receiving", 1), ("grpc_waiting", 0), ("grpc_receive_timeout_s", 0.1),
+            ("grpc_max_calls", 1), ("grpc_max_open_calls", 1), ("grpc_max_watchers", 0), ("grpc_max_streams", 1),
+            ("grpc_max_connections", 1), ("grpc_idle_s", 1), ("http_max_connections", 0),
+            ("http_max_head_bytes", 1024), ("http_max_headers", 16), ("http_max_url_bytes", 256),
+            ("http_head_timeout_s", 0.1), ("http_body_timeout_s", 0.1), ("http_body_rate", 1),
+            ("http_idle_timeout_s", 0.1), ("http_write_timeout_s", 0.1),
         ):  # fmt: skip
             value = getattr(self, name)
             if not value >= low:
                 raise ConfigError(f"{name}={value}: must be at least {low}", field=name)
+        for name in self.allowed_hosts:
+            if not name or any(mark in name for mark in ":/@ "):
+                raise ConfigError(
+                    f"allowed_hosts={name!r}: must be a host name, without scheme and port", field="allowed_hosts"
+                )
+        if self.max_request_memory < 2 * self.max_body_bytes:
+            raise ConfigError(
+                f"max_request_memory={self.max_request_memory}: must be at least 2 x max_body_bytes "
+                f"({2 * self.max_body_bytes})",
+                field="max_request_memory",
+            )
         self.folders  # noqa: B018 (refuses what it cannot read)
 
     @property
@@ -128,6 +244,48 @@ class GatewayConfig(ServiceConfig):
                 raise ConfigError(f"models={text!r}: there are two models of this name", field="models")
             found[name] = path
         return found
+
+    @property
+    def request_memory(self) -> int:
+        """What requests may hold besides the gRPC messages that are just being received: those take a place each in
+        max_request_memory, whatever their size, unless that would leave too little for one request."""
+        receiving = self.grpc_receiving * self.max_body_bytes
+        return max(2 * self.max_body_bytes, self.max_request_memory - receiving)
+
+    @property
+    def http_limits(self) -> HttpLimits:
+        """Of the REST listener."""
+        return HttpLimits(
+            max_head_bytes=self.http_max_head_bytes,
+            max_headers=self.http_max_headers,
+            max_url_bytes=self.http_max_url_bytes,
+            head_timeout_s=self.http_head_timeout_s,
+            idle_timeout_s=self.http_idle_timeout_s,
+            write_timeout_s=self.http_write_timeout_s,
+            linger_bytes=4 * self.max_body_bytes,
+            max_connections=self.http_max_connections,
+        )
+
+    @property
+    def body_bounds(self) -> BodyBounds:
+        """Of REST requests."""
+        return BodyBounds(self.max_body_bytes, self.http_body_timeout_s, self.http_body_rate)
+
+    @property
+    def call_limits(self) -> CallLimits:
+        """Of the public gRPC server."""
+        return CallLimits(
+            message_bytes=self.max_body_bytes,
+            calls=self.grpc_max_calls,
+            streams=self.grpc_max_streams,
+            connections=self.grpc_max_connections,
+            idle_s=self.grpc_idle_s,
+            watchers=self.grpc_max_watchers,
+            open_calls=self.grpc_max_open_calls,
+            receiving=self.grpc_receiving,
+            waiting=self.grpc_waiting,
+            receive_s=self.grpc_receive_timeout_s,
+        )
 
     @property
     def limits(self) -> Limits:

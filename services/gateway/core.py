@@ -15,10 +15,14 @@ from services.gateway.generation import Generation
 from services.gateway.key_file import KeyFile
 from services.gateway.models import Facts, Model, Models
 from services.gateway.prepare import ModelBounds, Prepared
+from services.gateway.request_memory import WORK_TIMEOUT_S, RequestMemory, tokenize_cost
+from services.gateway.room import AnswerRoom
 from services.gateway.sessions import Sessions
 
 if TYPE_CHECKING:
     from services.gateway.requests import Request
+
+_SMALL_WORK_BYTES = 4 << 20
 
 
 class Core:
@@ -32,6 +36,7 @@ class Core:
         conductor: Conductor,
         sessions: Sessions,
         catalog: Catalog,
+        memory: RequestMemory | None = None,
     ) -> None:
         self.config = config
         self.models = models
@@ -39,15 +44,19 @@ class Core:
         self.conductor = conductor
         self.sessions = sessions
         self.catalog = catalog
+        self.memory = memory or RequestMemory(config.request_memory)
+        self.room = AnswerRoom(config.max_answers)
         self.running: set[Request] = set()
         self.idle = asyncio.Event()
         self.idle.set()
         self.leaving = False  # nobody should send it new requests; what comes all the same is served
         self.stopping = False  # what runs is being ended
+        self._preparing: set[asyncio.Task[list[Prepared]]] = set()
         self._pool = ThreadPoolExecutor(config.threads, thread_name_prefix="tokenize")
 
     def enter(self, request: Request) -> None:
-        """`request` begins."""
+        """`request` begins. Raises Overloaded when there is no room for its answers."""
+        self.room.enter(request.generation.choices)
         self.running.add(request)
         self.idle.clear()
         names.GATEWAY_RUNNING.set(len(self.running))
@@ -55,6 +64,7 @@ class Core:
     def leave(self, request: Request) -> None:
         """`request` has ended and holds nothing any more."""
         self.running.discard(request)
+        self.room.leave(request.generation.choices)
         if not self.running:
             self.idle.set()
         names.GATEWAY_RUNNING.set(len(self.running))
@@ -66,12 +76,33 @@ class Core:
 
     async def prepare(self, generation: Generation, model: Model, facts: Facts, tenant: Tenant) -> list[Prepared]:
         """Template, tokens and keys, off the event loop."""
+        cost = tokenize_cost(generation.prompts)
+        if cost <= _SMALL_WORK_BYTES:  # as many as there are threads
+            return await self._prepare(generation, model, facts, tenant)
+        # Who waits may go; the thread that has begun works on, and its memory is taken until it has ended.
+        task = asyncio.create_task(self._in_turn(cost, generation, model, facts, tenant))
+        self._preparing.add(task)
+        task.add_done_callback(self._prepared)
+        return await asyncio.shield(task)
+
+    async def _in_turn(
+        self, cost: int, generation: Generation, model: Model, facts: Facts, tenant: Tenant
+    ) -> list[Prepared]:
+        async with self.memory.work(min(cost, self.memory.work_limit), WORK_TIMEOUT_S):
+            return await self._prepare(generation, model, facts, tenant)
+
+    async def _prepare(self, generation: Generation, model: Model, facts: Facts, tenant: Tenant) -> list[Prepared]:
         bounds = ModelBounds(facts.block_tokens, facts.max_context_tokens, facts.vocab_size)
         namespace = facts.namespace(tenant, generation.cache_salt)
         now = datetime.datetime.now
         return await asyncio.get_running_loop().run_in_executor(
             self._pool, model.preparer.prepare, generation, namespace, bounds, now
         )
+
+    def _prepared(self, task: asyncio.Task[list[Prepared]]) -> None:
+        self._preparing.discard(task)
+        if not task.cancelled():
+            task.exception()  # nobody may be left to take it
 
     def close(self) -> None:
         """Let the threads end; what they still work on is of no use to anybody."""

@@ -16,6 +16,8 @@ from kvmesh.telemetry import spans
 from services.gateway import wishes
 from services.gateway.frames import error_headers, error_json
 from services.gateway.generation import brief, refused
+from services.gateway.http_limits import BodyBounds
+from services.gateway.request_memory import Reservation
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -32,9 +34,7 @@ MAX_TIMEOUT_MS = 24 * 3600 * 1000
 JSON: Headers = [(b"content-type", b"application/json")]
 EVENTS: Headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
 
-_BODY_TIMEOUT_S = 60.0
-_DRAIN_FACTOR = 4
-_DRAIN_TIMEOUT_S = 5.0
+_LENGTH_DIGITS = 18
 _ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
@@ -76,60 +76,58 @@ def _milliseconds(value: bytes | None) -> float | None:
     return int(text) / 1000
 
 
-async def read_json(scope: Scope, receive: Receive, limit: int) -> Any:
-    """The parsed body. BodyTooLarge once it is longer than `limit` bytes (what follows is thrown away unread);
-    InvalidRequest: not UTF-8, not JSON, lone surrogates, NaN; Gone."""
+def body_length(scope: Scope, limit: int) -> int:
+    """What a request's head says of its body: its length, or 0 when it says none. Raises BodyTooLarge when that is
+    over `limit`."""
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit():
+            if len(value) > _LENGTH_DIGITS or int(value) > limit:
+                raise too_large(limit)
+            return int(value)
+    return 0
+
+
+def too_large(limit: int) -> BodyTooLarge:
+    return BodyTooLarge(f"body: longer than {limit} bytes", field="body")
+
+
+async def read_body(receive: Receive, bounds: BodyBounds, held: Reservation, other_bytes: int) -> bytes:
+    """Returns the whole body. `held` grows with it: it is the body's size and `other_bytes`. Raises BodyTooLarge once
+    the body is longer than its limit, DeadlinePassed when it comes too slowly, Overloaded when there is no room for
+    it, Gone when the client is."""
+    parts: list[bytes] = []
+    size, more = 0, True
+    start = asyncio.get_running_loop().time()
     try:
-        async with asyncio.timeout(_BODY_TIMEOUT_S):
-            body = await _read(scope, receive, limit)
+        async with asyncio.timeout_at(start + bounds.by_s(0)) as timeout:
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Gone
+                part = message.get("body", b"")
+                size += len(part)
+                if size > bounds.limit:
+                    raise too_large(bounds.limit)
+                if size + other_bytes > held.size:  # its length was not told: room is taken in doubling steps
+                    held.resize(min(2 * size, bounds.limit) + other_bytes)
+                parts.append(part)
+                more = message.get("more_body", False)
+                timeout.reschedule(start + bounds.by_s(size))
     except TimeoutError:
-        raise DeadlinePassed(f"body: not received within {_BODY_TIMEOUT_S:g} s", field="body") from None
+        raise DeadlinePassed(
+            f"body: {size} bytes in {bounds.by_s(size):.1f} s; it must come within {bounds.timeout_s:g} s or at "
+            f"{bounds.rate} bytes a second",
+            field="body",
+        ) from None
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def parse_json(body: bytes) -> Any:
+    """Raises InvalidRequest: not UTF-8, not JSON, lone surrogates, NaN."""
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as err:
         raise InvalidRequest(f"body: not valid JSON: {brief(str(err), 200)}", field="body") from None
-
-
-async def _read(scope: Scope, receive: Receive, limit: int) -> bytes:
-    headers = dict(scope["headers"])
-    too_large = BodyTooLarge(f"body: longer than {limit} bytes", field="body")
-    length = headers.get(b"content-length", b"")
-    if length.isdigit() and int(length) > limit:
-        if b"expect" not in headers:  # else the client waits for our word before it sends
-            await _drain(receive, _DRAIN_FACTOR * limit)
-        raise too_large
-    parts: list[bytes] = []
-    size, more = 0, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise Gone
-        part = message.get("body", b"")
-        size += len(part)
-        if size > limit:
-            parts.clear()
-            if message.get("more_body", False):
-                await _drain(receive, _DRAIN_FACTOR * limit)
-            raise too_large
-        parts.append(part)
-        more = message.get("more_body", False)
-    return b"".join(parts)
-
-
-async def _drain(receive: Receive, limit: int) -> None:
-    """Take and forget, for a while: a client that is cut while it still writes never reads why."""
-    size = 0
-    try:
-        async with asyncio.timeout(_DRAIN_TIMEOUT_S):
-            while size <= limit:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise Gone
-                size += len(message.get("body", b""))
-                if not message.get("more_body", False):
-                    return
-    except TimeoutError:
-        return
 
 
 async def gone(receive: Receive) -> None:
@@ -145,8 +143,8 @@ async def send_body(send: Send, status: int, headers: Headers, body: bytes) -> N
     await send({"type": "http.response.body", "body": body})
 
 
-async def send_error(send: Send, err: KvmeshError, headers: Headers) -> None:
-    """`err` as OpenAI writes it. After a body that was not read to its end the connection is closed."""
-    more = [(b"connection", b"close")] if isinstance(err, BodyTooLarge) else []
+async def send_error(send: Send, err: KvmeshError, headers: Headers, *, unread: bool = False) -> None:
+    """`err` as OpenAI writes it. `unread`: the body was not read to its end, so the connection is closed."""
+    more = [(b"connection", b"close")] if unread else []
     body = orjson.dumps(error_json(err))
     await send_body(send, err.http_status, [*JSON, *error_headers(err), *headers, *more], body)

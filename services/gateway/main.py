@@ -4,59 +4,73 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import secrets
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
 
 from kvmesh.rpc import security
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.pb import gateway_pb2_grpc
+from kvmesh.rpc.public_calls import PublicCalls
+from kvmesh.rpc.runner import serve_metrics
 from kvmesh.rpc.server import Server, check_port, join
 from kvmesh.telemetry import names
 from services.gateway import app, servicer
 from services.gateway.conductor import Catalog, Conductor
 from services.gateway.config import GatewayConfig
 from services.gateway.core import Core
+from services.gateway.hosts import Application, HostCheck, checks_hosts
+from services.gateway.http_protocol import BoundedHttpProtocol, HttpConnections
 from services.gateway.key_file import KeyFile
 from services.gateway.models import Models
 from services.gateway.prepare import Preparer
+from services.gateway.request_memory import RequestMemory
 from services.gateway.sessions import Key, Sessions
+from services.gateway.tls_listener import TlsListener
 from services.gateway.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 _HTTP_GRACE_S = 2
 _GRPC_GRACE_S = 0.5
-_KEEP_ALIVE_S = 60
 
 
 async def run(config: GatewayConfig, stop: asyncio.Event, started: Callable[[dict[str, object]], None]) -> None:
     """Serve until `stop`; `started` hears the addresses (gRPC, "http", "metrics"). ConfigError: a port in use,
     no model, bad API keys or certificates; CheckpointError: no tokenizer there."""
-    models = Models(await _preparers(config.folders))
+    models = Models(await _preparers(config.folders, special_prompts=config.special_prompts))
     keys = KeyFile(config.api_keys)
     keys.load()
     http_tls = security.load_pair(config.http_tls_cert, config.http_tls_key, "http_tls_cert", "http_tls_key")[0]
     names.activate("gateway")
     async with contextlib.AsyncExitStack() as stack:
-        metrics_port, close_metrics = names.serve_metrics(config.host, config.metrics_port)
+        metrics, close_metrics = serve_metrics(config)
         stack.push_async_callback(asyncio.to_thread, close_metrics)
         conductor = Conductor(
             config.conductor,
             timeout_s=config.schedule_timeout_ms / 1000,
             retry_s=config.schedule_retry_ms / 1000,
             max_waiting=config.max_waiting_batch,
+            max_placing=config.max_placing,
         )
         stack.push_async_callback(conductor.close)
         gateway_id = config.instance_id or f"gateway-{os.getpid()}"
         sessions = Sessions(gateway_id, secrets.randbits(63), config.session_timeout_ms / 1000)
         stack.push_async_callback(sessions.close)
-        grpc_server = Server(config.host, config.port, public=True)
+        memory = RequestMemory(config.request_memory)
+        calls = PublicCalls(
+            config.call_limits,
+            servicer.GatewayPolicy(keys, memory),
+            open_methods=(servicer.STATUS,),
+            without_message=(servicer.STATUS,),
+        )
+        grpc_server = Server(config.host, config.port, public=calls, limits=config.call_limits)
 
         def on_ready(ready: bool) -> None:
             ready = ready and not core.leaving
@@ -67,13 +81,16 @@ async def run(config: GatewayConfig, stop: asyncio.Event, started: Callable[[dic
             sessions.keep_only(living)
 
         catalog = Catalog(conductor, models, on_ready=on_ready, on_instances=on_instances)
-        core = Core(config, models, keys, conductor, sessions, catalog)
+        core = Core(config, models, keys, conductor, sessions, catalog, memory)
         stack.callback(core.close)
         gateway_pb2_grpc.add_GatewayServicer_to_server(servicer.GatewayServicer(core), grpc_server.grpc)
         grpc_server.serves(servicer.SERVICE)
         await grpc_server.start()
         stack.push_async_callback(grpc_server.stop, _GRPC_GRACE_S)
-        http = HttpServer(app.build(core), config)
+        application: Any = app.build(core)
+        if checks_hosts(config, keys=keys.required):
+            application = HostCheck(application, config.allowed_hosts)
+        http = HttpServer(application, config)
         await http.start()
         stack.push_async_callback(http.stop)
         for name, work in (("catalog", catalog.run()), ("api keys", keys.follow())):
@@ -83,19 +100,22 @@ async def run(config: GatewayConfig, stop: asyncio.Event, started: Callable[[dic
                 "address": grpc_server.address,
                 "http": http.address,
                 "scheme": "https" if http_tls else "http",
-                "metrics": join(config.host, metrics_port),
+                "metrics": metrics,
             }
         )
         await stop.wait()
         await _drain(core, grpc_server, config.stop_grace_ms / 1000)
 
 
-async def _preparers(folders: Mapping[str, str]) -> dict[str, Preparer]:
+async def _preparers(folders: Mapping[str, str], *, special_prompts: bool) -> dict[str, Preparer]:
     if not folders:
         raise ConfigError("model='': the gateway needs a checkpoint folder (its tokenizer)", field="model")
     # One prompt is one call: rayon's threads would only wait for each other.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    return {name: Preparer(await asyncio.to_thread(Tokenizer.load, folder)) for name, folder in folders.items()}
+    return {
+        name: Preparer(await asyncio.to_thread(Tokenizer.load, folder), special_prompts=special_prompts)
+        for name, folder in folders.items()
+    }
 
 
 async def _drain(core: Core, server: Server, grace_s: float) -> None:
@@ -121,29 +141,40 @@ async def _end(task: asyncio.Task[None]) -> None:
 class _Uvicorn(uvicorn.Server):
     """Uvicorn without its hold on signals, which belong to the process, and with a moment called started."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, connections: HttpConnections) -> None:
         super().__init__(config)
         self.accepting = asyncio.Event()
+        self._connections = connections
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        context = self.config.ssl
+        if context is None or not sockets:
+            await super().startup(sockets)
+        else:
+            await self.lifespan.startup()
+            protocol: Any = self.config.http_protocol_class
+            make = functools.partial(protocol, self.config, self.server_state, {})
+            self.servers = [TlsListener(sock, context, make, self._connections) for sock in sockets]  # type: ignore[misc]
+            self.started = True
         self.accepting.set()
 
 
 class HttpServer:
     """uvicorn on this event loop; HTTPS when the configuration names a certificate."""
 
-    def __init__(self, application: FastAPI, config: GatewayConfig) -> None:
+    def __init__(self, application: Application, config: GatewayConfig) -> None:
         self._host = config.host
         self._port = config.http_port
+        self._limits = config.http_limits
+        self._connections = HttpConnections(self._limits)
         self._server = _Uvicorn(
             uvicorn.Config(
                 application,
-                http="httptools",
+                http=functools.partial(BoundedHttpProtocol, bounds=self._connections),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 access_log=False,
@@ -151,10 +182,11 @@ class HttpServer:
                 server_header=False,
                 timeout_graceful_shutdown=_HTTP_GRACE_S,
                 backlog=2048,
-                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_keep_alive=self._limits.idle_timeout_s,  # type: ignore[arg-type]
                 ssl_certfile=config.http_tls_cert or None,
                 ssl_keyfile=config.http_tls_key or None,
-            )
+            ),
+            self._connections,
         )
         self._task: asyncio.Task[None] | None = None
 

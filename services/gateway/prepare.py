@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvmesh.kvcache.keys import Namespace, chain_tip, pack_tokens
 from kvmesh.rpc.errors import ContextTooLong
 from services.gateway.chat import ChatTemplates
+from services.gateway.chat_tokens import ChatEncoder
 from services.gateway.detokenize import CONTEXT_TOKENS
 from services.gateway.generation import Generation, Prompt, refused
 from services.gateway.tokenizer import Tokenizer
@@ -38,11 +39,13 @@ class Prepared:
 
 
 class Preparer:
-    """Tokenizer and templates of one model."""
+    """Tokenizer and templates of one model. `special_prompts`: special tokens in the text of a prompt (not of a
+    message) are special."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, special_prompts: bool = True) -> None:
         self.tokenizer = tokenizer
-        self._templates = ChatTemplates(tokenizer.templates, tokenizer.named_tokens)
+        self._special_prompts = special_prompts
+        self._chats = ChatEncoder(tokenizer, ChatTemplates(tokenizer.templates, tokenizer.named_tokens))
 
     def prepare(
         self,
@@ -73,7 +76,8 @@ class Preparer:
                 bad = next(token for token in ids if token >= bounds.vocab_size)
                 raise refused(field, bad, f"token id outside the vocabulary of {bounds.vocab_size}")
         else:
-            text = prompt if isinstance(prompt, str) else self._templates.render(prompt, now)
+            rendered = self._chats.render(prompt, now) if isinstance(prompt, tuple) else None
+            text = rendered.text if rendered is not None else str(prompt)
             # Megabytes of text cost hundreds of megabytes to tokenize: what cannot fit is refused unread.
             if len(text) > bounds.max_context_tokens * self.tokenizer.longest:
                 raise ContextTooLong(
@@ -81,8 +85,12 @@ class Preparer:
                     f"{bounds.max_context_tokens} tokens",
                     field=field,
                 )
-            # Templates write the special tokens themselves.
-            ids = self.tokenizer.encode(text, add_special_tokens=isinstance(prompt, str))
+            if rendered is not None:
+                ids = self._chats.encode(rendered)  # templates write the special tokens themselves
+            elif self._special_prompts:
+                ids = self.tokenizer.encode(text, add_special_tokens=True)
+            else:
+                ids = self.tokenizer.encode_as_text(text, add_special_tokens=True)
         if not ids:
             raise refused(field, prompt, "has no tokens")
         if len(ids) >= bounds.max_context_tokens:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from kvmesh.rpc.errors import InternalError, KvmeshError
 from services.gateway import wishes
+from services.gateway.api_keys import Tenant
 from services.gateway.choice import Delta
 from services.gateway.core import Core
 from services.gateway.frames import DONE, Frames, error_event
@@ -26,12 +27,21 @@ from services.gateway.http import (
     Receive,
     Scope,
     Send,
+    body_length,
     gone,
-    read_json,
+    parse_json,
+    read_body,
     send_body,
     send_error,
 )
 from services.gateway.openai import ChatRequest, CompletionRequest
+from services.gateway.request_memory import (
+    REQUEST_BYTES,
+    WORK_TIMEOUT_S,
+    Reservation,
+    parse_cost,
+    prompts_bytes,
+)
 from services.gateway.requests import Request
 
 log = logging.getLogger(__name__)
@@ -53,19 +63,36 @@ class Reply(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # type: ignore[override]
         """Answer, or stop everything when the client goes away."""
         received_ns = time.monotonic_ns()
+        core = self._core
         try:
             asked = Asked(scope)
             self._own_headers = [(REQUEST_ID, asked.echoed_id.encode())]
             tenant = self._core.keys.tenant(asked.authorization, self._kind.route)  # before a stranger's body is read
-            body = await read_json(scope, receive, self._core.config.max_body_bytes)
-            read = self._kind.read(body, self._core.config.limits)
-            wanted = wishes.joined(read.generation(self._core.config.limits), asked.wishes)
+            length = body_length(scope, core.config.max_body_bytes)
+            held = core.memory.reserve(REQUEST_BYTES + length)
+        except KvmeshError as err:
+            await send_error(send, err, self._own_headers, unread=True)
+            return
+        with held:
+            await self._with_body(asked, tenant, held, received_ns, receive, send)
+
+    async def _with_body(
+        self, asked: Asked, tenant: Tenant, held: Reservation, received_ns: int, receive: Receive, send: Send
+    ) -> None:
+        core, body = self._core, None
+        try:
+            body = await read_body(receive, core.config.body_bounds, held, REQUEST_BYTES)
+            async with core.memory.work(parse_cost(body), WORK_TIMEOUT_S):
+                read = self._kind.read(parse_json(body), core.config.limits)
+                wanted = wishes.joined(read.generation(core.config.limits), asked.wishes)
+            held.resize(REQUEST_BYTES + prompts_bytes(wanted.prompts))
         except Gone:
             return
         except KvmeshError as err:
-            await send_error(send, err, self._own_headers)
+            await send_error(send, err, self._own_headers, unread=body is None)
             return
-        del body
+        streaming, include_usage = bool(read.stream), read.include_usage
+        del body, read
         if asked.timeout_s is not None:
             wanted = dataclasses.replace(wanted, timeout_s=asked.timeout_s)
         request = Request(
@@ -73,7 +100,7 @@ class Reply(Response):
             wanted,
             request_id=asked.request_id,
             route=self._kind.route,
-            stream=bool(read.stream),
+            stream=streaming,
             parent=asked.parent,
             received_ns=received_ns,
             tenant=tenant,
@@ -83,10 +110,10 @@ class Reply(Response):
             request_id=asked.request_id,
             created=int(time.time()),
             model=wanted.model,
-            include_usage=read.include_usage,
+            include_usage=include_usage,
             piece=request.piece,
         )
-        answer = self._stream if read.stream else self._whole
+        answer = self._stream if streaming else self._whole
         await self._unless_gone(receive, self._guarded(answer, request, frames, asked.timings, send))
 
     async def _unless_gone(self, receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -22,7 +22,7 @@ from services.gateway.asks import Asks
 from services.gateway.choice import Answer, Delta
 from services.gateway.choices import Choice
 from services.gateway.core import Core
-from services.gateway.generation import Generation, brief
+from services.gateway.generation import Generation, brief, refused
 from services.gateway.migration import Migration
 from services.gateway.models import Facts, Model
 from services.gateway.prepare import Prepared
@@ -132,6 +132,7 @@ class Request:
         """Template, tokens, keys, off they go. Raises what a client did wrong, or Unavailable while the model is
         unknown."""
         core, wanted = self.core, self.generation
+        self._check_priority()
         model = self._model = core.models.find(wanted.model, self.tenant)
         facts = self._facts = model.require()
         try:
@@ -154,6 +155,15 @@ class Request:
             self._spawn(choice, 0.0)
         if core.config.token_timeout_s and self.patience.max_migrations:
             self._watch()
+
+    def _check_priority(self) -> None:
+        """Raises InvalidRequest for a priority more urgent than this client may ask for. It is not made smaller
+        silently: a client that counts on it should know."""
+        asked, most = self.generation.priority, self.tenant.max_priority
+        if most is None:
+            most = self.core.config.max_priority
+        if asked is not None and asked < most:
+            raise refused("priority", asked, f"the most urgent that you may ask for is {most} (smaller goes first)")
 
     def _made_asks(self, facts: Facts) -> Asks:
         config = self.core.config

@@ -5,25 +5,54 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Iterable
 from typing import Any
 
 from kvmesh.kvcache.keys import TOKEN_BYTES, unpack_tokens
 from kvmesh.rpc.errors import BodyTooLarge, DeadlinePassed, InvalidRequest
 from kvmesh.rpc.metadata import context_from_metadata
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, gateway_pb2, gateway_pb2_grpc
+from kvmesh.rpc.public_calls import Holding, Metadata, few_fields
 from kvmesh.rpc.sampling import MAX_TOP_LOGPROBS
 from services.gateway.api_keys import Tenant
 from services.gateway.chat import Message
 from services.gateway.choice import Delta
 from services.gateway.core import Core
 from services.gateway.generation import BATCH, Generation, Prompt, between, refused
+from services.gateway.key_file import KeyFile
 from services.gateway.openai import ROLES
+from services.gateway.request_memory import REQUEST_BYTES, RequestMemory
 from services.gateway.requests import Request
 
 SERVICE = "kvmesh.v1.Gateway"
 AUTHORIZATION = "authorization"
 _ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+STATUS = f"/{SERVICE}/GetGatewayStatus"
+# Of a request: 300 biases, 16 stops, every other field once; and of a chat's messages.
+_MOST_FIELDS = 16_384
+_CHAT = gateway_pb2.GenerateRequest.DESCRIPTOR.fields_by_name["chat"].number
+
+
+class GatewayPolicy:
+    """What a call of the gateway's gRPC needs before its message is received, and before it is parsed."""
+
+    def __init__(self, keys: KeyFile, memory: RequestMemory) -> None:
+        self._keys = keys
+        self._memory = memory
+        self.keys_required = keys.required
+
+    def authorize(self, method: str, metadata: Metadata) -> str:
+        """See CallPolicy."""
+        return self._keys.tenant(_authorization(metadata), "grpc").name
+
+    def hold(self, method: str, message: bytes) -> Holding:
+        """See CallPolicy."""
+        reservation = self._memory.reserve(REQUEST_BYTES + 2 * len(message))  # as a message, and as what it asks for
+        if not few_fields(message, _MOST_FIELDS, nested=(_CHAT,)):
+            reservation.release()
+            raise InvalidRequest(f"message: has more than {_MOST_FIELDS} fields", field="message")
+        return reservation
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
@@ -103,7 +132,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         )
 
 
-def _authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> bytes | None:
+def _authorization(metadata: Metadata) -> bytes | None:
     """The Authorization header of a call, if it has one."""
     for key, value in metadata or ():
         if key == AUTHORIZATION:

@@ -45,6 +45,8 @@ class Tokenizer:
         """`bos_token`, `eos_token`, ... as chat templates name them."""
         added = inner.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_texts = {token.content: token_id for token_id, token in added.items() if token.special}
+        """What a text must hold for the tokenizer to see a special token in it."""
         self.pieces = _pieces(inner, self.special_ids)
         self._piece_text = functools.lru_cache(maxsize=8192)(self._decode_one)
 
@@ -71,6 +73,29 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`; releases the GIL while it works."""
         return self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def encode_as_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`, in which nothing is a special token whatever it says."""
+        return self._literal.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    @cached_property
+    def _literal(self) -> tokenizers.Tokenizer:
+        literal = tokenizers.Tokenizer.from_str(self._inner.to_str())
+        literal.encode_special_tokens = True
+        return literal
+
+    @cached_property
+    def _counted(self) -> frozenset[int]:
+        """Special tokens that only their own text gives: what stands for unknown characters is not one."""
+        model = json.loads(self._inner.to_str())["model"]
+        unknown = model.get("unk_id")
+        if unknown is None and model.get("unk_token") is not None:
+            unknown = self._inner.token_to_id(model["unk_token"])
+        return self.special_ids - {unknown}
+
+    def count_special(self, ids: Sequence[int]) -> int:
+        """How many of `ids` are special tokens, but for that of unknown characters."""
+        return sum(map(self._counted.__contains__, ids))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids`, special tokens skipped."""

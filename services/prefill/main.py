@@ -124,7 +124,7 @@ def brain_config(front: Front, config: PrefillConfig) -> BrainConfig:
 def make_runner(front: Front, state: PrefillState) -> Runner:
     """The brain's shell; `connect` completes it."""
     reporter = Reporter(state, front.instance_id)
-    return Runner(state, front.ranks, front.segments, reporter, front.ranks[0].ready.fingerprint, front.urge)
+    return Runner(state, front.ranks, front.segments, reporter, front.weights, front.urge)
 
 
 def connect(runner: Runner, blocks: Blocks) -> None:

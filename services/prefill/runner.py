@@ -13,6 +13,7 @@ from typing import Protocol
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.sources import Pulled, PullJob
 from kvmesh.node import messages as m
+from kvmesh.node.served_weights import ServedWeights
 from kvmesh.node.shard_wire import writers_of
 from kvmesh.rpc.errors import InvalidRequest, KvmeshError, TransferError
 from kvmesh.rpc.pb import common_pb2 as pb_common
@@ -92,7 +93,7 @@ class Runner:
         ranks: Sequence[Rank],
         segments: Segments,
         reporter: Reporter,
-        fingerprint: str,
+        weights: ServedWeights,
         urge: Callable[[], None],
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -105,7 +106,7 @@ class Runner:
         self.fed: Callable[[], None] = lambda: None  # called when no event is left
         self._ranks = ranks
         self._segments = segments
-        self._fingerprint = fingerprint
+        self._weights = weights
         self._urge = urge
         self._clock_ns = clock_ns
         self._streams: dict[int, Stream] = {}
@@ -247,7 +248,7 @@ class Runner:
         try:
             own, life = self.reporter.instance_id, spans.traceparent(origin.life)
             vocab = self.state.config.vocab_size
-            start = wire.start_in(request, handle, stream.number, self._fingerprint, own, now, life, vocab)
+            start = wire.start_in(request, handle, stream.number, self._weights, own, now, life, vocab)
             start = replace(start, removed_seq=self.reached(), adopt=isinstance(stream, OwnStream))
         except KvmeshError as error:
             self.reporter.refused(origin, error.code, now)

@@ -9,7 +9,8 @@ from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import Tier, tier_of
 from kvmesh.node.sampling import sampling_of
-from kvmesh.rpc.errors import InvalidRequest, ModelNotFound
+from kvmesh.node.served_weights import ServedWeights
+from kvmesh.rpc.errors import InvalidRequest
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import prefill_pb2 as pb
 from kvmesh.rpc.status import to_detail
@@ -24,20 +25,15 @@ def start_in(
     request: pb.StartPrefill,
     handle: int,
     stream: int,
-    fingerprint: str,
+    weights: ServedWeights,
     own: str,
     now: int,
     traceparent: str,
     vocab_size: int,
 ) -> ev.Start:
-    """Raises ModelNotFound for another model's request, InvalidRequest for bytes that are none, sampling out of range
-    and hints that cannot be right. `own` is this instance's id, `traceparent` the span that pulls belong to."""
-    if request.model_fingerprint != fingerprint:
-        raise ModelNotFound(
-            f"this prefill instance serves the model with fingerprint {fingerprint[:16]}, "
-            f"the request is for {request.model_fingerprint[:16]}",
-            field="model_fingerprint",
-        )
+    """Raises ModelNotFound for a request made for other weights, InvalidRequest for bytes that are none, sampling out
+    of range and hints that cannot be right. `own` is this instance's id, `traceparent` the span of pulls."""
+    weights.check(request.model_fingerprint, request.weights_epoch)
     try:
         token_ids = tuple(keys.unpack_tokens(request.token_ids))
     except ValueError as error:

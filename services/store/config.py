@@ -21,6 +21,26 @@ class StoreConfig(ServiceConfig):
             "max": 65535,
         },
     )
+    door_connections: int = field(
+        default=4096,
+        metadata={
+            "help": "Connections to the door at most, and no more than a quarter of the descriptors: the one that is "
+            "idle longest makes room.",
+            "min": 1,
+        },
+    )
+    door_frame_ms: int = field(
+        default=10_000,
+        metadata={"help": "A message that is not complete after so long ends its connection to the door.", "min": 1},
+    )
+    door_memory_mb: int = field(
+        default=16,
+        metadata={"help": "MiB of all messages that have begun to arrive by the door or wait there.", "min": 2},
+    )
+    max_announcements: int = field(
+        default=4096,
+        metadata={"help": "Announcements that wait here to be heard; more are refused at once.", "min": 1},
+    )
     heartbeat_interval_ms: int = field(default=500, metadata={"help": "How often members beat, in ms.", "min": 1})
     lease_ms: int = field(default=2000, metadata={"help": "A member silent for longer is dead, in ms.", "min": 1})
     heartbeats_per_s: int = field(
@@ -73,6 +93,7 @@ class StoreConfig(ServiceConfig):
         metadata={
             "help": "Redis that says which of several masters leads and keeps what no node knows; empty: this is the "
             "only master.",
+            "secret": True,
             "metavar": "redis://HOST:PORT/0",
         },
     )
@@ -118,6 +139,10 @@ class StoreConfig(ServiceConfig):
             ("hot_lookups", 0),
             ("max_names", 1),
             ("tombstone_s", 1),
+            ("door_connections", 1),
+            ("door_frame_ms", 1),
+            ("door_memory_mb", 2),
+            ("max_announcements", 1),
         ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least {least}", field=name)

@@ -95,11 +95,19 @@ class Announce:
 
 
 @dataclass(frozen=True)
+class CaughtUp:
+    """All that had arrived by `until` has been heard: silence is judged up to that time. Before it is said once, up to
+    the present."""
+
+    until: float
+
+
+@dataclass(frozen=True)
 class Tick:
     pass
 
 
-Event = Join | Beat | Leave | Announce | Tick
+Event = Join | Beat | Leave | Announce | CaughtUp | Tick
 
 
 # ── actions ───────────────────────────────────────────────────────────────────────────────────────

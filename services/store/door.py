@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from google.protobuf.message import Message
-
 from kvmesh.leader.leadership import Leadership
 from kvmesh.rpc.errors import InvalidRequest, NotLeader, Unavailable
-from kvmesh.rpc.masters import MAX_TERM
 from kvmesh.rpc.pb import store_pb2 as pb
+from kvmesh.rpc.terms import MAX_TERM
+from kvmesh.telemetry import names
 from services.store.reign import Reign
+
+_TELLING = (pb.JoinRequest, pb.BeatRequest, pb.AnnounceRequest)  # they say which term the caller has heard of
 
 
 class Door:
     """A servicer of StoreMaster with all its RPCs, to be handed to gRPC.
 
     Before a call reaches a reign, and again before its answer leaves, this master must lead. A term that a node reports
-    is heard first. Answers bear the term."""
+    is heard when the call has shown that it is a member. Answers bear the term."""
 
     def __init__(self, leadership: Leadership, reign: Callable[[], Reign | None], address: Callable[[], str]) -> None:
         """`reign`: None while this master does not lead, or has only just begun to."""
@@ -30,15 +31,20 @@ class Door:
                 setattr(self, method.name, self._guarded(method.name))
 
     def _guarded(self, name: str) -> Callable[[Any, Any], Any]:
-        async def call(request: Message, context: Any) -> Any:
-            self._listen(request)
+        async def call(request: Any, context: Any) -> Any:
+            told = isinstance(request, _TELLING)
+            if told and request.term > MAX_TERM:
+                raise InvalidRequest.of("term", request.term, f"no master has had one above {MAX_TERM}")
             reign = self._leading()
+            stranger = told and _is_stranger(reign, request)
             answer = await getattr(reign.servicer, name)(request, context)
+            if told:
+                self._listen(request, stranger)
             if self._leading() is not reign:
                 raise self._not_leader()
             if isinstance(answer, pb.FindResponse):
                 answer.rebuilding = reign.young() or bool(reign.state.policy.known.unheard)
-            if answer is not None and "term" in answer.DESCRIPTOR.fields_by_name and not answer.term:
+            if answer is not None and "term" in answer.DESCRIPTOR.fields_by_name and (told or not answer.term):
                 answer.term = reign.term
             return answer
 
@@ -53,19 +59,13 @@ class Door:
         answer.term, answer.leader = reign.term, self._address()
         answer.leading = self._leadership.leads() and self._reign() is reign
         answer.rebuilding.extend(reign.state.policy.known.unheard)
+        answer.young = reign.young()
         return answer
 
-    def _listen(self, request: Message) -> None:
-        """A term that the caller has heard of may be the end of ours."""
-        if not isinstance(request, pb.JoinRequest | pb.BeatRequest | pb.AnnounceRequest) or not request.term:
-            return
-        if request.term > MAX_TERM:
-            raise InvalidRequest.of("term", request.term, f"no master has had one above {MAX_TERM}")
-        stranger = False
-        if isinstance(request, pb.JoinRequest):
-            reign, ref = self._reign(), request.member.instance
-            stranger = reign is None or not reign.state.lives(ref.instance_id, ref.incarnation)
-        self._leadership.hear(request.term, stranger=stranger)
+    def _listen(self, request: Any, stranger: bool) -> None:
+        """A term that a member has heard of. Only who has just been answered as a member is listened to."""
+        if request.term and not self._leadership.hear(request.term, stranger=stranger, who=_speaker(request)):
+            names.STORE_TERMS_REFUSED.inc()
 
     def _leading(self) -> Reign:
         if not self._leadership.leads():
@@ -79,3 +79,19 @@ class Door:
         leader = self._leadership.leader
         text = f"this store master does not lead; {leader} does" if leader else "this store master does not lead"
         return NotLeader(text, leader=leader)
+
+
+def _is_stranger(reign: Reign, request: Any) -> bool:
+    """Whether this call will make a member of one that is none yet."""
+    if not isinstance(request, pb.JoinRequest):
+        return False
+    ref = request.member.instance
+    return not reign.state.lives(ref.instance_id, ref.incarnation)
+
+
+def _speaker(request: Any) -> str:
+    if isinstance(request, pb.JoinRequest):
+        return str(request.member.instance.instance_id)
+    if isinstance(request, pb.BeatRequest):
+        return str(request.instance.instance_id)
+    return str(request.announcement.store_id)

@@ -9,14 +9,17 @@ import time
 from collections.abc import Callable
 from typing import Any, cast
 
-from kvmesh.leader.leadership import Leadership, first_term
+from kvmesh.leader.leadership import Leadership
 from kvmesh.leader.redis_lease import Redis, RedisLease
 from kvmesh.rpc import runner
+from kvmesh.rpc.call_queue import CallQueue
 from kvmesh.rpc.door.control import ControlDoor
+from kvmesh.rpc.door.server import FastPathLimits
 from kvmesh.rpc.errors import NotLeader, StaleTerm, Unavailable
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 from kvmesh.rpc.server import Server
+from kvmesh.rpc.terms import first_term
 from kvmesh.telemetry import names
 from services.store.config import StoreConfig
 from services.store.door import Door
@@ -59,6 +62,7 @@ class Master(runner.Service):
         if self._file is not None:
             self._durable = self._file
         self.reign: Reign | None = None
+        self._leaderships = 0  # begun; which one a task belongs to
         first = max(first_term(), self._file.term + 1 if self._file is not None else 0)
         self.leadership = Leadership(lease_s, self._lead, self._rise, self._end, first=first)
         self._servicer = Door(self.leadership, lambda: self.reign, lambda: self.address)
@@ -80,7 +84,17 @@ class Master(runner.Service):
         """For what members say most often."""
         service = pb.DESCRIPTOR.services_by_name["StoreMaster"]
         methods = ("Announce", "Beat")
-        return ControlDoor(service, self._servicer, methods, self._config.door_port, names.STORE_DOOR_CALLS)
+        config = self._config
+        return ControlDoor(
+            service,
+            self._servicer,
+            methods,
+            config.door_port,
+            names.STORE_DOOR_CALLS,
+            limits=FastPathLimits(config.door_connections, config.door_frame_ms / 1000, config.door_memory_mb << 20),
+            queue=CallQueue(config.max_announcements, "max_announcements"),
+            queued=("Announce",),
+        )
 
     async def start(self) -> None:
         """Compete for the lease, if there is one."""
@@ -109,36 +123,39 @@ class Master(runner.Service):
     # ── what leadership says ─────────────────────────────────────────────────────────────────────────
 
     def _lead(self, term: int) -> None:
+        self._leaderships += 1
         if self._redis is None:
             kept = nothing() if self._file is None else self._file.begin(term)
             self._begin(self._made(term, kept, self._config))
         else:
-            self._spawn(self._take_over(term), "take over")
+            self._spawn(self._take_over(self._leaderships), "take over")
 
-    async def _take_over(self, term: int) -> None:
-        """What earlier leaders kept comes first: without it quotas and removals would be forgotten."""
-        while self.leadership.leads() and self.leadership.term == term:
+    async def _take_over(self, number: int) -> None:
+        """What earlier leaders kept comes first: without it quotas and removals would be forgotten. The term may rise
+        meanwhile."""
+        while self.leadership.leads() and self._leaderships == number:
             try:
                 kept = await self._durable.load()
             except Unavailable as err:
                 log.warning("cannot load what earlier leaders kept: %s", err)
                 await asyncio.sleep(LOAD_RETRY_S)
                 continue
-            config = await self._settled(kept, term)
+            config = await self._settled(kept)
             # A million names take many seconds: the lease is to be renewed meanwhile.
-            reign = await asyncio.to_thread(self._made, term, kept, config)
-            if self.leadership.leads() and self.leadership.term == term:
+            reign = await asyncio.to_thread(self._made, self.leadership.term, kept, config)
+            if self.leadership.leads() and self._leaderships == number:
+                reign.rise(self.leadership.term)
                 self._begin(reign)
             return
 
-    async def _settled(self, kept: Kept, term: int) -> StoreConfig:
+    async def _settled(self, kept: Kept) -> StoreConfig:
         """What this reign goes by; written down for later ones as far as Redis takes it now."""
         found = settled(self._config, kept[CONFIG])
         for note in found.notes:
             log.warning("%s", note)
         if found.keep:
             try:
-                await self._durable.put(CONFIG, found.keep, term)
+                await self._durable.put(CONFIG, found.keep, self.leadership.term)
             except (StaleTerm, Unavailable) as err:
                 log.warning("the configuration is not kept for later leaders: %s", err)
         return found.config
@@ -154,13 +171,12 @@ class Master(runner.Service):
             kept=kept,
             durable=self._durable,
             may_lead=self.leadership.leads,
-            on_stale=lambda: self.leadership.hear(self.leadership.term + 1, stranger=False),
             clock=self._clock,
         )
 
     def _rise(self, term: int) -> None:
-        assert self.reign is not None, "only a reign rises"
-        self.reign.rise(term)
+        if self.reign is not None:  # else it is still being made, and rises when it begins
+            self.reign.rise(term)
 
     def _end(self, why: str) -> None:
         ended, self.reign = self.reign, None

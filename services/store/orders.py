@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from kvmesh.rpc import channels, status
-from kvmesh.rpc.errors import KvmeshError, StaleTerm
+from kvmesh.rpc.errors import KvmeshError
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.telemetry import names
@@ -55,11 +55,11 @@ class _Line:
 
 class Orders:
     """Owns the channels to nodes. `leads()` is asked right before each call: a master that leads no more orders
-    nothing. `on_stale` hears that a node has heard of a later term."""
+    nothing. A node that says that it has heard of a later term has failed the order, no more: it says so when it beats,
+    if it is so."""
 
-    def __init__(self, leads: Callable[[], bool], on_stale: Callable[[], None]) -> None:
+    def __init__(self, leads: Callable[[], bool]) -> None:
         self._leads = leads
-        self._on_stale = on_stale
         self._calls = asyncio.Semaphore(MAX_CALLS)
         self._pulls = asyncio.Semaphore(MAX_CALLS)
         self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
@@ -195,8 +195,6 @@ class Orders:
                 cause: KvmeshError = status.from_rpc_error(error)
                 names.STORE_ORDERS.labels(order=method.lower(), outcome="failed").inc()
                 log.info("%s at %s: %s", method, member.instance_id, cause)
-                if isinstance(cause, StaleTerm):
-                    self._on_stale()
                 return None
         names.STORE_ORDERS.labels(order=method.lower(), outcome="answered").inc()
         return answer

@@ -22,8 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Reign:
-    """`may_lead` is asked in the turn in which something is answered, published or ordered; `kept`: see `durable`;
-    `on_stale`: a node has heard of a later term."""
+    """`may_lead` is asked in the turn in which something is answered, published or ordered; `kept`: see `durable`."""
 
     def __init__(
         self,
@@ -33,7 +32,6 @@ class Reign:
         kept: Kept,
         durable: Durable,
         may_lead: Callable[[], bool],
-        on_stale: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
         self._clock = clock
@@ -75,7 +73,7 @@ class Reign:
             clock=clock,
             leads=self.leads,
             durable=durable,
-            orders=Orders(self.leads, on_stale),
+            orders=Orders(self.leads),
         )
 
     @property

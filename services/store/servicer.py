@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
 from kvmesh.rpc import protocol
+from kvmesh.rpc.catching_up import caught_up
 from kvmesh.rpc.door.server import DoorContext
 from kvmesh.rpc.errors import NotLeader
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.telemetry import names
 from services.store import mapping
-from services.store.domain import Announce, Beat, Event, Heard, Join, Leave, Publish, Refuse, Relay, Tick
+from services.store.domain import Announce, Beat, CaughtUp, Event, Heard, Join, Leave, Publish, Refuse, Relay, Tick
 from services.store.durable import Durable
 from services.store.orders import Orders
 from services.store.servicer_find import FindServicer
@@ -56,19 +59,24 @@ class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
         self._books = asyncio.Lock()
         self._complain_at = clock()
         self._sweeping: asyncio.Task[None] | None = None
+        self._catching_up: asyncio.Task[None] | None = None
+        self._grpc_calls = 0  # Join, Beat and Announce so far
         self._burying = False
 
     async def close(self) -> None:
         """End every stream and the clearing: the server is about to stop."""
         self._watchers.close()
         await self._orders.close()
-        if self._sweeping is not None:
-            self._sweeping.cancel()
-            await asyncio.gather(self._sweeping, return_exceptions=True)
+        for task in (self._sweeping, self._catching_up):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
 
     def tick(self) -> None:
         """Let time pass: leases run out, what is gone is cleared away."""
         self._step(Tick())
+        if self._catching_up is None or self._catching_up.done():
+            self._catching_up = asyncio.create_task(self._catch_up(), name="catch up")
         orders, writes = self._state.policy.tick(self._clock())
         for order in orders:
             self._orders.start(self._orders.carry_out(self._state, order, self._clock))
@@ -77,6 +85,11 @@ class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
         idle = self._sweeping is None or self._sweeping.done()
         if idle and self._swept():
             self._sweeping = asyncio.create_task(self._sweep(), name="sweep")
+
+    async def _catch_up(self) -> None:
+        until = await caught_up(lambda: self._grpc_calls, self._clock)
+        with contextlib.suppress(NotLeader):
+            self._step(CaughtUp(until))
 
     async def _sweep(self) -> None:
         more = True
@@ -125,6 +138,7 @@ class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
 
     async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinResponse:  # noqa: N802
         """Raises ProtocolMismatch, InvalidRequest, Overloaded."""
+        self._grpc_calls += 1
         member = request.member
         who = member.instance.instance_id or "a nameless instance"
         protocol.check(request.protocol_version, f"{who} at {member.instance.address}")
@@ -144,6 +158,10 @@ class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
         ref = request.instance
         usage = mapping.usage_in(request.usage) if request.HasField("usage") else None
         by_door = isinstance(context, DoorContext)
+        if by_door:
+            names.STORE_HEARTBEAT_WAIT.observe(time.monotonic() - context.arrived)
+        else:
+            self._grpc_calls += 1
         self._step(Beat(ref.instance_id, ref.incarnation, usage, request.removed_seq, request.pace, by_door))
         names.STORE_BEATS.inc()
         pulse = self._state.pulse
@@ -184,6 +202,7 @@ class StoreMasterServicer(FindServicer, NamesServicer, PolicyServicer):
 
     async def Announce(self, request: pb.AnnounceRequest, context: Any) -> pb.AnnounceResponse:  # noqa: N802
         """Raises UnknownInstance, InvalidRequest."""
+        self._grpc_calls += not isinstance(context, DoorContext)
         said = mapping.announcement_in(request.announcement)
         heard = self._step(Announce(said))
         assert heard is not None, "an announcement is refused or heard"

@@ -30,7 +30,7 @@ class FindServicer(Base):
         keys = mapping.packed_keys("keys", request.keys, MAX_FIND_KEYS)
         self._step(Tick())
         self._state.policy.asked(keys, self._clock())
-        answer = found(self._state, keys, request.grouped)
+        answer = found(self._state, keys, request.grouped, self._clock())
         answer.term = self.term
         return answer
 
@@ -52,15 +52,17 @@ class FindServicer(Base):
         return pb.ListKeysResponse(keys=b"".join(lowest), next=lowest[-1] if len(lowest) == limit else b"")
 
 
-def found(state: MasterState, keys: Sequence[bytes], grouped: bool = False) -> pb.FindResponse:
-    """Where each of `keys` is. Keys of the same holders, as those of one chain, cost one look at these."""
+def found(state: MasterState, keys: Sequence[bytes], grouped: bool = False, now: float = 0.0) -> pb.FindResponse:
+    """Where each of `keys` is. Keys of the same holders, as those of one chain, cost one look at these. A key that
+    nobody has announced is where a client has put it a moment ago."""
     known, answer = state.blocks.map, pb.FindResponse()
     index: dict[str, int | None] = {}
-    masks = known.masks(keys)
-    number: dict[int, int] = {}
+    masks: list[int | str] = list(known.masks(keys))
+    fresh = _fresh(state, keys, masks, now) if len(state.policy.unannounced) else {}
+    number: dict[int | str, int] = {}
     groups: list[pb.Replicas] = []
     for mask, key in dict(zip(masks, keys, strict=True)).items():
-        holders, tiers = _holders(state, known.holders(key), index, answer)
+        holders, tiers = _holders(state, fresh.get(mask) or known.holders(key), index, answer)
         number[mask] = len(groups)
         groups.append(pb.Replicas(holder=holders, tier=tiers))
     if grouped:
@@ -69,6 +71,17 @@ def found(state: MasterState, keys: Sequence[bytes], grouped: bool = False) -> p
     else:
         answer.replicas.extend([groups[number[mask]] for mask in masks])  # a quarter of what as many `add` cost
     return answer
+
+
+def _fresh(state: MasterState, keys: Sequence[bytes], masks: list[int | str], now: float) -> dict[int | str, list[str]]:
+    """Who has those of `keys` that nobody has announced, by the group in which they are put in `masks`."""
+    found: dict[int | str, list[str]] = {}
+    for at, mask in enumerate(masks):
+        holder = state.policy.unannounced.holder(keys[at], now) if not mask else None
+        if holder is not None and state.lives(*holder):
+            masks[at] = holder[0]
+            found[holder[0]] = [holder[0]]
+    return found
 
 
 def _holders(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvmesh.kvcache.keys import KEY_BYTES, split
 from kvmesh.rpc.errors import InvalidRequest
 from kvmesh.rpc.pb import store_pb2 as pb
+from services.store.checks import MAX_TEXT
 from services.store.domain import Tick
 from services.store.policy import grants
 from services.store.servicer_base import Base, text
@@ -33,17 +34,28 @@ class NamesServicer(Base):
         namespace = text("namespace", request.namespace, MAX_NAMESPACE_BYTES)
         _few("names", request.names)
         names = []
+        sealed: dict[str, list[bytes]] = {}
         for each in request.names:
             if len(each.key) != KEY_BYTES or each.key == UNKNOWN:
                 raise InvalidRequest.of("names.key", each.key, f"must have {KEY_BYTES} bytes, not all of them 0")
             names.append((text("names.name", each.name, MAX_NAME_BYTES, empty=False), each.key))
+            if each.holder:
+                sealed.setdefault(text("names.holder", each.holder, MAX_TEXT), []).append(each.key)
         async with self._books:
             self._step(Tick())
             policy = self._state.policy
-            keys, writes, bound = policy.bind(namespace, names, self._clock())
+            keys, writes, bound = policy.bind(namespace, names, self._clock(), replace=request.replace)
             await self._keep(writes)
+            self._sealed(sealed)
             bound()  # nobody is told before, and nothing has changed when that failed
         return pb.BindResponse(keys=b"".join(keys))
+
+    def _sealed(self, keys: Mapping[str, Sequence[bytes]]) -> None:
+        """Of each store that is a member: what it is about to announce."""
+        for store_id, some in keys.items():
+            known = self._state.known(store_id)
+            if known is not None:
+                self._state.policy.sealed(some, store_id, known[0].incarnation, self._clock())
 
     async def Resolve(self, request: pb.ResolveRequest, context: Any) -> pb.ResolveResponse:  # noqa: N802
         """Raises InvalidRequest, NotLeader, Unavailable."""

@@ -22,6 +22,7 @@ from services.store.domain import (
     Action,
     Announce,
     Beat,
+    CaughtUp,
     Change,
     Event,
     Heard,
@@ -103,6 +104,7 @@ class MasterState:
         self._replaced: OrderedDict[tuple[str, int], None] = OrderedDict()
         self._stepped_at: float | None = None
         self._nobody_dies_until = float("-inf")
+        self._heard_until = float("inf")  # all that arrived by then has been heard; inf: it is heard as it arrives
         self._overdue: deque[_Life] = deque()  # found silent for longer than the lease, and yet to be ended
         self.blocks = Blocks(max_store_blocks=max_store_blocks)
         self.policy = Policy(self.blocks.map, limits, wall_ns=wall_ns)
@@ -176,6 +178,8 @@ class MasterState:
         """Apply one event at `now` (never decreasing). Deaths found on the way are among the actions."""
         actions: list[Action] = []
         self._forgive_own_stall(now)
+        if isinstance(event, CaughtUp):
+            self._heard_until = min(event.until, now)
         self._bury(now, actions)
         self._bury_if_late(event, now, actions)
         match event:
@@ -206,7 +210,7 @@ class MasterState:
 
     def _bury(self, now: float, actions: list[Action]) -> None:
         """Ends lives silent for longer than the lease, MAX_ENDS of them; see `overdue`."""
-        if not self._overdue and now > self._nobody_dies_until:
+        if not self._overdue and min(now, self._heard_until) > self._nobody_dies_until:
             self._overdue.extend(life for life in self._lives.values() if self._is_late(life, now))
             # Forgiven stalls only put deaths off; for beats and joins see `_heard`.
             on_time = (
@@ -221,7 +225,8 @@ class MasterState:
                 self._heard(life)
 
     def _is_late(self, life: _Life, now: float) -> bool:
-        return now - life.last_beat > life.lease.seconds
+        """What has arrived and is yet to be heard may be its heartbeat."""
+        return min(now, self._heard_until) - life.last_beat > life.lease.seconds
 
     def _heard(self, life: _Life) -> None:
         """Its lease begins, which may be shorter than what the others have left of theirs."""

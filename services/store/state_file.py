@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sqlite3
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -10,7 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kvmesh.rpc.errors import ConfigError, StaleTerm, Unavailable
+from kvmesh.rpc.terms import MAX_TERM
 from services.store.durable import KINDS, Kept, nothing
+
+log = logging.getLogger(__name__)
 
 FORMAT = 1
 WRITE_S = 5.0
@@ -48,7 +52,12 @@ class StateFile:
         db.execute(f"CREATE TABLE IF NOT EXISTS kept ({row}) WITHOUT ROWID")
         db.execute(f"PRAGMA user_version={FORMAT}")
         db.execute("COMMIT")
-        return int(db.execute("SELECT coalesce(max(term), 0) FROM term").fetchone()[0])
+        term = db.execute("SELECT coalesce(max(term), 0) FROM term").fetchone()[0]
+        if isinstance(term, int) and 0 <= term < MAX_TERM - 1:
+            return term
+        text = "state_path=%r: holds term %r, under which no leader can have written: a new one is begun"
+        log.error(text, self._path, term)
+        return 0
 
     def _refused(self, error: Exception) -> ConfigError:
         return ConfigError(f"state_path={self._path!r}: {error}", field="state_path")

@@ -32,7 +32,7 @@ class Op:
     `acknowledged`, `pending`: of a remove, the stores' names as the master answered. A grant's `key` is its number.
 
     Of names: `key` is the name, `digest` the block's key that it was bound to, was found to stand for, or stood for
-    when it was unbound ("": none). A bind that may `replace` unbinds first; "taken": it did not, or not in the end.
+    when it was unbound ("": none). "taken": it stood for another block, and was not to be `replace`d.
     Of a limit: `key` is the tenant's tag, `digest` the number of blocks."""
 
     number: int

@@ -3,7 +3,9 @@
 unbound    a name stands for a block only if somebody bound it to that, in time: after any answer by which it stood for
            another block or for none, after the block was removed, and after the name was unbound.
 lost       what a bind was told stands, whoever leads, until somebody unbinds the name, removes the block, or binds the
-           name to another one when the block has been nowhere for `names_grace_s`.
+           name to another one when the block has been nowhere for `names_grace_s`. Whoever replaces it leaves no moment
+           in which it stands for nothing: that is so only after it was unbound, or the block that it stood for removed.
+refused    a bind that may replace is never told that the name is taken.
 """
 
 from __future__ import annotations
@@ -32,6 +34,9 @@ def check_names(ops: Sequence[Op], removes: Sequence[Op], grace_s: float) -> Ite
             yield from _unbound(answer, answers, ops, binds, removes)
     for answer in answers:
         yield from _lost(answer, ops, binds, removes, grace_s)
+    for bind in binds:
+        if bind.replace and bind.outcome == "taken":
+            yield Violation("refused", bind.key, f"it was to be replaced: {bind}", (bind,))
 
 
 def _unbound(
@@ -62,13 +67,23 @@ def _lost(
         key = bind.digest
         ends = [one for one in ops if one.kind == "unbind" or (one.kind == "bind" and one.replace)]
         ends = [one for one in ends if one.digest != key or one.kind == "unbind"]
+        stood_for = {key}
+        if not answer.stood_for:
+            ends = [one for one in ends if one.kind == "unbind"]
+            since = [one for one in binds if one.invoked <= op.completed and one.effect_ends() >= bind.invoked]
+            stood_for.update(one.digest for one in since)
         ended = any(one.invoked <= op.completed and one.effect_ends() >= bind.invoked for one in ends)
         ended |= any(
-            one.key == key and one.invoked <= op.completed and _removing_until(one) >= bind.invoked for one in removes
+            one.key in stood_for and one.invoked <= op.completed and _removing_until(one) >= bind.invoked
+            for one in removes
         )
         first = min(one.invoked for one in binds if one.digest == key)
         others = [one for one in binds if one.digest != key and one.invoked <= op.completed]
-        rebound = op.completed - first > grace_s and any(one.effect_ends() >= bind.invoked for one in others)
+        rebound = (
+            bool(answer.stood_for)
+            and op.completed - first > grace_s
+            and any(one.effect_ends() >= bind.invoked for one in others)
+        )
         if not ended and not rebound:
             yield Violation("lost", op.key, f"it was bound, and nobody has ended that: {op}", (bind, op))
             return

@@ -165,3 +165,23 @@ def test_a_removal_of_another_block_excuses_nothing() -> None:
     s.add("remove", 2, 3, key="k1")
     s.add("resolve", 4, 5)
     assert s.rules() == ["lost"]
+
+
+def test_a_name_that_is_replaced_stands_for_something_all_the_time() -> None:
+    s = Script()
+    s.add("bind", 0, 1, "k0")
+    s.add("bind", 2, 4, "k1", replace=True)
+    s.add("resolve", 2.5, 3, "k0")
+    s.add("resolve", 2.5, 3.5, "k1")
+    assert s.rules() == []
+    s.add("resolve", 2.6, 3)
+    assert s.rules() == ["lost"]
+    s.add("remove", 2.2, 5, key="k1")
+    assert s.rules() == [], "what it was replaced by may have been removed at once"
+
+
+def test_who_replaces_is_not_told_that_the_name_is_taken() -> None:
+    s = Script()
+    s.add("bind", 0, 1, "k0")
+    s.add("bind", 2, 3, "k1", replace=True, outcome="taken")
+    assert s.rules() == ["refused"]

@@ -19,6 +19,7 @@ from kvmesh.config import ServiceConfig
 from kvmesh.rpc.errors import InvalidRequest
 
 Invoke = Callable[..., Result]
+FREE_PORTS = ("--http-port", "0", "--grpc-port", "0")
 
 
 @pytest.fixture
@@ -96,9 +97,13 @@ def test_every_key_of_a_service_is_an_option_with_help(invoke: Invoke, service: 
         (["up", "--add-model", "=/x"], {}, "add_model='=/x': must be NAME=PATH or PATH, without commas"),
         (["up", "--add-model", "a="], {}, "add_model='a=': must be"),
         (["up", "--add-model", "a=/no/such"], {}, "add_model='/no/such': no such folder"),
-        (["up", "--api-keys", "/no/such"], {}, "api_keys='/no/such': No such file"),
+        (["up", *FREE_PORTS, "--api-keys", "/no/such"], {}, "api_keys='/no/such': No such file"),
         (["up", "--tls", "--tls-cert", "c.pem"], {}, "tls_cert='c.pem': --tls makes certificates of its own"),
-        (["up", "--tls-cert", "/no/c", "--tls-key", "/no/k"], {}, "tls_cert='/no/c': No such file"),
+        (
+            ["up", *FREE_PORTS, "--tls-cert", "/no/c", "--tls-key", "/no/k"],
+            {},
+            "tls_cert='/no/c': No such file",
+        ),
         (["serve", "store", "--tls-ca", "/no/ca"], {}, "tls_ca='/no/ca': No such file"),
         (["status", "--conductor", "127.0.0.1:1"], {"KVMESH_TLS_CA": "/no/ca"}, "tls_ca='/no/ca': No such file"),
         (["explain", "x"], {}, "no mesh was started here yet"),

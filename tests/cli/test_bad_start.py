@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -92,6 +93,7 @@ BREAKAGES = ["missing shard", "truncated shard", "wrong shape"]
 
 @pytest.mark.parametrize("how", BREAKAGES)
 @pytest.mark.parametrize("service", ["prefill", "decode"])
+@pytest.mark.slow
 def test_an_instance_refuses_a_broken_checkpoint(starts: Starts, service: str, how: str) -> None:
     model = starts.folder / "model"
     words = broken(model, how)
@@ -104,13 +106,15 @@ def test_up_refuses_a_broken_checkpoint_and_stops_what_it_started(starts: Starts
     model = starts.folder / "model"
     words = broken(model, how)
     line = starts.refused("up", "--model", str(model), "--http-port=0", "--grpc-port=0", "--memory-mb=16")
-    assert line.startswith((f"prefill-0: {model / SHARD}{words}", f"decode-0: {model / SHARD}{words}"))
+    # What hashing finds is told before anything starts; a wrong shape by the first instance that loads it.
+    assert re.match(rf"((prefill|decode)-0: )?{re.escape(f'{model / SHARD}{words}')}", line), line
 
 
 @pytest.mark.parametrize(
     ("service", "key"),
     [*((service, key) for service in SERVICES for key in ("port", "metrics_port")), ("gateway", "http_port")],
 )
+@pytest.mark.slow
 def test_a_port_in_use_is_told_before_anything_is_loaded(starts: Starts, service: str, key: str) -> None:
     free = {"port": "0", **({"http_port": "0"} if service == "gateway" else {})}
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -129,6 +133,7 @@ def test_a_port_in_use_is_told_before_anything_is_loaded(starts: Starts, service
         ("redis://127.0.0.1:x", "redis='redis://127.0.0.1:x': must be auto, redis://"),
     ],
 )
+@pytest.mark.slow
 def test_up_tells_of_a_redis_that_is_not_there_and_keeps_its_password(starts: Starts, url: str, says: str) -> None:
     line = starts.refused("up", "--redis", url, "--masters=2", "--http-port=0", "--grpc-port=0")
     assert line.startswith(says) and "secret" not in line
@@ -141,6 +146,7 @@ def test_a_host_that_is_not_here_is_named(starts: Starts) -> None:
 
 @pytest.mark.parametrize("flags", [[], ["--store=10.0.0.5"], ["--store=127.0.0.1:70020"]])
 @pytest.mark.parametrize("service", ["pool", "prefill", "decode"])
+@pytest.mark.slow
 def test_a_member_without_its_master_does_not_wait_for_ever(starts: Starts, service: str, flags: list[str]) -> None:
     address = flags[0].removeprefix("--store=") if flags else "127.0.0.1:0"
     conductor = [] if service == "pool" else ["--conductor=127.0.0.1:1"]
@@ -174,6 +180,7 @@ def test_a_pool_node_refuses_an_ssd_folder_that_cannot_be_made(starts: Starts) -
         ("--store-eviction=mru", "store_eviction='mru' (from --store-eviction): choose one of lru, lfu, length"),
     ],
 )
+@pytest.mark.slow
 def test_up_refuses_what_no_instance_could_use_before_it_starts_one(starts: Starts, flag: str, line: str) -> None:
     """In a folder on disk."""
     told = starts.refused("up", "--http-port=0", "--grpc-port=0", flag)

@@ -28,7 +28,8 @@ def test_a_plan_with_two_conductors(tmp_path: Path) -> None:
     for name in ("gateway", "prefill-0", "decode-0", "coupled-0"):
         assert f"--conductor={conductors}" in found[name].argv
     for name in ("conductor-0", "conductor-1", "store"):
-        assert "--redis=redis://10.0.0.9:6379/0" in found[name].argv
+        assert found[name].env["KVMESH_REDIS"] == "redis://10.0.0.9:6379/0"
+        assert "10.0.0.9" not in " ".join(found[name].argv), "everybody reads arguments, and it may hold a password"
     assert "conductor" in specs(tmp_path)
     with pytest.raises(ConfigError, match=r"conductors=2: .*--redis auto"):
         MeshSettings(model="/none", conductors=2)

@@ -88,6 +88,7 @@ def listening(host: str = "127.0.0.1", within: Sequence[str] = (), *words: str) 
 # ── loopback ──────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_every_transport_of_one_host() -> None:
     with listening() as other:
         code, shown = other.call("--transports", "shm,tcp")
@@ -117,6 +118,7 @@ def test_ipv6() -> None:
 @pytest.mark.parametrize(
     ("op", "words"), [("write", "wrong bytes arrived there"), ("read", "wrong bytes arrived here")]
 )
+@pytest.mark.slow
 def test_wrong_bytes_are_seen(op: str, words: str) -> None:
     with listening() as other:
         code, shown = other.call("--transports", "tcp", "--fault", CORRUPT % op)
@@ -136,6 +138,7 @@ def test_a_transport_that_only_one_has() -> None:
         assert "error: nics='nope0': not on this host, it has RDMA devices" in shown
 
 
+@pytest.mark.slow
 def test_errors_in_plain_words() -> None:
     with listening() as other:
         code, shown = other.call(token="wrong")
@@ -168,6 +171,7 @@ def test_errors_in_plain_words() -> None:
         (("--peer", "h", "--nics", "lo,lo"), "nics='lo,lo': 'lo' is there twice"),
     ],
 )
+@pytest.mark.slow
 def test_bad_options(words: tuple[str, ...], expected: str) -> None:
     process = doctor(*words)
     shown, _ = process.communicate(timeout=20)
@@ -185,6 +189,7 @@ def test_addresses() -> None:
             doctor_peer.parse_peer(bad)
 
 
+@pytest.mark.slow
 def test_a_caller_that_is_interrupted_leaves_the_listener_free() -> None:
     with listening() as other:
         words = ("--transports", "tcp", "--seconds", "30")
@@ -215,6 +220,7 @@ def test_a_listener_that_freezes_is_given_up() -> None:
 # ── several NICs ──────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_every_pair_of_nics() -> None:
     with networks() as made:
         made.wire("eth1", {"a": ["10.7.1.1/24"], "b": ["10.7.1.2/24"]})

@@ -122,6 +122,9 @@ def test_it_takes_the_meshs_name_dtype_and_block_size() -> None:
         ({}, {"fingerprint": "cd" * 32}, False, "serves demo (cdcdcdcdcdcd), this checkpoint is abababababab"),
         ({"dtype": "float16"}, {}, False, "dtype='float16': the mesh at 10.0.0.1:7001 has bfloat16"),
         ({"block_tokens": 128}, {}, False, "has 32, and KV goes between equals alone; leave --block-tokens out"),
+        ({}, {"weights_epoch": "7"}, False, "weights_epoch=0: the mesh at 10.0.0.1:7001 serves epoch 7 of demo"),
+        ({"weights_epoch": 8}, {"weights_epoch": "7"}, False, "weights_epoch=8: the mesh at 10.0.0.1:7001 serves"),
+        ({"weights_epoch": 8}, {}, False, "weights_epoch=8: the mesh at 10.0.0.1:7001 serves epoch 0"),
         ({"served_name": "mine"}, {}, True, "calls this checkpoint 'demo'"),
     ],
 )

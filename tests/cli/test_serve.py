@@ -17,6 +17,7 @@ from kvmesh.cli.plan import Ports
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.slow
 def test_a_service_alone_from_file_environment_and_flags(tmp_path: Path, number: signal.Signals) -> None:
     by_file, by_environment, by_flag = Ports().take(), Ports().take(), tmp_path / "flag.json"
     config = tmp_path / "store.toml"

@@ -131,7 +131,12 @@ def environment(container: Manifest) -> dict[str, str]:
         assert entry["name"] not in found, f"{entry['name']} is set twice"
         if "valueFrom" in entry:
             source = entry["valueFrom"]
-            text = like[source["fieldRef"]["fieldPath"]] if "fieldRef" in source else "redis://:pw@redis:6379/0"
+            secrets = {"password": "pw", "url": "redis://:pw@redis:6379/0"}
+            text = (
+                like[source["fieldRef"]["fieldPath"]]
+                if "fieldRef" in source
+                else secrets[source["secretKeyRef"]["key"]]
+            )
         else:
             text = entry["value"]
             assert isinstance(text, str), f"{entry['name']}={text!r}: Kubernetes takes text only"
@@ -169,6 +174,7 @@ def _containers(spec: Manifest) -> list[Manifest]:
 
 def _probe_faults(service: str, container: Manifest) -> Iterator[str]:
     ports = {one["name"]: one["containerPort"] for one in container["ports"]}
+    scheme = "HTTPS" if "KVMESH_TLS_CERT" in environment(container) else "HTTP"
     for kind, path in (("startup", "/live"), ("liveness", "/live"), ("readiness", "/ready")):
         probe = container.get(f"{kind}Probe")
         if probe is None:
@@ -176,7 +182,9 @@ def _probe_faults(service: str, container: Manifest) -> Iterator[str]:
         elif service == "redis":
             if "exec" not in probe:
                 yield f"{kind} probe asks no redis-cli"
-        elif probe.get("httpGet") != {"path": path, "port": "metrics"} or ports.get("metrics") != 9100:
+        elif (
+            probe.get("httpGet") != {"path": path, "port": "metrics", "scheme": scheme} or ports.get("metrics") != 9100
+        ):
             yield f"{kind} probe does not ask {path} of port 9100"
 
 

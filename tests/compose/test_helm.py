@@ -57,6 +57,7 @@ def test_helm_finds_nothing_to_say(helm: Helm, case: str) -> None:
 
 @every_case
 @pytest.mark.parametrize("release", KUBERNETES)
+@pytest.mark.slow
 def test_kubernetes_takes_it(rendered: dict[str, list[Manifest]], case: str, release: str) -> None:
     for manifest in rendered[case]:
         if manifest["kind"] not in CUSTOM:
@@ -309,3 +310,50 @@ def test_the_model_is_fetched_once_for_all(tmp_path: Path, where: str) -> None:
     assert [one.wait(60) for one in both] == [0, 0]
     assert (link / "config.json").is_file() and link.is_symlink() == (where == "volume")
     assert {path.name for path in tmp_path.iterdir()} - {"hub"} == {"chat"}, "no half of it stays"
+
+
+def test_by_default_the_mesh_is_closed_and_redis_asks_for_a_password(rendered: dict[str, list[Manifest]]) -> None:
+    manifests = rendered["defaults"]
+    assert len(of_kind(manifests, "NetworkPolicy")) == 3
+    (secret,) = of_kind(manifests, "Secret")
+    assert len(secret["data"]["password"]) >= 40, "32 characters in base64"
+    redis = main_container(named(manifests, "StatefulSet", "chat-kvmesh-redis"))
+    (entry,) = redis["env"]
+    asked = {"name": secret["metadata"]["name"], "key": "password"}
+    assert (entry["name"], entry["valueFrom"]) == ("REDISCLI_AUTH", {"secretKeyRef": asked})
+    for service in ("conductor", "store"):
+        container = main_container(named(manifests, "StatefulSet", f"chat-kvmesh-{service}"))
+        assert environment(container)["KVMESH_REDIS"] == "redis://:pw@chat-kvmesh-redis:6379/0"
+        assert asked in [one["valueFrom"].get("secretKeyRef") for one in container["env"] if "valueFrom" in one]
+    assert "lookup" in (CHART / "templates" / "redis.yaml").read_text(), "kept over upgrades"
+
+
+def test_a_password_of_ones_own_makes_no_secret(helm: Helm) -> None:
+    assert not of_kind(helm.manifests({"redis": {"passwordSecret": "mine"}}), "Secret")
+
+
+def test_prometheus_follows_tls(rendered: dict[str, list[Manifest]]) -> None:
+    (monitor,) = of_kind(rendered["everything"], "PodMonitor")
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    ca = {"secret": {"name": "mesh-tls", "key": "ca.crt"}}
+    assert (endpoint["scheme"], endpoint["tlsConfig"]) == ("https", {"ca": ca, "serverName": "mesh"})
+    (monitor,) = of_kind(rendered["gpu"], "PodMonitor")
+    assert "scheme" not in monitor["spec"]["podMetricsEndpoints"][0]
+
+
+def test_redis_takes_the_password_as_the_chart_gives_it(rendered: dict[str, list[Manifest]], tmp_path: Path) -> None:
+    container = main_container(named(rendered["defaults"], "StatefulSet", "chat-kvmesh-redis"))
+    (script,) = container["args"]
+    seen = tmp_path / "seen"
+    fake = tmp_path / "redis-server"
+    fake.write_text(f'#!/bin/sh\necho "$@" > {seen}\ncat >> {seen}\n')
+    fake.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "REDISCLI_AUTH": "abc"}
+    subprocess.run([*container["command"], script], env=env, check=True, timeout=30)
+    arguments, config = seen.read_text().splitlines()
+    assert arguments.startswith("- --dir /data --appendonly yes") and config == "requirepass abc"
+
+
+def test_compose_publishes_on_loopback_unless_told() -> None:
+    ports = yaml.safe_load((CHART.parents[1] / "compose.yaml").read_text())["services"]["gateway"]["ports"]
+    assert len(ports) == 2 and all(port.startswith("${KVMESH_PUBLISH:-127.0.0.1}:") for port in ports)

@@ -164,6 +164,7 @@ def run(*command: str | Path, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_prometheus_takes_its_files(pytestconfig: pytest.Config) -> None:
     run(programs.promtool(pytestconfig), "check", "config", "--lint-fatal", "prometheus.yml", folder=OBSERVABILITY)
 

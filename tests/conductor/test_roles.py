@@ -259,6 +259,7 @@ def test_constant_load_settles_and_no_order_undoes_another(prefill: float, decod
         assert world.orders == []
 
 
+@pytest.mark.slow
 def test_the_pools_follow_a_load_that_shifts_and_comes_back() -> None:
     """Long prompts and short answers, then the other way round, then back. In each phase the pools settle within two
     dwells, and from then on nobody is told anything; with pools as they were at first, queues would grow for ever."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from kvmesh.sim.config import SimConfig, WireChange
 from kvmesh.sim.hardware import changed, hardware
 from kvmesh.sim.records import Record
@@ -57,6 +59,7 @@ def mean_s(records: list[Record]) -> float:
     return sum(r.ttft_s for r in records) / len(records)
 
 
+@pytest.mark.slow
 def test_where_wires_change_the_adapted_threshold_beats_fixed_ones_and_fetches_while_they_are_fast() -> None:
     fixed = {threshold: mean_s(served(threshold, ThresholdMode.FIXED)) for threshold in (1.0, 8.0)}
     adapted = served(1.0, ThresholdMode.ADAPTIVE)

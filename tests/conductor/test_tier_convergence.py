@@ -276,6 +276,7 @@ class Mesh(RuleBasedStateMachine):
         self.whole()
 
 
+@pytest.mark.slow
 def test_whatever_is_lost_master_and_conductor_know_every_tier() -> None:
     run_state_machine_as_test(Mesh, settings=SETTINGS)
 

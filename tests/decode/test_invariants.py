@@ -199,6 +199,7 @@ class AdversarialMesh(RuleBasedStateMachine):
             self.world.wind_down()
 
 
+@pytest.mark.slow
 def test_no_interleaving_breaks_the_invariants() -> None:
     run_state_machine_as_test(AdversarialMesh, settings=SETTINGS)
 

@@ -35,6 +35,7 @@ async def gateway(mesh: Bench) -> AsyncIterator[Gateway]:
     await mesh.full()
 
 
+@pytest.mark.slow
 async def test_tokens_equal_the_reference(gateway: Gateway, checkpoint: Path) -> None:
     answer = await gateway.over(await gateway.start(PROMPT, 30))
     assert len(answer.tokens) == 30
@@ -186,6 +187,7 @@ async def test_what_prefill_refuses_reaches_the_client_as_it_is(mesh: Bench, gat
         ({"top_p": 0.0}, "invalid_request", "top_p"),
         ({"top_logprobs": 21}, "invalid_request", "top_logprobs"),
         ({"model_fingerprint": "other"}, "model_not_found", "model_fingerprint"),
+        ({"weights_epoch": 7}, "model_not_found", "weights_epoch"),
         ({"token_ids": bytes(4 * 24 * 16), "block_keys": bytes(16 * 24)}, "context_length_exceeded", "prompt_tokens"),
         ({"placement": None}, "invalid_request", "placement.prefill.address"),
     ],

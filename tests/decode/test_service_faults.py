@@ -28,6 +28,7 @@ PROMPT = [(7 * i * i + 3 * i) % 90 + 5 for i in range(37)]
 
 
 @pytest.mark.parametrize(("transports", "landing"), [("tcp", "host"), ("shm", "auto")])
+@pytest.mark.slow
 async def test_a_full_pool_preempts_and_the_tokens_stay_right(checkpoint: Path, transports: str, landing: str) -> None:
     async with bench(checkpoint, transports, num_pages=8, num_extents=40, landing=landing) as mesh:
         async with mesh.gateway() as gateway:
@@ -66,6 +67,7 @@ def counted(text: str, name: str) -> float:
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
 
+@pytest.mark.slow
 async def test_without_extents_to_go_to_one_clear_retryable_error(checkpoint: Path) -> None:
     async with bench(checkpoint, num_pages=12, num_extents=1) as mesh:
         async with mesh.gateway() as gateway:
@@ -83,6 +85,7 @@ async def test_without_extents_to_go_to_one_clear_retryable_error(checkpoint: Pa
 
 
 @pytest.mark.parametrize("transports", ["shm", "tcp"])
+@pytest.mark.slow
 async def test_a_frozen_writer_is_given_up_and_its_late_bytes_go_nowhere(checkpoint: Path, transports: str) -> None:
     async with bench(checkpoint, transports, lease_ms=400, lease_margin_ms=100, drain_ms=300, num_pages=4) as mesh:
         async with mesh.gateway() as gateway:
@@ -106,6 +109,7 @@ async def test_a_frozen_writer_is_given_up_and_its_late_bytes_go_nowhere(checkpo
         await mesh.full()
 
 
+@pytest.mark.slow
 async def test_a_killed_prefill_fails_its_fills_and_only_those(checkpoint: Path) -> None:
     async with bench(checkpoint) as mesh, mesh.gateway() as gateway:
         running = await gateway.start(PROMPT, 200)
@@ -131,6 +135,7 @@ async def test_a_killed_prefill_fails_its_fills_and_only_those(checkpoint: Path)
             mesh.prefill = old
 
 
+@pytest.mark.slow
 async def test_stop_lets_answers_finish_and_tells_the_rest(checkpoint: Path) -> None:
     async with bench(checkpoint, stop_grace_ms=1_000) as mesh, mesh.gateway() as gateway:
         mesh.prefill.before_push.close()
@@ -209,6 +214,7 @@ async def test_spans_have_honest_borders_and_go_on_to_prefill(checkpoint: Path, 
     assert fetched["attributes"]["kvmesh.decode.pulled_tokens"] == 0
 
 
+@pytest.mark.slow
 async def test_an_overload_is_refused_with_a_time_to_come_again(checkpoint: Path) -> None:
     async with bench(checkpoint, max_running=1, max_waiting=1) as mesh, mesh.gateway() as gateway:
         mesh.prefill.before_begin.close()

@@ -108,6 +108,7 @@ async def placement(mesh: Bench, holder: pb.InstanceRef, blocks: int) -> dict[st
     return {"prefill": mesh.prefill.ref, "decode_pulls": pulls, "pulls": pulls}
 
 
+@pytest.mark.slow
 async def test_decode_pulls_what_another_instance_holds(mesh: Bench, gateway: Gateway) -> None:
     await right(mesh, gateway, prompt(6, 70), 4)
     await mesh.full()

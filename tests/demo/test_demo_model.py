@@ -98,6 +98,7 @@ def recall(demo: Loaded, items: list[HeldOut], damage: Damage | None = None) -> 
     return sum(answered(demo, item, damage) for item in items) / len(items)
 
 
+@pytest.mark.slow
 def test_recall_on_held_out_facts(demo: Loaded) -> None:
     assert recall(demo, heldout(SEED, 150)) >= 0.95
 
@@ -107,6 +108,7 @@ def test_recall_in_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("damage", [zero, shift])
+@pytest.mark.slow
 def test_one_wrong_block_shows_as_wrong_answers(demo: Loaded, damage: Damage) -> None:
     assert recall(demo, heldout(SEED, 100), damage) < 0.30
 

@@ -141,6 +141,7 @@ def dies_while_others_wait(rank: int, group: Group, folder: Path) -> None:
         (4, ["qwen3-gqa4-yarn", "llama-gqa4-llama3"]),
     ],
 )
+@pytest.mark.slow
 def test_ranks_together_answer_as_one_does(
     size: int, names: list[str], zoo: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -51,6 +51,7 @@ def test_filters_and_inverse_cdf_against_the_oracle(monkeypatch: pytest.MonkeyPa
             assert token.token_id == oracle.token(np.array(row), p), p
 
 
+@pytest.mark.slow
 def test_distribution_chi_square() -> None:
     """20,000 draws with consecutive token indices of one seed, and with one index of consecutive seeds."""
     logits = noise(1, 40, seed=2) * 1.5

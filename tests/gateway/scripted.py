@@ -20,7 +20,7 @@ from kvmesh.rpc.server import Server
 BLOCK_TOKENS = 16
 MAX_CONTEXT = 512
 MODEL = "tiny"
-FINGERPRINT = "feed"
+FINGERPRINT, WEIGHTS_EPOCH = "feed", 6
 CACHED = 7
 
 
@@ -46,6 +46,7 @@ class Conductor(conductor_pb2_grpc.ConductorServicer):
             kv_dtype="float32",
             max_context_tokens=MAX_CONTEXT,
             vocab_size=401,
+            weights_epoch=WEIGHTS_EPOCH,
         )
         self.also: dict[str, bool] = {}
         """Further models on the same instances → ready."""

@@ -38,9 +38,9 @@ def test_a_file_of_keys() -> None:
     ring = KeyRing.parse(
         table("alice") + table("bob", salt='"shared"', models='["small", "large"]') + table("carol", disabled="true")
     )
-    assert ring.tenant(bearer("sk-a")) == Tenant("alice", "alice", None)
+    assert ring.tenant(bearer("sk-a")) == Tenant("alice", "alice", None, 0)
     bob = ring.tenant(bearer("sk-b"))
-    assert bob == Tenant("bob", "shared", frozenset({"small", "large"}))
+    assert bob == Tenant("bob", "shared", frozenset({"small", "large"}), 0)
     assert (bob.may_use("small"), bob.may_use("other")) == (True, False)
     assert ring.tenant(b"bearer   sk-a ") == ring.tenant(bearer("sk-a")), "schemes know no case"
 

@@ -6,6 +6,8 @@ import asyncio
 import json
 from typing import Any
 
+import pytest
+
 from tests.gateway.conftest import Mesh
 from tests.gateway.scripted import MODEL
 
@@ -161,6 +163,7 @@ async def refuses_all(
     assert not mesh.conductor.asked
 
 
+@pytest.mark.slow
 async def test_chats(mesh: Mesh) -> None:
     await refuses_all(mesh, "/v1/chat/completions", CHAT, CHATS)
 
@@ -222,7 +225,8 @@ async def test_a_client_that_waits_for_100_continue_is_told_at_once(mesh: Mesh) 
     host, port = mesh.told["http"].split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 20000000\r\nExpect: 100-continue\r\n\r\n"
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 20000000\r\n"
+        b"Expect: 100-continue\r\n\r\n"
     )
     assert b" 413 " in await asyncio.wait_for(reader.readline(), 5)
     writer.close()

@@ -98,7 +98,7 @@ async def test_a_client_that_leaves_before_the_placement_starts_nothing(mesh: Me
 async def test_a_client_that_leaves_in_its_body_is_forgotten(mesh: Mesh) -> None:
     host, port = mesh.told["http"].split(":")
     _, writer = await asyncio.open_connection(host, int(port))
-    writer.write(f"POST {URL} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
+    writer.write(f"POST {URL} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{{".encode())
     await writer.drain()
     writer.close()
     await writer.wait_closed()

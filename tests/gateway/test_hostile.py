@@ -19,6 +19,7 @@ ENDS = BORNE | {"DEADLINE_EXCEEDED"}
 
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("prompt", ["text", "token_ids", "chat"])
+@pytest.mark.slow
 async def test_noise(make_mesh: MeshMaker, seed: int, prompt: str) -> None:
     mesh = await make_mesh(timeout_s=3.0)
     prompts: dict[str, Any] = {

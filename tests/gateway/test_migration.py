@@ -286,6 +286,7 @@ async def test_a_mesh_that_stays_empty_is_one_error(make_mesh: MeshMaker) -> Non
     await mesh.quiet()
 
 
+@pytest.mark.slow
 async def test_a_full_instance_is_tried_again_and_one_that_dies_of_it_not_for_long(make_mesh: MeshMaker) -> None:
     mesh = await make_mesh(max_retries=1)
     tokens = mesh.ids(TEXT)

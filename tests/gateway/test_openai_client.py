@@ -11,7 +11,7 @@ import pytest
 from kvmesh.kvcache.keys import Namespace, chain
 from services.gateway.api_keys import combined_salt
 from tests.gateway.conftest import Mesh
-from tests.gateway.scripted import BLOCK_TOKENS, CACHED, FINGERPRINT, MODEL, Run
+from tests.gateway.scripted import BLOCK_TOKENS, CACHED, FINGERPRINT, MODEL, WEIGHTS_EPOCH, Run
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -52,12 +52,13 @@ async def test_what_conductor_and_decode_are_told(mesh: Mesh) -> None:
         extra_headers={"traceparent": traceparent, "x-request-timeout-ms": "60000"},
     )  # fmt: skip
     asked, start = mesh.conductor.asked[0], mesh.decodes[0].runs[0].start
-    namespace = Namespace(fingerprint=FINGERPRINT, kv_dtype="float32", tenant_salt=combined_salt("", "me"))
+    salt = combined_salt("", "me")
+    namespace = Namespace(fingerprint=FINGERPRINT, kv_dtype="float32", tenant_salt=salt, weights_epoch=WEIGHTS_EPOCH)
     assert asked.block_keys == start.block_keys == chain(namespace, prompt, BLOCK_TOKENS)
     assert (asked.prompt_tokens, asked.max_tokens, asked.priority, asked.model) == (40, 5, -4, MODEL)
     assert asked.request_id == start.request_id
     assert mesh.decodes[0].runs[0].prompt == prompt
-    assert start.model_fingerprint == FINGERPRINT
+    assert (start.model_fingerprint, start.weights_epoch) == (FINGERPRINT, WEIGHTS_EPOCH)
     sampling = start.sampling
     assert (sampling.temperature, sampling.top_k, sampling.seed, sampling.ignore_eos) == (0.5, 3, 2**63 - 1, True)
     assert math.isclose(sampling.top_p, 0.9, rel_tol=1e-6)

@@ -25,6 +25,7 @@ async def test_a_decode_of_another_protocol_is_refused(mesh: Mesh) -> None:
     assert not mesh.decodes[0].runs
 
 
+@pytest.mark.slow
 async def test_another_life_at_the_address_is_not_taken_for_the_first(mesh: Mesh) -> None:
     (decode,) = mesh.decodes
     assert (await mesh.http.post(URL, json=CHAT)).status_code == 200
@@ -70,7 +71,7 @@ async def test_a_client_that_does_not_read_stops_its_own_tokens_only(make_mesh: 
     host, port = mesh.told["http"].split(":")
     reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
     body = json.dumps(CHAT | {"stream": True, "ignore_eos": True}).encode()
-    head = f"POST {URL} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST {URL} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
     await reader.readline()
 
@@ -88,6 +89,7 @@ async def test_a_client_that_does_not_read_stops_its_own_tokens_only(make_mesh: 
     await mesh.quiet()
 
 
+@pytest.mark.slow
 async def test_a_client_that_never_reads_is_let_go_after_its_deadline(make_mesh: MeshMaker) -> None:
     """Over HTTP and gRPC: its connection stays open, the request behind it does not."""
     mesh = await make_mesh()
@@ -101,7 +103,9 @@ async def test_a_client_that_never_reads_is_let_go_after_its_deadline(make_mesh:
     host, port = mesh.told["http"].split(":")
     reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
     body = json.dumps(CHAT | {"stream": True, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}).encode()
-    head = f"POST {URL} HTTP/1.1\r\nHost: x\r\nx-request-timeout-ms: 5000\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST {URL} HTTP/1.1\r\nHost: localhost\r\nx-request-timeout-ms: 5000\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
     writer.write(head.encode() + body)
     await reader.readline()
     call = mesh.stub.Generate(

@@ -264,6 +264,7 @@ class Mesh(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("map_class", [BlockMap, SteadyBlockMap])
+@pytest.mark.slow
 def test_whatever_is_lost_the_map_is_right_and_catches_up(
     map_class: type[BlockMap], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,6 +287,7 @@ def put_in(broken: type, monkeypatch: pytest.MonkeyPatch) -> None:
         WantsNoSnapshot,
     ],
 )
+@pytest.mark.slow
 def test_a_broken_one_is_found(broken: type, monkeypatch: pytest.MonkeyPatch) -> None:
     put_in(broken, monkeypatch)
     found = settings(

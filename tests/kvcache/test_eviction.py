@@ -96,6 +96,7 @@ class Machine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.slow
 def test_it_does_what_the_words_say(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Machine, "policies", (policy,))
     run_state_machine_as_test(Machine, settings=SETTINGS)
@@ -184,6 +185,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.slow
 def test_a_broken_order_is_found(broken: type[Order], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Machine, "made", staticmethod(lambda policy, block_tokens: broken(block_tokens)))
     monkeypatch.setattr(Machine, "policies", (broken.name,))
@@ -318,6 +320,7 @@ def cost(make: Callable[[], Order], blocks: int) -> float:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.slow
 def test_an_operation_costs_the_same_at_any_size(policy: str) -> None:
     costs = [cost(lambda: make_order(policy), blocks) for blocks in (10_000, 100_000, 1_000_000)]
     assert max(costs) < 1.2 * min(costs), f"lines for one round at 10^4, 10^5, 10^6 blocks: {costs}"

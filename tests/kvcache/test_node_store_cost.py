@@ -81,6 +81,7 @@ def costs(blocks: int, eviction: str = "lru") -> dict[str, float]:
     return {kind: lines(operations) / ROUNDS for kind, operations in work(store, blocks).items()}
 
 
+@pytest.mark.slow
 def test_flat_from_ten_thousand_blocks_to_a_million() -> None:
     small, middle, big = (costs(blocks) for blocks in SIZES)
     for kind in small:
@@ -89,6 +90,7 @@ def test_flat_from_ten_thousand_blocks_to_a_million() -> None:
 
 
 @pytest.mark.parametrize("eviction", ["lfu", "length"])
+@pytest.mark.slow
 def test_flat_under_the_other_policies(eviction: str) -> None:
     small, big = (costs(blocks, eviction) for blocks in SIZES[:2])
     for kind in small:

@@ -28,6 +28,7 @@ def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.slow
 def test_it_does_what_the_model_does(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Model, "policies", (policy,))
     run_state_machine_as_test(Model, settings=SETTINGS)
@@ -243,6 +244,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.slow
 def test_a_broken_store_is_found(broken: type[NodeStore], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Model, "make", broken)
     found = settings(

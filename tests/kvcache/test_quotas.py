@@ -151,6 +151,7 @@ class Generous(TagQuotas):
         return bool(store) and super()._enforce(tag, spare) if self._limits[tag] > 1 else False  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_model_notices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Model, "make", Generous)
     test = Model.TestCase

@@ -109,6 +109,7 @@ class OneSided(SegmentAllocator):
 
 
 @pytest.mark.parametrize("broken", [Shortsighted, OneSided])
+@pytest.mark.slow
 def test_the_model_notices(broken: type[SegmentAllocator]) -> None:
     class Broken(Units):
         make = broken

@@ -17,6 +17,8 @@ from hypothesis.stateful import (
 )
 
 from kvmesh.leader.leader import (
+    RISE_EVERY_S,
+    RISES,
     Action,
     Ask,
     Event,
@@ -25,6 +27,7 @@ from kvmesh.leader.leader import (
     Held,
     Lead,
     Leader,
+    Refused,
     Release,
     Rise,
     Role,
@@ -33,9 +36,15 @@ from kvmesh.leader.leader import (
     Stop,
     Tick,
 )
+from kvmesh.rpc.terms import MAX_JUMP, MAX_TERM
 
 LEASE = 1.0
 MASTERS = 3
+FIRST = 100
+MOST = FIRST + MAX_JUMP
+LIES = st.sampled_from(
+    [1, FIRST, FIRST + 1, 10_000, MOST - 1, MOST, MOST + 1, 1 << 30, MAX_TERM - 1, MAX_TERM, 1 << 60]
+)
 
 
 @dataclass
@@ -65,11 +74,15 @@ class Redis:
             return Held(ask.number, self.lease.term, str(self.lease.token[0]), left)
         if self.lease is not None:
             self.lease.until = now + LEASE
+            self.lease.term = max(self.lease.term, self.term, ask.floor if ask.term else 0)
+            self.term, self.term_run = self.lease.term, self.run
             return Granted(ask.number, self.lease.term, self.lease.unsure)
         if ask.term and self.term > ask.term:
             return Held(ask.number, self.term, "", 0.0)
         unsure = not ask.term and self.term_run != self.run
-        self.term = ask.term or max(self.term, ask.floor) + 1
+        if ask.floor > max(self.term, FIRST) + MAX_JUMP:
+            return Refused(ask.number, self.term)
+        self.term = max(ask.term, ask.floor) if ask.term else max(self.term, ask.floor) + 1
         self.term_run = self.run
         self.lease = Lease(token, self.term, unsure, now + LEASE)
         return Granted(ask.number, self.term, unsure)
@@ -104,6 +117,9 @@ class Master:
                     assert not self.in_reign
                     self.in_reign = True
                     self.reigns.append(term)
+                case Rise(term):
+                    assert self.in_reign and term > self.reigns[-1]
+                    self.reigns.append(term)
                 case StepDown():
                     assert self.in_reign
                     self.in_reign = False
@@ -123,6 +139,7 @@ class Mesh(RuleBasedStateMachine):
         self.node_term = 0
         self.forgot = False
         self.last_reign = 0
+        self.past_reigns = 0  # of masters that were killed
 
     @initialize(rates=st.lists(st.sampled_from([0.96, 1.0, 1.04]), min_size=MASTERS, max_size=MASTERS))
     def begin(self, rates: list[float]) -> None:
@@ -174,6 +191,18 @@ class Mesh(RuleBasedStateMachine):
         if not master.paused:
             self._settle(who)
 
+    @rule(who=who, lie=LIES, stranger=st.booleans())
+    def a_liar_tells(self, who: int, lie: int, stranger: bool) -> None:
+        """Of any term, or of one just above the master's own. Nobody loses the lead by it."""
+        master = self.masters[who]
+        if master.paused:
+            return
+        self._step(master, Tick())
+        led = master.in_reign
+        for term in (lie, master.leader.term + 1):
+            self._step(master, Heard(term, stranger, MOST))
+        assert master.in_reign == led
+
     @rule(who=who, seconds=st.sampled_from([0.2, 0.5, 0.8]))
     def slowly(self, who: int, seconds: float) -> None:
         """Redis does at once what it is asked, and its answer takes a while."""
@@ -212,6 +241,7 @@ class Mesh(RuleBasedStateMachine):
     def killed_and_restarted(self, who: int) -> None:
         """A process of its own: nothing is known, and late requests of the dead one still reach Redis."""
         old = self.masters[who]
+        self.past_reigns += len(old.reigns) + 1
         fresh = Master(self.kind(LEASE), old.offset, old.rate)
         fresh.leader._life = old.leader._life + 1  # tokens hold a random number in truth
         self.masters[who] = fresh
@@ -234,16 +264,22 @@ class Mesh(RuleBasedStateMachine):
         master = self.masters[who]
         if master.paused or not master.leader.leads(master.clock(self.now)):
             return
-        self._step(master, Heard(self.node_term, stranger=True))
-        if master.leader.leads(master.clock(self.now)):
-            assert master.leader.term >= self.node_term
-            self.node_term = max(self.node_term, master.leader.term)
+        self._step(master, Heard(self.node_term, stranger=True, most=MOST))
+        if self.node_term <= master.leader.term:
+            self.node_term = master.leader.term
 
     @invariant()
     def at_most_one_leads(self) -> None:
         leading = [m for m in self.masters if m.leader.leads(m.clock(self.now))]
         assert len(leading) <= 1, f"at {self.now}: {[(m.leader.term, m.offset) for m in leading]}"
         assert all(m.in_reign for m in leading)
+
+    @invariant()
+    def terms_stay_far_below_the_maximum(self) -> None:
+        """Above what is credible only the leaders themselves count on, by one each."""
+        reigns = sum(len(m.reigns) for m in self.masters) + self.past_reigns
+        assert all(m.leader.term <= MOST + 1 + reigns for m in self.masters)
+        assert self.redis.term <= MOST + 2 + reigns < MAX_TERM
 
     @precondition(lambda self: self.masters)
     @rule()
@@ -259,6 +295,15 @@ class Mesh(RuleBasedStateMachine):
                 self._settle(who)
                 self.at_most_one_leads()
         [leader] = [m for m in self.masters if m.leader.leads(m.clock(self.now))]
+        for _ in range(3):  # an honest node is served soon: the leader rises above what it knows, if that is credible
+            self._step(leader, Heard(self.node_term, stranger=True, most=MOST))
+            for _ in range(10):  # longer than RISE_EVERY_S
+                self.now += 0.15
+                for who in range(MASTERS):
+                    self._settle(who)
+        assert leader.leader.leads(leader.clock(self.now))
+        # Above that, the node itself takes the leader's lower term after a while: see kvmesh.rpc.terms.Terms.
+        assert leader.leader.term >= self.node_term or self.node_term > MOST
         for master in self.masters:
             if master is not leader:
                 assert not master.in_reign
@@ -320,21 +365,65 @@ def test_a_frozen_leader_does_not_lead_when_it_wakes() -> None:
     assert (ask.term, ask.floor) == (0, 5) and ask.life != release.life
 
 
-def test_a_higher_term_is_believed_at_once_and_the_next_one_is_above_it() -> None:
+def test_a_leader_rises_above_a_higher_term_and_goes_on_leading() -> None:
     leader = leading()
     assert leader.step(Heard(5, stranger=True), 0.1) == []
-    down, release, ask = leader.step(Heard(9), 0.1)
-    assert isinstance(down, StepDown) and isinstance(release, Release)
-    assert isinstance(ask, Ask) and ask.floor == 9
-    assert not leader.leads(0.1)
+    [ask] = leader.step(Heard(9), 0.1)
+    assert isinstance(ask, Ask) and (ask.term, ask.floor) == (5, 10)
+    assert leader.leads(0.1) and leader.term == 5, "until Redis says so"
+    assert leader.step(Heard(9), 0.1) == [], "it is about to"
+    assert leader.step(Granted(ask.number, 10, False), 0.15) == [Rise(10)]
+    assert leader.leads(0.9) and leader.term == 10
+
+
+@pytest.mark.parametrize("lease_s", [None, LEASE])
+@pytest.mark.parametrize("term", [1001, MAX_TERM - 1, MAX_TERM, 1 << 40])
+def test_a_term_that_is_not_credible_changes_nothing(term: int, lease_s: float | None) -> None:
+    leader = leading() if lease_s else Leader(None)
+    leader.step(Tick(), 0.0)
+    before = leader.term
+    assert leader.step(Heard(term, stranger=True, most=1000), 0.1) == []
+    assert leader.step(Heard(max(term, MAX_TERM - 1)), 0.1) == [], "nor is there one above the maximum"
+    assert leader.term == before and leader.leads(0.1)
+
+
+def test_a_liar_makes_terms_rise_so_often_and_no_more() -> None:
+    leader = Leader(None)
+    leader.step(Tick(), 0.0)
+    rises = sum(len(leader.step(Heard(leader.term + 1), at / 1000)) for at in range(10_000))
+    assert rises <= RISES + 10 / RISE_EVERY_S + 1
+    assert leader.step(Heard(leader.term + 5), 20.0) == [Rise(leader.term)], "an honest member is heard all the same"
+
+
+def test_a_floor_that_redis_refuses_is_forgotten() -> None:
+    leader = Leader(LEASE)
+    [ask] = leader.step(Heard(500), 0.0)
+    assert isinstance(ask, Ask) and ask.floor == 500
+    assert leader.step(Refused(ask.number, 7), 0.1) == []
+    [again] = leader.step(Tick(), 0.5)
+    assert isinstance(again, Ask) and again.floor == 7
+    assert leader.step(Granted(again.number, 8, False), 0.6) == [Lead(8)]
+
+
+def test_no_leader_begins_at_the_maximum() -> None:
+    with pytest.raises(ValueError, match="first="):
+        Leader(None, first=MAX_TERM)
+    leader = Leader(LEASE)
+    [ask] = leader.step(Tick(), 0.0)
+    assert isinstance(ask, Ask)
+    assert leader.step(Granted(ask.number, MAX_TERM, False), 0.1) == [] and leader.role is Role.STANDBY
+    [ask] = leader.step(Tick(), 0.5)
+    assert isinstance(ask, Ask)
+    leader.step(Held(ask.number, MAX_TERM, "h:1", 0.5), 0.5)
+    assert leader.term == 0, "what is no term is no floor"
 
 
 def test_answers_to_requests_of_a_lease_that_is_over_prolong_nothing() -> None:
     leader = leading()
     [renewal] = leader.step(Tick(), 0.4)
     assert isinstance(renewal, Ask) and renewal.term == 5
-    leader.step(Heard(9), 0.5)
-    assert leader.step(Granted(renewal.number, 5, False), 0.5) == []
+    leader.step(Held(0, 0, "", 0.0), 1.0)  # its lease runs out
+    assert leader.step(Granted(renewal.number, 5, False), 1.0) == []
     assert leader.role is Role.STANDBY
 
 
@@ -347,6 +436,19 @@ def test_without_redis_one_leads_at_once_and_above_all_that_nodes_have_heard() -
     assert leader.step(Heard(8), 1.0) == []  # a member: it has this from us
     assert leader.step(Heard(8, stranger=True), 1.0) == [Rise(9)]
     assert leader.term == 9 and leader.leads(2.0)
+
+
+def test_an_unsure_lease_is_not_given_back() -> None:
+    """Redis would give a sure one at once, while one whom it has forgotten may still lead."""
+    waiting, late = Leader(LEASE), Leader(LEASE)
+    for leader in (waiting, late):
+        [ask] = leader.step(Tick(), 0.0)
+        assert isinstance(ask, Ask)
+    late.step(Heard(5), 0.0)
+    actions = late.step(Granted(ask.number, 5, True), 0.0)
+    assert not [action for action in actions if isinstance(action, Release)]
+    assert waiting.step(Granted(ask.number, 5, True), 0.0) == [] and waiting.role is Role.WAITING
+    assert waiting.step(Stop(), 0.1) == []
 
 
 def test_the_last_word_gives_the_lease_back() -> None:

@@ -13,6 +13,7 @@ import grpc
 from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import decode_pb2_grpc, gateway_pb2, gateway_pb2_grpc, prefill_pb2_grpc
+from kvmesh.rpc.security import Security
 from kvmesh.rpc.status import from_rpc_error
 
 CALL_S = 60.0
@@ -47,10 +48,11 @@ def packed(tokens: Iterable[int]) -> bytes:
 
 
 class MeshClient:
-    """Talks to one gateway; owns its channels."""
+    """Talks to one gateway; owns its channels. `tls`: instead of what this process is configured with."""
 
-    def __init__(self, grpc_address: str) -> None:
-        self.channel = connect(grpc_address)
+    def __init__(self, grpc_address: str, api_key: str = "", tls: Security | None = None) -> None:
+        self.channel = connect(grpc_address, tls=tls)
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
         self.stub = gateway_pb2_grpc.GatewayStub(self.channel)
 
     async def close(self) -> None:
@@ -70,7 +72,7 @@ class MeshClient:
         fields.setdefault("ignore_eos", True)
         request = gateway_pb2.GenerateRequest(token_ids=packed(prompt), max_tokens=max_tokens, **fields)
         answer = Answer()
-        call = self.stub.Generate(request, timeout=timeout_s)
+        call = self.stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
         try:
             async for part in call:
                 answer.request_id = part.request_id

@@ -86,6 +86,7 @@ class Direct:
             slot=1,
             request_id=f"direct-{self._serial}",
             model_fingerprint=self.card.fingerprint,
+            weights_epoch=self.card.weights_epoch,
             token_ids=packed(prompt),
             block_keys=keys,
             chain_digest=digest,

@@ -110,17 +110,17 @@ async def test_odd_but_good_is_answered(small_mesh: Running) -> None:
 async def test_grpc(small_mesh: Running) -> None:
     nan = float("nan")
     ids = struct.pack("<I", VOCABULARY)
-    cases: list[tuple[dict[str, Any], type[KvmeshError], str]] = [
+    cases: list[tuple[dict[str, Any], type[KvmeshError], str | None]] = [
         ({}, InvalidRequest, "prompt"),
         ({"text": ""}, InvalidRequest, "prompt"),
         ({"text": "x", "temperature": nan}, InvalidRequest, "temperature"),
         ({"text": "x", "temperature": -1}, InvalidRequest, "temperature"),
         ({"text": "x", "top_p": nan}, InvalidRequest, "top_p"),
         ({"text": "x", "max_tokens": 2**32 - 1}, InvalidRequest, "max_tokens"),
-        ({"text": "x", "stop": ["x"] * 100_000}, InvalidRequest, "stop"),
+        ({"text": "x", "stop": ["x"] * 10_000}, InvalidRequest, "stop"),
         ({"text": "x", "model": "nobody"}, ModelNotFound, "model"),
         ({"text": "word " * 4000}, ContextTooLong, "prompt"),
-        ({"text": "x" * 20_000_000}, BodyTooLarge, "message"),
+        ({"text": "x" * 20_000_000}, BodyTooLarge, None),  # gRPC itself refuses it by its length
         ({"token_ids": b"abc"}, InvalidRequest, "token_ids"),
         ({"token_ids": ids}, InvalidRequest, "prompt"),
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import grpc
 import pytest
 import pytest_asyncio
 
+from kvmesh.cli import serving
 from kvmesh.rpc import security
 from kvmesh.rpc.certificates import Certificates, make_certificates
 from kvmesh.rpc.channels import connect
@@ -64,6 +67,20 @@ async def test_blocks_travel_and_tokens_stay_the_same(secure: Running) -> None:
     through_the_gateway = await secure.client.generate(PROMPT, 12, ignore_eos=True)
     assert through_the_gateway.tokens == first.tokens
     await secure.settled()
+
+
+async def test_up_sees_that_it_serves_with_the_meshs_own_certificates(secure: Running) -> None:
+    """The process of `kvmesh up` is no member itself: without the mesh's certificates every question is refused."""
+
+    def ask() -> list[str]:
+        return serving.wait_serving(secure.mesh, serving.PATIENCE_S, threading.Event())
+
+    before = security.use(PLAINTEXT)
+    try:
+        assert await asyncio.to_thread(ask) == []
+        assert security.current() is PLAINTEXT
+    finally:
+        security.use(before)
 
 
 async def test_strangers_stay_outside(secure: Running, made: Certificates) -> None:

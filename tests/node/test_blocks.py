@@ -88,6 +88,7 @@ async def test_another_life_of_the_holder_gives_nothing() -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.slow
 async def test_a_holder_killed_in_the_middle_of_the_pull_is_left_for_the_next(transport: str) -> None:
     keys = keys_of(*range(8))
     fault = stuck_reads("a/*")  # what is read from a never comes
@@ -136,6 +137,7 @@ async def test_bytes_that_came_after_the_lease_are_discarded() -> None:
         await until(lambda: a.store.stats.leases == 0)  # by its timer: nobody gave it back
 
 
+@pytest.mark.slow
 async def test_a_lease_is_renewed_while_slow_bytes_move() -> None:
     keys = keys_of(*range(4))
     async with bench() as b, node("a", lease_ms=1_500) as a, node("b", fault=slow_reads("a/*", 2_500)) as r:

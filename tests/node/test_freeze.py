@@ -88,6 +88,7 @@ async def landing(engine: TransferEngine, target: Driver) -> bytes:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("fenced", [True, False], ids=["fenced", "without-fence"])
+@pytest.mark.slow
 async def test_no_late_byte_lands_after_the_fence(checkpoint: Path, transport: str, fenced: bool) -> None:
     """`without-fence` proves that the canary can die: the same story less the fence overwrites it."""
     async with rank("p", checkpoint, (transport,)) as writer, rank("d", checkpoint, (transport,)) as target:

@@ -15,7 +15,7 @@ from kvmesh.rpc.pb import blocks_pb2 as pb
 from tests.node.stores import keys_of, node, stub
 
 
-@pytest.mark.parametrize(("given", "each"), [(16_000, 1), (800, 20)], ids=["many", "large"])
+@pytest.mark.parametrize(("given", "each"), [(32_000, 1), (3_200, 20)], ids=["many", "large"])
 async def test_calls_are_answered_while_leases_end(given: int, each: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "STEP_EXTENTS", 200)
     async with node("a") as a, stub(a.address) as asked:
@@ -54,7 +54,7 @@ async def test_calls_are_answered_while_leases_end(given: int, each: int, monkey
         assert sum(steps) == given
         assert max(steps) * each <= max(200, each) and max(steps) <= node_blocks.MAX_EXPIRED
         beside.cancel()
-        assert len(steps) >= 80 and all(before < after for before, after in itertools.pairwise(turns))
+        assert len(steps) >= 160 and all(before < after for before, after in itertools.pairwise(turns))
         assert any(0 < count < given for count in left), "answered only before and after"
         a.store.check_integrity()
         assert a.store.free == a.store.total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
 
 import grpc.aio
@@ -19,9 +20,10 @@ from tests.node.stores import Bench, Node, bench, keys_of, node, stub, until
 class Master(pb_store_grpc.StoreMasterServicer):
     """Answers as it is told, and writes down what it hears."""
 
-    def __init__(self) -> None:
+    def __init__(self, term: int = 1) -> None:
+        self._term = term
         self.tombstones: list[pb_store.Tombstone] = []
-        self.beat = pb_store.BeatResponse(term=1)
+        self.beat = pb_store.BeatResponse(term=term)
         self.joins: list[pb_store.JoinRequest] = []
         self.beats: list[pb_store.BeatRequest] = []
         self.announced: list[pb_store.AnnounceRequest] = []
@@ -29,7 +31,7 @@ class Master(pb_store_grpc.StoreMasterServicer):
     async def Join(self, request: pb_store.JoinRequest, context: object) -> pb_store.JoinResponse:  # noqa: N802
         self.joins.append(request)
         return pb_store.JoinResponse(
-            heartbeat_interval_ms=20, lease_ms=1_000, term=1, tombstones=self._due(request.removed_seq)
+            heartbeat_interval_ms=20, lease_ms=1_000, term=self._term, tombstones=self._due(request.removed_seq)
         )
 
     async def Beat(self, request: pb_store.BeatRequest, context: object) -> pb_store.BeatResponse:  # noqa: N802
@@ -40,7 +42,7 @@ class Master(pb_store_grpc.StoreMasterServicer):
 
     async def Announce(self, request: pb_store.AnnounceRequest, context: object) -> pb_store.AnnounceResponse:  # noqa: N802
         self.announced.append(request)
-        return pb_store.AnnounceResponse(term=1)
+        return pb_store.AnnounceResponse(term=self._term)
 
     async def Leave(self, request: pb_store.LeaveRequest, context: object) -> pb_store.LeaveResponse:  # noqa: N802
         return pb_store.LeaveResponse()
@@ -55,17 +57,22 @@ async def desk() -> AsyncIterator[Bench]:
         yield made
 
 
+@contextlib.asynccontextmanager
+async def master_at(term: int) -> AsyncIterator[tuple[Master, str]]:
+    """A master of this term, its address."""
+    server, master = Server("127.0.0.1", 0), Master(term)  # type: ignore[abstract]
+    pb_store_grpc.add_StoreMasterServicer_to_server(master, server.grpc)
+    try:
+        yield master, f"127.0.0.1:{await server.start()}"
+    finally:
+        await server.stop(0)
+
+
 @pytest.fixture
 async def member(desk: Bench) -> AsyncIterator[tuple[Node, Master, str]]:
     """A node that has not joined yet, the master, its address."""
-    server, master = Server("127.0.0.1", 0), Master()  # type: ignore[abstract]
-    pb_store_grpc.add_StoreMasterServicer_to_server(master, server.grpc)
-    address = f"127.0.0.1:{await server.start()}"
-    try:
-        async with node("a", total=32) as made:
-            yield made, master, address
-    finally:
-        await server.stop(0)
+    async with master_at(1) as (master, address), node("a", total=32) as made:
+        yield made, master, address
 
 
 async def test_tombstones_are_applied_before_anything_is_announced(

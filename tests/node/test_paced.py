@@ -32,6 +32,7 @@ async def intervals(mesh: Mesh) -> tuple[int, int]:
     return (await mesh.status()).heartbeat_interval_ms, store.heartbeat_interval_ms
 
 
+@pytest.mark.slow
 async def test_it_stretches_loses_nobody_and_shrinks_again(
     services: tuple[Running, Running], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -76,6 +76,7 @@ async def of_pool(service: Running, count: int) -> PullRange:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.slow
 async def test_blocks_go_to_the_pool_and_from_there_to_others(desk: Bench, transport: str) -> None:
     keys = keys_of(*range(10))
     async with master() as store, running(pool.run, pool_config(store.address, transport)) as service:
@@ -160,6 +161,7 @@ async def test_a_master_that_comes_back_learns_everything_again(desk: Bench) -> 
                 await until(lambda key=key: has(store, key, ["a"]))  # type: ignore[misc]
 
 
+@pytest.mark.slow
 async def test_cold_blocks_are_offloaded_to_the_pool_once(desk: Bench) -> None:
     keys = keys_of(*range(40))
     async with master() as store, running(pool.run, pool_config(store.address)) as service:

@@ -59,6 +59,7 @@ async def hand_over(a: Driver, b: Driver, prompt: list[int], chunk: int, handle:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("chunk", [16, 64])
+@pytest.mark.slow
 async def test_tokens_after_a_handoff_equal_the_reference(checkpoint: Path, transport: str, chunk: int) -> None:
     prompt = [(7 * i * i + 3 * i) % 90 + 5 for i in range(61)]
     async with rank("p", checkpoint, (transport,)) as a, rank("d", checkpoint, (transport,)) as b:
@@ -75,6 +76,7 @@ async def test_tokens_after_a_handoff_equal_the_reference(checkpoint: Path, tran
     assert_matches_reference(checkpoint, prompt, tokens)
 
 
+@pytest.mark.slow
 async def test_swapped_out_and_in_again_it_goes_on_with_the_same_tokens(checkpoint: Path) -> None:
     prompt = list(range(10, 40))
     async with rank("p", checkpoint, ("shm",)) as a, rank("d", checkpoint, ("shm",)) as b:
@@ -126,6 +128,7 @@ async def test_a_cancelled_push_drains_and_an_unknown_one_too(checkpoint: Path) 
         assert await a.take(m.PushDrained) == m.PushDrained(99)
 
 
+@pytest.mark.slow
 async def test_a_push_outside_its_window_or_after_its_lease_fails(checkpoint: Path) -> None:
     prompt = tuple(range(5, 37))
     async with rank("p", checkpoint, ("shm",)) as a, rank("d", checkpoint, ("shm",)) as b:

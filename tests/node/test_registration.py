@@ -163,6 +163,7 @@ async def test_not_ready_and_a_failing_report_take_it_out_of_service(
 
 
 @pytest.mark.parametrize("restarted", ["store", "conductor"])
+@pytest.mark.slow
 async def test_a_restart_of_either_is_healed(restarted: str) -> None:
     async with contextlib.AsyncExitStack() as stack:
         store = await stack.enter_async_context(running(store_main.run, store_config()))

@@ -214,6 +214,7 @@ RIGHT_FORGET = Remembered._forget_oldest
     ],
     ids=["anything", "prefixes", "silently"],
 )
+@pytest.mark.slow
 def test_the_model_notices(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, broken: Any) -> None:
     monkeypatch.setattr(owner, name, broken)
     quick = settings(MODEL, max_examples=2000, derandomize=True, phases=[Phase.generate])

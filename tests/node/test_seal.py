@@ -29,6 +29,7 @@ def pull_open(ticket: int, a: Driver, b: Driver, source: tuple[int, ...], target
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.slow
 async def test_sealed_at_a_pulled_and_loaded_by_b(checkpoint: Path, transport: str) -> None:
     full = len(PROMPT) // BLOCK
     async with rank("a", checkpoint, (transport,)) as a, rank("b", checkpoint, (transport,)) as b:
@@ -99,6 +100,7 @@ async def test_a_rank_without_an_engine_imports_no_torch() -> None:
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
+@pytest.mark.slow
 async def test_a_block_that_is_not_finite_is_told(checkpoint: Path, poison: float) -> None:
     engine = TransferEngine("source")
     try:

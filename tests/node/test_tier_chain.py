@@ -165,6 +165,7 @@ async def below(rpc: pb_grpc.NodeStoreAsyncStub, keys: Sequence[bytes]) -> bool:
     return set(keys) <= found[Tier.SSD] | found[Tier.OBJECT]
 
 
+@pytest.mark.slow
 async def test_a_client_is_told_that_object_storage_served(s3: S3, tmp_path: Path) -> None:
     tiers = {
         "ssd_path": str(tmp_path), "ssd_capacity_mb": 12, "ssd_offload_percent": 0, "ssd_staging_percent": 100,

@@ -226,6 +226,7 @@ async def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
             pass
 
 
+@pytest.mark.slow
 async def test_a_pool_node_keeps_layouts_apart_on_its_disk(desk: Bench, tmp_path: Path) -> None:
     ours, theirs, third = keys_of(*range(6)), keys_of(*range(10, 16)), keys_of("third")
     async with master() as store, node("a") as a, node("c", layout="another model", shard=24_576) as c:

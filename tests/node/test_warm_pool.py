@@ -197,6 +197,7 @@ async def test_only_what_was_sealed_comes_back_and_readers_keep_what_they_read(f
     assert back > 10
 
 
+@pytest.mark.slow
 async def test_a_pool_node_has_its_blocks_again(folder: Path) -> None:
     """After a clean end, and after its memory's process was killed; over RPCs, with what was removed meanwhile."""
     ours, theirs = keys_of(*range(8)), keys_of(*range(20, 26))

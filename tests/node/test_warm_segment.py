@@ -20,7 +20,7 @@ import pytest
 
 from kvmesh.node import messages as m
 from kvmesh.node.warm_segment import WarmSegment, host_region
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.rpc.errors import ConfigError, KvmeshError
 from kvmesh.transfer import EngineConfig, TransferEngine, TransferRequest, segment_file
 from kvmesh.transfer.api import Opcode
 from tests.node.warm_life import EXTENTS, SHARD, Life, configure, content, life
@@ -85,6 +85,35 @@ class Victim:
         return lines
 
 
+@pytest.mark.slow
+async def test_the_memory_of_a_life_that_is_suspended_is_nobody_elses(folder: Path) -> None:
+    """However long it sleeps, past every lease: a next life is refused, so nothing lies there that it could paint over
+    when it wakes. Once it is dead its memory is believed as after any other death."""
+    victim = Victim(folder, 1)
+    assert victim.process.stdout is not None
+    with victim.process:
+        sealed = 0
+        while sealed < 12:
+            sealed += victim.process.stdout.readline().startswith("sealed")
+        processes = [psutil.Process(victim.process.pid), *psutil.Process(victim.process.pid).children()]
+        for one in processes:
+            one.suspend()
+        with pytest.raises(KvmeshError, match="another process that lives"):
+            async with life(str(folder), time.time_ns()):
+                pass
+        for one in processes:
+            one.resume()
+        goes_on = [victim.process.stdout.readline() for _ in range(20)]
+        assert all(goes_on), "it works on in its own memory"
+        victim.process.kill()
+        psutil.wait_procs(processes[1:], timeout=10)
+    async with life(str(folder), time.time_ns()) as one:
+        found = await restored(one)
+        assert found
+        right(found)
+
+
+@pytest.mark.slow
 async def test_after_kill_9_only_what_was_sealed_is_served(folder: Path) -> None:
     """Lives that go on from each other's memory, each killed at a random moment among pulls, seals and evictions."""
     rng, last, served = random.Random(3), {}, 0
@@ -143,6 +172,7 @@ def flip(path: Path, at: int, rng: random.Random) -> None:
     ("name", "how"),
     [("rank-0.kv", "cut"), ("rank-0.kv", "gone"), ("rank-0.sums", "head"), ("table", "cut"), ("table", "head")],
 )
+@pytest.mark.slow
 async def test_files_that_are_not_whole_mean_a_cold_start(folder: Path, name: str, how: str) -> None:
     rng = random.Random(f"{name} {how}")
     keys = [rng.randbytes(16) for _ in range(4)]

@@ -106,6 +106,7 @@ class Tightest(Machine):
     ],
     ids=lambda breakage: breakage.__name__,
 )
+@pytest.mark.slow
 def test_a_broken_brain_is_found(
     breakage: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

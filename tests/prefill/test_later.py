@@ -8,6 +8,7 @@ from kvmesh.kvcache.sources import PullRange
 from kvmesh.node import messages as m
 from kvmesh.node.removals import Gone
 from kvmesh.node.segments import Segments
+from kvmesh.node.served_weights import ServedWeights
 from kvmesh.rpc.pb import prefill_pb2 as pb
 from services.prefill import events as ev
 from services.prefill import wire
@@ -26,13 +27,15 @@ def test_the_wire_counts_from_when_it_came_and_bounds_it() -> None:
     told = {}
     for after_ms in (0, 250, 1 << 31):
         asked.pull_after_ms = after_ms
-        told[after_ms] = wire.start_in(asked, 1, 1, "f00d", "me", 7 * MS, "", 512).pull_at_ns
+        told[after_ms] = wire.start_in(asked, 1, 1, ServedWeights("f00d"), "me", 7 * MS, "", 512).pull_at_ns
     assert told == {0: 0, 250: 257 * MS, 1 << 31: (7 + wire.MAX_PULL_AFTER_MS) * MS}
 
 
 async def test_a_timer_begins_it() -> None:
     state, others = make_state(extents=8, depth=1), Others()
-    runner = Runner(state, [others], Segments([others]), Reporter(state, "prefill-1"), "f00d", lambda: None)
+    runner = Runner(
+        state, [others], Segments([others]), Reporter(state, "prefill-1"), ServedWeights("f00d"), lambda: None
+    )
     runner.puller = others
     stream = runner.open_stream([])
     runner.take(stream, pb.HandoffRequest(start=hinted(1, bytes(48))))  # computes: the other one's turn is far

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvmesh.node.served_weights import ServedWeights
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.pb import decode_pb2
 from services.conductor.domain import Placed, PredictedLife, Ref
@@ -163,4 +164,4 @@ def test_the_size_that_was_predicted_travels_from_the_decision_to_the_line() -> 
     start = decode_pb2.StartRequest(request_id="r", placement=placement_out(placed))
     asked = hinted(1, bytes(range(48)), "elsewhere")
     asked.prefill_us = start_prefill(1, start, 1, 0, "").start.prefill_us
-    assert wire.start_in(asked, 1, 1, "f00d", "me", 0, "", 512).size_ns == 1_250_000_000
+    assert wire.start_in(asked, 1, 1, ServedWeights("f00d"), "me", 0, "", 512).size_ns == 1_250_000_000

@@ -9,6 +9,7 @@ import pytest
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.node import messages as m
+from kvmesh.node.served_weights import ServedWeights
 from kvmesh.rpc.pb import prefill_pb2 as pb
 from services.prefill import events as ev
 from services.prefill import wire
@@ -49,6 +50,6 @@ def test_its_own_tier_is_read_up_to_where_it_pays(until: int | None, hinted: int
 def test_no_opinion_is_not_the_first_block() -> None:
     asked = pb.StartPrefill(block_keys=bytes(16), token_ids=bytes(8))
     asked.sampling.top_p = 1.0
-    assert wire.start_in(asked, 1, 1, "", "me", 0, "", 512).load_until is None
+    assert wire.start_in(asked, 1, 1, ServedWeights(""), "me", 0, "", 512).load_until is None
     asked.load_until = 0
-    assert wire.start_in(asked, 1, 1, "", "me", 0, "", 512).load_until == 0
+    assert wire.start_in(asked, 1, 1, ServedWeights(""), "me", 0, "", 512).load_until == 0

@@ -74,6 +74,7 @@ async def client(service: Running, target: Driver) -> AsyncIterator[Decode]:
         yield found
 
 
+@pytest.mark.slow
 async def test_cold_warm_and_chunked_give_the_reference_tokens(
     checkpoint: Path, service: Running, client: Decode
 ) -> None:
@@ -87,6 +88,7 @@ async def test_cold_warm_and_chunked_give_the_reference_tokens(
     await settled(service.address, streams=1)
 
 
+@pytest.mark.slow
 async def test_chunks_are_pushed_while_later_ones_are_computed(checkpoint: Path, target: Driver) -> None:
     async with (
         running(run, config(checkpoint, prefill_chunk_tokens=16, long_prompt_tokens=16)) as service,
@@ -189,6 +191,7 @@ BAD_PULLS: list[tuple[list[pb_common.PullRange], str]] = [
 ]
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"model_fingerprint": "00ff"}, "model_not_found", "model_fingerprint"),
+    ({"weights_epoch": 7}, "model_not_found", "weights_epoch"),
     ({"token_ids": b"abc"}, "invalid_request", "token_ids"),
     ({"token_ids": b""}, "invalid_request", "token_ids"),
     ({"token_ids": b"\xff\xff\xff\xff"}, "invalid_request", "token_ids"),
@@ -257,6 +260,7 @@ async def test_a_handle_used_twice_ends_the_stream(service: Running, target: Dri
     await settled(service.address, streams=0)
 
 
+@pytest.mark.slow
 async def test_an_unreachable_segment_fails_its_handoff_only(service: Running, checkpoint: Path) -> None:
     """Same machine, but that decode speaks a transport that nobody here does."""
     async with rank("decode-y", checkpoint, ("tcp",), pages=8) as away:
@@ -276,6 +280,7 @@ async def test_an_unreachable_segment_fails_its_handoff_only(service: Running, c
         await settled(service.address, streams=0)
 
 
+@pytest.mark.slow
 async def test_stop_says_so_and_leaves_nothing(checkpoint: Path, target: Driver) -> None:
     async with (
         running(run, config(checkpoint, stop_grace_ms=100)) as service,
@@ -288,6 +293,7 @@ async def test_stop_says_so_and_leaves_nothing(checkpoint: Path, target: Driver)
         assert error.retryable
 
 
+@pytest.mark.slow
 async def test_a_killed_rank_fails_what_it_had_and_ends_the_service(checkpoint: Path, target: Driver) -> None:
     others = children()
     service = await Running(run, config(checkpoint)).started()
@@ -305,6 +311,7 @@ async def test_a_killed_rank_fails_what_it_had_and_ends_the_service(checkpoint: 
             await service.stop()
 
 
+@pytest.mark.slow
 async def test_a_frozen_rank_fails_its_handoffs_and_serves_again_when_it_wakes(
     checkpoint: Path, target: Driver
 ) -> None:

@@ -79,6 +79,7 @@ async def check(checkpoint: Path, client: Decode, salt: str, **fields: object) -
     return first.timings
 
 
+@pytest.mark.slow
 async def test_what_the_device_evicted_comes_back_from_the_host_segment(checkpoint: Path, target: Driver) -> None:
     """Four pages: nothing of the first prompt is left on the device. Five: its head is, and may be pushed at once."""
     for pages, host in ((4, 48), (5, 32)):
@@ -136,6 +137,7 @@ async def test_what_nobody_has_is_computed(checkpoint: Path, target: Driver, hol
         await settled(reader.address, streams=1)
 
 
+@pytest.mark.slow
 async def test_a_store_full_of_what_others_read_costs_only_the_shared_blocks(
     checkpoint: Path, target: Driver, holder: Running
 ) -> None:

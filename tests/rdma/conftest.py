@@ -129,6 +129,7 @@ class GuestFile(pytest.File):
             item: pytest.Item = GuestItem.from_parent(self, name=shown, file=file, test=name)
             # The first one runs them all; in the guest each has its own limit.
             item.add_marker(pytest.mark.timeout(self.options["timeout_s"] + 2 * GRACE + 90))
+            item.add_marker(pytest.mark.slow)  # a guest boots for it
             yield item
 
     def _selected(self, tree: ast.Module, settings: dict[str, Any]) -> Iterator[tuple[Path, str]]:

@@ -118,6 +118,7 @@ def test_perftest_measures_between_the_sides() -> None:
     assert float(row[3]) > 0, done.output  # MB/s
 
 
+@pytest.mark.slow
 def test_tests_in_the_guest_are_reported_one_by_one(tmp_path: Path) -> None:
     (tmp_path / "inside").mkdir()
     (tmp_path / "conftest.py").write_text("from tests.rdma.conftest import *\n")

@@ -21,10 +21,11 @@ from kvmesh.rpc.errors import (
     StaleTerm,
     Unavailable,
 )
-from kvmesh.rpc.masters import Caller, Masters, Terms
+from kvmesh.rpc.masters import Caller, Masters
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 from kvmesh.rpc.server import Server
+from kvmesh.rpc.terms import Terms
 
 A, B, C = "a:1", "b:1", "c:1"
 

@@ -14,9 +14,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvmesh.config import ServiceConfig
 from kvmesh.rpc import security
+from kvmesh.rpc.call_limits import MEMBERS
 from kvmesh.rpc.certificates import Certificates, make_certificates
 from kvmesh.rpc.channels import connect
 from kvmesh.rpc.errors import ConfigError, KvmeshError, TlsFailed, Unavailable
+from kvmesh.rpc.public_calls import Holding, Metadata, PublicCalls
 from kvmesh.rpc.security import PLAINTEXT, Security, TlsFiles
 from kvmesh.rpc.server import Server
 from kvmesh.rpc.status import from_rpc_error
@@ -55,9 +57,22 @@ def server_only(made: Certificates) -> Security:
     return Security.load(TlsFiles(tls_cert=str(made.cert), tls_key=str(made.key)))
 
 
+class AnyCall:
+    """A public server without keys."""
+
+    keys_required = False
+
+    def authorize(self, method: str, metadata: Metadata) -> str:
+        return ""
+
+    def hold(self, method: str, message: bytes) -> Holding:
+        raise NotImplementedError
+
+
 @asynccontextmanager
 async def serving(tls: Security | None, *, public: bool = False, host: str = "127.0.0.1") -> AsyncIterator[Server]:
-    server = Server(host, 0, public=public, tls=tls)
+    calls = PublicCalls(MEMBERS, AnyCall()) if public else None
+    server = Server(host, 0, public=calls, tls=tls)
     await server.start()
     try:
         yield server

@@ -106,6 +106,7 @@ def conversation() -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("policy", PUBLISHED)
+@pytest.mark.slow
 def test_the_published_table(conversation: list[tuple[int, ...]], policy: str) -> None:
     found = [cache.run(conversation, policy, capacity) for capacity in CAPACITIES]
     assert [round(one.hit_rate, 4) for one in found] == list(PUBLISHED[policy])

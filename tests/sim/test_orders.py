@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from kvmesh.sim.cluster import Cluster
 from kvmesh.sim.loop import Loop
 from kvmesh.sim.records import DONE, REFUSED, Record, Sample
@@ -95,6 +97,7 @@ def test_roles_follow_a_load_that_needs_them() -> None:
     assert samples[-1].pools["decode"].instances > 1
 
 
+@pytest.mark.slow
 def test_who_is_to_keep_its_role_keeps_it() -> None:
     """Prompts are long and answers short: all decode instances but one would become prefill instances."""
     balance = replace(NEVER_REFUSE.balance, switch_roles=True)

@@ -67,7 +67,7 @@ def servicer(durable: Failing) -> Any:
         clock=time.monotonic,
         leads=lambda: True,
         durable=durable,
-        orders=Orders(lambda: True, lambda: None),
+        orders=Orders(lambda: True),
     )
 
 
@@ -233,7 +233,7 @@ async def test_much_that_was_kept_is_read_beside_the_lease(monkeypatch: pytest.M
     leading = SimpleNamespace(leads=lambda: True, term=5)
     monkeypatch.setattr(master, "leadership", leading)
     master._durable = MemoryDurable()
-    await master._take_over(5)
+    await master._take_over(0)
     assert threads and threads[0] != threading.get_ident()
     assert master.reign is not None and master.reign.young()
     now += 1_000

@@ -193,6 +193,28 @@ async def test_huge_numbers_from_a_member_do_no_harm(channel: grpc.aio.Channel) 
     assert (await status_of(channel)).replicas == 0
 
 
+async def test_no_term_that_anybody_tells_moves_the_masters_far(channel: grpc.aio.Channel) -> None:
+    """`term` stands in Join, Beat and Announce; noise and extremes of it are in `assault`, too."""
+    first = (await status_of(channel)).term
+    await ask(channel, "Join", joining("a"), store_pb2.JoinResponse)
+    ref, stranger = joining("a").member.instance, joining("b").member.instance
+    for term in (1 << 30, (1 << 31) - 2, (1 << 31) - 1):
+        await send(channel, SERVICE, "Beat", store_pb2.BeatRequest(instance=stranger, term=term))
+        await send(channel, SERVICE, "Beat", store_pb2.BeatRequest(instance=ref, term=term))
+        said = announce()
+        said.term = term
+        await send(channel, SERVICE, "Announce", said)
+    assert (await status_of(channel)).term == first
+    for _ in range(100):
+        term = (await status_of(channel)).term + 1
+        await send(channel, SERVICE, "Beat", store_pb2.BeatRequest(instance=ref, term=term))
+    assert (await status_of(channel)).term < first + 100, "a liar makes it rise some times at once, then once a second"
+    for term in (1 << 31, 1 << 40, HUGE):
+        outcome = await send(channel, SERVICE, "Beat", store_pb2.BeatRequest(instance=ref, term=term))
+        assert outcome.code == BAD and outcome.error is not None and outcome.error.field == "term"
+    assert (await ask(channel, "Beat", store_pb2.BeatRequest(instance=ref), store_pb2.BeatResponse)).term < first + 100
+
+
 async def test_no_member_can_fill_the_map(channel: grpc.aio.Channel) -> None:
     await ask(channel, "Join", joining("a"), store_pb2.JoinResponse)
     full = announce(sealed=b"".join(keys(65_536)))

@@ -167,6 +167,11 @@ def test_calls_of_the_engine(engine: TransferEngine) -> None:
         (lambda: engine.open_window("b#1", 1, [region]), "ranges=.*Range"),  # type: ignore[list-item]
         (lambda: engine.open_window("b#1", 1, Range(4096, 1)), "ranges=.*list"),  # type: ignore[arg-type]
         (lambda: engine.open_window(None, 1, []), "peer=None"),  # type: ignore[arg-type]
+        (lambda: engine.fence("b#1", 1, float("nan")), "timeout_s=nan: must be a number of seconds"),
+        (lambda: engine.fence("b#1", "1"), "handoff_epoch='1'"),  # type: ignore[arg-type]
+        (lambda: engine.fence_peer("b#1", float("inf")), "timeout_s=inf"),
+        (lambda: engine.wait_sync(engine.allocate_batch(1), -1.0), "timeout_s=-1.0"),
+        (lambda: engine.register_memory(torch.zeros(4).to_sparse()), r"buffer: Tensor \(4,\) is no dense tensor"),
         (lambda: TransferEngine("a\0b"), "name="),
         (lambda: TransferEngine("x" * 2000), "name=.*at most 1024 bytes"),
         (lambda: TransferEngine("x", {"host": "::1"}), "config=.*EngineConfig"),  # type: ignore[arg-type]
@@ -189,6 +194,8 @@ def test_calls_of_the_engine(engine: TransferEngine) -> None:
         ({"port": "7000"}, "port='7000'"),
         ({"rdma_port": -1}, "rdma_port=-1"),
         ({"fence_grace_s": -1}, "fence_grace_s=-1"),
+        ({"request_timeout_s": float("nan")}, "request_timeout_s=nan: must be a finite number"),
+        ({"close_timeout_s": float("inf")}, "close_timeout_s=inf"),
         ({"request_timeout_s": "30"}, "request_timeout_s='30': must be a number"),
         ({"tcp_socket_bytes": -1}, "tcp_socket_bytes=-1"),
         ({"topology": {"cpu:0": [["eth0"]]}}, "topology=.*must be str, not dict"),

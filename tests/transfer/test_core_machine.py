@@ -372,6 +372,7 @@ BROKEN = (
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda b: b.__name__)
+@pytest.mark.slow
 def test_a_broken_scheduler_is_found(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,7 @@ def random_copies(rng: random.Random, nbytes: int, base: int) -> list[tuple[int,
         at += length
 
 
+@pytest.mark.slow
 def test_random_copies_between_two_processes_both_ways(nest: Nest, transport: str) -> None:
     nbytes = 8 * MIB
     config = EngineConfig(transports=(transport,))

@@ -33,6 +33,7 @@ def connections(actor: Actor) -> list[object]:
 
 
 @pytest.mark.parametrize("opcode", ["write", "read"])
+@pytest.mark.slow
 def test_target_killed_in_mid_transfer(nest: Nest, transport: str, opcode: str) -> None:
     nbytes = 16 * MIB
     config = quick(transport)
@@ -72,6 +73,7 @@ def test_writer_killed_in_mid_transfer(nest: Nest, transport: str) -> None:
     target.engine.fence("writer#1", 3)
 
 
+@pytest.mark.slow
 def test_connections_break_again_and_again(nest: Nest, transport: str) -> None:
     """Every slice arrives, whatever breaks under it, and the requests complete."""
     nbytes = 32 * MIB
@@ -164,6 +166,7 @@ def test_cancel_takes_back_what_waits_for_a_connection(nest: Nest, transport: st
 
 
 @pytest.mark.parametrize("opcode", ["write", "read"])
+@pytest.mark.slow
 def test_silent_target(nest: Nest, transport: str, opcode: str) -> None:
     """A frozen target: the request ends by its time-out. Writes say that they may still land; reads cannot."""
     cannot_hold(transport, "rdma", "the NIC of a stopped process goes on reading and writing its memory")
@@ -202,6 +205,7 @@ def test_request_timeout(nest: Nest, transport: str) -> None:
     assert writer.notify(segment, 1, b"end").state is TransferState.FAILED
 
 
+@pytest.mark.slow
 def test_close_beside_frozen_peers(nest: Nest, transport: str) -> None:
     """Both directions in mid-flood with a stopped process: close returns, and leaves no thread and no descriptor (the
     nest checks)."""

@@ -34,6 +34,7 @@ def no_fence(engine: TransferEngine, peer: str, epoch: int, timeout_s: float = 5
 
 
 @pytest.mark.parametrize("fenced", [True, False])
+@pytest.mark.slow
 def test_stopped_process_woken_after_the_fence(
     nest: Nest, transport: str, fenced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,6 +154,7 @@ def test_a_window_that_is_closed_fails_the_whole_write(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("how", ["killed", "frozen"])
+@pytest.mark.slow
 def test_a_writer_that_dies_is_named_and_fenced(nest: Nest, transport: str, how: str) -> None:
     """The others' marks come; the reader's wait ends with the name of the one that did not, and once every window is
     fenced nothing lands, whatever a frozen writer still has in hand when it wakes."""

@@ -73,6 +73,7 @@ def transfer(made: World, lanes: int, slices: int) -> None:
 
 
 @pytest.mark.parametrize("lanes", [1, 64])
+@pytest.mark.slow
 def test_steps_grow_with_slices(lanes: int) -> None:
     def cost(slices: int) -> float:
         made = world(lanes)
@@ -109,6 +110,7 @@ def test_steps_of_cancels_and_deadlines_grow_with_what_they_end() -> None:
     assert cost(2048) < 1.3 * cost(256)
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_slices_over_256_peers() -> None:
     made = world(256)
     transfer(made, 256, 100_096)

@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Iterator
 
+import pytest
+
 from kvmesh.transfer import EngineConfig, SegmentDescriptor, TransferState
 from tests.transfer.conftest import Nest, over
 
@@ -53,6 +55,7 @@ def breaking() -> Iterator[Breaking]:
 
 
 @over("tcp")
+@pytest.mark.slow
 def test_many_requests_to_a_peer_that_breaks_every_connection_make_no_storm(nest: Nest) -> None:
     """Requests come all the time, hundreds at once: each fails with a cause."""
     config = EngineConfig(transports=("tcp",), connect_timeout_s=0.5)

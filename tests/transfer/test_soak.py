@@ -18,6 +18,7 @@ BLOCKS = 24
 
 
 @pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.slow
 def test_soak(nest: Nest, transport: str, seed: int) -> None:
     rng = random.Random(seed)
     script = {

@@ -227,6 +227,7 @@ def test_pairs_of_one_subnet_come_first(nets: Networks) -> None:
 
 @pytest.mark.parametrize("cut", ["here", "there", "swallowed", "one-way"])
 @pytest.mark.parametrize("opcode", ["write", "read"])
+@pytest.mark.slow
 def test_a_nic_is_cut_in_mid_transfer(nets: Networks, opcode: str, cut: str) -> None:
     """Both wires are slow enough that the cut falls into the transfer."""
     two_wires(nets, middle=True)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmesh.rpc.errors import TransferError
-from kvmesh.transfer.windows import Windows
+from kvmesh.transfer.windows import MAX_FENCED, Windows
 from tests.transfer.conftest import until
 
 
@@ -177,3 +177,19 @@ def test_overlapping_finds_the_window_over_some_memory() -> None:
 def test_bad_ranges_are_refused(offset: int, length: int) -> None:
     with pytest.raises(TransferError, match="range="):
         Windows().open("w", 1, [(offset, length, "home")])
+
+
+def test_an_epoch_that_was_fenced_is_not_opened_again() -> None:
+    """A slice that was late would land in the new window. Remembered within a bound."""
+    windows: Windows[str] = Windows()
+    windows.open("w", 1, [(0, 10, "home")])
+    windows.fence("w", 1, timeout_s=1, grace_s=0)
+    with pytest.raises(TransferError, match="handoff_epoch=1: that window of 'w' has been fenced") as caught:
+        windows.open("w", 1, [(0, 10, "home")])
+    assert caught.value.field == "handoff_epoch"
+    windows.open("w", 2, [(0, 10, "home")])
+    windows.open("other", 1, [(0, 10, "home")])
+    for epoch in range(10, 10 + MAX_FENCED):
+        windows.open("w", epoch, [])
+        windows.fence("w", epoch, timeout_s=1, grace_s=0)
+    assert len(windows._fenced) == MAX_FENCED

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+import numpy as np
+
 from kvmesh.kvcache.client.memory import Buffer, Data, Span, ended
 from kvmesh.rpc.errors import DeadlinePassed, InvalidRequest
 
@@ -71,21 +73,37 @@ async def turn(of: asyncio.Lock | asyncio.Semaphore, deadline: float) -> AsyncIt
 
 
 def source_of(one: Source) -> Data | Span:
-    """What a put reads. InvalidRequest: empty, or no contiguous memory."""
+    """What a put reads. Raises InvalidRequest when it is empty, or no contiguous memory of plain values."""
     if isinstance(one, Buffer):
         return one.span()
     if isinstance(one, Span):
         return one
     try:
         view = memoryview(one)
-    except TypeError:
-        raise InvalidRequest.of("data", type(one).__name__, "must be bytes or memory") from None
+    except (TypeError, ValueError, BufferError) as error:
+        hint = "; of a tensor its .numpy()" if hasattr(one, "data_ptr") else ""
+        why = f"must be bytes, or memory such as a numpy array's{hint} ({error})"
+        raise InvalidRequest.of("data", type(one).__name__, why) from None
     if not view.c_contiguous:
         raise InvalidRequest.of("data", view.shape, "memory that is not contiguous")
     if not view.nbytes:
-        raise InvalidRequest("data: a block has at least one byte", field="data")
-    return view.cast("B")
+        raise InvalidRequest("data: a block has at least one byte, there are no empty ones", field="data")
+    if "O" in view.format:
+        raise InvalidRequest.of("data", type(one).__name__, "holds Python objects, not their bytes")
+    try:
+        return view.cast("B")
+    except (TypeError, ValueError):  # of a structured type
+        return np.frombuffer(view, np.uint8).data
 
 
 def memory_of(one: Data | Span) -> Data:
     return one.memory if isinstance(one, Span) else one
+
+
+def target_of(one: Target) -> Span:
+    """Where a get lands. Raises InvalidRequest when it is no registered memory."""
+    if isinstance(one, Buffer):
+        return one.span()
+    if isinstance(one, Span):
+        return one
+    raise InvalidRequest.of("target", one, "must be registered memory: allocate(), register(), or a span of one")

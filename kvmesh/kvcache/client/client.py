@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from kvmesh.kvcache.client.calls import Source, Target, source_of, turn, whole
+from kvmesh.kvcache.client import arguments, forks
+from kvmesh.kvcache.client.calls import Source, Target, memory_of, source_of, target_of, turn, whole
 from kvmesh.kvcache.client.choice import Here
 from kvmesh.kvcache.client.config import ClientConfig, split_list
 from kvmesh.kvcache.client.context import ClientContext
@@ -38,7 +39,7 @@ from kvmesh.kvcache.client.reading import Got, Reader
 from kvmesh.kvcache.client.upkeep import Upkeep
 from kvmesh.kvcache.client.writing import Block, Pin, Put, Wish, Writer
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.rpc.errors import InvalidRequest, Overloaded, Unavailable
+from kvmesh.rpc.errors import DeadlinePassed, InvalidRequest, Unavailable
 from kvmesh.transfer import EngineConfig, TransferEngine
 
 
@@ -48,7 +49,8 @@ class StoreClient(Upkeep):
     memory that it was given."""
 
     def __init__(self, config: ClientConfig | None = None) -> None:
-        """ConfigError or TransferError: no such NIC, no master named, a port in use."""
+        """Raises ConfigError or TransferError: no such NIC, no master named, a port in use, a forked process."""
+        forks.check()
         self.config = config = config or ClientConfig()
         self._directory = Directory(config.store)
         self._engine = TransferEngine(
@@ -75,6 +77,7 @@ class StoreClient(Upkeep):
         self._keys = OwnKeys(config, self._directory)
         self._turns = asyncio.Semaphore(config.concurrency)
         self._closed = False
+        forks.watch(self)
 
     async def __aenter__(self) -> StoreClient:
         return self
@@ -85,7 +88,8 @@ class StoreClient(Upkeep):
         await self.close()
 
     async def close(self) -> None:
-        """Ends what was begun in the background and gives all memory back. Bounded. Idempotent."""
+        """Ends what was begun in the background and gives all memory back. Bounded. Idempotent. In a forked child it
+        does nothing: all of it is the parent's."""
         if self._closed:
             return
         self._closed = True
@@ -101,16 +105,19 @@ class StoreClient(Upkeep):
 
     def allocate(self, nbytes: int) -> Buffer:
         """Zeroed memory that nodes of this machine map: puts and gets copy once, and nothing on the way."""
+        self._check_open()
         return self._memory.allocate(nbytes)
 
     def register(self, buffer: object) -> Buffer:
         """Memory of the caller (bytearray, numpy array, contiguous CPU tensor), which must live until `unregister` or
         `close`. Gets land in it directly. Puts out of it are read by nodes over tcp where it cannot be mapped; they are
         staged when that is faster. TransferError: it is no such memory."""
+        self._check_open()
         return self._memory.register(buffer)
 
     def unregister(self, buffer: Buffer) -> None:
         """TransferError: an operation still uses it."""
+        self._check_open()
         self._memory.unregister(buffer)
 
     # ── put ──────────────────────────────────────────────────────────────────────────────────────
@@ -130,7 +137,12 @@ class StoreClient(Upkeep):
         """Seal one block at a pool node; its key. `data`: bytes, or registered memory (see `put_from`).
 
         `key`: of exactly these bytes (`content_key`), or one of `grant`. `name`: is bound to the key; InvalidRequest
-        when it stands for another block, unless `replace`. Overloaded: no node has room; Unavailable: none answers."""
+        when it stands for another block, unless `replace`: then it stands for this one from now on, and whoever reads
+        it meanwhile finds the old block or this one; of several who do so at once the last one counts.
+
+        Raises Overloaded when no node has room, PinLimit when as much is pinned hard as may be, InvalidRequest for a
+        value that is larger than any node's memory, DeadlinePassed when the time is over, Unavailable when no node can
+        be asked."""
         keys = None if key is None else [key]
         names = None if name is None else [name]
         done = await self.put_many(
@@ -144,8 +156,9 @@ class StoreClient(Upkeep):
             timeout_ms=timeout_ms,
         )
         if not done[0].held:
-            kind = Overloaded if "room" in done[0].cause or "full" in done[0].cause else Unavailable
-            raise kind(f"no node has taken the block of {done[0].nbytes} bytes: {done[0].cause}")
+            error = done[0].error or Unavailable(done[0].cause)
+            text = f"no node has taken the block of {done[0].nbytes} bytes: {done[0].cause}"
+            raise type(error)(text, field=error.field, retry_after_ms=error.retry_after_ms)
         return done[0].key
 
     async def put_many(
@@ -161,19 +174,26 @@ class StoreClient(Upkeep):
         timeout_ms: int | None = None,
     ) -> list[Put]:
         """As `put`, for many blocks in few transfers; what becomes of each is in its `Put`. Names are bound for those
-        that are held; InvalidRequest tells the first name that stands for another block."""
+        that are held; InvalidRequest tells the first name that stands for another block. `replace`: up to 4096 names
+        change together."""
         deadline = self._deadline(timeout_ms)
-        wish = Wish(deadline, self.config.verify if verify is None else verify, pin, pin_ttl_ms)
-        for text in names or ():
-            check_name(text)
-        if names is not None and len(names) != len(datas):
-            raise InvalidRequest.of("names", len(names), f"{len(datas)} blocks, as many names")
+        if pin is not None:
+            pin = _pin(pin)
+        pin_ttl_ms = arguments.whole("pin_ttl_ms", pin_ttl_ms, 0, arguments.MAX_TTL_MS)
+        wish = Wish(deadline, arguments.flag("verify", verify, self.config.verify), pin, pin_ttl_ms)
+        replace = arguments.flag("replace", replace)
+        datas = arguments.listed("datas", datas)
+        keys = None if keys is None else arguments.listed("keys", keys)
+        names = None if names is None else _names(arguments.listed("names", names), len(datas))
         sources = [source_of(one) for one in datas]
+        if not sources:
+            return []
+        await self._writer.check(max(len(memory_of(one)) for one in sources), deadline)
         used = await self._keys.of(sources, keys, deadline)
         puts = await whole(self._put_all(sources, used, wish))
         if names is not None:
             named = {name: put.key for name, put in zip(names, puts, strict=True) if put.held}
-            await self._keys.bind(named, replace, deadline)
+            await self._keys.bind(named, replace, deadline, {put.key: put.store_id for put in puts if put.held})
         return puts
 
     async def put_from(self, source: Target, **options: Any) -> bytes:
@@ -209,6 +229,7 @@ class StoreClient(Upkeep):
 
     def content_key(self, data: Source) -> bytes:
         """The key of exactly these bytes in this client's namespace."""
+        self._check_open()
         return self._keys.of_content(data)
 
     async def grant(self, n: int = 1, *, timeout_ms: int | None = None) -> list[bytes]:
@@ -218,10 +239,11 @@ class StoreClient(Upkeep):
     # ── get ──────────────────────────────────────────────────────────────────────────────────────
 
     async def get(self, ref: Ref, *, verify: bool | None = None, timeout_ms: int | None = None) -> bytes | None:
-        """The block's bytes; None: nobody has it. Unavailable: somebody should, and could not be read."""
-        got = (await self.get_many([ref], verify=verify, timeout_ms=timeout_ms))[0]
-        if not got.here and got.cause:
-            raise Unavailable(f"block {got.key.hex()} could not be read: {got.cause}")
+        """The block's bytes; None: nobody has it. Unavailable: somebody should, and could not be read; DeadlinePassed:
+        not in time."""
+        deadline = self._deadline(timeout_ms)
+        got = (await self._get([ref], None, verify, deadline))[0]
+        _raise_unread(got, deadline)
         return got.data
 
     async def get_many(
@@ -229,16 +251,16 @@ class StoreClient(Upkeep):
     ) -> list[Got]:
         """Each with its bytes, and which node and tier they came from."""
         deadline = self._deadline(timeout_ms)
-        return await self._get(refs, None, verify, deadline)
+        return await self._get(arguments.listed("refs", refs), None, verify, deadline)
 
     async def get_into(
         self, ref: Ref, target: Target, *, verify: bool | None = None, timeout_ms: int | None = None
     ) -> Got:
         """The block into registered memory, from its first byte on. What stands there when it was not read is
-        undefined. InvalidRequest: the memory is too small. Unavailable as `get`."""
-        got = (await self.get_many_into([ref], [target], verify=verify, timeout_ms=timeout_ms))[0]
-        if not got.here and got.cause:
-            raise Unavailable(f"block {got.key.hex()} could not be read: {got.cause}")
+        undefined. InvalidRequest: the memory is too small. Unavailable and DeadlinePassed as `get`."""
+        deadline = self._deadline(timeout_ms)
+        got = (await self._get([ref], [target_of(target)], verify, deadline))[0]
+        _raise_unread(got, deadline)
         return got
 
     async def get_many_into(
@@ -250,15 +272,35 @@ class StoreClient(Upkeep):
         timeout_ms: int | None = None,
     ) -> list[Got]:
         """Each into its own memory. Memory that overlaps holds no one knows what."""
-        if len(targets) != len(refs):
-            raise InvalidRequest.of("targets", len(targets), f"{len(refs)} blocks, as many targets")
-        spans = [one.span() if isinstance(one, Buffer) else one for one in targets]
-        return await self._get(refs, spans, verify, self._deadline(timeout_ms))
+        deadline = self._deadline(timeout_ms)
+        refs, spans = arguments.listed("refs", refs), [target_of(one) for one in arguments.listed("targets", targets)]
+        if len(spans) != len(refs):
+            raise InvalidRequest.of("targets", len(spans), f"{len(refs)} blocks, as many targets")
+        return await self._get(refs, spans, verify, deadline)
 
     async def _get(
         self, refs: Sequence[Ref], targets: Sequence[Span] | None, verify: bool | None, deadline: float
     ) -> list[Got]:
-        check = self.config.verify if verify is None else verify
+        """A name that has come to stand for another block while its old one was asked for is read again: whoever
+        replaces it may remove the old block at once."""
+        got = await self._get_once(refs, targets, verify, deadline)
+        unread = [i for i, ref in enumerate(refs) if isinstance(ref, str) and not got[i].here and got[i].key]
+        while unread and time.monotonic() < deadline:
+            keys = await self._keys.resolved([refs[i] for i in unread], deadline)
+            again = {i: key for i, key in zip(unread, keys, strict=True) if key is not None and key != got[i].key}
+            if not again:
+                break
+            spans = None if targets is None else [targets[i] for i in again]
+            found = await self._get_once(list(again.values()), spans, verify, deadline)
+            for i, one in zip(again, found, strict=True):
+                got[i] = one
+            unread = [i for i in again if not got[i].here]
+        return got
+
+    async def _get_once(
+        self, refs: Sequence[Ref], targets: Sequence[Span] | None, verify: bool | None, deadline: float
+    ) -> list[Got]:
+        check = arguments.flag("verify", verify, self.config.verify)
         plan = None if check else self._near.plan(refs, targets)
         if plan is None:
             keys = await self._keys.resolved(refs, deadline)
@@ -305,6 +347,7 @@ class StoreClient(Upkeep):
     async def locate_many(self, refs: Sequence[Ref], *, timeout_ms: int | None = None) -> list[list[Place]]:
         """Every node that says it has each block: where, in which tier, how many bytes."""
         deadline = self._deadline(timeout_ms)
+        refs = arguments.listed("refs", refs)
         keys = await self._keys.resolved(refs, deadline)
         found = await self._holding.places([key for key in keys if key is not None], deadline)
         return [found[key] if key is not None else [] for key in keys]
@@ -322,9 +365,15 @@ class StoreClient(Upkeep):
     def at_hand(self, refs: Sequence[Ref], targets: Sequence[Target] | None) -> list[Got] | None:
         """What `get_many` or `get_many_into` gives, if all of it lies in memory that is mapped here: read by the thread
         that calls this, which may be any. None: call those."""
-        if self._closed or self.config.verify or (targets is not None and len(targets) != len(refs)):
+        if self._closed or self.config.verify or not isinstance(refs, list | tuple):
             return None
-        spans = None if targets is None else [one.span() if isinstance(one, Buffer) else one for one in targets]
+        if targets is not None and not isinstance(targets, list | tuple):
+            return None
+        if targets is not None and (
+            len(targets) != len(refs) or not all(isinstance(one, Buffer | Span) for one in targets)
+        ):
+            return None
+        spans = None if targets is None else [target_of(one) for one in targets]
         plan = self._near.plan(refs, spans)
         if plan is None or plan.missing:
             return None
@@ -347,3 +396,29 @@ class StoreClient(Upkeep):
             "locations": len(self._hints),
             "staging_free": self._memory.staging_free,
         }
+
+
+def _raise_unread(got: Got, deadline: float) -> None:
+    """Raises when somebody should have it and has not given it."""
+    if not got.here and got.cause:
+        kind = DeadlinePassed if time.monotonic() >= deadline else Unavailable
+        raise kind(f"block {got.key.hex()} could not be read: {got.cause}")
+
+
+def _pin(pin: Pin) -> Pin:
+    try:
+        return Pin(pin)
+    except ValueError:
+        raise InvalidRequest.of("pin", pin, "must be Pin.NONE, Pin.SOFT or Pin.HARD") from None
+
+
+def _names(names: list[str], count: int) -> list[str]:
+    """Of as many blocks. Raises InvalidRequest: also for a name that is there twice, as it can stand for one only."""
+    for text in names:
+        check_name(text)
+    if len(names) != count:
+        raise InvalidRequest.of("names", len(names), f"{count} blocks, as many names")
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidRequest.of("names", twice, "is there twice, and can stand for one block only")
+    return names

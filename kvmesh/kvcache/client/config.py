@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from kvmesh.kvcache.client.placement import POLICIES
+from kvmesh.rpc import masters
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.transfer.config import KNOWN_TRANSPORTS
 
@@ -43,6 +44,13 @@ class ClientConfig:
     read_within_ms: int = field(
         default=5_000, metadata={"help": "A node must have read a put by then, else the next one is asked."}
     )
+    put_stall_ms: int = field(
+        default=1_000,
+        metadata={
+            "help": "A node that has not taken a put by then (and a second for each 32 MiB) is passed over while there "
+            "is another one."
+        },
+    )
     concurrency: int = field(default=64, metadata={"help": "Operations under way at once; others wait."})
     fault: str = field(default="", metadata={"help": "JSON for the fault transport (tests)."})
     near: bool = field(
@@ -51,8 +59,13 @@ class ClientConfig:
     locations: int = field(default=65_536, metadata={"help": "Blocks whose holders are remembered for some seconds."})
 
     def __post_init__(self) -> None:
-        if not self.store.strip():
-            raise ConfigError("store='': name a store master as HOST:PORT", field="store")
+        kinds: dict[str, type] = {"str": str, "int": int, "bool": bool}
+        for each in fields(self):
+            value, kind = getattr(self, each.name), kinds[str(each.type)]
+            if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+                why = f"must be {kind.__name__}, not {type(value).__name__}"
+                raise ConfigError(f"{each.name}={value!r}: {why}", field=each.name)
+        masters.check_addresses(self.store)
         try:
             self.namespace.encode()
         except UnicodeEncodeError:
@@ -66,6 +79,7 @@ class ClientConfig:
             ("timeout_ms", 1, 24 * 3_600_000),
             ("lease_ms", 10, 600_000),
             ("read_within_ms", 10, 60_000),
+            ("put_stall_ms", 10, 60_000),
             ("concurrency", 1, 65_536),
             ("locations", 0, 1 << 24),
         ):

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import grpc.aio
 from google.protobuf.message import Message
 
+from kvmesh.kvcache.client.arguments import instance, whole
 from kvmesh.kvcache.client.calls import turn
 from kvmesh.kvcache.client.choice import Holder, Replica
 from kvmesh.kvcache.client.placement import Candidate
@@ -27,6 +28,7 @@ T = TypeVar("T")
 
 MAX_KEYS = 4096  # of one Find, Bind or Resolve
 FLEET_S = 1.0  # figures of pool nodes are used so long: nodes report about as often
+YOUNG_S = 0.05  # a master that has not heard from all nodes is asked again so often
 NOTHING = bytes(KEY_BYTES)
 MAX_QUOTA = (1 << 63) - 1
 QUOTA_NAME_BYTES = 256  # a master takes; it is for people
@@ -55,8 +57,11 @@ class Quota:
 
 @dataclass(slots=True)
 class _Fleet:
+    """`complete`: the master had heard from every node that may live."""
+
     nodes: list[Candidate] = field(default_factory=list)
     asked: float = 0.0
+    complete: bool = True
 
 
 class Directory:
@@ -98,15 +103,23 @@ class Directory:
             complete &= not answer.rebuilding
         return found, complete
 
-    async def pools(self, timeout_s: float) -> list[Candidate]:
-        """Nodes that take puts, as they were at most FLEET_S ago."""
+    async def pools(self, timeout_s: float, enough: Callable[[list[Candidate]], bool] | None = None) -> list[Candidate]:
+        """Nodes that take puts, as they were at most FLEET_S ago. While they are not `enough` and the master that leads
+        has not heard from all that may live, it is asked again, within `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        async with turn(self._asking, deadline):
-            if time.monotonic() - self._fleet.asked > FLEET_S:
-                told = await self.status(_left(deadline))
-                nodes = [_candidate(one) for one in told.stores if one.member.role == common_pb2.ROLE_POOL]
-                self._fleet = _Fleet(nodes, time.monotonic())
-        return self._fleet.nodes
+        age_s = FLEET_S
+        while True:
+            async with turn(self._asking, deadline):
+                if time.monotonic() - self._fleet.asked > age_s:
+                    told = await self.status(_left(deadline))
+                    nodes = [_candidate(one) for one in told.stores if one.member.role == common_pb2.ROLE_POOL]
+                    self._fleet = _Fleet(nodes, time.monotonic(), _complete(told))
+            fleet = self._fleet
+            late = time.monotonic() + YOUNG_S >= deadline
+            if enough is None or enough(fleet.nodes) or fleet.complete or late:
+                return fleet.nodes
+            age_s = YOUNG_S
+            await asyncio.sleep(YOUNG_S)
 
     def forget_pools(self) -> None:
         """A node of the list has failed: ask again next time."""
@@ -123,18 +136,38 @@ class Directory:
 
         return await self.call(ask, timeout_s)
 
+    async def members(self, name: str, timeout_s: float) -> dict[str, pb.Member]:
+        """By store id; asked again, as `pools`, while `name` is not among them."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            told = await self.status(_left(deadline))
+            found = {one.member.store_id or one.member.instance.instance_id: one.member for one in told.stores}
+            if name in found or _complete(told) or time.monotonic() + YOUNG_S >= deadline:
+                return found
+            await asyncio.sleep(YOUNG_S)
+
     async def grant(self, count: int, timeout_s: float) -> tuple[int, int]:
         """(term, first number) of a range that nobody else gets."""
         request = pb.GrantRequest(count=count)
         answer = await self.call(_ask("Grant", request), timeout_s)
         return answer.term, answer.first
 
-    async def bind(self, namespace: str, names: Mapping[str, bytes], timeout_s: float) -> dict[str, bytes]:
-        """What each name stands for now: the given key, or the one that was there first."""
+    async def bind(
+        self,
+        namespace: str,
+        names: Mapping[str, bytes],
+        timeout_s: float,
+        *,
+        replace: bool = False,
+        holders: Mapping[bytes, str] | None = None,
+    ) -> dict[str, bytes]:
+        """What each name stands for now: the given key, or the one that was there first; with `replace` the given key,
+        and at every moment that one or the one before. `holders`: nodes that have just sealed a key."""
         bound: dict[str, bytes] = {}
         deadline = time.monotonic() + timeout_s
         for some in _portions(list(names.items())):
-            request = pb.BindRequest(namespace=namespace, names=[pb.NamedKey(name=n, key=k) for n, k in some])
+            named = [pb.NamedKey(name=n, key=k, holder=holders.get(k, "") if holders else "") for n, k in some]
+            request = pb.BindRequest(namespace=namespace, names=named, replace=replace)
             answer = await self.call(_ask("Bind", request), _left(deadline))
             bound |= zip((name for name, _ in some), split(answer.keys), strict=True)
         return bound
@@ -199,8 +232,8 @@ class Directory:
 
     async def set_quota(self, namespace: str, blocks: int, timeout_s: float) -> None:
         """0: none from now on. InvalidRequest: no such number or name. Overloaded: there are too many."""
-        if not 0 <= blocks <= MAX_QUOTA:
-            raise InvalidRequest.of("blocks", blocks, f"must be in 0..{MAX_QUOTA}")
+        blocks = whole("blocks", blocks, 0, MAX_QUOTA)
+        instance("namespace", namespace, str)
         try:
             name = namespace.encode()[:QUOTA_NAME_BYTES].decode(errors="ignore")
         except UnicodeEncodeError:
@@ -224,6 +257,10 @@ def _portions(items: Sequence[T]) -> Iterator[Sequence[T]]:
 
 def _ask(method: str, request: Message) -> Callable[[Any, float], Awaitable[Any]]:
     return lambda stub, timeout_s: getattr(stub, method)(request, timeout=timeout_s)
+
+
+def _complete(told: pb.GetStoreStatusResponse) -> bool:
+    return not (told.young or told.rebuilding)
 
 
 def _left(deadline: float) -> float:

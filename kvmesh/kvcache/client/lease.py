@@ -1,7 +1,9 @@
 """A lease as its reader sees it, and READs under it.
 
-Counted from before the request, less 10 %: by that count it is over before it is over at the holder. What was read
-later than that is discarded.
+It is counted from before the request, less 10 %: by that count it is over before it is over at the holder. What was
+read later than that is discarded. What was read in time counts when its checksum is right, or when the holder has
+confirmed, as the lease is given back, that it was open until then: a reader whose clocks have all stood still cannot
+know (docs/adr/0032-seals-are-confirmed.md).
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ import contextlib
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from kvmesh.clock import lease_clock_ns
 from kvmesh.kvcache.client.choice import Holder
 from kvmesh.kvcache.client.gather import Shard
 from kvmesh.kvcache.client.memory import ended
@@ -30,6 +33,7 @@ RELEASED = 1024  # leases of one call
 MS = 1_000_000  # ns
 HERE_BYTES = 1 << 20  # of mapped memory are copied sooner than two threads are woken
 HERE_S = 0.002
+UNCONFIRMED = "the lease ran out: its holder has not confirmed that it was open until the last byte was here"
 
 
 @dataclass(eq=False, slots=True)
@@ -45,6 +49,7 @@ class Lease:
     tiers: dict[int, Tier]
     checksums: dict[int, int]
     over: bool = False
+    landed: list[Shard] = field(default_factory=list)  # read in time; they count when the lease is confirmed
 
     def holds_at(self, when_ns: int) -> bool:
         """Whether what was read until then counts."""
@@ -52,12 +57,16 @@ class Lease:
 
 
 class Releases:
-    """Leases that are done with, given back together a moment later: a call for each would cost a small get as much as
-    its lease. Nobody has to wait: a lease that is not given back ends by itself. On the event loop; `close` it."""
+    """Leases that are done with. Those whose readers wait for the answer (`confirm`) go at once, together with whatever
+    else is due at that node; while such a call is under way others gather for the next one. The rest are given back
+    together a moment later: a lease that is not given back ends by itself. On the event loop; `close` it."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._due: dict[str, list[int]] = {}  # address → lease ids
+        self._asked: dict[int, asyncio.Future[bool]] = {}  # lease id → whether it was open until now
+        self._calling: set[str] = set()  # addresses that are to answer
+        self._closed = False
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -68,20 +77,50 @@ class Releases:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(RELEASE_AFTER_S, self._send)
 
+    async def confirm(self, lease: Lease) -> bool:
+        """Give it back and hear whether it was open until now: what was read under it is right. Within RELEASE_S, or
+        about twice that where many wait. A holder that does not answer, or does not say, has not confirmed."""
+        if lease.over:
+            return False
+        address = lease.peer.address
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._asked[lease.lease_id] = answer
+        lease.over = True  # given back
+        self._due.setdefault(address, []).append(lease.lease_id)
+        if address not in self._calling:
+            self._send_to(address)
+        return await answer
+
     def _send(self) -> None:
         self._timer = None
-        due, self._due = self._due, {}
-        for address, ids in due.items():
-            for at in range(0, len(ids), RELEASED):
-                task = asyncio.get_running_loop().create_task(self._call(address, ids[at : at + RELEASED]))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+        for address in list(self._due):
+            self._send_to(address)
+
+    def _send_to(self, address: str) -> None:
+        if not (ids := self._due.pop(address, [])):
+            return
+        if rest := ids[RELEASED:]:
+            self._due[address] = rest
+        self._calling.add(address)
+        task = asyncio.get_running_loop().create_task(self._call(address, ids[:RELEASED]))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _call(self, address: str, ids: list[int]) -> None:
-        async with self._peers.use(address) as peer:
-            with contextlib.suppress(KvmeshError):
-                request = pb.ReleaseBlocksRequest(lease_id=ids[0], also=ids[1:])
-                await peer.call("ReleaseLease", request, RELEASE_S)
+        held = b""
+        try:
+            async with self._peers.use(address) as peer:
+                with contextlib.suppress(KvmeshError):
+                    request = pb.ReleaseBlocksRequest(lease_id=ids[0], also=ids[1:])
+                    held = (await peer.call("ReleaseLease", request, RELEASE_S)).held
+        finally:
+            for at, lease_id in enumerate(ids):
+                asked = self._asked.pop(lease_id, None)
+                if asked is not None and not asked.done():
+                    asked.set_result(len(held) == len(ids) and held[at] == 1)
+            self._calling.discard(address)
+            if not self._closed:
+                self._send_to(address)
 
     async def close(self) -> None:
         """What is due is sent; ends within RELEASE_S."""
@@ -90,9 +129,13 @@ class Releases:
             self._send()
         if self._tasks:
             await asyncio.wait(set(self._tasks), timeout=RELEASE_S)
+        self._closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_result(False)
 
 
 async def ask(
@@ -109,7 +152,7 @@ async def ask(
 ) -> Lease | None:
     """None: it holds none of them. KvmeshError: it does not answer, or what it says makes no sense."""
     known = peer.segments.get(holder.incarnation)
-    asked_ns = time.monotonic_ns()
+    asked_ns = lease_clock_ns()
     request = pb.LeaseRequest(
         reader=reader,
         holder_incarnation=holder.incarnation,
@@ -169,7 +212,7 @@ async def read(
         if here:
             engine.wait_sync(batch, HERE_S)  # copies it here and now
         await _landed(engine, batch, lease, deadline, lease_ms)
-        lapsed = "" if lease.holds_at(time.monotonic_ns()) else "the lease ran out before the last byte was here"
+        lapsed = "" if lease.holds_at(lease_clock_ns()) else "the lease ran out before the last byte was here"
         return [lapsed or _wrong(one.state, one.cause) for one in engine.statuses(batch)]
     finally:
         engine.free_batch(batch)
@@ -203,7 +246,7 @@ async def _landed(engine: TransferEngine, batch: BatchId, lease: Lease, deadline
     try:
         while not final.done():
             now = time.monotonic()
-            half_s = max((lease.until_ns * 1e-9 - now) / 2, 0.001)
+            half_s = max((lease.until_ns - lease_clock_ns()) * 1e-9 / 2, 0.001)
             done, _ = await asyncio.wait({final}, timeout=min(half_s, max(deadline - now, 0.001)))
             if done:
                 return
@@ -217,7 +260,7 @@ async def _landed(engine: TransferEngine, batch: BatchId, lease: Lease, deadline
 
 async def _renewed(lease: Lease, lease_ms: int) -> bool:
     """False: it is over. A holder that does not answer is asked again as long as there is time."""
-    asked_ns = time.monotonic_ns()
+    asked_ns = lease_clock_ns()
     if asked_ns >= lease.until_ns:
         return False
     request = pb.RenewBlocksRequest(lease_id=lease.lease_id, lease_ms=lease_ms)

@@ -8,6 +8,7 @@ changed. It is cleared before the memory is used for anything else, and then the
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import secrets
 import struct
 import time
@@ -20,14 +21,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from kvmesh.kvcache.client.arguments import whole
 from kvmesh.kvcache.segment_allocator import SegmentAllocator
 from kvmesh.rpc.errors import DeadlinePassed, InvalidRequest, Overloaded, TransferError
 from kvmesh.transfer import Region, TransferEngine
 
 INLINE_COPY = 2 << 20  # larger copies go to a thread: the event loop has others to serve
+MAX_BYTES = (1 << 63) - 1
 UNIT = 4096  # of staging
 TICKETS = 512  # puts under way at once
 _TICKET = struct.Struct("<Q")
+_new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
+_new_bytes.argtypes, _new_bytes.restype = [ctypes.c_char_p, ctypes.c_ssize_t], ctypes.py_object
+_address_of_bytes = ctypes.pythonapi.PyBytes_AsString
+_address_of_bytes.argtypes, _address_of_bytes.restype = [ctypes.py_object], ctypes.c_void_p
 
 T = TypeVar("T")
 
@@ -76,7 +83,8 @@ class Buffer:
 
     def span(self, start: int = 0, nbytes: int | None = None) -> Span:
         """Bytes [start, start + nbytes), by default to the end. InvalidRequest: not within the buffer."""
-        nbytes = len(self) - start if nbytes is None else nbytes
+        start = whole("start", start, 0, len(self))
+        nbytes = len(self) - start if nbytes is None else whole("nbytes", nbytes, 1, MAX_BYTES)
         if not 0 <= start <= len(self) or not 0 < nbytes <= len(self) - start:
             raise InvalidRequest.of("span", (start, nbytes), f"not within a buffer of {len(self)} bytes")
         return Span(self.region, self.view, start, nbytes, self.shared)
@@ -129,7 +137,9 @@ class Memory:
         return Buffer(region, _whole(region).view, buffer, shared=False)
 
     def unregister(self, buffer: Buffer) -> None:
-        """TransferError: something is still being read from it or into it."""
+        """TransferError: something is still being read from it or into it, or it is no buffer of this client."""
+        if not isinstance(buffer, Buffer):
+            raise InvalidRequest.of("buffer", buffer, "must be what allocate() or register() returned")
         self._engine.unregister_memory(buffer.region)
         self._state += 1
 
@@ -157,7 +167,7 @@ class Memory:
     async def stage(self, nbytes: int, deadline: float) -> Staged:
         """Room for so many bytes, in turn. DeadlinePassed: not until `deadline` (monotonic seconds)."""
         if nbytes > self.staging_bytes:
-            region = await _in_thread(partial(self._engine.allocate, nbytes), self._engine.unregister_memory)
+            region = await in_thread(partial(self._engine.allocate, nbytes), self._engine.unregister_memory)
             self._state += 1
             return Staged(_whole(region).part(0, nbytes), region)
         units = -(-nbytes // UNIT)
@@ -201,7 +211,7 @@ class Memory:
         for _ in range(len(self._leaving)):
             region = self._leaving.popleft()
             try:
-                await _in_thread(partial(self._engine.unregister_memory, region))
+                await in_thread(partial(self._engine.unregister_memory, region))
                 self._state += 1
             except TransferError:
                 self._leaving.append(region)
@@ -248,10 +258,19 @@ async def copy(target: memoryview, source: Data) -> None:
     if len(target) <= INLINE_COPY:
         target[:] = source
     else:
-        await _in_thread(partial(_copy, target, source))
+        await in_thread(partial(_copy, target, source))
 
 
-async def _in_thread(work: Callable[[], T], undo: Callable[[T], None] | None = None) -> T:
+def bytes_of(memory: memoryview) -> bytes:
+    """A copy of `memory`. Large ones are copied with the GIL released: in a thread they keep nobody waiting."""
+    if len(memory) <= INLINE_COPY:
+        return bytes(memory)
+    made: bytes = _new_bytes(None, len(memory))  # nobody else has it yet
+    ctypes.memmove(_address_of_bytes(made), np.frombuffer(memory, np.uint8).ctypes.data, len(memory))
+    return made
+
+
+async def in_thread(work: Callable[[], T], undo: Callable[[T], None] | None = None) -> T:
     """Its result. A thread cannot be cancelled: when this is, it ends first; `undo` takes what nobody waits for."""
     running = asyncio.get_running_loop().run_in_executor(None, work)
     try:

@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
+from kvmesh.clock import lease_clock
 from kvmesh.kvcache.client.choice import Holder, Replica
 from kvmesh.kvcache.client.directory import Directory
 from kvmesh.kvcache.client.hints import Hints
@@ -89,7 +90,7 @@ class _Work:
 
 @dataclass(slots=True)
 class _Guard:
-    """Leases at the receiver: of `keys`, until then (monotonic)."""
+    """Leases at the receiver: of `keys`, until then (lease clock)."""
 
     keys: list[bytes]
     leases: list[int]
@@ -131,8 +132,7 @@ class Mover:
         return work.done
 
     async def _node(self, name: str, deadline: float) -> Holder:
-        told = await self._directory.status(max(deadline - time.monotonic(), 0.001))
-        members = {one.member.store_id or one.member.instance.instance_id: one.member for one in told.stores}
+        members = await self._directory.members(name, max(deadline - time.monotonic(), 0.001))
         if (found := members.get(name)) is None:
             raise InvalidRequest.of("to", name, f"no such node; there are {', '.join(sorted(members)) or 'none'}")
         return Holder(name, found.instance.address, found.instance.incarnation, found.node_id)
@@ -206,7 +206,7 @@ class Mover:
 
     async def _guard(self, work: _Work, keys: Sequence[bytes]) -> _Guard:
         """Those that the receiver has are leased, and nobody gives the leases back. KvmeshError."""
-        guard = _Guard([], [], time.monotonic() + GUARD_MS / 1000)
+        guard = _Guard([], [], lease_clock() + GUARD_MS / 1000)
         if not keys:
             return guard
         told = await self._ask(work.to, "Exists", pb.ExistsRequest(keys=b"".join(keys)), work.deadline)
@@ -222,7 +222,7 @@ class Mover:
                 lease_ms=GUARD_MS,
                 layout=layout,
             )
-            asked = time.monotonic()
+            asked = lease_clock()
             answer = await self._ask(work.to, "Lease", request, work.deadline)
             if answer.lease_id:
                 guard.keys.extend(key for key, here in zip(some, answer.held, strict=True) if here)
@@ -247,7 +247,8 @@ class Mover:
         if not keys:
             return {}
         request = pb.RemoveBlocksRequest(keys=b"".join(keys), spare_leased=True, spare_pinned=pinned)
-        answer = await self._ask(old, "Remove", request, min(until, work.deadline))
+        left_s = until - lease_clock()
+        answer = await self._ask(old, "Remove", request, min(time.monotonic() + left_s, work.deadline))
         spared = dict(zip(keys, answer.spared, strict=True))
         for key, why in spared.items():
             if not why:

@@ -13,12 +13,12 @@ import ctypes
 import itertools
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from kvmesh.clock import lease_clock_ns
 from kvmesh.kvcache.client.config import ClientConfig
-from kvmesh.kvcache.client.memory import Memory, Span, ended
+from kvmesh.kvcache.client.memory import Memory, Span, bytes_of, ended
 from kvmesh.kvcache.client.near_node import Nearby, NearNode
 from kvmesh.kvcache.client.ownkeys import Ref
 from kvmesh.kvcache.client.peers import Peers
@@ -72,7 +72,7 @@ class Near:
         nodes = self._nearby.nodes
         if not nodes:
             return None
-        now_ns = time.monotonic_ns()
+        now_ns = lease_clock_ns()
         nodes = tuple(node for node in nodes if node.index.current(now_ns))
         keys: list[bytes] = []
         plan = Plan(keys, targets)
@@ -113,7 +113,7 @@ class Near:
     def read_here(self, plan: Plan) -> list[Got | None]:
         """As `read`, by the thread that calls it, with another one's help for large ones."""
         if plan.targets is None:
-            copies = [place and bytes(place[0].memory[place[3] : place[3] + place[4]]) for place in plan.places]
+            copies = [place and bytes_of(place[0].memory[place[3] : place[3] + place[4]]) for place in plan.places]
             return self._result(plan, copies)
         if plan.nbytes > INLINE_BYTES:
             done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()

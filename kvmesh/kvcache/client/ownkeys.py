@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
+from kvmesh.kvcache.client.arguments import whole
 from kvmesh.kvcache.client.calls import Source, left, memory_of, source_of, turn
 from kvmesh.kvcache.client.config import ClientConfig
 from kvmesh.kvcache.client.directory import Directory
-from kvmesh.kvcache.client.memory import Data, Span
+from kvmesh.kvcache.client.memory import Data, Span, in_thread
 from kvmesh.kvcache.client.naming import Grants, check_key, check_name, content_key
 from kvmesh.kvcache.keys import tenant_tag
 from kvmesh.rpc.errors import InvalidRequest
 
 MAX_GRANTED = 65_536
+INLINE_HASH = 1 << 20  # about a millisecond; a thread costs a tenth of that
 
 Ref = bytes | str
 
@@ -34,8 +37,7 @@ class OwnKeys:
 
     async def grant(self, n: int, deadline: float) -> list[bytes]:
         """For the caller, who may put one block under each."""
-        if not 0 < n <= MAX_GRANTED:
-            raise InvalidRequest.of("n", n, f"must be in 1..{MAX_GRANTED}")
+        n = whole("n", n, 1, MAX_GRANTED)
         keys = await self._take(n, deadline)
         self._unused.update(keys)
         return keys
@@ -45,17 +47,29 @@ class OwnKeys:
         if keys is None and self._config.keys == "granted":
             return await self._take(len(datas), deadline)
         if keys is None:
-            return [self.of_content(one) for one in datas]
+            return await self._hashed(datas)
         if len(keys) != len(datas):
             raise InvalidRequest.of("keys", len(keys), f"{len(datas)} blocks, as many keys")
-        for key, data in zip(keys, datas, strict=True):
+        for key in keys:
             check_key(key)
+        own = []
+        for at, key in enumerate(keys):
             if key in self._unused:
-                self._unused.discard(key)
-            elif key != self.of_content(data):
+                self._unused.discard(key)  # before anybody else may run: it serves one put
+            else:
+                own.append(at)
+        for at, hashed in zip(own, await self._hashed([datas[at] for at in own]), strict=True):
+            if keys[at] != hashed:
+                key = keys[at]
                 why = "neither content_key of this data nor a key of grant() that was not used yet"
                 raise InvalidRequest.of("key", key.hex(), why)
         return list(keys)
+
+    async def _hashed(self, datas: Sequence[Data | Span]) -> list[bytes]:
+        """The key of each one's content. Many bytes are hashed by a thread: the event loop has others to serve."""
+        memories = [memory_of(one) for one in datas]
+        work = partial(_content_keys, memories, self._config.namespace)
+        return await in_thread(work) if sum(map(len, memories)) > INLINE_HASH else work()
 
     async def _take(self, n: int, deadline: float) -> list[bytes]:
         async with turn(self._granting, deadline):
@@ -66,15 +80,14 @@ class OwnKeys:
 
     # ── names ────────────────────────────────────────────────────────────────────────────────────
 
-    async def bind(self, named: dict[str, bytes], replace: bool, deadline: float) -> None:
-        """InvalidRequest: a name stands for another block, and is not to be replaced."""
+    async def bind(
+        self, named: dict[str, bytes], replace: bool, deadline: float, holders: Mapping[bytes, str] | None = None
+    ) -> None:
+        """`holders`: nodes that have just sealed some of the keys. Raises InvalidRequest when a name stands for another
+        block, and is not to be replaced."""
         space = self._config.namespace
-        bound = await self._directory.bind(space, named, left(deadline))
+        bound = await self._directory.bind(space, named, left(deadline), replace=replace, holders=holders)
         taken = [name for name, key in named.items() if bound[name] != key]
-        if taken and replace:
-            await self._directory.unbind(space, {name: bound[name] for name in taken}, left(deadline))
-            bound |= await self._directory.bind(space, {name: named[name] for name in taken}, left(deadline))
-            taken = [name for name in taken if bound[name] != named[name]]
         if taken:
             why = f"stands for block {bound[taken[0]].hex()}; remove or replace it, or take another name"
             raise InvalidRequest.of("name", taken[0], why)
@@ -92,3 +105,7 @@ class OwnKeys:
             found = await self._directory.resolve(self._config.namespace, names, left(deadline))
             bound = dict(zip(names, found, strict=True))
         return [bound[ref] if isinstance(ref, str) else check_key(ref) for ref in refs]
+
+
+def _content_keys(memories: Sequence[Data], namespace: str) -> list[bytes]:
+    return [content_key(one, namespace) for one in memories]

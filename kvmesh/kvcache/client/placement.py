@@ -45,12 +45,17 @@ def check_policy(policy: str) -> str:
     return policy
 
 
+def takes(candidate: Candidate, nbytes: int) -> bool:
+    """Whether it may hold a block of so many bytes at all."""
+    return not candidate.draining and (not candidate.capacity_bytes or candidate.capacity_bytes >= nbytes)
+
+
 def order(
     candidates: Sequence[Candidate], policy: str, nbytes: int, largest: int, node_id: str, rng: random.Random
 ) -> list[Candidate]:
     """Whom to ask for `nbytes` in blocks of at most `largest` bytes, the first choice first, each once; those that
     drain or cannot hold such a block at all are left out."""
-    able = [c for c in candidates if not c.draining and (not c.capacity_bytes or c.capacity_bytes >= largest)]
+    able = [c for c in candidates if takes(c, largest)]
     rng.shuffle(able)
     if policy != "random" and len(able) > 1 and able[1].free_bytes > able[0].free_bytes:
         able[:2] = able[1], able[0]

@@ -41,7 +41,7 @@ class Prefetcher:
         """Which keys the near node has when this returns. Unavailable: there is none."""
         keys = list(dict.fromkeys(keys))
         left_s = max(deadline - time.monotonic(), 0.001)
-        near = self._near(await self._directory.pools(left_s))
+        near = self._near(await self._directory.pools(left_s, lambda pools: bool(self._candidates(pools))))
         told, _ = await self._directory.find(keys, left_s) if keys else ([], True)
         now = time.monotonic()
         replicas = [[*some, *self._hints.of(key, now)] for key, some in zip(keys, told, strict=True)]
@@ -60,13 +60,16 @@ class Prefetcher:
     def _near(self, pools: Sequence[Candidate]) -> Candidate:
         """The pool node of this machine, else one of this host's addresses; of several, that with most room."""
 
-        def distance(one: Candidate) -> int:
-            return self._here.distance(Holder(one.store_id, one.address, one.incarnation, one.node_id))
-
-        near = [one for one in pools if distance(one) < 2 and not one.draining]
+        near = self._candidates(pools)
         if not near:
             raise Unavailable(f"no pool node on {self._here.node_id}: prefetch brings blocks to one on this machine")
-        return min(near, key=lambda one: (distance(one), -one.free_bytes))
+        return min(near, key=lambda one: (self._distance(one), -one.free_bytes))
+
+    def _candidates(self, pools: Sequence[Candidate]) -> list[Candidate]:
+        return [one for one in pools if self._distance(one) < 2 and not one.draining]
+
+    def _distance(self, one: Candidate) -> int:
+        return self._here.distance(Holder(one.store_id, one.address, one.incarnation, one.node_id))
 
     async def _pull(
         self, near: Candidate, wanted: dict[bytes, list[Replica]], had: dict[bytes, bool], timeout_s: float

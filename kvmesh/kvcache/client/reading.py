@@ -1,8 +1,8 @@
 """The way of a get: where it is ─▶ lease at the best holder ─▶ READ one-sided ─▶ release; what one did not give, the
 next.
 
-A block counts as read when all of its bytes are here, the lease still held then, and its checksum is right where that
-was asked for.
+A block counts as read when all of its bytes are here, and its checksum is right where that was asked for; else when the
+holder has confirmed that the lease was open until then.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import xxhash
@@ -23,7 +24,7 @@ from kvmesh.kvcache.client.choice import Holder, Replica, share_out
 from kvmesh.kvcache.client.context import ClientContext
 from kvmesh.kvcache.client.gather import GATHER_MOST, Run, Shard, plan, portions, runs
 from kvmesh.kvcache.client.lease import Lease
-from kvmesh.kvcache.client.memory import Span
+from kvmesh.kvcache.client.memory import INLINE_COPY, Span, bytes_of, in_thread
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.rpc.errors import DeadlinePassed, InvalidRequest, KvmeshError, Overloaded
 from kvmesh.transfer import Opcode, TransferRequest
@@ -195,14 +196,21 @@ class Reader:
             lease.tiers = {positions[i]: tier for i, tier in lease.tiers.items()}
             lease.checksums = {positions[i]: sum_ for i, sum_ in lease.checksums.items()}
             if job.targets is None:
-                return await self._to_bytes(job, holder, lease, shards)
-            return await self._into(job, holder, lease, shards, job.targets)
+                cause = await self._to_bytes(job, lease, shards)
+            else:
+                cause = await self._into(job, lease, shards, job.targets)
+            # Checksums say themselves whether the bytes are right.
+            confirmed = not lease.landed or job.verify or await self._releases.confirm(lease)
+            for shard in lease.landed:
+                if confirmed:
+                    self._arrived(job, holder, lease, shard)
+                else:
+                    job.got[shard.position].data = None
+            return cause if confirmed else leases.UNCONFIRMED
         finally:
             self._releases.give_back(lease)
 
-    async def _into(
-        self, job: _Job, holder: Holder, lease: Lease, shards: Sequence[Shard], targets: Sequence[Span]
-    ) -> str:
+    async def _into(self, job: _Job, lease: Lease, shards: Sequence[Shard], targets: Sequence[Span]) -> str:
         for shard in shards:
             if targets[shard.position].nbytes < shard.nbytes:
                 room = targets[shard.position].nbytes
@@ -213,24 +221,22 @@ class Reader:
             landing = [(shard.offset, shard.nbytes, targets[shard.position].address) for shard in direct]
             wrong = await self._reads(job, lease, landing)
             for shard, bad in zip(direct, wrong, strict=True):
-                bad = bad or self._check(lease, shard, targets[shard.position].memory)
+                if not bad and lease.checksums:
+                    check = partial(self._check, lease, shard, targets[shard.position].memory)
+                    bad = await in_thread(check) if shard.nbytes > INLINE_COPY else check()
                 cause = bad or cause
                 if not bad:
-                    self._arrived(job, holder, lease, shard)
+                    lease.landed.append(shard)
         for group in portions(gathered, GATHER_MOST):
-            cause = await self._staged(job, holder, lease, group, targets) or cause
+            cause = await self._staged(job, lease, group, targets) or cause
         return cause
 
-    async def _to_bytes(self, job: _Job, holder: Holder, lease: Lease, shards: Sequence[Shard]) -> str:
+    async def _to_bytes(self, job: _Job, lease: Lease, shards: Sequence[Shard]) -> str:
         most = min(GATHER_MOST, self._memory.staging_bytes // 4)
-        causes = await every(
-            self._staged(job, holder, lease, group, None) for group in portions(runs(shards, most), most)
-        )
+        causes = await every(self._staged(job, lease, group, None) for group in portions(runs(shards, most), most))
         return next(filter(None, causes), "")
 
-    async def _staged(
-        self, job: _Job, holder: Holder, lease: Lease, group: Sequence[Run], targets: Sequence[Span] | None
-    ) -> str:
+    async def _staged(self, job: _Job, lease: Lease, group: Sequence[Run], targets: Sequence[Span] | None) -> str:
         """Read these runs into staging and take the blocks out of it."""
         staged = await self._memory.stage(sum(run.nbytes for run in group), job.deadline)
         cause = ""
@@ -245,15 +251,20 @@ class Reader:
                 cause = bad or cause
                 if not bad:
                     span = staged.span.part(start, run.nbytes)
-                    cause = self._take_out(job, holder, lease, run, span, targets) or cause
+                    work = partial(self._take_out, job, lease, run, span, targets)
+                    bad, good = await in_thread(work) if run.nbytes > INLINE_COPY else work()
+                    cause = bad or cause
+                    lease.landed += good
+                    self.stats.gathered += len(good) if len(run.shards) > 1 else 0
                 start += run.nbytes
         finally:
             self._memory.give_back(staged)
         return cause
 
     def _take_out(
-        self, job: _Job, holder: Holder, lease: Lease, run: Run, span: Span, targets: Sequence[Span] | None
-    ) -> str:
+        self, job: _Job, lease: Lease, run: Run, span: Span, targets: Sequence[Span] | None
+    ) -> tuple[str, list[Shard]]:
+        """(what is wrong with some, those that are good and where they belong now). Any thread: of a run of its own."""
         cause, good = "", []
         for shard in run.shards:
             memory = span.part(shard.offset - run.offset, shard.nbytes).memory
@@ -263,14 +274,11 @@ class Reader:
                 continue
             good.append(shard)
             if targets is None:
-                job.got[shard.position].data = bytes(memory)
+                job.got[shard.position].data = bytes_of(memory)
         if targets is not None:
             sources = [span.address + shard.offset - run.offset for shard in good]
             copy_runs([targets[s.position].address for s in good], sources, [s.nbytes for s in good])
-        for shard in good:
-            self._arrived(job, holder, lease, shard)
-        self.stats.gathered += len(good) if len(run.shards) > 1 else 0
-        return cause
+        return cause, good
 
     def _arrived(self, job: _Job, holder: Holder, lease: Lease, shard: Shard) -> None:
         one = job.got[shard.position]

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 import uvloop
 
+from kvmesh.kvcache.client import forks
 from kvmesh.kvcache.client.calls import Source, Target
 from kvmesh.kvcache.client.client import StoreClient
 from kvmesh.kvcache.client.config import ClientConfig
@@ -41,10 +42,12 @@ class SyncStoreClient:
     Ctrl-C returns when nothing moves in the memory that it was given any more."""
 
     def __init__(self, config: ClientConfig | None = None) -> None:
+        forks.check()
         self._loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()  # half of a call's cost is the loop's
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvmesh-store-client", daemon=True)
         self._thread.start()
         self._closed = False
+        forks.watch(self)
         try:
             self.client = self._run(_made(config))
         except BaseException:
@@ -61,7 +64,7 @@ class SyncStoreClient:
         self.close()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Idempotent. In a forked child it does nothing: all of it is the parent's."""
         if self._closed:
             return
         try:
@@ -81,7 +84,7 @@ class SyncStoreClient:
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         if self._closed:
             work.close()
-            raise Unavailable("this client is closed")
+            raise forks.closed(self)
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()  # every operation has a deadline of its own

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from types import NoneType
 
+from kvmesh.kvcache.client import forks
+from kvmesh.kvcache.client.arguments import MAX_REPLICAS, MAX_TTL_MS, flag, instance, listed, milliseconds, whole
 from kvmesh.kvcache.client.calls import left
 from kvmesh.kvcache.client.choice import Replica
 from kvmesh.kvcache.client.config import ClientConfig
@@ -15,7 +18,6 @@ from kvmesh.kvcache.client.moving import NO_BLOCK, Moved, Mover
 from kvmesh.kvcache.client.ownkeys import OwnKeys, Ref
 from kvmesh.kvcache.client.prefetching import Policy, Prefetcher
 from kvmesh.kvcache.client.writing import Pin
-from kvmesh.rpc.errors import InvalidRequest, Unavailable
 
 
 class Upkeep:
@@ -54,6 +56,7 @@ class Upkeep:
     async def pin(self, *refs: Ref, ttl_ms: int = 0, timeout_ms: int | None = None) -> list[int]:
         """At every node that has them: softly for `ttl_ms` (they go last), or with 0 hard (they stay). How many nodes
         did, for each. Overloaded: a node has too much pinned already."""
+        ttl_ms = whole("ttl_ms", ttl_ms, 0, MAX_TTL_MS)
         kind = Pin.SOFT if ttl_ms else Pin.HARD
         return await self._pin(refs, kind, ttl_ms, self._deadline(timeout_ms))
 
@@ -71,6 +74,8 @@ class Upkeep:
         """How many nodes are to hold each block (0: as many as there happen to be); the master sees to it. `hard`:
         pinned hard at each. How many do now."""
         deadline = self._deadline(timeout_ms)
+        replicas, hard = whole("replicas", replicas, 0, MAX_REPLICAS), flag("hard", hard)
+        refs = listed("refs", refs)
         keys = await self._keys.resolved(refs, deadline)
         known = [key for key in keys if key is not None]
         live = await self._directory.change_replica(known, replicas, hard, left(deadline)) if known else []
@@ -84,6 +89,8 @@ class Upkeep:
         WAIT when all is done that can be, DEADLINE after `timeout_ms` whatever is done. Unavailable: no pool node is
         near."""
         deadline = self._deadline(timeout_ms)
+        instance("policy", policy, Policy)
+        refs = listed("refs", refs)
         keys = await self._keys.resolved(refs, deadline)
         here = await self._prefetcher.prefetch([key for key in keys if key is not None], policy, deadline)
         return [key is not None and here[key] for key in keys]
@@ -92,6 +99,8 @@ class Upkeep:
         """Have the node `to` pull a copy of each block; what it has already stays. The master's word (`change_replica`)
         stands: of more copies than it is to keep, one goes again. InvalidRequest: there is no such node."""
         deadline = self._deadline(timeout_ms)
+        instance("to", to, str)
+        refs = listed("refs", refs)
         keys = await self._keys.resolved(refs, deadline)
         done = await self._mover.copy([key for key in keys if key is not None], to, deadline)
         return [done[key] if key is not None else NO_BLOCK for key in keys]
@@ -103,6 +112,9 @@ class Upkeep:
         pin there comes along, a soft one does not. A copy that is being read all the time stays, and its `Moved` says
         so. There is no moment in which neither has it. InvalidRequest: there is no such node."""
         deadline = self._deadline(timeout_ms)
+        instance("to", to, str)
+        instance("source", source, str, NoneType)
+        refs = listed("refs", refs)
         keys = await self._keys.resolved(refs, deadline)
         done = await self._mover.move([key for key in keys if key is not None], to, source, deadline)
         return [done[key] if key is not None else NO_BLOCK for key in keys]
@@ -110,6 +122,7 @@ class Upkeep:
     async def replicas(self, refs: Sequence[Ref], *, timeout_ms: int | None = None) -> list[list[Replica]]:
         """What the master knows of each block's holders; `locate_many` asks them."""
         deadline = self._deadline(timeout_ms)
+        refs = listed("refs", refs)
         keys = await self._keys.resolved(refs, deadline)
         known = [key for key in keys if key is not None]
         found = dict(zip(known, (await self._directory.find(known, left(deadline)))[0], strict=True)) if known else {}
@@ -124,9 +137,12 @@ class Upkeep:
         any more. Nodes hear of it with their next heartbeats. Overloaded: too many are set."""
         await self._directory.set_quota(namespace, blocks, left(self._deadline(timeout_ms)))
 
-    def _deadline(self, timeout_ms: int | None) -> float:
+    def _deadline(self, timeout_ms: float | None) -> float:
+        self._check_open()
+        timeout_ms = self.config.timeout_ms if timeout_ms is None else milliseconds("timeout_ms", timeout_ms)
+        return time.monotonic() + timeout_ms / 1000
+
+    def _check_open(self) -> None:
+        """Raises Unavailable when this client is closed, InvalidRequest when it is a parent process's."""
         if self._closed:
-            raise Unavailable("this client is closed")
-        if timeout_ms is not None and timeout_ms <= 0:
-            raise InvalidRequest.of("timeout_ms", timeout_ms, "must be positive")
-        return time.monotonic() + (self.config.timeout_ms if timeout_ms is None else timeout_ms) / 1000
+            raise forks.closed(self)

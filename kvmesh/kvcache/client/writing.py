@@ -10,7 +10,8 @@ import logging
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import xxhash
 
@@ -18,10 +19,20 @@ from kvmesh.kvcache.client.calls import every
 from kvmesh.kvcache.client.choice import Holder, Replica
 from kvmesh.kvcache.client.context import ClientContext
 from kvmesh.kvcache.client.lease import LAYOUT
-from kvmesh.kvcache.client.memory import Data, Span, Staged, copy
+from kvmesh.kvcache.client.memory import INLINE_COPY, Data, Span, Staged, copy, in_thread
 from kvmesh.kvcache.client.peers import Peer
-from kvmesh.kvcache.client.placement import Candidate, order
-from kvmesh.rpc.errors import DeadlinePassed, InvalidRequest, KvmeshError, Overloaded, Unavailable, UnknownInstance
+from kvmesh.kvcache.client.placement import Candidate, order, takes
+from kvmesh.rpc import status
+from kvmesh.rpc.errors import (
+    DeadlinePassed,
+    InvalidRequest,
+    KvmeshError,
+    Overloaded,
+    PinLimit,
+    RequestCancelled,
+    Unavailable,
+    UnknownInstance,
+)
 from kvmesh.rpc.pb import blocks_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -29,7 +40,11 @@ log = logging.getLogger(__name__)
 PUT_BLOCKS = 1024  # of one call
 PUT_BYTES = 256 << 20
 ANSWER_S = 1.0  # a node's answer may come so long after the last byte
-RETRY_S = 0.05
+NEXT_ANSWER_S = 0.5  # ... of a node that is not the last one to ask
+SLOW_BYTES_PER_S = 32 << 20  # a node that reads more slowly is passed over, too
+CLOCKS_S = 0.05  # a node may find that the time is over so much earlier
+STALLED_S = 5.0  # so long a node that has not answered is asked after all others
+CHECK_BYTES = 1 << 20  # of a value: from there on whether any node takes it is asked before it is hashed
 
 
 class Pin(enum.IntEnum):
@@ -50,12 +65,14 @@ class Block:
 
 @dataclass(slots=True)
 class Put:
-    """One block of a put. `store_id`: the node that has sealed it, "": none; then `cause` says why."""
+    """One block of a put. `store_id`: the node that has sealed it, "": none; then `cause` says why, and `error` is what
+    `put` would raise."""
 
     key: bytes
     nbytes: int
     store_id: str = ""
     cause: str = ""
+    error: KvmeshError | None = field(default=None, compare=False)
 
     @property
     def held(self) -> bool:
@@ -94,6 +111,13 @@ class Writer:
         self._directory = context.directory
         self._hints = context.hints
         self._rng = random.Random()
+        self._stalled: dict[tuple[str, int], float] = {}  # (store, life) that did not answer → until when it comes last
+
+    async def check(self, nbytes: int, deadline: float) -> None:
+        """Before a value of so many bytes is touched. Raises InvalidRequest when it is larger than what any node takes,
+        Unavailable when there is none."""
+        if nbytes >= CHECK_BYTES:
+            await self._pools(nbytes, deadline)
 
     async def put_data(self, items: Sequence[tuple[bytes, Data]], wish: Wish) -> list[Put]:
         """Through staging, portion by portion, while nodes read the one before. Raises KvmeshError when no master can
@@ -137,71 +161,111 @@ class Writer:
         """Ask node after node until each block is held, or nobody is left or the time is over."""
         puts = [Put(block.key, block.span.nbytes) for block in blocks]
         total, largest = sum(put.nbytes for put in puts), max(put.nbytes for put in puts)
-        pools = await self._directory.pools(max(wish.left_s(), 0.001))
+        pools = await self._pools(largest, wish.deadline)
         nodes = order(pools, self._config.placement, total, largest, self._config.node_id, self._rng)
-        if not nodes:
-            self._directory.forget_pools()
-            start = f"`kvmesh serve pool --store {self._config.store}"
-            if not pools:
-                raise Unavailable(f"there is no pool node: start one with {start}`")
-            most = max((node.capacity_bytes for node in pools if not node.draining), default=0)
-            why = f"the largest has {most:,} in all" if most else "all of them drain"
-            text = f"none of {len(pools)} pool nodes takes {largest:,} bytes in one: {why}"
-            raise Unavailable(f"{text}; start one that does with {start} --memory-mb N`")
+        if self._stalled:
+            nodes.sort(key=self._is_stalled)
         for node in nodes:
             open_ = [i for i, put in enumerate(puts) if not put.held]
             if not open_:
                 break
             if wish.left_s() <= 0:
                 raise DeadlinePassed(f"{len(open_)} of {len(puts)} blocks were not put in time: {puts[open_[0]].cause}")
-            await self._at(node, [blocks[i] for i in open_], [puts[i] for i in open_], wish)
+            await self._at(node, [blocks[i] for i in open_], [puts[i] for i in open_], wish, node is nodes[-1])
         return puts
 
-    async def _at(self, node: Candidate, blocks: Sequence[Block], puts: Sequence[Put], wish: Wish) -> None:
-        """What it takes and why not the rest goes to `puts`. Raises InvalidRequest alone."""
+    async def _pools(self, largest: int, deadline: float) -> list[Candidate]:
+        """All nodes, one of which at least takes such a block; a master that has not heard from all is asked again."""
+
+        def able(nodes: Sequence[Candidate]) -> bool:
+            return any(takes(node, largest) for node in nodes)
+
+        pools = await self._directory.pools(max(deadline - time.monotonic(), 0.001), able)
+        if able(pools):
+            return pools
+        self._directory.forget_pools()
+        start = f"`kvmesh serve pool --store {self._config.store}"
+        if not pools:
+            raise Unavailable(f"there is no pool node: start one with {start}`")
+        most = max((node.capacity_bytes for node in pools if not node.draining), default=0)
+        if not most:
+            raise Unavailable(f"all of {len(pools)} pool nodes drain; start another one with {start}`")
+        why = f"none of {len(pools)} pool nodes takes so much in one, the largest has {most:,} bytes in all"
+        raise InvalidRequest(f"data: {largest:,} bytes: {why}; start one with {start} --memory-mb N`", field="data")
+
+    def _is_stalled(self, node: Candidate) -> bool:
+        return self._stalled.get((node.store_id, node.incarnation), 0.0) > time.monotonic()
+
+    def _note_stalled(self, node: Candidate) -> None:
+        now = time.monotonic()
+        self._stalled = {life: until for life, until in self._stalled.items() if until > now}
+        self._stalled[node.store_id, node.incarnation] = now + STALLED_S
+
+    async def _at(self, node: Candidate, blocks: Sequence[Block], puts: Sequence[Put], wish: Wish, last: bool) -> None:
+        """What it takes and why not the rest goes to `puts`. `last`: nobody is asked after it, so it has all the time.
+        Raises InvalidRequest alone."""
+        within_s = self._within_s(sum(put.nbytes for put in puts), wish, last)
+        asked = time.monotonic()
         try:
             async with self._peers.use(node.address) as peer:
                 try:
-                    answer = await self._ask(peer, node, blocks, wish)
+                    answer = await self._ask(peer, node, blocks, wish, within_s, last)
                 except Unavailable:
                     self._peers.forget(peer)
                     raise
         except InvalidRequest:
             raise
-        except KvmeshError as error:
+        except KvmeshError as raised:
+            error = raised
+            if isinstance(error, DeadlinePassed | RequestCancelled):  # whose clock was first: ours or the node's
+                self._note_stalled(node)
+                text = f"it has not answered within {time.monotonic() - asked:.1f} s"
+                error = Unavailable(text) if wish.left_s() > CLOCKS_S else DeadlinePassed(text)
             self.stats.refused += 1
             if not isinstance(error, Overloaded):
                 self._directory.forget_pools()
             log.info("put at %s: %s", node.store_id, error.message)
             for put in puts:
-                put.cause = f"{node.store_id}: {error.message}"
+                _refuse(put, node, error)
             return
         now = time.monotonic()
+        if now - asked >= within_s and not any(answer.held):
+            self._note_stalled(node)  # what reads for it stands still
+        why = status.from_detail(answer.reason) if answer.reason.code else Unavailable(answer.why_not or "not held")
         holder = Holder(node.store_id, node.address, node.incarnation, node.node_id)
         for put, held in zip(puts, answer.held, strict=True):
             if held:
-                put.store_id, put.cause = node.store_id, ""
+                put.store_id, put.cause, put.error = node.store_id, "", None
                 self.stats.blocks += 1
                 self.stats.nbytes += put.nbytes
                 self._hints.learn(put.key, [Replica(holder)], now)
             else:
-                put.cause = f"{node.store_id}: {answer.why_not or 'not held'}"
+                _refuse(put, node, why)
 
-    async def _ask(self, peer: Peer, node: Candidate, blocks: Sequence[Block], wish: Wish) -> pb.PutBlocksResponse:
+    def _within_s(self, nbytes: int, wish: Wish, last: bool) -> float:
+        """By when a node must have read so many bytes."""
+        within_s = min(self._config.read_within_ms / 1000, wish.left_s())
+        return within_s if last else min(within_s, self._config.put_stall_ms / 1000 + nbytes / SLOW_BYTES_PER_S)
+
+    async def _ask(
+        self, peer: Peer, node: Candidate, blocks: Sequence[Block], wish: Wish, within_s: float, last: bool
+    ) -> pb.PutBlocksResponse:
         """One Put, again with our descriptor when the node wants it."""
+        until = time.monotonic() + within_s
         state = self._memory.state
         try:
             if peer.shown.get(node.incarnation, 0) >= state:
-                return await self._call(peer, blocks, wish, b"")
+                return await self._call(peer, blocks, wish, b"", until, last)
         except UnknownInstance:  # another life, or it has forgotten us
             pass
-        answer = await self._call(peer, blocks, wish, self._memory.descriptor)
+        answer = await self._call(peer, blocks, wish, self._memory.descriptor, until, last)
         peer.shown[node.incarnation] = state
         return answer
 
-    async def _call(self, peer: Peer, blocks: Sequence[Block], wish: Wish, descriptor: bytes) -> pb.PutBlocksResponse:
-        left_s = wish.left_s()
-        within_ms = int(min(self._config.read_within_ms, left_s * 1000))
+    async def _call(
+        self, peer: Peer, blocks: Sequence[Block], wish: Wish, descriptor: bytes, until: float, last: bool
+    ) -> pb.PutBlocksResponse:
+        within_ms = int((until - time.monotonic()) * 1000)
         if within_ms < 1:
             raise DeadlinePassed("no time is left for it")
         request = pb.PutBlocksRequest(
@@ -214,14 +278,38 @@ class Writer:
             read_within_ms=within_ms,
             pin=pb.PinKind.ValueType(wish.pin or 0),
             pin_ttl_ms=wish.pin_ttl_ms,
-            checksum=[xxhash.xxh3_64_intdigest(block.span.memory) for block in blocks] if wish.verify else (),
+            checksum=await _checksums(blocks) if wish.verify else (),
         )
         with self._memory.ticket() as ticket:
             request.ticket, request.ticket_offset = ticket.value, ticket.offset
-            answer: pb.PutBlocksResponse = await peer.call("Put", request, within_ms / 1000 + ANSWER_S)
+            wait_s = min(within_ms / 1000 + (ANSWER_S if last else NEXT_ANSWER_S), max(wish.left_s(), 0.001))
+            answer: pb.PutBlocksResponse = await peer.call("Put", request, wait_s)
         if len(answer.held) != len(blocks):
             raise Unavailable(f"a Put that speaks of {len(answer.held)} blocks, not of {len(blocks)}")
         return answer
+
+
+def _refuse(put: Put, node: Candidate, error: KvmeshError) -> None:
+    """Of several refusals the one counts that tells most of what to do: that a node is full, then that one could not be
+    asked, then that too much is pinned at one."""
+    if put.error is not None and _rank(error) < _rank(put.error):
+        return
+    put.cause = f"{node.store_id}: {error.message}"
+    put.error = error
+
+
+def _rank(error: KvmeshError) -> int:
+    return 0 if isinstance(error, PinLimit) else 2 if isinstance(error, Overloaded) else 1
+
+
+async def _checksums(blocks: Sequence[Block]) -> list[int]:
+    """Of many bytes by a thread."""
+    work = partial(_summed, [block.span.memory for block in blocks])
+    return await in_thread(work) if sum(block.span.nbytes for block in blocks) > INLINE_COPY else work()
+
+
+def _summed(memories: Sequence[memoryview]) -> list[int]:
+    return [xxhash.xxh3_64_intdigest(memory) for memory in memories]
 
 
 def _portions(sizes: Sequence[int], most: int) -> list[tuple[int, int]]:

@@ -259,6 +259,7 @@ class ObjectTier:
         if not self._begin(deadline_ns) or key in self._removing:
             return False
         try:
+            self._client.say()  # before the first block: no folder is without it
             self._client.put(key, data)
         except Exception as error:
             self._failed("put", error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from kvmesh.kvcache.ssd.folder import OnMismatch
 from kvmesh.kvcache.ssd.plans import Limits
@@ -18,7 +18,8 @@ class SsdConfig:
     """One tier. ConfigError names the field and its value.
 
     `identity`: what its blocks belong to, beyond what their keys say (the layout of the shards): a folder of another
-    one is refused, or with `on_mismatch="set_aside"` its files are moved into a folder of their own inside.
+    one is refused, or with `on_mismatch="set_aside"` its files are moved into a folder of their own inside;
+    with "other_weights" they are when nothing but the weights differs, and are removed then, at most `purge_bytes_s`.
     `direct`: O_DIRECT, where the file system has it ("auto"), always ("on": ConfigError where not), never ("off").
     """
 
@@ -37,6 +38,7 @@ class SsdConfig:
     queue_bytes: int = 256 << 20
     direct: Literal["auto", "on", "off"] = "auto"
     on_mismatch: OnMismatch = "refuse"
+    purge_bytes_s: int = 256 << 20  # of files of other weights
     verify: Verify = "open"  # at start: payloads of the buckets that were not closed, or "all"
     max_open_files: int = 256
     sketch_keys: int = 1 << 18  # that the frequency sketch is made for
@@ -51,7 +53,8 @@ class SsdConfig:
             ("max_open_files", lambda n: n >= 1, "must be at least 1"),
             ("sketch_keys", lambda n: n >= 1, "must be at least 1"),
             ("direct", lambda word: word in ("auto", "on", "off"), "must be auto, on or off"),
-            ("on_mismatch", lambda word: word in ("refuse", "set_aside"), "must be refuse or set_aside"),
+            ("on_mismatch", lambda word: word in get_args(OnMismatch), "must be refuse, set_aside or other_weights"),
+            ("purge_bytes_s", lambda n: n >= 1, "must be at least 1"),
             ("verify", lambda word: word in ("open", "all"), "must be open or all"),
         ]
         for name, good, why in known:

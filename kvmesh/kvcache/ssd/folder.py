@@ -4,6 +4,7 @@ lock                        held by the process that uses the folder (flock: it 
 tier.json                   format version, and the identity that the blocks belong to
 bucket-000000000001.kv ...  see `format`
 aside-1/ ...                what was found and belongs to another identity, when so configured
+                            (with "other_weights" it is removed, in the background: `Purge`)
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import logging
 import os
 import re
+import threading
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +25,9 @@ log = logging.getLogger(__name__)
 
 _BUCKET = re.compile(r"bucket-(\d{12})\.kv")
 _OURS = re.compile(r"lock|tier\.json(\.new)?|probe|bucket-\d{12}\.kv|aside-\d+|lost\+found")
-OnMismatch = Literal["refuse", "set_aside"]
+_ASIDE = re.compile(r"aside-\d+")
+_WEIGHTS = re.compile(r"\b[0-9a-f]{16}(\+\d+)? (?=(float32|bfloat16|float16) )")  # see Worker._layout_text
+OnMismatch = Literal["refuse", "set_aside", "other_weights"]
 
 
 class FolderInUse(ConfigError):
@@ -82,7 +86,7 @@ class Folder:
         if found is not None and all(found.get(name) == value for name, value in wanted.items()):
             return
         why = _difference(found, wanted)
-        if on_mismatch == "refuse":
+        if on_mismatch == "refuse" or (on_mismatch == "other_weights" and not _other_weights(found, wanted)):
             raise ConfigError(
                 f"path={str(self.path)!r}: {why}; name another folder, or empty this one (its blocks are a cache)",
                 field="path",
@@ -90,6 +94,10 @@ class Folder:
         self.set_aside = self._move_aside()
         log.warning("%s: %s; its files were moved to %s", self.path, why, self.set_aside)
         _write(said, wanted)
+
+    def asides(self) -> list[Path]:
+        """Folders of what was moved aside, now or by an earlier life."""
+        return sorted(path for path in self.path.iterdir() if _ASIDE.fullmatch(path.name) and path.is_dir())
 
     def _move_aside(self) -> Path:
         number = 1
@@ -101,6 +109,46 @@ class Folder:
             if path.exists():
                 path.rename(aside / path.name)
         return aside
+
+
+class Purge:
+    """Removes what was moved aside, file by file, at most `bytes_per_s` on average; what `close` leaves, the next life
+    goes on with."""
+
+    def __init__(self, folder: Folder, bytes_per_s: int) -> None:
+        self.removed_bytes = 0
+        self._asides = folder.asides()
+        self._bytes_per_s = bytes_per_s
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ssd purge", daemon=True)
+        if self._asides:
+            self._thread.start()
+
+    def close(self) -> None:
+        """It ends after the file that it is at."""
+        self._closing.set()
+        if self._asides:
+            self._thread.join()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether nothing is left to remove."""
+        if self._asides:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive() and not any(aside.exists() for aside in self._asides)
+
+    def _run(self) -> None:
+        for aside in self._asides:
+            try:
+                for path in sorted(aside.iterdir()):
+                    size = path.stat().st_size
+                    path.unlink()
+                    self.removed_bytes += size
+                    if self._closing.wait(size / self._bytes_per_s):
+                        return
+                aside.rmdir()
+                log.info("%s: blocks of other weights are removed", aside)
+            except OSError as error:
+                log.warning("%s: blocks of other weights could not be removed: %s", aside, error)
 
 
 def identity_of(path: Path) -> str | None:
@@ -135,6 +183,14 @@ def _read(said: Path) -> dict[str, object] | None:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _other_weights(found: dict[str, object] | None, wanted: dict[str, object]) -> bool:
+    """Whether these are blocks of the same shape, of other weights or another epoch of them, which nobody reads."""
+    theirs, ours = (found or {}).get("identity"), wanted["identity"]
+    if (found or {}).get("format") != wanted["format"] or not isinstance(theirs, str) or not isinstance(ours, str):
+        return False
+    return bool(_WEIGHTS.search(ours)) and _WEIGHTS.sub("", theirs) == _WEIGHTS.sub("", ours)
 
 
 def _difference(found: dict[str, object] | None, wanted: dict[str, object]) -> str:

@@ -28,7 +28,7 @@ from kvmesh.kvcache.ssd.config import SsdConfig
 from kvmesh.kvcache.ssd.core import Core, Counts, Flush, Get, Put, Remove
 from kvmesh.kvcache.ssd.disk import Disk, why_not_direct
 from kvmesh.kvcache.ssd.files import BucketFiles
-from kvmesh.kvcache.ssd.folder import Folder
+from kvmesh.kvcache.ssd.folder import Folder, Purge
 from kvmesh.kvcache.ssd.plans import Drop
 from kvmesh.kvcache.ssd.readers import Readers
 from kvmesh.kvcache.ssd.recovery import Recovery, RecoveryReport
@@ -99,6 +99,7 @@ class SsdTier:
         self._writer = Writer(core, config.queue_ops, config.queue_bytes)
         if damaged:
             core.bury(Remove(damaged))
+        self.purge = Purge(self._folder, config.purge_bytes_s) if config.on_mismatch == "other_weights" else None
 
     def __enter__(self) -> SsdTier:
         return self
@@ -263,6 +264,8 @@ class SsdTier:
         if not (self._readers.join(timeout_s) and self._writer.join(timeout_s)):
             raise Unavailable(f"{self.config.path}: the disk has not answered for {timeout_s:g} s")
         self._closed = True
+        if self.purge is not None:
+            self.purge.close()
         self._core.files.close()
         self._folder.close()
 

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError, Message
 
 from kvmesh.rpc import status
 from kvmesh.rpc.door.client import Door, Way, dial
-from kvmesh.rpc.door.frames import MAX_FRAME
+from kvmesh.rpc.door.frames import MAX_REQUEST
 from kvmesh.rpc.door.methods import unary
 from kvmesh.rpc.errors import InternalError, KvmeshError, ProtocolMismatch
 
@@ -67,7 +67,7 @@ class Caller:
             return await self.over_grpc(name, request, timeout_s)
         method = self._methods[name]
         body = request.SerializeToString()
-        if len(body) > MAX_FRAME - _ROOM:
+        if len(body) > MAX_REQUEST - _ROOM:
             return await self.over_grpc(name, request, timeout_s)
         told = await door.call(method.wire, body, timeout_s)
         try:

@@ -17,8 +17,9 @@ from google.protobuf.descriptor import ServiceDescriptor
 from prometheus_client import Counter
 
 from kvmesh.rpc import security, status
+from kvmesh.rpc.call_queue import CallQueue
 from kvmesh.rpc.door.caller import Caller, Found
-from kvmesh.rpc.door.server import DoorServer
+from kvmesh.rpc.door.server import DoorServer, FastPathLimits
 from kvmesh.rpc.errors import ConfigError, InvalidRequest
 from kvmesh.rpc.pb import doors_pb2 as pb
 from kvmesh.rpc.pb import doors_pb2_grpc as pb_grpc
@@ -26,13 +27,13 @@ from kvmesh.rpc.server import Server
 
 log = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 16_384  # one or two of each instance
+CONNECTIONS = 4096  # one or two of each instance
 FIND_S = 2.0
 
 
 class ControlDoor(pb_grpc.DoorsServicer):
     """Of one servicer, for some of its unary methods: those that do not wait, or wait without `asyncio.timeout`.
-    `port` 0: any free one, -1: none. `counter` counts calls by `method`."""
+    `port` 0: any free one, -1: none. `counter` counts calls by `method`; those in `queued` take turns in `queue`."""
 
     def __init__(
         self,
@@ -41,11 +42,16 @@ class ControlDoor(pb_grpc.DoorsServicer):
         methods: Collection[str],
         port: int,
         counter: Counter | None = None,
+        *,
+        limits: FastPathLimits | None = None,
+        queue: CallQueue | None = None,
+        queued: Collection[str] = (),
     ) -> None:
         self._service = service
         self._port = port
         life = secrets.randbits(63) | 1
-        self._server = DoorServer(service, servicer, life, methods=methods, connections=MAX_CONNECTIONS)
+        limits = limits or FastPathLimits(connections=CONNECTIONS)
+        self._server = DoorServer(service, servicer, life, methods=methods, limits=limits, queue=queue, queued=queued)
         if counter is not None:
             counts = {name.encode(): counter.labels(method=name) for name in methods}
             self._server.on_call = lambda wire: counts[wire].inc()

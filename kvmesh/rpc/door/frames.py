@@ -14,7 +14,8 @@ import struct
 from typing import NamedTuple
 
 HELLO, CALL, ANSWER, ERROR, CANCEL = range(1, 6)
-MAX_FRAME = 16 << 20  # name and body; larger messages go over gRPC
+MAX_FRAME = 16 << 20  # name and body of an answer: who reads it has chosen whom to call
+MAX_REQUEST = 1 << 20  # name and body of what callers say; larger messages go over gRPC
 
 _HEADER = struct.Struct("<IIBBHI")  # bytes after it, call, kind, length of the name, 0, ms left to the caller
 _MAGIC = b"kvmesh-door-1\0\0\0"
@@ -63,6 +64,11 @@ class Reader:
         self._later = most
         self._kept = bytearray()
         self._need = _HEADER.size  # bytes of the next frame, as far as they are known
+
+    @property
+    def held(self) -> int:
+        """Bytes of a frame that is not complete."""
+        return len(self._kept)
 
     def feed(self, data: bytes) -> list[Frame]:
         """The frames that are complete now. BadFrame: there can be no more."""

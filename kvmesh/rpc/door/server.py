@@ -7,15 +7,20 @@ import contextlib
 import logging
 import math
 import os
+import resource
 import secrets
 import socket
 import struct
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
 
 from google.protobuf.descriptor import ServiceDescriptor
 
 from kvmesh.rpc import status
+from kvmesh.rpc.call_queue import CallQueue, QueuedCall
 from kvmesh.rpc.door import frames, starting
 from kvmesh.rpc.door.methods import Served, served
 from kvmesh.rpc.door.sweep import Sweep
@@ -24,7 +29,8 @@ from kvmesh.rpc.server import check_port
 
 log = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 512
+MAX_STRANGERS = 64  # connections that have not greeted yet; whoever takes longer than so many others makes room
+DESCRIPTOR_SHARE = 4  # connections take at most one of so many descriptors of this process
 MAX_CALLS = 1024  # under way on one connection
 GREETING_S = 5.0
 CLOSE_S = 2.0
@@ -33,13 +39,24 @@ _UCRED = struct.Struct("iII")  # pid, uid, gid
 _KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))  # finds callers whose machine is gone
 
 
+@dataclass(frozen=True, slots=True)
+class FastPathLimits:
+    """What callers may take of a process. `memory_bytes`: of all connections together, for frames that are not
+    complete; calls that are under way have as much, and answers that nobody reads, with room for one more."""
+
+    connections: int = 512
+    frame_s: float = 10.0
+    memory_bytes: int = 16 << 20
+
+
 class DoorContext:
-    """What a servicer may ask of a call."""
+    """What a servicer may ask of a call. `arrived`: monotonic seconds; its bytes came at that time or later."""
 
-    __slots__ = ("_deadline",)
+    __slots__ = ("_deadline", "arrived")
 
-    def __init__(self, deadline: float) -> None:
+    def __init__(self, deadline: float, arrived: float) -> None:
         self._deadline = deadline
+        self.arrived = arrived
 
     def time_remaining(self) -> float:
         """Seconds that the caller still waits; never negative."""
@@ -52,8 +69,8 @@ class DoorContext:
 
 class DoorServer:
     """All doors of one life to one servicer. `life`: what callers must mean when they come; `methods`: those that can
-    be called, by default all; `connections`: at most (MAX_CONNECTIONS unless told). On the
-    event loop."""
+    be called, by default all; those in `queued` take their turns in `queue`, the others are carried out as soon as
+    their bytes are read. On the event loop."""
 
     def __init__(
         self,
@@ -62,15 +79,26 @@ class DoorServer:
         life: int,
         *,
         methods: Collection[str] | None = None,
-        connections: int | None = None,
+        limits: FastPathLimits | None = None,
+        queue: CallQueue | None = None,
+        queued: Collection[str] = (),
     ) -> None:
         self.methods = served(service, servicer, methods)
         self.life = life
-        self.connections = MAX_CONNECTIONS if connections is None else connections
+        self.limits = limits or FastPathLimits()
+        self.connections = min(self.limits.connections, _descriptors() // DESCRIPTOR_SHARE)
+        self.queue = queue
+        self.queued = frozenset(name.encode() for name in queued) if queue is not None else frozenset()
+        self.held_bytes = 0  # of frames that are not complete, of all connections
+        self.call_bytes = 0  # of calls under way
         self.on_call: Callable[[bytes], object] | None = None  # hears the name of each method that is called
         self.tasks: set[asyncio.Task[None]] = set()  # of calls that wait for something
         self._listening: list[asyncio.AbstractServer] = []
-        self._accepted: set[_Accepted] = set()
+        # Who has greeted, by when it was last heard, and who has not, by when it came; the oldest first.
+        self._accepted: OrderedDict[_Accepted, None] = OrderedDict()
+        self._strangers: OrderedDict[_Accepted, None] = OrderedDict()
+        self._unfinished: dict[_Accepted, None] = {}  # whose frame is not complete, the oldest frame first
+        self._unread: set[_Accepted] = set()  # who does not read its answers
 
     async def listen_unix(self) -> str:
         """A name in the abstract namespace, "@...": found in this network namespace alone, and by this user. OSError:
@@ -102,7 +130,7 @@ class DoorServer:
         listening, self._listening = self._listening, []
         for server in listening:
             server.close()
-        for accepted in list(self._accepted):
+        for accepted in (*self._accepted, *self._strangers):
             accepted.end("")
         if self.tasks:
             await asyncio.wait(set(self.tasks), timeout=CLOSE_S)
@@ -112,19 +140,72 @@ class DoorServer:
 
     def __len__(self) -> int:
         """Connections."""
-        return len(self._accepted)
+        return len(self._accepted) + len(self._strangers)
 
     def _accept(self) -> _Accepted:
         return _Accepted(self)
 
+    def came(self, accepted: _Accepted) -> None:
+        """It has not greeted. The oldest such makes room."""
+        self._strangers[accepted] = None
+        if len(self._strangers) > MAX_STRANGERS:
+            next(iter(self._strangers)).end("others came, and it has not greeted")
+
     def admits(self, accepted: _Accepted) -> bool:
+        """It has greeted. When there are too many, the one that was idle longest makes room; False: none is idle."""
+        self._strangers.pop(accepted, None)
         if len(self._accepted) >= self.connections:
-            return False
-        self._accepted.add(accepted)
+            idle = next((one for one in self._accepted if one.idle), None)
+            if idle is None:
+                return False
+            idle.end(f"{self.connections} are open, and this one was idle longest")
+        self._accepted[accepted] = None
         return True
 
+    def heard(self, accepted: _Accepted) -> None:
+        """It has said something."""
+        if accepted in self._accepted:
+            self._accepted.move_to_end(accepted)
+
     def forget(self, accepted: _Accepted) -> None:
-        self._accepted.discard(accepted)
+        self._accepted.pop(accepted, None)
+        self._strangers.pop(accepted, None)
+        self._unfinished.pop(accepted, None)
+        self._unread.discard(accepted)
+
+    def hold(self, accepted: _Accepted, more: int, *, unfinished: bool, begun: bool) -> None:
+        """A connection holds so many bytes more of a frame. `begun`: of another one than before. While all hold too
+        much, whoever has been at one frame longest is ended."""
+        self.held_bytes += more
+        if begun or not unfinished:
+            self._unfinished.pop(accepted, None)
+        if unfinished:
+            self._unfinished.setdefault(accepted)
+        while self.held_bytes > self.limits.memory_bytes and self._unfinished:
+            next(iter(self._unfinished)).end("a frame is not finished, and others need its room")
+
+    def has_room(self, nbytes: int) -> bool:
+        """For a call of that size."""
+        return self.call_bytes + nbytes <= self.limits.memory_bytes
+
+    def release(self, nbytes: int) -> None:
+        """A call that held so much is over."""
+        self.call_bytes -= nbytes
+
+    def unread(self, accepted: _Accepted, *, waits: bool) -> None:
+        """Whether answers wait for a caller that does not read."""
+        if waits:
+            self._unread.add(accepted)
+        else:
+            self._unread.discard(accepted)
+
+    def check_unread(self) -> None:
+        """Ends the connection with most of them while answers that nobody reads take too much."""
+        sizes = {one: one.unread_bytes for one in self._unread}
+        while sum(sizes.values()) > self.limits.memory_bytes + frames.MAX_FRAME:
+            most = max(sizes, key=lambda one: sizes[one])
+            del sizes[most]
+            most.end("it does not read its answers")
 
 
 class _Accepted(asyncio.Protocol):
@@ -132,9 +213,14 @@ class _Accepted(asyncio.Protocol):
 
     def __init__(self, server: DoorServer) -> None:
         self._server = server
-        self._reader = frames.Reader()
+        self._reader = frames.Reader(frames.MAX_REQUEST)
         self._transport: asyncio.Transport | None = None
         self._calls: dict[int, tuple[asyncio.Task[None], float]] = {}  # those that wait, and until when
+        self._queued: dict[int, tuple[QueuedCall, float]] = {}  # those whose turn has not come
+        self._held = 0  # bytes of a frame that is not complete, as the server counts them
+        self._frame_ends = math.inf  # when it must be
+        self._paused = False
+        self._arrived = 0.0
         self._sweep = Sweep(self._due)
         self._out: list[bytes] | None = None  # what goes out together at the end of this turn
         self._stranger: asyncio.TimerHandle | None = None
@@ -145,29 +231,62 @@ class _Accepted(asyncio.Protocol):
         self._transport = transport
         if not _same_user(transport):
             return self.end("another user's")
-        if not self._server.admits(self):
-            return self.end(f"{self._server.connections} are open")
         _keep_alive(transport)
+        self._server.came(self)
         self._stranger = asyncio.get_running_loop().call_later(GREETING_S, self.end, "no greeting")
         return None
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of it is under way."""
+        return not (self._calls or self._queued or self._held)
+
+    @property
+    def unread_bytes(self) -> int:
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
     def data_received(self, data: bytes) -> None:
         self._out = []
+        now, queue = time.monotonic(), self._server.queue
+        self._arrived = queue.turned_at if queue is not None and queue.turned_at > 0 else now
         try:
-            for frame in self._reader.feed(data):
+            complete = self._reader.feed(data)
+            self._count(now, begun=bool(complete))
+            for frame in complete:
                 self._take(frame)
         except frames.BadFrame as err:
             self.end(f"not understood: {err}")
         out, self._out = self._out, None
-        if out and self._transport is not None:
-            self._transport.write(out[0] if len(out) == 1 else b"".join(out))
+        if self._transport is None:
+            return
+        if out:
+            self._write(out[0] if len(out) == 1 else b"".join(out))
+        self._server.heard(self)
+
+    def _count(self, now: float, *, begun: bool) -> None:
+        """What is kept of a frame that is not complete. `begun`: it is another one than before."""
+        held = self._reader.held
+        if not held and not self._held:
+            return
+        begun = begun or not self._held
+        more, self._held = held - self._held, held
+        if not held:
+            self._frame_ends = math.inf
+        elif begun:
+            self._frame_ends = now + self._server.limits.frame_s
+            self._sweep.by(self._frame_ends)
+        self._server.hold(self, more, unfinished=held > 0, begun=begun)
 
     def pause_writing(self) -> None:
         """The caller does not read its answers: nothing new is taken from it."""
+        self._paused = True
+        self._server.unread(self, waits=True)
         if self._transport is not None:
             self._transport.pause_reading()
 
     def resume_writing(self) -> None:
+        self._paused = False
+        self._server.unread(self, waits=False)
         if self._transport is not None:
             self._transport.resume_reading()
 
@@ -185,9 +304,14 @@ class _Accepted(asyncio.Protocol):
             self._stranger.cancel()
         self._sweep.close()
         self._server.forget(self)
+        self._server.held_bytes -= self._held
+        self._held = 0
         calls, self._calls = self._calls, {}
         for task, _ in calls.values():
             starting.cancel(task)
+        queued, self._queued = self._queued, {}
+        for waiting, _ in queued.values():
+            self._drop(waiting)
 
     # ── calls ────────────────────────────────────────────────────────────────────────────────────
 
@@ -199,8 +323,10 @@ class _Accepted(asyncio.Protocol):
         elif frame.kind == frames.CALL:
             self._begin(frame)
         elif frame.kind == frames.CANCEL:
-            if (waiting := self._calls.pop(frame.call, None)) is not None:
-                starting.cancel(waiting[0])
+            if (under_way := self._calls.pop(frame.call, None)) is not None:
+                starting.cancel(under_way[0])
+            elif (waiting := self._queued.pop(frame.call, None)) is not None:
+                self._drop(waiting[0])
         else:
             raise frames.BadFrame(f"kind={frame.kind}: not said by callers")
 
@@ -211,27 +337,60 @@ class _Accepted(asyncio.Protocol):
         assert self._stranger is not None
         self._stranger.cancel()
         self._stranger = None
+        if not self._server.admits(self):
+            return self.end(f"{self._server.connections} are open, and none is idle")
         self._send(frames.hello(life))
         return None
 
     def _begin(self, frame: frames.Frame) -> None:
-        if frame.call in self._calls:
+        if frame.call in self._calls or frame.call in self._queued:
             raise frames.BadFrame(f"call={frame.call}: is under way already")
         method = self._server.methods.get(frame.name)
         if method is None:
             return self._fail(frame.call, ProtocolMismatch(f"method={frame.name!r}: not behind this door"))
-        if len(self._calls) >= MAX_CALLS:
+        if len(self._calls) + len(self._queued) >= MAX_CALLS:
             return self._fail(frame.call, Overloaded(f"{MAX_CALLS} calls are under way here", retry_after_ms=10))
+        if not self._server.has_room(len(frame.body)):
+            most = self._server.limits.memory_bytes
+            return self._fail(frame.call, Overloaded(f"calls under way hold {most} bytes here", retry_after_ms=100))
         if (on_call := self._server.on_call) is not None:
             on_call(frame.name)
         deadline = time.monotonic() + frame.ms / 1000
-        task = starting.start(self._run(method, frame.call, frame.body, DoorContext(deadline)))
-        if task is not None:
-            self._calls[frame.call] = task, deadline
-            self._server.tasks.add(task)
-            task.add_done_callback(self._server.tasks.discard)
+        context = DoorContext(deadline, self._arrived)
+        if self._server.queue is None or frame.name not in self._server.queued:
+            return self._start(method, frame.call, frame.body, context, deadline)
+        try:
+            work = partial(self._start_queued, method, frame.call, frame.body, context, deadline)
+            queued = self._server.queue.submit(work, len(frame.body))
+        except Overloaded as error:
+            return self._fail(frame.call, error)
+        if queued is not None:
+            self._server.call_bytes += queued.nbytes
+            self._queued[frame.call] = queued, deadline
             self._sweep.by(deadline)
         return None
+
+    def _start_queued(self, method: Served, call: int, body: bytes, context: DoorContext, deadline: float) -> None:
+        if (queued := self._queued.pop(call, None)) is not None:
+            self._server.release(queued[0].nbytes)
+        self._start(method, call, body, context, deadline)
+
+    def _drop(self, queued: QueuedCall) -> None:
+        self._server.release(queued.nbytes)
+        queued.drop()
+
+    def _start(self, method: Served, call: int, body: bytes, context: DoorContext, deadline: float) -> None:
+        task = starting.start(self._run(method, call, body, context))
+        if task is not None:
+            self._calls[call] = task, deadline
+            self._server.tasks.add(task)
+            self._server.call_bytes += len(body)
+            task.add_done_callback(partial(self._over, len(body)))
+            self._sweep.by(deadline)
+
+    def _over(self, nbytes: int, task: asyncio.Task[None]) -> None:
+        self._server.tasks.discard(task)
+        self._server.release(nbytes)
 
     async def _run(self, method: Served, call: int, body: bytes, context: DoorContext) -> None:
         """Raises CancelledError alone."""
@@ -260,16 +419,36 @@ class _Accepted(asyncio.Protocol):
     def _send(self, frame: bytes) -> None:
         if self._out is not None:
             self._out.append(frame)
-        elif self._transport is not None:
-            self._transport.write(frame)
+        else:
+            self._write(frame)
+
+    def _write(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(data)
+            if self._paused:
+                self._server.check_unread()
 
     def _due(self, now: float) -> float:
-        """Ends the calls for which nobody waits any more."""
+        """Ends the calls for which nobody waits any more, and a caller that does not finish its frame."""
+        if self._frame_ends <= now:
+            self.end(f"a frame was not finished within {self._server.limits.frame_s:g} s")
+            return math.inf
         for call, (task, deadline) in list(self._calls.items()):
             if deadline <= now:
                 del self._calls[call]
                 starting.cancel(task)
-        return min((deadline for _, deadline in self._calls.values()), default=math.inf)
+        for call, (queued, deadline) in list(self._queued.items()):
+            if deadline <= now:
+                del self._queued[call]
+                self._drop(queued)
+        ends = (deadline for under_way in (self._calls, self._queued) for _, deadline in under_way.values())
+        return min(ends, default=math.inf) if self._frame_ends == math.inf else min((self._frame_ends, *ends))
+
+
+def _descriptors() -> int:
+    """How many this process may have."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 1 << 20 if soft == resource.RLIM_INFINITY else soft
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvmesh.rpc.pb import common_pb2 as kvmesh_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvmesh/v1/blocks.proto\x12\tkvmesh.v1\x1a\x16kvmesh/v1/common.proto\"\xad\x01\n\x0cLeaseRequest\x12\x0e\n\x06reader\x18\x01 \x01(\t\x12\x1a\n\x12holder_incarnation\x18\x02 \x01(\x06\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x04 \x01(\r\x12\x0e\n\x06layout\x18\x05 \x01(\t\x12\x18\n\x10want_descriptors\x18\x06 \x01(\x08\x12\x16\n\x0ewant_checksums\x18\x07 \x01(\x08\x12\x0f\n\x07\x61ny_cut\x18\x08 \x01(\x08\"\x9f\x01\n\rLeaseResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x06\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\x12\x0c\n\x04held\x18\x03 \x01(\x0c\x12$\n\x05ranks\x18\x04 \x03(\x0b\x32\x15.kvmesh.v1.LeasedRank\x12\r\n\x05tiers\x18\x05 \x01(\x0c\x12\x12\n\x06nbytes\x18\x06 \x03(\x04\x42\x02\x10\x01\x12\x13\n\x0bremoved_seq\x18\x07 \x01(\x04\"\x99\x01\n\nLeasedRank\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0f\n\x07segment\x18\x02 \x01(\t\x12\x1a\n\x12segment_descriptor\x18\x03 \x01(\x0c\x12\x12\n\x06offset\x18\x04 \x03(\x04\x42\x02\x10\x01\x12\x14\n\x08\x63hecksum\x18\x05 \x03(\x06\x42\x02\x10\x01\x12&\n\x06layout\x18\x06 \x01(\x0b\x32\x16.kvmesh.v1.ShardLayout\"8\n\x12RenewBlocksRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x06\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\"\'\n\x13RenewBlocksResponse\x12\x10\n\x08lease_ms\x18\x01 \x01(\r\":\n\x14ReleaseBlocksRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x06\x12\x10\n\x04\x61lso\x18\x02 \x03(\x06\x42\x02\x10\x01\"\x17\n\x15ReleaseBlocksResponse\"\xb3\x01\n\x11PullBlocksRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\'\n\x07holders\x18\x02 \x03(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x0e\n\x06layout\x18\x03 \x01(\t\x12\x13\n\x0bshard_bytes\x18\x04 \x01(\r\x12\x12\n\ntimeout_ms\x18\x05 \x01(\r\x12\x0c\n\x04term\x18\x06 \x01(\x06\x12\x12\n\nbackground\x18\x07 \x01(\x08\x12\x0c\n\x04pins\x18\x08 \x01(\x08\"\"\n\x12PullBlocksResponse\x12\x0c\n\x04held\x18\x01 \x01(\x0c\"\x13\n\x11ListBlocksRequest\"N\n\x12ListBlocksResponse\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\x0b\n\x03seq\x18\x02 \x01(\x06\x12\x1d\n\x04tier\x18\x03 \x01(\x0e\x32\x0f.kvmesh.v1.Tier\"\x15\n\x13GetNodeStoreRequest\"\xcb\x03\n\x14GetNodeStoreResponse\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12&\n\x05pools\x18\x02 \x01(\x0b\x32\x17.kvmesh.v1.PoolCounters\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x04\x12\x12\n\nblock_hits\x18\x04 \x01(\x04\x12\x14\n\x0c\x62lock_misses\x18\x05 \x01(\x04\x12\x0f\n\x07\x65victed\x18\x06 \x01(\x04\x12\x14\n\x0cleases_given\x18\x07 \x01(\x04\x12\x15\n\rleased_blocks\x18\x08 \x01(\x04\x12\x15\n\rpulled_blocks\x18\t \x01(\x04\x12\x14\n\x0cpulled_bytes\x18\n \x01(\x04\x12\x18\n\x10offloaded_blocks\x18\x0b \x01(\x04\x12\x0e\n\x06layout\x18\x0c \x01(\t\x12\x13\n\x0bshard_bytes\x18\r \x01(\r\x12&\n\x05tiers\x18\x0e \x03(\x0b\x32\x17.kvmesh.v1.TierCounters\x12\x13\n\x0bsoft_pinned\x18\x0f \x01(\r\x12\x13\n\x0bhard_pinned\x18\x10 \x01(\r\x12\x15\n\rfragmentation\x18\x11 \x01(\x02\x12\x0c\n\x04term\x18\x12 \x01(\x06\"\xae\x02\n\x0cTierCounters\x12\x1d\n\x04tier\x18\x01 \x01(\x0e\x32\x0f.kvmesh.v1.Tier\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x04 \x01(\x04\x12\x0c\n\x04hits\x18\x05 \x01(\x04\x12\x0e\n\x06misses\x18\x06 \x01(\x04\x12\x15\n\rwritten_bytes\x18\x07 \x01(\x04\x12\x12\n\nread_bytes\x18\x08 \x01(\x04\x12\x0f\n\x07\x65victed\x18\t \x01(\x04\x12\x10\n\x08promoted\x18\n \x01(\x04\x12\x0f\n\x07read_ns\x18\x0b \x01(\x04\x12\x13\n\x0b\x62ytes_per_s\x18\x0c \x01(\x04\x12\x0f\n\x07why_not\x18\r \x01(\t\x12\x0f\n\x07\x64\x65moted\x18\x0e \x01(\x04\x12\x0f\n\x07\x64ropped\x18\x0f \x01(\x04\"B\n\rExistsRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\x0e\n\x06layout\x18\x02 \x01(\t\x12\x13\n\x0bwant_pinned\x18\x03 \x01(\x08\"h\n\x0e\x45xistsResponse\x12\r\n\x05tiers\x18\x01 \x01(\x0c\x12\x12\n\x06nbytes\x18\x02 \x03(\x04\x42\x02\x10\x01\x12\x0f\n\x07layouts\x18\x03 \x03(\t\x12\x12\n\x06layout\x18\x04 \x03(\rB\x02\x10\x01\x12\x0e\n\x06pinned\x18\x05 \x01(\x0c\"z\n\x13RemoveBlocksRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\x0e\n\x06prefix\x18\x02 \x01(\x0c\x12\x0c\n\x04term\x18\x03 \x01(\x06\x12\x0b\n\x03seq\x18\x04 \x01(\x04\x12\x14\n\x0cspare_pinned\x18\x05 \x01(\x08\x12\x14\n\x0cspare_leased\x18\x06 \x01(\x08\"7\n\x14RemoveBlocksResponse\x12\x0f\n\x07removed\x18\x01 \x01(\x04\x12\x0e\n\x06spared\x18\x02 \x01(\x0c\"p\n\x10PinBlocksRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\x0e\n\x06layout\x18\x02 \x01(\t\x12 \n\x04kind\x18\x03 \x01(\x0e\x32\x12.kvmesh.v1.PinKind\x12\x0e\n\x06ttl_ms\x18\x04 \x01(\r\x12\x0c\n\x04term\x18\x05 \x01(\x04\"!\n\x11PinBlocksResponse\x12\x0c\n\x04\x64one\x18\x01 \x01(\x0c\"\x8f\x02\n\x10PutBlocksRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\x0e\n\x06layout\x18\x02 \x01(\t\x12\x0f\n\x07segment\x18\x03 \x01(\t\x12\x1a\n\x12segment_descriptor\x18\x04 \x01(\x0c\x12\x12\n\x06offset\x18\x05 \x03(\x04\x42\x02\x10\x01\x12\x12\n\x06nbytes\x18\x06 \x03(\x04\x42\x02\x10\x01\x12\x16\n\x0eread_within_ms\x18\x07 \x01(\r\x12\x1f\n\x03pin\x18\x08 \x01(\x0e\x32\x12.kvmesh.v1.PinKind\x12\x12\n\npin_ttl_ms\x18\t \x01(\r\x12\x14\n\x08\x63hecksum\x18\n \x03(\x06\x42\x02\x10\x01\x12\x0e\n\x06ticket\x18\x0b \x01(\x06\x12\x15\n\rticket_offset\x18\x0c \x01(\x04\"2\n\x11PutBlocksResponse\x12\x0c\n\x04held\x18\x01 \x01(\x0c\x12\x0f\n\x07why_not\x18\x02 \x01(\t\"\x0e\n\x0c\x44oorsRequest\"\x82\x01\n\rDoorsResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x0f\n\x07machine\x18\x02 \x01(\t\x12\x0f\n\x07network\x18\x03 \x01(\t\x12\x12\n\ncalls_path\x18\x04 \x01(\t\x12\x12\n\ncalls_port\x18\x05 \x01(\r\x12\x12\n\nindex_path\x18\x06 \x01(\t\"N\n\x12TouchBlocksRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\x0e\n\x06layout\x18\x02 \x01(\t\x12\x1a\n\x12holder_incarnation\x18\x03 \x01(\x06\"\x15\n\x13TouchBlocksResponse*\\\n\x07PinKind\x12\x18\n\x14PIN_KIND_UNSPECIFIED\x10\x00\x12\x11\n\rPIN_KIND_NONE\x10\x01\x12\x11\n\rPIN_KIND_SOFT\x10\x02\x12\x11\n\rPIN_KIND_HARD\x10\x03\x32\xd8\x06\n\tNodeStore\x12:\n\x05Lease\x12\x17.kvmesh.v1.LeaseRequest\x1a\x18.kvmesh.v1.LeaseResponse\x12K\n\nRenewLease\x12\x1d.kvmesh.v1.RenewBlocksRequest\x1a\x1e.kvmesh.v1.RenewBlocksResponse\x12Q\n\x0cReleaseLease\x12\x1f.kvmesh.v1.ReleaseBlocksRequest\x1a .kvmesh.v1.ReleaseBlocksResponse\x12\x43\n\x04Pull\x12\x1c.kvmesh.v1.PullBlocksRequest\x1a\x1d.kvmesh.v1.PullBlocksResponse\x12K\n\nListBlocks\x12\x1c.kvmesh.v1.ListBlocksRequest\x1a\x1d.kvmesh.v1.ListBlocksResponse0\x01\x12K\n\x08GetStore\x12\x1e.kvmesh.v1.GetNodeStoreRequest\x1a\x1f.kvmesh.v1.GetNodeStoreResponse\x12=\n\x06\x45xists\x12\x18.kvmesh.v1.ExistsRequest\x1a\x19.kvmesh.v1.ExistsResponse\x12I\n\x06Remove\x12\x1e.kvmesh.v1.RemoveBlocksRequest\x1a\x1f.kvmesh.v1.RemoveBlocksResponse\x12@\n\x03Pin\x12\x1b.kvmesh.v1.PinBlocksRequest\x1a\x1c.kvmesh.v1.PinBlocksResponse\x12@\n\x03Put\x12\x1b.kvmesh.v1.PutBlocksRequest\x1a\x1c.kvmesh.v1.PutBlocksResponse\x12:\n\x05\x44oors\x12\x17.kvmesh.v1.DoorsRequest\x1a\x18.kvmesh.v1.DoorsResponse\x12\x46\n\x05Touch\x12\x1d.kvmesh.v1.TouchBlocksRequest\x1a\x1e.kvmesh.v1.TouchBlocksResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvmesh/v1/blocks.proto\x12\tkvmesh.v1\x1a\x16kvmesh/v1/common.proto\"\xad\x01\n\x0cLeaseRequest\x12\x0e\n\x06reader\x18\x01 \x01(\t\x12\x1a\n\x12holder_incarnation\x18\x02 \x01(\x06\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x04 \x01(\r\x12\x0e\n\x06layout\x18\x05 \x01(\t\x12\x18\n\x10want_descriptors\x18\x06 \x01(\x08\x12\x16\n\x0ewant_checksums\x18\x07 \x01(\x08\x12\x0f\n\x07\x61ny_cut\x18\x08 \x01(\x08\"\x9f\x01\n\rLeaseResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x06\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\x12\x0c\n\x04held\x18\x03 \x01(\x0c\x12$\n\x05ranks\x18\x04 \x03(\x0b\x32\x15.kvmesh.v1.LeasedRank\x12\r\n\x05tiers\x18\x05 \x01(\x0c\x12\x12\n\x06nbytes\x18\x06 \x03(\x04\x42\x02\x10\x01\x12\x13\n\x0bremoved_seq\x18\x07 \x01(\x04\"\x99\x01\n\nLeasedRank\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0f\n\x07segment\x18\x02 \x01(\t\x12\x1a\n\x12segment_descriptor\x18\x03 \x01(\x0c\x12\x12\n\x06offset\x18\x04 \x03(\x04\x42\x02\x10\x01\x12\x14\n\x08\x63hecksum\x18\x05 \x03(\x06\x42\x02\x10\x01\x12&\n\x06layout\x18\x06 \x01(\x0b\x32\x16.kvmesh.v1.ShardLayout\"8\n\x12RenewBlocksRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x06\x12\x10\n\x08lease_ms\x18\x02 \x01(\r\"\'\n\x13RenewBlocksResponse\x12\x10\n\x08lease_ms\x18\x01 \x01(\r\":\n\x14ReleaseBlocksRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\x06\x12\x10\n\x04\x61lso\x18\x02 \x03(\x06\x42\x02\x10\x01\"%\n\x15ReleaseBlocksResponse\x12\x0c\n\x04held\x18\x01 \x01(\x0c\"\xb3\x01\n\x11PullBlocksRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\'\n\x07holders\x18\x02 \x03(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12\x0e\n\x06layout\x18\x03 \x01(\t\x12\x13\n\x0bshard_bytes\x18\x04 \x01(\r\x12\x12\n\ntimeout_ms\x18\x05 \x01(\r\x12\x0c\n\x04term\x18\x06 \x01(\x06\x12\x12\n\nbackground\x18\x07 \x01(\x08\x12\x0c\n\x04pins\x18\x08 \x01(\x08\"\"\n\x12PullBlocksResponse\x12\x0c\n\x04held\x18\x01 \x01(\x0c\"\x13\n\x11ListBlocksRequest\"N\n\x12ListBlocksResponse\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\x0b\n\x03seq\x18\x02 \x01(\x06\x12\x1d\n\x04tier\x18\x03 \x01(\x0e\x32\x0f.kvmesh.v1.Tier\"\x15\n\x13GetNodeStoreRequest\"\xcb\x03\n\x14GetNodeStoreResponse\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvmesh.v1.InstanceRef\x12&\n\x05pools\x18\x02 \x01(\x0b\x32\x17.kvmesh.v1.PoolCounters\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x04\x12\x12\n\nblock_hits\x18\x04 \x01(\x04\x12\x14\n\x0c\x62lock_misses\x18\x05 \x01(\x04\x12\x0f\n\x07\x65victed\x18\x06 \x01(\x04\x12\x14\n\x0cleases_given\x18\x07 \x01(\x04\x12\x15\n\rleased_blocks\x18\x08 \x01(\x04\x12\x15\n\rpulled_blocks\x18\t \x01(\x04\x12\x14\n\x0cpulled_bytes\x18\n \x01(\x04\x12\x18\n\x10offloaded_blocks\x18\x0b \x01(\x04\x12\x0e\n\x06layout\x18\x0c \x01(\t\x12\x13\n\x0bshard_bytes\x18\r \x01(\r\x12&\n\x05tiers\x18\x0e \x03(\x0b\x32\x17.kvmesh.v1.TierCounters\x12\x13\n\x0bsoft_pinned\x18\x0f \x01(\r\x12\x13\n\x0bhard_pinned\x18\x10 \x01(\r\x12\x15\n\rfragmentation\x18\x11 \x01(\x02\x12\x0c\n\x04term\x18\x12 \x01(\x06\"\xae\x02\n\x0cTierCounters\x12\x1d\n\x04tier\x18\x01 \x01(\x0e\x32\x0f.kvmesh.v1.Tier\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x04 \x01(\x04\x12\x0c\n\x04hits\x18\x05 \x01(\x04\x12\x0e\n\x06misses\x18\x06 \x01(\x04\x12\x15\n\rwritten_bytes\x18\x07 \x01(\x04\x12\x12\n\nread_bytes\x18\x08 \x01(\x04\x12\x0f\n\x07\x65victed\x18\t \x01(\x04\x12\x10\n\x08promoted\x18\n \x01(\x04\x12\x0f\n\x07read_ns\x18\x0b \x01(\x04\x12\x13\n\x0b\x62ytes_per_s\x18\x0c \x01(\x04\x12\x0f\n\x07why_not\x18\r \x01(\t\x12\x0f\n\x07\x64\x65moted\x18\x0e \x01(\x04\x12\x0f\n\x07\x64ropped\x18\x0f \x01(\x04\"B\n\rExistsRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\x0e\n\x06layout\x18\x02 \x01(\t\x12\x13\n\x0bwant_pinned\x18\x03 \x01(\x08\"h\n\x0e\x45xistsResponse\x12\r\n\x05tiers\x18\x01 \x01(\x0c\x12\x12\n\x06nbytes\x18\x02 \x03(\x04\x42\x02\x10\x01\x12\x0f\n\x07layouts\x18\x03 \x03(\t\x12\x12\n\x06layout\x18\x04 \x03(\rB\x02\x10\x01\x12\x0e\n\x06pinned\x18\x05 \x01(\x0c\"z\n\x13RemoveBlocksRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\x0e\n\x06prefix\x18\x02 \x01(\x0c\x12\x0c\n\x04term\x18\x03 \x01(\x06\x12\x0b\n\x03seq\x18\x04 \x01(\x04\x12\x14\n\x0cspare_pinned\x18\x05 \x01(\x08\x12\x14\n\x0cspare_leased\x18\x06 \x01(\x08\"7\n\x14RemoveBlocksResponse\x12\x0f\n\x07removed\x18\x01 \x01(\x04\x12\x0e\n\x06spared\x18\x02 \x01(\x0c\"p\n\x10PinBlocksRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\x0e\n\x06layout\x18\x02 \x01(\t\x12 \n\x04kind\x18\x03 \x01(\x0e\x32\x12.kvmesh.v1.PinKind\x12\x0e\n\x06ttl_ms\x18\x04 \x01(\r\x12\x0c\n\x04term\x18\x05 \x01(\x04\"!\n\x11PinBlocksResponse\x12\x0c\n\x04\x64one\x18\x01 \x01(\x0c\"\x8f\x02\n\x10PutBlocksRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\x0e\n\x06layout\x18\x02 \x01(\t\x12\x0f\n\x07segment\x18\x03 \x01(\t\x12\x1a\n\x12segment_descriptor\x18\x04 \x01(\x0c\x12\x12\n\x06offset\x18\x05 \x03(\x04\x42\x02\x10\x01\x12\x12\n\x06nbytes\x18\x06 \x03(\x04\x42\x02\x10\x01\x12\x16\n\x0eread_within_ms\x18\x07 \x01(\r\x12\x1f\n\x03pin\x18\x08 \x01(\x0e\x32\x12.kvmesh.v1.PinKind\x12\x12\n\npin_ttl_ms\x18\t \x01(\r\x12\x14\n\x08\x63hecksum\x18\n \x03(\x06\x42\x02\x10\x01\x12\x0e\n\x06ticket\x18\x0b \x01(\x06\x12\x15\n\rticket_offset\x18\x0c \x01(\x04\"Z\n\x11PutBlocksResponse\x12\x0c\n\x04held\x18\x01 \x01(\x0c\x12\x0f\n\x07why_not\x18\x02 \x01(\t\x12&\n\x06reason\x18\x03 \x01(\x0b\x32\x16.kvmesh.v1.ErrorDetail\"\x0e\n\x0c\x44oorsRequest\"\x82\x01\n\rDoorsResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x0f\n\x07machine\x18\x02 \x01(\t\x12\x0f\n\x07network\x18\x03 \x01(\t\x12\x12\n\ncalls_path\x18\x04 \x01(\t\x12\x12\n\ncalls_port\x18\x05 \x01(\r\x12\x12\n\nindex_path\x18\x06 \x01(\t\"N\n\x12TouchBlocksRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12\x0e\n\x06layout\x18\x02 \x01(\t\x12\x1a\n\x12holder_incarnation\x18\x03 \x01(\x06\"\x15\n\x13TouchBlocksResponse*\\\n\x07PinKind\x12\x18\n\x14PIN_KIND_UNSPECIFIED\x10\x00\x12\x11\n\rPIN_KIND_NONE\x10\x01\x12\x11\n\rPIN_KIND_SOFT\x10\x02\x12\x11\n\rPIN_KIND_HARD\x10\x03\x32\xd8\x06\n\tNodeStore\x12:\n\x05Lease\x12\x17.kvmesh.v1.LeaseRequest\x1a\x18.kvmesh.v1.LeaseResponse\x12K\n\nRenewLease\x12\x1d.kvmesh.v1.RenewBlocksRequest\x1a\x1e.kvmesh.v1.RenewBlocksResponse\x12Q\n\x0cReleaseLease\x12\x1f.kvmesh.v1.ReleaseBlocksRequest\x1a .kvmesh.v1.ReleaseBlocksResponse\x12\x43\n\x04Pull\x12\x1c.kvmesh.v1.PullBlocksRequest\x1a\x1d.kvmesh.v1.PullBlocksResponse\x12K\n\nListBlocks\x12\x1c.kvmesh.v1.ListBlocksRequest\x1a\x1d.kvmesh.v1.ListBlocksResponse0\x01\x12K\n\x08GetStore\x12\x1e.kvmesh.v1.GetNodeStoreRequest\x1a\x1f.kvmesh.v1.GetNodeStoreResponse\x12=\n\x06\x45xists\x12\x18.kvmesh.v1.ExistsRequest\x1a\x19.kvmesh.v1.ExistsResponse\x12I\n\x06Remove\x12\x1e.kvmesh.v1.RemoveBlocksRequest\x1a\x1f.kvmesh.v1.RemoveBlocksResponse\x12@\n\x03Pin\x12\x1b.kvmesh.v1.PinBlocksRequest\x1a\x1c.kvmesh.v1.PinBlocksResponse\x12@\n\x03Put\x12\x1b.kvmesh.v1.PutBlocksRequest\x1a\x1c.kvmesh.v1.PutBlocksResponse\x12:\n\x05\x44oors\x12\x17.kvmesh.v1.DoorsRequest\x1a\x18.kvmesh.v1.DoorsResponse\x12\x46\n\x05Touch\x12\x1d.kvmesh.v1.TouchBlocksRequest\x1a\x1e.kvmesh.v1.TouchBlocksResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -50,8 +50,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PUTBLOCKSREQUEST'].fields_by_name['nbytes']._serialized_options = b'\020\001'
   _globals['_PUTBLOCKSREQUEST'].fields_by_name['checksum']._loaded_options = None
   _globals['_PUTBLOCKSREQUEST'].fields_by_name['checksum']._serialized_options = b'\020\001'
-  _globals['_PINKIND']._serialized_start=2930
-  _globals['_PINKIND']._serialized_end=3022
+  _globals['_PINKIND']._serialized_start=2984
+  _globals['_PINKIND']._serialized_end=3076
   _globals['_LEASEREQUEST']._serialized_start=62
   _globals['_LEASEREQUEST']._serialized_end=235
   _globals['_LEASERESPONSE']._serialized_start=238
@@ -65,45 +65,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RELEASEBLOCKSREQUEST']._serialized_start=654
   _globals['_RELEASEBLOCKSREQUEST']._serialized_end=712
   _globals['_RELEASEBLOCKSRESPONSE']._serialized_start=714
-  _globals['_RELEASEBLOCKSRESPONSE']._serialized_end=737
-  _globals['_PULLBLOCKSREQUEST']._serialized_start=740
-  _globals['_PULLBLOCKSREQUEST']._serialized_end=919
-  _globals['_PULLBLOCKSRESPONSE']._serialized_start=921
-  _globals['_PULLBLOCKSRESPONSE']._serialized_end=955
-  _globals['_LISTBLOCKSREQUEST']._serialized_start=957
-  _globals['_LISTBLOCKSREQUEST']._serialized_end=976
-  _globals['_LISTBLOCKSRESPONSE']._serialized_start=978
-  _globals['_LISTBLOCKSRESPONSE']._serialized_end=1056
-  _globals['_GETNODESTOREREQUEST']._serialized_start=1058
-  _globals['_GETNODESTOREREQUEST']._serialized_end=1079
-  _globals['_GETNODESTORERESPONSE']._serialized_start=1082
-  _globals['_GETNODESTORERESPONSE']._serialized_end=1541
-  _globals['_TIERCOUNTERS']._serialized_start=1544
-  _globals['_TIERCOUNTERS']._serialized_end=1846
-  _globals['_EXISTSREQUEST']._serialized_start=1848
-  _globals['_EXISTSREQUEST']._serialized_end=1914
-  _globals['_EXISTSRESPONSE']._serialized_start=1916
-  _globals['_EXISTSRESPONSE']._serialized_end=2020
-  _globals['_REMOVEBLOCKSREQUEST']._serialized_start=2022
-  _globals['_REMOVEBLOCKSREQUEST']._serialized_end=2144
-  _globals['_REMOVEBLOCKSRESPONSE']._serialized_start=2146
-  _globals['_REMOVEBLOCKSRESPONSE']._serialized_end=2201
-  _globals['_PINBLOCKSREQUEST']._serialized_start=2203
-  _globals['_PINBLOCKSREQUEST']._serialized_end=2315
-  _globals['_PINBLOCKSRESPONSE']._serialized_start=2317
-  _globals['_PINBLOCKSRESPONSE']._serialized_end=2350
-  _globals['_PUTBLOCKSREQUEST']._serialized_start=2353
-  _globals['_PUTBLOCKSREQUEST']._serialized_end=2624
-  _globals['_PUTBLOCKSRESPONSE']._serialized_start=2626
-  _globals['_PUTBLOCKSRESPONSE']._serialized_end=2676
-  _globals['_DOORSREQUEST']._serialized_start=2678
-  _globals['_DOORSREQUEST']._serialized_end=2692
-  _globals['_DOORSRESPONSE']._serialized_start=2695
-  _globals['_DOORSRESPONSE']._serialized_end=2825
-  _globals['_TOUCHBLOCKSREQUEST']._serialized_start=2827
-  _globals['_TOUCHBLOCKSREQUEST']._serialized_end=2905
-  _globals['_TOUCHBLOCKSRESPONSE']._serialized_start=2907
-  _globals['_TOUCHBLOCKSRESPONSE']._serialized_end=2928
-  _globals['_NODESTORE']._serialized_start=3025
-  _globals['_NODESTORE']._serialized_end=3881
+  _globals['_RELEASEBLOCKSRESPONSE']._serialized_end=751
+  _globals['_PULLBLOCKSREQUEST']._serialized_start=754
+  _globals['_PULLBLOCKSREQUEST']._serialized_end=933
+  _globals['_PULLBLOCKSRESPONSE']._serialized_start=935
+  _globals['_PULLBLOCKSRESPONSE']._serialized_end=969
+  _globals['_LISTBLOCKSREQUEST']._serialized_start=971
+  _globals['_LISTBLOCKSREQUEST']._serialized_end=990
+  _globals['_LISTBLOCKSRESPONSE']._serialized_start=992
+  _globals['_LISTBLOCKSRESPONSE']._serialized_end=1070
+  _globals['_GETNODESTOREREQUEST']._serialized_start=1072
+  _globals['_GETNODESTOREREQUEST']._serialized_end=1093
+  _globals['_GETNODESTORERESPONSE']._serialized_start=1096
+  _globals['_GETNODESTORERESPONSE']._serialized_end=1555
+  _globals['_TIERCOUNTERS']._serialized_start=1558
+  _globals['_TIERCOUNTERS']._serialized_end=1860
+  _globals['_EXISTSREQUEST']._serialized_start=1862
+  _globals['_EXISTSREQUEST']._serialized_end=1928
+  _globals['_EXISTSRESPONSE']._serialized_start=1930
+  _globals['_EXISTSRESPONSE']._serialized_end=2034
+  _globals['_REMOVEBLOCKSREQUEST']._serialized_start=2036
+  _globals['_REMOVEBLOCKSREQUEST']._serialized_end=2158
+  _globals['_REMOVEBLOCKSRESPONSE']._serialized_start=2160
+  _globals['_REMOVEBLOCKSRESPONSE']._serialized_end=2215
+  _globals['_PINBLOCKSREQUEST']._serialized_start=2217
+  _globals['_PINBLOCKSREQUEST']._serialized_end=2329
+  _globals['_PINBLOCKSRESPONSE']._serialized_start=2331
+  _globals['_PINBLOCKSRESPONSE']._serialized_end=2364
+  _globals['_PUTBLOCKSREQUEST']._serialized_start=2367
+  _globals['_PUTBLOCKSREQUEST']._serialized_end=2638
+  _globals['_PUTBLOCKSRESPONSE']._serialized_start=2640
+  _globals['_PUTBLOCKSRESPONSE']._serialized_end=2730
+  _globals['_DOORSREQUEST']._serialized_start=2732
+  _globals['_DOORSREQUEST']._serialized_end=2746
+  _globals['_DOORSRESPONSE']._serialized_start=2749
+  _globals['_DOORSRESPONSE']._serialized_end=2879
+  _globals['_TOUCHBLOCKSREQUEST']._serialized_start=2881
+  _globals['_TOUCHBLOCKSREQUEST']._serialized_end=2959
+  _globals['_TOUCHBLOCKSRESPONSE']._serialized_start=2961
+  _globals['_TOUCHBLOCKSRESPONSE']._serialized_end=2982
+  _globals['_NODESTORE']._serialized_start=3079
+  _globals['_NODESTORE']._serialized_end=3935
 # @@protoc_insertion_point(module_scope)

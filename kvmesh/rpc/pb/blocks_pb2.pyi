@@ -250,12 +250,19 @@ Global___ReleaseBlocksRequest: _TypeAlias = ReleaseBlocksRequest  # noqa: Y015
 class ReleaseBlocksResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    HELD_FIELD_NUMBER: _builtins.int
+    held: _builtins.bytes
+    """One byte a lease, in the order of the request: 1 it was open until now, so that what was read under it is right; 0 it
+    was over. A reader neither seals nor returns what it read under a lease that is not confirmed so.
+    """
     def __init__(
         self,
+        *,
+        held: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -790,19 +797,25 @@ class PutBlocksResponse(_message.Message):
 
     HELD_FIELD_NUMBER: _builtins.int
     WHY_NOT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     held: _builtins.bytes
     """one byte a key: 1 sealed here now"""
     why_not: _builtins.str
     """of those that are not"""
+    @_builtins.property
+    def reason(self) -> _common_pb2.ErrorDetail:
+        """the same for a program: its code is that of the refusal (overloaded, pin_limit, unavailable)"""
+
     def __init__(
         self,
         *,
         held: _builtins.bytes = ...,
         why_not: _builtins.str = ...,
+        reason: _common_pb2.ErrorDetail | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "why_not", b"why_not"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "reason", b"reason", "why_not", b"why_not"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -98,6 +98,7 @@ class StartRequest(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     CREDIT_TOKENS_FIELD_NUMBER: _builtins.int
     CHAIN_DIGEST_FIELD_NUMBER: _builtins.int
+    WEIGHTS_EPOCH_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """names the request within this Session; never reused in it"""
     request_id: _builtins.str
@@ -119,6 +120,8 @@ class StartRequest(_message.Message):
     """32 bytes: full digest of the last full prompt block (of the namespace when there is none), from which decode
     chains the keys of the answer's blocks. Empty: the answer's blocks are not sealed.
     """
+    weights_epoch: _builtins.int
+    """of ModelCard; refused unless it is the instance's own"""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
@@ -139,10 +142,11 @@ class StartRequest(_message.Message):
         traceparent: _builtins.str = ...,
         credit_tokens: _builtins.int = ...,
         chain_digest: _builtins.bytes = ...,
+        weights_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_keys", b"block_keys", "chain_digest", b"chain_digest", "credit_tokens", b"credit_tokens", "deadline_ms", b"deadline_ms", "model_fingerprint", b"model_fingerprint", "placement", b"placement", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "slot", b"slot", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_keys", b"block_keys", "chain_digest", b"chain_digest", "credit_tokens", b"credit_tokens", "deadline_ms", b"deadline_ms", "model_fingerprint", b"model_fingerprint", "placement", b"placement", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "slot", b"slot", "token_ids", b"token_ids", "traceparent", b"traceparent", "weights_epoch", b"weights_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -722,6 +722,7 @@ class GetStoreStatusResponse(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     IDLE_MS_FIELD_NUMBER: _builtins.int
     GAP_MS_FIELD_NUMBER: _builtins.int
+    YOUNG_FIELD_NUMBER: _builtins.int
     master_incarnation: _builtins.int
     blocks: _builtins.int
     """distinct keys"""
@@ -744,6 +745,8 @@ class GetStoreStatusResponse(_message.Message):
     idle_ms: _builtins.int
     """and stores, see AnnounceResponse"""
     gap_ms: _builtins.int
+    young: _builtins.bool
+    """it has led for less than a member's lease: members that live may not have found it yet"""
     @_builtins.property
     def stores(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreStatus]: ...
     @_builtins.property
@@ -770,10 +773,11 @@ class GetStoreStatusResponse(_message.Message):
         lease_ms: _builtins.int = ...,
         idle_ms: _builtins.int = ...,
         gap_ms: _builtins.int = ...,
+        young: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "gap_ms", b"gap_ms", "heartbeat_interval_ms", b"heartbeat_interval_ms", "idle_ms", b"idle_ms", "leader", b"leader", "leading", b"leading", "lease_ms", b"lease_ms", "map_bytes", b"map_bytes", "map_limit_bytes", b"map_limit_bytes", "master_incarnation", b"master_incarnation", "names", b"names", "rebuilding", b"rebuilding", "replicas", b"replicas", "shed", b"shed", "stores", b"stores", "term", b"term", "tombstones", b"tombstones"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "gap_ms", b"gap_ms", "heartbeat_interval_ms", b"heartbeat_interval_ms", "idle_ms", b"idle_ms", "leader", b"leader", "leading", b"leading", "lease_ms", b"lease_ms", "map_bytes", b"map_bytes", "map_limit_bytes", b"map_limit_bytes", "master_incarnation", b"master_incarnation", "names", b"names", "rebuilding", b"rebuilding", "replicas", b"replicas", "shed", b"shed", "stores", b"stores", "term", b"term", "tombstones", b"tombstones", "young", b"young"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -988,18 +992,22 @@ class NamedKey(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """at most 1024 bytes of UTF-8"""
     key: _builtins.bytes
+    holder: _builtins.str
+    """store id of a node that has just sealed it and may not have announced it yet; empty: not known"""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         key: _builtins.bytes = ...,
+        holder: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "key", b"key", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1011,7 +1019,12 @@ class BindRequest(_message.Message):
 
     NAMESPACE_FIELD_NUMBER: _builtins.int
     NAMES_FIELD_NUMBER: _builtins.int
+    REPLACE_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
+    replace: _builtins.bool
+    """Each name stands for the given key from now on, whatever it stood for: whoever resolves it meanwhile is told the old
+    key or the new one. Of several who do so at once the last one counts.
+    """
     @_builtins.property
     def names(self) -> _containers.RepeatedCompositeFieldContainer[Global___NamedKey]:
         """at most 4096"""
@@ -1021,10 +1034,11 @@ class BindRequest(_message.Message):
         *,
         namespace: _builtins.str = ...,
         names: _abc.Iterable[Global___NamedKey] | None = ...,
+        replace: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names", "namespace", b"namespace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names", "namespace", b"namespace", "replace", b"replace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

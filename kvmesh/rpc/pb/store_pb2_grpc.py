@@ -202,7 +202,8 @@ class StoreMasterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Bind(self, request, context):
-        """Names of the public client: the first binding of a name stands until it is unbound or its block is nowhere.
+        """Names of the public client: the first binding of a name stands until it is replaced or unbound, or its block is
+        nowhere.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -55,7 +55,9 @@ class StoreMasterStub:
     Grant: _grpc.UnaryUnaryMultiCallable[_store_pb2.GrantRequest, _store_pb2.GrantResponse]
     """A range of numbers nobody else ever gets (for keys of the public client that are not content-derived)."""
     Bind: _grpc.UnaryUnaryMultiCallable[_store_pb2.BindRequest, _store_pb2.BindResponse]
-    """Names of the public client: the first binding of a name stands until it is unbound or its block is nowhere."""
+    """Names of the public client: the first binding of a name stands until it is replaced or unbound, or its block is
+    nowhere.
+    """
     Resolve: _grpc.UnaryUnaryMultiCallable[_store_pb2.ResolveRequest, _store_pb2.ResolveResponse]
     ChangeReplica: _grpc.UnaryUnaryMultiCallable[_store_pb2.ChangeReplicaRequest, _store_pb2.ChangeReplicaResponse]
     """How many nodes should hold a block (copies are pulled by their receivers; fewer: the others are told to remove it)."""
@@ -94,7 +96,9 @@ class StoreMasterAsyncStub(StoreMasterStub):
     Grant: _aio.UnaryUnaryMultiCallable[_store_pb2.GrantRequest, _store_pb2.GrantResponse]  # type: ignore[assignment]
     """A range of numbers nobody else ever gets (for keys of the public client that are not content-derived)."""
     Bind: _aio.UnaryUnaryMultiCallable[_store_pb2.BindRequest, _store_pb2.BindResponse]  # type: ignore[assignment]
-    """Names of the public client: the first binding of a name stands until it is unbound or its block is nowhere."""
+    """Names of the public client: the first binding of a name stands until it is replaced or unbound, or its block is
+    nowhere.
+    """
     Resolve: _aio.UnaryUnaryMultiCallable[_store_pb2.ResolveRequest, _store_pb2.ResolveResponse]  # type: ignore[assignment]
     ChangeReplica: _aio.UnaryUnaryMultiCallable[_store_pb2.ChangeReplicaRequest, _store_pb2.ChangeReplicaResponse]  # type: ignore[assignment]
     """How many nodes should hold a block (copies are pulled by their receivers; fewer: the others are told to remove it)."""
@@ -196,7 +200,9 @@ class StoreMasterServicer(metaclass=_abc_1.ABCMeta):
         request: _store_pb2.BindRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.BindResponse, _abc.Awaitable[_store_pb2.BindResponse]]:
-        """Names of the public client: the first binding of a name stands until it is unbound or its block is nowhere."""
+        """Names of the public client: the first binding of a name stands until it is replaced or unbound, or its block is
+        nowhere.
+        """
 
     @_abc_1.abstractmethod
     def Resolve(

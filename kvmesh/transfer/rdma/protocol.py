@@ -28,7 +28,7 @@ import struct
 
 import msgspec
 
-from kvmesh.transfer.wire import ProtocolBroken
+from kvmesh.transfer.wire import UNREADABLE, ProtocolBroken
 
 MAX_MESSAGE_BYTES = 16 << 20
 LENGTH = struct.Struct("<I")
@@ -173,7 +173,7 @@ def decode_asked(data: bytes | memoryview) -> Asked:
     """ProtocolBroken when it is none."""
     try:
         return _asked.decode(data)
-    except msgspec.MsgspecError as err:
+    except UNREADABLE as err:
         raise ProtocolBroken(f"message: {err}") from err
 
 
@@ -181,7 +181,7 @@ def decode_told(data: bytes | memoryview) -> Told:
     """ProtocolBroken when it is none."""
     try:
         return _told.decode(data)
-    except msgspec.MsgspecError as err:
+    except UNREADABLE as err:
         raise ProtocolBroken(f"message: {err}") from err
 
 

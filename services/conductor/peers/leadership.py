@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvmesh.leader.leadership import Leadership, first_term, lease_clock
+from kvmesh.clock import lease_clock
+from kvmesh.leader.leadership import Leadership
 from kvmesh.leader.redis_lease import Redis, RedisLease
 from kvmesh.rpc.errors import DeadlinePassed, InvalidRequest, KvmeshError, NotLeader, Unavailable, UnknownInstance
 from kvmesh.rpc.masters import Caller, Masters
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import store_pb2, store_pb2_grpc
+from kvmesh.rpc.terms import first_term
 from services.conductor.config import ConductorConfig
 from services.conductor.domain import Cordon, CordonState, Event, Lead
 from services.conductor.peers.cordon_book import CordonBook

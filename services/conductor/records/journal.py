@@ -46,6 +46,7 @@ _EVENTS: dict[str, type[Any]] = {
         domain.Cordon,
         domain.Lead,
         domain.OrderEnded,
+        domain.CaughtUp,
         domain.Tick,
     )
 }

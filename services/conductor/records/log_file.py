@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvmesh.private_files import private_opener
 from kvmesh.rpc.errors import ConfigError
 
 BUFFER_BYTES = 1 << 20
@@ -19,7 +20,7 @@ class LogFile:
             place.parent.mkdir(parents=True, exist_ok=True)
             if place.exists():
                 place.replace(place.with_name(place.name + ".1"))
-            self._file = place.open("wb", buffering=BUFFER_BYTES)
+            self._file = open(place, "wb", buffering=BUFFER_BYTES, opener=private_opener)  # noqa: SIM115
         except OSError as err:
             raise ConfigError(f"decision_log={path!r}: {err.strerror or err}", field="decision_log") from None
         self._bytes = 0

@@ -7,6 +7,7 @@ Memory: 8 bytes a field and instance.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
@@ -43,6 +44,7 @@ class Columns:
         self._reload: dict[str, bool] = {}
         self._stirred: dict[str, None] = {}  # of those: whose `OPEN` and `SEEN` may be old
         self.wires = Wires()
+        self.heard_until = math.inf  # all that arrived by then has been heard; inf: it is heard as it arrives
         self._columns: list[Floats] = []
         self.address = 0  # in memory, of the table; until the next `settle`, as its columns
         self._row_of_pending = np.full(64, NO_ROW, dtype=np.int64)
@@ -159,13 +161,13 @@ class Columns:
     def beating(self, now: float) -> int:
         """How many have been heard within their leases."""
         self.keep_up()
-        return int(np.count_nonzero(now - self[Field.SEEN] <= self[Field.LEASE]))
+        return int(np.count_nonzero(min(now, self.heard_until) - self[Field.SEEN] <= self[Field.LEASE]))
 
     def view(self, now: float, rests: Callable[[Instance, float], str], tripped: Collection[Life]) -> View:
         """The table at this moment, as `keep_up` leaves it. `tripped`: lives whose breaker may say that they rest;
         `rests` tells."""
         self.keep_up()
-        able = (self[Field.OPEN] > 0) & (now - self[Field.SEEN] <= self[Field.LEASE])
+        able = (self[Field.OPEN] > 0) & (min(now, self.heard_until) - self[Field.SEEN] <= self[Field.LEASE])
         for life in tripped:
             row = self.row(life[0])
             if row >= 0 and able[row] and rests(self.instances[row], now):

@@ -28,6 +28,7 @@ from services.store.policy.records import Write
 from services.store.policy.replicas import Replicas
 from services.store.policy.settling import Settling
 from services.store.policy.tombstones import Tombstone, Tombstones
+from services.store.policy.unannounced import Unannounced
 from services.store.policy.work import Order
 
 EPOCH_NS = 1_577_836_800 * 10**9  # as terms of wall clocks count: see leadership
@@ -77,6 +78,7 @@ class Policy:
             grace_s=limits.names_grace_s,
             most=limits.max_names,
         )
+        self.unannounced = Unannounced(self.tombstones.covered_since)
         self.heat = Heat(window_s=limits.hot_window_s, stride=limits.heat_stride)
         self.memory = Memory(blocks, self.heat, limits.max_map_bytes)
         self.quotas = Quotas(blocks, self.known)
@@ -290,12 +292,12 @@ class Policy:
     # ── names ────────────────────────────────────────────────────────────────────────────────────────
 
     def bind(
-        self, namespace: str, names: Sequence[tuple[str, bytes]], now: float
+        self, namespace: str, names: Sequence[tuple[str, bytes]], now: float, *, replace: bool = False
     ) -> tuple[list[bytes], list[Write], Callable[[], None]]:
-        """What each name stands for as soon as what is to be kept is kept; then the last one is to be called. Raises
-        Overloaded: no room for so many."""
+        """What each name stands for as soon as what is to be kept is kept, in one write; then the last one is to be
+        called. `replace`: see `Names.bind`. Raises Overloaded when there is no room for so many."""
         after = self.tombstones.last
-        keys, new, dropped = self.names.bind(namespace, names, after, now)
+        keys, new, dropped = self.names.bind(namespace, names, after, now, replace=replace)
         puts = {records.name_out(name): records.binding_out(key, after) for name, key in new.items()}
         drops = tuple(raw for name in dropped if (raw := records.name_out(name)) not in puts)
         return (
@@ -303,6 +305,12 @@ class Policy:
             [Write(durable.NAME, puts, drops)] if puts or drops else [],
             partial(self.names.bound, new, after, now),
         )
+
+    def sealed(self, keys: Sequence[bytes], instance_id: str, incarnation: int, now: float) -> None:
+        """A client says that this member has sealed these, which it has yet to announce."""
+        masked = self.tombstones.masked(instance_id, keys)
+        fresh = (key for key in keys if key not in masked)
+        self.unannounced.sealed(fresh, instance_id, incarnation, self.tombstones.last, now)
 
     def unbind(
         self, namespace: str, names: Sequence[str], keys: Sequence[bytes | None] | None = None

@@ -1,4 +1,7 @@
-"""Names of the public client: the first binding of a name stands."""
+"""Names of the public client: the first binding of a name stands, unless it is replaced.
+
+No operation looks at more entries than it has names, LOOK for each when the table is full.
+"""
 
 from __future__ import annotations
 
@@ -48,21 +51,24 @@ class Names:
         self._bound.update((name, Binding(key, now, after)) for name, key, after in bound)
 
     def bind(
-        self, namespace: str, names: Sequence[tuple[str, bytes]], after: int, now: float
+        self, namespace: str, names: Sequence[tuple[str, bytes]], after: int, now: float, *, replace: bool = False
     ) -> tuple[list[bytes], dict[Name, bytes], list[Name]]:
-        """(what each name will stand for, those that are new, those that were let go for room). Nothing is bound
-        before `bound` is told of the new ones. Raises Overloaded when there is no room."""
-        fresh = {(namespace, name) for name, _ in names} - self._bound.keys()
+        """(what each name will stand for, those that are new, those that were let go for room). `replace`: each will
+        stand for the given key, whatever it stands for now; of a name that is given twice the last key counts. Nothing
+        is bound before `bound` is told of the new ones: until then a name stands for what it stood for. Raises
+        Overloaded when there is no room."""
+        fresh = {text for text, _ in names if (namespace, text) not in self._bound}
         dropped = self._make_room(len(fresh), now)
-        new: dict[Name, bytes] = {}
+        if replace:
+            wanted = {(namespace, text): key for text, key in names}
+            new = {name: key for name, key in wanted.items() if self._standing(name, now) != key}
+            return [wanted[namespace, text] for text, _ in names], new, dropped
+        new = {}
         keys = []
         for text, key in names:
             name = (namespace, text)
-            known = self._bound.get(name)
-            if known is None or not self._stands(known, now):
-                keys.append(new.setdefault(name, key))
-            else:
-                keys.append(known.key)
+            stands_for = self._standing(name, now)
+            keys.append(new.setdefault(name, key) if stands_for is None else stands_for)
         return keys, new, dropped
 
     def bound(self, new: Mapping[Name, bytes], after: int, now: float) -> None:
@@ -85,6 +91,11 @@ class Names:
         """Forget them."""
         for name in names:
             self._bound.pop(name, None)
+
+    def _standing(self, name: Name, now: float) -> bytes | None:
+        """What it stands for such that nobody else may bind it; None: it is free."""
+        known = self._bound.get(name)
+        return known.key if known is not None and self._stands(known, now) else None
 
     def _stands(self, binding: Binding, now: float) -> bool:
         if self._removed_since(binding.key, binding.after):

@@ -33,6 +33,7 @@ def stepper(zoo: Zoo, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> 
     return made
 
 
+@pytest.mark.slow
 def test_tokens_equal_the_reference_while_rows_come_and_go(stepper: Stepper, zoo: Zoo) -> None:
     path = zoo(MODEL)
     asked = prompts(2, 500, seed=4, low=17, high=24)

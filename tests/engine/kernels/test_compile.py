@@ -5,12 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 HOPPER = "90"
 SMALLEST_SHARED = 99 << 10  # of the GPUs that we mean to run on
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_a_gpu_and_fits_it(device: torch.device, tmp_path: Path) -> None:
     """The interpreter takes what the compiler would refuse; a process of its own has the compiler."""
     del device  # skips where there is no triton

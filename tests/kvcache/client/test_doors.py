@@ -118,6 +118,7 @@ async def served(folder: Path, name: str, *flags: str) -> AsyncIterator[tuple[st
         await asyncio.to_thread(process.wait, 20)
 
 
+@pytest.mark.slow
 async def test_a_frozen_node_and_one_that_is_killed(tmp_path: Path) -> None:
     """Over its door as over gRPC: no answer in time, another try when it wakes; another life is met afresh."""
     (data,) = values(7, 300_000)

@@ -131,6 +131,7 @@ def test_closing_ends_the_calls_of_other_threads() -> None:
             waiting.result(10)
 
 
+@pytest.mark.slow
 async def test_a_removal_by_name_can_be_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody knows whether the first one was done: the second one must still know which block was meant."""
     async with stores("a") as made, made.client(namespace="again") as client:

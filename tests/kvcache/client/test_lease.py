@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from kvmesh.clock import lease_clock_ns
 from kvmesh.kvcache.client import lease as leases
 from kvmesh.kvcache.client.lease import Lease
 from kvmesh.kvcache.client.peers import Peer
@@ -25,7 +26,7 @@ class Pair:
         self.segment = reader.open_segment(holder.local_descriptor())
 
     def lease(self, left_ms: float) -> Lease:
-        until = time.monotonic_ns() + int(left_ms * 1e6)
+        until = lease_clock_ns() + int(left_ms * 1e6)
         return Lease(NOBODY, 1, until, 1000, self.segment, [], {}, {})
 
     @property

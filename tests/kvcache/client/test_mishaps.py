@@ -42,6 +42,7 @@ async def two_processes(folder: Path) -> AsyncIterator[tuple[str, dict[str, Proc
         yield master.address, nodes
 
 
+@pytest.mark.slow
 async def test_a_holder_killed_in_the_middle_of_a_get_is_left_for_the_next(tmp_path: Path) -> None:
     datas = values(1, *[500_000] * 12)
     async with two_processes(tmp_path) as (store, nodes):
@@ -85,6 +86,7 @@ async def _copies(client: StoreClient, keys: list[bytes], count: int) -> bool:
     return all(len(some) == count for some in await client.replicas(keys))
 
 
+@pytest.mark.slow
 async def test_wrong_bytes_on_the_wire_are_never_given_out_when_checksums_are_asked_for() -> None:
     """Of two holders the other one is read; of one alone the get says why it failed."""
     datas = values(2, 300, 70_000, MIB)
@@ -111,6 +113,7 @@ async def test_wrong_bytes_on_the_wire_are_never_given_out_when_checksums_are_as
             assert (got.data, got.store_id) == (data, "b")
 
 
+@pytest.mark.slow
 async def test_a_prefetch_with_a_deadline_returns_with_what_is_there_and_the_rest_comes_later() -> None:
     datas = values(3, *[MIB] * 6)
     async with (

@@ -172,6 +172,7 @@ async def _fill(client: StoreClient, seed: int, size: int, count: int) -> list[b
 
 
 @pytest.mark.parametrize(("size", "other"), [(60_000, 60_000), (2 * MIB, 2 * MIB), (2 * MIB, 60_000)])
+@pytest.mark.slow
 async def test_a_reader_that_stands_still_while_its_block_is_evicted_has_a_miss(size: int, other: int) -> None:
     """Stopped before its copy, and after it, while the node gives the very memory to others: of the same size, and,
     slabs and all, of another."""
@@ -197,6 +198,7 @@ async def test_a_reader_that_stands_still_while_its_block_is_evicted_has_a_miss(
             assert await client.get(key) is None
 
 
+@pytest.mark.slow
 async def test_what_is_read_while_everything_is_evicted_is_right() -> None:
     """A pool of 8 MiB, three times as much put into it in turn, readers of all of it beside."""
     sizes = (20_000, 60_000, 700_000, 3 * MIB)
@@ -235,6 +237,7 @@ async def test_what_is_read_while_everything_is_evicted_is_right() -> None:
         assert not wrong and got >= hits(reader) > 20, (wrong, got, hits(reader))
 
 
+@pytest.mark.slow
 async def test_reads_without_a_lease_keep_blocks_warm() -> None:
     """Those that are read stay while others of their size go, and while their slabs are wanted by another size."""
     async with stores("a") as made, made.client() as client:

@@ -68,6 +68,7 @@ async def _put(client: StoreClient, datas: Sequence[bytes]) -> list[bytes]:
     return keys
 
 
+@pytest.mark.slow
 async def test_a_frozen_node_is_not_believed_for_long_and_a_dead_one_not_at_all(tmp_path: Path) -> None:
     datas = values(11, 50_000, 3 * MIB)
     async with process(tmp_path) as (store, node), _client(store) as client:
@@ -99,6 +100,7 @@ async def test_a_frozen_node_is_not_believed_for_long_and_a_dead_one_not_at_all(
         await near_by(client, 0)
 
 
+@pytest.mark.slow
 async def test_a_node_that_comes_back_with_its_memory_has_a_new_index(tmp_path: Path) -> None:
     folder = Path(f"/dev/shm/kvmesh-near-{os.getpid()}")
     datas = values(12, 50_000, 200_000)
@@ -152,6 +154,7 @@ def possible(inside: Sequence[str]) -> bool:
 
 
 @pytest.mark.parametrize("who", ["same", "another user", "another user namespace"])
+@pytest.mark.slow
 async def test_others_of_this_machine_read_the_usual_way(one: Stores, who: str) -> None:
     data = values(13, 200_000)[0]
     async with one.client() as client:

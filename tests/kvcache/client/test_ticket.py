@@ -17,6 +17,7 @@ from tests.services import until
 
 
 @pytest.mark.parametrize("transports", ["shm,tcp", "tcp"])
+@pytest.mark.slow
 async def test_a_frozen_node_seals_nothing_of_a_caller_that_has_left(transports: str) -> None:
     before = set(psutil.Process().children())
     async with stores("a") as made, made.client(transports=transports, keys="granted") as client:

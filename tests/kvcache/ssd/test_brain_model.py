@@ -378,6 +378,7 @@ def test_model() -> None:
 
 
 @pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.slow
 def test_broken_brains_are_found(broken: type[Brain]) -> None:
     machine: Callable[[], Model] = type("Broken", (Model,), {"make": broken})
     search = settings(SETTINGS, max_examples=2000, phases=[Phase.generate], database=None, print_blob=False)

@@ -63,6 +63,7 @@ def note(said: Said, line: bytes) -> None:
 
 
 @pytest.mark.parametrize(("direct", "seed"), [("auto", 1), ("off", 2), ("auto", 3)])
+@pytest.mark.slow
 def test_with_room_for_all_nothing_acknowledged_is_lost(tmp_path: Path, direct: str, seed: int) -> None:
     rng, said = random.Random(seed), Said()
     for number in range(ROUNDS):
@@ -82,6 +83,7 @@ def test_with_room_for_all_nothing_acknowledged_is_lost(tmp_path: Path, direct: 
 
 
 @pytest.mark.parametrize(("direct", "read_percent", "seed"), [("auto", 0, 4), ("off", 0, 5), ("auto", 90, 6)])
+@pytest.mark.slow
 def test_while_old_blocks_make_room_only_the_oldest_are_missing(
     tmp_path: Path, direct: str, read_percent: int, seed: int
 ) -> None:

@@ -88,6 +88,7 @@ def interesting() -> list[int]:
 
 
 @pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.slow
 def test_a_torn_tail_costs_what_was_torn_and_nothing_else(crashed: Crashed, tmp_path: Path, closed: bool) -> None:
     for cut in interesting():
         path = crashed.copy(tmp_path / "x", closed=closed)
@@ -97,6 +98,7 @@ def test_a_torn_tail_costs_what_was_torn_and_nothing_else(crashed: Crashed, tmp_
         assert held == whole, cut
 
 
+@pytest.mark.slow
 def test_a_tail_of_zeros_or_garbage_costs_what_it_covers(crashed: Crashed, tmp_path: Path) -> None:
     """The size is there (it was reserved, or the file system wrote it first), the bytes are not."""
     for fill in (b"\0", b"\xa5"):
@@ -253,6 +255,7 @@ def test_an_interrupted_re_insertion_loses_and_doubles_nothing(tmp_path: Path) -
             tier.check_integrity()
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_records_are_found_by_their_footers(tmp_path: Path) -> None:
     """Counted, not timed: what is read does not grow with the payloads."""
     total, bucket = 100_000, 32 << 20

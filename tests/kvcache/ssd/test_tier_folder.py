@@ -257,3 +257,30 @@ def test_many_threads_put_get_and_remove_at_once(tmp_path: Path) -> None:
     with SsdTier(config(tmp_path, capacity_bytes=6 * BUCKET)) as tier:
         assert set(tier.keys()) == held
         assert all(get(tier, n) for n in range(60) if key(n) in held)
+
+
+def test_blocks_of_other_weights_are_removed_in_the_background(tmp_path: Path) -> None:
+    shape = "bfloat16 2x2x2x16x8 L0 H0 rank 0/1"
+    old, new, epoch = (f"4096 {weights} {shape}" for weights in ("a" * 16, "b" * 16, "b" * 16 + "+7"))
+    with SsdTier(config(tmp_path, identity=old, on_mismatch="other_weights")) as tier:
+        assert put(tier, 1)
+    for identity in (new, epoch):
+        with SsdTier(config(tmp_path, identity=identity, on_mismatch="other_weights")) as tier:
+            assert tier.keys() == []
+            assert tier.purge is not None and tier.purge.wait(10) and tier.purge.removed_bytes > 0
+            assert put(tier, 2)
+        assert not list(tmp_path.glob("aside-*"))
+    with pytest.raises(ConfigError, match="name another folder"):
+        SsdTier(config(tmp_path, identity=f"4096 {'b' * 16} float32 other", on_mismatch="other_weights"))
+
+
+def test_a_purge_that_was_cut_short_goes_on(tmp_path: Path) -> None:
+    shape = "float32 2x2x2x16x8 L0 H0 rank 0/1"
+    one, two = (f"4096 {weights} {shape}" for weights in ("a" * 16, "b" * 16))
+    with SsdTier(config(tmp_path, identity=one, on_mismatch="other_weights")) as tier:
+        assert put(tier, 1)
+    SsdTier(config(tmp_path, identity=two, on_mismatch="other_weights", purge_bytes_s=1)).close()
+    assert list(tmp_path.glob("aside-1"))
+    with SsdTier(config(tmp_path, identity=two, on_mismatch="other_weights")) as tier:
+        assert tier.purge is not None and tier.purge.wait(10)
+    assert not list(tmp_path.glob("aside-*"))

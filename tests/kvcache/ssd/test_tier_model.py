@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -191,5 +192,6 @@ class Model(RuleBasedStateMachine):
         assert self.tier.stats().counts.io_errors == 0
 
 
+@pytest.mark.slow
 def test_model() -> None:
     run(Model, settings=SETTINGS)

@@ -66,9 +66,11 @@ class Desk(pb_grpc.NodeStoreServicer):
 
 
 @contextlib.asynccontextmanager
-async def serving(desk: Desk | None = None, kind: str = "unix") -> AsyncIterator[tuple[DoorServer, Desk, Way]]:
+async def serving(
+    desk: Desk | None = None, kind: str = "unix", **more: Any
+) -> AsyncIterator[tuple[DoorServer, Desk, Way]]:
     desk = desk or Desk()
-    server = DoorServer(SERVICE, desk, LIFE)
+    server = DoorServer(SERVICE, desk, LIFE, **more)
     way: Way = await server.listen_unix() if kind == "unix" else ("127.0.0.1", 0)
     if not isinstance(way, str):
         way = ("127.0.0.1", await server.listen_tcp("127.0.0.1", 0, "door_port"))

@@ -110,7 +110,7 @@ async def test_nothing_is_lost_where_no_door_leads(monkeypatch: pytest.MonkeyPat
         one.ways.append(way)
         await through_the_door(one)
         assert len(made) == 1
-        monkeypatch.setattr(callers, "MAX_FRAME", 300)
+        monkeypatch.setattr(callers, "MAX_REQUEST", 300)
         body = pb.ExistsRequest(keys=bytes(1_000))
         one.desk.go.set()  # at the side of gRPC alone
         assert (await one.caller.call("Exists", body, LONG_S)).tiers == bytes(1_000), "too large for a door"

@@ -88,7 +88,8 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- $values := .root.Values -}}
 - {name: KVMESH_MESH, value: {{ $values.mesh | quote }}}
 {{- if $values.redis.enabled }}
-- {name: KVMESH_REDIS, value: "redis://{{ include "kvmesh.fullname" .root }}-redis:6379/0"}
+- {name: REDIS_PASSWORD, valueFrom: {secretKeyRef: {name: {{ include "kvmesh.redis.secret" .root }}, key: password}}}
+- {name: KVMESH_REDIS, value: "redis://:$(REDIS_PASSWORD)@{{ include "kvmesh.fullname" .root }}-redis:6379/0"}
 {{- else if $values.redis.urlSecret }}
 - {name: KVMESH_REDIS, valueFrom: {secretKeyRef: {name: {{ $values.redis.urlSecret }}, key: url}}}
 {{- else if $values.redis.url }}
@@ -96,6 +97,11 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- else if or (gt (int $values.conductor.replicas) 1) (gt (int $values.store.replicas) 1) }}
 {{- fail "several conductors or store masters need Redis: redis.enabled, redis.url or redis.urlSecret" }}
 {{- end }}
+{{- end -}}
+
+{{/* The Secret with the password of the mesh's own Redis */}}
+{{- define "kvmesh.redis.secret" -}}
+{{- default (printf "%s-redis" (include "kvmesh.fullname" .)) .Values.redis.passwordSecret -}}
 {{- end -}}
 
 {{/* `config` of a service: dict "config" .Values.prefill.config */}}
@@ -178,20 +184,21 @@ capabilities:
   {{- end }}
 {{- end -}}
 
-{{/* Probes of port 9100: dict "startSeconds" 120. A start that waits for peers is no reason to kill: only /live counts. */}}
+{{/* Probes of port 9100: dict "startSeconds" 120 "tls" true. With a certificate the port speaks TLS, and the kubelet verifies none. A start that waits for peers is no reason to kill: only /live counts. */}}
 {{- define "kvmesh.probes" -}}
+{{- $scheme := ternary "HTTPS" "HTTP" .tls -}}
 startupProbe:
-  httpGet: {path: /live, port: metrics}
+  httpGet: {path: /live, port: metrics, scheme: {{ $scheme }}}
   periodSeconds: 5
   timeoutSeconds: 5
   failureThreshold: {{ max 6 (ceil (divf (float64 .startSeconds) 5.0)) }}
 livenessProbe:
-  httpGet: {path: /live, port: metrics}
+  httpGet: {path: /live, port: metrics, scheme: {{ $scheme }}}
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 3
 readinessProbe:
-  httpGet: {path: /ready, port: metrics}
+  httpGet: {path: /ready, port: metrics, scheme: {{ $scheme }}}
   periodSeconds: 5
   timeoutSeconds: 5
   failureThreshold: 2

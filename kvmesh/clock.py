@@ -1,0 +1,23 @@
+"""The clock of everything that lasts until a time and whose end somebody else counts too: leases, pins, heartbeats.
+
+CLOCK_MONOTONIC stands still while a machine is suspended, CLOCK_BOOTTIME goes on: whoever wakes must see that its lease
+is over. No clock helps where all of them stand still, as in a virtual machine that was paused; what must be right even
+then is confirmed by whoever gave the lease (docs/adr/0032-seals-are-confirmed.md). Deadlines of calls and the times
+of spans stay on CLOCK_MONOTONIC: they end within one process, and nobody else relies on them.
+"""
+
+from __future__ import annotations
+
+import time
+
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+
+def lease_clock() -> float:
+    """Seconds that go on while this process, or the whole machine, sleeps."""
+    return time.clock_gettime(_CLOCK)
+
+
+def lease_clock_ns() -> int:
+    """`lease_clock` in nanoseconds."""
+    return time.clock_gettime_ns(_CLOCK)

@@ -1,0 +1,133 @@
+"""Calls that take long, one after another in short slices of the event loop: what is more urgent is read between them.
+
+An event loop reads a socket and carries out all that was read before it looks at the next socket. A thousand calls that
+came at once would therefore be carried out before a heartbeat that came with them is seen. Here at most SLICE_S of them
+are carried out in one turn of the loop; the others wait, a bounded number of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvmesh.rpc.errors import Overloaded
+from kvmesh.rpc.returning import ReturnTimes
+
+SLICE_S = 0.002
+
+T = TypeVar("T")
+
+
+class QueuedCall:
+    """One call that waits. `drop` it when nobody waits for its answer any more."""
+
+    __slots__ = ("nbytes", "since", "work")
+
+    def __init__(self, work: Callable[[], object], since: float, nbytes: int) -> None:
+        self.work: Callable[[], object] | None = work
+        self.since = since
+        self.nbytes = nbytes
+
+    def drop(self) -> None:
+        self.work = None
+
+
+class CallQueue:
+    """`most` calls wait at a time; `name` is the configuration field that says so. `on_wait` hears the seconds that
+    each one waited. On one event loop."""
+
+    def __init__(
+        self,
+        most: int,
+        name: str,
+        on_wait: Callable[[float], object] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._most = most
+        self._name = name
+        self._on_wait = on_wait
+        self._clock = clock
+        self._waiting: deque[QueuedCall] = deque()
+        self._spent_s = 0.0  # on calls, in this turn of the loop
+        self._armed = False
+        self._refused = False  # somebody, since the last call ended
+        self._returning = ReturnTimes()
+        self._turn_at = -1.0  # when this turn of the loop began
+        self.turned_at = -1.0  # while it is busy: when the one before it began. What is read now came after that
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, work: Callable[[], object], nbytes: int = 0) -> QueuedCall | None:
+        """Carries `work` out now when this turn of the loop has time left for it (then None), else later. `work` must
+        not raise. `nbytes`: what the call holds while it waits. Raises Overloaded when too many wait."""
+        now = self._clock()
+        if not self._waiting and self._spent_s < SLICE_S:
+            self._arm()
+            self._carry_out(work, now, now)
+            return None
+        if len(self._waiting) >= self._most:
+            self._refused = True
+            wait_s = self._returning.wait_s(now)
+            text = f"{len(self._waiting)} calls wait here: {self._name}={self._most}"
+            raise Overloaded(text, retry_after_ms=max(1, round(wait_s * 1000)))
+        queued = QueuedCall(work, now, nbytes)
+        self._waiting.append(queued)
+        self._arm()
+        return queued
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """The result of `work`, carried out when it is its turn; what it raises is raised here. Raises Overloaded."""
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def carry_out() -> None:
+            if done.done():
+                return
+            try:
+                done.set_result(work())
+            except Exception as error:
+                done.set_exception(error)
+
+        queued = self.submit(carry_out)
+        try:
+            return await done
+        finally:
+            if queued is not None:
+                queued.drop()
+
+    def _carry_out(self, work: Callable[[], object], since: float, began: float) -> float:
+        """When it ended."""
+        if self._on_wait is not None:
+            self._on_wait(began - since)
+        work()
+        ended = self._clock()
+        self._spent_s += ended - began
+        if self._waiting or self._refused:
+            self._returning.ended(ended, full=self._refused)
+            self._refused = False
+        return ended
+
+    def _arm(self) -> None:
+        if not self._armed:
+            self._armed = True
+            if self._turn_at < 0:
+                self._turn_at = self._clock()
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        """Once in each turn of the loop in which calls wait, and in the one after it."""
+        self._armed = False
+        self._spent_s = 0.0
+        if not self._waiting:
+            self.turned_at = self._turn_at = -1.0
+            return
+        now = self._clock()
+        self.turned_at, self._turn_at = self._turn_at, now
+        self._arm()
+        while self._waiting and self._spent_s < SLICE_S:
+            queued = self._waiting.popleft()
+            if queued.work is not None:
+                now = self._carry_out(queued.work, queued.since, now)

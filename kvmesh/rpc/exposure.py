@@ -1,0 +1,39 @@
+"""What strangers reach of a service in plaintext or without a key: one line for its log, and what to set. Pure."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+from typing import Any
+
+from kvmesh.config import ServiceConfig
+
+
+def is_loopback(host: str) -> bool:
+    """Does this address mean the machine alone? Names other than localhost are not resolved, and count as others."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def warning(config: ServiceConfig) -> str:
+    """One line about every listener of a service that is open beyond loopback; "" where there is none."""
+    told: Any = config  # services have further fields
+    found: list[str] = []
+    beyond = not is_loopback(config.host)
+    metrics_host = config.metrics_host or config.host
+    if beyond and not config.tls_cert:
+        found.append("gRPC in plaintext (set tls_cert, tls_key, tls_ca)")
+    if beyond and hasattr(told, "http_port"):
+        if not told.http_tls_cert:
+            found.append("REST in plaintext (set http_tls_cert, http_tls_key)")
+        if not told.api_keys:
+            found.append("anybody is served (set api_keys)")
+    if beyond and "tcp" in getattr(told, "transports", ()):
+        found.append(
+            "KV bytes over tcp are never encrypted (keep that network to the mesh, or leave tcp out of transports)"
+        )
+    if not is_loopback(metrics_host) and (not config.tls_cert or config.metrics_tls == "off"):
+        found.append("metrics in plaintext (set tls_cert, or metrics_host=127.0.0.1)")
+    where = config.host if beyond else metrics_host
+    return f"listens on {where}, beyond this machine: {'; '.join(found)}; see docs/security.md" if found else ""
