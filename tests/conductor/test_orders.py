@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -58,19 +59,11 @@ async def instance(front: Front) -> AsyncIterator[str]:
         await server.stop(0)
 
 
-@asynccontextmanager
-async def silence() -> AsyncIterator[str]:
-    """Somebody who takes connections and never says a word."""
-    taken: list[asyncio.StreamWriter] = []
-    server = await asyncio.start_server(lambda reader, writer: taken.append(writer), "127.0.0.1", 0)
-    try:
-        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    finally:
-        server.close()
-        for writer in taken:
-            writer.close()
-            with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()
+@contextlib.contextmanager
+def silence() -> Iterator[str]:
+    """Somebody whose kernel takes connections and who never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 def ref(of: Node) -> Ref:
@@ -109,7 +102,7 @@ async def test_a_target_that_is_gone_and_one_that_is_silent(monkeypatch: pytest.
     monkeypatch.setattr(carrying, "COPY_S", 0.3)
     monkeypatch.setattr(carrying, "ROLE_S", 0.3)
     keys = tuple(keys_of(1))
-    async with silence() as address:
+    with silence() as address:
         source, dead = Ref("a", "127.0.0.1:1", 1), Ref("b", "127.0.0.1:1", 1)
         ends = await Told().all_of(
             Replicate(keys, source, dead, "hot", 1),
@@ -143,7 +136,7 @@ async def test_who_leads_no_more_orders_nothing() -> None:
 
 async def test_its_end_cuts_what_is_under_way() -> None:
     """Nobody hears of it then, and no task is left."""
-    async with silence() as address:
+    with silence() as address:
         told = Told()
         told.orders.carry_out([switch(n, address) for n in range(3)])
         await asyncio.sleep(0)
@@ -153,7 +146,7 @@ async def test_its_end_cuts_what_is_under_way() -> None:
 
 
 async def test_too_many_at_once_are_refused_at_once() -> None:
-    async with silence() as address:
+    with silence() as address:
         told = Told()
         told.orders.carry_out([switch(n, address) for n in range(MAX_ORDERS + 2)])
         assert [end.number for end in told.ended] == [MAX_ORDERS, MAX_ORDERS + 1]
