@@ -12,6 +12,7 @@ an error.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import secrets
@@ -41,6 +42,8 @@ from kvmesh.kvcache.client.writing import Block, Pin, Put, Wish, Writer
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.rpc.errors import DeadlinePassed, InvalidRequest, Unavailable
 from kvmesh.transfer import EngineConfig, TransferEngine
+
+LOOK_S = 0.5  # a name whose block the master cannot find yet, because it is rebuilding, is resolved again so often
 
 
 class StoreClient(Upkeep):
@@ -282,24 +285,42 @@ class StoreClient(Upkeep):
         self, refs: Sequence[Ref], targets: Sequence[Span] | None, verify: bool | None, deadline: float
     ) -> list[Got]:
         """A name that has come to stand for another block while its old one was asked for is read again: whoever
-        replaces it may remove the old block at once."""
-        got = await self._get_once(refs, targets, verify, deadline)
-        unread = [i for i, ref in enumerate(refs) if isinstance(ref, str) and not got[i].here and got[i].key]
+        replaces it may remove the old block at once. So a master that cannot tell yet whether a block is gone is asked
+        for the name again every LOOK_S."""
+        untold: set[bytes] = set()
+        named = any(isinstance(ref, str) for ref in refs)
+        got = await self._get_once(refs, targets, verify, deadline, untold if named else None)
+        unread = [
+            i
+            for i, ref in enumerate(refs)
+            if not got[i].here and got[i].key and (isinstance(ref, str) or got[i].key in untold)
+        ]
         while unread and time.monotonic() < deadline:
             keys = await self._keys.resolved([refs[i] for i in unread], deadline)
-            again = {i: key for i, key in zip(unread, keys, strict=True) if key is not None and key != got[i].key}
+            again = {
+                i: key
+                for i, key in zip(unread, keys, strict=True)
+                if key is not None and (key != got[i].key or key in untold)
+            }
             if not again:
                 break
+            untold.clear()
             spans = None if targets is None else [targets[i] for i in again]
-            found = await self._get_once(list(again.values()), spans, verify, deadline)
+            found = await self._get_once(list(again.values()), spans, verify, deadline, untold)
             for i, one in zip(again, found, strict=True):
                 got[i] = one
             unread = [i for i in again if not got[i].here]
         return got
 
     async def _get_once(
-        self, refs: Sequence[Ref], targets: Sequence[Span] | None, verify: bool | None, deadline: float
+        self,
+        refs: Sequence[Ref],
+        targets: Sequence[Span] | None,
+        verify: bool | None,
+        deadline: float,
+        untold: set[bytes] | None,
     ) -> list[Got]:
+        """`untold`: see `Reader.read`; None: a master that cannot tell is asked until the deadline."""
         check = arguments.flag("verify", verify, self.config.verify)
         plan = None if check else self._near.plan(refs, targets)
         if plan is None:
@@ -307,18 +328,23 @@ class StoreClient(Upkeep):
             if not check and any(isinstance(ref, str) for ref in refs):
                 plan = self._near.plan(keys, targets)
             if plan is None:
-                return await self._ask(keys, targets, check, deadline)
+                return await self._ask(keys, targets, check, deadline, untold)
         here = await self._near.read(plan)
         got = [one for one in here if one is not None]
         if len(got) < len(here):
             rest = [i for i, one in enumerate(here) if one is None]
             others = None if targets is None else [targets[i] for i in rest]
-            asked = iter(await self._ask([plan.keys[i] for i in rest], others, check, deadline))
+            asked = iter(await self._ask([plan.keys[i] for i in rest], others, check, deadline, untold))
             got = [next(asked) if one is None else one for one in here]
         return got
 
     async def _ask(
-        self, keys: Sequence[bytes | None], targets: Sequence[Span] | None, check: bool, deadline: float
+        self,
+        keys: Sequence[bytes | None],
+        targets: Sequence[Span] | None,
+        check: bool,
+        deadline: float,
+        untold: set[bytes] | None,
     ) -> list[Got]:
         first: dict[bytes, int] = {}  # equal blocks are read once
         for i, key in enumerate(keys):
@@ -326,7 +352,9 @@ class StoreClient(Upkeep):
                 first.setdefault(key, i)
         spans = None if targets is None else [targets[i] for i in first.values()]
         async with turn(self._turns, deadline):
-            read = dict(zip(first, await whole(self._reader.read(list(first), spans, deadline, check)), strict=True))
+            until = math.inf if untold is None else time.monotonic() + LOOK_S
+            reading = self._reader.read(list(first), spans, deadline, check, look_until=until, untold=untold)
+            read = dict(zip(first, await whole(reading), strict=True))
         for i, key in enumerate(keys if targets is not None else ()):
             if targets is not None and key is not None and first[key] != i and read[key].here:
                 nbytes = read[key].nbytes

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -65,6 +66,9 @@ class _Job:
     known: dict[int, Sequence[Replica]] = field(default_factory=dict)
     failed: dict[Holder, set[int]] = field(default_factory=dict)
     asked: set[int] = field(default_factory=set)  # positions that the master was asked about
+    # Until when a master that has not heard from all nodes is asked again, and the keys that it could not tell of.
+    look_until: float = math.inf
+    untold: set[bytes] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -94,11 +98,21 @@ class Reader:
         self._releases = leases.Releases(context.peers)
 
     async def read(
-        self, keys: Sequence[bytes], targets: Sequence[Span] | None, deadline: float, verify: bool
+        self,
+        keys: Sequence[bytes],
+        targets: Sequence[Span] | None,
+        deadline: float,
+        verify: bool,
+        *,
+        look_until: float = math.inf,
+        untold: set[bytes] | None = None,
     ) -> list[Got]:
-        """Each key's block, into its target or as bytes. KvmeshError when no master can be asked; InvalidRequest for a
-        target that is too small; what is wrong with one holder or block is in its `Got`."""
-        job = _Job([Got(key) for key in keys], targets, deadline, verify)
+        """Each key's block, into its target or as bytes. `look_until`: so long a master that has not heard from all
+        nodes is asked again; keys that it could not tell of come to `untold`. KvmeshError when no master can be asked;
+        InvalidRequest for a target that is too small; what is wrong with one holder or block is in its `Got`."""
+        job = _Job([Got(key) for key in keys], targets, deadline, verify, look_until=look_until)
+        if untold is not None:
+            job.untold = untold
         now = time.monotonic()
         for position, key in enumerate(keys):
             hinted = self._hints.of(key, now)
@@ -137,7 +151,10 @@ class Reader:
                     job.asked.add(position)
                 elif not self._askable(job, position):
                     one.cause = one.cause or REBUILDING
-            if complete or any(self._askable(job, p) for p in lost) or now + REBUILD_S >= job.deadline:
+            if complete or any(self._askable(job, p) for p in lost):
+                return
+            if now + REBUILD_S >= min(job.deadline, job.look_until):
+                job.untold.update(keys)
                 return
             await asyncio.sleep(REBUILD_S)
 

@@ -13,8 +13,10 @@ import pytest
 from kvmesh.kvcache.client import StoreClient, SyncStoreClient, memory
 from kvmesh.kvcache.client.calls import every, turn
 from kvmesh.kvcache.client.choice import Holder, Replica
+from kvmesh.kvcache.client.client import LOOK_S
 from kvmesh.kvcache.client.config import ClientConfig
 from kvmesh.kvcache.client.memory import Memory
+from kvmesh.kvcache.client.reading import REBUILD_S
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.rpc.errors import DeadlinePassed, TransferError, Unavailable
 from kvmesh.transfer import EngineConfig, TransferEngine
@@ -196,6 +198,36 @@ async def test_a_block_is_nowhere_only_if_all_were_heard(monkeypatch: pytest.Mon
         asked = 3
         with pytest.raises(Unavailable, match="not heard from all"):
             await client.get(key, timeout_ms=300)
+
+
+async def test_a_name_is_resolved_again_while_the_master_rebuilds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block that it stood for is gone, which a master that has not heard from all can never say."""
+    config = {"namespace": "rebuilds", "transports": "tcp"}
+    async with stores("a") as made, made.client(**config) as writer, made.client(**config) as reader:
+        old = await writer.put(b"old", name="x")
+        assert await reader.get("x") == b"old"
+        find, resolved = reader.directory.find, reader._keys.resolved
+
+        asked = 0
+
+        async def rebuilding(keys: Any, timeout_s: float) -> Any:
+            nonlocal asked
+            asked += list(keys) == [old]
+            return ([[]], False) if list(keys) == [old] else await find(keys, timeout_s)
+
+        async def resolved_then_replaced(refs: Any, deadline: float) -> Any:
+            keys = await resolved(refs, deadline)
+            if keys == [old] and refs == ["x"]:
+                await writer.put(b"new", name="x", replace=True)
+                await writer.remove(old)
+            return keys
+
+        monkeypatch.setattr(reader.directory, "find", rebuilding)
+        monkeypatch.setattr(reader._keys, "resolved", resolved_then_replaced)
+        assert await reader.get("x", timeout_ms=4_000) == b"new"
+        assert asked <= LOOK_S / REBUILD_S + 1, "asked until the deadline"
+        with pytest.raises(Unavailable, match="not heard from all"):
+            await reader.get(old, timeout_ms=300)
 
 
 async def test_memory_that_a_frozen_node_still_reads_stalls_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

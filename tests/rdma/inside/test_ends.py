@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -133,8 +134,10 @@ def test_what_is_not_destroyed_is_stopped_and_destroyed_later(nest: Nest) -> Non
     here.wakes()
     assert here.target.read(0, 8 * MIB) == CANARY
 
+    epochs = itertools.count(4)
+
     def destroyed() -> bool:
-        here.writes_again(4)  # each queue pair that a NIC makes is a chance
+        here.writes_again(next(epochs))  # each queue pair that a NIC makes is a chance
         return here.driver.undestroyed() == 0
 
     until(destroyed, "both NICs have made one")
