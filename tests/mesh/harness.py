@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -108,12 +108,25 @@ class Running:
         """The conductor gives work to the instance (again)."""
 
         async def placeable() -> bool:
-            async with connect(self.mesh.addresses["conductor"]) as channel:
-                stub = conductor_pb2_grpc.ConductorStub(channel)
-                status = await stub.GetStatus(conductor_pb2.GetConductorStatusRequest(), timeout=5)
-            return any(i.instance.instance_id == name and i.ready for i in status.instances)
+            return any(i.instance.instance_id == name and i.ready for i in await self._told())
 
         await until(placeable, f"{name} ready at the conductor")
+
+    async def queued(self, names: Collection[str]) -> str:
+        """The name of one that the conductor has given work which it has not finished, whether or not it answers."""
+
+        async def placed() -> str:
+            told = await self._told()
+            return next(
+                (i.instance.instance_id for i in told if i.instance.instance_id in names and i.queue_ms > 0), ""
+            )
+
+        return str(await until(placed, f"work placed at one of {sorted(names)}"))
+
+    async def _told(self) -> Sequence[conductor_pb2.InstanceStatus]:
+        async with connect(self.mesh.addresses["conductor"]) as channel:
+            stub = conductor_pb2_grpc.ConductorStub(channel)
+            return (await stub.GetStatus(conductor_pb2.GetConductorStatusRequest(), timeout=5)).instances
 
 
 @asynccontextmanager

@@ -73,6 +73,11 @@ async def migrations(running: Running) -> dict[str, float]:
     return found
 
 
+async def held_streams(running: Running) -> dict[str, int]:
+    """By decode instance."""
+    return {name: (await pools(running.mesh.addresses[name], "decode")).requests for name in DECODES}
+
+
 class Striker:
     """Ends an instance when a stream of chance has come to a position of chance; the next one while that one is on its
     way back, once those before it are: there is always somewhere to go."""
@@ -137,13 +142,13 @@ async def test_no_token_is_lost_nor_told_twice(running: Running) -> None:
     assert striker.struck == len(STRIKES), "the streams were over before all had been struck"
     await striking
     told = await migrations(running)
-    assert told.pop("moved") >= 30
+    assert told.pop("moved") >= 2 * len(STRIKES)  # of 40 at a time a third are with one instance; at the end fewer
     assert not told
     await running.settled()
 
 
 async def test_prefill_dies_while_it_computes_what_goes_on(running: Running) -> None:
-    """All of decode's streams are moved at once; a prefill instance that computes them is killed as well."""
+    """Most of decode's streams are moved at once; a prefill instance that computes them is killed as well."""
     right = await asyncio.gather(*(ask(running, index, cache_salt="a") for index in range(24)))
     before, pids = await migrations(running), {}
     going, all_go = 0, asyncio.Event()
@@ -156,12 +161,19 @@ async def test_prefill_dies_while_it_computes_what_goes_on(running: Running) -> 
 
     calls = [asyncio.create_task(ask(running, index, cache_salt="b", on_token=token)) for index in range(24)]
     await all_go.wait()
-    for name in ("decode-0", "decode-1"):
-        pids[name] = running.pid(name)
-        running.kill(name)
-    await running.busy("prefill-0")
-    pids["prefill-0"] = running.pid("prefill-0")
-    running.kill("prefill-0")
+    held = await held_streams(running)
+    for name in PREFILLS:  # so that what comes to them is surely unfinished
+        running.kill(name, signal.SIGSTOP)
+    try:
+        for name in sorted(held, key=lambda name: held[name])[1:]:
+            pids[name] = running.pid(name)
+            running.kill(name)
+        victim = await running.queued(PREFILLS)
+        pids[victim] = running.pid(victim)
+        running.kill(victim)
+    finally:
+        for name in PREFILLS:
+            running.kill(name, signal.SIGCONT)
     found = await asyncio.gather(*calls)
     assert [str(answer.error) for answer in found if answer.error] == []
     assert [answer.tokens for answer in found] == [answer.tokens for answer in right]
@@ -184,7 +196,7 @@ async def test_a_frozen_instance_is_left_and_holds_nothing_afterwards(running: R
         asyncio.create_task(ask(running, index, cache_salt="d", on_token=partial(token, index))) for index in range(24)
     ]
     await all_go.wait()
-    held = {name: (await pools(running.mesh.addresses[name], "decode")).requests for name in DECODES}
+    held = await held_streams(running)
     frozen = max(DECODES, key=lambda name: held[name])
     pids = [running.pid(frozen), *running.rank_pids(frozen)]
     for pid in pids:
