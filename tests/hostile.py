@@ -32,7 +32,7 @@ Requests = Request | Sequence[Request]
 TIMEOUT_S = 10.0
 # A stream that says nothing for so long is taken for open and well, and cancelled.
 SILENCE_S = 0.5
-MAX_MESSAGES = 3
+MAX_MESSAGES = 8  # of a stream before it is taken for well: more than any says before the error that is waited for
 # What a peer may hear for nonsense. INTERNAL and UNKNOWN are bugs, DEADLINE_EXCEEDED is a call that hung.
 BORNE = frozenset(
     ("OK", "INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "OUT_OF_RANGE")
@@ -102,7 +102,7 @@ async def refused(channel: grpc.aio.Channel, service: ServiceDescriptor, cases: 
     for case in cases:
         silence_s = SILENCE_S if case.code == "OK" else TIMEOUT_S
         outcome = await send(channel, service, case.method, case.request, silence_s)
-        told = f"{case.method}({_shown(case.request)}): {outcome}, wanted {case.code} {case.field}"
+        told = f"{case.method}({_shown(case.request)}): {outcome}, wanted {case.code} {case.field}; {outcome.messages}"
         assert outcome.code == case.code, told
         if case.field:
             assert outcome.error is not None, told
