@@ -67,7 +67,7 @@ test-compose: $(DEV) ## the mesh in containers, struck under load: needs a Docke
 	@PYTHON=$(BIN)/python scripts/test_compose.sh $(ARGS)
 
 soak: $(DEV) ## a minute of noise at each entry point: protos, transfer engine, fast path
-	@KVMESH_FUZZ_S=60 $(BIN)/python -m pytest -q -s tests/fuzz $(ARGS)
+	@FUZZ_S=60 $(BIN)/python -m pytest -q -s tests/fuzz $(ARGS)
 
 chaos: $(DEV) ## storms over the Store, ARGS="--chaos-minutes 30" for longer, KVMESH_CHAOS_SEED=N for one again
 	@$(BIN)/python -m pytest -q -s tests/chaos $(ARGS)

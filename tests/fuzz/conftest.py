@@ -1,7 +1,7 @@
-"""Noise at every entry point, for KVMESH_FUZZ_S seconds each (2; `make soak`: 60).
+"""Noise at every entry point, for FUZZ_S seconds each (2; `make soak`: 60).
 
-KVMESH_FUZZ_SEED=N runs one again. What was sent when a check failed is kept under tests/fuzz/seeds/ENTRY/ and is sent
-first by every later run: commit it with the mend."""
+FUZZ_SEED=N runs one again. What was sent when a check failed is kept under tests/fuzz/seeds/ENTRY/ and is sent
+first by every later run: commit it with the mend. (Services take variables that begin with KVMESH_ for settings.)"""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Noise:
     """One run at one entry point: its randomness, its time, and the inputs that have failed here before."""
 
     def __init__(self, entry: str) -> None:
-        self.seconds = float(os.environ.get("KVMESH_FUZZ_S", "2"))
-        self.seed = int(os.environ.get("KVMESH_FUZZ_SEED", "1"))
+        self.seconds = float(os.environ.get("FUZZ_S", "2"))
+        self.seed = int(os.environ.get("FUZZ_SEED", "1"))
         self.rng = random.Random(f"{entry} {self.seed}")
         self.sent = 0
         self._folder = SEEDS / entry
