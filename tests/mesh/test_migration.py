@@ -57,8 +57,8 @@ def asked(index: int) -> dict[str, Any]:
     return fields
 
 
-async def ask(running: Running, index: int, **more: Any) -> Answer:
-    return await running.client.generate(max_tokens=TOKENS, timeout_s=120, **asked(index), **more)
+async def ask(running: Running, index: int, *, max_tokens: int = TOKENS, **more: Any) -> Answer:
+    return await running.client.generate(max_tokens=max_tokens, timeout_s=120, **asked(index), **more)
 
 
 async def migrations(running: Running) -> dict[str, float]:
@@ -75,7 +75,8 @@ async def migrations(running: Running) -> dict[str, float]:
 
 async def held_streams(running: Running) -> dict[str, int]:
     """By decode instance."""
-    return {name: (await pools(running.mesh.addresses[name], "decode")).requests for name in DECODES}
+    told = await asyncio.gather(*(pools(running.mesh.addresses[name], "decode") for name in DECODES))
+    return {name: pool.requests for name, pool in zip(DECODES, told, strict=True)}
 
 
 class Striker:
@@ -149,7 +150,8 @@ async def test_no_token_is_lost_nor_told_twice(running: Running) -> None:
 
 async def test_prefill_dies_while_it_computes_what_goes_on(running: Running) -> None:
     """Most of decode's streams are moved at once; a prefill instance that computes them is killed as well."""
-    right = await asyncio.gather(*(ask(running, index, cache_salt="a") for index in range(24)))
+    long = partial(ask, running, max_tokens=2 * TOKENS)  # so that they still go when who holds them is known
+    right = await asyncio.gather(*(long(index, cache_salt="a") for index in range(24)))
     before, pids = await migrations(running), {}
     going, all_go = 0, asyncio.Event()
 
@@ -159,7 +161,7 @@ async def test_prefill_dies_while_it_computes_what_goes_on(running: Running) -> 
         if going == 20:
             all_go.set()
 
-    calls = [asyncio.create_task(ask(running, index, cache_salt="b", on_token=token)) for index in range(24)]
+    calls = [asyncio.create_task(long(index, cache_salt="b", on_token=token)) for index in range(24)]
     await all_go.wait()
     held = await held_streams(running)
     for name in PREFILLS:  # so that what comes to them is surely unfinished

@@ -235,6 +235,7 @@ class TransferModel:
             return
         if self._count >= ENOUGH_SAMPLES:
             seconds = min(MAX_ODD * usual, max(usual / MAX_ODD, seconds))
+        seconds = min(seconds, MAX_SEEN * TRANSFER_PRIOR.at(nbytes, ahead))  # a pause is nothing of the wires
         self._count += 1
         self._bandwidth.add(nbytes + ahead, seconds)
 

@@ -13,6 +13,7 @@ from kvmesh.kvcache.tiers import Tier
 from services.conductor.admission.judge import Slo
 from services.conductor.costs.accuracy import Accuracy, What
 from services.conductor.costs.interference import without_rows_s
+from services.conductor.costs.plausible import plausible_decode, plausible_prefill
 from services.conductor.domain import (
     Heartbeat,
     Lane,
@@ -212,8 +213,10 @@ class Ledger:
         measured = []
         for sample in beat.prefill_samples:
             if instance.first_sample_of(sample.request_id):
-                measured.append(self._prefilled(instance, sample, now))
-        for d in beat.decode_samples:
+                if plausible_prefill(sample):
+                    measured.append(self._prefilled(instance, sample, now))
+                self._computed(instance, sample, now)
+        for d in filter(plausible_decode, beat.decode_samples):
             self.accuracy.add(What.DECODE_STEP, instance.decode.predict(d.batch, d.context_tokens), d.duration_s)
             for step in (instance.decode, instance.fits.decode):
                 step.add(d.batch, d.context_tokens, d.duration_s, now)
@@ -234,14 +237,16 @@ class Ledger:
         for transfer in (instance.transfer, fits.transfer):
             transfer.add(s.transfer_bytes, ahead, s.transfer_s, now, prefill_s=s.duration_s)
         self._pulled(instance, s, now)
-        work = instance.queue.finish(s.request_id, done=True)
-        if work is None:
+        if s.request_id not in instance.queue.works:
             self._others_of(instance.model.name, now).computed(predicted_s, now)
+        return Measured(s.request_id, predicted_s, took_s)
+
+    def _computed(self, instance: Instance, s: PrefillSample, now: float) -> None:
+        work = instance.queue.finish(s.request_id, done=True)
         if work is not None:
             until = now + self._settings.confirmed_s
             self._index.confirm(instance.ref.life, instance.slot, work.keys, until)
         self.wires.end(s.request_id)
-        return Measured(s.request_id, predicted_s, took_s)
 
     def _pulled(self, instance: Instance, s: PrefillSample, now: float) -> None:
         fits = instance.fits

@@ -17,6 +17,9 @@ from services.conductor.loads.queues import PrefillQueue
 FADE_S = 5.0  # of the rate at which others place
 PERIOD_S, PER_QUEUE_S = 0.02, 2e-5  # how often it is spread again at most: that costs time for each queue
 LITTLE_S = 1e-3  # of work in all: not worth it
+# Predicted seconds of work a second that a queue is thought to get from others: it computes one, and what several
+# prompts share in a step counts for each of them.
+MAX_RATE = 4.0
 
 
 class Others:
@@ -53,6 +56,7 @@ class Others:
         """Put what has come since the queues' reports where it would go. The places in `queues` of those that have
         changed."""
         self._fade(now)
+        self._seconds = min(self._seconds, MAX_RATE * FADE_S * len(queues))
         self._due = now + max(PERIOD_S, PER_QUEUE_S * len(queues))
         told = [queue.told_s(now) for queue in queues]
         ages = sum(min(queue.silent_s(now), FADE_S) for queue in queues) / max(1, len(queues))

@@ -1,0 +1,41 @@
+"""Which measurements of a heartbeat can be: the others are none, whoever sends them. Pure.
+
+Every member's samples reach what all are judged by (the models of its kind, the work of other conductors), so one that
+miscounts, or lies, must not move that without bound. What took longer than MAX_SAMPLE_S, or MAX_SEEN times as long, or
+as short, as on a good device of this kind teaches nothing; a minute may always be a pause."""
+
+from __future__ import annotations
+
+from services.conductor.costs.models import (
+    DECODE_PRIOR,
+    MAX_SEEN,
+    PREFILL_PRIOR,
+    PULL_PRIOR,
+    TRANSFER_PRIOR,
+    attention_pairs,
+)
+from services.conductor.domain import DecodeSample, PrefillSample
+
+MAX_SAMPLE_S = 3600.0
+MAX_PAUSE_S = 60.0
+
+
+def plausible_prefill(s: PrefillSample) -> bool:
+    """Whether a prompt can have been computed, handed over and fetched like that; a time of 0 is not measured."""
+    pairs = attention_pairs(s.computed_tokens, s.cached_tokens) + s.beside_pairs
+    return (
+        s.chunks <= min(s.steps, max(1, s.computed_tokens))
+        and _near(s.duration_s, PREFILL_PRIOR.at(s.computed_tokens + s.beside_tokens, pairs, s.steps))
+        and _near(s.transfer_s, TRANSFER_PRIOR.at(s.transfer_bytes, 0))
+        and _near(s.pull_s, PULL_PRIOR.at(s.pull_bytes, 0))
+    )
+
+
+def plausible_decode(s: DecodeSample) -> bool:
+    """Whether a decode step can have been like that."""
+    return _near(s.duration_s, DECODE_PRIOR.at(s.batch, s.context_tokens))
+
+
+def _near(seconds: float, usual_s: float) -> bool:
+    most_s = min(MAX_SAMPLE_S, max(MAX_PAUSE_S, usual_s * MAX_SEEN))
+    return not seconds or usual_s / MAX_SEEN <= seconds <= most_s
