@@ -80,7 +80,7 @@ def answered(demo: Loaded, item: HeldOut, damage: Damage | None = None) -> bool:
         if damage is not None:
             damage(cache, value_block(demo, text, item))
         rest = torch.tensor([ids[cut:] + answer[:-1]])
-        logits = demo.model(rest, past_key_values=cache).logits[0]
+        logits = demo.model(rest, None, None, cache).logits[0]  # by place: its name differs between releases
     return bool(logits.argmax(-1).tolist()[-len(answer) :] == answer)
 
 
