@@ -200,6 +200,12 @@ class Clients:
                 raise err
         return found
 
+    async def send(self, ask: Ask) -> Seen:
+        """Sends one request now, once, and returns what became of it."""
+        seen = Seen(ask.index, ask.at_s, prompt_tokens=ask.prompt_tokens, asked_at=time.monotonic())
+        await self._send(ask, seen)
+        return seen
+
     async def close(self) -> None:
         """All connections."""
         for connection in self._idle:

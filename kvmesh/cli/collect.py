@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -130,7 +131,19 @@ async def ask_conductors(addresses: str) -> dict[str, Any]:
     kept = ("address", "error", "leadership", "store_master")
     each = [{key: one[key] for key in kept if key in one} | _counted(one) for one in told]
     most: dict[str, Any] = max(told, key=rank)
-    return {**most, "peers": most.get("conductors", []), "conductors": each}
+    found = {**most, "peers": most.get("conductors", []), "conductors": each}
+    return found if "error" in most else {**found, "errors": _errors(told)}
+
+
+def _errors(told: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What predictions are worth, of each kind and group by the conductor that has compared most: of requests that is
+    whoever placed them, which need not be the one that leads."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for error in (error for one in told for error in one.get("errors", [])):
+        known = found.setdefault((error.get("group", ""), error["what"]), error)
+        if error["samples"] > known["samples"]:
+            found[error.get("group", ""), error["what"]] = error
+    return list(found.values())
 
 
 def _counted(one: dict[str, Any]) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,21 +37,35 @@ def cordon(
     instance: Instance,
     drain: Annotated[bool, typer.Option("--drain", help="Also move the last replicas of its blocks away.")] = False,
     reason: Annotated[str, typer.Option(help="For those who read `kvmesh status`.")] = "",
+    wait: Annotated[
+        bool | None,
+        typer.Option(
+            "--wait/--no-wait",
+            help="Show what is left until it is drained. By default only on a terminal.",
+            show_default=False,
+        ),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for the drain.", min=0.1)] = 600.0,
     conductor: Conductors = None,
     run_dir: RunDir = None,
 ) -> None:
     """Keep new work away from an instance. What runs there goes on to its end.
 
     It holds for that name, whatever life bears it, until `kvmesh uncordon`. With --drain, pool nodes also copy what
-    only this instance holds; `kvmesh store drain INSTANCE` waits until that is done. Examples:
+    only this instance holds; what is left is shown until there is nothing: then it can be stopped. Leaves with 1 when
+    that is not so in time, or blocks would be lost. Ctrl-C ends the command, not the drain. Examples:
 
         kvmesh cordon decode-1 --reason "a fan fails"
 
         kvmesh cordon prefill-0 --drain
+
+        kvmesh cordon prefill-0 --drain --wait --timeout 120
     """
     state = 2 if drain else 1
     was = _say(instance, state, reason, conductor, run_dir)
     console().print(f"{escape(instance)}: {STATES[state]} (was {was})")
+    if drain and (console().is_terminal if wait is None else wait):
+        _wait(instance, timeout, conductor, run_dir)
 
 
 @one_line_errors
@@ -65,14 +80,43 @@ def uncordon(instance: Instance, conductor: Conductors = None, run_dir: RunDir =
     console().print(f"{escape(instance)}: {STATES[0]} (was {was})")
 
 
-def _say(instance: str, state: int, reason: str, conductor: str | None, run_dir: Path | None) -> str:
-    """Have the conductors mind it; returns what was. KvmeshError: some do not."""
+def _wait(instance: str, timeout_s: float, conductor: str | None, run_dir: Path | None) -> None:
+    """Show the drain until it is over. Raises Unavailable as `draining.watch`."""
+    from kvmesh.cli import draining
+
+    addresses, masters = _whom(conductor, run_dir)
+
+    async def watched(tell: Callable[[str], None]) -> str:
+        async with draining.looking(instance, addresses, masters) as look:
+            return await draining.watch(instance, look, tell, timeout_s)
+
+    try:
+        with draining.shown() as tell:
+            done = asyncio.run(watched(tell))
+    except KeyboardInterrupt:
+        text = (
+            f"the drain of {instance} goes on without this command: `kvmesh cordon {instance} --drain` shows it again"
+        )
+        console(stderr=True).print(f"{text}, `kvmesh uncordon {instance}` ends it", markup=False, soft_wrap=True)
+        raise typer.Exit(130) from None
+    console().print(f"[green]{escape(done)}[/]")
+
+
+def _whom(conductor: str | None, run_dir: Path | None) -> tuple[tuple[str, ...], str]:
+    """The conductors, and the store masters as far as they are known here; this process secured as they want it."""
     from kvmesh.rpc.masters import split
-    from kvmesh.rpc.pb import conductor_pb2 as pb
 
     run = None if conductor else runs.find_running(run_dir)
     runs.secure(run)
-    addresses = split(conductor or (runs.conductors(run) if run else ""), "conductor")
+    masters = runs.masters(run) if run else ""
+    return split(conductor or (runs.conductors(run) if run else ""), "conductor"), masters
+
+
+def _say(instance: str, state: int, reason: str, conductor: str | None, run_dir: Path | None) -> str:
+    """Have the conductors mind it; returns what was. KvmeshError: some do not."""
+    from kvmesh.rpc.pb import conductor_pb2 as pb
+
+    addresses, _ = _whom(conductor, run_dir)
     request = pb.CordonRequest(instance_id=instance, state=pb.CordonState.ValueType(state), reason=reason)
     return STATES[asyncio.run(tell(addresses, request))]
 

@@ -21,7 +21,9 @@ _HEADINGS = {"pull_ms": "pulling", "load_ms": "loading"}
 _TIERS = {"TIER_SSD": "SSD", "TIER_OBJECT": "object storage"}
 _OTHER_WAY = "ttft_other_way_ms"
 _PAIR = "pair"
-_KIND_TERMS = ("ttft_ms", "rows", "stall_ms", "answer_ms", "handoff_ms", "far_ms")
+_KIND_TERMS = ("ttft_ms", "rows", "stall_ms", "line_ms", "answer_ms", "handoff_ms", "far_ms")
+_ENOUGH = 8  # requests that tell how sure a prediction is
+_AS_GOOD = "as good: "
 _NOTHING = 1e-6
 _NO_BLOCKS = "none of the prompt's blocks"
 
@@ -204,11 +206,16 @@ def _legend(candidates: list[dict[str, Any]], kinds: list[dict[str, Any]]) -> st
     text = (
         "holds, pulls: blocks, from the prompt's start; the rest is in ms; the least score wins" if candidates else ""
     )
+    names = {term["name"] for one in (*candidates, *kinds) for term in one["terms"] if term["value"]}
+    if names & {"stall_ms", "line_ms"}:
+        text += "; score of prefill: ttft, what the rows beside the prompt lose (stall)"
+        text += " and others in the queue (line)" if "line_ms" in names else ""
+        text += ", without landing wait: that is the same for all" if "landing_wait_ms" in names else ""
     if kinds:
         text += (
             f"{'; ' if text else ''}cost: ttft + stall (of the rows beside the prompt, together) + answer (its first"
         )
-        text += " tokens) + handoff; the kind of the least cost wins"
+        text += f" tokens) + handoff{' + line' if 'line_ms' in names else ''}; the kind of the least cost wins"
     if any(_tier(one) for one in candidates):
         text += (
             "; loads: blocks out of a lower tier of its own; from: the slowest tier that any block comes from, own or a"
@@ -257,12 +264,17 @@ def _why(candidates: list[dict[str, Any]], prompt_blocks: int, word: str) -> str
         return f"{word}: {name} was the only one that could take it{rest}: it {mine}."
     second = others[0]
     lead = second["score_ms"] - chosen["score_ms"]
-    if lead > 0:
-        wins = f"{name} wins by {number(lead)} ms"
-    elif lead == 0:
+    said = second["verdict"].removeprefix(_AS_GOOD) if second["verdict"].startswith(_AS_GOOD) else ""
+    if lead == 0 if "crowd" not in second else "drawn" in said:
         wins = f"{name} and {second['instance']['instance_id']} were as good, and {name} was drawn"
+    elif said:
+        wins = f"{name} and {second['instance']['instance_id']} were as good, and {name} was taken"
+        wins += f" ({second['instance']['instance_id']}: {said})"
+    elif lead > 0:
+        wins = f"{name} wins by {number(lead)} ms"
     else:
-        wins = f"{name} was chosen though {second['instance']['instance_id']} scores {number(-lead)} ms less"
+        less = f"{number(-lead)} ms less" if lead else "as much"
+        wins = f"{name} was chosen though {second['instance']['instance_id']} scores {less}"
         wins += f" ({second['verdict']})"
     mine, theirs = _has(chosen, prompt_blocks, prefill), _has(second, prompt_blocks, prefill)
     return f"{word}: {wins}: it {mine}; {second['instance']['instance_id']} {theirs}."
@@ -297,10 +309,9 @@ def _afterwards(told: dict[str, Any]) -> list[str]:
     if told["outcome"] != "placed":
         return []
     placed = told.get("placement") or {}
-    expected = (
-        f"Expected: TTFT {placed.get('predicted_ttft_ms', 0):,} ms, TBT {placed.get('predicted_tbt_ms', 0):,} ms, "
-        f"{placed.get('predicted_cached_tokens', 0):,} cached tokens"
-    )
+    ttft = _expected(told.get("ttft"), placed.get("predicted_ttft_ms", 0))
+    tbt = _expected(told.get("tbt"), placed.get("predicted_tbt_ms", 0))
+    expected = f"Expected: TTFT {ttft}, TBT {tbt}, {placed.get('predicted_cached_tokens', 0):,} cached tokens"
     life = placed.get("life", {})
     answer = life.get("output_tokens", 0)
     lines = [f"{expected}, {tokens(answer)} of answer." if answer else f"{expected}.", *_laid_out(life)]
@@ -311,7 +322,25 @@ def _afterwards(told: dict[str, Any]) -> list[str]:
             f"Afterwards: prefill took {told['prefill_ms']:,} ms and found {told['cached_tokens']:,} of "
             f"{told['prompt_tokens']:,} prompt tokens cached."
         )
-    return [*lines, *_ended(told.get("ended"))]
+    return [*lines, *_ended(told.get("ended"), told.get("ttft"), told.get("tbt"))]
+
+
+def _expected(foretold: dict[str, Any] | None, ms: float) -> str:
+    """ "16.0 to 31.0 ms (8 of 10 like it)". `ms`: what was predicted, where nothing more is told."""
+    if foretold is None:
+        return f"{ms:,} ms"
+    if foretold["samples"] < _ENOUGH:
+        return f"{number(foretold['expected_ms'])} ms (how sure is not known yet)"
+    return f"{number(foretold['low_ms'])} to {number(foretold['high_ms'])} ms (8 of 10 like it)"
+
+
+def _within(foretold: dict[str, Any] | None, ms: float) -> str:
+    """ ", as expected", or what else; "" where nobody knew."""
+    if foretold is None or foretold["samples"] < _ENOUGH or not foretold["expected_ms"]:
+        return ""
+    if ms < foretold["low_ms"]:
+        return ", less than expected"
+    return ", more than expected" if ms > foretold["high_ms"] else ", as expected"
 
 
 def _laid_out(life: dict[str, Any]) -> list[str]:
@@ -342,16 +371,20 @@ _ENDS = {
 }
 
 
-def _ended(ended: dict[str, Any] | None) -> list[str]:
-    """How it went, as decode told it; nothing until it has."""
+def _ended(
+    ended: dict[str, Any] | None, ttft: dict[str, Any] | None = None, tbt: dict[str, Any] | None = None
+) -> list[str]:
+    """How it went, as decode told it, beside what was expected; nothing until it has."""
     if not ended:
         return []
     how = _ENDS.get(ended["outcome"], "ended")
     why = f" ({ended['error']}{', by ' + ended['blamed'] if ended['blamed'] else ''})" if ended["error"] else ""
     if not ended["ttft_us"]:
         return [f"In the end: {how}{why}, without a token, after {number(ended['duration_us'] / 1000)} ms."]
-    between = f", TBT {number(ended['tbt_us'] / 1000)} ms (its slowest tenth)" if ended["tbt_us"] else ""
+    ttft_ms, tbt_ms = ended["ttft_us"] / 1000, ended["tbt_us"] / 1000
+    between = f", TBT {number(tbt_ms)} ms (its slowest tenth{_within(tbt, tbt_ms)})" if tbt_ms else ""
+    first = _within(ttft, ttft_ms).removeprefix(", ")
     return [
-        f"In the end: {how}{why}: TTFT {number(ended['ttft_us'] / 1000)} ms{between}, "
+        f"In the end: {how}{why}: TTFT {number(ttft_ms)} ms{f' ({first})' if first else ''}{between}, "
         f"{tokens(ended['output_tokens'])} in {number(ended['duration_us'] / 1000)} ms."
     ]

@@ -8,23 +8,36 @@ from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
 
-from kvmesh.cli.sim_options import Options, number_of, synthetic_of
+from kvmesh.cli.sim_options import Options, number_of, sessions_of, synthetic_of
 from kvmesh.rpc.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvmesh.sim.config import SimConfig
     from kvmesh.sim.host import HostModel
     from kvmesh.sim.times import NodeSpec
-    from kvmesh.sim.workload import SimRequest
+    from kvmesh.sim.workload import Clients, SimRequest
     from services.conductor.settings import Settings
 
 CHUNK = 8192  # tokens of a prefill step where nothing else runs
+HEARTBEAT_MS, LIVE_HEARTBEAT_MS = 1000.0, 200.0
 MIXED_CHUNK = 512  # beside rows: what vLLM 0.5 took by default
 E = TypeVar("E", bound=Enum)
 
 
+def load_of(options: Options) -> Iterator[SimRequest] | Clients:
+    """The workload and what its clients wait for, anew each time. ConfigError: a value, or, while it is read, a line
+    that cannot be."""
+    from kvmesh.sim.sessions import Sessions
+    from kvmesh.sim.workload import ClosedLoop
+
+    if options.sessions is not None:
+        return Sessions(sessions_of(options.sessions, options.block_tokens, options.speed), options.seed)
+    requests = requests_of(options)
+    return requests if options.closed is None else ClosedLoop(requests, options.closed)
+
+
 def requests_of(options: Options) -> Iterator[SimRequest]:
-    """The workload, anew each time. ConfigError: a value, or, while it is read, a line that cannot be."""
+    """Requests that wait for nobody. ConfigError: see `load_of`."""
     from kvmesh.sim import workload, workload_csv
     from kvmesh.sim.synthetic import synthetic
 
@@ -51,6 +64,9 @@ def _cut(requests: Iterator[SimRequest], most: int) -> Iterator[SimRequest]:
 
 def count_of(options: Options) -> int | None:
     """How many requests there will be, for a progress bar; None: as many as the file has."""
+    if options.sessions is not None:
+        config = sessions_of(options.sessions, options.block_tokens, options.speed)
+        return config.sessions * config.turns
     if options.synthetic is not None:
         return synthetic_of(options.synthetic, options.requests, options.block_tokens, options.speed).requests or None
     path = options.trace or options.csv
@@ -67,6 +83,7 @@ def count_of(options: Options) -> int | None:
 
 def config_of(options: Options) -> SimConfig:
     """The machines and their conductor. ConfigError names option and value."""
+    from kvmesh.sim.changes import changes_of
     from kvmesh.sim.config import Mode, SimConfig
     from kvmesh.sim.hardware import hardware
     from kvmesh.sim.shapes import shape_of
@@ -76,6 +93,8 @@ def config_of(options: Options) -> SimConfig:
     counts = {"coupled": options.coupled or 0}
     if options.coupled is None:
         counts = {"prefill": options.prefill or 8, "decode": options.decode or 8}
+        for pool in counts:
+            counts[pool] += _newcomers(options, pool, counts[pool])
     coupled = {"prefill-first": Mode.COUPLED_PREFILL_FIRST, "chunked": Mode.COUPLED_CHUNKED}
     if options.coupled_mode not in coupled:
         raise ConfigError(
@@ -101,7 +120,29 @@ def config_of(options: Options) -> SimConfig:
         load_bytes_per_s=options.gpus * gpu.host_bytes_per_s * gpu.efficiency.host,
         prefix_cache=options.prefix_cache,
         host=_host_of(options),
+        heartbeat_s=(options.heartbeat or (LIVE_HEARTBEAT_MS if options.unforeseen else HEARTBEAT_MS)) / 1000,
+        profiled=not options.unknown,
+        noise=options.noise,
+        spread=options.spread,
+        slow=changes_of("slow", options.slow or ""),
+        freeze=changes_of("freeze", options.freeze or ""),
+        kill=changes_of("kill", options.kill or ""),
+        join=changes_of("join", options.join or ""),
+        leave=changes_of("leave", options.leave or ""),
     )
+
+
+def _newcomers(options: Options, pool: str, there: int) -> int:
+    """How many of `--join` are beyond those of the pool. ConfigError: a name between is left out."""
+    from kvmesh.sim.changes import changes_of
+
+    numbers = {int(one.node[1:]) for one in changes_of("join", options.join or "") if one.node[0] == pool[0]}
+    beyond = sorted(number for number in numbers if number >= there)
+    for at, number in enumerate(beyond, there):
+        if at != number:
+            text = f"join='{pool[0]}{number}': the next one of {there} {pool} instances is {pool[0]}{at}"
+            raise ConfigError(text, field="join")
+    return len(beyond)
 
 
 def _host_of(options: Options) -> HostModel | None:

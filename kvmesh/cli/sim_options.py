@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 from kvmesh.rpc.errors import ConfigError
 
 if TYPE_CHECKING:
+    from kvmesh.sim.sessions import SessionConfig
     from kvmesh.sim.synthetic import Lengths, SyntheticConfig
 
 MAX_RUNS = 64
@@ -30,10 +31,18 @@ class Workload:
     csv: Path | None = _opt(None, "Table with a header: time (s, or time_ms), input, output.", "FILE")  # noqa: RUF009
     synthetic: str | None = _opt(
         None,
-        "Sessions over prefix trees: rate (requests/s), burstiness (1: Poisson), applications, zipf, depth, branching, "
+        "Sessions over prefix trees: rate (requests/s), burstiness (1: Poisson, 0: evenly apart), "
+        "applications, zipf, depth, branching, "
         "turns, think_s, and lengths as MEAN[:SPREAD[:MOST]]: system, node, user, output.",
         "NAME=VALUE,...",
     )
+    sessions: str | None = _opt(
+        None,
+        "Agents: S sessions of T turns, each with all before it; start_s (within which they begin), think_s, "
+        "applications, and lengths as above: system, user, output.",
+        "SxT[,NAME=VALUE,...]",
+    )
+    closed: int | None = _opt(None, "N in flight: the next comes when one has ended, whatever its time.", "N", least=1)
     requests: int | None = _opt(None, "The first N.", "N", least=1)
     skip: int = _opt(0, "Leave out the first N.", "N", least=0)
     speed: float = _opt(1.0, "2: arrivals twice as dense.", "X")
@@ -70,6 +79,30 @@ class Machines:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Unforeseen:
+    """What no conductor is told. Seconds are virtual ones; instances are p0, p1, ... and d0, d1, ..."""
+
+    unknown: bool = _opt(
+        False, "Conductors begin with their priors and learn from heartbeats alone; else they have profiled."
+    )
+    noise: float = _opt(0.0, "Scatter of each step's time: deviation of its logarithm.", "X")
+    spread: float = _opt(0.0, "Likewise of instances, each for good.", "X")
+    slow: str | None = _opt(None, "Steps take TIMES as long; no UNTIL: to the end.", "NODE:FROM-UNTIL:TIMES,...")
+    freeze: str | None = _opt(None, "It stands still as under SIGSTOP.", "NODE:FROM-UNTIL,...")
+    kill: str | None = _opt(None, "It dies; BACK s later a newcomer has its name.", "NODE:AT[+BACK],...")
+    join: str | None = _opt(None, "It is not there before; may be one more than --prefill or --decode.", "NODE:AT,...")
+    leave: str | None = _opt(None, "It ends what it has, and goes.", "NODE:AT,...")
+    heartbeat: float | None = _opt(
+        None, "Between heartbeats; by default 1000, with any of the options above 200, as live.", "MS"
+    )
+
+    @property
+    def unforeseen(self) -> bool:
+        """Whether any of these is given."""
+        return any(getattr(self, one.name) for one in fields(Unforeseen) if one.name != "heartbeat")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Deciding:
     """What decides, and by which bounds. SLOs in ms."""
 
@@ -86,22 +119,37 @@ class Deciding:
     fetch: str = _opt("cheaper", "Prefixes of others: cheaper, always or never.", "WHEN")
     conductors: int = _opt(1, "How many.", "N", least=1)
     orders: bool = _opt(False, "Carry out the leader's orders (replicas, roles).")
-    retries: int = _opt(0, "Of a refused request, after its Retry-After.", "N", least=0)
+    retries: int = _opt(
+        0,
+        "Times that a refused client comes again, when its Retry-After says so.",
+        "N",
+        least=0,
+        flags=("--retries", "--obey-retry-after"),
+    )
     slo_ttft: float = _opt(30_000.0, "TTFT, for admission and goodput.", "MS")
     slo_tbt: float | None = _opt(None, "TBT for admission; by default the last of --tbt-slos.", "MS")
     tbt_slos: str = _opt("100,200,300", "TBT for goodput.", "MS,...")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Deciding, Machines, Workload):
+class Options(Deciding, Unforeseen, Machines, Workload):
     """One run. Fields are the options of `kvmesh sim run`, one by one."""
 
     def __post_init__(self) -> None:
         """What contradicts itself."""
-        given = [name for name in ("trace", "csv", "synthetic") if getattr(self, name) is not None]
+        given = [name for name in ("trace", "csv", "synthetic", "sessions") if getattr(self, name) is not None]
         if len(given) != 1:
             told = " and ".join(f"--{name}" for name in given) or "none"
-            raise ConfigError(f"{told}: give one of --trace, --csv and --synthetic", field="trace")
+            raise ConfigError(f"{told}: give one of --trace, --csv, --synthetic and --sessions", field="trace")
+        if self.sessions is not None:
+            for name in ("closed", "requests", "skip", "max_output"):
+                if getattr(self, name):
+                    raise ConfigError(f"{name}={getattr(self, name)}: not with --sessions", field=name)
+        if self.coupled is not None and self.unforeseen:
+            name = next(one.name for one in fields(Unforeseen) if getattr(self, one.name))
+            raise ConfigError(f"{name}={getattr(self, name)}: not with --coupled", field=name)
+        if self.heartbeat is not None and not 0 < self.heartbeat < math.inf:
+            raise ConfigError(f"heartbeat={self.heartbeat:g}: must be over 0 ms", field="heartbeat")
         if self.coupled is not None and (self.prefill is not None or self.decode is not None):
             raise ConfigError(f"coupled={self.coupled}: not with --prefill or --decode", field="coupled")
         for name in ("prefill", "decode", "coupled"):
@@ -130,9 +178,19 @@ class Options(Deciding, Machines, Workload):
         """What the requests come from, for a title."""
         if self.synthetic is not None:
             return f"synthetic ({self.synthetic})" if self.synthetic else "synthetic"
+        if self.sessions is not None:
+            return f"sessions {self.sessions}"
         path = self.trace or self.csv
         assert path is not None
         return path.name
+
+    @property
+    def hardware(self) -> str:
+        """What serves them, for a title: where fitted times take the place of a GPU's, what is still of that."""
+        if self.times is None:
+            return f"{self.gpu}, {self.model}"
+        memory = "" if self.kv_tokens and self.dram_tokens else f"memory of {self.gpu}, "
+        return f"step times of {self.times.name}, {memory}KV of {self.model}"
 
     def told(self) -> dict[str, Any]:
         """For a report: all that was given or has a default; nothing of what does not apply."""
@@ -211,22 +269,49 @@ def label(chosen: dict[str, str]) -> str:
 def synthetic_of(text: str, requests: int | None, block_tokens: int, speed: float) -> SyntheticConfig:
     """`NAME=VALUE,...` with the fields of SyntheticConfig; lengths are MEAN[:SPREAD[:MOST]]. `speed` multiplies the
     rate. ConfigError names field and value."""
-    from kvmesh.sim.synthetic import Lengths, SyntheticConfig
+    from kvmesh.sim.synthetic import SyntheticConfig
 
-    kinds = {name: kind for name, kind in get_type_hints(SyntheticConfig).items() if name not in _GIVEN}
+    told = _told("synthetic", text, SyntheticConfig, _GIVEN)
+    _check_speed(speed)
+    told["rate"] = told.get("rate", 1.0) * speed
+    if requests is not None:
+        told["requests"] = requests
+    return SyntheticConfig(**told, block_tokens=block_tokens)
+
+
+def sessions_of(text: str, block_tokens: int, speed: float) -> SessionConfig:
+    """`SxT[,NAME=VALUE,...]` with the fields of SessionConfig. `speed` shortens what users think, and the time within
+    which sessions begin. ConfigError names field and value."""
+    from kvmesh.sim.sessions import SessionConfig
+
+    size, _, rest = text.partition(",")
+    sessions, times, turns = size.strip().partition("x")
+    if not (times and all(one.isascii() and one.isdigit() and len(one) < 9 for one in (sessions, turns))):
+        raise ConfigError(f"sessions={size!r}: must be SESSIONSxTURNS, as 24x7", field="sessions")
+    _check_speed(speed)
+    told = _told("sessions", rest, SessionConfig, ("sessions", "turns", "block_tokens"))
+    config = SessionConfig(**told, sessions=int(sessions), turns=int(turns), block_tokens=block_tokens)
+    return replace(config, start_s=config.start_s / speed, think_s=config.think_s / speed)
+
+
+def _check_speed(speed: float) -> None:
+    if not 0 < speed < math.inf:
+        raise ConfigError(f"speed={speed:g}: must be over 0", field="speed")
+
+
+def _told(option: str, text: str, config: type[Any], given: Sequence[str]) -> dict[str, Any]:
+    """Fields of `config` by name, but for those that are `given` otherwise."""
+    from kvmesh.sim.synthetic import Lengths
+
+    kinds = {name: kind for name, kind in get_type_hints(config).items() if name not in given}
     told: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = part.partition("=")
         name = name.strip().replace("-", "_")
         if not equals or name not in kinds or name in told:
-            raise ConfigError(f"synthetic={part!r}: must be NAME=VALUE, once, of {', '.join(kinds)}", field="synthetic")
+            raise ConfigError(f"{option}={part!r}: must be NAME=VALUE, once, of {', '.join(kinds)}", field=option)
         told[name] = _lengths(name, value) if kinds[name] is Lengths else value_of(name, kinds[name], value)
-    if not 0 < speed < math.inf:
-        raise ConfigError(f"speed={speed:g}: must be over 0", field="speed")
-    told["rate"] = told.get("rate", 1.0) * speed
-    if requests is not None:
-        told["requests"] = requests
-    return SyntheticConfig(**told, block_tokens=block_tokens)
+    return told
 
 
 _GIVEN = ("requests", "block_tokens")  # by options of their own

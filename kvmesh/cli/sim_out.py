@@ -13,6 +13,8 @@ from kvmesh.cli.console import console, wide_enough
 from kvmesh.rpc.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from kvmesh.sim.records import Record, Sample
 
 TABLES = ("csv", "parquet", "none")
@@ -96,15 +98,11 @@ def write_report(folder: Path, runs: Sequence[Mapping[str, Any]], title: str) ->
 
 def show(runs: Sequence[Mapping[str, Any]], title: str) -> None:
     """A table, a line a run."""
-    from rich.table import Table
-
     out = console()
     wide_enough(out)
     bounds = [one["tbt_slo_s"] for one in runs[0]["summary"]["goodput"]]
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     heads = ["run", "requests", "done", "refused", "TTFT mean", "P50", "P90", "P99", "TBT P50", "P90", "hit rate"]
-    for at, head in enumerate([*heads, *(f"≤{bound * 1000:g} ms" for bound in bounds), "prefill GPU s", "wall s"]):
-        table.add_column(head, justify="right" if at else "left")
+    table = _table(*heads, *(f"≤{bound * 1000:g} ms" for bound in bounds), "prefill GPU s", "wall s")
     for run in runs:
         table.add_row(*_cells(run))
     slo_s = runs[0]["summary"]["ttft_slo_s"]
@@ -114,6 +112,93 @@ def show(runs: Sequence[Mapping[str, Any]], title: str) -> None:
         "\n[dim]TTFT in s, TBT (mean of a request's longest 10% intervals) in ms; hit rate by tokens; ≤ N ms: goodput, "
         f"the share of all requests with TTFT within {slo_s:g} s and TBT within N ms.[/]"
     )
+
+
+SHOWN_INSTANCES = 16  # of a pool, at most: shares of more say little
+
+
+def show_more(run: Mapping[str, Any], *, many: bool) -> None:
+    """What each instance has done; then, where there is any, what was cached of sessions, how clients were told to come
+    again, and when changes were noticed. `many`: other runs are shown, too."""
+    told = run["summary"]
+    blocks = [
+        *(_shares(pool, sums) for pool, sums in told["instances"].items() if 1 < len(sums) <= SHOWN_INSTANCES),
+        *_told_sentences(told),
+    ]
+    changed = _changes(told.get("changes", ()))
+    if changed is not None:
+        blocks.append(changed)
+    out = console()
+    if many and blocks:
+        out.print(f"\n{run['name']}", markup=False)
+    for block in blocks:
+        out.print()
+        out.print(block)
+
+
+def _table(*heads: str) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for at, head in enumerate(heads):
+        table.add_column(head, justify="right" if at else "left")
+    return table
+
+
+def _shares(pool: str, sums: Mapping[str, Mapping[str, int]]) -> Table:
+    """A line an instance: requests and tokens, and the shares of each."""
+    whats = [
+        ("requests", "requests"),
+        ("prompt tokens", "input"),
+        ("computed", "computed"),
+        ("answer tokens", "output"),
+    ]
+    whats = [(head, what) for head, what in whats if any(what in one for one in sums.values())]
+    table = _table(pool, *(cell for head, _ in whats for cell in (head, "")))
+    whole = {what: sum(one.get(what, 0) for one in sums.values()) for _, what in whats}
+    for name, one in sums.items():
+        cells = []
+        for _, what in whats:
+            count = one.get(what, 0)
+            cells += [f"{count:,}", f"{count / whole[what]:.0%}" if whole[what] else "-"]
+        table.add_row(name, *cells)
+    return table
+
+
+def _told_sentences(told: Mapping[str, Any]) -> list[str]:
+    found = []
+    if told["left_cached"] is not None:
+        found.append(f"cached of what the turn before had: {told['left_cached']:.1%}")
+    retry = told["retry"]
+    if retry["told"]:
+        ratio = retry["told_over_right"]
+        parts = [f"{retry['told']:,} times a client was told to come again"]
+        if retry["right"] is not None:
+            parts.append(f"right within a factor of two: {retry['right']:.0%}")
+            spread = " / ".join(_figure(ratio[name]) for name in ("p50", "p90", "max"))
+            parts.append(f"told over right: {spread} (P50 / P90 / greatest)")
+        if retry["placed"] is not None:
+            parts.append(f"taken when they came: {retry['placed']:.0%} of {retry['came']:,}")
+        found.append("; ".join(parts))
+    return found
+
+
+def _changes(changes: Sequence[Mapping[str, Any]]) -> Table | None:
+    """A line for each."""
+    if not changes:
+        return None
+    table = _table("change", "from s", "until s", "able to take", "took", "noticed after s", "back after s")
+    for one in changes:
+        shares = ("-" if one[name] is None else f"{one[name]:.0%}" for name in ("able", "share"))
+        spans = (_figure(one[name]) for name in ("from_s", "until_s"))
+        after = ("never" if one[name] is None else f"{one[name]:.1f}" for name in ("noticed_s", "back_s"))
+        noticed, back = after
+        if one["what"] == "joined":
+            noticed = "-"
+        if one["until_s"] >= one["run_s"]:
+            back = "-"
+        table.add_row(f"{one['node']} {one['what']}", *spans, *shares, noticed, back)
+    return table
 
 
 def _cells(run: Mapping[str, Any]) -> list[str]:

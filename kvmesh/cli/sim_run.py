@@ -14,7 +14,7 @@ import typer
 
 from kvmesh.cli import sim_build, sim_out
 from kvmesh.cli.console import console, one_line_errors
-from kvmesh.cli.sim_options import Deciding, Machines, Options, Workload, label, sweeps
+from kvmesh.cli.sim_options import Deciding, Machines, Options, Unforeseen, Workload, label, sweeps
 from kvmesh.cli.sim_progress import progress
 from kvmesh.rpc.errors import ConfigError
 
@@ -37,11 +37,22 @@ and what is assumed. Examples:
 
     kvmesh sim run --csv load.csv --gpu l20 --gpus 1 --model qwen3-8b --prefill 2 --decode 2
 
+    kvmesh sim run --synthetic rate=6 --requests 600 --prefill 2 --decode 2 --unknown --noise 0.3 --slow p1:20-50:3
+
+    kvmesh sim run --sessions 24x7,think_s=2 --prefill 3 --decode 2 --unknown --noise 0.3 --kill d0:15+5 --join p3:20
+
+    kvmesh sim run --synthetic rate=1 --closed 16 --requests 400 --slo-ttft 2000 --retries 5 --unknown
+
 Any option can be swept: --sweep prefill=6,8,10 (values apart by ';' where they hold commas). A run with the same \
 options and seed gives the same figures.
 """
 
-PANELS = ((Workload, "Workload"), (Machines, "Machines"), (Deciding, "Conductor"))
+PANELS = (
+    (Workload, "Workload"),
+    (Machines, "Machines"),
+    (Unforeseen, "What the conductor is not told"),
+    (Deciding, "Conductor"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +131,7 @@ def serve(base: Options, output: Output) -> None:
         if files.left_out:
             told = f"{sim_out.TRACE}: {files.left_out:,} requests after the first {output.traced:,} are left out"
             console(stderr=True).print(told, markup=False)
-    _finish(runs, f"kvmesh sim: {base.source}, {base.gpu}, {base.model}", output.out, output.as_json)
+    _finish(runs, f"kvmesh sim: {base.source}, {base.hardware}", output.out, output.as_json)
 
 
 def _simulate(options: Options, files: sim_out.RunFiles, name: str) -> dict[str, Any]:
@@ -139,18 +150,26 @@ def _simulate(options: Options, files: sim_out.RunFiles, name: str) -> dict[str,
         summary.sample(sample)
         files.sample(sample)
 
+    changes: list[dict[str, Any]] = []
+
+    def last(system: Any) -> None:
+        if options.unforeseen:
+            changes.extend(one.told() for one in system.changes_noticed())
+
     began = time.monotonic()
     with progress(name, sim_build.count_of(options), "requests") as tell:
         simulate(
             sim_build.config_of(options),
-            sim_build.requests_of(options),
+            sim_build.load_of(options),
             sink=ended,
             samples=sampled,
+            last=last,
             progress=lambda at_s, done: tell(done, f"{at_s:,.0f} s of virtual time"),
         )
     if not summary.requests:
         raise ConfigError(f"{options.source!r}: holds no request", field="trace")
-    return {"summary": summary.to_json(), "wall_s": round(time.monotonic() - began, 2)}
+    told = summary.to_json()
+    return {"summary": told | ({"changes": changes} if changes else {}), "wall_s": round(time.monotonic() - began, 2)}
 
 
 def _finish(runs: list[dict[str, Any]], title: str, out: Path | None, as_json: bool) -> None:
@@ -160,5 +179,7 @@ def _finish(runs: list[dict[str, Any]], title: str, out: Path | None, as_json: b
         print(json.dumps({"kind": "sim run", "title": title, "runs": runs}, indent=1))
         return
     sim_out.show(runs, title)
+    for run in runs:
+        sim_out.show_more(run, many=len(runs) > 1)
     if out is not None:
         console().print(f"\nreport: {out / 'report.html'}", markup=False)

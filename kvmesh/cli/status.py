@@ -15,12 +15,24 @@ from rich.table import Table
 
 from kvmesh.cli import runs
 from kvmesh.cli.console import RunDir, console, one_line_errors, wide_enough
-from kvmesh.cli.store_target import patiently
+from kvmesh.cli.store_target import patiently, size
 
 TIERS = ("device", "host", "remote")
 _TEXTS = ("service", "address", "state", "instance", "role", "model", "node store", "tier", "")
 _ORDER = {"ROLE_PREFILL": 0, "ROLE_DECODE": 1, "ROLE_BOTH": 2, "ROLE_POOL": 3}
 _WIDE = 110
+_NO_BIAS = 0.03
+# Kinds of predictions: in words, and what is counted.
+_PREDICTED = {
+    "ttft": ("time to first token", "request"),
+    "tbt": ("time between tokens", "request"),
+    "output_tokens": ("length of answers", "answer"),
+    "prefill": ("computing a prompt", "prompt"),
+    "decode_step": ("a decode step", "step"),
+    "transfer": ("sending KV to decode", "prompt"),
+    "pull": ("fetching blocks of other nodes", "prompt"),
+    "tier_load": ("reading SSD or object storage", "read"),
+}
 
 
 @one_line_errors
@@ -99,8 +111,8 @@ def _screen(found: dict[str, Any], width: int) -> RenderableType:
     parts.append(_services(found))
     if "error" not in found["conductor"]:
         parts += ["", _instances(found["conductor"].get("instances", []), width)]
-        if foretold := _foretold(found["conductor"]):
-            parts.append(f"[dim]{escape(foretold)}[/]")
+        if errors := found["conductor"].get("errors"):
+            parts += ["", _predictions(errors)]
     if found["node_stores"]:
         parts += ["", _stores(found, width), ""]
         if lower := _lower_tiers(found):
@@ -224,11 +236,37 @@ def _work(one: dict[str, Any]) -> str:
     return "[yellow]resting[/]" if one.get("breaker") == one["not_ready_reason"] != "" else "[yellow]not ready[/]"
 
 
-def _foretold(conductor: dict[str, Any]) -> str:
-    """How far predictions were off, kind by kind: in the middle, and one in ten by more."""
-    errors = conductor.get("errors") or []
-    told = [f"{one['what'].replace('_', ' ')} {one['p50']:.0%}/{one['p90']:.0%}" for one in errors]
-    return f"predictions off by (median/p90): {', '.join(told)}" if told else ""
+def _predictions(errors: list[dict[str, Any]]) -> Table:
+    """In plain words how far predictions were off, kind by kind, group by group where there are several."""
+    names = list(_PREDICTED)
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column(style="dim")
+    groups = sorted({one.get("group", "") for one in errors})
+    for group in groups:
+        whose = f"of {group}, " if len(groups) > 1 else ""
+        table.add_row("[not dim]predictions[/]", escape(f"{whose}against what happened in the last 10 minutes"))
+        of = [one for one in errors if one.get("group", "") == group]
+        for one in sorted(of, key=lambda one: (*names, one["what"]).index(one["what"])):
+            what, counted = _PREDICTED.get(one["what"], (one["what"].replace("_", " "), "sample"))
+            table.add_row(escape(what), f"{worth(one)} ({count(one['samples'], counted)})")
+    return table
+
+
+def worth(error: dict[str, Any]) -> str:
+    """ "usually within 18%, 9 of 10 within 55%; runs 10% longer than predicted"."""
+    bias = error["bias"]
+    said = f"usually within {_within(error['p50'])}, 9 of 10 within {_within(error['p90'])}"
+    if abs(bias) < _NO_BIAS:
+        return said
+    if bias > 1:
+        return f"{said}; runs {1 + bias:.1f} times as long as predicted"
+    return f"{said}; runs {abs(bias):.0%} {'longer' if bias > 0 else 'shorter'} than predicted"
+
+
+def _within(error: float) -> str:
+    """Shorter than predicted it can be by 100% at most: what is more is so many times as long."""
+    return f"{error:.0%}" if error <= 1 else f"a factor of {1 + error:.1f}"
 
 
 def _id(one: dict[str, Any]) -> str:
@@ -368,8 +406,8 @@ def _cache(found: dict[str, Any]) -> list[RenderableType]:
         each = f", {told['replicas'] / told['blocks']:.1f} each" if told["blocks"] else ""
         pools = sum(one["role"] == "ROLE_POOL" for one in found["store"]["members"])
         lines.append(
-            f"[bold]map[/]       {told['blocks']:,} distinct blocks, {count(told['replicas'], 'replica')}{each}, "
-            f"{mebibytes(told['map_bytes'])}; {count(pools, 'pool node')}"
+            f"[bold]map[/]       {told['blocks']:,} distinct blocks, {count(told['replicas'], 'replica')}{each}; "
+            f"{count(pools, 'pool node')}; the map itself takes {size(told['map_bytes'])} of the store master's memory"
         )
     elif told:
         lines.append(f"[bold]map[/]       [red]{escape(told['error'])}[/]")

@@ -16,8 +16,11 @@ from services.conductor.domain import (
     DecodeSample,
     Heartbeat,
     Lead,
+    Life,
     Load,
     Member,
+    MemberGone,
+    MemberJoined,
     MembersReset,
     ModelCard,
     OrderEnded,
@@ -52,7 +55,7 @@ class Brains:
     """All of them hear every heartbeat and announcement; requests go round."""
 
     def __init__(self, config: SimConfig, loop: Loop, order: Callable[[Action], None]) -> None:
-        """`order`: carries out what a leading conductor orders."""
+        """`order` carries out what a leading conductor orders."""
         self._config, self._loop, self._order = config, loop, order
         self.states = [
             ConductorState(replace(config.conductor, max_explained=0), random.Random(f"{config.seed}:{n}"), loop.now)
@@ -73,6 +76,17 @@ class Brains:
         if self._config.orders:
             self.states[0].step(Lead(1), now)
         self._loop.after(self._config.tick_s, self._tick)
+
+    def joined(self, node: Node, role: Role) -> None:
+        """A newcomer, perhaps under the name of one that is gone."""
+        for state in self.states:
+            state.step(MemberJoined(Member(node.ref, node.name)), self._loop.now)
+        self.register(node, role)
+
+    def gone(self, life: Life, how: str) -> None:
+        """The store master says so."""
+        for state in self.states:
+            state.step(MemberGone(life, how), self._loop.now)
 
     def register(self, node: Node, role: Role) -> None:
         """It takes this role."""

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 
 from kvmesh.rpc.errors import ConfigError
+from kvmesh.sim.changes import FreezePhase, JoinEvent, KillEvent, LeaveEvent, SlowPhase, StepClock
 from kvmesh.sim.host import HostModel
 from kvmesh.sim.times import NodeSpec
 from services.conductor.settings import Settings
 from services.decode.limits import Limits
 from services.prefill.planner import PlanConfig
+
+CHANGES = ("noise", "spread", "slow", "freeze", "kill", "join", "leave")  # fields of SimConfig
+MAX_SCATTER = 3.0  # of a logarithm: factors of twenty
 
 
 class Mode(Enum):
@@ -61,7 +66,9 @@ class SimConfig:
     tick_s: float = 1.0
     announce_s: float = 0.05  # a store's changes are announced so long after the first of them
     hop_s: float = 0.001  # request → conductor → decode → prefill: before anything is done for it
-    profiled: bool = True  # conductors' models begin with samples of the hardware, as after a profiling run
+    # Conductors' models begin with samples of the hardware, as after a profiling run. Without that they begin with
+    # their priors, and heartbeats tell all steps that have ended: the way of a live mesh.
+    profiled: bool = True
     told_max_tokens: int = 0  # the bound of the answer that clients send; 0: none
     retries: int = 0  # of a refused request, each after its Retry-After
     orders: bool = False  # a conductor leads: it orders replicas and roles, and they are carried out
@@ -96,6 +103,20 @@ class SimConfig:
         None  # one machine that prefill and decode instances and the door share; None: each its own
     )
 
+    # what no conductor is told, of `prefill` and `decode`
+    noise: float = 0.0  # standard deviation of the logarithm of each step's own factor; their mean is 1
+    spread: float = 0.0  # likewise of each instance's own factor, which stays
+    slow: Sequence[SlowPhase] = ()
+    freeze: Sequence[FreezePhase] = ()
+    kill: Sequence[KillEvent] = ()
+    join: Sequence[JoinEvent] = ()
+    leave: Sequence[LeaveEvent] = ()
+    # An instance that stands still for so long is given up by those whose requests it has, as by a broken connection's
+    # keepalive: they are placed again, elsewhere.
+    lost_after_s: float = 20.0
+    # Where nobody is able to take a request, its gateway asks again for so long.
+    patience_s: float = 30.0
+
     sample_s: float = 10.0
 
     def __post_init__(self) -> None:
@@ -106,7 +127,7 @@ class SimConfig:
         for name in at_least_one:
             if getattr(self, name) < 1:
                 raise _bad(name, getattr(self, name), "at least 1")
-        for name in ("heartbeat_s", "tick_s", "sample_s", "pull_timeout_s"):
+        for name in ("heartbeat_s", "tick_s", "sample_s", "pull_timeout_s", "lost_after_s"):
             if not getattr(self, name) > 0:
                 raise _bad(name, getattr(self, name), "above 0")
         for name in (
@@ -118,6 +139,9 @@ class SimConfig:
             "max_output_tokens",
             "load_bytes_per_s",
             "size_weight",
+            "noise",
+            "spread",
+            "patience_s",
         ):
             if getattr(self, name) < 0:
                 raise _bad(name, getattr(self, name), "not negative")
@@ -126,6 +150,7 @@ class SimConfig:
                 raise _bad("wires", change, "from 0 s on, and a share above 0")
             if unknown := sorted(set(change.nodes) - self._names):
                 raise _bad("wires", unknown[0], "an instance of prefill or decode")
+        self._check_changes()
         if self.chunk_tokens < self.block_tokens:
             raise _bad("chunk_tokens", self.chunk_tokens, f"at least block_tokens={self.block_tokens}")
         if self.heartbeat_s >= self.conductor.lease_s:
@@ -137,6 +162,54 @@ class SimConfig:
         for name in ("prefill", "decode", "coupled"):
             for at, spec in enumerate(getattr(self, name)):
                 _check_spec(f"{name}[{at}]", spec, self.block_tokens)
+
+    def _check_changes(self) -> None:
+        if self.changes and self.mode is not Mode.DISAGGREGATED:
+            name = next(name for name in CHANGES if getattr(self, name))
+            raise _bad(name, getattr(self, name), f"left alone in mode {self.mode.value}")
+        for name in ("noise", "spread"):
+            if getattr(self, name) > MAX_SCATTER:
+                raise _bad(name, getattr(self, name), f"at most {MAX_SCATTER:g}")
+        for slow in self.slow:
+            if not (0 <= slow.from_s < slow.until_s and 0 < slow.times < inf):
+                raise _bad("slow", slow, "from 0 s on, until later, and times above 0")
+        for freeze in self.freeze:
+            if not 0 <= freeze.from_s < freeze.until_s < inf:
+                raise _bad("freeze", freeze, "from 0 s on, until later")
+        for kill in self.kill:
+            if not (0 <= kill.at_s < inf and kill.back_s >= 0):
+                raise _bad("kill", kill, "from 0 s on, and back no earlier")
+        for name in ("join", "leave"):
+            nodes = [one.node for one in getattr(self, name)]
+            for one in getattr(self, name):
+                if not 0 <= one.at_s < inf:
+                    raise _bad(name, one, "from 0 s on")
+                if nodes.count(one.node) > 1:
+                    raise _bad(name, one, "there once for an instance")
+        for name in ("slow", "freeze", "kill", "join", "leave"):
+            for one in getattr(self, name):
+                if one.node not in self._names:
+                    raise _bad(name, one, f"of one of {', '.join(sorted(self._names)[:8])}, ...")
+        for pool, specs in (("prefill", self.prefill), ("decode", self.decode)):
+            late = [one for one in self.join if one.node[0] == pool[0]]
+            if late and len(late) == len(specs):
+                raise _bad("join", late[0], f"after another {pool} instance: one is there at first")
+
+    @property
+    def joins_late(self) -> set[str]:
+        """Names of those that are not there at first."""
+        return {one.node for one in self.join}
+
+    @property
+    def changes(self) -> bool:
+        """Whether instances are otherwise than conductors are told, or come and go."""
+        return any(getattr(self, name) for name in CHANGES)
+
+    def clock_of(self, node: str) -> StepClock | None:
+        """What the steps of an instance of that name go by; None: by what its `NodeSpec` says."""
+        if not (self.noise or self.spread or self.slow or self.freeze) and self.profiled:
+            return None
+        return StepClock(node, self.seed, noise=self.noise, spread=self.spread, slow=self.slow, freeze=self.freeze)
 
     @property
     def _names(self) -> set[str]:

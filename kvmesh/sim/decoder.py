@@ -23,6 +23,8 @@ from services.conductor.domain import DecodeSample, Load, Outcome, RequestOutcom
 from services.conductor.settings import Mode
 from services.decode import rules
 
+MAX_TOLD_STEPS = 512  # in one heartbeat, as a live instance keeps
+
 
 class Owner(Protocol):
     """Whom a decode instance tells."""
@@ -40,7 +42,7 @@ class _Seat(Row):
     __slots__ = ("life", "swap")
 
     def __init__(self, life: Life, last_s: float) -> None:
-        super().__init__(life.tokens, life.record.output_tokens - 1, last_s)
+        super().__init__(life.tokens, life.left - 1, last_s)
         self.life = life
         self.swap: list[int] = []  # extents it was preempted into
 
@@ -71,21 +73,23 @@ class Decoder:
         self._loading: list[_Seat] = []  # KV complete in extents; in order
         self._seated: dict[int, _Seat] = {}  # have pages
         self._holding = 0  # requests with extents of their own, or held ones
-        self.rows = Rows(loop, node.spec.times.decode_s, self._border, self._block)
+        self.rows = Rows(loop, node.spec.times.decode_s, self._border, self._block, node.clock)
         self._joining: list[_Seat] = []  # have their pages, and wait for the next border
+        self._unwanted: list[_Seat] = []  # leave the batch at the next border
         self._woken = False
         self._finished: list[str] = []
         self._outcomes: list[RequestOutcome] = []
         self._pulled_bytes = 0
         self.pulls = 0  # under way
         self.preemptions = 0
+        self.dead = False
 
     # ── in ───────────────────────────────────────────────────────────────────────────────────────
 
     def admit(self, life: Life) -> bool:
         """The second check, after the conductor's: whether it is taken."""
         blocks = -(-life.tokens // self._block)
-        most = -(-(life.tokens + life.record.output_tokens - 1) // self._block)
+        most = -(-(life.tokens + life.left - 1) // self._block)
         if not rules.admits(len(self.lives), self.limits) or blocks > self.store.total or most > self.pages:
             return False
         self.lives[life.handle] = life
@@ -112,6 +116,8 @@ class Decoder:
             self._puller.pull(self.node, wanted, placed.decode_pulls, lambda pull: self._pulled(life, pull))
 
     def _pulled(self, life: Life, pull: Pull) -> None:
+        if self.dead:
+            return
         pull.keep(self.store)
         self._pulled_bytes += pull.wire_bytes
         self.pulls -= 1
@@ -125,11 +131,11 @@ class Decoder:
 
     def first_token(self, life: Life) -> None:
         """Prefill has sampled it. A request of one token is over with it; whatever comes of its KV is of no use."""
-        if life.record.output_tokens == 1:
+        if life.left == 1:
             if life in self._landing:
                 self._landing.remove(life)
             self._keep(life, 0)
-            life.record.finish_s = life.record.first_token_s
+            life.record.finish_s = life.first_s
             self._end(life)
 
     def filled(self, life: Life) -> None:
@@ -139,7 +145,7 @@ class Decoder:
             self._end(life, REFUSED, "decode")
             self.knock()
             return
-        bisect.insort(self._loading, _Seat(life, life.record.first_token_s), key=_order)
+        bisect.insort(self._loading, _Seat(life, life.first_s), key=_order)
         self.knock()
 
     def _too_slow(self, life: Life) -> bool:
@@ -158,6 +164,8 @@ class Decoder:
 
     def knock(self) -> None:
         """Something may be granted now; steps take it in at their next border."""
+        if self.dead:
+            return
         self._load()
         self._land()
 
@@ -196,6 +204,8 @@ class Decoder:
                 self._loaded(seat)
 
     def _loaded(self, seat: _Seat) -> None:
+        if self.dead or seat.life.handle not in self._seated:
+            return
         if seat.swap:
             self.store.release(seat.swap)
             seat.swap = []
@@ -222,16 +232,24 @@ class Decoder:
 
     def _wake(self) -> None:
         self._woken = False
-        if not self.rows.running:
+        if not (self.rows.running or self.dead):
             self._border([], 0)
 
     def _border(self, over: list[Row], grown: int) -> None:
         """Between two steps: rows have ended; others join, pages are granted, and the next run begins."""
+        if self.dead:
+            return
         self.free_pages -= grown
         for row in over:
             assert isinstance(row, _Seat)
             self._leave(row)
-        if over:
+        unwanted, self._unwanted = self._unwanted, []
+        for seat in unwanted:
+            if seat in self.rows.rows:
+                self.free_pages += self.rows.pages_of(seat)
+                self.rows.remove(seat)
+                del self._seated[seat.life.handle]
+        if over or unwanted:
             self.knock()
         joining, self._joining = self._joining, []
         for seat in joining:
@@ -245,10 +263,28 @@ class Decoder:
     def _leave(self, seat: _Seat) -> None:
         self.free_pages += -(-seat.context // self._block)
         del self._seated[seat.life.handle]
+        if seat.life.lost:
+            return
+        self._seal_answer(seat.life)
         record = seat.life.record
         record.finish_s = seat.last_s
         record.tbt_s, record.mean_tbt_s = seat.tbt()
         self._end(seat.life)
+
+    def _seal_answer(self, life: Life) -> None:
+        """Full blocks of the answer, where anybody may ask for them, become the store's, if it has room."""
+        answer = life.request.answer_keys
+        if not answer:
+            return
+        # Those of the prompt, too: they do not make room for their own continuation.
+        chain = (*life.request.keys, *answer)
+        begun = [key for key, extent in zip(chain, self.store.begin(chain), strict=True) if extent is not None]
+        own = set(answer)
+        for key in begun:
+            if key not in own:
+                self.store.abandon(key)
+        self.store.seal_all(reversed([key for key in begun if key in own]))
+        self.store.touch(chain)
 
     def _room(self) -> int:
         """For how many steps there are pages, at most until the first row is over; whoever has to make room does."""
@@ -288,6 +324,49 @@ class Decoder:
         self._owner.ended(life, outcome, reason)
         self._outcomes.append(_outcome(life))
 
+    def withdraw(self, life: Life, blamed: str) -> None:
+        """Another attempt takes its place, because `blamed` is gone: what it holds here comes back."""
+        assert life.lost
+        if self.dead or life.handle not in self.lives:
+            return
+        del self.lives[life.handle]
+        self._finished.append(life.name)
+        error = f"{blamed} is lost"
+        self._outcomes.append(RequestOutcome(life.name, life.attempt, Outcome.FAILED, error=error, blamed=blamed))
+        if life in self._landing:
+            self._landing.remove(life)
+        waiting = next((seat for seat in self._loading if seat.life is life), None)
+        if waiting is not None:
+            self._loading.remove(waiting)
+            self.store.release(waiting.swap)
+        self._keep(life, 0)
+        seat = self._seated.get(life.handle)
+        if seat is not None and seat in self.rows.rows:
+            self._unwanted.append(seat)
+            self.rows.cut()
+        elif seat is not None:  # it is copied into its pages, or waits for a border
+            self.store.release(seat.swap)
+            seat.swap = []
+            if seat in self._joining:
+                self._joining.remove(seat)
+            self.free_pages += -(-(seat.context + 1) // self._block)
+            del self._seated[life.handle]
+        self.knock()
+
+    def made(self, life: Life) -> int:
+        """Tokens of its answer that this attempt has brought."""
+        if math.isnan(life.first_s):
+            return 0
+        waiting = (seat for seat in self._loading if seat.life is life)
+        seat = self._seated.get(life.handle) or next(waiting, None)
+        return 1 if seat is None else 1 + self.rows.context_of(seat) - life.tokens
+
+    def die(self) -> list[Life]:
+        """The process is gone, with all that it had; returns the requests."""
+        self.dead = True
+        self.rows.stop()
+        return list(self.lives.values())
+
     def turned_away(self, life: Life) -> None:
         """It was not admitted: conductors count it no longer."""
         self._finished.append(life.name)
@@ -308,9 +387,13 @@ class Decoder:
         )
 
     def report(self) -> tuple[tuple[DecodeSample, ...], tuple[str, ...], tuple[RequestOutcome, ...]]:
-        """The step under way, or all since the last call where each has a time of its own, and what has ended."""
+        """The step under way, or those since the last call where each has a time of its own, and what has ended."""
         sample = self.rows.sample()
-        steps = [sample] if sample is not None and self.node.machine is None else [*self.rows.measured]
+        if self.node.machine is None and self.node.clock is None:
+            steps = [sample] if sample is not None else [*self.rows.measured]
+        else:
+            self.rows.tell()
+            steps = [*self.rows.measured][-MAX_TOLD_STEPS:]
         self.rows.measured.clear()
         finished, outcomes = tuple(self._finished), tuple(self._outcomes)
         self._finished, self._outcomes = [], []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import nan
 from typing import TYPE_CHECKING
 
 from kvmesh.sim.links import Flow
@@ -30,12 +31,15 @@ class Life:
         "ended",
         "expected_rest",
         "extents",
+        "first_s",
         "first_step_s",
         "flow",
         "handle",
         "held",
         "last_step_s",
         "left_prefill",
+        "lost",
+        "made_before",
         "meanwhile",
         "over",
         "pages",
@@ -56,16 +60,20 @@ class Life:
         "waits_until_s",
     )  # fmt: skip
 
-    def __init__(self, handle: int, request: SimRequest, record: Record) -> None:
+    def __init__(self, handle: int, request: SimRequest, record: Record, made_before: int = 0) -> None:
+        """`made_before`: tokens of the answer that attempts before this one have brought: part of the prompt now."""
         self.handle = handle
         self.request = request
         self.record = record
-        self.tokens = request.input_tokens  # of the prompt
+        self.tokens = request.input_tokens + made_before  # of the prompt
+        self.made_before = made_before
         self.attempt = 0
+        self.lost = False  # an instance that had it is gone: another attempt has taken its place
         self.placed: Placed | None = None
         self.prefiller: Prefiller | None = None
         self.decoder: Decoder | None = None
         self.ended = False  # the client has its one end
+        self.first_s = nan  # the first token of this attempt
         # at prefill
         self.waits_until_s = 0.0  # nobody waits longer for pulls
         self.pulls = 0  # under way that it waits for
@@ -94,6 +102,11 @@ class Life:
         self.decode_pulls = False  # it fetches blocks of the prompt for the landing
         self.held: list[int] = []  # extents of its store's blocks that lead the prompt
         self.extents: list[int] = []  # of the landing, behind those
+
+    @property
+    def left(self) -> int:
+        """Tokens of the answer that this attempt has to make."""
+        return self.record.output_tokens - self.made_before
 
     @property
     def order(self) -> tuple[int, int]:

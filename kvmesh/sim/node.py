@@ -39,7 +39,9 @@ class Shelf:
     """A node store, or a tier below it, and its announcer. Every change is announced `announce_s` after the first one
     that was not."""
 
-    def __init__(self, name: str, blocks: int, config: SimConfig, loop: Loop, tell: Tell) -> None:
+    def __init__(
+        self, name: str, blocks: int, config: SimConfig, loop: Loop, tell: Tell, incarnation: int = INCARNATION
+    ) -> None:
         self.store = NodeStore(
             blocks,
             high_percent=config.store_high_percent,
@@ -50,7 +52,8 @@ class Shelf:
         )
         self.store.journals.append(self)
         self.below: Callable[[bytes], None] | None = None  # takes what is evicted here
-        self._announcer = Announcer(name, INCARNATION, self.store)
+        self._announcer = Announcer(name, incarnation, self.store)
+        self.dead = False
         self._loop, self._tell, self._delay_s = loop, tell, config.announce_s
         self._due = False
 
@@ -77,6 +80,8 @@ class Shelf:
 
     def _announce(self) -> None:
         self._due = False
+        if self.dead:
+            return
         while (announcement := self._announcer.next()) is not None:
             self._announcer.acked(self._tell(announcement))
 
@@ -85,23 +90,44 @@ class Node:
     """What instances on it share. `ref`: of its one instance. `machine`: what it shares with other nodes, if so."""
 
     def __init__(
-        self, name: str, spec: NodeSpec, config: SimConfig, loop: Loop, tell: Tell, machine: Machine | None = None
+        self,
+        name: str,
+        spec: NodeSpec,
+        config: SimConfig,
+        loop: Loop,
+        tell: Tell,
+        machine: Machine | None = None,
+        incarnation: int = INCARNATION,
     ) -> None:
         self.name = name
         self.machine = machine
         self.spec = spec
-        self.ref = Ref(name, ADDRESS, INCARNATION)
+        self.clock = config.clock_of(name)
+        self.ref = Ref(name, ADDRESS, incarnation)
+        self.dead = False
         self.block_bytes = config.block_tokens * spec.kv_bytes_per_token
-        self.shelf = Shelf(name, spec.dram_tokens // config.block_tokens, config, loop, tell)
+        self.shelf = Shelf(name, spec.dram_tokens // config.block_tokens, config, loop, tell, incarnation)
         self.store = self.shelf.store
         self.tx = Link(f"{name}.tx", spec.nic_bytes_per_s)
         self.rx = Link(f"{name}.rx", spec.nic_bytes_per_s)
         self.ssd: NodeStore | None = None
         if spec.ssd_tokens >= config.block_tokens:
             tier = store_name(name, Tier.SSD)
-            self.ssd = Shelf(tier, spec.ssd_tokens // config.block_tokens, config, loop, tell).store
+            self._lower = Shelf(tier, spec.ssd_tokens // config.block_tokens, config, loop, tell, incarnation)
+            self.ssd = self._lower.store
             self.disk = Link(tier, spec.ssd_read_bytes_per_s)
             self.shelf.below = self._demote
+
+    def die(self) -> None:
+        """It announces nothing more."""
+        self.dead = self.shelf.dead = True
+        if self.ssd is not None:
+            self._lower.dead = True
+
+    @property
+    def incarnation(self) -> int:
+        """Of its instance and its stores."""
+        return self.ref.incarnation
 
     def _demote(self, key: bytes) -> None:
         """Writing to the SSD hides: it has a queue of its own, and nobody waits for it."""
@@ -125,4 +151,4 @@ class Node:
         """Where a prompt with these blocks is read from within this node."""
         if self.ssd is None or not any(map(self.ssd.holds, keys)):
             return None
-        return PullRange(self.name, ADDRESS, INCARNATION, 0, len(keys), Tier.SSD)
+        return PullRange(self.name, ADDRESS, self.incarnation, 0, len(keys), Tier.SSD)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from kvmesh.kvcache.sources import PullRange
-from kvmesh.sim.node import ADDRESS, INCARNATION, Node
+from kvmesh.sim.node import ADDRESS, Node
 from kvmesh.sim.pulls import Pull, Puller
 from services.conductor.domain import Action, OrderEnded, Replicate, SwitchRole
 
@@ -35,12 +35,17 @@ class Orders:
     def _replicate(self, order: Replicate) -> None:
         """The target pulls what it lacks, as `kvmesh.node` does: nobody writes into another's store."""
         target = self._nodes[order.target.instance_id]
+        if target.dead or target.ref != order.target:
+            self._ended(OrderEnded(order.number, error=f"{order.target.instance_id} is gone"))
+            return
         begun = zip(order.keys, target.store.begin(order.keys), strict=True)
         wanted = [(at, key) for at, (key, extent) in enumerate(begun) if extent is not None]
-        source = PullRange(order.source.instance_id, ADDRESS, INCARNATION, 0, len(order.keys))
+        source = PullRange(order.source.instance_id, ADDRESS, order.source.incarnation, 0, len(order.keys))
 
         def over(pull: Pull) -> None:
             self.pulls -= 1
+            if target.dead:
+                return
             pull.keep(target.store)
             self._ended(OrderEnded(order.number, target.store.peek(order.keys)))
 

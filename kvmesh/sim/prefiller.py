@@ -49,9 +49,11 @@ class Prefiller:
         self._pulling: dict[bytes, Pull] = {}
         self._waiters: dict[Pull, dict[Life, None]] = {}
         self._step: list[Chunk] = []  # being computed
-        self._step_began_s = 0.0
+        self._step_began_s = self._step_ends_s = 0.0
         self.rates = Rates()
+        self._steps = 0  # begun since the start
         self._resting = False  # between two steps, where that takes time
+        self.dead = False
         self._done = Done()
         self._samples: list[PrefillSample] = []
         self._finished: list[str] = []
@@ -99,7 +101,7 @@ class Prefiller:
         return lambda at: at in covered or (ssd is not None and at < limit and ssd.holds(usable[at]))
 
     def _begin_planned(self, life: Life) -> None:
-        if life.planned_to:
+        if life.planned_to and not self.dead:
             self._begin_pull(life)
             self.pump()
 
@@ -144,6 +146,8 @@ class Prefiller:
 
     def _pulled(self, pull: Pull) -> None:
         """Seal what has arrived, and keep it for those who waited."""
+        if self.dead:
+            return
         waiters = self._waiters.pop(pull, {})
         for key in pull.keys:
             del self._pulling[key]
@@ -237,7 +241,7 @@ class Prefiller:
 
     def pump(self) -> None:
         """Begin the next step if none is being computed and there is one."""
-        if self._step or self._resting or not self.may_compute():
+        if self._step or self._resting or self.dead or not self.may_compute():
             return
         chunks = self.planner.next_step(self._rest, self._admit, self._total)
         if not chunks:
@@ -247,6 +251,9 @@ class Prefiller:
         pieces = [(chunk.end - chunk.start, chunk.start) for chunk in chunks]
         times = self.node.spec.times
         seconds = times.prefill_s(pieces)
+        if self.node.clock is not None:
+            seconds = self.node.clock.step_s(now, seconds, "prefill", self._steps)
+        self._steps += 1
         tokens = sum(new for new, _ in pieces)
         for chunk in chunks:
             life = self.lives[chunk.handle]
@@ -256,12 +263,15 @@ class Prefiller:
                 life.record.queue_s = now - life.record.at_s
                 self._owner.begun(life)
             self._pushes.computing(life, chunk, now, seconds)
+        self._step_ends_s = now + seconds
         if self.node.machine is not None:
             self.node.machine.prefill(seconds, self._step_done)
         else:
             self._loop.after(seconds, self._step_done)
 
     def _step_done(self) -> None:
+        if self.dead:
+            return
         chunks, self._step = self._step, []
         now = self._loop.now
         tokens = sum(chunk.end - chunk.start for chunk in chunks)
@@ -278,7 +288,9 @@ class Prefiller:
             self._seal(life, chunk)
             life.over = chunk.last
             self._pushes.computed(life, chunk)
-            if chunk.last:
+            if life.lost:
+                self._drop(life)
+            elif chunk.last:
                 life.record.prefill_end_s = now
                 self._owner.prefilled(life)
         if self.node.machine is not None and self.node.machine.model.rest_s:
@@ -295,11 +307,7 @@ class Prefiller:
         """Full blocks of the chunk are in the store from now on, if it has room; nobody waits for them any more."""
         keys = life.request.keys
         full = chunk.end // self._block
-        for key in keys[life.promised_from : full]:
-            self._promised[key] -= 1
-            if not self._promised[key]:
-                del self._promised[key]
-        life.promised_from = max(life.promised_from, full)
+        self._unpromise(life, full)
         first = chunk.start // self._block
         new = keys[first:full]
         begun = [key for key, extent in zip(new, self.store.begin(new), strict=True) if extent is not None]
@@ -308,6 +316,13 @@ class Prefiller:
         # Where all of them were sealed just now, and nothing went, they have their places already.
         placed = len(begun) == len(new) and self.store.evicted == evicted
         self.store.touch(keys[: first if placed else full], use=False)
+
+    def _unpromise(self, life: Life, full: int) -> None:
+        for key in life.request.keys[life.promised_from : full]:
+            self._promised[key] -= 1
+            if not self._promised[key]:
+                del self._promised[key]
+        life.promised_from = max(life.promised_from, full)
 
     # ── out ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -323,6 +338,64 @@ class Prefiller:
         self._finished.append(life.name)
         self._samples.append(self._sample(life))
         self.pump()
+
+    def withdraw(self, life: Life) -> None:
+        """Nobody wants it any more, whatever became of it here; a step that computes for it goes on to its end."""
+        assert life.lost
+        if self.dead or life.handle not in self.lives:
+            return
+        if all(chunk.handle != life.handle for chunk in self._step):
+            self._drop(life)
+            self.pump()
+
+    def _drop(self, life: Life) -> None:
+        """It leaves without a sample: what it holds comes back."""
+        self.planner.drop(life.handle)
+        for waiters in self._waiters.values():
+            waiters.pop(life, None)
+        life.planned_to = 0
+        self.store.release(life.pinned)
+        life.pinned = []
+        if life.pages:
+            self._unpromise(life, len(life.request.keys))
+            self.free_pages += life.pages
+        del self.lives[life.handle]
+        self._finished.append(life.name)
+
+    def die(self) -> list[Life]:
+        """The process is gone, with all that it had; returns the requests."""
+        self.dead = True
+        lost, self.lives = list(self.lives.values()), {}
+        return lost
+
+    def backlog_s(self) -> float:
+        """Seconds of work that are here, as steps go now: the rest of the one under way, and those who wait,
+        as they would share steps."""
+        now, times, limit = self._loop.now, self.node.spec.times, self.planner.config.max_batch_tokens
+        factor = self._times_as_long()
+        left_s = max(0.0, self._step_ends_s - now) if self._step else 0.0
+        pieces: list[tuple[int, int]] = []
+        room = limit
+        for life in self.lives.values():
+            new = life.tokens - life.computed if life.pages else life.expected_rest
+            if life.over or new <= 0:
+                continue
+            new -= sum(chunk.end - chunk.start for chunk in self._step if chunk.handle == life.handle)
+            if new > room and pieces:
+                left_s += factor * times.prefill_s(pieces)
+                pieces, room = [], limit
+            if new > 0:
+                pieces.append((new, life.tokens - new))
+                room -= new
+        return left_s + (factor * times.prefill_s(pieces) if pieces else 0.0)
+
+    def _times_as_long(self) -> float:
+        return 1.0 if self.node.clock is None else self.node.clock.times(self._loop.now)
+
+    def alone_s(self, tokens: int, keys: tuple[bytes, ...]) -> float:
+        """Seconds that a prompt takes here, as steps go now, behind what of it is in the store."""
+        cached = self.store.peek(keys[: (tokens - 1) // self._block]) * self._block
+        return self._times_as_long() * self.node.spec.times.prefill_s([(tokens - cached, cached)])
 
     def _sample(self, life: Life) -> PrefillSample:
         """As `services.prefill.report` says it."""

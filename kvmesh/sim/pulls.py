@@ -27,6 +27,7 @@ class Pull:
     wire_bytes: int = 0
     flows: dict[Flow, tuple[NodeStore, int]] = field(default_factory=dict)  # and its lease at the holder
     timer: Timer | None = None
+    reader: Node | None = None
 
     def keep(self, store: NodeStore) -> None:
         """What has arrived becomes blocks of the reader's store, a chain's tail first; the others are given up."""
@@ -45,6 +46,7 @@ class Puller:
 
     def __init__(self, links: Links, nodes: Mapping[str, Node], timeout_s: float) -> None:
         self._links, self._nodes, self._timeout_s = links, nodes, timeout_s
+        self._under_way: dict[Pull, None] = {}  # with flows
 
     def pull(
         self,
@@ -56,7 +58,7 @@ class Puller:
         """`wanted`: blocks of a prompt by their number, begun at `reader`; `ranges` are asked in order for what they
         cover. What nobody has, or what comes too late, does not arrive. `over` is never called before this returns."""
         loop = self._links.loop
-        pull = Pull(tuple(key for _, key in wanted), loop.now, loop.now + self._timeout_s, over)
+        pull = Pull(tuple(key for _, key in wanted), loop.now, loop.now + self._timeout_s, over, reader=reader)
         missing = dict(wanted)
         for source in ranges:
             covered = range(source.first_block, source.first_block + source.blocks)
@@ -64,6 +66,7 @@ class Puller:
             found = self._send(pull, reader, source, keys)
             missing = {at: key for at, key in missing.items() if key not in found}
         if pull.flows:
+            self._under_way[pull] = None
             pull.timer = loop.at(pull.until_s, lambda: self._late(pull))
         else:
             pull.timer = loop.after(0.0, lambda: pull.over(pull))
@@ -73,7 +76,7 @@ class Puller:
         """Those of `keys` that the source has are on their way."""
         holder = self._nodes.get(source.instance_id)
         store = holder.tier(source.tier) if holder is not None else None
-        if holder is None or store is None or not keys:
+        if holder is None or store is None or not keys or holder.dead or holder.incarnation != source.incarnation:
             return set()
         now = self._links.loop.now
         lease = store.lease(keys, int((pull.until_s - now + 1) * NS), int(now * NS))
@@ -99,7 +102,20 @@ class Puller:
         flow.feed(nbytes, close=True)
         return set(found)
 
+    def lose(self, node: Node) -> None:
+        """It is gone: nothing more comes from it, and what it reads goes nowhere."""
+        stores = [store for store in (node.store, node.ssd) if store is not None]
+        for pull in list(self._under_way):
+            for flow, (store, lease_id) in list(pull.flows.items()):
+                if pull.reader is node or any(store is one for one in stores):
+                    flow.cancel()
+                    store.unlease(lease_id)
+                    del pull.flows[flow]
+            if not pull.flows:
+                self._end(pull)
+
     def _late(self, pull: Pull) -> None:
+        self._under_way.pop(pull, None)
         pull.timer = None
         for flow, (store, lease_id) in pull.flows.items():
             flow.cancel()
@@ -108,6 +124,7 @@ class Puller:
         pull.over(pull)
 
     def _end(self, pull: Pull) -> None:
+        self._under_way.pop(pull, None)
         if pull.timer is not None:
             pull.timer.cancel()
         pull.over(pull)

@@ -47,8 +47,10 @@ class Pushes:
 
     def computed(self, life: Life, chunk: Chunk) -> None:
         """The step with this chunk has ended."""
-        step = self._steps.pop(life)
         life.computed = chunk.end
+        step = self._steps.pop(life, None)
+        if step is None:
+            return
         if life.flow is not None and (step.nbytes or life.over):
             life.flow.feed(step.nbytes * (1 - self._early), close=life.over)
 
@@ -56,6 +58,9 @@ class Pushes:
         """Nobody wants the rest."""
         if life.flow is not None:
             life.flow.cancel()
+        if life.lost:
+            life.flow = None
+            self._steps.pop(life, None)
 
     def _feed(self, life: Life) -> None:
         """What was computed before the step under way can be sent now, what that computes as it comes."""

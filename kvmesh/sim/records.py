@@ -4,12 +4,35 @@ unless said; `nan` where a request never came so far."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import nan
+from math import isfinite, nan
 
 from kvmesh.sim.workload import SimRequest
 from services.conductor.domain import Lane
 
 DONE, REFUSED, FAILED = "done", "refused", "failed"
+GRAIN_S = 0.1  # waits below this count as this: no client's clock is finer
+RIGHT_WITHIN = 2.0  # a factor
+ASIDE = {"column": False}  # of a field that no table of requests shows
+
+
+@dataclass(frozen=True, slots=True)
+class RetryWait:
+    """What one refusal told its client. Seconds from the refusal on; `right_s` is what it had to be told, as far as
+    anybody could know then (see retries.py), nan where that cannot be said."""
+
+    told_s: float
+    right_s: float
+    placed: bool = False  # when it came again, as it was told
+
+    @property
+    def ratio(self) -> float:
+        """How many times too long it was (under 1: too short); nan where that cannot be said."""
+        return max(GRAIN_S, self.told_s) / max(GRAIN_S, self.right_s) if isfinite(self.right_s) else nan
+
+    @property
+    def is_right(self) -> bool:
+        """Whether it was told what it had to be, within a factor."""
+        return 1 / RIGHT_WITHIN <= self.ratio <= RIGHT_WITHIN
 
 
 @dataclass(slots=True)
@@ -46,6 +69,9 @@ class Record:
     tenant: str = ""
     ttft_slo_s: float = 0.0  # 0: the conductor's default
     tbt_slo_s: float = 0.0
+    # no columns of a table
+    waits: tuple[RetryWait, ...] = field(default=(), metadata=ASIDE)
+    left_tokens: int = field(default=0, metadata=ASIDE)  # of the input: see `SimRequest`
 
     @staticmethod
     def of(request: SimRequest, now: float, max_output_tokens: int = 0) -> Record:
@@ -63,6 +89,7 @@ class Record:
             tenant=request.tenant,
             ttft_slo_s=request.ttft_slo_s,
             tbt_slo_s=request.tbt_slo_s,
+            left_tokens=request.left_tokens,
         )
 
 

@@ -1,8 +1,9 @@
 """Rows of a batch in virtual time: many steps at once.
 
 Between two borders at which rows come or go, a step of n rows makes n tokens, so its context grows by n: where step
-time is linear in the context, step i of such a run takes `first + i * slope`. The duration of every step is kept as
-long as a row lives that saw it; a row's token intervals are a slice of those.
+time is linear in the context, step i of such a run takes `first + i * slope`; with a `StepClock` each takes a time of
+its own. The duration of every step is kept as long as a row lives that saw it; a row's token intervals are a slice of
+those.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
+from kvmesh.sim.changes import StepClock
 from kvmesh.sim.loop import Loop, Timer
 
 SLOWEST = 0.1  # of a request's token intervals: their mean is its TBT
 LINEAR = 1e-9  # relative: how far the middle of a run may lie from the line
 TRIM_STEPS = 65_536
 KEPT_STEPS = 1024
+SCATTERED_STEPS = 256  # of a run whose steps are timed one by one
 
 _Array = npt.NDArray[np.float64]
 
@@ -66,26 +69,31 @@ class Rows:
         step_s: Callable[[int, float], float],
         ended: Callable[[list[Row], int], None],
         block_tokens: int,
+        clock: StepClock | None = None,
     ) -> None:
         self._loop, self._step_s, self._ended = loop, step_s, ended
         self._block = block_tokens
+        self._clock = clock
         self.step = 0  # steps done since the start
         self.context = 0  # tokens of KV of all rows, at the last border
         self.rows: dict[Row, None] = {}
-        self._ends: list[tuple[int, int, Row]] = []
+        self._leaving: list[tuple[int, int, Row]] = []
         self._number = 0
         self._phases = np.zeros(block_tokens, dtype=np.int64)  # rows that take a page before steps of that remainder
         self._log = np.zeros(1024)  # durations of the last steps, up to `step`
         self._ended_s = np.zeros(1024)  # when each of them ended
         self._base = 0  # the step that `_log` begins with
         self._stalled_s = 0.0
-        self.measured: deque[tuple[int, int, float]] = deque(maxlen=KEPT_STEPS)  # of `run_shared`: as `sample`
+        # Steps that have ended, each as `sample`: of `run_shared`, and those that a clock timed.
+        self.measured: deque[tuple[int, int, float]] = deque(maxlen=KEPT_STEPS)
         # the run under way
         self._timer: Timer | None = None
         self._start_s = 0.0
         self._first = self._slope = 0.0
         self._steps = 0
         self._cut = False
+        self._ends: _Array | None = None  # when each step ends, where a clock times them
+        self._told = 0  # steps of it that are among `measured`
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -106,7 +114,7 @@ class Rows:
         self.rows[row] = None
         self.context += row.context
         self._phases[self._phase(row)] += 1
-        heapq.heappush(self._ends, (row.until, row.number, row))
+        heapq.heappush(self._leaving, (row.until, row.number, row))
 
     def remove(self, row: Row) -> None:
         """It leaves before its end; `left` and `context` are as they are now."""
@@ -125,9 +133,9 @@ class Rows:
     @property
     def until_end(self) -> int:
         """Steps until the first row is over."""
-        while self._ends[0][1] != self._ends[0][2].number:
-            heapq.heappop(self._ends)
-        return self._ends[0][0] - self.step
+        while self._leaving[0][1] != self._leaving[0][2].number:
+            heapq.heappop(self._leaving)
+        return self._leaving[0][0] - self.step
 
     def growth(self, steps: int) -> int:
         """Pages that rows will take in the next `steps` steps, each before the step that needs it. Rows that join have
@@ -153,8 +161,16 @@ class Rows:
         steps = min(most, self.until_end)
         assert steps > 0 and self.rows
         size, context = len(self.rows), self.context
+        if self._clock is not None:
+            steps = min(steps, SCATTERED_STEPS)
         first, slope, steps = linear(lambda i: self._step_s(size, context + i * size), steps)
-        self._begin(first, slope, steps)
+        if self._clock is None:
+            self._begin(first, slope, steps)
+            return
+        now = self._loop.now
+        self._ends = self._clock.ends_s(now, first + slope * np.arange(steps), "decode", self.step)
+        self._start_s, self._steps, self._cut, self._told = now, steps, False, 0
+        self._timer = self._loop.at(float(self._ends[-1]), self._over)
 
     def run_one(self, seconds: float) -> None:
         """One step that takes so long."""
@@ -165,6 +181,8 @@ class Rows:
         it is over."""
         self._start_s, self._steps, self._cut = self._loop.now, 1, True
         self._first, self._slope = self._step_s(len(self.rows), self.context), 0.0
+        if self._clock is not None:
+            self._first = self._clock.step_s(self._loop.now, self._first, "decode", self.step)
         self._timer = Timer(inf, self._over)  # only tells that a step is under way
         compute(self._first, self._shared_over)
 
@@ -184,26 +202,66 @@ class Rows:
         """Rows, tokens of their KV and seconds of the step that is being done; None: none is."""
         if self._timer is None:
             return None
-        passed = steps_until(self._first, self._slope, self._loop.now - self._start_s)
-        done = min(max(0, passed - 1), self._steps - 1)
+        done = min(max(0, self._passed() - 1), self._steps - 1)
+        if self._ends is not None:
+            return len(self.rows), self.context + done * len(self.rows), self._took(done)
         return len(self.rows), self.context + done * len(self.rows), self._first + done * self._slope
 
     def cut(self) -> None:
         """Somebody waits: the run ends with the step that is being done."""
         if self._timer is None or self._cut:
             return
-        steps = steps_until(self._first, self._slope, self._loop.now - self._start_s)
+        steps = self._passed()
         if steps < self._steps:
             self._steps = steps
             self._timer.cancel()
-            self._timer = self._loop.at(self._start_s + elapsed(self._first, self._slope, steps), self._over)
+            if self._ends is not None:
+                over_s = float(self._ends[steps - 1]) if steps else self._start_s
+            else:
+                over_s = self._start_s + elapsed(self._first, self._slope, steps)
+            self._timer = self._loop.at(over_s, self._over)
         self._cut = True
+
+    def context_of(self, row: Row) -> int:
+        """Tokens of its KV that whole steps have written by now."""
+        if row.joined < 0:
+            return row.context
+        done = min(max(0, self._passed() - 1), self._steps - 1) if self._timer is not None else 0
+        return self.now_of(row) + done
+
+    def tell(self) -> None:
+        """Steps of the run under way that have ended are among `measured` from now on."""
+        if self._timer is not None and self._ends is not None:
+            self._measure(int(np.searchsorted(self._ends[: self._steps], self._loop.now, side="right")))
+
+    def stop(self) -> None:
+        """No step ends any more."""
+        if self._timer is not None:
+            self._timer.cancel()
 
     # ── inner ────────────────────────────────────────────────────────────────────────────────────
 
     def _phase(self, row: Row) -> int:
         # The step from `context` tokens on needs another page when they fill theirs.
         return (row.joined - row.context) % self._block
+
+    def _passed(self) -> int:
+        """The fewest steps of the run under way that take as long as it has taken."""
+        now = self._loop.now
+        if self._ends is None:
+            return steps_until(self._first, self._slope, now - self._start_s)
+        return int(np.searchsorted(self._ends[: self._steps], now, side="left")) + 1 if now > self._start_s else 0
+
+    def _took(self, step: int) -> float:
+        assert self._ends is not None
+        return float(self._ends[step] - (self._ends[step - 1] if step else self._start_s))
+
+    def _measure(self, steps: int) -> None:
+        """The first `steps` of the run under way are among `measured`."""
+        size = len(self.rows)
+        for step in range(self._told, steps):
+            self.measured.append((size, self.context + step * size, self._took(step)))
+        self._told = max(self._told, steps)
 
     def _begin(self, first: float, slope: float, steps: int) -> None:
         assert self._timer is None
@@ -213,12 +271,15 @@ class Rows:
     def _over(self) -> None:
         self._timer = None
         grown = self.growth(self._steps)
+        if self._ends is not None:
+            self._measure(self._steps)
         self._write(self._steps)
+        self._ends = None
         self.step += self._steps
         self.context += self._steps * len(self.rows)
         over = []
-        while self._ends and self._ends[0][0] <= self.step:
-            _, number, row = heapq.heappop(self._ends)
+        while self._leaving and self._leaving[0][0] <= self.step:
+            _, number, row = heapq.heappop(self._leaving)
             if number == row.number:
                 self._leave(row)
                 over.append(row)
@@ -230,13 +291,16 @@ class Rows:
         at = self.step - self._base
         if at + steps > len(self._log):
             at = self._make_room(steps)
-        order = np.arange(steps)
-        took = self._log[at : at + steps]
-        np.multiply(order, self._slope, out=took)
-        took += self._first
-        ends = self._ended_s[at : at + steps]
-        np.cumsum(took, out=ends)
-        ends += self._start_s
+        took, ends = self._log[at : at + steps], self._ended_s[at : at + steps]
+        if self._ends is not None:
+            ends[:] = self._ends[:steps]
+            took[1:] = ends[1:] - ends[:-1]
+            took[0] = ends[0] - self._start_s
+        else:
+            np.multiply(np.arange(steps), self._slope, out=took)
+            took += self._first
+            np.cumsum(took, out=ends)
+            ends += self._start_s
         took[0] += self._stalled_s
         self._stalled_s = 0.0
 

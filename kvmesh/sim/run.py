@@ -13,9 +13,9 @@ from kvmesh.sim.config import Mode, SimConfig
 from kvmesh.sim.coupled_cluster import CoupledCluster
 from kvmesh.sim.host import Watch
 from kvmesh.sim.loop import Loop
-from kvmesh.sim.records import Record, Sample
+from kvmesh.sim.records import DONE, Record, Sample
 from kvmesh.sim.summary import Summary
-from kvmesh.sim.workload import SimRequest
+from kvmesh.sim.workload import Clients, SimRequest
 
 PROGRESS_EVERY = 100  # requests
 COLLECT_EVERY = 100_000  # objects made more than gone, of those that may lie in cycles
@@ -37,7 +37,7 @@ class System(Protocol):
 
 def run(
     config: SimConfig,
-    requests: Iterable[SimRequest],
+    requests: Iterable[SimRequest] | Clients,
     *,
     sink: Callable[[Record], None] = lambda record: None,
     samples: Callable[[Sample], None] = lambda sample: None,
@@ -45,7 +45,8 @@ def run(
     steps: Watch | None = None,
     last: Callable[[System], None] = lambda system: None,
 ) -> Summary:
-    """Serve `requests` (in the order of their times; taken one at a time) to the end of each. `sink` gets every record
+    """Serve `requests` (in the order of their times; taken one at a time) to the end of each, and what their clients
+    ask then, where `requests` are `Clients`. `sink` gets every record
     when its request ends, `samples` the pools now and then, `progress` virtual seconds and requests done, `steps` every
     step of instances that share a host, `last` what served them, at the end. The same configuration and requests give
     the same result. Memory: of the requests under way alone.
@@ -76,13 +77,14 @@ class _Run:
     def __init__(
         self,
         config: SimConfig,
-        requests: Iterable[SimRequest],
+        requests: Iterable[SimRequest] | Clients,
         sink: Callable[[Record], None],
         samples: Callable[[Sample], None],
         progress: Callable[[float, int], None],
     ) -> None:
         self._config, self._sink, self._samples, self._progress = config, sink, samples, progress
-        self._requests = iter(requests)
+        self._clients = None if isinstance(requests, Iterable) else requests
+        self._requests = iter(requests) if isinstance(requests, Iterable) else requests.first()
         self._loop = Loop()
         self._arrived = self._done = 0
         self._last_s = 0.0
@@ -120,6 +122,11 @@ class _Run:
         self._done += 1
         self.summary.add(record)
         self._sink(record)
+        if self._clients is not None:
+            request = self._clients.after(record.index, self._loop.now, done=record.outcome == DONE)
+            if request is not None:
+                self._arrived += 1
+                self._loop.at(request.at_s, lambda: self.system.submit(request))
         if not self._done % PROGRESS_EVERY:
             self._progress(self._loop.now, self._done)
 

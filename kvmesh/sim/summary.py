@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from kvmesh.sim.records import DONE, REFUSED, Record, Sample
+from kvmesh.sim.records import DONE, GRAIN_S, REFUSED, RIGHT_WITHIN, Record, Sample
 from kvmesh.sim.sketch import Course, Sketch, tidy
 
 TTFT_SLO_S = 30.0
@@ -27,6 +27,14 @@ DEFINITIONS = {
     "within_own_slo": "the same, by the SLOs that the requests bear themselves (the run's where they bear none)",
     "prefill_gpu_s": "seconds of an instance's steps that computed prompts, each step's time shared by its tokens",
     "ttft_error": "|predicted - real| / real of TTFT, over the requests that are done",
+    "instances": "requests that are done and their tokens, by the instance of their last attempt: prompt tokens, and "
+    "those of them that were computed, at prefill; answer tokens at decode",
+    "left_cached": "of the input tokens that are full blocks of the prompt before in the same session: the share that "
+    "was not computed again, over the requests that are done (the last answer, which lies at decode, is left out: to "
+    "fetch a short one takes longer than to compute it)",
+    "retry": "of refusals for TTFT: seconds told / what they had to be (waits under "
+    f"{GRAIN_S:g} s count as that); right: share told within a factor of {RIGHT_WITHIN:g} of it; placed: share of "
+    "those that came again when told that were taken then",
     "percentiles": "within 0.5% of a value of their rank; means and greatest values are exact",
 }
 
@@ -54,6 +62,10 @@ class Summary:
         self.course = Course()
         self.pools: dict[str, Course] = {}
         self.wire_bytes = 0
+        self.instances: dict[str, dict[str, Counter[str]]] = {}  # pool → instance → sums
+        self.left: Counter[str] = Counter()  # tokens "left", and "cached" of them
+        self.waits: Counter[str] = Counter()  # "told", "judged", "right", "came", "placed"
+        self.wait_ratio = Sketch()
 
     # ── what comes in ────────────────────────────────────────────────────────────────────────────
 
@@ -76,10 +88,39 @@ class Summary:
         else:
             (self.refused if record.outcome == REFUSED else self.failed)[record.reason or "unnamed"] += 1
         self.course.add(record.at_s, figures)
+        if record.waits:
+            self._waited(record)
+
+    def _waited(self, record: Record) -> None:
+        """Every refusal but, where its client came no more, the last was followed by another try."""
+        for at, wait in enumerate(record.waits):
+            self.waits["told"] += 1
+            self.waits["came"] += at < record.retries
+            self.waits["placed"] += wait.placed
+            if math.isfinite(wait.right_s):
+                self.waits["judged"] += 1
+                self.waits["right"] += wait.is_right
+                self.wait_ratio.add(wait.ratio)
+
+    def _count(self, record: Record) -> None:
+        """What its instances have done."""
+        prefill, decode = ("prefill", "decode") if record.prefill != record.decode else ("coupled", "coupled")
+        computed = record.input_tokens - record.cached_tokens
+        for pool, name, tokens in (
+            (prefill, record.prefill, {"input": record.input_tokens, "computed": computed}),
+            (decode, record.decode, {"output": record.output_tokens}),
+        ):
+            sums = self.instances.setdefault(pool, {}).setdefault(name, Counter())
+            sums.update(tokens)
+            sums["requests"] += pool != "coupled" or "input" in tokens
+        if record.left_tokens:
+            self.left["left"] += record.left_tokens
+            self.left["cached"] += min(record.left_tokens, record.cached_tokens)
 
     def _done(self, record: Record) -> bool:
         """Whether it kept the greatest SLO."""
         self.last_s = max(self.last_s, record.finish_s)
+        self._count(record)
         self.tokens.update(
             input=record.input_tokens,
             output=record.output_tokens,
@@ -126,6 +167,31 @@ class Summary:
         return self.tokens["cached"] / self.tokens["input"] if self.tokens["input"] else math.nan
 
     @property
+    def left_cached(self) -> float:
+        """Share of what earlier turns have left; nan where there is none."""
+        return self.left["cached"] / self.left["left"] if self.left["left"] else math.nan
+
+    @property
+    def right_share(self) -> float:
+        """Of refusals whose Retry-After can be judged: the share that was right; nan of none."""
+        return self.waits["right"] / self.waits["judged"] if self.waits["judged"] else math.nan
+
+    @property
+    def placed_share(self) -> float:
+        """Of refused clients that came again when they were told to: the share that was taken then; nan of none."""
+        return self.waits["placed"] / self.waits["came"] if self.waits["came"] else math.nan
+
+    def share(self, pool: str, name: str, what: str = "requests") -> float:
+        """Of one instance, in all that its pool has done; nan where that is nothing."""
+        sums = self.instances.get(pool, {})
+        whole = sum(one[what] for one in sums.values())
+        return sums.get(name, Counter[str]())[what] / whole if whole else math.nan
+
+    def busiest(self, pool: str, what: str = "requests") -> float:
+        """The greatest share that an instance of this pool has had."""
+        return max((self.share(pool, name, what) for name in self.instances.get(pool, {})), default=math.nan)
+
+    @property
     def goodput(self) -> dict[float, float]:
         """TBT SLO in seconds → share of all requests."""
         return {bound: kept / max(1, self.requests) for bound, kept in zip(self.tbt_slos_s, self.kept, strict=True)}
@@ -162,6 +228,17 @@ class Summary:
             "lanes": {
                 lane: {"outcomes": dict(counts), "ttft_s": ttft.to_json()}
                 for lane, (counts, ttft) in self.lanes.items()
+            },
+            "instances": {
+                pool: {name: dict(sums) for name, sums in sorted(found.items())}
+                for pool, found in sorted(self.instances.items(), reverse=True)
+            },
+            "left_cached": tidy(self.left_cached),
+            "retry": {
+                **{name: self.waits[name] for name in ("told", "came", "judged")},
+                "right": tidy(self.right_share),
+                "placed": tidy(self.placed_share),
+                "told_over_right": self.wait_ratio.to_json(),
             },
             "cdf": {name: _points(self.sketches[name]) for name in ("ttft_s", "tbt_s")},
             "course": self._course(),

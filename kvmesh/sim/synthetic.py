@@ -49,7 +49,8 @@ class SyntheticConfig:
 
     requests: int = 10_000  # 0: without end
     rate: float = 1.0  # requests a second
-    burstiness: float = 1.0  # coefficient of variation of the time between arrivals: 1 Poisson, over it Gamma in bursts
+    # Coefficient of variation of the time between arrivals: 1 Poisson, over it Gamma in bursts, 0 evenly apart.
+    burstiness: float = 1.0
     block_tokens: int = 512
     applications: int = 20  # system prompts
     zipf: float = 1.0  # their popularity, and that of children: rank^-zipf; 0: all alike
@@ -67,12 +68,12 @@ class SyntheticConfig:
 
     def __post_init__(self) -> None:
         """Everything that cannot be."""
-        least = {"requests": 0, "depth": 0, "zipf": 0, "think_s": 0, "batch_share": 0}
-        over = ("rate", "burstiness")
+        least = {"requests": 0, "depth": 0, "zipf": 0, "think_s": 0, "batch_share": 0, "burstiness": 0}
+        over = ("rate",)
         for name in (one.name for one in fields(self)):
             value = getattr(self, name)
             if isinstance(value, Lengths):
-                _check(name, value)
+                check_lengths(name, value)
             elif name in over and not 0 < value < math.inf:
                 raise ConfigError(f"{name}={value:g}: must be over 0", field=name)
             elif not least.get(name, 0 if name in over else 1) <= value < math.inf:
@@ -83,7 +84,8 @@ class SyntheticConfig:
             raise ConfigError("applications, branching: must be at most 1,000,000", field="applications")
 
 
-def _check(name: str, lengths: Lengths) -> None:
+def check_lengths(name: str, lengths: Lengths) -> None:
+    """ConfigError names what cannot be."""
     if not 1 <= lengths.mean <= MAX_TOKENS or not 0 <= lengths.spread <= 5 or not 1 <= lengths.most <= MAX_TOKENS:
         shown = f"{lengths.mean:g}:{lengths.spread:g}:{lengths.most}"
         raise ConfigError(f"{name}={shown}: must be a mean of at least 1, a spread in 0..5, a bound", field=name)
@@ -136,6 +138,8 @@ class _Maker:
 
     def gap_s(self) -> float:
         """Until the next arrival: Gamma with mean 1 / rate and this coefficient of variation; 1 is Poisson."""
+        if not self._config.burstiness:
+            return 1 / self._config.rate
         shape = self._config.burstiness**-2
         return self._random.gammavariate(shape, 1 / (shape * self._config.rate))
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.sim.records import Record
 
-COLUMNS = tuple(one.name for one in fields(Record))
+COLUMNS = tuple(one.name for one in fields(Record) if one.metadata.get("column", True))
 GROUP_ROWS = 20_000  # held at most before they are written
 FORMATS = ("csv", "parquet")
 

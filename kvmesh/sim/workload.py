@@ -7,9 +7,11 @@ Requests come in the order of their times; nothing here holds more than one of t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
+from typing import Protocol
 
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.sim import trace
@@ -33,6 +35,39 @@ class SimRequest:
     priority: int = 0
     ttft_slo_s: float = 0.0
     tbt_slo_s: float = 0.0
+    # Blocks behind those of the prompt that it and the answer but for its last token fill, where a later prompt may
+    # begin with them: decode keeps them.
+    answer_keys: tuple[bytes, ...] = ()
+    left_tokens: int = 0  # in full blocks: of the prompt that its session had before, which this one begins with
+
+
+class Clients(Protocol):
+    """Requests of which some come only when others have ended. Each bears an index of its own."""
+
+    def first(self) -> Iterator[SimRequest]:
+        """Those that wait for nobody, in the order of their times."""
+
+    def after(self, index: int, now: float, *, done: bool) -> SimRequest | None:
+        """What the client of this request, which has ended now, asks next, now or later. `done`: it was answered."""
+
+
+class ClosedLoop:
+    """So many requests under way at any time: the next one comes when one has ended, whatever its time."""
+
+    def __init__(self, requests: Iterable[SimRequest], in_flight: int) -> None:
+        """ConfigError: none in flight."""
+        if in_flight < 1:
+            raise ConfigError(f"closed={in_flight}: must be at least 1", field="closed")
+        self._requests, self._in_flight = iter(requests), in_flight
+
+    def first(self) -> Iterator[SimRequest]:
+        """All of them at 0."""
+        return (replace(one, at_s=0.0) for one in islice(self._requests, self._in_flight))
+
+    def after(self, index: int, now: float, *, done: bool) -> SimRequest | None:
+        """See `Clients`."""
+        one = next(self._requests, None)
+        return replace(one, at_s=now) if one is not None else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

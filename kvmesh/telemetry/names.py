@@ -214,9 +214,9 @@ CONDUCTOR_SCHEDULE = _histogram("conductor_schedule_seconds", "One placement dec
 CONDUCTOR_PREDICTED_TTFT = _histogram("conductor_predicted_ttft_seconds", "TTFT of placements.", _WAIT)
 CONDUCTOR_TTFT_ERROR = _histogram("conductor_prefill_error_seconds", "Absolute error of predicted prefill time.", _WAIT)
 # what: see services/conductor/costs/accuracy.py; quantile: p50, p90, p99 of |measured - predicted| / predicted, or
-# bias, the median with its sign.
+# bias, the median with its sign; group: a model's name, of its coupled instances with " coupled" behind it.
 CONDUCTOR_PREDICTION_ERROR = _gauge(
-    "conductor_prediction_error_ratio", "Error of predictions, relative to them.", "what", "quantile"
+    "conductor_prediction_error_ratio", "Error of predictions, relative to them.", "what", "quantile", "group"
 )
 CONDUCTOR_INSTANCES = _gauge("conductor_instances_count", "Known instances.", "role", "state")
 CONDUCTOR_HEARTBEATS = _counter("conductor_heartbeats_total", "Heartbeats taken.")

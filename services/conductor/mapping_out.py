@@ -10,9 +10,10 @@ from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import store_pb2 as pb_store
 from services.conductor.balance.rounds import Hint
-from services.conductor.costs.accuracy import PredictionError
+from services.conductor.costs.accuracy import PredictionError, Spread
 from services.conductor.domain import Placed, RequestOutcome
 from services.conductor.mapping import CORDONS_OUT, OUTCOMES_OUT, ROLES_OUT, card_out, load_out, ref_out
+from services.conductor.placing.ties import Crowd
 from services.conductor.records.explain import Candidate, Decision, WeighedKind
 from services.conductor.views import InstanceView, TierView
 
@@ -78,7 +79,15 @@ def decision_out(decision: Decision, now: float) -> pb.ExplainResponse:
         answer.reported = True
     if decision.ended is not None:
         answer.ended.CopyFrom(outcome_out(decision.ended))
+    if (expected := decision.expected) is not None:
+        answer.ttft.CopyFrom(_range_out(expected.ttft_s, expected.ttft, expected.ttft_samples))
+        answer.tbt.CopyFrom(_range_out(expected.tbt_s, expected.tbt, expected.tbt_samples))
     return answer
+
+
+def _range_out(seconds: float, spread: Spread, samples: int) -> pb.PredictedRange:
+    ms = seconds * 1000
+    return pb.PredictedRange(expected_ms=ms, low_ms=ms * spread.low, high_ms=ms * spread.high, samples=samples)
 
 
 def outcome_out(outcome: RequestOutcome) -> pb.RequestOutcome:
@@ -106,6 +115,9 @@ def error_out(error: PredictionError) -> pb.PredictionError:
         p50=error.p50,
         p90=error.p90,
         p99=error.p99,
+        group=error.group,
+        low=error.low,
+        high=error.high,
     )
 
 
@@ -118,7 +130,12 @@ def _kind_out(decision: Decision, kind: WeighedKind) -> pb.WeighedKind:
         verdict=decision.kind_verdict(kind),
         cost_ms=kind.cost_s * 1000,
         terms=[pb.Term(name=name, value=value) for name, value in kind.named_terms().items()],
+        crowd=_crowd_out(kind.crowd),
     )
+
+
+def _crowd_out(crowd: Crowd | None) -> tuple[float, ...]:
+    return crowd if isinstance(crowd, tuple) else () if crowd is None else (crowd,)
 
 
 def _candidate_out(decision: Decision, candidate: Candidate) -> pb.Candidate:
@@ -133,6 +150,7 @@ def _candidate_out(decision: Decision, candidate: Candidate) -> pb.Candidate:
         pulled_blocks=candidate.pulled_blocks,
         loaded_blocks=candidate.loaded_blocks,
         tier=candidate.tier.value if candidate.tier is not Tier.DRAM else 0,  # type: ignore[arg-type]
+        crowd=_crowd_out(candidate.crowd),
     )
 
 
@@ -168,6 +186,7 @@ def view_out(view: InstanceView) -> pb.InstanceStatus:
         tbt_ms=view.tbt_s * 1000,
         node_id=view.node_id,
         card=card_out(view.card),
+        pending_requests=view.pending,
     )
 
 

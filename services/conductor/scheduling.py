@@ -14,6 +14,7 @@ from services.conductor.admission.gate import Admission
 from services.conductor.admission.judge import Judge
 from services.conductor.admission.refusals import refuse_unplaceable
 from services.conductor.balance.rounds import Balance
+from services.conductor.costs.accuracy import What, group_of
 from services.conductor.domain import Life, Placed, Refuse, RequestOutcome, Schedule
 from services.conductor.fleet.health import Breakers
 from services.conductor.fleet.instance import Instance
@@ -33,7 +34,7 @@ from services.conductor.prefixes.index import Index, Place, Survey
 from services.conductor.prefixes.routes import Mesh
 from services.conductor.prefixes.tiers import TierLoads
 from services.conductor.records import explain
-from services.conductor.records.explain import Explanations
+from services.conductor.records.explain import Expected, Explanations
 from services.conductor.screening.columns import Chosen, Columns, View
 from services.conductor.screening.fields import NO_GROUP
 from services.conductor.screening.lookup import Asked
@@ -114,20 +115,28 @@ class Scheduling:
         self, request: Schedule, answer: Placed | Refuse, serving: Chosen, found: Found | None, best: int, terms: Terms
     ) -> None:
         """Keep why, for who asks. `best`: leading blocks that lie anywhere."""
-        told, now = serving.some(MAX_TOLD), terms.now
         self._known.explanations.keep(
             explain.decided(
                 request,
                 answer,
-                explain.candidates_of(request, told, self._why(now), found, terms.ttft_slo_s),
+                serving.some(MAX_TOLD),
+                self._why(terms.now),
+                found,
+                terms=terms,
+                policy=self._settings.policy,
                 serving=len(serving),
-                kinds=explain.kinds_of(found, request.max_tokens),
                 best_prefix=best,
-                ttft_slo_s=terms.ttft_slo_s,
-                tbt_slo_s=terms.tbt_slo_s,
-                now=now,
+                expected=self._expected(answer) if isinstance(answer, Placed) else None,
             )
         )
+
+    def _expected(self, placed: Placed) -> Expected:
+        """What the placement is to bring, and how sure that is."""
+        decode = self._fleet.of(placed.decode.life)
+        assert decode is not None, "the request was placed there in this very step"
+        group, accuracy = group_of(decode.model.name, decode.role), self._ledger.accuracy
+        ttft, tbt = accuracy.known(What.TTFT, group), accuracy.known(What.TBT, group)
+        return Expected(placed.life.prefill_end_s, *ttft, placed.tbt_s, *tbt)
 
     def _refused(
         self, request: Schedule, serving: Chosen, prefills: Chosen, decodes: Chosen, now: float

@@ -19,7 +19,7 @@ from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2_grpc as pb_grpc
 from kvmesh.telemetry import names, spans
 from services.conductor import domain, mapping, mapping_out
-from services.conductor.balance.gauges import LoadGauges, ScaleGauges
+from services.conductor.balance.gauges import ErrorGauges, LoadGauges, ScaleGauges
 from services.conductor.domain import (
     Action,
     Event,
@@ -71,6 +71,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         self._queue = queue or CallQueue(1024, "max_schedules")
         self.grpc_calls = 0  # Register, Heartbeat and Schedule so far
         self._gauges = ScaleGauges()
+        self._errors = ErrorGauges()
         self._loads = LoadGauges(lambda some: state.loads(some, clock()))
         self._orders: list[Action] = []
         self._shown_at = self._counted_at = self._ticked_at = float("-inf")
@@ -115,7 +116,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         if now >= self._shown_at + SHOWN_S:
             self._shown_at = now
             self._loads.begin(self._state.instances)
-            self._shows = [self._show_hints, self._show_errors]
+            self._shows = [self._show_hints, lambda: self._errors.show(self._state.prediction_errors(now))]
         if self._shows:
             self._shows.pop()()
         self._loads.tick(passed_s)
@@ -129,14 +130,9 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         names.CONDUCTOR_HEARTBEAT_AGE.set(silent_s)
         names.CONDUCTOR_HEARTBEAT_INTERVAL.set(self._state.pacing.pulse.interval_s)
 
-    def _show_errors(self) -> None:
-        for error in self._state.prediction_errors():
-            shares = (("bias", error.bias), ("p50", error.p50), ("p90", error.p90), ("p99", error.p99))
-            for quantile, share in shares:
-                names.CONDUCTOR_PREDICTION_ERROR.labels(what=error.what.value, quantile=quantile).set(share)
-
     def _show_hints(self) -> None:
-        self._gauges.show(self._state.hints(self._clock()))
+        """The leader's alone: an autoscaler would take another's, who knows less of the load, for as good."""
+        self._gauges.show(self._state.hints(self._clock()) if self._office.leads() else ())
 
     async def Register(  # noqa: N802
         self, request: pb.RegisterInstanceRequest, context: Any
@@ -247,7 +243,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
             leadership=self._office.told,
             policy=self._state.policy.value,
             admission=self._state.admission.value,
-            errors=[mapping_out.error_out(error) for error in self._state.prediction_errors()],
+            errors=[mapping_out.error_out(error) for error in self._state.prediction_errors(now)],
             balancing_threshold=self._state.balancing_threshold(now),
             protocol_version=protocol.PROTOCOL_VERSION,
             store_masters=self._masters,
@@ -270,6 +266,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
     async def GetScaleHints(  # noqa: N802
         self, request: pb.GetScaleHintsRequest, context: Any
     ) -> pb.GetScaleHintsResponse:
-        """What each pool wants."""
-        hints = self._state.hints(self._clock())
-        return pb.GetScaleHintsResponse(hints=[mapping_out.hint_out(hint) for hint in hints])
+        """What each pool wants, by the conductor that leads; the others say who does."""
+        hints = self._state.hints(self._clock()) if self._office.leads() else ()
+        told = [mapping_out.hint_out(hint) for hint in hints]
+        return pb.GetScaleHintsResponse(hints=told, leadership=self._office.told)

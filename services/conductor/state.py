@@ -15,7 +15,7 @@ from kvmesh.rpc.errors import KvmeshError, UnknownInstance
 from services.conductor.admission.gate import Loads
 from services.conductor.balance.hot import Moment
 from services.conductor.balance.rounds import Hint
-from services.conductor.costs.accuracy import PredictionError, What
+from services.conductor.costs.accuracy import PredictionError, What, group_of
 from services.conductor.domain import (
     Action,
     Blocks,
@@ -122,9 +122,9 @@ class ConductorState:
         """As it is now."""
         return self.scheduling.threshold.value(now)
 
-    def prediction_errors(self) -> Sequence[PredictionError]:
-        """Of what was foretold lately, kind by kind."""
-        return self._ledger.accuracy.errors()
+    def prediction_errors(self, now: float) -> Sequence[PredictionError]:
+        """Of what was predicted lately, group by group and kind by kind."""
+        return self._ledger.accuracy.errors(now)
 
     def explain(self, request_id: str) -> Decision | None:
         """The last decision on that request; None: unknown or forgotten."""
@@ -256,6 +256,8 @@ class ConductorState:
             case Tick():
                 passed_s, self._ticked_at = now - self._ticked_at, now
                 self._expire(now, passed_s)
+                self._fleet.fade(now)
+                self._reload_changed()
                 if self.pacing.paced:  # here alone: what is answered is what the lease was told in the same step
                     self.pacing.count(self._columns.beating(now))
                 self._survey(now, passed_s)
@@ -297,11 +299,15 @@ class ConductorState:
         instance.last_seen = now
         instance.lease.tell(self.pacing.heard(beat.ref.instance_id, by_door=beat.by_door), beat.pace)
         self._columns.reload(beat.ref.instance_id, learnt=bool(beat.prefill_samples or beat.decode_samples))
+        strange = {s.request_id for s in beat.prefill_samples if s.request_id not in instance.queue.works}
         measured = self._ledger.learn(instance, beat, now)
+        self._reload_changed()
         for one in measured:
             self._breakers.served(beat.ref.life, one.request_id, now)
+            if one.request_id in strange:
+                self.scheduling.balance.computed_elsewhere(instance, one.predicted_s, now)
         for outcome in beat.outcomes:
-            if self._ledger.ended(instance, outcome):
+            if self._ledger.ended(instance, outcome, now):
                 self._explanations.ended(outcome)
                 self._breakers.heard(beat.ref.life, outcome, now)
             self.scheduling.ended(outcome)
@@ -317,11 +323,16 @@ class ConductorState:
             instance.load = beat.load
             instance.tiers = beat.tiers
             for expected_s, measured_s in self._tiers.hear(instance.ref.life, beat.tiers, now):
-                self._ledger.accuracy.add(What.TIER_LOAD, expected_s, measured_s)
+                group = group_of(instance.model.name, instance.role)
+                self._ledger.accuracy.add(What.TIER_LOAD, group, expected_s, measured_s, now)
             queued = beat.load.queued_tokens
             instance.queue.report(queued, instance.seconds_per_token() if queued else 0.0, now)
             instance.batch.report(beat.load, now, instance.queue.works)
         return list(measured)
+
+    def _reload_changed(self) -> None:
+        for name in self._fleet.changed():
+            self._columns.reload(name, learnt=True)
 
     def _cordon(self, event: Cordon) -> list[Action]:
         if not event.kept and (error := self.cordon_refusal(event)):

@@ -85,6 +85,29 @@ BELOW = candidate(
             ["prefill: prefill-1 and prefill-0 were as good, and prefill-1 was drawn: it holds"],
         ),
         (
+            answer(
+                {**HOLDS, "score_ms": 32.01}, {**PULLS, "verdict": "as good: another was drawn by chance", "crowd": []}
+            ),
+            ["prefill: prefill-1 and prefill-0 were as good, and prefill-1 was drawn: it holds"],
+        ),
+        (
+            answer(HOLDS, {**PULLS, "verdict": "as good: more requests there (3 against 1)", "crowd": [3.0, 0.5]}),
+            [
+                "prefill: prefill-1 and prefill-0 were as good, and prefill-1 was taken "
+                "(prefill-0: more requests there (3 against 1)): it holds"
+            ],
+        ),
+        (
+            answer(
+                {**HOLDS, "score_ms": 32.0},
+                {**PULLS, "verdict": "over the TTFT SLO: 32.0 ms, at most 31.0", "crowd": []},
+            ),
+            [
+                "prefill: prefill-1 was chosen though prefill-0 scores as much "
+                "(over the TTFT SLO: 32.0 ms, at most 31.0): it holds"
+            ],
+        ),
+        (
             answer({**HOLDS, "score_ms": 42.0}, {**PULLS, "verdict": "avoided"}),
             ["prefill: prefill-1 was chosen though prefill-0 scores 10.0 ms less (avoided): it holds"],
         ),
@@ -171,6 +194,36 @@ def test_the_table_tells_of_lower_tiers_where_there_are_any() -> None:
     assert ["→", "prefill-1", "10", "0", "30", "SSD", "0", "4.0", "8.0", "12.0", "chosen"] in rows
     assert "prefill-0      0     40      0  object storage" in text
     assert "loads:" not in printed(explain.screen(answer(PULLS, HOLDS), 120), 120)
+
+
+def foretold(expected: float, low: float, high: float, samples: int) -> dict[str, Any]:
+    return {"expected_ms": expected, "low_ms": low, "high_ms": high, "samples": samples}
+
+
+@pytest.mark.parametrize(
+    ("ttft", "measured_ms", "expected", "end"),
+    [
+        (foretold(20, 18.0, 31.0, 400), 30, "18.0 to 31.0 ms (8 of 10 like it)", "30.0 ms (as expected)"),
+        (foretold(20, 18.0, 31.0, 400), 32, "18.0 to 31.0 ms", "32.0 ms (more than expected)"),
+        (foretold(20, 18.0, 31.0, 8), 17, "18.0 to 31.0 ms", "17.0 ms (less than expected)"),
+        (foretold(20, 20, 20, 3), 900, "20.0 ms (how sure is not known yet)", "900 ms"),
+        (None, 900, "20 ms", "900 ms"),
+    ],
+)  # fmt: skip
+def test_what_was_expected_is_an_interval_and_what_came_lies_in_it_or_not(
+    ttft: dict[str, Any] | None, measured_ms: int, expected: str, end: str
+) -> None:
+    ended = {
+        "outcome": "OUTCOME_DONE", "error": "", "blamed": "", "output_tokens": 8, "ttft_us": measured_ms * 1000,
+        "tbt_us": 5000, "mean_tbt_us": 5000, "duration_us": 60_000,
+    }  # fmt: skip
+    more = {} if ttft is None else {"ttft": ttft, "tbt": foretold(4, 3.0, 6.0, 400)}
+    lines = explain.sentences(answer(HOLDS, ended=ended, **more))
+    (said,) = [line for line in lines if line.startswith("Expected: ")]
+    assert said.startswith(f"Expected: TTFT {expected}")
+    assert lines[-1].startswith(f"In the end: done: TTFT {end}, TBT 5.0 ms (its slowest tenth")
+    if ttft is not None:
+        assert "TBT 3.0 to 6.0 ms (8 of 10 like it)" in said and "(its slowest tenth, as expected)" in lines[-1]
 
 
 def kind(name: str, prefill: str, decode: str, cost: float, verdict: str, **terms: float) -> dict[str, Any]:
@@ -273,7 +326,8 @@ def test_a_mesh_on_the_screen(width: int) -> None:
     assert ["prefill-0", *role, "4001/4096", "50%", "20%", "5%", "75%", "2", "1", "12345", *more] in rows
     assert any(row[:1] == ["pool-0"] and row.count("-") == 4 for row in rows), "a pool node has no prompts"
     assert "hit rate  75.0% of 1,000 prompt tokens (device 50.0%, host 20.0%, remote 5.0%)" in text
-    assert "map       4,500 distinct blocks, 9,000 replicas, 2.0 each, 1.0 MiB; 1 pool node" in text
+    assert "map       4,500 distinct blocks, 9,000 replicas, 2.0 each; 1 pool node; the map" in text
+    assert "the map itself takes 1.0 MiB of the store master's memory" in " ".join(text.split())
     assert len([row for row in rows if row[:1] == ["prefill-0"]]) == 2, "no row takes two lines"
 
 
@@ -345,6 +399,52 @@ def test_lower_tiers_are_shown_where_there_are_any(width: int) -> None:
     assert ["prefill-0", *row, "1.25", "800"] in rows
     assert any(found[:11] == ["pool-0", *row, "2.50", "-"] for found in rows)
     assert "[full]" in text
+
+
+def error(what: str, p50: float, p90: float, bias: float, samples: int, group: str = "tiny") -> dict[str, Any]:
+    return {"what": what, "group": group, "p50": p50, "p90": p90, "p99": p90, "bias": bias, "samples": samples}
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_predictions_are_told_in_plain_words(width: int) -> None:
+    assert "predictions" not in printed(status._screen(mesh(), width), width)
+    found = mesh()
+    found["conductor"]["errors"] = [
+        error("prefill", 0.02, 0.1, 0.01, 1),
+        error("transfer", 14.42, 34.88, 9.0, 3000),
+        error("ttft", 0.18, 0.55, 0.10, 412),
+        error("output_tokens", 0.5, 0.9, -0.4, 40),
+    ]
+    text = " ".join(printed(status._screen(found, width), width).split())
+    said = [
+        "predictions against what happened in the last 10 minutes",
+        "time to first token usually within 18%, 9 of 10 within 55%; runs 10% longer than predicted (412 requests)",
+        "length of answers usually within 50%, 9 of 10 within 90%; runs 40% shorter than predicted (40 answers)",
+        "computing a prompt usually within 2%, 9 of 10 within 10% (1 prompt)",
+        "sending KV to decode usually within a factor of 15.4, 9 of 10 within a factor of 35.9; "
+        "runs 10.0 times as long as predicted (3,000 prompts)",
+    ]
+    if width == 120:
+        assert " ".join(said) in text
+    for line in said:  # where it is narrow words of one column stand between those of the other
+        assert set(line.split()) <= set(text.split())
+    found["conductor"]["errors"] = [error("ttft", 0.1, 0.2, 0.0, 9), error("ttft", 0.3, 0.4, 0.0, 9, "tiny coupled")]
+    text = printed(status._screen(found, 120), 120)
+    told = re.findall(r"^(predictions|time to first token) +(\S+ \S+ \S+)", text, re.M)
+    assert told == [
+        ("predictions", "of tiny, against"),
+        ("time to first token", "usually within 10%,"),
+        ("predictions", "of tiny coupled,"),
+        ("time to first token", "usually within 30%,"),
+    ]
+
+
+def test_what_predictions_are_worth_knows_the_conductor_that_has_compared_most() -> None:
+    """That is the one which places, and not always the one that leads."""
+    leader = {"errors": [error("prefill", 0.1, 0.2, 0.0, 90)]}
+    placing = {"errors": [error("prefill", 0.3, 0.4, 0.0, 80), error("ttft", 0.5, 0.6, 0.0, 70)]}
+    merged = {one["what"]: one["p50"] for one in collect._errors([leader, {"error": "gone"}, placing])}
+    assert merged == {"prefill": 0.1, "ttft": 0.5}
 
 
 def test_what_an_instance_has_in_hand_never_breaks_its_row() -> None:

@@ -98,6 +98,36 @@ def test_a_sweep_is_a_run_for_each_combination(invoke: Invoke, trace: Path, tmp_
     assert "Goodput against rate" in (out / "report.html").read_text()
 
 
+def test_what_no_conductor_is_told_is_shown(invoke: Invoke) -> None:
+    work = (
+        "--synthetic",
+        "rate=20,burstiness=0,system=512:0,node=512:0,user=100:0.5,output=5:0:9",
+        "--requests",
+        "300",
+    )
+    args = (*work, *SMALL[:6], "--prefill", "2", "--decode", "2", "--unknown", "--noise", "0.2")
+    result = invoke(*args, "--slow", "p1:4-8:3", "--kill", "d0:6+2", "--join", "p2:9")
+    assert result.exit_code == 0, result.output
+    lines = {tuple(line.split()[:2]): line.split() for line in result.stdout.splitlines() if line}
+    assert {("p1", "slow"), ("d0", "killed"), ("p2", "joined")} < lines.keys()
+    shares = [line.split() for line in result.stdout.splitlines() if line.split()[:1] in (["p0"], ["p1"], ["p2"])]
+    assert sum(int(one[1]) for one in shares if one[1].isdigit()) == 300
+    told = json.loads(invoke(*args, "--kill", "d0:6", "--json").stdout)["runs"][0]
+    assert told["summary"]["outcomes"] == {"done": 300}
+    assert [one["what"] for one in told["summary"]["changes"]] == ["killed"]
+    assert told["setup"]["kill"] == "d0:6" and "slow" not in told["setup"]
+
+
+def test_clients_wait_for_answers_and_come_when_told(invoke: Invoke, trace: Path) -> None:
+    told = json.loads(invoke("--trace", trace, *SMALL, "--closed", "2", "--json").stdout)["runs"][0]["summary"]
+    assert told["outcomes"] == {"done": 12} and told["duration_s"] < 2
+    result = invoke("--sessions", "3x4,user=600:0,think_s=0.1,start_s=1", *SMALL, "--unknown")
+    assert "cached of what the turn before had: 100.0%" in result.stdout
+    again = ("--slo-ttft", "1", "--obey-retry-after", "3")
+    told = json.loads(invoke("--trace", trace, *SMALL, *again, "--json").stdout)["runs"][0]["summary"]
+    assert told["outcomes"] == {"refused": 12} and (told["retry"]["told"], told["retry"]["came"]) == (48, 36)
+
+
 @pytest.mark.parametrize("mode", ["prefill-first", "chunked"])
 def test_coupled_instances_serve_alone(invoke: Invoke, trace: Path, mode: str) -> None:
     args = ("--gpu", "h100", "--gpus", "1", "--model", "llama3-8b", "--coupled", "2", "--coupled-mode", mode)
@@ -121,7 +151,7 @@ def test_tables_and_synthetic_sessions_are_served_too(invoke: Invoke, tmp_path: 
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ((), "none: give one of --trace, --csv and --synthetic"),
+        ((), "none: give one of --trace, --csv, --synthetic and --sessions"),
         (("--trace", "TRACE", "--csv", "x"), "--trace and --csv: give one of"),
         (("--trace", "gone.jsonl"), "trace='gone.jsonl': No such file"),
         (("--trace", "TRACE", "--gpu", "b300"), "gpu='b300': choose one of a100"),
@@ -149,6 +179,22 @@ def test_tables_and_synthetic_sessions_are_served_too(invoke: Invoke, tmp_path: 
         (("--synthetic", "rates=2"), "synthetic='rates=2': must be NAME=VALUE, once, of rate"),
         (("--synthetic", "rate=0"), "rate=0: must be over 0"),
         (("--synthetic", "user=1:2:3:4"), "user='1:2:3:4': must be MEAN"),
+        (("--sessions", "24"), "sessions='24': must be SESSIONSxTURNS, as 24x7"),
+        (("--sessions", "2x3,thinks=1"), "sessions='thinks=1': must be NAME=VALUE, once, of start_s, think_s"),
+        (("--sessions", "0x3"), "sessions=0: must be at least 1"),
+        (("--sessions", "2x3", "--closed", "4"), "closed=4: not with --sessions"),
+        (("--trace", "TRACE", "--noise", "-1"), "noise=-1.0: must be not negative"),
+        (("--trace", "TRACE", "--noise", "9"), "noise=9.0: must be at most 3"),
+        (("--trace", "TRACE", "--slow", "p1:10-30"), "slow='p1:10-30': must be NODE:FROM-UNTIL:TIMES, as p1 or d0"),
+        (("--trace", "TRACE", "--slow", "p1:30-10:3"), "slow=p1:30-10:3: must be from 0 s on, until later"),
+        (("--trace", "TRACE", "--slow", "p9:1-2:3"), "slow=p9:1-2:3: must be of one of d0"),
+        (("--trace", "TRACE", "--freeze", "x0:1-2"), "freeze='x0:1-2': must be NODE:FROM-UNTIL"),
+        (("--trace", "TRACE", "--kill", "d0:15+"), "kill='d0:15+': must be NODE:AT or NODE:AT+BACK"),
+        (("--trace", "TRACE", "--prefill", "2", "--join", "p3:1"), "join='p3': the next one of 2 prefill"),
+        (("--trace", "TRACE", "--leave", "p0:1,p0:2"), "leave=p0:1: must be there once for an instance"),
+        (("--trace", "TRACE", "--prefill", "1", "--join", "p0:1"), "join=p0:1: must be after another prefill instance"),
+        (("--trace", "TRACE", "--coupled", "2", "--unknown"), "unknown=True: not with --coupled"),
+        (("--trace", "TRACE", "--heartbeat", "0"), "heartbeat=0: must be over 0 ms"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line(invoke: Invoke, trace: Path, args: tuple[str, ...], words: str) -> None:
@@ -167,7 +213,16 @@ def test_an_empty_trace_and_a_folder_that_is_a_file(invoke: Invoke, trace: Path,
 
 def test_help_teaches_by_panels_and_examples(invoke: Invoke) -> None:
     words = " ".join(invoke("--help").stdout.split())
-    for one in ("Workload", "Machines", "Conductor", "Output", "--sweep speed=1,2,3", "docs/simulator.md"):
+    for one in (
+        "Workload",
+        "Machines",
+        "What the conductor is not told",
+        "Conductor",
+        "--slow p1:20-50:3",
+        "Output",
+        "--sweep speed=1,2,3",
+        "docs/simulator.md",
+    ):
         assert one in words
 
 
@@ -203,6 +258,14 @@ def test_options_become_settings_and_machines() -> None:
     assert sim_build.config_of(options(slo_tbt=120.0, threshold="2.5")).conductor.slo_tbt_s == 0.12
     assert (len(sim_build.config_of(options(coupled=5)).coupled), config.chunk_tokens) == (5, 8192)
     assert sim_build.config_of(options(coupled=5, coupled_mode="chunked")).chunk_tokens == 512
+
+
+def test_a_title_names_what_the_times_are_of() -> None:
+    assert options().hardware == "a800, llama3-70b"
+    fitted = options(times=Path("a/fit.json"), model="llama3-8b")
+    assert fitted.hardware == "step times of fit.json, memory of a800, KV of llama3-8b"
+    whole = options(times=Path("fit.json"), kv_tokens=9, dram_tokens=9)
+    assert whole.hardware == "step times of fit.json, KV of llama3-70b"
 
 
 def test_fitted_times_take_the_place_of_the_roofline(tmp_path: Path) -> None:

@@ -93,4 +93,4 @@ def test_what_cannot_be_teaches_nothing(sample: PrefillSample) -> None:
     brain.pair()
     assert brain.beat("p0", prefill_samples=(sample,)) == []  # no comparison with what was predicted either
     brain.beat("d0", decode_samples=(DecodeSample(1, 100, 4000.0), DecodeSample(1 << 40, 1 << 50, 0.01)))
-    assert list(brain.state.prediction_errors()) == []
+    assert list(brain.state.prediction_errors(brain.now)) == []

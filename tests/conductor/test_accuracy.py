@@ -7,36 +7,80 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.conductor.costs.accuracy import WINDOW, Accuracy, PredictionError, What
+from kvmesh.telemetry import names
+from services.conductor.balance.gauges import ErrorGauges
+from services.conductor.costs import accuracy as module
+from services.conductor.costs.accuracy import (
+    AGE_S,
+    AS_PREDICTED,
+    ENOUGH,
+    MAX_GROUPS,
+    WINDOW,
+    Accuracy,
+    PredictionError,
+    What,
+    group_of,
+)
+from services.conductor.domain import Role
+
+NOW = 1000.0
 
 
-def of(accuracy: Accuracy, what: What) -> PredictionError:
-    (found,) = [error for error in accuracy.errors() if error.what is what]
+def of(accuracy: Accuracy, what: What, now: float = NOW, group: str = "m") -> PredictionError:
+    (found,) = [error for error in accuracy.errors(now) if (error.what, error.group) == (what, group)]
     return found
 
 
 def test_bias_and_percentiles_are_relative_to_the_prediction() -> None:
     accuracy = Accuracy()
     for percent in range(-50, 51):  # as often faster as slower
-        accuracy.add(What.TTFT, 2.0, 2.0 * (1 + percent / 100))
+        accuracy.add(What.TTFT, "m", 2.0, 2.0 * (1 + percent / 100), NOW)
     told = of(accuracy, What.TTFT)
     assert (told.samples, told.bias) == (101, pytest.approx(0.0, abs=1e-9))
     assert (told.p50, told.p90, told.p99) == (pytest.approx(0.25), pytest.approx(0.45), pytest.approx(0.5))
+    assert (told.low, told.high) == (pytest.approx(0.6), pytest.approx(1.4))
 
 
 def test_a_constant_bias_shows() -> None:
     accuracy = Accuracy()
     for _ in range(10):
-        accuracy.add(What.PULL, 0.1, 0.13)
+        accuracy.add(What.PULL, "m", 0.1, 0.13, NOW)
     told = of(accuracy, What.PULL)
     assert (told.bias, told.p50, told.p99) == (pytest.approx(0.3), pytest.approx(0.3), pytest.approx(0.3))
+    assert (told.low, told.high) == (pytest.approx(1.3), pytest.approx(1.3))
 
 
 def test_only_the_last_ones_count() -> None:
     accuracy = Accuracy()
     for seconds in [9.0] * WINDOW + [1.0] * WINDOW:
-        accuracy.add(What.PREFILL, 1.0, seconds)
-    assert of(accuracy, What.PREFILL) == PredictionError(What.PREFILL, WINDOW, 0.0, 0.0, 0.0, 0.0)
+        accuracy.add(What.PREFILL, "m", 1.0, seconds, NOW)
+    assert of(accuracy, What.PREFILL) == PredictionError(What.PREFILL, WINDOW, 0.0, 0.0, 0.0, 0.0, "m")
+
+
+def test_what_is_old_counts_no_more_whether_or_not_something_comes_after_it() -> None:
+    accuracy = Accuracy()
+    for _ in range(20):
+        accuracy.add(What.TBT, "m", 1.0, 3.0, NOW)
+    assert of(accuracy, What.TBT, NOW + AGE_S - 1).samples == 20
+    assert accuracy.errors(NOW + AGE_S + 20) == []
+    for _ in range(ENOUGH):
+        accuracy.add(What.TBT, "m", 1.0, 1.0, NOW + AGE_S + 1)
+    assert of(accuracy, What.TBT, NOW + AGE_S + 1) == PredictionError(What.TBT, ENOUGH, 0.0, 0.0, 0.0, 0.0, "m")
+    assert accuracy.spread(What.TBT, "m") == (1.0, 1.0)
+
+
+def test_groups_are_apart_and_the_one_unheard_for_longest_goes_first() -> None:
+    assert group_of("m", Role.PREFILL) == group_of("m", Role.DECODE) == "m"
+    assert group_of("m", Role.BOTH) == "m coupled"
+    accuracy = Accuracy()
+    for n in range(MAX_GROUPS):
+        accuracy.add(What.TTFT, f"g{n}", 1.0, 1.0 + n, NOW)
+    accuracy.add(What.TTFT, "g0", 1.0, 1.0, NOW)
+    accuracy.add(What.TTFT, "new", 1.0, 2.0, NOW)
+    groups = [error.group for error in accuracy.errors(NOW)]
+    assert len(groups) == MAX_GROUPS and groups == sorted(groups)
+    assert "g0" in groups and "new" in groups and "g1" not in groups
+    assert of(accuracy, What.TTFT, group="g5").bias == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize(
@@ -44,23 +88,89 @@ def test_only_the_last_ones_count() -> None:
 )
 def test_where_one_of_the_two_is_missing_nothing_is_learnt(predicted: float, measured: float) -> None:
     accuracy = Accuracy()
-    accuracy.add(What.TBT, predicted, measured)
-    assert accuracy.errors() == []
+    accuracy.add(What.TBT, "m", predicted, measured, NOW)
+    assert accuracy.errors(NOW) == []
+
+
+def test_a_spread_is_unknown_until_there_is_enough() -> None:
+    accuracy = Accuracy()
+    assert accuracy.spread(What.TTFT, "m") == AS_PREDICTED
+    for n in range(ENOUGH):
+        assert accuracy.known(What.TTFT, "m") == (AS_PREDICTED, n)
+        accuracy.add(What.TTFT, "m", 1.0, 2.0, NOW)
+    assert accuracy.spread(What.TTFT, "m") == (pytest.approx(2.0), pytest.approx(2.0))
+    assert accuracy.spread(What.TBT, "m") == accuracy.spread(What.TTFT, "other") == AS_PREDICTED
 
 
 @given(st.lists(st.tuples(st.floats(1e-6, 1e6), st.floats(1e-6, 1e6)), min_size=1, max_size=80))
 def test_percentiles_are_ordered_and_bound_the_bias(pairs: list[tuple[float, float]]) -> None:
     accuracy = Accuracy()
     for predicted, measured in pairs:
-        accuracy.add(What.TTFT, predicted, measured)
+        accuracy.add(What.TTFT, "m", predicted, measured, NOW)
     told = of(accuracy, What.TTFT)
     assert 0 <= told.p50 <= told.p90 <= told.p99
     assert -1 <= told.bias <= told.p99 + 1e-9
+    assert 0 <= told.low <= 1 + told.bias <= told.high
+    if len(pairs) >= ENOUGH:  # few enough that every sample is seen at once
+        assert accuracy.spread(What.TTFT, "m") == pytest.approx((told.low, told.high), rel=1e-6)
+
+
+def test_what_a_spread_says_follows_from_what_was_added_alone() -> None:
+    """Whoever looks at the errors, and how often: a decision log is made again by the same answers."""
+    rng = random.Random(3)
+    samples = [(1.0, rng.lognormvariate(0, 0.5), NOW + n) for n in range(300)]
+
+    def run(looks: bool) -> list[object]:
+        accuracy, said = Accuracy(), []
+        for predicted, measured, now in samples:
+            accuracy.add(What.TTFT, "m", predicted, measured, now)
+            if looks:
+                accuracy.errors(now + 2 * AGE_S)
+                accuracy.errors(now)
+            said.append(accuracy.spread(What.TTFT, "m"))
+        return said
+
+    assert run(looks=True) == run(looks=False)
+
+
+def test_a_spread_costs_a_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    sorts = []
+    monkeypatch.setattr(module, "sorted", lambda some: sorts.append(1) or sorted(some), raising=False)
+    accuracy, rng = Accuracy(), random.Random(1)
+    for _ in range(WINDOW):
+        accuracy.add(What.TTFT, "m", 1.0, rng.random(), NOW)
+    sorts.clear()
+    for _ in range(WINDOW):
+        accuracy.add(What.TTFT, "m", 1.0, rng.random(), NOW)
+        for _ in range(10):
+            accuracy.spread(What.TTFT, "m")
+    assert 0 < len(sorts) <= WINDOW // 32 + 1
 
 
 def test_a_summary_is_cheap_enough_for_every_tick() -> None:
     accuracy, rng = Accuracy(), random.Random(1)
     for what in What:
         for _ in range(2 * WINDOW):
-            accuracy.add(what, 1.0, rng.random())
-    assert len(accuracy.errors()) == len(What)
+            accuracy.add(what, "m", 1.0, rng.random(), NOW)
+    assert len(accuracy.errors(NOW)) == len(What)
+
+
+def shown() -> dict[tuple[str, str, str], float]:
+    return {
+        (s.labels["group"], s.labels["what"], s.labels["quantile"]): s.value
+        for s in names.CONDUCTOR_PREDICTION_ERROR.collect()[0].samples
+        if s.labels["group"].startswith("shown")
+    }
+
+
+def test_the_metric_tells_every_group_while_something_is_measured_there() -> None:
+    gauges, accuracy = ErrorGauges(), Accuracy()
+    for measured, group in ((1.5, "shown"), (4.0, "shown coupled")):
+        accuracy.add(What.TTFT, group, 1.0, measured, NOW)
+    gauges.show(accuracy.errors(NOW))
+    assert shown()["shown", "ttft", "p50"] == 0.5 and shown()["shown coupled", "ttft", "bias"] == 3.0
+    accuracy.add(What.TTFT, "shown", 1.0, 1.0, NOW + AGE_S + 1)
+    gauges.show(accuracy.errors(NOW + AGE_S + 20))
+    assert {group for group, _, _ in shown()} == {"shown"}
+    gauges.show(())
+    assert shown() == {}

@@ -23,7 +23,7 @@ def driven() -> dict[Mode, Driven]:
 
 def overloaded(mode: Mode) -> Driven:
     """Poisson arrivals, answers of exponential length, four prefill and two decode instances."""
-    loop = Driven(4, 2, slo_ttft_s=30.0, slo_tbt_s=TBT_SLO_S, admission=AdmissionSettings(mode))
+    loop = Driven(4, 2, seed=2, slo_ttft_s=30.0, slo_tbt_s=TBT_SLO_S, admission=AdmissionSettings(mode))
     next_s = 0.0
     while loop.steps * STEP_S < SECONDS:
         while next_s <= loop.steps * STEP_S:

@@ -72,6 +72,21 @@ def test_pulls_and_reads_are_fitted_alike() -> None:
     assert fit_tier(reads * 10, cost.TIER_PRIORS[Tier.SSD]).at(1e7, 0) == pytest.approx(0.001 + 1e7 / 2e9, rel=0.05)
 
 
+def test_bytes_of_a_pull_are_never_free() -> None:
+    """Small pulls, whose time is nearly all overhead and scatters: least squares see no slope, or one that falls."""
+    rng = random.Random(4)
+    pulls = [
+        (nbytes, 1, 0.01 * rng.lognormvariate(0, 0.2) * slower)
+        for nbytes, slower in ((1 << 20, 1.5), (2 << 20, 1.0), (4 << 20, 1.0))
+        for _ in range(20)
+    ]
+    found = fit_pull(pulls)
+    assert 0 < found.b <= cost.PULL_PRIOR.b
+    assert found.at(2 << 20, 0) == pytest.approx(0.011, rel=0.3)
+    assert all(found.b * nbytes <= seconds for nbytes, _, seconds in pulls), "no pull was faster than its bytes"
+    assert fit_pull([(1 << 30, 1, 0.01)] * 40).b <= 0.01 / (1 << 30), "a fast one shows that a byte takes less"
+
+
 def test_nothing_measured_is_the_prior() -> None:
     assert fit_all([], []) == Costs()
 

@@ -54,7 +54,7 @@ def test_its_first_token_is_nobodys_ttft_and_its_length_is_whole() -> None:
     brain.placed(100, request_id="r")
     brain.placed(112, request_id="r", attempt=1, answered_tokens=12, max_tokens=40)
     brain.beat("d0", IDLE, outcomes=(RequestOutcome("r", 1, Outcome.DONE, 20, 9.0, 0.02, 0.02, 10.0),))
-    errors = {error.what: error for error in brain.state.prediction_errors()}
+    errors = {error.what: error for error in brain.state.prediction_errors(brain.now)}
     assert What.TTFT not in errors or not errors[What.TTFT].samples
     assert errors[What.TBT].samples == errors[What.OUTPUT_TOKENS].samples == 1
 

@@ -33,7 +33,7 @@ def of(brain: Brain, name: str) -> Instance:
 
 
 def errors(brain: Brain) -> dict[What, PredictionError]:
-    return {error.what: error for error in brain.state.prediction_errors()}
+    return {error.what: error for error in brain.state.prediction_errors(brain.now)}
 
 
 def done(request_id: str, **more: object) -> RequestOutcome:

@@ -240,7 +240,8 @@ def test_explain_tells_whom_it_took(policy: Policy) -> None:
     assert decision is not None
     chosen = {c.ref.instance_id: decision.verdict(c) for c in decision.candidates if decision.is_chosen(c)}
     assert chosen == {placed.prefill.instance_id: "chosen", placed.decode.instance_id: "chosen"}
-    assert sum(decision.verdict(c) == "not weighed" for c in decision.candidates) == 4
+    took_another = f"the policy {policy.value} took another"
+    assert sum(decision.verdict(c) == took_another for c in decision.candidates) == 4
 
 
 def test_the_service_is_told_by_its_configuration() -> None:

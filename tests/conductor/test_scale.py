@@ -18,9 +18,10 @@ from services.conductor.balance.gauges import MAX_LOAD, ScaleGauges
 from services.conductor.balance.scale import CALM, Hint, Scale
 from services.conductor.balance.tally import MIXED
 from services.conductor.config import ConductorConfig
-from services.conductor.domain import Lane, Load, Role, Schedule
+from services.conductor.domain import Action, Event, Lane, Load, Role, Schedule
 from services.conductor.fleet.instance import Instance
 from services.conductor.settings import AdmissionSettings, BalanceSettings, Settings
+from tests.conductor.brain import Brain
 from tests.conductor.loop import Loop
 from tests.conductor.test_roles import instance, tallied
 
@@ -176,6 +177,50 @@ def test_a_loop_in_overload_asks_for_what_it_needs() -> None:
     assert found[P].change == 2
     assert 1.05 < found[P].load < 1.3
     assert found[D].change == 0
+
+
+def test_who_leads_and_places_nothing_wants_what_the_one_that_places_wants() -> None:
+    """A gateway stays with one conductor, which need not be the one that leads: that sees what instances compute."""
+    balance = BalanceSettings(window_s=3.0, replicate=False)
+    placing, leader = Loop(2, 1, balance=balance), Brain(balance=balance)
+    step = placing.brain.step
+
+    def heard_by_both(event: Event) -> list[Action]:
+        if not isinstance(event, Schedule):
+            leader.now = placing.brain.now
+            leader.step(event)
+        return step(event)
+
+    placing.brain.step = heard_by_both  # type: ignore[method-assign]
+    for name, site in placing.sites.items():
+        placing._register(name)
+        placing._beat(name, site)
+    placing.run(20, 13.0, 3000, 8)
+    mine, theirs = ({h.role: h for h in brain.state.hints(brain.now)} for brain in (leader, placing.brain))
+    assert mine[P].change == theirs[P].change == 2
+    assert mine[P].load == pytest.approx(theirs[P].load, rel=0.2)
+    assert mine[D].change == theirs[D].change == 0
+
+
+@pytest.mark.parametrize(
+    ("history", "why"),
+    [
+        ((1.4,), "work for 1.40 instances; at a load of 0.70 that wants 2"),
+        (
+            (2.0, 1.3),
+            "work for 1.30 instances; at a load of 0.70 that wants 2; "
+            "3 were, and are until so little has lasted for 12 s",
+        ),
+        ((0.9,), "work for 0.90 instances; at a load of 0.70 that wants 2"),
+        ((0.6,), "work for 0.60 instances; at a load of 0.70 that wants 1; 2 stay until so little has lasted for 12 s"),
+        ((1.4, 1.6), "work for 1.60 instances; 2 carry it at a load of 0.80, more are wanted above 0.84"),
+    ],
+)
+def test_a_reason_says_what_is_wanted_and_why_that_many(history: tuple[float, ...], why: str) -> None:
+    pools = Pools(P, P, D)
+    for demand in history:
+        pools.look(Demand(demand, 0.1))
+    assert pools.scale.hints[0].reason == why
 
 
 @pytest.mark.parametrize("target", [0.0, 1.5, float("nan")])

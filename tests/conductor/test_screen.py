@@ -188,7 +188,7 @@ def _alones(request: Schedule, decodes: Any, places: Any, mesh: Any, terms: Any)
     assert bool(passing) == bool(found)
     if passing:
         clean = [o for o in passing if not o.names & request.avoid] or passing
-        picked = ties.pick(found, lambda o: o.cost_s, kinds._crowd, random.Random(0), some.floor)
+        picked = ties.pick(found, lambda o: o.cost_s, lambda o: kinds._crowd(o, 0.0), random.Random(0), some.floor)
         assert picked.cost_s <= near(min(o.cost_s for o in clean))
 
 
@@ -301,7 +301,7 @@ def test_few_are_weighed_of_many_busy_ones_too() -> None:
             fleet.brain.beat(fleet.names[i % 300], Load(running_requests=i % 9, context_tokens=500 * i, free_pages=900))
         found = fleet.brain.state.explain(f"q{i}")
         assert found is not None
-        assert len(found.candidates) < 60, i
+        assert len(found.candidates) < 70, i
 
 
 def test_thousands_of_idle_instances_share_evenly_and_few_are_weighed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ def test_it_goes_on_for_ever_and_holds_those_alone_who_think() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("rate", 0.0), ("burstiness", 0.0), ("applications", 0), ("branching", 0), ("depth", -1), ("turns", 0.5),
+        ("rate", 0.0), ("burstiness", -1.0), ("applications", 0), ("branching", 0), ("depth", -1), ("turns", 0.5),
         ("think_s", -1.0), ("batch_share", 1.5), ("origins", 0), ("max_input", 0), ("requests", -1), ("zipf", -1.0),
         ("user", Lengths(0)), ("output", Lengths(10, 9)), ("system", Lengths(10, 1, 0)), ("applications", 10**9),
     ],

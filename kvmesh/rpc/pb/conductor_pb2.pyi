@@ -868,7 +868,7 @@ Global___Leadership: _TypeAlias = Leadership  # noqa: Y015
 
 @_typing.final
 class PredictionError(_message.Message):
-    """Of predictions of one kind, against what happened: the last ones."""
+    """Of predictions of one kind in one group, against what happened: the last ones, none older than ten minutes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -878,6 +878,9 @@ class PredictionError(_message.Message):
     P50_FIELD_NUMBER: _builtins.int
     P90_FIELD_NUMBER: _builtins.int
     P99_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    LOW_FIELD_NUMBER: _builtins.int
+    HIGH_FIELD_NUMBER: _builtins.int
     what: _builtins.str
     """"prefill", "decode_step", "pull", "transfer", "tier_load", "ttft", "tbt", "output_tokens" """
     samples: _builtins.int
@@ -887,6 +890,12 @@ class PredictionError(_message.Message):
     """of |measured - predicted| / predicted"""
     p90: _builtins.float
     p99: _builtins.float
+    group: _builtins.str
+    """instances that share models and load: a model's name, of coupled ones with " coupled" behind it"""
+    low: _builtins.float
+    """measured / predicted: one in ten is below this"""
+    high: _builtins.float
+    """and one in ten above this"""
     def __init__(
         self,
         *,
@@ -896,10 +905,13 @@ class PredictionError(_message.Message):
         p50: _builtins.float = ...,
         p90: _builtins.float = ...,
         p99: _builtins.float = ...,
+        group: _builtins.str = ...,
+        low: _builtins.float = ...,
+        high: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bias", b"bias", "p50", b"p50", "p90", b"p90", "p99", b"p99", "samples", b"samples", "what", b"what"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bias", b"bias", "group", b"group", "high", b"high", "low", b"low", "p50", b"p50", "p90", b"p90", "p99", b"p99", "samples", b"samples", "what", b"what"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -926,6 +938,7 @@ class InstanceStatus(_message.Message):
     TBT_MS_FIELD_NUMBER: _builtins.int
     NODE_ID_FIELD_NUMBER: _builtins.int
     CARD_FIELD_NUMBER: _builtins.int
+    PENDING_REQUESTS_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     model: _builtins.str
     ready: _builtins.bool
@@ -944,6 +957,8 @@ class InstanceStatus(_message.Message):
     tbt_ms: _builtins.float
     """predicted, of its batch now"""
     node_id: _builtins.str
+    pending_requests: _builtins.int
+    """that this conductor has placed there and that are not reported finished"""
     @_builtins.property
     def instance(self) -> _common_pb2.InstanceRef: ...
     @_builtins.property
@@ -974,10 +989,11 @@ class InstanceStatus(_message.Message):
         tbt_ms: _builtins.float = ...,
         node_id: _builtins.str = ...,
         card: _common_pb2.ModelCard | None = ...,
+        pending_requests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["card", b"card", "instance", b"instance", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["breaker", b"breaker", "capacity_blocks", b"capacity_blocks", "card", b"card", "cordon", b"cordon", "cordon_reason", b"cordon_reason", "indexed_blocks", b"indexed_blocks", "instance", b"instance", "load", b"load", "model", b"model", "node_id", b"node_id", "not_ready_reason", b"not_ready_reason", "queue_ms", b"queue_ms", "ready", b"ready", "role", b"role", "silent_ms", b"silent_ms", "tbt_ms", b"tbt_ms", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["breaker", b"breaker", "capacity_blocks", b"capacity_blocks", "card", b"card", "cordon", b"cordon", "cordon_reason", b"cordon_reason", "indexed_blocks", b"indexed_blocks", "instance", b"instance", "load", b"load", "model", b"model", "node_id", b"node_id", "not_ready_reason", b"not_ready_reason", "pending_requests", b"pending_requests", "queue_ms", b"queue_ms", "ready", b"ready", "role", b"role", "silent_ms", b"silent_ms", "tbt_ms", b"tbt_ms", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1047,16 +1063,24 @@ class GetScaleHintsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HINTS_FIELD_NUMBER: _builtins.int
+    LEADERSHIP_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def hints(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScaleHint]: ...
+    def hints(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScaleHint]:
+        """none from a conductor that does not lead: the one that does knows"""
+
+    @_builtins.property
+    def leadership(self) -> Global___Leadership:
+        """of the conductor that answers"""
+
     def __init__(
         self,
         *,
         hints: _abc.Iterable[Global___ScaleHint] | None = ...,
+        leadership: Global___Leadership | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["leadership", b"leadership"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hints", b"hints"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hints", b"hints", "leadership", b"leadership"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1184,11 +1208,12 @@ class Candidate(_message.Message):
     PULLED_BLOCKS_FIELD_NUMBER: _builtins.int
     LOADED_BLOCKS_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
+    CROWD_FIELD_NUMBER: _builtins.int
     role: _common_pb2.Role.ValueType
     """what it was considered for"""
     chosen: _builtins.bool
     verdict: _builtins.str
-    """"chosen", "slower by 12 ms", "over the SLO", "avoided", "not ready: ..." """
+    """"chosen", "slower by 12.0 ms", "as good: more requests there (3 against 1)", "not ready: ..." """
     score_ms: _builtins.float
     """what candidates are compared by"""
     local_blocks: _builtins.int
@@ -1203,6 +1228,10 @@ class Candidate(_message.Message):
     def instance(self) -> _common_pb2.InstanceRef: ...
     @_builtins.property
     def terms(self) -> _containers.RepeatedCompositeFieldContainer[Global___Term]: ...
+    @_builtins.property
+    def crowd(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """What is there already, where several scores were as good and this decided; none: the score alone decided."""
+
     def __init__(
         self,
         *,
@@ -1216,10 +1245,11 @@ class Candidate(_message.Message):
         pulled_blocks: _builtins.int = ...,
         loaded_blocks: _builtins.int = ...,
         tier: _common_pb2.Tier.ValueType = ...,
+        crowd: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "instance", b"instance", "loaded_blocks", b"loaded_blocks", "local_blocks", b"local_blocks", "pulled_blocks", b"pulled_blocks", "role", b"role", "score_ms", b"score_ms", "terms", b"terms", "tier", b"tier", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "crowd", b"crowd", "instance", b"instance", "loaded_blocks", b"loaded_blocks", "local_blocks", b"local_blocks", "pulled_blocks", b"pulled_blocks", "role", b"role", "score_ms", b"score_ms", "terms", b"terms", "tier", b"tier", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1246,6 +1276,8 @@ class ExplainResponse(_message.Message):
     KINDS_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     SCREENED_FIELD_NUMBER: _builtins.int
+    TTFT_FIELD_NUMBER: _builtins.int
+    TBT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     model: _builtins.str
@@ -1278,6 +1310,12 @@ class ExplainResponse(_message.Message):
     def ended(self) -> Global___RequestOutcome:
         """how it went, when decode has reported; absent before"""
 
+    @_builtins.property
+    def ttft(self) -> Global___PredictedRange:
+        """of what was placed: until the client has its first token"""
+
+    @_builtins.property
+    def tbt(self) -> Global___PredictedRange: ...
     def __init__(
         self,
         *,
@@ -1298,10 +1336,12 @@ class ExplainResponse(_message.Message):
         kinds: _abc.Iterable[Global___WeighedKind] | None = ...,
         ended: Global___RequestOutcome | None = ...,
         screened: _builtins.int = ...,
+        ttft: Global___PredictedRange | None = ...,
+        tbt: Global___PredictedRange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "placement", b"placement"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "placement", b"placement", "tbt", b"tbt", "ttft", b"ttft"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "attempt", b"attempt", "best_prefix_blocks", b"best_prefix_blocks", "cached_tokens", b"cached_tokens", "candidates", b"candidates", "ended", b"ended", "kinds", b"kinds", "message", b"message", "model", b"model", "outcome", b"outcome", "placement", b"placement", "prefill_ms", b"prefill_ms", "prompt_blocks", b"prompt_blocks", "prompt_tokens", b"prompt_tokens", "reported", b"reported", "request_id", b"request_id", "screened", b"screened"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "attempt", b"attempt", "best_prefix_blocks", b"best_prefix_blocks", "cached_tokens", b"cached_tokens", "candidates", b"candidates", "ended", b"ended", "kinds", b"kinds", "message", b"message", "model", b"model", "outcome", b"outcome", "placement", b"placement", "prefill_ms", b"prefill_ms", "prompt_blocks", b"prompt_blocks", "prompt_tokens", b"prompt_tokens", "reported", b"reported", "request_id", b"request_id", "screened", b"screened", "tbt", b"tbt", "ttft", b"ttft"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1320,6 +1360,7 @@ class WeighedKind(_message.Message):
     VERDICT_FIELD_NUMBER: _builtins.int
     COST_MS_FIELD_NUMBER: _builtins.int
     TERMS_FIELD_NUMBER: _builtins.int
+    CROWD_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """"pair", "coupled", "decode" """
     chosen: _builtins.bool
@@ -1333,6 +1374,10 @@ class WeighedKind(_message.Message):
 
     @_builtins.property
     def terms(self) -> _containers.RepeatedCompositeFieldContainer[Global___Term]: ...
+    @_builtins.property
+    def crowd(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """as a candidate's"""
+
     def __init__(
         self,
         *,
@@ -1343,11 +1388,45 @@ class WeighedKind(_message.Message):
         verdict: _builtins.str = ...,
         cost_ms: _builtins.float = ...,
         terms: _abc.Iterable[Global___Term] | None = ...,
+        crowd: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "cost_ms", b"cost_ms", "decode", b"decode", "kind", b"kind", "prefill", b"prefill", "terms", b"terms", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "cost_ms", b"cost_ms", "crowd", b"crowd", "decode", b"decode", "kind", b"kind", "prefill", b"prefill", "terms", b"terms", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WeighedKind: _TypeAlias = WeighedKind  # noqa: Y015
+
+@_typing.final
+class PredictedRange(_message.Message):
+    """Between which figures 8 of 10 requests lay whose prediction was `expected_ms`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXPECTED_MS_FIELD_NUMBER: _builtins.int
+    LOW_MS_FIELD_NUMBER: _builtins.int
+    HIGH_MS_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    expected_ms: _builtins.float
+    low_ms: _builtins.float
+    """one in ten is below it"""
+    high_ms: _builtins.float
+    """one in ten is above it"""
+    samples: _builtins.int
+    """requests that it goes by; with fewer than 8 the range is `expected_ms` itself"""
+    def __init__(
+        self,
+        *,
+        expected_ms: _builtins.float = ...,
+        low_ms: _builtins.float = ...,
+        high_ms: _builtins.float = ...,
+        samples: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_ms", b"expected_ms", "high_ms", b"high_ms", "low_ms", b"low_ms", "samples", b"samples"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PredictedRange: _TypeAlias = PredictedRange  # noqa: Y015

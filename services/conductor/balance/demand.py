@@ -6,7 +6,8 @@
               would be among them), over how many one instance carries at the TBT SLO, or has room for
 
 The batch lane takes what is idle and asks for nothing: its share of the answers counts not. What other conductors place
-shows in queues and rows alone. Everything is smoothed by one half-life.
+shows in queues and rows, and in the prompts that instances have computed for them; whom they refuse shows nowhere.
+Everything is smoothed by one half-life.
 """
 
 from __future__ import annotations
@@ -17,28 +18,12 @@ from dataclasses import dataclass, field
 
 from services.conductor.balance.tally import MIXED, Counts, Tally
 from services.conductor.domain import Lane, Schedule
+from services.conductor.loads.fading import Fading
 from services.conductor.placing.placement import Choice
 from services.conductor.settings import Settings
 
 MAX_UNPLACED = 8.0  # asked / placed: clients come again, so it says ever less
 MAX_MODELS = 64
-
-
-class Fading:
-    """A sum of which half is forgotten in every half-life."""
-
-    def __init__(self, half_life_s: float) -> None:
-        self._half_life_s = half_life_s
-        self._sum = 0.0
-        self._at = 0.0
-
-    def add(self, amount: float, now: float) -> None:
-        """It happened now."""
-        self._sum, self._at = self.at(now) + amount, now
-
-    def at(self, now: float) -> float:
-        """What is left of it."""
-        return self._sum * math.pow(0.5, max(0.0, now - self._at) / self._half_life_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +66,7 @@ class _Asked:
     batch: Fading = field(init=False)  # of its lane, placed
     placed_tokens: Fading = field(init=False)
     placed_s: Fading = field(init=False)
+    elsewhere_s: Fading = field(init=False)  # seconds of prompts that other conductors placed
     backlog_s: float = 0.0
     rows: float = 0.0
     looked_at: float | None = None
@@ -89,6 +75,7 @@ class _Asked:
         self.tokens, self.requests, self.placed, self.batch, self.placed_tokens, self.placed_s = (
             Fading(self.half_life_s) for _ in range(6)
         )
+        self.elsewhere_s = Fading(self.half_life_s)
 
     def per_s(self, summed: Fading, now: float) -> float:
         """The rate behind a sum that has grown since `since`."""
@@ -107,11 +94,22 @@ class Demands:
 
     def asked(self, request: Schedule, now: float) -> None:
         """Somebody wants it; further attempts at it count no more. Its model is served here."""
-        if _uncounted(request) or (request.model not in self._asked and len(self._asked) >= MAX_MODELS):
+        if _uncounted(request) or (asked := self._of(request.model, now)) is None:
             return
-        asked = self._asked.setdefault(request.model, _Asked(self._half_life_s, now))
         asked.tokens.add(request.prompt_tokens, now)
         asked.requests.add(1, now)
+
+    def _of(self, model: str, now: float) -> _Asked | None:
+        """None: there are too many others."""
+        asked = self._asked.get(model)
+        if asked is None and len(self._asked) < MAX_MODELS:
+            asked = self._asked[model] = _Asked(self._half_life_s, now)
+        return asked
+
+    def computed_elsewhere(self, model: str, seconds: float, now: float) -> None:
+        """An instance has computed a prompt that another conductor placed: so much work it was."""
+        if (asked := self._of(model, now)) is not None:
+            asked.elsewhere_s.add(seconds, now)
 
     def placed(self, request: Schedule, choice: Choice, now: float) -> None:
         """It got a place."""
@@ -148,7 +146,9 @@ class Demands:
         token_s = asked.placed_s.at(now) / placed_tokens if placed_tokens > 0 else tally.first.seconds_per_token()
         unplaced = min(MAX_UNPLACED, max(1.0, asked.requests.at(now) / placed)) if placed > 0 else 1.0
         return Demand(
-            asked.per_s(asked.tokens, now) * token_s + asked.backlog_s / ttft_slo_s,
+            asked.per_s(asked.tokens, now) * token_s
+            + asked.per_s(asked.elsewhere_s, now)
+            + asked.backlog_s / ttft_slo_s,
             asked.rows * unplaced * max(1, tally.decoding) / (tally.carried or 1.0),
         )
 

@@ -4,6 +4,8 @@ kvmesh_conductor_scale_hint_count{model,role}    instances to add, or to take aw
 kvmesh_conductor_scale_wanted_count{model,role}  instances wanted: with Kubernetes' HorizontalPodAutoscaler an
                                                  external metric of target AverageValue 1
 kvmesh_conductor_pool_load_ratio{model,role}     demand over capacity
+
+and what predictions are worth: kvmesh_conductor_prediction_error_ratio{what,quantile,group}.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from kvmesh.telemetry import names
 from services.conductor.admission.gate import Loads
 from services.conductor.balance.scale import Hint
+from services.conductor.costs.accuracy import PredictionError
 from services.conductor.fleet.instance import Instance
 from services.conductor.fleet.walk import Pace, Walk
 
@@ -38,6 +41,25 @@ class ScaleGauges:
             load = hint.load if math.isfinite(hint.load) else MAX_LOAD
             for gauge, value in zip(_GAUGES, (hint.change, hint.instances + hint.change, load), strict=True):
                 gauge.labels(*labels).set(value)
+        self._shown = set(found)
+
+
+class ErrorGauges:
+    """Groups and kinds of which nothing was measured lately are shown no more."""
+
+    def __init__(self) -> None:
+        self._shown: set[tuple[str, str, str]] = set()
+
+    def show(self, errors: Sequence[PredictionError]) -> None:
+        """These are all there are."""
+        found = {}
+        for error in errors:
+            shares = (("bias", error.bias), ("p50", error.p50), ("p90", error.p90), ("p99", error.p99))
+            found.update({(error.what.value, quantile, error.group): share for quantile, share in shares})
+        for labels in self._shown - found.keys():
+            names.CONDUCTOR_PREDICTION_ERROR.remove(*labels)
+        for labels, share in found.items():
+            names.CONDUCTOR_PREDICTION_ERROR.labels(*labels).set(share)
         self._shown = set(found)
 
 

@@ -22,6 +22,7 @@ from services.conductor.balance.scale import Hint as Hint
 from services.conductor.balance.scale import Scale
 from services.conductor.balance.tally import Tally
 from services.conductor.domain import Action, OrderEnded, Schedule
+from services.conductor.fleet.instance import Instance
 from services.conductor.fleet.walk import Pace, Walk
 from services.conductor.placing.placement import Choice
 from services.conductor.prefixes.index import Survey
@@ -60,6 +61,10 @@ class Balance:
     def placed(self, request: Schedule, choice: Choice, now: float) -> None:
         """It got a place."""
         self._demands.placed(request, choice, now)
+
+    def computed_elsewhere(self, instance: Instance, seconds: float, now: float) -> None:
+        """The instance has computed a prompt that another conductor placed; `seconds`: predicted for it alone."""
+        self._demands.computed_elsewhere(instance.model.name, seconds / instance.queue.speedup, now)
 
     def ended(self, event: OrderEnded, now: float) -> None:
         """An order has come to its end."""

@@ -69,15 +69,30 @@ class Scale:
                 hints.append(Hint(name, role, there, 0, load, "not watched for long enough"))
                 continue
             wanted = self._wanted((name, role), there, carried, now)
-            why = f"work for {carried:.2f} of them: {wanted} carry that at a load of {self._target:.2f}, or were wanted"
-            hints.append(Hint(name, role, there, wanted - there, load, why))
+            hints.append(Hint(name, role, there, wanted - there, load, self._why(carried, wanted, there)))
         return hints
+
+    def _why(self, demand: float, wanted: int, there: int) -> str:
+        enough = self._enough(demand)
+        work = f"work for {demand:.2f} instances"
+        if wanted < enough:
+            load = f"{wanted} carry it at a load of {demand / wanted:.2f}"
+            return f"{work}; {load}, more are wanted above {self._high:.2f}"
+        wants = f"{work}; at a load of {self._target:.2f} that wants {enough}"
+        if wanted == enough:
+            return wants
+        until = f"until so little has lasted for {self._calm_s:.0f} s"
+        return f"{wants}; {wanted} stay {until}" if wanted == there else f"{wants}; {wanted} were, and are {until}"
+
+    def _enough(self, demand: float) -> int:
+        """Instances that carry it at the target."""
+        return min(MAX_WANTED, max(1, math.ceil(demand / self._target)))
 
     def _wanted(self, key: tuple[str, Role], there: int, demand: float, now: float) -> int:
         pool = self._pools.setdefault(key, _Pool(max(1, there)))
         if there < pool.wanted and demand <= BELOW * self._target * there:
             pool.wanted = max(1, there)  # some have gone, and are not missed
-        enough = min(MAX_WANTED, max(1, math.ceil(demand / self._target)))
+        enough = self._enough(demand)
         if demand > self._high * pool.wanted:
             pool.wanted, pool.calm_since = max(enough, pool.wanted), None
         elif enough < pool.wanted and demand <= BELOW * self._target * (pool.wanted - 1):

@@ -1,18 +1,32 @@
 """What predictions were worth: each is kept beside what happened, before the models learn of it. Pure.
 
-The last WINDOW of each kind count. Relative to the prediction: an error of 1 is a time twice as long as foretold.
+A group is what shares models and load: the instances of one model that do one half of the work, and apart from them the
+coupled ones. Of each kind and group the last WINDOW predictions of the last AGE_S seconds count: what a mesh was worth
+an hour ago says nothing of a machine that is slow now. Errors are relative to the prediction: an error of 1 is a time
+twice as long as predicted.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from bisect import bisect_left
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from services.conductor.domain import Role
 
 WINDOW = 1024
+AGE_S = 600.0
+ENOUGH = 8  # of a kind and group, before `spread` says anything of them
+MAX_GROUPS = 64  # the group that was measured least recently is forgotten first
 LEAST = 1e-9  # nothing is predicted to take less
+SHOWN_S = 10.0  # a summary to which nothing was added is this old at most
 
 
 class What(Enum):
@@ -30,7 +44,7 @@ class What(Enum):
 
 @dataclass(frozen=True)
 class PredictionError:
-    """Of one kind."""
+    """How far predictions of one kind were off in one group."""
 
     what: What
     samples: int
@@ -38,28 +52,122 @@ class PredictionError:
     p50: float  # of |measured - predicted| / predicted
     p90: float
     p99: float
+    group: str = ""
+    low: float = 1.0  # measured / predicted: one in ten is below this
+    high: float = 1.0  # and one in ten above this
+
+
+class Spread(NamedTuple):
+    """Measured over predicted: one in ten was below `low`, one in ten above `high`."""
+
+    low: float
+    high: float
+
+
+AS_PREDICTED = Spread(1.0, 1.0)
+
+
+def group_of(model: str, role: Role) -> str:
+    """The group of an instance that serves `model` in that role."""
+    return f"{model} coupled" if role is Role.BOTH else model
 
 
 class Accuracy:
-    """Of one conductor, since its start."""
+    """The errors that one conductor has seen since its start.
+
+    What `spread` says follows from the calls of `add` alone, so that a decision log gives the same answers again; what
+    `errors` says also from when it is asked."""
 
     def __init__(self, window: int = WINDOW) -> None:
-        self._errors: dict[What, deque[float]] = {what: deque(maxlen=window) for what in What}
+        self._window = window
+        self._groups: OrderedDict[str, dict[What, _Errors]] = OrderedDict()
 
-    def add(self, what: What, predicted: float, measured: float) -> None:
+    def add(self, what: What, group: str, predicted: float, measured: float, now: float) -> None:
         """One of each; where there was no prediction, or nothing was measured, nothing is learnt."""
-        if LEAST <= predicted < math.inf and 0 < measured < math.inf:
-            self._errors[what].append((measured - predicted) / predicted)
+        if not (LEAST <= predicted < math.inf and 0 < measured < math.inf):
+            return
+        kinds = self._groups.get(group)
+        if kinds is None:
+            kinds = self._groups[group] = {}
+        self._groups.move_to_end(group)
+        if len(self._groups) > MAX_GROUPS:
+            self._groups.popitem(last=False)
+        errors = kinds.get(what)
+        if errors is None:
+            errors = kinds[what] = _Errors(self._window)
+        errors.add((measured - predicted) / predicted, now)
 
-    def errors(self) -> Sequence[PredictionError]:
-        """Of all kinds that were measured."""
-        return [_summary(what, errors) for what, errors in self._errors.items() if errors]
+    def spread(self, what: What, group: str) -> Spread:
+        """Between which multiples of a prediction 8 of 10 measurements lay; AS_PREDICTED while fewer than ENOUGH are
+        known. It costs a look-up: percentiles are taken again after some new measurements, not at each call."""
+        return self.known(what, group)[0]
+
+    def known(self, what: What, group: str) -> tuple[Spread, int]:
+        """The spread, and how many measurements it goes by."""
+        kinds = self._groups.get(group)
+        errors = kinds.get(what) if kinds is not None else None
+        return (errors.spread(), len(errors.values)) if errors is not None else (AS_PREDICTED, 0)
+
+    def errors(self, now: float) -> Sequence[PredictionError]:
+        """Of all kinds that were measured in the last AGE_S, group by group in the order of their names."""
+        found = []
+        for group in sorted(self._groups):
+            for what in What:
+                errors = self._groups[group].get(what)
+                told = errors.summary(what, group, now) if errors is not None else None
+                if told is not None:
+                    found.append(told)
+        return found
 
 
-def _summary(what: What, errors: deque[float]) -> PredictionError:
-    sizes = sorted(map(abs, errors))
+class _Errors:
+    """The last errors of one kind in one group, and when each was seen."""
+
+    __slots__ = ("_spread", "_told", "_told_at", "_unseen", "times", "values")
+
+    def __init__(self, window: int) -> None:
+        self.values: deque[float] = deque(maxlen=window)
+        self.times: deque[float] = deque(maxlen=window)
+        self._spread = AS_PREDICTED
+        self._unseen = 0  # by `_spread`
+        self._told: PredictionError | None = None
+        self._told_at = -math.inf
+
+    def add(self, error: float, now: float) -> None:
+        self.values.append(error)
+        self.times.append(now)
+        while self.times[0] < now - AGE_S:
+            self.values.popleft()
+            self.times.popleft()
+        self._unseen += 1
+        self._told_at = -math.inf
+
+    def spread(self) -> Spread:
+        known = len(self.values)
+        if known < ENOUGH:
+            return AS_PREDICTED
+        if self._unseen > known // 32:
+            self._unseen = 0
+            ordered = sorted(self.values)
+            self._spread = Spread(1 + _percentile(ordered, 0.1), 1 + _percentile(ordered, 0.9))
+        return self._spread
+
+    def summary(self, what: What, group: str, now: float) -> PredictionError | None:
+        """None: nothing was measured lately."""
+        if now - self._told_at >= SHOWN_S:
+            self._told_at = now
+            gone = bisect_left(self.times, now - AGE_S)
+            self._told = _summary(what, group, np.fromiter(self.values, float)[gone:])
+        return self._told
+
+
+def _summary(what: What, group: str, errors: npt.NDArray[np.float64]) -> PredictionError | None:
+    if not len(errors):
+        return None
+    ordered, sizes = np.sort(errors).tolist(), np.sort(np.abs(errors)).tolist()
+    low, bias, high = (_percentile(ordered, share) for share in (0.1, 0.5, 0.9))
     p50, p90, p99 = (_percentile(sizes, share) for share in (0.5, 0.9, 0.99))
-    return PredictionError(what, len(errors), _percentile(sorted(errors), 0.5), p50, p90, p99)
+    return PredictionError(what, len(ordered), bias, p50, p90, p99, group, 1 + low, 1 + high)
 
 
 def _percentile(ordered: Sequence[float], share: float) -> float:

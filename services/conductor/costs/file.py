@@ -21,6 +21,7 @@ A part that is missing keeps its prior (models.py), `d` and `knee` may be missin
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -89,9 +90,17 @@ def fit_transfer(samples: Iterable[PrefillSample], prior: Coefficients = cost.TR
 
 
 def fit_pull(pulls: Iterable[tuple[float, int, float]], prior: Coefficients = cost.PULL_PRIOR) -> Coefficients:
-    """From (bytes, holders, seconds); bytes with those that were before them."""
-    told = (Sample(nbytes, max(0, holders - 1), seconds) for nbytes, holders, seconds in pulls if nbytes > 0)
-    return fit(told, prior, cost.PULL_ANCHORS)
+    """From (bytes, holders, seconds); bytes with those that were before them. Pulls of much the same size, or that
+    scatter more than their sizes do, show no slope; but bytes are never free: then a byte takes what it takes by the
+    prior, or less where some pull was faster than that."""
+    told = [Sample(nbytes, max(0, holders - 1), seconds) for nbytes, holders, seconds in pulls if nbytes > 0]
+    found = fit(told, prior, cost.PULL_ANCHORS)
+    sound = [s for s in told if s.sound]
+    if found.b > 0 or not sound:
+        return found
+    byte_s = min(prior.b, *(s.seconds / s.x1 for s in sound))
+    rest_s = [max(0.0, s.seconds - byte_s * s.x1 - found.c * s.x2) for s in sound]
+    return Coefficients(statistics.median(rest_s), byte_s, found.c)
 
 
 def fit_tier(reads: Iterable[tuple[float, float]], prior: Coefficients) -> Coefficients:

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from itertools import combinations
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -108,7 +108,47 @@ class Sample(NamedTuple):
 Anchors = tuple[tuple[float, float], ...]
 
 
-class FittedModel:
+class Known(Protocol):
+    """What is known of work of two sizes."""
+
+    @property
+    def coefficients(self) -> Coefficients:
+        """What is expected now."""
+
+    @property
+    def prior(self) -> Coefficients:
+        """What was believed before anything was measured."""
+
+    @property
+    def fading_from(self) -> float:
+        """Since when nothing new is measured; -inf: too little is known to speak worse than the prior."""
+
+
+class Estimate:
+    """How far what is known is trusted where work is refused by it."""
+
+    def predict(self: Known, x1: float, x2: float, n: float = 1.0) -> float:
+        """Seconds, the best estimate: for ranking and for queues."""
+        return self.coefficients.at(x1, x2, n)
+
+    def admission_s(self: Known, x1: float, x2: float, now: float, n: float = 1.0) -> float:
+        """Seconds, for refusing work. A refusal brings no measurement, so a wrong slow fit would refuse for ever:
+        few samples never speak worse than the prior, and an old fit fades towards it."""
+        return _both(self, x1, x2, now, n)[1]
+
+    def both(self: Known, x1: float, x2: float, now: float, n: float = 1.0) -> tuple[float, float]:
+        """`predict` and `admission_s`."""
+        return _both(self, x1, x2, now, n)
+
+
+def _both(known: Known, x1: float, x2: float, now: float, n: float) -> tuple[float, float]:
+    fitted, before = known.coefficients.at(x1, x2, n), known.prior.at(x1, x2, n)
+    if fitted <= before:  # nothing to fade
+        return fitted, fitted
+    return fitted, float(max(before, fitted * 0.5 ** (max(0.0, now - known.fading_from) / HALF_LIFE_S)))
+
+
+class FittedModel(Estimate):
     """One model, learnt from `add`."""
 
     def __init__(self, prior: Coefficients, anchors: Anchors, *, bends: bool = False) -> None:
@@ -161,24 +201,6 @@ class FittedModel:
     def fading_from(self) -> float:
         """Since when nothing new is measured; -inf while too few samples are known to speak worse than the prior."""
         return -math.inf if len(self._samples) < ENOUGH_SAMPLES or self._newest is None else self._newest
-
-    def predict(self, x1: float, x2: float, n: float = 1.0) -> float:
-        """Seconds, the best estimate: for ranking and for queues."""
-        return self.coefficients.at(x1, x2, n)
-
-    def admission_s(self, x1: float, x2: float, now: float, n: float = 1.0) -> float:
-        """Seconds, for refusing work. A refusal brings no measurement, so a wrong slow fit would refuse for ever:
-        few samples never speak worse than the prior, and an old fit fades towards it."""
-        return self.both(x1, x2, now, n)[1]
-
-    def both(self, x1: float, x2: float, now: float, n: float = 1.0) -> tuple[float, float]:
-        """`predict` and `admission_s`."""
-        fitted, before = self.coefficients.at(x1, x2, n), self.prior.at(x1, x2, n)
-        if fitted <= before:  # nothing to fade
-            return fitted, fitted
-        if len(self._samples) < ENOUGH_SAMPLES or self._newest is None:
-            return fitted, before
-        return fitted, float(max(before, fitted * 0.5 ** (max(0.0, now - self._newest) / HALF_LIFE_S)))
 
 
 def fit(samples: Iterable[Sample], prior: Coefficients, anchors: Anchors, *, bends: bool = False) -> Coefficients:

@@ -10,8 +10,10 @@ from math import inf
 from typing import Protocol
 
 from kvmesh.kvcache.tiers import Tier
+from services.conductor.costs.equals import Departure, Equals, OwnFit
 from services.conductor.costs.fit import ENOUGH_SAMPLES as ENOUGH_SAMPLES
 from services.conductor.costs.fit import HALF_LIFE_S as HALF_LIFE_S
+from services.conductor.costs.fit import Anchors
 from services.conductor.costs.fit import Coefficients as Coefficients
 from services.conductor.costs.fit import FittedModel as FittedModel
 
@@ -22,6 +24,7 @@ MAX_SEEN = 1e4  # times as slow, or as fast, as the prior
 # A transfer so many times as slow (or as fast) as the others counts as that much, once others are known.
 MAX_ODD = 8.0
 KEPT_STEPS = 64
+RATE_STEP = 0.02  # of a bandwidth, by which it moves at least
 HIDDEN_SHARE = 15 / 16  # of a transfer, that computing can hide: its layers but the last
 
 
@@ -69,7 +72,45 @@ PULL_ANCHORS = ((float(1 << 16), 0.0), (float(1 << 24), 0.0), (float(1 << 30), 0
 DECODE_ANCHORS = ((1.0, 64.0), (8.0, 4096.0), (64.0, 65536.0), (8.0, 131072.0))
 
 
-class PrefillModel:
+class Pooled:
+    """A model that equal instances share, or one instance's part in such a model."""
+
+    equals: Equals
+    departure: Departure | None = None  # of an instance
+
+    def leave(self) -> None:
+        """The instance is gone: what it has shown says nothing of its equals any more."""
+        if self.departure is not None:
+            self.equals.leave(self.departure)
+
+
+class PooledFit(Pooled):
+    """One that is fitted to samples."""
+
+    def __init__(
+        self, prior: Coefficients, anchors: Anchors, shared: PooledFit | None, name: str, *, bends: bool = False
+    ) -> None:
+        """`shared`: what its equals have shown, of which the instance `name` may depart; None: this is to be shared."""
+        self.fit: FittedModel | OwnFit
+        if shared is None:
+            fit = self.fit = FittedModel(prior, anchors, bends=bends)
+            self.equals = Equals(lambda: fit.coefficients)
+        else:
+            assert isinstance(shared.fit, FittedModel), "what is shared is nobody's part"
+            own = self.fit = OwnFit(shared.fit, shared.equals, name)
+            self.equals, self.departure = shared.equals, own.departure
+
+    @property
+    def coefficients(self) -> Coefficients:
+        """What x1, x2 and n are: see file.py."""
+        return self.fit.coefficients
+
+    def take(self, coefficients: Coefficients) -> None:
+        """See `CostModel`."""
+        self.fit.take(coefficients)
+
+
+class PrefillModel(PooledFit):
     """Time to prefill `computed` tokens behind `cached` ones, alone:
 
         t = a·steps + b·computed + c·pairs        pairs = computed·(computed + 2·cached) / 2
@@ -77,21 +118,17 @@ class PrefillModel:
     A long prompt is cut into chunks and pays the constant once a step; short prompts computed in one step share it
     (`together`). A sample tells its steps and what else was computed in them."""
 
-    def __init__(self, prior: Coefficients = PREFILL_PRIOR) -> None:
-        self.fit = FittedModel(prior, PREFILL_ANCHORS)
+    def __init__(
+        self, prior: Coefficients = PREFILL_PRIOR, *, shared: PrefillModel | None = None, name: str = ""
+    ) -> None:
+        super().__init__(prior, PREFILL_ANCHORS, shared, name)
         self._chunks: deque[float] = deque(maxlen=KEPT_STEPS)  # tokens a step, of prompts that took several
         self._steps: deque[float] = deque(maxlen=KEPT_STEPS)  # tokens a step, of all that was computed in it
         self.chunk_tokens = inf  # of one prompt in one step at most, as far as samples tell
         self.step_tokens = 0.0  # of all prompts in one step at most, as far as samples tell
-
-    @property
-    def coefficients(self) -> Coefficients:
-        """x1: computed tokens; x2: pairs; n: steps."""
-        return self.fit.coefficients
-
-    def take(self, coefficients: Coefficients) -> None:
-        """See `CostModel`."""
-        self.fit.take(coefficients)
+        self._shared = shared
+        if shared is not None:
+            self.chunk_tokens, self.step_tokens = shared.chunk_tokens, shared.step_tokens
 
     def add(
         self,
@@ -115,6 +152,8 @@ class PrefillModel:
         if chunks > 1:
             self._chunks.append(computed / chunks)
             self.chunk_tokens = max(self._chunks)
+        if self._shared is not None:
+            self._shared.chunk_tokens, self._shared.step_tokens = self.chunk_tokens, self.step_tokens
         self.fit.add(all_tokens, attention_pairs(computed, cached) + beside_pairs, seconds, now, steps)
 
     def predict(
@@ -147,7 +186,7 @@ class PrefillModel:
         return 1.0 if computed <= self.chunk_tokens else max(1.0, -(-computed // self.chunk_tokens))
 
 
-class DecodeModel:
+class DecodeModel(PooledFit):
     """Time of one decode step: the TBT of everything in its batch.
 
         t = a + b·rows + c·context + d·max(0, rows - knee)
@@ -155,17 +194,10 @@ class DecodeModel:
     A small batch waits for memory, weights above all: a floor that rows hardly raise. A large one computes, and each
     row costs. Where that begins is looked for among the samples."""
 
-    def __init__(self, prior: Coefficients = DECODE_PRIOR) -> None:
-        self.fit = FittedModel(prior, DECODE_ANCHORS, bends=True)
-
-    @property
-    def coefficients(self) -> Coefficients:
-        """x1: rows; x2: tokens of KV that are read."""
-        return self.fit.coefficients
-
-    def take(self, coefficients: Coefficients) -> None:
-        """See `CostModel`."""
-        self.fit.take(coefficients)
+    def __init__(
+        self, prior: Coefficients = DECODE_PRIOR, *, shared: DecodeModel | None = None, name: str = ""
+    ) -> None:
+        super().__init__(prior, DECODE_ANCHORS, shared, name, bends=True)
 
     def add(self, batch: float, context_tokens: float, seconds: float, now: float) -> None:
         """Learn one step."""
@@ -202,27 +234,43 @@ class DecayedRatio:
             self.rate = self._amount / self._seconds
 
 
-class TransferModel:
+class TransferModel(Pooled):
     """Time of bytes from one prefill instance to decode, behind what is on the way there already; and what of it
     prefill does not hide. One number, the measured bandwidth: layers travel while others are computed, so a time has no
     constant that could be told from computing."""
 
-    def __init__(self, bytes_per_s: float = 1 / TRANSFER_PRIOR.b) -> None:
+    def __init__(
+        self, bytes_per_s: float = 1 / TRANSFER_PRIOR.b, *, shared: TransferModel | None = None, name: str = ""
+    ) -> None:
+        """`shared`: see `PooledFit`."""
         self._count = 0
+        self._shared = shared
+        self._known = Coefficients(0.0, 0.0, 0.0)
         self.take(Coefficients(0.0, 1 / bytes_per_s, 1 / bytes_per_s))
+        self.equals = Equals(lambda: self._known) if shared is None else shared.equals
+        self.departure = None if shared is None else self.equals.join(name)
 
     @property
     def coefficients(self) -> Coefficients:
         """x1: bytes; x2: bytes before them, each as dear."""
-        each_s = 1 / self._bandwidth.rate
-        return Coefficients(0.0, each_s, each_s)
+        if self.departure is None:
+            return self._known
+        # Nobody's work is refused for what its equals, perhaps one of them alone, have told of their wires.
+        known = self.departure.coefficients
+        return known if self.departure.count > 1 or known.b < TRANSFER_PRIOR.b else TRANSFER_PRIOR
 
     def take(self, coefficients: Coefficients) -> None:
         """See `CostModel`; only `b` counts. What was measured is forgotten."""
         first = 1 << 20
-        self._prior = coefficients
         self._count = 0
         self._bandwidth = DecayedRatio(first, first * max(coefficients.b, 1e-15), keep=0.9)
+        self._say()
+
+    def _say(self) -> None:
+        """What is told moves in steps: each is a new prediction for all instances that share it."""
+        each_s = 1 / self._bandwidth.rate
+        if abs(each_s - self._known.b) > RATE_STEP * self._known.b:
+            self._known = Coefficients(0.0, each_s, each_s)
 
     def add(self, nbytes: float, ahead: float, seconds: float, now: float, *, prefill_s: float = 0.0) -> None:
         """Learn one handoff: `seconds` from its first byte to its last, in `prefill_s` of which it was computed. One
@@ -233,15 +281,21 @@ class TransferModel:
         usual = self.predict(nbytes, ahead)
         if usual <= seconds < prefill_s / HIDDEN_SHARE:
             return
-        if self._count >= ENOUGH_SAMPLES:
+        shared = self._shared or self
+        if shared._count >= ENOUGH_SAMPLES:
             seconds = min(MAX_ODD * usual, max(usual / MAX_ODD, seconds))
         seconds = min(seconds, MAX_SEEN * TRANSFER_PRIOR.at(nbytes, ahead))  # a pause is nothing of the wires
-        self._count += 1
-        self._bandwidth.add(nbytes + ahead, seconds)
+        if self.departure is not None:
+            self.departure.add(1.0, nbytes, ahead, seconds, now)
+            seconds = self.departure.normal_s(seconds)
+        shared._count += 1
+        shared._bandwidth.add(nbytes + ahead, seconds)
+        shared._say()
+        shared.equals.refresh(now)
 
     def predict(self, nbytes: float, ahead: float = 0.0) -> float:
         """Seconds from the first byte to the last."""
-        return (nbytes + ahead) / self.bytes_per_s
+        return (nbytes + ahead) * self.coefficients.b
 
     def admission_s(self, nbytes: float, ahead: float, now: float) -> float:
         """As predicted: pushes are measured whenever anything is placed, whatever they take."""
@@ -250,32 +304,23 @@ class TransferModel:
     @property
     def bytes_per_s(self) -> float:
         """Average over the last handoffs, weighted by their size."""
-        return self._bandwidth.rate
+        return 1 / self.coefficients.b
 
     def tail_s(self, nbytes: float, prefill_s: float, ahead: float = 0.0, hidden_share: float = HIDDEN_SHARE) -> float:
         """Seconds between the end of prefill and the last byte. Layers travel while later ones are computed, all
         but the last of them: at least the share that cannot hide remains. `ahead`: bytes on the same wires before."""
         if nbytes <= 0:
             return 0.0
-        whole = (nbytes + ahead) / self._bandwidth.rate
+        whole = (nbytes + ahead) / self.bytes_per_s
         return max(whole - prefill_s, whole * (1 - hidden_share))
 
 
-class PullModel:
+class PullModel(PooledFit):
     """Time to fetch blocks from other nodes: an overhead, bytes (those ahead of ours, at the holders or on their way to
     the reader, too), and something for each further holder."""
 
-    def __init__(self, prior: Coefficients = PULL_PRIOR) -> None:
-        self.fit = FittedModel(prior, PULL_ANCHORS)
-
-    @property
-    def coefficients(self) -> Coefficients:
-        """x1: bytes; x2: holders after the first."""
-        return self.fit.coefficients
-
-    def take(self, coefficients: Coefficients) -> None:
-        """See `CostModel`."""
-        self.fit.take(coefficients)
+    def __init__(self, prior: Coefficients = PULL_PRIOR, *, shared: PullModel | None = None, name: str = "") -> None:
+        super().__init__(prior, PULL_ANCHORS, shared, name)
 
     def add(self, nbytes: float, holders: float, seconds: float, now: float) -> None:
         """Learn one pull."""

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from kvmesh.kvcache.tiers import TierUse
 from kvmesh.pacing import Lease
 from services.conductor.admission.margins import Margins
+from services.conductor.costs.equals import Equals
 from services.conductor.costs.models import DecodeModel, PrefillModel, PullModel, TransferModel
 from services.conductor.domain import Load, ModelCard, Ref, Register, Role
 from services.conductor.loads.queues import DecodeBatch, PrefillQueue
@@ -36,15 +37,21 @@ class Instance:
         self.not_ready_reason = "no heartbeat yet"
         self.load = Load()
         self.batch = DecodeBatch()
-        # What its peers have shown is the best guess for a newcomer.
-        self.prefill = PrefillModel(fits.prefill.fit.coefficients)
-        self.decode = DecodeModel(fits.decode.fit.coefficients)
-        self.transfer = TransferModel(fits.transfer.bytes_per_s)
-        self.pull = PullModel(fits.pull.fit.coefficients)
+        # It is what its equals are, until it shows otherwise.
+        name = self.ref.instance_id
+        self.prefill = PrefillModel(shared=fits.prefill, name=name)
+        self.decode = DecodeModel(shared=fits.decode, name=name)
+        self.transfer = TransferModel(shared=fits.transfer, name=name)
+        self.pull = PullModel(shared=fits.pull, name=name)
         self.fits = fits
         self.margins = Margins(confidence)
         self.tiers: tuple[TierUse, ...] = ()  # below its memory, as last told
         self._sampled, self._outcomes = _Once(), _Once()
+
+    def leave(self) -> None:
+        """It is gone: what it has shown says nothing of its equals any more."""
+        for model in (self.prefill, self.decode, self.transfer, self.pull):
+            model.leave()
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold so many tokens, the last may be partial."""
@@ -117,10 +124,22 @@ class _Once:
 
 
 class ModelFits:
-    """What all instances of one model have shown together: the prior of the next one."""
+    """What all instances of one model and KV layout have shown together; each of them has its part (equals.py)."""
 
     def __init__(self) -> None:
         self.prefill = PrefillModel()
         self.decode = DecodeModel()
         self.transfer = TransferModel()
         self.pull = PullModel()
+
+    def _equals(self) -> tuple[Equals, ...]:
+        return self.prefill.equals, self.decode.equals, self.transfer.equals, self.pull.equals
+
+    def fade(self, now: float) -> None:
+        """Time has passed."""
+        for equals in self._equals():
+            equals.fade(now)
+
+    def changed(self) -> dict[str, None]:
+        """Names of instances for which something else is predicted than at the last call."""
+        return dict.fromkeys(name for equals in self._equals() for name in equals.changed())

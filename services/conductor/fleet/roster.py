@@ -93,12 +93,22 @@ class Fleet:
         """It leaves; `replaced`: its life may not come back."""
         self._round = []
         del self._instances[instance.ref.instance_id]
+        instance.leave()
         model = instance.model
         self._kin[model.name] -= Counter([model.kv_identity])
         if replaced:
             self._replaced[instance.ref.life] = None
             if len(self._replaced) > MAX_REPLACED:
                 self._replaced.popitem(last=False)
+
+    def fade(self, now: float) -> None:
+        """Time has passed: what instances have shown beside their equals grows old."""
+        for fits in self._fits.values():
+            fits.fade(now)
+
+    def changed(self) -> list[str]:
+        """Names of instances for which something else is predicted than at the last call."""
+        return [name for fits in self._fits.values() for name in fits.changed()]
 
     def models(self, why_not: WhyNot) -> list[ModelCard]:
         """One card per model name: of the KV identity that `serving` would give."""

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypedDict
 
 from kvmesh.kvcache.tiers import Tier
 from services.conductor.admission.judge import Slo
-from services.conductor.costs.accuracy import Accuracy, What
+from services.conductor.costs.accuracy import Accuracy, What, group_of
 from services.conductor.costs.interference import without_rows_s
 from services.conductor.costs.plausible import plausible_decode, plausible_prefill
 from services.conductor.domain import (
@@ -149,6 +149,7 @@ class Ledger:
                 joins_at + answer_tokens * d.tbt_s,
                 slo.tbt_s,
                 request.lane is Lane.BATCH,
+                answer_tokens,
             )
         )
         model = p.instance.model
@@ -217,25 +218,23 @@ class Ledger:
                     measured.append(self._prefilled(instance, sample, now))
                 self._computed(instance, sample, now)
         for d in filter(plausible_decode, beat.decode_samples):
-            self.accuracy.add(What.DECODE_STEP, instance.decode.predict(d.batch, d.context_tokens), d.duration_s)
-            for step in (instance.decode, instance.fits.decode):
-                step.add(d.batch, d.context_tokens, d.duration_s, now)
+            predicted_s = instance.decode.predict(d.batch, d.context_tokens)
+            self.accuracy.add(What.DECODE_STEP, _group(instance), predicted_s, d.duration_s, now)
+            instance.decode.add(d.batch, d.context_tokens, d.duration_s, now)
         return measured
 
     def _prefilled(self, instance: Instance, s: PrefillSample, now: float) -> Measured:
-        fits = instance.fits
         took_s = without_rows_s(instance, s.computed_tokens, s.duration_s, s.steps)
         shape = s.computed_tokens, s.cached_tokens
         beside: _Beside = {"steps": s.steps, "beside_tokens": s.beside_tokens, "beside_pairs": s.beside_pairs}
         predicted_s = instance.prefill.predict(*shape, **beside)
-        self.accuracy.add(What.PREFILL, predicted_s if s.computed_tokens else 0.0, took_s)
+        self.accuracy.add(What.PREFILL, _group(instance), predicted_s if s.computed_tokens else 0.0, took_s, now)
         placed = self._placed.get(s.request_id)
         ahead = placed.push_ahead if placed is not None else 0
-        self.accuracy.add(What.TRANSFER, instance.transfer.predict(s.transfer_bytes, ahead), s.transfer_s)
-        for fit in (instance.prefill, fits.prefill):
-            fit.add(*shape, took_s, now, chunks=s.chunks, **beside)
-        for transfer in (instance.transfer, fits.transfer):
-            transfer.add(s.transfer_bytes, ahead, s.transfer_s, now, prefill_s=s.duration_s)
+        transfer_s = instance.transfer.predict(s.transfer_bytes, ahead)
+        self.accuracy.add(What.TRANSFER, _group(instance), transfer_s, s.transfer_s, now)
+        instance.prefill.add(*shape, took_s, now, chunks=s.chunks, **beside)
+        instance.transfer.add(s.transfer_bytes, ahead, s.transfer_s, now, prefill_s=s.duration_s)
         self._pulled(instance, s, now)
         if s.request_id not in instance.queue.works:
             self._others_of(instance.model.name, now).computed(predicted_s, now)
@@ -251,27 +250,28 @@ class Ledger:
     def _pulled(self, instance: Instance, s: PrefillSample, now: float) -> None:
         fits = instance.fits
         if s.transfer_bytes > 0 and not len(fits.pull.fit):
-            for guess in (instance.pull, fits.pull):
-                guess.assume(fits.transfer.bytes_per_s)
+            fits.pull.assume(fits.transfer.bytes_per_s)
+            fits.pull.equals.refresh(now)
         if s.pull_bytes > 0:
             placed = self._placed.get(s.request_id)
             if placed is not None and placed.below:
                 self._read_below(instance, placed, s, now)
                 return
             ahead, holders = (placed.ahead_bytes, placed.holders) if placed is not None else (0, 1)
-            self.accuracy.add(What.PULL, instance.pull.predict(s.pull_bytes + ahead, holders), s.pull_s)
-            for pull in (instance.pull, fits.pull):
-                pull.add(s.pull_bytes + ahead, holders, s.pull_s, now)
+            pull_s = instance.pull.predict(s.pull_bytes + ahead, holders)
+            self.accuracy.add(What.PULL, _group(instance), pull_s, s.pull_s, now)
+            instance.pull.add(s.pull_bytes + ahead, holders, s.pull_s, now)
 
     def _read_below(self, instance: Instance, placed: _Placed, s: PrefillSample, now: float) -> None:
         """What the wires took of it nobody can tell: it teaches nothing of them, but of the tier, if it was one."""
         if placed.only is not None:
             wires_s = instance.pull.seconds(s.pull_bytes + placed.ahead_bytes, placed.holders, now)
             read_s = s.pull_s - wires_s
-            self.accuracy.add(What.TIER_LOAD, self._tiers.seconds(*placed.only, s.pull_bytes, now), read_s)
+            tier_s = self._tiers.seconds(*placed.only, s.pull_bytes, now)
+            self.accuracy.add(What.TIER_LOAD, _group(instance), tier_s, read_s, now)
             self._tiers.saw(*placed.only, s.pull_bytes, read_s, now)
 
-    def ended(self, instance: Instance, outcome: RequestOutcome) -> bool:
+    def ended(self, instance: Instance, outcome: RequestOutcome, now: float) -> bool:
         """How a request went, as the decode instance tells it; whether that is news (what is not acknowledged is told
         again)."""
         if not instance.first_outcome_of(outcome.request_id, outcome.attempt):
@@ -281,11 +281,12 @@ class Ledger:
             return True
         del self._promised[outcome.request_id]
         done = outcome.outcome is Outcome.DONE
+        group = _group(instance)
         if not promise.goes_on:
-            self.accuracy.add(What.TTFT, promise.ttft_s, outcome.ttft_s)
-        self.accuracy.add(What.TBT, promise.tbt_s, outcome.tbt_s)
+            self.accuracy.add(What.TTFT, group, promise.ttft_s, outcome.ttft_s, now)
+        self.accuracy.add(What.TBT, group, promise.tbt_s, outcome.tbt_s, now)
         if done:
-            self.accuracy.add(What.OUTPUT_TOKENS, promise.output_tokens, outcome.output_tokens)
+            self.accuracy.add(What.OUTPUT_TOKENS, group, promise.output_tokens, outcome.output_tokens, now)
         served = done or outcome.outcome is Outcome.CANCELLED
         if served:
             _teach(promise, instance, outcome)
@@ -323,6 +324,10 @@ class Ledger:
             instance.batch.drop(request_id)
             self._placed.pop(request_id, None)
             self._touch(instance.ref.instance_id)
+
+
+def _group(instance: Instance) -> str:
+    return group_of(instance.model.name, instance.role)
 
 
 def _teach(promise: _Promise, decode: Instance, outcome: RequestOutcome) -> None:

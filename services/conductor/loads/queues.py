@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from services.conductor.costs.models import DecayedRatio
 from services.conductor.domain import Load
+from services.conductor.loads.fading import Fading
 from services.conductor.loads.stays import DecodeWork, Rows, Stays
 
 IN_FLIGHT_S = 0.05
@@ -19,6 +20,8 @@ IN_FLIGHT_S = 0.05
 MIN_SPEEDUP, MAX_SPEEDUP = 0.5, 16.0
 FIRST_RESIDENCE_S = 1.0
 RESIDENCE_SHARE = 0.1  # of a new stay in what others are expected to stay
+LATELY_S = 10.0  # half-life of what an instance was given, which breaks ties
+REQUEST_TOKENS = 16.0  # that a request counts as, besides its tokens, in what a decode instance was given
 PRIORITY_STEP_S = 30.0  # of waiting outweigh one step of priority: `priority_step_ms` of the prefill service
 
 
@@ -75,6 +78,7 @@ class PrefillQueue:
         self._chunks = 0
         self._expected_s = 0.0  # of the backlog: others', that no report has told of
         self._told_at = now
+        self._given = Fading(LATELY_S)  # seconds of work
 
     @property
     def backlog(self) -> tuple[float, float]:
@@ -144,8 +148,17 @@ class PrefillQueue:
             yielding_s += begun_s
         return ahead_s, min(ahead_s, yielding_s)
 
+    def crowd(self, now: float) -> tuple[float, float]:
+        """Requests that are there, and seconds of work that it was given lately: what ties go by."""
+        return len(self.works), max(0.0, self._given.at(now))
+
+    def busy_share(self, now: float) -> float:
+        """Of its time, that it was given work for lately; at most 1."""
+        return min(1.0, max(0.0, self._given.at(now)) * math.log(2) / LATELY_S / self.speedup)
+
     def add(self, work: PrefillWork) -> None:
         """A placement; one of the same request replaces it."""
+        self._given.add(work.seconds, work.placed_at)
         self._backlog_s = self.wait_s(work.placed_at) + work.seconds / self.speedup
         self._as_of = work.placed_at
         self._pop(work.request_id)
@@ -178,6 +191,7 @@ class PrefillQueue:
         """It will not come (another attempt was placed, or its time is over): its work counts no more."""
         work = self._pop(request_id)
         if work is not None:
+            self._given.add(-work.seconds, now)
             self._backlog_s = max(0.0, self.wait_s(now) - work.seconds / self.speedup) if self.works else 0.0
             self._as_of = now
         return work
@@ -258,6 +272,11 @@ class DecodeBatch:
         self.stays = Stays()
         self.residence_s = FIRST_RESIDENCE_S
         self._stays_learnt = False
+        self._given = Fading(LATELY_S)  # tokens
+
+    def crowd(self, now: float) -> tuple[float, float]:
+        """Requests that are there, and tokens that it was given lately: what ties go by."""
+        return self.requests, self._given.at(now)
 
     @property
     def requests(self) -> int:
@@ -333,6 +352,7 @@ class DecodeBatch:
 
     def add(self, work: DecodeWork) -> None:
         """A placement; one of the same request replaces it."""
+        self._given.add(REQUEST_TOKENS + work.answer_tokens, work.placed_at)
         self.drop(work.request_id)
         self.works[work.request_id] = self._flying[work.request_id] = work
         self._flying_tokens += work.prompt_tokens

@@ -27,6 +27,7 @@ class DecodeWork:
     leaves_at: float = math.inf  # predicted: its last token is made
     tbt_slo_s: float = math.inf
     yields: bool = False  # of the batch lane: nobody is refused for it
+    answer_tokens: float = 0.0  # predicted
 
 
 class Rows(NamedTuple):

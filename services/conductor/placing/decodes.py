@@ -83,9 +83,12 @@ def steps(instance: Instance, requests: float, context_tokens: float, now: float
         context_tokens *= instance.max_running / requests
         requests = instance.max_running
     step_s, admission_step_s = instance.decode.both(requests, context_tokens, now)
-    busy_s = instance.queue.wait_s(now)  # prompts that it computes beside its rows
+    stay_s = instance.batch.residence_s
+    busy_s = instance.queue.wait_s(now)  # prompts that it computes beside its rows, and those still to come
+    if instance.mixes:
+        busy_s += instance.queue.busy_share(now) * stay_s
     if busy_s > 0:
-        chunk, stay_s = instance.chunk_tokens, instance.batch.residence_s
+        chunk = instance.chunk_tokens
         step_s = mixed_tbt_s(step_s, instance.prefill.predict(chunk, 0), busy_s, stay_s)
         chunk_s = instance.prefill.admission_s(chunk, 0, now)
         admission_step_s = mixed_tbt_s(admission_step_s, chunk_s, busy_s, stay_s)

@@ -29,7 +29,8 @@ from services.conductor.domain import Refuse, Role, Schedule
 from services.conductor.fleet.instance import Instance
 from services.conductor.placing import alone as lonely
 from services.conductor.placing import placement
-from services.conductor.placing.placement import Choice, Terms, Weighed, pick
+from services.conductor.placing.comparison import Comparison, compare
+from services.conductor.placing.placement import Choice, Terms, Weighed
 from services.conductor.prefixes.index import Place
 from services.conductor.prefixes.routes import Mesh
 from services.conductor.screening.columns import Chosen
@@ -77,6 +78,7 @@ class Found:
     answer: Choice | Refuse
     options: Sequence[Option]
     pair: Weighed | None
+    by: Comparison[Option] | None = None  # what the kind was chosen by; None: nothing passed, or a policy named it
 
 
 def kind_of(choice: Choice) -> Kind:
@@ -118,9 +120,10 @@ def choose(
     passing = [o for o in options if o.passes]
     if passing:
         clean = [o for o in passing if not o.names & request.avoid] if request.avoid else passing
-        best = pick(clean or passing, lambda o: o.cost_s, _crowd, terms.rng, some.floor)
-        assert best.choice is not None, "an option that passes has a choice"
-        return Found(best.choice, options, pair)
+        by = compare(clean or passing, lambda o: o.cost_s, lambda o: _crowd(o, terms.now), terms.rng, some.floor)
+        choice = by.chosen.choice
+        assert choice is not None, "an option that passes has a choice"
+        return Found(choice, options, pair, by)
     refusals = [o.refused for o in options if o.refused is not None]
     return Found(min(refusals, key=_retry_ms), options, pair)
 
@@ -199,8 +202,9 @@ def _of_pair(
     return Option(Kind.PAIR, prefill, decode, refused=pair.answer)
 
 
-def _crowd(option: Option) -> int:
-    return len(option.prefill.queue.works) + option.decode.batch.requests
+def _crowd(option: Option, now: float) -> tuple[float, float, float]:
+    (prompts, prompt_s), (rows, tokens) = option.prefill.queue.crowd(now), option.decode.batch.crowd(now)
+    return prompts + rows, prompt_s, tokens
 
 
 def _retry_ms(refused: Refuse) -> float:

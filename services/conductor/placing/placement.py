@@ -5,27 +5,33 @@ predicted TBT, or a refusal that says when to come back. Pure: instances are onl
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from kvmesh.rpc.errors import Overloaded
 from services.conductor.domain import Refuse, Schedule
 from services.conductor.fleet.instance import Instance
 from services.conductor.placing import decodes as decoding
 from services.conductor.placing import prefills as prefilling
+from services.conductor.placing.comparison import Comparison, compare
 from services.conductor.placing.decode_loads import decode_load
 from services.conductor.placing.decodes import DecodeChoice
 from services.conductor.placing.nearness import NOWHERE, Near
 from services.conductor.placing.prefills import PrefillCandidate, PrefillChoice
 from services.conductor.placing.terms import Terms as Terms
+from services.conductor.placing.ties import Even, even_out
 from services.conductor.placing.ties import pick as pick
 from services.conductor.prefixes.index import Place
 from services.conductor.prefixes.routes import Leg, Mesh
 from services.conductor.screening.columns import Chosen
+from services.conductor.screening.fields import FEW
 from services.conductor.screening.screen import Screen, Weighing, screen_of
 
 MIN_RETRY_S, HOPELESS_RETRY_S, MAX_RETRY_S = 0.1, 1.0, 60.0
+DECODE_EVEN = 0.1  # of its score, that a decode instance may be handicapped by
 _INF = float("inf")
+C = TypeVar("C")
 
 
 @dataclass(slots=True)
@@ -53,6 +59,9 @@ class Weighed:
     decodes: Sequence[DecodeChoice]
     decode: DecodeChoice | None  # with which prefills were weighed
     near: Near = NOWHERE  # what was added to their scores
+    # What each half was chosen by; None: nobody passed, or nobody was weighed.
+    decode_by: Comparison[DecodeChoice] | None = None
+    prefill_by: Comparison[PrefillChoice] | None = None
 
 
 def choose(
@@ -70,15 +79,17 @@ def choose(
     screen = screen_of(request, decodes, mesh, terms)
     some = _weigh_decodes(request, without(decodes, request.avoid) or decodes, places, mesh, terms, screen)
     weighed_decodes = some.weighed
-    decode = pick_decode(request, weighed_decodes, terms, some.floor)
-    if isinstance(decode, Refuse):
-        return Weighed(decode, (), weighed_decodes, None, terms.near)
+    decode_by = _compare_decodes(weighed_decodes, terms, some.floor)
+    if isinstance(decode_by, Refuse):
+        return Weighed(decode_by, (), weighed_decodes, None, terms.near)
+    decode = decode_by.chosen
     others = without(prefills, {decode.instance.ref.instance_id})
     few = _weigh_prefills(request, without(others, request.avoid) or others, decode, places, mesh, terms, screen)
     weighed_prefills = few.weighed
-    prefill = pick_prefill(weighed_prefills, decode.landing_wait_s, terms, few.floor)
-    if isinstance(prefill, Refuse):
-        return Weighed(prefill, weighed_prefills, weighed_decodes, decode, terms.near)
+    prefill_by = _compare_prefills(weighed_prefills, decode.landing_wait_s, terms, few.floor)
+    if isinstance(prefill_by, Refuse):
+        return Weighed(prefill_by, weighed_prefills, weighed_decodes, decode, terms.near, decode_by)
+    prefill = prefill_by.chosen
     place, slo_s = places[decode.instance.ref.instance_id], terms.ttft_slo_s - decode.landing_wait_s
     legs, end = _decode_pulls(prefill, decode, place, mesh)
     of = next(c for c in weighed_prefills if c.instance is prefill.instance)
@@ -93,7 +104,7 @@ def choose(
         load.limit,
         load.load_s,
     )
-    return Weighed(chosen, weighed_prefills, weighed_decodes, decode, terms.near)
+    return Weighed(chosen, weighed_prefills, weighed_decodes, decode, terms.near, decode_by, prefill_by)
 
 
 def _weigh_decodes(
@@ -167,12 +178,28 @@ def pick_prefill(
     candidates: Sequence[PrefillCandidate], landing_wait_s: float, terms: Terms, floor: float = _INF
 ) -> PrefillChoice | Refuse:
     """The best way of them all. `landing_wait_s`: what else is in the TTFT. `floor`: see `ties.pick`."""
+    found = _compare_prefills(candidates, landing_wait_s, terms, floor)
+    return found if isinstance(found, Refuse) else found.chosen
+
+
+def _compare_prefills(
+    candidates: Sequence[PrefillCandidate], landing_wait_s: float, terms: Terms, floor: float
+) -> Comparison[PrefillChoice] | Refuse:
     slo_s = terms.ttft_slo_s - landing_wait_s
     passing = [best for c in candidates if (best := c.best(slo_s, terms.tbt_slo_s)) is not None]
     if passing:
         near = terms.near.prefill_s
-        score = lambda c: c.cost_s + near(c.instance.ref.instance_id)  # noqa: E731
-        return pick(passing, score, lambda c: len(c.instance.queue.works), terms.rng, floor)
+        score: Callable[[PrefillChoice], float] = lambda c: c.cost_s + near(c.instance.ref.instance_id)  # noqa: E731
+        if floor == _INF and 1 < len(passing) <= FEW:
+            score = _evened(
+                passing,
+                score,
+                [
+                    Even(score(c), round(c.queue_s, 3), c.prefill_s, c.instance.queue.crowd(terms.now)[1])
+                    for c in passing
+                ],
+            )
+        return compare(passing, score, lambda c: c.instance.queue.crowd(terms.now), terms.rng, floor)
     if in_time := [best for c in candidates if (best := c.best(slo_s)) is not None]:
         return _overloaded_rows(min(in_time, key=lambda c: c.shared.rows_tbt_s), terms)
     best, wanted_s, drain_s = prefilling.soonest(candidates, slo_s)
@@ -187,17 +214,41 @@ def pick_decode(
     request: Schedule, choices: Sequence[DecodeChoice], terms: Terms, floor: float = _INF
 ) -> DecodeChoice | Refuse:
     """The one with the least score, if it may be, with room for the whole answer. `floor`: see `ties.pick`."""
+    found = _compare_decodes(choices, terms, floor)
+    return found if isinstance(found, Refuse) else found.chosen
+
+
+def _compare_decodes(choices: Sequence[DecodeChoice], terms: Terms, floor: float) -> Comparison[DecodeChoice] | Refuse:
     verdicts = [terms.judge.decode(c) for c in choices]
     passing = [c for c, verdict in zip(choices, verdicts, strict=True) if verdict.passes]
     if passing:
         roomy = [c for c in passing if not c.short] or passing
         near = terms.near.decode_s
-        score = lambda c: c.score_s + near(c.instance.ref.instance_id)  # noqa: E731
-        return pick(roomy, score, lambda c: c.instance.batch.requests, terms.rng, floor)
+        score: Callable[[DecodeChoice], float] = lambda c: c.score_s + near(c.instance.ref.instance_id)  # noqa: E731
+        if floor == _INF and 1 < len(roomy) <= FEW:
+            given = [c.instance.batch.crowd(terms.now) for c in roomy]
+            score = _evened(
+                roomy,
+                score,
+                [
+                    Even(score(c), rows, DECODE_EVEN * c.score_s, tokens * c.tbt_s)
+                    for c, (rows, tokens) in zip(roomy, given, strict=True)
+                ],
+            )
+        return compare(roomy, score, lambda c: c.instance.batch.crowd(terms.now), terms.rng, floor)
     best, verdict = min(zip(choices, verdicts, strict=True), key=lambda both: both[1].tbt_s / both[1].slo_s)
     batch = best.instance.batch
     wanted_s = terms.judge.wait_s(best, verdict.slo_s)
     return overloaded("TBT", verdict.tbt_s, verdict.slo_s, batch.drain_s(batch.requests), wanted_s)
+
+
+def _evened(choices: Sequence[C], score: Callable[[C], float], candidates: Sequence[Even]) -> Callable[[C], float]:
+    """`score`, and what some are handicapped by (see ties.py)."""
+    handicaps = even_out(candidates)
+    if not any(handicaps):
+        return score
+    by_choice = {id(c): handicap for c, handicap in zip(choices, handicaps, strict=True)}
+    return lambda c: score(c) + by_choice[id(c)]
 
 
 def _overloaded_rows(best: PrefillChoice, terms: Terms) -> Refuse:

@@ -1,16 +1,32 @@
-"""When two scores are equal, and who gets the request then. Pure."""
+"""When two scores are equal, and who gets the request then. Pure.
+
+Equal instances have equal predictions (costs/equals.py), so scores differ by load and by what is cached, and ties are
+common: of two idle ones neither is better. Then whoever has fewer requests gets it; of those, who was given the least
+work lately. So equals share what comes, one request at a time as well as many at once, and chance decides only between
+those that are alike in every respect.
+
+A prefix that many prompts begin with (a system prompt) would undo that: whoever computed it first is a little better
+for all of them, for ever, and the others stay cold. So one that is better only a little, and was given more work
+lately, is handicapped by what it is better (`even_out`): the request warms another one, once, and then they are alike.
+It costs a request at most as much again as it would take, and never a place in a longer queue.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-# Scores this close are equal: the models know no better. Then the fewest requests win, then chance: it spreads
-# what arrives between two heartbeats, also over conductors that do not know of each other.
+# Scores this close are equal: the models know no better. Chance, last, spreads what arrives between two heartbeats over
+# conductors that do not know of each other.
 TIE_SHARE, TIE_FLOOR_S, TIE_CAP_S = 0.005, 20e-6, 1e-3
 
+# Of the difference in what two were given lately, that it may cost to even it out.
+EVEN_WEIGHT = 0.1
+
 C = TypeVar("C")
+# Requests that are there, work that was given to it lately; the least goes first.
+Crowd = float | tuple[float, ...]
 
 
 def as_good(best_s: float) -> float:
@@ -21,7 +37,7 @@ def as_good(best_s: float) -> float:
 def pick(
     choices: Sequence[C],
     score: Callable[[C], float],
-    crowd: Callable[[C], int],
+    crowd: Callable[[C], Crowd],
     rng: random.Random,
     floor: float = float("inf"),
 ) -> C:
@@ -31,6 +47,37 @@ def pick(
     near = as_good(min(floor, *scores))
     tied = [c for c, found in zip(choices, scores, strict=True) if found <= near]
     if len(tied) > 1:
-        fewest_there = min(map(crowd, tied))
-        tied = [c for c in tied if crowd(c) == fewest_there]
+        crowds = list(map(crowd, tied))
+        least = min(crowds)
+        tied = [c for c, found in zip(tied, crowds, strict=True) if found == least]
     return rng.choice(tied)
+
+
+class Even(NamedTuple):
+    """One candidate of a few, as `even_out` looks at it. Seconds, but for `wait`."""
+
+    score_s: float
+    wait: float  # its queue, or its rows
+    most_s: float  # that it may be handicapped by
+    given_s: float  # work, lately
+
+
+def even_out(candidates: Sequence[Even]) -> list[float]:
+    """What each is handicapped by, in seconds: the best one, and who would be best then, by what it is better than
+    another one that waits no longer, if that is little and what it was given more outweighs it."""
+    handicaps = [0.0] * len(candidates)
+    for _ in range(len(candidates) - 1):
+        at = min(range(len(candidates)), key=lambda i: candidates[i].score_s + handicaps[i])
+        best = candidates[at]
+        if handicaps[at]:
+            break
+        most_s = [min(best.most_s, EVEN_WEIGHT * (best.given_s - other.given_s)) for other in candidates]
+        better_s = [
+            other.score_s - best.score_s
+            for other, most in zip(candidates, most_s, strict=True)
+            if other is not best and other.wait <= best.wait and 0 < other.score_s - best.score_s <= most
+        ]
+        if not better_s:
+            break
+        handicaps[at] = min(better_s)
+    return handicaps

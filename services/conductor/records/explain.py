@@ -1,4 +1,6 @@
-"""Why recent requests went where they went. Recording keeps raw numbers; words are made when somebody asks."""
+"""Why recent requests went where they went. Recording keeps the numbers that decided, as the choice itself had them
+(comparison.py); words are made of them when somebody asks. No verdict is found anew from other numbers.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +10,34 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvmesh.kvcache.tiers import Tier
+from services.conductor.costs.accuracy import Spread
+from services.conductor.costs.interference import STALL_WEIGHT
 from services.conductor.domain import Placed, PrefillSample, Ref, Refuse, RequestOutcome, Role, Schedule
 from services.conductor.fleet.instance import Instance
+from services.conductor.placing.comparison import Comparison, Numbers
 from services.conductor.placing.decodes import DecodeChoice
 from services.conductor.placing.kinds import HANDOFF_S, Found, Kind, Option, answer_s
 from services.conductor.placing.nearness import Near, Worth
-from services.conductor.placing.placement import Weighed
-from services.conductor.placing.prefills import PrefillCandidate
+from services.conductor.placing.placement import Choice, Weighed
+from services.conductor.placing.prefills import PrefillCandidate, PrefillChoice
+from services.conductor.placing.terms import Terms
+from services.conductor.placing.ties import Crowd
+from services.conductor.settings import Policy
 
 # All records together: a record of a mesh of a thousand instances is long.
 MAX_CANDIDATES = 131_072
+AVOIDED = "avoided: an earlier attempt failed there"
+_REFUSED = "the best, and refused all the same"
+# What stands against one of two whose scores were as good, part by part of what they were compared by then (see
+# `crowd` in queues.py and kinds.py).
+_THERE = "more requests there ({} against {})"
+_PROMPTS, _TOKENS = (f"was given more lately ({{}} against {{}} {what})" for what in ("s of prompts", "tokens"))
+CROWDS = {Role.PREFILL: (_THERE, _PROMPTS), Role.DECODE: (_THERE, _TOKENS)}
+KIND_CROWD = (_THERE, _PROMPTS, _TOKENS)
 
 # ttft = max(queue, pull and load) + prefill + transfer tail + landing wait (at the decode instance that was chosen).
 # A holder loads before it sends, the instance's own tiers load beside that.
+# score = ttft - landing wait (which is the same for all) + stall + line + session
 PREFILL_TERMS = (
     "queue_ms",
     "pull_ms",
@@ -31,11 +48,56 @@ PREFILL_TERMS = (
     "ttft_ms",
     "ttft_other_way_ms",
     "session_ms",
+    "stall_ms",
+    "line_ms",
 )
-# cost = ttft + stall + answer + handoff + far (see kinds.py)
-KIND_TERMS = ("ttft_ms", "rows", "stall_ms", "answer_ms", "handoff_ms", "tbt_ms", "rows_tbt_ms", "far_ms")
-# session, origin: what it costs not to be where the request's last ones are (see affinity.py)
-DECODE_TERMS = ("tbt_ms", "landing_wait_ms", "slot_wait_ms", "transfer_tail_ms", "session_ms", "origin_ms")
+# cost = ttft + stall + line + answer + handoff + far (see kinds.py)
+KIND_TERMS = ("ttft_ms", "rows", "stall_ms", "answer_ms", "handoff_ms", "tbt_ms", "rows_tbt_ms", "far_ms", "line_ms")
+# score = all of them. session, origin: what it costs not to be where the request's last ones are (see affinity.py).
+DECODE_TERMS = (
+    "tbt_ms",
+    "landing_wait_ms",
+    "slot_wait_ms",
+    "transfer_tail_ms",
+    "session_ms",
+    "origin_ms",
+    "page_wait_ms",
+)
+
+
+class SloMiss(NamedTuple):
+    """Which SLO a placement would have missed, by the figures that were compared. Seconds."""
+
+    what: str
+    predicted_s: float
+    slo_s: float
+
+    def __str__(self) -> str:
+        ms, most_ms = self.predicted_s * 1000, self.slo_s * 1000
+        digits = 1 if abs(ms - most_ms) >= 0.1 else 4
+        return f"over the {self.what}: {ms:,.{digits}f} ms, at most {most_ms:,.{digits}f}"
+
+
+class Winner(NamedTuple):
+    """What was chosen among several, and by which numbers. `crowd`: None when no other score was as good."""
+
+    refs: tuple[Ref, ...]
+    score_s: float
+    near_s: float  # a score up to this was as good
+    crowd: Crowd | None = None
+    short: bool = False  # of room for the whole answer, as all were
+
+    def over(self, score_s: float, crowd: Crowd | None, more: str, parts: Sequence[str]) -> str:
+        """In words, why it won over one with these numbers. `more`: words for a greater score, with a place for it;
+        `parts`: for what of a crowd is greater, with places for both."""
+        if crowd is None or self.crowd is None:
+            return more.format(_figure((score_s - self.score_s) * 1000))
+        mine, its = (c if isinstance(c, tuple) else (c,) for c in (crowd, self.crowd))
+        for at, (one, other) in enumerate(zip(mine, its, strict=True)):
+            if one != other:  # the first that differs decided
+                words = parts[at] if at < len(parts) else "busier ({} against {})"
+                return f"as good: {words.format(*_apart(one, other))}"
+        return "as good: another was drawn by chance"
 
 
 class Candidate(NamedTuple):
@@ -44,13 +106,15 @@ class Candidate(NamedTuple):
     ref: Ref
     role: Role  # PREFILL or DECODE
     why: str
-    score_s: float = 0.0
-    admission_s: float = 0.0  # what is compared with the SLO
+    score_s: float = 0.0  # the least wins
     terms: tuple[float, ...] = ()
     local_blocks: int = 0
     pulled_blocks: int = 0
     loaded_blocks: int = 0
     tier: Tier = Tier.DRAM
+    miss: SloMiss | None = None
+    short: bool = False  # of room for the whole answer
+    crowd: Crowd | None = None  # what decided among scores that were as good; None: its score alone decided
 
     def named_terms(self) -> dict[str, float]:
         """Milliseconds by name; what does not apply is left out."""
@@ -67,16 +131,23 @@ class WeighedKind(NamedTuple):
     why: str
     cost_s: float = 0.0
     terms: tuple[float, ...] = ()
+    miss: SloMiss | None = None
+    avoided: bool = False  # an earlier attempt failed there, and something else passes
+    crowd: Crowd | None = None  # as a candidate's
 
     def named_terms(self) -> dict[str, float]:
-        """By name: `rows`, the others in milliseconds."""
+        """By name: `rows`, the others in milliseconds; what is rare only where there is some of it."""
         told = dict(zip(KIND_TERMS, self.terms, strict=False))
-        return {name: value if name == "rows" else value * 1000 for name, value in told.items()}
+        return {
+            name: value if name == "rows" else value * 1000
+            for name, value in told.items()
+            if value or name not in ("far_ms", "line_ms")
+        }
 
 
 @dataclass(slots=True)
 class Decision:
-    """One answered Schedule, and what prefill reported of it later."""
+    """One answered Schedule, and what prefill and decode reported of it later."""
 
     request_id: str
     attempt: int
@@ -95,6 +166,10 @@ class Decision:
     ended: RequestOutcome | None = field(default=None)
     kinds: tuple[WeighedKind, ...] = ()
     screened: int = 0  # instances that could not have been the best, or get no work, of whom nothing else is told
+    prefill: Winner | None = None  # the best pair's
+    decode: Winner | None = None  # likewise
+    kind: Winner | None = None
+    expected: Expected | None = None
 
     def is_chosen(self, candidate: Candidate) -> bool:
         """Whether the request went there, as a pair."""
@@ -110,13 +185,17 @@ class Decision:
         """In words, why it was chosen or not."""
         if kind.why:
             return kind.why
-        chosen = next((k for k in self.kinds if self.is_chosen_kind(k)), None)
-        if chosen is None:
-            return "would do"
-        more_ms = (kind.cost_s - chosen.cost_s) * 1000
-        if chosen is kind:
+        if self.is_chosen_kind(kind):
             return "chosen"
-        return f"costs {more_ms:.1f} ms more" if more_ms >= 0.05 else "as good: busier, avoided or by chance"
+        if kind.miss is not None:
+            return str(kind.miss)
+        if self.kind is None:
+            return "would do"
+        if kind.avoided:
+            return AVOIDED
+        if (kind.prefill, kind.decode) == self.kind.refs:
+            return _REFUSED
+        return self.kind.over(kind.cost_s, kind.crowd, "costs {} ms more", KIND_CROWD)
 
     def verdict(self, candidate: Candidate) -> str:
         """In words, why it was chosen or not."""
@@ -124,16 +203,35 @@ class Decision:
             return candidate.why
         if self.is_chosen(candidate):
             return "chosen"
-        slo_s = self.ttft_slo_s if candidate.role is Role.PREFILL else self.tbt_slo_s
-        if candidate.admission_s > slo_s:
-            return "over the SLO"
-        chosen = next((c for c in self.candidates if c.role is candidate.role and self.is_chosen(c)), None)
-        if chosen is None:
-            halves = {ref for k in self.kinds if k.kind is Kind.PAIR for ref in (k.prefill, k.decode)}
-            lost = self.placed is not None and candidate.ref in halves
-            return "of the best pair, which costs more" if lost else "would do"
-        slower_ms = (candidate.score_s - chosen.score_s) * 1000
-        return f"slower by {slower_ms:.1f} ms" if slower_ms >= 0.05 else "as good: busier, without room or by chance"
+        if candidate.miss is not None:
+            return str(candidate.miss)
+        winner = self.prefill if candidate.role is Role.PREFILL else self.decode
+        if winner is None:
+            return "would do"
+        if candidate.short and not winner.short:
+            return "no room for the whole answer"
+        if (candidate.ref,) == winner.refs:
+            return self._of_the_best_pair()
+        return winner.over(candidate.score_s, candidate.crowd, "slower by {} ms", CROWDS[candidate.role])
+
+    def _of_the_best_pair(self) -> str:
+        pair = next((k for k in self.kinds if k.kind is Kind.PAIR), None)
+        if pair is None or self.prefill is None or self.decode is None:
+            return "would do"
+        said = self.kind_verdict(pair)
+        return said if said in ("would do", _REFUSED) else f"of the best pair: {said}"
+
+
+class Expected(NamedTuple):
+    """What a placement was expected to bring, and how sure that was: the spread of the last predictions of its group.
+    Seconds."""
+
+    ttft_s: float  # until the client has its first token
+    ttft: Spread
+    ttft_samples: int  # that `ttft` goes by
+    tbt_s: float
+    tbt: Spread
+    tbt_samples: int
 
 
 class Explanations:
@@ -178,16 +276,22 @@ class Explanations:
 def decided(
     request: Schedule,
     answer: Placed | Refuse,
-    candidates: tuple[Candidate, ...],
+    some: Sequence[Instance],
+    why: Mapping[str, str],
+    found: Found | None,
     *,
-    kinds: tuple[WeighedKind, ...] = (),
-    serving: int = 0,
+    terms: Terms,
+    policy: Policy,
+    serving: int,
     best_prefix: int,
-    ttft_slo_s: float,
-    tbt_slo_s: float,
-    now: float,
+    expected: Expected | None = None,
 ) -> Decision:
-    """The record of one answer. `serving`: how many instances of the model there are."""
+    """The record of one answer. `some` of the `serving` instances of the model are told of, weighed or not; see
+    `_candidates`."""
+    pair = found.pair if found is not None else None
+    prefill, decode = (_half(pair.prefill_by), _half(pair.decode_by)) if pair is not None else (_NOBODY, _NOBODY)
+    candidates = _candidates(request, some, why, found, terms, policy, prefill, decode)
+    kinds, kind = _kinds(request, found, terms)
     told = {c.ref.instance_id for c in candidates} | {k.decode.instance_id for k in kinds if k.kind is not Kind.PAIR}
     placed = answer if isinstance(answer, Placed) else None
     return Decision(
@@ -197,82 +301,212 @@ def decided(
         request.prompt_tokens,
         len(request.keys),
         best_prefix,
-        now,
-        ttft_slo_s,
-        tbt_slo_s,
+        terms.now,
+        terms.ttft_slo_s,
+        terms.tbt_slo_s,
         candidates,
         "placed" if isinstance(answer, Placed) else answer.reason,
         "" if isinstance(answer, Placed) else str(answer.error),
         placed,
         kinds=kinds,
         screened=max(0, serving - len(told)),
+        prefill=prefill.winner,
+        decode=decode.winner,
+        kind=kind,
+        expected=expected,
     )
 
 
-def kinds_of(found: Found | None, max_tokens: int) -> tuple[WeighedKind, ...]:
-    """All that the request could have become; `found`: None when nothing could be weighed."""
-    return tuple(_kind(option, max_tokens) for option in found.options) if found is not None else ()
+class _Half(NamedTuple):
+    """What one half of the best pair was chosen by. `choices` and `numbers` are those that might have been, in the
+    order in which all were weighed."""
+
+    choices: Sequence[DecodeChoice] | Sequence[PrefillChoice] = ()
+    numbers: Numbers = Numbers([], [], 0.0, 0)
+    winner: Winner | None = None
+
+    def of(self, instance: Instance, at: int) -> tuple[float, Crowd | None] | None:
+        """The score and the crowd of an instance; `at`: how many of `choices` came before it."""
+        if at < len(self.choices) and self.choices[at].instance is instance:
+            return self.numbers.scores[at], self.numbers.crowds[at]
+        return None
 
 
-def _kind(option: Option, max_tokens: int) -> WeighedKind:
-    why = option.why_not or (f"over the {option.refused.reason.upper()} SLO" if option.refused is not None else "")
+_NOBODY = _Half()
+
+
+def _half(by: Comparison[DecodeChoice] | Comparison[PrefillChoice] | None) -> _Half:
+    if by is None:
+        return _NOBODY
+    numbers, chosen = by.numbers(), by.chosen
+    short = isinstance(chosen, DecodeChoice) and chosen.short
+    return _Half(by.choices, numbers, _winner((chosen.instance.ref,), numbers, short))
+
+
+def _winner(refs: tuple[Ref, ...], numbers: Numbers, short: bool = False) -> Winner:
+    return Winner(refs, numbers.scores[numbers.at], numbers.near_s, numbers.crowds[numbers.at], short)
+
+
+def _kinds(request: Schedule, found: Found | None, terms: Terms) -> tuple[tuple[WeighedKind, ...], Winner | None]:
+    """All that the request could have become, and what it did; `found`: None when nothing could be weighed."""
+    if found is None:
+        return (), None
+    winner, by_id = None, dict[int, tuple[float, Crowd | None]]()
+    if (by := found.by) is not None:
+        numbers = by.numbers()
+        winner = _winner((by.chosen.prefill.ref, by.chosen.decode.ref), numbers)
+        told = zip(by.choices, numbers.scores, numbers.crowds, strict=True)
+        by_id = {id(option): (score_s, crowd) for option, score_s, crowd in told}
+    return tuple(_kind(request, o, by_id.get(id(o)), found, terms) for o in found.options), winner
+
+
+def _kind(
+    request: Schedule, option: Option, numbers: tuple[float, Crowd | None] | None, found: Found, terms: Terms
+) -> WeighedKind:
     refs = option.prefill.ref, option.decode.ref
-    if (choice := option.choice) is None:
-        return WeighedKind(option.kind, *refs, why)
+    choice = option.choice
+    miss = None
+    if option.refused is not None:
+        miss = _alone_miss(choice, terms) if choice is not None else _pair_miss(found.pair, terms)
+    why = option.why_not
+    if option.refused is not None and miss is None:  # for another reason than an SLO
+        why = str(option.refused.error)
+    if choice is None:
+        return WeighedKind(option.kind, *refs, why, miss=miss)
     shared = choice.prefill.shared
-    terms = (
+    told = (
         choice.ttft_s,
         float(shared.rows),
-        shared.stall_s,
-        answer_s(choice, max_tokens),
+        STALL_WEIGHT * shared.stall_s,
+        answer_s(choice, request.max_tokens),
         HANDOFF_S if option.kind is Kind.PAIR else 0.0,
         choice.decode.tbt_s,
         shared.rows_tbt_s,
-        *((option.far_s,) if option.far_s else ()),
+        option.far_s,
+        choice.prefill.others_s,
     )
-    return WeighedKind(option.kind, *refs, why, option.cost_s, terms)
+    cost_s, crowd = numbers or (option.cost_s, None)
+    avoided = numbers is None and option.passes and bool(option.names & request.avoid)
+    return WeighedKind(option.kind, *refs, why, cost_s, told, miss, avoided, crowd)
 
 
-def candidates_of(
-    request: Schedule, serving: Sequence[Instance], why: Mapping[str, str], found: Found | None, slo_s: float
+def _alone_miss(choice: Choice, terms: Terms) -> SloMiss | None:
+    """Why one instance may not have the whole request, `choice` being its nearest way."""
+    return _decode_miss(choice.decode) or _prefill_miss(choice.prefill, choice.decode.landing_wait_s, terms)
+
+
+def _pair_miss(pair: Weighed | None, terms: Terms) -> SloMiss | None:
+    """Why no pair may have it: by those of its candidates that come nearest."""
+    if pair is None:
+        return None
+    if pair.decode is None:
+        missed = [miss for d in pair.decodes if (miss := _decode_miss(d)) is not None]
+        return min(missed, key=lambda miss: miss.predicted_s / miss.slo_s, default=None)
+    landing_s = pair.decode.landing_wait_s
+    options = [option for p in pair.prefills for option in p.options]
+    in_time = [o for o in options if o.admission_ttft_s <= terms.ttft_slo_s - landing_s]
+    nearest = min(in_time, key=lambda o: o.shared.rows_tbt_s, default=None)
+    nearest = nearest or min(options, key=lambda o: o.admission_ttft_s, default=None)
+    return _prefill_miss(nearest, landing_s, terms) if nearest is not None else None
+
+
+def _decode_miss(choice: DecodeChoice) -> SloMiss | None:
+    """By the verdict that the choice went by."""
+    if choice.judged is None or (verdict := choice.judged[1]).passes:
+        return None
+    return SloMiss("TBT SLO", verdict.tbt_s, verdict.slo_s)
+
+
+def _prefill_miss(choice: PrefillChoice, landing_wait_s: float, terms: Terms) -> SloMiss | None:
+    if choice.admission_ttft_s > terms.ttft_slo_s - landing_wait_s:
+        return SloMiss("TTFT SLO", choice.admission_ttft_s + landing_wait_s, terms.ttft_slo_s)
+    if choice.shared.rows_tbt_s > terms.tbt_slo_s:
+        return SloMiss("TBT SLO of the rows there", choice.shared.rows_tbt_s, terms.tbt_slo_s)
+    return None
+
+
+def _candidates(
+    request: Schedule,
+    serving: Sequence[Instance],
+    why: Mapping[str, str],
+    found: Found | None,
+    terms: Terms,
+    policy: Policy,
+    prefill: _Half,
+    decode: _Half,
 ) -> tuple[Candidate, ...]:
     """Whoever was weighed, and those `serving` instances that were not, in every role that they have in a pair.
-    `found`: None when nobody could be weighed."""
+    `found`: None when nobody could be weighed; `why`: by name, why an instance can get no work."""
     pair = found.pair if found is not None else None
-    known = list(_weighed(pair, slo_s)) if pair is not None else []
+    known = list(_weighed(pair, terms, prefill, decode)) if pair is not None else []
     if not serving:
         return tuple(known)
-    done = {(c.ref, c.role) for c in known}
-    if found is not None:  # those tell more
-        done |= {(o.prefill.ref, role) for o in found.options if o.kind is not Kind.PAIR for role in Role}
+    # Those that could have had it alone are told of as such, which tells more.
+    alone = [o.prefill.ref.instance_id for o in found.options if o.kind is not Kind.PAIR] if found is not None else []
+    prefills, decodes = set(alone), set(alone)
+    for c in known:
+        (prefills if c.role is Role.PREFILL else decodes).add(c.ref.instance_id)
     for i in serving:
-        for role, has_role, fits in (
-            (Role.PREFILL, i.role.prefills, i.can_prefill(request.prompt_tokens)),
-            (Role.DECODE, i.role.decodes, i.can_decode(request.prompt_tokens)),
-        ):
-            if has_role and (i.ref, role) not in done:
-                known.append(Candidate(i.ref, role, _why_unweighed(request, i, why[i.ref.instance_id], fits)))
+        name = i.ref.instance_id
+        if i.role.prefills and name not in prefills:
+            fits = i.can_prefill(request.prompt_tokens)
+            known.append(_unweighed(request, i, Role.PREFILL, why[name], fits, pair, policy))
+        if i.role.decodes and name not in decodes:
+            fits = i.can_decode(request.prompt_tokens)
+            known.append(_unweighed(request, i, Role.DECODE, why[name], fits, pair, policy))
     return tuple(known)
 
 
-def _why_unweighed(request: Schedule, instance: Instance, reason: str, fits: bool) -> str:
+def _unweighed(
+    request: Schedule, i: Instance, role: Role, reason: str, fits: bool, pair: Weighed | None, policy: Policy
+) -> Candidate:
     if reason:
-        return f"not ready: {reason}"
+        return Candidate(i.ref, role, f"not ready: {reason}")
     if not fits:
-        return "the prompt does not fit"
-    return "avoided" if instance.ref.instance_id in request.avoid else "not weighed"
+        return Candidate(i.ref, role, "the prompt does not fit")
+    return Candidate(i.ref, role, _why_unweighed(request, i, role, pair, policy))
 
 
-def _weighed(found: Weighed, ttft_slo_s: float) -> Iterable[Candidate]:
-    landing_wait_s = found.decode.landing_wait_s if found.decode is not None else 0.0
-    for p in found.prefills:
-        yield _prefill(p, ttft_slo_s - landing_wait_s, landing_wait_s, found.near)
-    for d in found.decodes:
-        yield _decode(d, found.near)
+def _why_unweighed(request: Schedule, i: Instance, role: Role, pair: Weighed | None, policy: Policy) -> str:
+    """Of one that could have had the request."""
+    if i.ref.instance_id in request.avoid:
+        return AVOIDED
+    if policy not in (Policy.KVCACHE, Policy.CACHE_AWARE):
+        return f"the policy {policy.value} took another"
+    if pair is None:
+        return "not weighed"
+    if role is Role.PREFILL and pair.decode is None:
+        return "not weighed: no decode instance may have the request"
+    if role is Role.PREFILL and pair.decode is not None and pair.decode.instance is i:
+        return "not weighed: it is the decode half"
+    if role is Role.DECODE and [p.instance for p in pair.prefills] == [i]:
+        return "not weighed: it is the prefill half, there is no other"
+    return "not weighed: others seemed as good or better"
 
 
-def _prefill(candidate: PrefillCandidate, slo_s: float, landing_wait_s: float, near: Near) -> Candidate:
-    best = candidate.best(slo_s) or min(candidate.options, key=lambda o: o.admission_ttft_s)
+def _weighed(pair: Weighed, terms: Terms, prefill: _Half, decode: _Half) -> Iterable[Candidate]:
+    landing_wait_s = pair.decode.landing_wait_s if pair.decode is not None else 0.0
+    at = 0
+    for p in pair.prefills:
+        numbers = prefill.of(p.instance, at)
+        at += numbers is not None
+        yield _prefill(p, landing_wait_s, pair.near, terms, numbers)
+    at = 0
+    for d in pair.decodes:
+        numbers = decode.of(d.instance, at)
+        at += numbers is not None
+        yield _decode(d, pair.near, numbers)
+
+
+def _prefill(
+    candidate: PrefillCandidate,
+    landing_wait_s: float,
+    near: Near,
+    terms: Terms,
+    numbers: tuple[float, Crowd | None] | None,
+) -> Candidate:
+    slo_s = terms.ttft_slo_s - landing_wait_s
+    best = candidate.best(slo_s, terms.tbt_slo_s) or min(candidate.options, key=lambda o: o.admission_ttft_s)
     other = -1.0
     if candidate.fetches:
         others = [o for o in candidate.options if o is not best and (best is candidate.use or o is candidate.use)]
@@ -283,27 +517,44 @@ def _prefill(candidate: PrefillCandidate, slo_s: float, landing_wait_s: float, n
     ttft_s = best.ttft_s + landing_wait_s
     name = best.instance.ref.instance_id
     far_s = _far(near.session_prefill, name)
+    stall_s, line_s = STALL_WEIGHT * best.shared.stall_s or -1.0, best.others_s or -1.0
+    score_s, crowd = numbers or (best.cost_s + near.prefill_s(name), None)
+    waits = best.queue_s, pull_s, load_s, best.prefill_s, best.tail_s, landing_wait_s
     return Candidate(
         best.instance.ref,
         Role.PREFILL,
         "",
-        ttft_s + near.prefill_s(name),
-        best.admission_ttft_s + landing_wait_s,
-        (best.queue_s, pull_s, load_s, best.prefill_s, best.tail_s, landing_wait_s, ttft_s, other, far_s),
+        score_s,
+        (*waits, ttft_s, other, far_s, stall_s, line_s),
         best.local_blocks,
         pulled,
         best.loaded_blocks,
         best.tier,
+        None if numbers else _prefill_miss(best, landing_wait_s, terms),
+        crowd=crowd,
     )
 
 
-def _decode(d: DecodeChoice, near: Near) -> Candidate:
+def _decode(d: DecodeChoice, near: Near, numbers: tuple[float, Crowd | None] | None) -> Candidate:
     name = d.instance.ref.instance_id
     far = _far(near.session_decode, name), _far(near.origin, name)
-    terms = (d.tbt_s, d.landing_wait_s, d.slot_wait_s, d.tail_s, *far)
-    score_s = d.score_s + near.decode_s(name)
-    return Candidate(d.instance.ref, Role.DECODE, "", score_s, d.admission_tbt_s, terms, d.at_decode)
+    told = (d.tbt_s, d.landing_wait_s, d.slot_wait_s, d.tail_s, *far, d.page_wait_s or -1.0)
+    score_s, crowd = numbers or (d.score_s + near.decode_s(name), None)
+    miss = _decode_miss(d)
+    return Candidate(d.instance.ref, Role.DECODE, "", score_s, told, d.at_decode, miss=miss, short=d.short, crowd=crowd)
 
 
 def _far(worth: Worth, instance_id: str) -> float:
     return worth.far_s(instance_id) if worth.most_s else -1.0
+
+
+def _apart(one: float, other: float) -> tuple[str, str]:
+    """Both, with as many digits as it takes to tell them apart."""
+    for form in (",.0f", ",.1f", ",.3f", ".9g"):
+        if (first := format(one, form)) != (second := format(other, form)):
+            return first, second
+    return str(one), str(other)
+
+
+def _figure(ms: float) -> str:
+    return f"{ms:,.1f}" if abs(ms) >= 0.05 or not ms else f"{ms:.2g}"

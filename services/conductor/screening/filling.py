@@ -12,7 +12,7 @@ from zlib import crc32
 import numpy as np
 
 from kvmesh.native import library
-from services.conductor.costs.fit import FittedModel
+from services.conductor.costs.fit import Known
 from services.conductor.domain import Role
 from services.conductor.fleet.instance import Instance
 from services.conductor.screening.fields import Floats
@@ -130,7 +130,7 @@ def registered(instance: Instance, group: int) -> tuple[tuple[float, ...], tuple
     return values, (instance.max_running > 0,)
 
 
-def _model(fit: FittedModel) -> tuple[float, ...]:
+def _model(fit: Known) -> tuple[float, ...]:
     now, prior = fit.coefficients, fit.prior
     return (
         *(now.a, now.b, now.c, now.d, now.knee),
