@@ -643,18 +643,14 @@ RUNS: dict[str, Callable[[argparse.Namespace, GoalReport], Awaitable[None]]] = {
 DISRUPTIONS = (
     Disruption("slowed", "prefill", 6.0, 8.0, 14.0, 18.0),
     Disruption("slowed", "decode", 6.0, 8.0, 14.0, 18.0),
-    Disruption("slowed", "prefill", 1.0, 20.0, 35.0, 25.0),
-    Disruption("slowed", "decode", 1.0, 20.0, 35.0, 25.0),
-    *(
-        Disruption(what, pool, 6.0, 8.0, 8.0, 18.0)
-        for what in ("frozen", "killed", "replaced")
-        for pool in POOLS
-    ),
-)  # fmt: skip
+    Disruption("slowed", "prefill", 1.0, 15.0, 30.0, 20.0),
+    Disruption("slowed", "decode", 1.0, 15.0, 30.0, 20.0),
+    *(Disruption(what, pool, 6.0, 6.0, 8.0, 16.0) for what in ("frozen", "killed", "replaced") for pool in POOLS),
+)
 QUICK_DISRUPTIONS = (
-    Disruption("slowed", "prefill", 6.0, 6.0, 12.0, 12.0),
-    Disruption("slowed", "decode", 6.0, 6.0, 12.0, 12.0),
-    Disruption("slowed", "prefill", 1.0, 10.0, 20.0, 15.0),
+    Disruption("slowed", "prefill", 6.0, 5.0, 10.0, 12.0),
+    Disruption("slowed", "decode", 6.0, 5.0, 10.0, 12.0),
+    Disruption("slowed", "prefill", 1.0, 8.0, 20.0, 14.0),
 )
 SESSIONS = (SessionLoad(3, 2, 24, 7, 3.0), SessionLoad(2, 2, 12, 10, 1.5))
 QUICK_SESSIONS = (SessionLoad(3, 2, 24, 4, 2.0),)
@@ -711,11 +707,11 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     defaults = {
         "fleets": ([(2, 2), (3, 3)], [(2, 2)]),
         "concurrency": ([1, 4, 16, 32, 64], [1, 4, 16, 32]),
-        "rates": ([1.0, 6.0, 12.0], [6.0]),
+        "rates": ([3.0, 6.0, 12.0], [6.0]),
         "requests": (120, 80),
         "sessions": (list(SESSIONS), list(QUICK_SESSIONS)),
         "disruptions": (list(DISRUPTIONS), list(QUICK_DISRUPTIONS)),
-        "clients": ([30, 1000], [30, 100]),
+        "clients": ([30, 1000], [30]),
     }
     for name, (whole, quick) in defaults.items():
         if getattr(args, name) is None:

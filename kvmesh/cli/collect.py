@@ -132,14 +132,14 @@ async def ask_conductors(addresses: str) -> dict[str, Any]:
     each = [{key: one[key] for key in kept if key in one} | _counted(one) for one in told]
     most: dict[str, Any] = max(told, key=rank)
     found = {**most, "peers": most.get("conductors", []), "conductors": each}
-    return found if "error" in most else {**found, "errors": _errors(told)}
+    return found if "error" in most else {**found, "group_errors": _errors(told)}
 
 
 def _errors(told: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """What predictions are worth, of each kind and group by the conductor that has compared most: of requests that is
     whoever placed them, which need not be the one that leads."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
-    for error in (error for one in told for error in one.get("errors", [])):
+    for error in (error for one in told for error in one.get("group_errors") or one.get("errors", [])):
         known = found.setdefault((error.get("group", ""), error["what"]), error)
         if error["samples"] > known["samples"]:
             found[error.get("group", ""), error["what"]] = error

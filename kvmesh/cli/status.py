@@ -111,7 +111,7 @@ def _screen(found: dict[str, Any], width: int) -> RenderableType:
     parts.append(_services(found))
     if "error" not in found["conductor"]:
         parts += ["", _instances(found["conductor"].get("instances", []), width)]
-        if errors := found["conductor"].get("errors"):
+        if errors := found["conductor"].get("group_errors"):
             parts += ["", _predictions(errors)]
     if found["node_stores"]:
         parts += ["", _stores(found, width), ""]

@@ -168,7 +168,7 @@ class SimConfig:
             name = next(name for name in CHANGES if getattr(self, name))
             raise _bad(name, getattr(self, name), f"left alone in mode {self.mode.value}")
         for name in ("noise", "spread"):
-            if getattr(self, name) > MAX_SCATTER:
+            if not getattr(self, name) <= MAX_SCATTER:
                 raise _bad(name, getattr(self, name), f"at most {MAX_SCATTER:g}")
         for slow in self.slow:
             if not (0 <= slow.from_s < slow.until_s and 0 < slow.times < inf):

@@ -116,7 +116,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         if now >= self._shown_at + SHOWN_S:
             self._shown_at = now
             self._loads.begin(self._state.instances)
-            self._shows = [self._show_hints, lambda: self._errors.show(self._state.prediction_errors(now))]
+            self._shows = [self._show_hints, lambda: self._errors.show(self._state.group_errors(now))]
         if self._shows:
             self._shows.pop()()
         self._loads.tick(passed_s)
@@ -244,6 +244,7 @@ class ConductorServicer(pb_grpc.ConductorServicer):
             policy=self._state.policy.value,
             admission=self._state.admission.value,
             errors=[mapping_out.error_out(error) for error in self._state.prediction_errors(now)],
+            group_errors=[mapping_out.error_out(error) for error in self._state.group_errors(now)],
             balancing_threshold=self._state.balancing_threshold(now),
             protocol_version=protocol.PROTOCOL_VERSION,
             store_masters=self._masters,

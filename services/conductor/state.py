@@ -123,8 +123,12 @@ class ConductorState:
         return self.scheduling.threshold.value(now)
 
     def prediction_errors(self, now: float) -> Sequence[PredictionError]:
-        """Of what was predicted lately, group by group and kind by kind."""
+        """Of what was predicted lately, kind by kind."""
         return self._ledger.accuracy.errors(now)
+
+    def group_errors(self, now: float) -> Sequence[PredictionError]:
+        """The same of each group of instances (accuracy.py)."""
+        return self._ledger.accuracy.group_errors(now)
 
     def explain(self, request_id: str) -> Decision | None:
         """The last decision on that request; None: unknown or forgotten."""

@@ -409,7 +409,7 @@ def error(what: str, p50: float, p90: float, bias: float, samples: int, group: s
 def test_predictions_are_told_in_plain_words(width: int) -> None:
     assert "predictions" not in printed(status._screen(mesh(), width), width)
     found = mesh()
-    found["conductor"]["errors"] = [
+    found["conductor"]["group_errors"] = [
         error("prefill", 0.02, 0.1, 0.01, 1),
         error("transfer", 14.42, 34.88, 9.0, 3000),
         error("ttft", 0.18, 0.55, 0.10, 412),
@@ -428,7 +428,10 @@ def test_predictions_are_told_in_plain_words(width: int) -> None:
         assert " ".join(said) in text
     for line in said:  # where it is narrow words of one column stand between those of the other
         assert set(line.split()) <= set(text.split())
-    found["conductor"]["errors"] = [error("ttft", 0.1, 0.2, 0.0, 9), error("ttft", 0.3, 0.4, 0.0, 9, "tiny coupled")]
+    found["conductor"]["group_errors"] = [
+        error("ttft", 0.1, 0.2, 0.0, 9),
+        error("ttft", 0.3, 0.4, 0.0, 9, "tiny coupled"),
+    ]
     text = printed(status._screen(found, 120), 120)
     told = re.findall(r"^(predictions|time to first token) +(\S+ \S+ \S+)", text, re.M)
     assert told == [
@@ -441,8 +444,8 @@ def test_predictions_are_told_in_plain_words(width: int) -> None:
 
 def test_what_predictions_are_worth_knows_the_conductor_that_has_compared_most() -> None:
     """That is the one which places, and not always the one that leads."""
-    leader = {"errors": [error("prefill", 0.1, 0.2, 0.0, 90)]}
-    placing = {"errors": [error("prefill", 0.3, 0.4, 0.0, 80), error("ttft", 0.5, 0.6, 0.0, 70)]}
+    leader = {"group_errors": [error("prefill", 0.1, 0.2, 0.0, 90)], "errors": [error("ttft", 9.0, 9.0, 0.0, 900)]}
+    placing = {"errors": [error("prefill", 0.3, 0.4, 0.0, 80), error("ttft", 0.5, 0.6, 0.0, 70)]}  # of before
     merged = {one["what"]: one["p50"] for one in collect._errors([leader, {"error": "gone"}, placing])}
     assert merged == {"prefill": 0.1, "ttft": 0.5}
 

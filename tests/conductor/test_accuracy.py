@@ -27,7 +27,7 @@ NOW = 1000.0
 
 
 def of(accuracy: Accuracy, what: What, now: float = NOW, group: str = "m") -> PredictionError:
-    (found,) = [error for error in accuracy.errors(now) if (error.what, error.group) == (what, group)]
+    (found,) = [error for error in accuracy.group_errors(now) if (error.what, error.group) == (what, group)]
     return found
 
 
@@ -62,7 +62,7 @@ def test_what_is_old_counts_no_more_whether_or_not_something_comes_after_it() ->
     for _ in range(20):
         accuracy.add(What.TBT, "m", 1.0, 3.0, NOW)
     assert of(accuracy, What.TBT, NOW + AGE_S - 1).samples == 20
-    assert accuracy.errors(NOW + AGE_S + 20) == []
+    assert accuracy.errors(NOW + AGE_S + 20) == accuracy.group_errors(NOW + AGE_S + 20) == []
     for _ in range(ENOUGH):
         accuracy.add(What.TBT, "m", 1.0, 1.0, NOW + AGE_S + 1)
     assert of(accuracy, What.TBT, NOW + AGE_S + 1) == PredictionError(What.TBT, ENOUGH, 0.0, 0.0, 0.0, 0.0, "m")
@@ -77,10 +77,21 @@ def test_groups_are_apart_and_the_one_unheard_for_longest_goes_first() -> None:
         accuracy.add(What.TTFT, f"g{n}", 1.0, 1.0 + n, NOW)
     accuracy.add(What.TTFT, "g0", 1.0, 1.0, NOW)
     accuracy.add(What.TTFT, "new", 1.0, 2.0, NOW)
-    groups = [error.group for error in accuracy.errors(NOW)]
+    groups = [error.group for error in accuracy.group_errors(NOW)]
     assert len(groups) == MAX_GROUPS and groups == sorted(groups)
     assert "g0" in groups and "new" in groups and "g1" not in groups
     assert of(accuracy, What.TTFT, group="g5").bias == pytest.approx(5.0)
+
+
+def test_over_all_groups_together_every_measurement_counts_once() -> None:
+    accuracy = Accuracy()
+    for group, ratios in (("m", (1.0, 1.1, 1.2)), ("m coupled", (2.0,)), ("other", (1.3,))):
+        for ratio in ratios:
+            accuracy.add(What.TTFT, group, 1.0, ratio, NOW)
+    accuracy.add(What.TBT, "other", 1.0, 1.0, NOW)
+    ttft, tbt = accuracy.errors(NOW)
+    assert (ttft.what, ttft.group, ttft.samples, tbt.what) == (What.TTFT, "", 5, What.TBT)
+    assert (ttft.bias, ttft.p50) == (pytest.approx(0.2), pytest.approx(0.2))
 
 
 @pytest.mark.parametrize(
@@ -125,7 +136,8 @@ def test_what_a_spread_says_follows_from_what_was_added_alone() -> None:
         for predicted, measured, now in samples:
             accuracy.add(What.TTFT, "m", predicted, measured, now)
             if looks:
-                accuracy.errors(now + 2 * AGE_S)
+                accuracy.group_errors(now + 2 * AGE_S)
+                accuracy.group_errors(now)
                 accuracy.errors(now)
             said.append(accuracy.spread(What.TTFT, "m"))
         return said
@@ -152,7 +164,7 @@ def test_a_summary_is_cheap_enough_for_every_tick() -> None:
     for what in What:
         for _ in range(2 * WINDOW):
             accuracy.add(what, "m", 1.0, rng.random(), NOW)
-    assert len(accuracy.errors(NOW)) == len(What)
+    assert len(accuracy.errors(NOW)) == len(accuracy.group_errors(NOW)) == len(What)
 
 
 def shown() -> dict[tuple[str, str, str], float]:
@@ -167,10 +179,10 @@ def test_the_metric_tells_every_group_while_something_is_measured_there() -> Non
     gauges, accuracy = ErrorGauges(), Accuracy()
     for measured, group in ((1.5, "shown"), (4.0, "shown coupled")):
         accuracy.add(What.TTFT, group, 1.0, measured, NOW)
-    gauges.show(accuracy.errors(NOW))
+    gauges.show(accuracy.group_errors(NOW))
     assert shown()["shown", "ttft", "p50"] == 0.5 and shown()["shown coupled", "ttft", "bias"] == 3.0
     accuracy.add(What.TTFT, "shown", 1.0, 1.0, NOW + AGE_S + 1)
-    gauges.show(accuracy.errors(NOW + AGE_S + 20))
+    gauges.show(accuracy.group_errors(NOW + AGE_S + 20))
     assert {group for group, _, _ in shown()} == {"shown"}
     gauges.show(())
     assert shown() == {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from math import inf, isnan
 
 import numpy as np
@@ -75,7 +76,7 @@ def test_steps_in_a_row_are_steps_one_by_one(
     # What was done between two moments: the integral of 1 / `times`, step by step of a fine grid.
     if not noise:
         grid = np.linspace(now, ends[-1], 20_001)
-        done = sum((b - a) / clock.times((a + b) / 2) for a, b in zip(grid, grid[1:], strict=False))
+        done = sum((b - a) / clock.times((a + b) / 2) for a, b in pairwise(grid))
         assert done == pytest.approx(sum(usual), rel=0.02, abs=0.02)
 
 

@@ -791,6 +791,7 @@ class GetConductorStatusResponse(_message.Message):
     CONDUCTORS_FIELD_NUMBER: _builtins.int
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    GROUP_ERRORS_FIELD_NUMBER: _builtins.int
     store_master: _builtins.str
     """"connected" or why not"""
     policy: _builtins.str
@@ -815,6 +816,10 @@ class GetConductorStatusResponse(_message.Message):
     def conductors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """host:port of all that are known here, for those who join"""
 
+    @_builtins.property
+    def group_errors(self) -> _containers.RepeatedCompositeFieldContainer[Global___PredictionError]:
+        """as `errors`, of each group apart"""
+
     def __init__(
         self,
         *,
@@ -830,10 +835,11 @@ class GetConductorStatusResponse(_message.Message):
         conductors: _abc.Iterable[_builtins.str] | None = ...,
         heartbeat_interval_ms: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
+        group_errors: _abc.Iterable[Global___PredictionError] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["leadership", b"leadership"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "balancing_threshold", b"balancing_threshold", "conductors", b"conductors", "errors", b"errors", "heartbeat_interval_ms", b"heartbeat_interval_ms", "instances", b"instances", "leadership", b"leadership", "lease_ms", b"lease_ms", "policy", b"policy", "protocol_version", b"protocol_version", "store_master", b"store_master", "store_masters", b"store_masters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "balancing_threshold", b"balancing_threshold", "conductors", b"conductors", "errors", b"errors", "group_errors", b"group_errors", "heartbeat_interval_ms", b"heartbeat_interval_ms", "instances", b"instances", "leadership", b"leadership", "lease_ms", b"lease_ms", "policy", b"policy", "protocol_version", b"protocol_version", "store_master", b"store_master", "store_masters", b"store_masters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -868,7 +874,7 @@ Global___Leadership: _TypeAlias = Leadership  # noqa: Y015
 
 @_typing.final
 class PredictionError(_message.Message):
-    """Of predictions of one kind in one group, against what happened: the last ones, none older than ten minutes."""
+    """Of predictions of one kind, against what happened: the last ones, none older than ten minutes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -891,7 +897,7 @@ class PredictionError(_message.Message):
     p90: _builtins.float
     p99: _builtins.float
     group: _builtins.str
-    """instances that share models and load: a model's name, of coupled ones with " coupled" behind it"""
+    """Instances that share models and load: a model's name, of coupled ones with " coupled" behind it. "": all."""
     low: _builtins.float
     """measured / predicted: one in ten is below this"""
     high: _builtins.float

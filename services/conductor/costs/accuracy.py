@@ -44,7 +44,7 @@ class What(Enum):
 
 @dataclass(frozen=True)
 class PredictionError:
-    """How far predictions of one kind were off in one group."""
+    """How far predictions of one kind were off."""
 
     what: What
     samples: int
@@ -52,7 +52,7 @@ class PredictionError:
     p50: float  # of |measured - predicted| / predicted
     p90: float
     p99: float
-    group: str = ""
+    group: str = ""  # "": all of them
     low: float = 1.0  # measured / predicted: one in ten is below this
     high: float = 1.0  # and one in ten above this
 
@@ -76,7 +76,7 @@ class Accuracy:
     """The errors that one conductor has seen since its start.
 
     What `spread` says follows from the calls of `add` alone, so that a decision log gives the same answers again; what
-    `errors` says also from when it is asked."""
+    `errors` and `group_errors` say also from when they are asked."""
 
     def __init__(self, window: int = WINDOW) -> None:
         self._window = window
@@ -109,7 +109,17 @@ class Accuracy:
         return (errors.spread(), len(errors.values)) if errors is not None else (AS_PREDICTED, 0)
 
     def errors(self, now: float) -> Sequence[PredictionError]:
-        """Of all kinds that were measured in the last AGE_S, group by group in the order of their names."""
+        """Of all kinds that were measured in the last AGE_S, over all groups."""
+        found = []
+        for what in What:
+            some = [kinds[what].since(now - AGE_S) for kinds in self._groups.values() if what in kinds]
+            told = _summary(what, "", np.concatenate(some)) if some else None
+            if told is not None:
+                found.append(told)
+        return found
+
+    def group_errors(self, now: float) -> Sequence[PredictionError]:
+        """The same, group by group in the order of their names."""
         found = []
         for group in sorted(self._groups):
             for what in What:
@@ -156,9 +166,12 @@ class _Errors:
         """None: nothing was measured lately."""
         if now - self._told_at >= SHOWN_S:
             self._told_at = now
-            gone = bisect_left(self.times, now - AGE_S)
-            self._told = _summary(what, group, np.fromiter(self.values, float)[gone:])
+            self._told = _summary(what, group, self.since(now - AGE_S))
         return self._told
+
+    def since(self, at: float) -> npt.NDArray[np.float64]:
+        """Those that were seen then or later."""
+        return np.fromiter(self.values, float)[bisect_left(self.times, at) :]
 
 
 def _summary(what: What, group: str, errors: npt.NDArray[np.float64]) -> PredictionError | None:
