@@ -14,7 +14,7 @@ constexpr double INF = std::numeric_limits<double>::infinity();
 #define FIELDS(X)                                                                                                    \
     X(BACKLOG) X(AS_OF) X(REQUESTS) X(CONTEXT) X(RUNNING) X(FREE_BLOCKS) X(FREE_PAGES) X(RESIDENCE) X(EACH)          \
     X(LONG_SHARE) X(LONG_CHUNK) X(PREFILL) X(DECODE) X(PULL) X(TRANSFER) X(FITTED_CHUNK) X(CAPACITY) X(MAX_RUNNING)  \
-    X(CHUNK) X(KV_BYTES) X(SENDING) X(ARRIVING)
+    X(CHUNK) X(KV_BYTES) X(SENDING) X(ARRIVING) X(COMING)
 #define NAME(name) #name " "
 #define NUMBER(name) name,
 enum Use { FIELDS(NUMBER) USES };
@@ -251,6 +251,7 @@ KV_EXPORT void kv_answers(const Request *request, double blocks, double whole, i
     const double *contexts = r.column(CONTEXT), *chunk = r.column(CHUNK), *fitted_chunk = r.column(FITTED_CHUNK);
     const double *free = r.column(FREE_BLOCKS), *capacity = r.column(CAPACITY), *pages = r.column(FREE_PAGES);
     const double *each = r.column(EACH), *kv = r.column(KV_BYTES), *arriving = r.column(ARRIVING);
+    const double *coming = r.column(COMING);
     for (std::int64_t i = 0; i < r.count; i++) {
         double size = requests[i] + 1, context = contexts[i] + r.prompt, slot = 0.0;
         double too_many = most(0.0, size - limits[i]);
@@ -263,7 +264,8 @@ KV_EXPORT void kv_answers(const Request *request, double blocks, double whole, i
         if (r.beside) {
             double steps = most(1.0, std::ceil(chunk[i] / fitted_chunk[i]));
             double chunk_s = prefill.at(i, chunk[i], chunk[i] * chunk[i] / 2, steps);
-            double share = least(1.0, most(0.0, r.wait[i]) / most(r.slowest * stay[i], 1e-9));
+            double busy = most(0.0, r.wait[i] + coming[i] * stay[i]);
+            double share = least(1.0, busy / most(r.slowest * stay[i], 1e-9));
             tbt = tbt + chunk_s * share;
         }
         double landing = 0.0, lacking = blocks - (alone ? pages[i] : free[i]);

@@ -322,7 +322,9 @@ class Cluster:
         self._handles += 1
         again = Life(self._handles, life.request, life.record, made)
         again.attempt = life.attempt + 1
-        self._loop.after(self.config.hop_s, lambda: self._schedule(again, (blamed,)))
+        again.repeats = 0 if made > life.made_before else life.repeats + 1
+        wait_s = ASK_AGAIN_S if again.repeats > 1 else self.config.hop_s
+        self._loop.after(wait_s, lambda: self._schedule(again, (blamed,)))
 
     def changes_noticed(self) -> list[Noticed]:
         """How placements followed what happened to instances, in the order of the configuration."""
@@ -411,9 +413,12 @@ class Cluster:
 
     @property
     def quiet(self) -> bool:
-        """Whether no byte is on its way."""
+        """Whether no byte is on its way, and nobody works for requests that are gone."""
         pulls = [p.pulls for p in self.prefills.values() if not p.dead]
         pulls += [d.pulls for d in self.decodes.values() if not d.dead]
+        if self._changes:  # some may be at work for requests that were given up there
+            pulls += [len(p.lives) for p in self.prefills.values() if not p.dead]
+            pulls += [d.unwanted for d in self.decodes.values() if not d.dead]
         return not self._orders.pulls and not any(pulls)
 
     def check_empty(self) -> None:

@@ -367,6 +367,11 @@ class Decoder:
         self.rows.stop()
         return list(self.lives.values())
 
+    @property
+    def unwanted(self) -> int:
+        """Rows that leave at the next border."""
+        return len(self._unwanted)
+
     def turned_away(self, life: Life) -> None:
         """It was not admitted: conductors count it no longer."""
         self._finished.append(life.name)

@@ -54,6 +54,7 @@ class Life:
         "pulls",
         "push_bytes",
         "record",
+        "repeats",
         "request",
         "sent_to",
         "tokens",
@@ -68,6 +69,7 @@ class Life:
         self.tokens = request.input_tokens + made_before  # of the prompt
         self.made_before = made_before
         self.attempt = 0
+        self.repeats = 0  # attempts just before this one that brought no token
         self.lost = False  # an instance that had it is gone: another attempt has taken its place
         self.placed: Placed | None = None
         self.prefiller: Prefiller | None = None

@@ -147,10 +147,10 @@ def test_explain_shows_the_terms() -> None:
 
 
 def test_an_origin_gathers_and_overflows() -> None:
-    """Four origins at eight decode instances: each keeps to a few, all are used evenly enough."""
+    """Five origins at eight decode instances: each keeps to a few, all are used evenly enough."""
     gathered, spread = (_spread(origin_s) for origin_s in (0.2, 0.0))
-    places = [len({d for o, d in gathered if o == n}) for n in range(4)]
-    assert sum(places) < sum(len({d for o, d in spread if o == n}) for n in range(4)) * 0.7, places
+    places = [len({d for o, d in gathered if o == n}) for n in range(5)]
+    assert sum(places) < sum(len({d for o, d in spread if o == n}) for n in range(5)) * 0.7, places
     most = max(Counter(d for _, d in gathered).values())
     assert most <= 3 * len(gathered) / 8, "bounded by load"
 
@@ -159,7 +159,7 @@ def _spread(origin_s: float) -> list[tuple[int, str]]:
     brain = mesh(2, 8, origin_s=origin_s)
     went = []
     for n in range(160):
-        placed = brain.placed(200, origin=f"o{n % 4}", max_tokens=64, ttft_slo_s=1e6)
-        went.append((n % 4, placed.decode.instance_id))
+        placed = brain.placed(200, origin=f"o{n % 5}", max_tokens=64, ttft_slo_s=1e6)
+        went.append((n % 5, placed.decode.instance_id))
         brain.now += 0.01
     return went

@@ -75,9 +75,9 @@ def test_steps_in_a_row_are_steps_one_by_one(
     assert all(np.diff([now, *ends]) > 0)
     # What was done between two moments: the integral of 1 / `times`, step by step of a fine grid.
     if not noise:
-        grid = np.linspace(now, ends[-1], 20_001)
+        grid = np.linspace(now, ends[-1], 2_001)
         done = sum((b - a) / clock.times((a + b) / 2) for a, b in pairwise(grid))
-        assert done == pytest.approx(sum(usual), rel=0.02, abs=0.02)
+        assert done == pytest.approx(sum(usual), rel=0.03, abs=0.03)
 
 
 def test_noise_keeps_the_mean_and_hangs_on_the_number_of_the_step_alone() -> None:

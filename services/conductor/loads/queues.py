@@ -79,6 +79,7 @@ class PrefillQueue:
         self._expected_s = 0.0  # of the backlog: others', that no report has told of
         self._told_at = now
         self._given = Fading(LATELY_S)  # seconds of work
+        self.coming_share = 0.0  # of its time, that it was given work for lately, as of the last placement or report
 
     @property
     def backlog(self) -> tuple[float, float]:
@@ -152,13 +153,17 @@ class PrefillQueue:
         """Requests that are there, and seconds of work that it was given lately: what ties go by."""
         return len(self.works), max(0.0, self._given.at(now))
 
-    def busy_share(self, now: float) -> float:
-        """Of its time, that it was given work for lately; at most 1."""
-        return min(1.0, max(0.0, self._given.at(now)) * math.log(2) / LATELY_S / self.speedup)
+    def _give(self, seconds: float, now: float) -> None:
+        self._given.add(seconds, now)
+        self._look(now)
+
+    def _look(self, now: float) -> None:
+        given_s = max(0.0, self._given.at(now))
+        self.coming_share = min(1.0, given_s * math.log(2) / LATELY_S / self.speedup)
 
     def add(self, work: PrefillWork) -> None:
         """A placement; one of the same request replaces it."""
-        self._given.add(work.seconds, work.placed_at)
+        self._give(work.seconds, work.placed_at)
         self._backlog_s = self.wait_s(work.placed_at) + work.seconds / self.speedup
         self._as_of = work.placed_at
         self._pop(work.request_id)
@@ -191,7 +196,7 @@ class PrefillQueue:
         """It will not come (another attempt was placed, or its time is over): its work counts no more."""
         work = self._pop(request_id)
         if work is not None:
-            self._given.add(-work.seconds, now)
+            self._give(-work.seconds, now)
             self._backlog_s = max(0.0, self.wait_s(now) - work.seconds / self.speedup) if self.works else 0.0
             self._as_of = now
         return work
@@ -212,6 +217,7 @@ class PrefillQueue:
     def report(self, queued_tokens: int, seconds_per_token: float, now: float) -> None:
         """The instance's own figure: uncached tokens it has still to compute, all requests together."""
         self._learn_speed(busy=queued_tokens > 0, now=now)
+        self._look(now)
         settled_tokens, settled_s, flying_tokens, flying_s = 0, 0.0, 0, 0.0
         for work in self.works.values():
             if work.placed_at <= now - IN_FLIGHT_S:

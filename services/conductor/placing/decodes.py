@@ -86,7 +86,7 @@ def steps(instance: Instance, requests: float, context_tokens: float, now: float
     stay_s = instance.batch.residence_s
     busy_s = instance.queue.wait_s(now)  # prompts that it computes beside its rows, and those still to come
     if instance.mixes:
-        busy_s += instance.queue.busy_share(now) * stay_s
+        busy_s += instance.queue.coming_share * stay_s
     if busy_s > 0:
         chunk = instance.chunk_tokens
         step_s = mixed_tbt_s(step_s, instance.prefill.predict(chunk, 0), busy_s, stay_s)

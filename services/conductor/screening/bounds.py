@@ -362,7 +362,7 @@ class Weights:
             chunk = columns[Field.CHUNK]
             steps = np.maximum(1.0, np.ceil(chunk / columns[Field.FITTED_CHUNK]))
             chunk_s = fitted(view, Field.PREFILL, chunk, chunk * chunk / 2, steps)
-            tbt_s = mixed(tbt_s, chunk_s, self.wait_s, stay_s)
+            tbt_s = mixed(tbt_s, chunk_s, self.wait_s + columns[Field.COMING] * stay_s, stay_s)
         blocks, whole = self._blocks()
         free = columns[Field.FREE_BLOCKS]
         short = free < np.minimum(whole, columns[Field.CAPACITY])

@@ -38,31 +38,32 @@ class Field:
     LONG_CHUNK = 17
     SIZE_WEIGHT = 18
     LEASE = 19  # how long it may be silent
+    COMING = 20  # share of its time that prompts take beside its rows
     # with samples; a fitted model takes 11: see filling.py
-    PREFILL = 20
-    DECODE = 31
-    PULL = 42
-    TRANSFER = 53  # bytes a second
-    FITTED_CHUNK = 54
+    PREFILL = 21
+    DECODE = 32
+    PULL = 43
+    TRANSFER = 54  # bytes a second
+    FITTED_CHUNK = 55
     # with registrations
-    GROUP = 55
-    PREFILLS = 56
-    DECODES = 57
-    ALONE = 58  # tokens it computes for a request of its own batch
-    MIXES = 59
-    LONGEST_PREFILL = 60
-    LONGEST_DECODE = 61
-    CAPACITY = 62
-    MAX_RUNNING = 63  # inf: no limit
-    CHUNK = 64
-    KV_BYTES = 65
-    NODE = 66  # a hash of its name
+    GROUP = 56
+    PREFILLS = 57
+    DECODES = 58
+    ALONE = 59  # tokens it computes for a request of its own batch
+    MIXES = 60
+    LONGEST_PREFILL = 61
+    LONGEST_DECODE = 62
+    CAPACITY = 63
+    MAX_RUNNING = 64  # inf: no limit
+    CHUNK = 65
+    KV_BYTES = 66
+    NODE = 67  # a hash of its name
     # of its own accord
-    SEALED = 67  # its slot in the block map; -1: none
-    SENDING = 68  # bytes on their way from it
-    ARRIVING = 69  # and to it
-    LISTED = 70  # seconds of what was placed there; with a weight alone, as the marks
-    MARK = 71  # the first of them, see sizes.marks
+    SEALED = 68  # its slot in the block map; -1: none
+    SENDING = 69  # bytes on their way from it
+    ARRIVING = 70  # and to it
+    LISTED = 71  # seconds of what was placed there; with a weight alone, as the marks
+    MARK = 72  # the first of them, see sizes.marks
     LAST = MARK + MARKS  # the first of the greatest ranks
     SPEEDUP = LAST + LASTS  # with a weight alone
 

@@ -55,6 +55,7 @@ def load(instance: Instance, *, is_open: bool) -> tuple[tuple[float, ...], tuple
     requests, context, free_blocks, free_pages, mean_blocks = batch.figures()
     weight = queue.size_weight
     yields = ranked and any(work.yields for work in queue.works.values())
+    coming = queue.coming_share if instance.mixes else 0.0
     running = min(requests, instance.max_running or requests) if instance.mixes else 0
     values = (
         backlog_s,
@@ -77,6 +78,7 @@ def load(instance: Instance, *, is_open: bool) -> tuple[tuple[float, ...], tuple
         chunk_s,
         weight,
         instance.lease.seconds,
+        coming,
     )
     return values, (
         ranked,
@@ -84,7 +86,7 @@ def load(instance: Instance, *, is_open: bool) -> tuple[tuple[float, ...], tuple
         running > 0,
         chunk_s > 0,
         weight > 0,
-        backlog_s > 0 and instance.role is not Role.PREFILL,
+        (backlog_s > 0 or coming > 0) and instance.role is not Role.PREFILL,
     )
 
 
