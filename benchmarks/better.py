@@ -10,6 +10,8 @@ those that lose no goodput in any of these, nor time on a synthetic workload. do
     python -m benchmarks.better --json benchmarks/results/better.json --docs docs/better.md    # fills its tables
     python -m benchmarks.better --half 1500                                       # a quick look, a few minutes
     python -m benchmarks.better --only tune
+    python -m benchmarks.better --tuned benchmarks/results/better.json --noise 0.3 --spread 0.1 --unknown \\
+        --json benchmarks/results/better-noise.json    # the same policies, on machines that nobody knows: who wins then
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.better_page import figure, filled, read_rows
+from benchmarks.better_page import figure, filled, read_rows, tuned
 from benchmarks.better_policies import Policy, better_grid, paper_grid
-from benchmarks.better_runs import Inputs, Row, Runs, Task
+from benchmarks.better_runs import Inputs, Row, Runs, Scatter, Task
 from benchmarks.better_tables import TUNED_AT, TUNING_SEED, tables
 from benchmarks.paper_setup import PARAMETERS, read
 from kvmesh.rpc.errors import ConfigError
@@ -49,12 +51,14 @@ def main() -> int:
 
 
 def _run(options: Any) -> None:
-    inputs = Inputs(read(PARAMETERS), options.trace, options.half or sum(1 for _ in mooncake(options.trace)) // 2)
+    half = options.half or sum(1 for _ in mooncake(options.trace)) // 2
+    scatter = Scatter(options.noise, options.spread, options.unknown)
+    inputs = Inputs(read(PARAMETERS), options.trace, half, scatter)
     runs = Runs(inputs, options.json, options.jobs, lambda text: print(text, file=sys.stderr, flush=True))
-    paper, better = tune(runs)
+    paper, better = tune(runs) if options.tuned is None else tuned(options.tuned)
     print(f"paper's policy: {paper.name}\nbetter policy: {better.name}")
     if options.only != "tune":
-        shown = tables(paper, better)
+        shown = tables(paper, better)[0 if options.tuned is None else 1 :]  # the first one shows how they were tuned
         runs.get([task for table in shown for tasks in table.tasks.values() for task in tasks])
         for table in shown:
             print(f"\n{table.title}\n\n{table.markdown(runs.rows)}")
@@ -110,6 +114,10 @@ def _options() -> Any:
     parser.add_argument("--docs", type=Path, help="a page whose tables are filled from --json; nothing is run")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", choices=("tune",))
+    parser.add_argument("--tuned", type=Path, help="a file of rows: its policies are taken, and none are tuned")
+    parser.add_argument("--noise", type=float, default=0.0, help="of step times: deviation of their logarithm")
+    parser.add_argument("--spread", type=float, default=0.0, help="likewise of instances, each for good")
+    parser.add_argument("--unknown", action="store_true", help="conductors begin with their priors")
     return parser.parse_args()
 
 

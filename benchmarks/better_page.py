@@ -48,6 +48,15 @@ def read_rows(path: Path) -> Made:
     return made
 
 
+def tuned(path: Path) -> tuple[Policy, Policy]:
+    """The paper's policy and ours, as that file has them. ConfigError: it is none of ours."""
+    try:
+        told: dict[str, Any] = json.loads(path.read_text())
+        return policy_of(told["paper"]), policy_of(told["better"])
+    except (OSError, ValueError, KeyError, TypeError) as err:
+        raise ConfigError(f"tuned={str(path)!r}: {err!r}", field="tuned") from None
+
+
 def filled(page: str, made: Made) -> str:
     """The page with its tables as `made` has them. ConfigError: nothing in it says where."""
     before, begin, rest = page.partition(BEGIN)

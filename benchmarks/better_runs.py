@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.better_policies import Policy, config
 from benchmarks.paper_setup import Case, Parameters, summary_of, synthetic_of
 from kvmesh.rpc.errors import ConfigError
+from kvmesh.sim.config import SimConfig
 from kvmesh.sim.run import run
 from kvmesh.sim.synthetic import synthetic
 from kvmesh.sim.workload import Reading, SimRequest, mooncake
@@ -39,20 +40,43 @@ class Task:
 
 
 @dataclass(frozen=True)
+class Scatter:
+    """Step times that conductors do not know; see `SimConfig`."""
+
+    noise: float = 0.0
+    spread: float = 0.0
+    unknown: bool = False  # they begin with their priors
+
+    def changed(self, config: SimConfig) -> SimConfig:
+        """The same, so: with heartbeats as live, which are all that conductors then learn from."""
+        if self == Scatter():
+            return config
+        return replace(
+            config,
+            noise=self.noise,
+            spread=self.spread,
+            profiled=not self.unknown,
+            heartbeat_s=min(config.heartbeat_s, 0.2),
+        )
+
+
+@dataclass(frozen=True)
 class Inputs:
     """`half`: requests of each half of the trace."""
 
     parameters: Parameters
     trace: Path
     half: int
+    scatter: Scatter = Scatter()
 
     def told(self) -> dict[str, Any]:
         """What rows depend on, as JSON."""
-        return {
+        told = {
             "parameters": json.loads(json.dumps(self.parameters.told())),
             "trace": self.trace.name,
             "half": self.half,
         }
+        return told if self.scatter == Scatter() else told | {"scatter": asdict(self.scatter)}
 
 
 def requests_of(inputs: Inputs, task: Task) -> Iterator[SimRequest]:
@@ -71,7 +95,7 @@ def simulate(inputs: Inputs, task: Task) -> Row:
     began = time.process_time()
     summary = summary_of(inputs.parameters)
     run(
-        config(inputs.parameters, task.policy, task.admission, task.seed),
+        inputs.scatter.changed(config(inputs.parameters, task.policy, task.admission, task.seed)),
         requests_of(inputs, task),
         sink=summary.add,
     )

@@ -179,9 +179,10 @@ def share_goals(shares: dict[str, InstanceShares]) -> list[tuple[str, bool]]:
     return [(f"{pool} ≤ {shares[pool].goal:.0%}", shares[pool].fair) for pool in POOLS]
 
 
-SHARE_COLUMNS = (
-    ("prefill", 15), ("requests", 10), ("tokens", 8), ("decode", 15), ("requests", 10), ("tokens", 8),
-)  # fmt: skip
+def share_columns(instances: int) -> list[tuple[str, int]]:
+    """The columns of `share_words`, wide enough for so many instances of a pool."""
+    wide = max(10, 4 * instances + 3)
+    return [(name, width) for pool in POOLS for name, width in ((pool, wide), ("requests", 10), ("tokens", 8))]
 
 
 # ── 1. shares ─────────────────────────────────────────────────────────────────────────────────────
@@ -189,7 +190,8 @@ SHARE_COLUMNS = (
 
 async def run_shares(args: argparse.Namespace, report: GoalReport) -> None:
     """Every fleet under every kind of arrivals, one after the other on one mesh."""
-    columns = [("fleet", 7), ("arrivals", 12), ("sent", 6), ("failed", 8), *SHARE_COLUMNS, ("TTFT p50", 10), ("p90", 7)]
+    shares_in = share_columns(max(max(fleet) for fleet in args.fleets))
+    columns = [("fleet", 7), ("arrivals", 12), ("sent", 6), ("failed", 8), *shares_in, ("TTFT p50", 10), ("p90", 7)]
     report.table("shares", "shares: of the busiest instance of each pool (TTFT in ms)", columns)
     for prefill, decode in args.fleets:
         async with live_mesh(args, prefill, decode) as live:
@@ -267,7 +269,8 @@ def _count(seen: Sequence[TurnSeen]) -> str:
 
 
 async def run_sessions(args: argparse.Namespace, report: GoalReport) -> None:
-    columns = [("fleet", 7), ("sessions", 10), ("pace", 7), ("failed", 8), *SHARE_COLUMNS, ("left cached", 13)]
+    shares_in = share_columns(max(max(load.prefill, load.decode) for load in args.sessions))
+    columns = [("fleet", 7), ("sessions", 10), ("pace", 7), ("failed", 8), *shares_in, ("left cached", 13)]
     report.table("sessions", "sessions: paced conversations", columns)
     for load in args.sessions:
         async with live_mesh(args, load.prefill, load.decode) as live:
@@ -551,6 +554,12 @@ async def come_back(live: LiveMesh, ask: Ask, obey: bool, give_up: float) -> Ret
     return client
 
 
+def served_per_s(clients: Iterable[ReturningClient]) -> float:
+    """How many were answered a second, from the first attempts to the last answer."""
+    done = [one.answered_s for one in clients if one.answered_s is not None]
+    return len(done) / max(done) if done else 0.0
+
+
 def retry_told(clients: Sequence[ReturningClient], per_s: float) -> Told:
     """What came of clients that obey, when the mesh can take `per_s` of them a second."""
     refused = [one for one in clients if one.tries and not one.tries[0].placed]
@@ -603,9 +612,10 @@ async def run_retry(args: argparse.Namespace, report: GoalReport) -> None:
             began = time.monotonic()
             seen = await live.closed(60 if args.quick else 120, 8)
             per_s = sum(one.ok for one in seen) / (time.monotonic() - began)
+        per_s = max(per_s, *(served_per_s(clients) for _, clients in found))
         for obey, clients in found:
             _retry_row(report, {"obey": obey, "best_s": len(clients) / per_s, **retry_told(clients, per_s)})
-        report.note(f"right: when the mesh takes {per_s:.1f} of them a second, as it does when it is never idle")
+        report.note(f"right: when the mesh takes {per_s:.1f} of them a second, the most that it has taken here")
 
 
 def _retry_row(report: GoalReport, told: Told) -> None:

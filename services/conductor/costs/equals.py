@@ -37,6 +37,9 @@ PRIOR_SAMPLES = 0.5  # so many shrink a departure to half
 # RETURN: so it does not flicker.
 DEPART, RETURN = math.log(1.35), math.log(1.15)
 CERTAIN = 3.5
+# Nor does it begin within twice the model's usual error: instances that share cores, or have just been idle, differ by as
+# much. What is slower than MOST_APART departs in any case.
+ERRORS, MOST_APART = 2.0, math.log(2.2)
 FIRST_NOISE, LEAST_NOISE, MOST_NOISE = 0.2, 0.02, 1.0  # standard deviation of logarithms of samples of one instance
 DEVIATION = 1.25  # of a normal distribution: its standard deviation over its mean absolute one
 NOISE_SHARE = 0.05  # of a new sample in what is known of noise and errors
@@ -131,6 +134,11 @@ class Equals:
         self.noise += NOISE_SHARE * (min(MOST_NOISE, DEVIATION * abs(deviation)) - self.noise)
         self.error += NOISE_SHARE * (min(1.0, abs(error)) - self.error)
 
+    @property
+    def apart(self) -> float:
+        """Logarithms that differ by less are alike."""
+        return max(DEPART, min(MOST_APART, ERRORS * self.error))
+
     def _level(self, now: float) -> float:
         """The median of what instances show. Of two in the middle that differ by more than noise the faster: it shows
         what their kind can do."""
@@ -140,7 +148,7 @@ class Equals:
         most = max(m.count for m in fresh)  # two samples that agree may be chance: others know better, if there are any
         means = sorted(m.mean for m in fresh if m.count >= min(ENOUGH, most))
         low, high = means[(len(means) - 1) // 2], means[len(means) // 2]
-        middle = (low + high) / 2 if high - low <= DEPART else low
+        middle = (low + high) / 2 if high - low <= self.apart else low
         return middle if abs(middle) >= LEVEL_FROM else 0.0
 
 
@@ -209,7 +217,7 @@ class Departure:
             departed = abs(shown) >= RETURN
         else:
             error = CERTAIN * max(LEAST_NOISE, equals.noise) / math.sqrt(max(1.0, certain))
-            departed = abs(shown) > max(DEPART, error)
+            departed = abs(shown) > max(equals.apart, error)
         factor = math.exp(shown) if departed else 1.0
         if factor != self.factor:
             self.departed, self.factor = departed, factor
@@ -223,7 +231,7 @@ class Departure:
         if len(ratios) < 2:
             return ratios
         if self.departed and samples[-1].at - samples[-2].at > TRUSTED_S:
-            if abs(ratios[-1] - equals.level) >= DEPART:
+            if abs(ratios[-1] - equals.level) >= equals.apart:
                 return ratios
             self.departed = False
             return self._keep(ratios, 1)
@@ -236,7 +244,7 @@ class Departure:
                 before.pop(_oddest(before, equals.level))
             mean, far = sum(before) / len(before), noise * math.sqrt(1 / newest + 1 / len(before))
             away = [ratio - mean for ratio in ratios[-newest:]]
-            if min(away) > max(DEPART, far) or max(away) < -max(DEPART, far):
+            if min(away) > max(equals.apart, far) or max(away) < -max(equals.apart, far):
                 return self._keep(ratios, newest)
         return ratios
 
