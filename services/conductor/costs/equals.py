@@ -37,8 +37,8 @@ PRIOR_SAMPLES = 0.5  # so many shrink a departure to half
 # RETURN: so it does not flicker.
 DEPART, RETURN = math.log(1.35), math.log(1.15)
 CERTAIN = 3.5
-# Nor does it begin within twice the model's usual error: instances that share cores, or have just been idle, differ by as
-# much. What is slower than MOST_APART departs in any case.
+# Nor does it begin within twice the model's usual error: instances that share cores, or have just been idle, differ by
+# as much. What is slower than MOST_APART departs in any case.
 ERRORS, MOST_APART = 2.0, math.log(2.2)
 FIRST_NOISE, LEAST_NOISE, MOST_NOISE = 0.2, 0.02, 1.0  # standard deviation of logarithms of samples of one instance
 DEVIATION = 1.25  # of a normal distribution: its standard deviation over its mean absolute one
