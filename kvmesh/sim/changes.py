@@ -236,7 +236,7 @@ class Noticed:
         }
 
 
-OVER, STRAY = 1.25, 3.0
+OVER, STRAY = 1.25, 4.0
 BACK, BACK_WINDOW_S = 0.8, 15.0
 Placements = Sequence[tuple[float, str]]  # when a request of one pool was placed, and where
 

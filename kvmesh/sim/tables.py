@@ -78,7 +78,7 @@ class ParquetTable:
         pyarrow = self._arrow = need_pyarrow()
         kinds = {"int": pyarrow.int64(), "float": pyarrow.float64()}
         self._schema = pyarrow.schema(
-            [(one.name, kinds.get(str(one.type), pyarrow.string())) for one in fields(Record)]
+            [(one.name, kinds.get(str(one.type), pyarrow.string())) for one in fields(Record) if one.name in COLUMNS]
         )
         self._writer = pyarrow.parquet.ParquetWriter(path, self._schema, compression="zstd")
         self._columns: list[list[Any]] = [[] for _ in COLUMNS]

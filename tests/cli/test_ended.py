@@ -52,5 +52,7 @@ def test_the_status_tells_how_far_predictions_were_off() -> None:
         {"what": "decode_step", "samples": 9, "bias": -0.1, "p50": 0.1, "p90": 0.25, "p99": 1.0},
         {"what": "ttft", "samples": 9, "bias": 0.1, "p50": 0.2, "p90": 1.5, "p99": 3.0},
     ]
-    assert status._foretold({"errors": errors}) == "predictions off by (median/p90): decode step 10%/25%, ttft 20%/150%"
-    assert status._foretold({"errors": []}) == ""
+    assert [status.worth(one) for one in errors] == [
+        "usually within 10%, 9 of 10 within 25%; runs 10% shorter than predicted",
+        "usually within 20%, 9 of 10 within a factor of 2.5; runs 10% longer than predicted",
+    ]

@@ -203,7 +203,7 @@ def paced_sessions(prefills: int, decodes: int, sessions: int = 24, turns: int =
 POOLS = (("prefill", ("requests", "input", "computed")), ("decode", ("requests", "output")))  # and what is counted
 
 
-def bursts(prefills: int, decodes: int, *, each: int = 6, times: int = 12, seed: int = 0, **changes: Any) -> Ran:
+def bursts(prefills: int, decodes: int, *, each: int = 6, times: int = 6, seed: int = 0, **changes: Any) -> Ran:
     """So many requests for each instance of the greater pool at one moment, and again, 2 s apart; lone ones before."""
     count = each * max(prefills, decodes)
     asked = [
@@ -248,7 +248,7 @@ class Strike:
     def ran(self, **changes: Any) -> Ran:
         """The load on this fleet."""
         config = fleet(self.prefills, self.decodes, self.scale, seed=self.seed, **changes)
-        return serve(config, arrivals((FILLING, (self.rate, self.over_s)), self.seed, answer=ANSWER // 2))
+        return serve(config, arrivals((FILLING, (self.rate, self.over_s)), self.seed, answer=ANSWER // 4))
 
     def struck(self, what: str, name: str, times: float = 3.0) -> Ran:
         """`what`: "slow", "frozen", "killed", "replaced" (after half the phase), "joined" or "left"."""

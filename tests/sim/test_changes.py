@@ -280,7 +280,7 @@ def test_when_a_change_was_noticed_and_when_it_was_forgiven() -> None:
         return found.noticed_s, found.back_s
 
     late = {at: odd[at] and not 25 <= at < 60 for at in every}
-    assert told(late) == (pytest.approx(4, abs=0.7), 0.0)  # three strays and a quarter are allowed
+    assert told(late) == (pytest.approx(3, abs=0.6), 0.0)  # four strays and a quarter are allowed
     assert told(late, able=0.0) == (pytest.approx(5, abs=0.2), 0.0)
     never = {at: odd[at] for at in every}
     assert told(never)[0] > 35
