@@ -50,6 +50,14 @@ class ConductorConfig(ServiceConfig):
             "max": 1,
         },
     )
+    batch_slowdown: float = field(
+        default=0.2,
+        metadata={
+            "help": "By which fraction the batch lane may make interactive requests slower, TTFT and TBT, as they "
+            "themselves show; 0: it waits until none come.",
+            "min": 0,
+        },
+    )
     door_port: int = field(
         default=0,
         metadata={
@@ -204,6 +212,9 @@ class ConductorConfig(ServiceConfig):
             raise ConfigError(text, field="admission_confidence")
         if not 0 <= self.batch_share <= 1:
             raise ConfigError(f"batch_share={self.batch_share}: must be between 0 and 1", field="batch_share")
+        if not 0 <= self.batch_slowdown < float("inf"):
+            text = f"batch_slowdown={self.batch_slowdown}: must be a number, at least 0"
+            raise ConfigError(text, field="batch_slowdown")
         self.slos  # noqa: B018 (refuses what it cannot read)
         if not self.mesh or not self.mesh.isprintable() or any(letter in " :" for letter in self.mesh):
             raise ConfigError(f"mesh={self.mesh!r}: must be a name without spaces and colons", field="mesh")

@@ -350,11 +350,12 @@ class Placed:
 
 @dataclass(frozen=True)
 class Refuse:
-    """The answer to the event is this error. `reason` of a refused Schedule: "ttft", "tbt", "capacity",
-    "no_instance", "unknown_model", "invalid"."""
+    """The answer to the event is this error. `reason` of a refused Schedule: "ttft", "tbt", "impossible", "busy",
+    "capacity", "no_instance", "unknown_model", "invalid"."""
 
     error: KvmeshError
     reason: str = ""
+    least_s: float = 0.0  # where even an idle instance would miss the SLO: the least that one could meet; 0: some would
 
 
 @dataclass(frozen=True)

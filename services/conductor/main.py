@@ -163,7 +163,11 @@ def settings_of(config: ConductorConfig) -> Settings:
         fetch=Fetch(config.fetch),
         policy=Policy(config.policy),
         admission=AdmissionSettings(
-            Mode(config.admission), config.slos, config.admission_confidence, batch_share=config.batch_share
+            Mode(config.admission),
+            config.slos,
+            config.admission_confidence,
+            batch_share=config.batch_share,
+            batch_slowdown=config.batch_slowdown,
         ),
         affinity=AffinitySettings(config.session_affinity_ms / 1000, config.origin_affinity_ms / 1000),
         member_grace_s=3 * lease_s,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.rpc.errors import InvalidRequest
+from services.conductor.admission.context import AdmissionContext
 from services.conductor.admission.gate import Admission
 from services.conductor.admission.judge import Judge
 from services.conductor.admission.refusals import refuse_unplaceable
@@ -75,9 +76,9 @@ class Scheduling:
         self.balance = Balance(settings)
         self._lines = Lines(settings.sizes)
 
-    def ended(self, outcome: RequestOutcome) -> None:
+    def ended(self, outcome: RequestOutcome, now: float) -> None:
         """How a request went."""
-        self.admission.ended(outcome)
+        self.admission.ended(outcome, now)
 
     def schedule(self, request: Schedule, now: float) -> Placed | Refuse:
         """Place it, or say why not."""
@@ -86,8 +87,6 @@ class Scheduling:
         serving = view.serving(view.group(request.model) if request.prompt_tokens > 0 else NO_GROUP)
         usable = view.able_of(serving)
         prefills, decodes = view.prefills(usable, request.prompt_tokens), view.decodes(usable, request.prompt_tokens)
-        if serving:
-            self.balance.asked(request, now)
         slo = self.admission.slo(request)
         bounds, judge = self.admission.bounds(request, slo), self.admission.judge(request, slo, now)
         threshold = self.threshold.value(now)
@@ -95,15 +94,22 @@ class Scheduling:
         line = self._lines.of(request.model, len(prefills), lambda: self._ledger.others_rate(request.model), now)
         terms = Terms(bounds.ttft_s, bounds.tbt_s, threshold, now, self._rng, judge, self._settings.fetch, near, line)
         mesh, found = None, None
-        answer: Placed | Refuse | None = self._refused(request, serving, prefills, decodes, now)
-        if answer is None:
+        answer: Placed | Refuse
+        refused = self._refused(request, serving, prefills, decodes, now)
+        if refused is None:
             self._ledger.withdraw(request.request_id, now)
             self._ledger.expect_others(request.model, prefills, now)
             self._known.columns.keep_up()
             mesh = self._mesh(self._index.survey(request.keys), request, view)
             found = self.chooser.choose(request, prefills, decodes, Asked(self._place), mesh, terms)
             self.balance.saw(request, mesh.survey, now)
-            answer = self._answer(request, found.answer, judge, now)
+            others_rate = self._ledger.others_rate(request.model)
+            among = AdmissionContext(found, serving, usable, prefills, decodes, others_rate)
+            answer = self._answer(request, among, judge, now)
+        else:
+            answer = refused
+            if serving and refused.reason == "no_instance":
+                self.balance.asked(request, now)
         if isinstance(answer, Placed):
             self._ledger.promise(request, answer)
         if self._settings.max_explained:
@@ -181,11 +187,16 @@ class Scheduling:
         wires = self._ledger.wires
         return Mesh(survey, holders, memory, wires.outgoing, lower, tier_load, wires.arriving, congestion)
 
-    def _answer(self, request: Schedule, choice: Choice | Refuse, judge: Judge, now: float) -> Placed | Refuse:
+    def _answer(self, request: Schedule, among: AdmissionContext, judge: Judge, now: float) -> Placed | Refuse:
+        choice = among.found.answer
         if isinstance(choice, Choice):
-            choice = self.admission.confirm(choice, judge)
+            choice = self.admission.confirm(choice, judge, among)
         if isinstance(choice, Refuse):
-            return self.admission.refused(request, choice, now)
+            refuse = self.admission.refused(request, choice, among, now)
+            if not refuse.least_s:  # nobody could do it, and more instances could not
+                self.balance.asked(request, now)
+            return refuse
+        self.balance.asked(request, now)
         self._ledger.commit(request, choice, now, judge.slo, judge.answer_tokens)
         self.admission.placed(choice, judge)
         self.balance.placed(request, choice, now)

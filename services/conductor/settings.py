@@ -44,6 +44,7 @@ class AdmissionSettings:
     head_room: float = 0.5  # of the room within the SLO, that the batch lane may fill
     batch_share: float = 0.02  # of the machine time of interactive requests, that the batch lane gets in any case
     patience_s: float = 30.0  # which it waits before
+    batch_slowdown: float = 0.2  # the fraction by which it may make interactive requests slower
 
 
 @dataclass(frozen=True)

@@ -314,7 +314,7 @@ class ConductorState:
             if self._ledger.ended(instance, outcome, now):
                 self._explanations.ended(outcome)
                 self._breakers.heard(beat.ref.life, outcome, now)
-            self.scheduling.ended(outcome)
+            self.scheduling.ended(outcome, now)
         for sample in beat.prefill_samples:
             self._explanations.report(instance.ref, sample)
             self.scheduling.threshold.sampled(sample, now)

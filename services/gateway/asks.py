@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvmesh.rpc.errors import KvmeshError, Overloaded
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
 from services.gateway.choices import Choice
 from services.gateway.generation import Generation
 from services.gateway.models import Facts
+
+RETRY_AFTER_MS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,13 @@ class Asks:
             expected_output_tokens=wanted.expected_tokens or 0,
             answered_tokens=carried.answered,
         )
+
+    def told(self, err: KvmeshError) -> KvmeshError:
+        """What the client hears of the conductor's error: one that blames an SLO for which the client did not ask is no
+        fault of its request."""
+        if err.field not in ("ttft_slo_ms", "tbt_slo_ms") or getattr(self.wanted, err.field) is not None:
+            return err
+        return Overloaded(f"the gateway's own {err.message}", retry_after_ms=RETRY_AFTER_MS)
 
     def start(
         self,

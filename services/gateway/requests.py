@@ -309,7 +309,7 @@ class Request:
                 return
             if isinstance(err, Unavailable):
                 self.core.catalog.poke()
-            self._fail(err)  # of what has not begun the conductor's word is final
+            self._fail(self._asks.told(err) if self._asks else err)  # of what has not begun that word is final
             return
         except Exception as err:
             log.exception("request %s cannot be placed", self.request_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -198,7 +199,8 @@ def test_who_waits_as_told_is_taken_in_a_quiet_mesh(others: list[tuple[int, int]
     answer = loop.ask(prompt, 50, max_tokens=50, request_id="x")
     if isinstance(answer, Refuse):
         assert isinstance(answer.error, Overloaded)
-        loop.run(answer.error.retry_after_ms / 1000 + BEAT_EVERY * STEP_S)  # what is known is a heartbeat old
+        steps = math.ceil(answer.error.retry_after_ms / 1000 / STEP_S)
+        loop.run((steps + BEAT_EVERY) * STEP_S)  # what is known is a heartbeat old
         again = loop.ask(prompt, 50, max_tokens=50, request_id="x")
         if isinstance(again, Refuse):  # short prompts were thought to pass long ones: this mesh computes them in turn
             assert isinstance(again.error, Overloaded) and again.error.retry_after_ms <= 250, (answer, again)

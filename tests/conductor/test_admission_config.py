@@ -16,12 +16,15 @@ from services.conductor.settings import Mode
 
 
 def test_flags_become_settings() -> None:
-    config = ConductorConfig(admission="early", slo_by_model=("a=500:20", " b = 30000 : 100 "), batch_share=0.1)
+    config = ConductorConfig(
+        admission="early", slo_by_model=("a=500:20", " b = 30000 : 100 "), batch_share=0.1, batch_slowdown=0.5
+    )
     admission = settings_of(config).admission
     assert admission.mode is Mode.EARLY
     assert admission.by_model == (("a", 0.5, 0.02), ("b", 30.0, 0.1))
-    assert admission.batch_share == 0.1
+    assert (admission.batch_share, admission.batch_slowdown) == (0.1, 0.5)
     assert settings_of(ConductorConfig()).admission.mode is Mode.PREDICTED
+    assert settings_of(ConductorConfig()).admission.batch_slowdown == 0.2
     named = ConductorConfig(slo_by_model=("hub/model=v2=1:2",))  # the last sign parts name and figures
     assert named.slos == (("hub/model=v2", 0.001, 0.002),)
 
@@ -32,6 +35,9 @@ def test_flags_become_settings() -> None:
         ({"admission": "maybe"}, "admission", "'maybe': choose one of off, baseline, early, predicted"),
         ({"batch_share": 1.5}, "batch_share", "batch_share=1.5: must be between 0 and 1"),
         ({"batch_share": float("nan")}, "batch_share", "=nan"),
+        ({"batch_slowdown": -0.1}, "batch_slowdown", "batch_slowdown=-0.1: must be a number, at least 0"),
+        ({"batch_slowdown": float("nan")}, "batch_slowdown", "=nan"),
+        ({"batch_slowdown": float("inf")}, "batch_slowdown", "=inf"),
         ({"slo_by_model": ("a",)}, "slo_by_model", "'a': must be NAME=TTFT_MS:TBT_MS"),
         ({"slo_by_model": ("a=5",)}, "slo_by_model", "'a=5': must be"),
         ({"slo_by_model": ("=5:5",)}, "slo_by_model", "must be NAME"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import random
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -11,9 +14,19 @@ from hypothesis import strategies as st
 from kvmesh.rpc.errors import Overloaded
 from services.conductor.admission import lanes
 from services.conductor.admission.lanes import Asked, BatchLane
-from services.conductor.domain import Lane, Placed, Refuse
+from services.conductor.admission.slowdown import (
+    AGAIN_S,
+    CLEAR_WAIT_S,
+    ENOUGH,
+    MOST_FACTOR,
+    QUIET_S,
+    Slowdown,
+    Undisturbed,
+)
+from services.conductor.domain import Lane, Outcome, Placed, Refuse, RequestOutcome
 from services.conductor.settings import AdmissionSettings, Mode
 from tests.conductor.driven import STEP_S, Driven
+from tests.conductor.timed_mesh import Client, TimedMesh
 
 TBT_SLO_S = 0.1  # of 26 rows of 16,000 tokens
 
@@ -230,3 +243,197 @@ def test_memory_is_bounded_and_newcomers_push_nobody_out(monkeypatch: pytest.Mon
     assert len(lane) == 3
     lane.earn(1000.0)
     assert lane.way_in(_busy("r0"), 5.0) == "turn"
+
+
+# ── it yields by what interactive requests feel ───────────────────────────────────────────────────
+
+Times = tuple[float, float]  # mean TTFT, mean TBT
+
+
+def story(
+    batch_requests: int, rate: float, *, seconds: float, cores: int = 0, share: float = 0.2, pair: int = 1
+) -> tuple[Times, Times, list[Client]]:
+    """Interactive requests for ten seconds, then the lane's beside them: how the first went, how the others, and the
+    lane's. SLOs are the usual ones: 30 s and 1 s."""
+    paces, settings_ = [1.0] * pair, AdmissionSettings(confidence=0.9, batch_slowdown=share)
+    step_s = lambda rows: 0.005 + 0.001 * rows  # noqa: E731
+    loop = TimedMesh(paces, paces, step_s=step_s, noise=0.1, cores=cores, seed=3, admission=settings_)
+    loop.measure()
+    at_s, came = 0.0, []
+    while at_s < 10.0 + seconds:
+        at_s += loop.rng.expovariate(rate)
+        came.append((at_s, loop.ask(f"i{len(came)}", 300, at_s, output=32)))
+    lane = [
+        loop.ask(f"b{n}", 1000, 10.0 + 0.001 * n, output=64, lane=Lane.BATCH, priority=20)
+        for n in range(batch_requests)
+    ]
+    loop.run(10.0 + seconds)
+    found = []
+    for low, high in ((2.0, 10.0), (10.0, 10.0 + seconds)):
+        some = [client for at_s, client in came if low <= at_s < high and client.done]
+        found.append((fmean(c.ttft_s for c in some), fmean(c.tbt_s for c in some)))
+    return *found, lane  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("rate", "cores", "pair"),
+    [(4.0, 0, 1), (8.0, 0, 1), (4.0, 2, 2), (8.0, 2, 2)],
+    ids=["4", "8", "4 shared", "8 shared"],
+)
+def test_interactive_requests_hardly_feel_it(rate: float, cores: int, pair: int) -> None:
+    """The finding: at the usual SLOs everything is idle, and 40 of the lane made TTFT and TBT ten times as long. Here
+    120 of them come at once; where instances share cores they disturb each other by more than models know."""
+    alone, beside, lane = story(120, rate, seconds=20.0, cores=cores, pair=pair)
+    assert beside[0] <= 1.4 * alone[0] and beside[1] <= 1.4 * alone[1]
+    assert sum(client.done for client in lane) >= 4, "it is not kept out"
+
+
+def test_how_much_slower_is_what_was_set() -> None:
+    slower, done = [], []
+    for share in (0.0, 0.3, 1.0):
+        alone, beside, lane = story(120, 4.0, seconds=15.0, share=share)
+        slower.append(max(beside[0] / alone[0], beside[1] / alone[1]))
+        done.append(sum(client.done for client in lane))
+    assert done[0] <= 2 < 10 < done[1] < done[2], "but for turns, at 0 it waits until nobody comes"
+    assert slower[0] < 1.15 and slower[1] < 1.5 and slower[2] < 2.5
+
+
+def test_where_no_interactive_request_comes_it_takes_all_that_is_idle() -> None:
+    """As before: the throughput of a mesh that does nothing else is that of its instances."""
+    loop = TimedMesh([1.0, 1.0], [1.0, 1.0], admission=AdmissionSettings(confidence=0.9))
+    loop.measure()
+    loop.run(QUIET_S + 1.0)
+    lane = [loop.ask(f"b{n}", 1000, output=64, lane=Lane.BATCH, priority=20) for n in range(200)]
+    loop.run(20.0)
+    assert all(client.done for client in lane)
+    last_s = max(client.placed_at or 0.0 for client in lane) - lane[0].came_at[0]
+    assert last_s <= 200 * 0.060 / 2
+
+
+def test_after_a_quiet_while_it_has_the_mesh_again() -> None:
+    loop = TimedMesh([1.0], [1.0], admission=AdmissionSettings(confidence=0.9, batch_slowdown=0.0))
+    loop.measure()
+    loop.ask("last", 300)
+    lane = [loop.ask(f"b{n}", 1000, 0.5, output=64, lane=Lane.BATCH, priority=20) for n in range(20)]
+    loop.run(QUIET_S - 1.0)
+    assert not any(client.done for client in lane)
+    loop.run(8.0)
+    assert all(client.done for client in lane)
+
+
+# ── the fraction ──────────────────────────────────────────────────────────────────────────────────
+
+
+class Fed:
+    """A slowdown that is told how requests went: each took so many times as long as was predicted."""
+
+    def __init__(self, most: float = 0.2) -> None:
+        self.slowdown, self.now, self.count = Slowdown(most), 1000.0, 0
+
+    def request(self, ratio: float, *, beside: bool, seconds: float = 0.5) -> None:
+        """`beside`: something of the lane is there."""
+        slowdown = self.slowdown
+        if beside and not slowdown._running:
+            slowdown.entered("lane", self.now + 1e6, self.now)
+        elif not beside:
+            slowdown.left("lane")
+        slowdown.came(self.now)
+        entered = -1 if beside else slowdown._entered
+        one = Undisturbed(slowdown, 0.05, 0.01, self.now, entered)
+        self.now += seconds
+        self.count += 1
+        outcome = RequestOutcome(f"r{self.count}", 0, Outcome.DONE, 16, 0.05 * ratio, 0.02 * ratio, 0.01 * ratio, 1.0)
+        slowdown.ended(one, outcome, self.now)
+
+    @property
+    def allowed(self) -> float:
+        return self.slowdown.allowed(self.now)
+
+
+def test_until_it_is_known_how_they_go_without_it_the_lane_waits_a_while() -> None:
+    fed = Fed()
+    assert fed.allowed == math.inf, "nobody came"
+    fed.slowdown.came(fed.now)
+    assert fed.allowed == 0.0
+    for _ in range(ENOUGH):
+        fed.request(1.3, beside=False)
+    assert fed.allowed == 0.2
+    fed = Fed()
+    fed.slowdown.came(fed.now)
+    assert fed.allowed == 0.0
+    for _ in range(math.ceil(CLEAR_WAIT_S)):  # outcomes that tell nothing
+        fed.now += 1.0
+        fed.slowdown.came(fed.now)
+    assert fed.allowed == 0.2, "then predictions are taken at their word"
+
+
+@pytest.mark.parametrize("bias", [0.3, 1.0, 3.0])
+def test_a_biased_prediction_is_no_doing_of_the_lane(bias: float) -> None:
+    fed = Fed()
+    for _ in range(20):
+        fed.request(bias, beside=False)
+    for _ in range(40):
+        fed.request(1.05 * bias, beside=True)
+    assert fed.allowed == 0.2
+    for _ in range(40):
+        fed.request(2.0 * bias, beside=True)
+    assert fed.allowed < 0.02
+
+
+def test_it_shrinks_at_once_and_grows_by_steps_while_the_lane_asks_for_more() -> None:
+    fed = Fed()
+    for _ in range(20):
+        fed.request(1.0, beside=False)
+    assert fed.allowed == 0.2
+    for _ in range(ENOUGH):
+        fed.request(1.8, beside=True)
+    assert fed.allowed == pytest.approx(0.05)
+    for _ in range(3 * ENOUGH):
+        fed.request(1.0, beside=True)
+        assert fed.allowed < 0.2
+    grown = fed.allowed
+    assert grown == pytest.approx(0.05 * 1.5**3)
+    for _ in range(20 * ENOUGH):
+        fed.request(1.0, beside=True)
+        assert fed.allowed <= 0.2 * MOST_FACTOR
+
+
+def test_one_late_request_changes_nothing() -> None:
+    fed = Fed()
+    for _ in range(20):
+        fed.request(1.0, beside=False)
+    for n in range(40):
+        fed.request(10.0 if n % ENOUGH == 0 else 1.0, beside=True)
+    assert fed.allowed >= 0.2
+
+
+def test_what_was_shut_out_is_tried_again() -> None:
+    fed = Fed()
+    for _ in range(20):
+        fed.request(1.0, beside=False)
+    for _ in range(20 * ENOUGH):
+        fed.request(5.0, beside=True, seconds=0.01)
+    assert fed.allowed < 0.01
+    for _ in range(60):
+        fed.request(1.0, beside=False, seconds=AGAIN_S / 5)
+        allowed = fed.allowed
+    assert allowed == 0.2
+
+
+def test_a_prompt_of_the_lane_delays_by_no_more_than_is_allowed() -> None:
+    """Who comes at any time waits for half of the prompt that he finds being computed."""
+    rng, prompt_s, ttft_s = random.Random(0), 0.06, 0.03
+    for allowed in (0.05, 0.2, 1.0):
+        pause = lanes.pause_s(prompt_s, prompt_s, ttft_s, allowed, 1)
+        waits = [max(0.0, prompt_s - rng.uniform(0.0, pause)) for _ in range(100_000)]
+        assert fmean(waits) == pytest.approx(allowed * ttft_s, rel=0.05)
+    assert lanes.pause_s(prompt_s, prompt_s, ttft_s, math.inf, 1) == 0.0
+    assert lanes.pause_s(prompt_s, prompt_s, ttft_s, 0.2, 4) == lanes.pause_s(prompt_s, prompt_s, ttft_s, 0.2, 1) / 4
+    assert lanes.pause_s(10 * prompt_s, prompt_s, ttft_s, 0.2, 1) == pytest.approx(3.0), "a chunk of it"
+
+
+def test_what_runs_and_is_never_heard_of_is_forgotten() -> None:
+    slowdown = Slowdown(0.2)
+    slowdown.entered("lost", 1010.0, 1000.0)
+    assert slowdown._busy(1005.0)
+    assert not slowdown._busy(1010.0)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.rpc.errors import Overloaded, Unavailable
+from kvmesh.rpc.errors import InvalidRequest, Overloaded, Unavailable
 from services.conductor.costs.interference import mixed_tbt_s, shared, without_rows_s
 from services.conductor.domain import DecodeSample, Fetch, Load, Placed, PrefillSample, Refuse, Role
 from services.conductor.fleet.instance import Instance
@@ -148,7 +148,7 @@ def test_the_slo_of_the_rows_beside_it_refuses_a_kind_and_then_the_request() -> 
     alone = mesh("c0")
     learn(alone, "c0", per_token_s=1e-3, step_s=0.02)
     assert kind(alone.placed(3000, tbt_slo_s=0.4)) == ("c0", "c0")  # no rows, nobody suffers
-    assert alone.refused(Overloaded, 3000, ttft_slo_s=0.5).reason == "ttft"
+    assert alone.refused(InvalidRequest, 3000, ttft_slo_s=0.5).reason == "impossible"
 
 
 def test_queued_prompts_of_a_coupled_instance_make_its_answers_slower() -> None:

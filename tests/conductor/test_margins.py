@@ -1,4 +1,4 @@
-"""How far predictions are to be trusted, and when those who were refused come again."""
+"""How far predictions are to be trusted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from kvmesh.rpc.errors import Overloaded
 from services.conductor.admission.margins import ENOUGH, KEPT, MOST, Margin
-from services.conductor.admission.turns import MOST_S, Turns
 from services.conductor.domain import Outcome, RequestOutcome
 from services.conductor.settings import AdmissionSettings
 from tests.conductor.brain import Brain
@@ -123,43 +122,3 @@ def test_a_flood_is_told_to_come_back_one_after_the_other() -> None:
         waits = [brain.refused(Overloaded, 4000, ttft_slo_s=slo_s).error.retry_after_ms for _ in range(5)]
     assert waits == sorted(set(waits))
     assert waits[-1] > waits[0] + 4 * 15
-
-
-# ── turns ─────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_the_first_comes_when_he_could_pass() -> None:
-    assert Turns().wait_s(0.7, 100.0) == pytest.approx(0.7)
-
-
-def test_turns_are_as_far_apart_as_requests_are_taken() -> None:
-    turns, now = Turns(), 0.0
-    for _ in range(60):
-        now += 0.2
-        turns.taken(now)
-        turns.wait_s(0.1, now)
-    first = turns.wait_s(0.1, now)
-    assert turns.wait_s(0.1, now) - first == pytest.approx(0.2, rel=0.1)
-
-
-def test_a_quiet_time_forgets_the_turns() -> None:
-    turns, now = Turns(), 0.0
-    for _ in range(60):
-        now += 0.2
-        turns.taken(now)
-        for _ in range(3):
-            turns.wait_s(0.1, now)
-    assert turns.wait_s(0.1, now) > 1.0
-    assert turns.wait_s(0.1, now + MOST_S + 1) == pytest.approx(0.1)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 2.0), st.floats(0.0, 60.0)), max_size=80))
-def test_nobody_comes_too_early_nor_much_too_late(history: list[tuple[bool, float, float]]) -> None:
-    turns, now = Turns(), 0.0
-    for taken, pause_s, needed_s in history:
-        now += pause_s
-        if taken:
-            turns.taken(now)
-        else:
-            assert needed_s - 1e-9 <= turns.wait_s(needed_s, now) <= needed_s + MOST_S + 1e-9

@@ -15,19 +15,26 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvmesh.rpc.errors import Overloaded
+from services.conductor.admission import impossible
+from services.conductor.admission.context import AdmissionContext
 from services.conductor.admission.judge import Judge, Slo
-from services.conductor.admission.lanes import Asked, BatchLane, share_of
+from services.conductor.admission.lanes import GONE_FACTOR, GONE_S, Asked, BatchLane, pause_s, share_of
+from services.conductor.admission.pool_work import pool_work
 from services.conductor.admission.refusals import idle_only
-from services.conductor.admission.turns import Turns
+from services.conductor.admission.slowdown import Slowdown, Undisturbed
+from services.conductor.admission.turns import PoolWork, Turns
 from services.conductor.costs.lengths import LearntLengths, LengthModel
 from services.conductor.domain import Lane, Refuse, RequestOutcome, Schedule
 from services.conductor.fleet.instance import Instance
 from services.conductor.placing.placement import Choice, overloaded
-from services.conductor.settings import Mode, Settings
+from services.conductor.placing.prefills import wait_for_s
+from services.conductor.settings import Mode, Policy, Settings
 
 MIN_BATCH_RETRY_S = 1.0
 LOADS = ("ttft", "tbt")  # what interactive requests are refused for
 USUAL_SHARE = 0.1  # of a new prompt in what is thought usual
+MAX_MODELS = 64  # of which turns and slowdowns are remembered
+MAX_WATCHED = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +67,11 @@ class Admission:
         self._defaults = {name: Slo(ttft_s, tbt_s) for name, ttft_s, tbt_s in settings.admission.by_model}
         self._seen: dict[str, _Seen] = {}
         self._turns: dict[str, Turns] = {}
+        self._weighs_all = settings.policy in (Policy.KVCACHE, Policy.CACHE_AWARE)  # other policies name one instance
         self.lengths: LengthModel = LearntLengths()
         self.batch = BatchLane(settings.admission)
+        self._slowdowns: dict[str, Slowdown] = {}  # by model
+        self._watched: dict[str, tuple[int, Undisturbed]] = {}  # interactive requests under way, with their attempts
 
     def default(self, model: str) -> Slo:
         """Of requests that ask for nothing else."""
@@ -88,13 +98,13 @@ class Admission:
         mode = Mode.OFF if request.answered_tokens else self._mode
         return Judge(mode, request, slo, self.default(request.model).tbt_s, queue_s, tokens, now)
 
-    def confirm(self, choice: Choice, judge: Judge) -> Choice | Refuse:
+    def confirm(self, choice: Choice, judge: Judge, among: AdmissionContext) -> Choice | Refuse:
         """The choice that policy made, or why it is refused all the same."""
         if judge.mode is Mode.OFF:
             return choice
         if judge.request.lane is Lane.BATCH:
-            return self._batch(choice, judge)
-        return self._interactive(choice, judge) or choice
+            return self._batch(choice, judge, among)
+        return self._interactive(choice, judge, among) or choice
 
     def placed(self, choice: Choice, judge: Judge) -> None:
         """The request went there."""
@@ -104,21 +114,72 @@ class Admission:
         seen.prompt_s += (USUAL_SHARE if seen.prompt_s else 1.0) * (p.prefill_s - seen.prompt_s)
         self.lengths.placed(request)
         if request.lane is not Lane.BATCH:
-            self._turns.setdefault(request.model, Turns()).taken(judge.now)
+            turns = self._turns_of(request.model)
+            turns.came(request, judge.now)
+            turns.placed(p.prefill_s, judge.now)
             self.batch.earn(_machine_s(choice, judge))
+            self._watch(choice, judge)
 
-    def refused(self, request: Schedule, refuse: Refuse, now: float) -> Refuse:
-        """The same, with a turn of its own for coming again, if it is for load that it is refused."""
-        if not isinstance(refuse.error, Overloaded) or refuse.reason not in LOADS or request.lane is Lane.BATCH:
+    def refused(self, request: Schedule, refuse: Refuse, among: AdmissionContext, now: float) -> Refuse:
+        """The same, with a turn of its own for coming again, if it is for load that it is refused. A request that asks
+        for what nobody could do is told so, and not to come again."""
+        error = refuse.error
+        if not isinstance(error, Overloaded) or refuse.reason not in LOADS or request.lane is Lane.BATCH:
             return refuse
-        wait_s = self._turns.setdefault(request.model, Turns()).wait_s(refuse.error.retry_after_ms / 1000, now)
-        wait_ms = math.ceil(1000 * wait_s)
-        text = f"{refuse.error.message}; try again in {wait_ms} ms"
+        if refuse.least_s:
+            slo = self.slo(request)
+            slo_s = slo.ttft_s if refuse.reason == "ttft" else slo.tbt_s
+            if self._weighs_all and impossible.for_all(request, slo_s, refuse, among, now):
+                return impossible.refusal(request, refuse)
+            return Refuse(error, refuse.reason)
+        self._slowdown_of(request.model).came(now)
+        turns = self._turns_of(request.model)
+        had = turns.came(request, now)
+        work = pool_work(request, among, self.lengths.predict(request).mean)
+        part = turns.part(among.others_rate, now)
+        work = PoolWork(work.prefill_s / part, work.decode_s / part)
+        wait_s = turns.wait_s(request, error.retry_after_ms / 1000, work, LOADS.index(refuse.reason), now, had)
+        wait_ms = math.ceil(round(1000 * wait_s, 3))
+        text = f"{error.message}; try again in {wait_ms} ms"
         return Refuse(Overloaded(text, retry_after_ms=wait_ms), refuse.reason)
 
-    def ended(self, outcome: RequestOutcome) -> None:
+    def _turns_of(self, model: str) -> Turns:
+        turns = self._turns.get(model)
+        if turns is None:
+            if len(self._turns) >= MAX_MODELS:
+                del self._turns[next(iter(self._turns))]
+            turns = self._turns[model] = Turns()
+        return turns
+
+    def _watch(self, choice: Choice, judge: Judge) -> None:
+        """An interactive request was placed: how it goes will tell what the batch lane does to it."""
+        request = judge.request
+        slowdown = self._slowdown_of(request.model)
+        slowdown.came(judge.now)
+        if request.answered_tokens:
+            return
+        self._watched[request.request_id] = request.attempt, slowdown.placed(choice, judge)
+        if len(self._watched) > MAX_WATCHED:
+            del self._watched[next(iter(self._watched))]
+
+    def _slowdown_of(self, model: str) -> Slowdown:
+        slowdown = self._slowdowns.get(model)
+        if slowdown is None:
+            if len(self._slowdowns) >= MAX_MODELS:
+                del self._slowdowns[next(iter(self._slowdowns))]
+            slowdown = self._slowdowns[model] = Slowdown(self._settings.admission.batch_slowdown)
+        return slowdown
+
+    def ended(self, outcome: RequestOutcome, now: float) -> None:
         """How a request went."""
         self.lengths.ended(outcome)
+        attempt, watched = self._watched.get(outcome.request_id) or (0, None)
+        if watched is not None and attempt == outcome.attempt:
+            del self._watched[outcome.request_id]
+            watched.of.ended(watched, outcome, now)
+        elif watched is None:
+            for slowdown in self._slowdowns.values():
+                slowdown.left(outcome.request_id)
 
     def loads(self, instances: Iterable[Instance], now: float) -> dict[str, Loads]:
         """Of every model's pools. `instances`: those that may get work. A prefill instance's TTFT is that of a usual
@@ -133,27 +194,36 @@ class Admission:
             found[i.model.name] = Loads(max(old.prefill, ttft_s / slo.ttft_s), max(old.decode, tbt_s / slo.tbt_s))
         return found
 
-    def _interactive(self, choice: Choice, judge: Judge) -> Refuse | None:
+    def _interactive(self, choice: Choice, judge: Judge, among: AdmissionContext) -> Refuse | None:
         share, p, slo = share_of(judge.request.priority), choice.prefill, judge.slo
         ttft_s = p.admission_ttft_s + choice.decode.landing_wait_s
         idle_s = p.admission_alone_s
         bound_s = slo.ttft_s - (1 - share) * max(0.0, slo.ttft_s - idle_s)
+        before = self._turns_of(judge.request.model).before(judge.request, judge.now)
+        bound_s = max(idle_s, bound_s - before.prefill_s)  # who would wait for nobody need not
         if ttft_s > bound_s:
             drain_s = ttft_s - idle_s
-            return overloaded("TTFT", ttft_s, bound_s, drain_s, min(ttft_s - bound_s, drain_s))
+            wanted_s = wait_for_s(p, bound_s - choice.decode.landing_wait_s)
+            return overloaded("TTFT", ttft_s, bound_s, drain_s, min(wanted_s, ttft_s - bound_s, drain_s))
         if self._mode is Mode.BASELINE:
             return None
         verdict = judge.decode(choice.decode, choice.ttft_s)
         idle_s = judge.alone_s(choice.decode.instance)
         bound_s = verdict.slo_s - (1 - share) * max(0.0, verdict.slo_s - idle_s)
-        if verdict.tbt_s <= bound_s:
-            return None
         batch = choice.decode.instance.batch
+        tbt_s = verdict.tbt_s
+        if before.requests and batch.requests:
+            tbt_s = max(tbt_s, judge.tbt_s(choice.decode, choice.ttft_s, more=before.requests / len(among.decodes)))
+        if tbt_s <= bound_s:
+            return None
         wanted_s = judge.wait_s(choice.decode, bound_s)
-        return overloaded("TBT", verdict.tbt_s, bound_s, batch.drain_s(batch.requests), wanted_s)
+        return overloaded("TBT", tbt_s, bound_s, batch.drain_s(batch.requests), wanted_s)
 
-    def _batch(self, choice: Choice, judge: Judge) -> Choice | Refuse:
-        p, d, slo = choice.prefill, choice.decode, judge.slo
+    def _batch(self, choice: Choice, judge: Judge, among: AdmissionContext) -> Choice | Refuse:
+        p, d, slo, now = choice.prefill, choice.decode, judge.slo, judge.now
+        slowdown = self._slowdown_of(judge.request.model)
+        allowed = slowdown.allowed(now)
+        without_s, with_s = judge.beside_s(d, choice.ttft_s) if allowed < math.inf else (1.0, 1.0)
         asked = Asked(
             judge.request.request_id,
             slo.ttft_s,
@@ -163,17 +233,24 @@ class Admission:
             judge.tbt_s(d, choice.ttft_s, everybody=True),
             judge.alone_s(d.instance),
             room=not (d.short or d.landing_wait_s or d.slot_wait_s),
+            slower=with_s / without_s - 1,
+            allowed=allowed,
+            early_s=max(0.0, slowdown.next_at - now) if allowed < math.inf else 0.0,
         )
-        way = self.batch.way_in(asked, judge.now)
+        way = self.batch.way_in(asked, now)
         if way:
             self.batch.taken(asked.request_id, way, _machine_s(choice, judge))
+            chunk_s = p.prefill_s / p.instance.prefill.chunks_of(p.computed_tokens)
+            rest_s = pause_s(p.prefill_s, chunk_s, slowdown.ttft_s, allowed, max(1, len(among.prefills)))
+            until = now + GONE_FACTOR * (choice.ttft_s + judge.answer_tokens * d.tbt_s) + GONE_S
+            slowdown.entered(asked.request_id, until, now + min(rest_s, self._settings.admission.patience_s))
             return choice
         queue_s = max(0.0, p.queue_s - self.batch.queue_bound_s(slo.ttft_s))
         wait_s = judge.wait_s(d, self.batch.tbt_bound_s(asked), everybody=True)
         if not asked.room:
             wait_s = max(wait_s, d.landing_wait_s, d.slot_wait_s)
-        retry_s = min(self._settings.admission.patience_s, max(MIN_BATCH_RETRY_S, queue_s, wait_s))
-        self.batch.told_to_wait(asked.request_id, retry_s, judge.now)
+        retry_s = min(self._settings.admission.patience_s, max(MIN_BATCH_RETRY_S, queue_s, wait_s, asked.early_s))
+        self.batch.told_to_wait(asked.request_id, retry_s, now)
         return idle_only(retry_s)
 
 

@@ -83,11 +83,40 @@ class Judge:
         leads = {lead_s, lead_s - self.queue_s}
         return Verdict(min(self.tbt_s(choice, lead_s) for lead_s in leads), bound_s)
 
-    def tbt_s(self, choice: DecodeChoice, lead_s: float, *, everybody: bool = False) -> float:
-        """TBT there with this request in the batch in `lead_s`; `everybody`: what yields counts, too."""
+    def tbt_s(self, choice: DecodeChoice, lead_s: float, *, everybody: bool = False, more: float = 0.0) -> float:
+        """TBT there with this request in the batch in `lead_s`, and so many `more` like it; `everybody`: what yields
+        counts, too."""
         rows = self._rows(choice, lead_s, everybody=everybody)
-        with_it = rows.requests + 1, rows.context_tokens + self.request.prompt_tokens
+        with_it = rows.requests + 1 + more, rows.context_tokens + (1 + more) * self.request.prompt_tokens
         return steps(choice.instance, *with_it, self.now)[1] + self._late_s(choice, lead_s)
+
+    def beside_s(self, choice: DecodeChoice, lead_s: float) -> tuple[float, float]:
+        """What the batch lane does to interactive rows there: their TBT without it, and with it and this request. Where
+        none are there, to one as long as this request."""
+        everybody = self._rows(choice, lead_s, everybody=True)
+        others = self._rows(choice, lead_s, everybody=False)
+        lane = max(0.0, everybody.requests - others.requests), everybody.context_tokens - others.context_tokens
+        if others.requests < 1:
+            others = Rows(1.0, float(self.request.prompt_tokens))
+        with_it = others.requests + lane[0] + 1, others.context_tokens + lane[1] + self.request.prompt_tokens
+        return steps(choice.instance, *others, self.now)[0], steps(choice.instance, *with_it, self.now)[0]
+
+    def undisturbed_s(self, choice: DecodeChoice, lead_s: float) -> float:
+        """The TBT that is predicted for this request, which has just been placed there, as if nothing of the batch lane
+        were there."""
+        batch = choice.instance.batch
+        lane = batch.stays.yielding(self.now, self.now + lead_s)
+        if not lane.requests:
+            return choice.tbt_s
+        prompt = self.request.prompt_tokens
+        rows = max(0.0, batch.requests - 1 - lane.requests)
+        context = max(0.0, batch.context_tokens - prompt - lane.context_tokens)
+        seconds = choice.tbt_s
+        for _ in range(2):  # were all faster, fewer of them would be there at once
+            fewer = min(1.0, seconds / choice.tbt_s)
+            with_it = rows * fewer + 1, context * fewer + prompt
+            seconds = steps(choice.instance, *with_it, self.now)[0]
+        return seconds
 
     def _late_s(self, choice: DecodeChoice, lead_s: float) -> float:
         """What waiting for pages adds to its TBT: one interval, the first, of the slowest tenth."""
@@ -119,7 +148,7 @@ class Judge:
             middle = (low + high) / 2
             passes = self.tbt_s(choice, lead_s + middle, everybody=everybody) <= bound_s
             low, high = (low, middle) if passes else (middle, high)
-        return high
+        return high * _slower(choice)
 
     def _theirs_s(self, choice: DecodeChoice) -> float:
         """The tightest SLO of those who are there: the default of whom nothing is known."""
@@ -141,3 +170,14 @@ class Judge:
         return Rows(
             max(0.0, rows.requests - left_out.requests), max(0.0, rows.context_tokens - left_out.context_tokens)
         )
+
+
+def _slower(choice: DecodeChoice) -> float:
+    """How many times as slow rows there are now as was predicted when they were placed: fewer were there then, and they
+    leave so much later."""
+    works = choice.instance.batch.works.values()
+    stays_s = [work.leaves_at - work.joins_at for work in works]
+    predicted_s = sum(stays_s)
+    if not 0 < predicted_s < math.inf:
+        return 1.0
+    return max(1.0, choice.tbt_s * sum(work.answer_tokens for work in works) / predicted_s)

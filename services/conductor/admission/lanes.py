@@ -9,7 +9,11 @@ The batch lane has no SLO of its own and is taken in one of two ways:
 
 1. Idle: the queue of its prefill instance is short (QUEUE_SHARE of the TTFT SLO) and stays, with it, within
    `head_room` of that SLO (a longer prompt waits `patience_s` for an empty queue); its decode instance has room for the
-   KV of prompt and answer, and the TBT of all rows there stays within `head_room` of the TBT's room.
+   KV of prompt and answer, and the TBT of all rows there stays within `head_room` of the TBT's room. And where
+   interactive requests came lately, it makes them slower by no more than `batch_slowdown`, a fraction that slowdown.py
+   corrects by what they feel: the TBT of the rows beside it, and their TTFT. Who comes while a prompt of the lane is
+   being computed waits for half of it on the average (of a chunk, where long prompts are cut), so the share of the time
+   for which it computes prompts is bounded (`pause_s`).
 2. In turn: it has waited `patience_s`, nobody of the lane has waited longer, and what the lane got this way is within
    `batch_share` of the machine time of interactive requests; all rows keep the TBT SLO with it.
 
@@ -24,6 +28,7 @@ being computed, at a decode instance the rows that the two rules let in.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -46,7 +51,8 @@ def share_of(priority: int) -> float:
 @dataclass(frozen=True, slots=True)
 class Asked:
     """A request of the batch lane with the best choice for it, in seconds. `tbt_s`, `idle_tbt_s`: of all rows with it,
-    and of itself alone."""
+    and of itself alone. `slower`: by which fraction it would make interactive rows slower, of which it may `allowed`
+    (inf: there are none); `early_s`: so much too early for their TTFT."""
 
     request_id: str
     ttft_slo_s: float
@@ -56,6 +62,18 @@ class Asked:
     tbt_s: float
     idle_tbt_s: float
     room: bool  # for KV and rows, now
+    slower: float = 0.0
+    allowed: float = math.inf
+    early_s: float = 0.0
+
+
+def pause_s(prompt_s: float, chunk_s: float, ttft_s: float, allowed: float, instances: int) -> float:
+    """From one prompt of the batch lane to the next, so that at `instances` alike the mean TTFT of interactive requests
+    (`ttft_s` without it) grows by no more than the fraction `allowed`."""
+    if allowed == math.inf:
+        return 0.0
+    busy = min(1.0, allowed * 2 * ttft_s / max(chunk_s, 1e-9)) if ttft_s > 0 else min(1.0, allowed)
+    return prompt_s / max(busy * instances, 1e-9)
 
 
 class BatchLane:
@@ -106,6 +124,8 @@ class BatchLane:
 
     def _idle(self, asked: Asked, *, waited: bool) -> bool:
         if asked.tbt_s > self.tbt_bound_s(asked) or asked.queue_s > self.queue_bound_s(asked.ttft_slo_s):
+            return False
+        if asked.allowed < math.inf and (asked.early_s > 0 or asked.slower > asked.allowed or not asked.allowed):
             return False
         fits = asked.queue_s + asked.prefill_s <= self._settings.head_room * asked.ttft_slo_s
         return fits or (waited and asked.queue_s <= 0)

@@ -1,6 +1,7 @@
 """What each model's requests ask of prefill and of decode, in instances: 1 = one of them wholly busy, at its SLO. Pure.
 
-    prefill   tokens asked for a second, refused ones too, times the seconds that a placed token was predicted to take
+    prefill   tokens asked for a second, refused ones too (but not what no instance could do, however many there were:
+              see admission/impossible.py), times the seconds that a placed token was predicted to take
               (hits and all), plus what is queued, spread over the TTFT SLO: so soon it has to be worked off
     decode    requests whose prompt is computed and whose answer is not over, times asked / placed (who was refused
               would be among them), over how many one instance carries at the TBT SLO, or has room for
@@ -93,7 +94,7 @@ class Demands:
         self._asked: dict[str, _Asked] = {}
 
     def asked(self, request: Schedule, now: float) -> None:
-        """Somebody wants it; further attempts at it count no more. Its model is served here."""
+        """Somebody wants it, and it could be done; further attempts at it count no more. Its model is served here."""
         if _uncounted(request) or (asked := self._of(request.model, now)) is None:
             return
         asked.tokens.add(request.prompt_tokens, now)

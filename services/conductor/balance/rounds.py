@@ -51,7 +51,7 @@ class Balance:
         self._scale = Scale(settings.balance)
 
     def asked(self, request: Schedule, now: float) -> None:
-        """A request for a model that is served here has come, whatever becomes of it."""
+        """A request for a model that is served here has come, and more instances might serve it."""
         self._demands.asked(request, now)
 
     def saw(self, request: Schedule, survey: Survey, now: float) -> None:

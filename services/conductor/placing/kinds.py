@@ -125,7 +125,7 @@ def choose(
         assert choice is not None, "an option that passes has a choice"
         return Found(choice, options, pair, by)
     refusals = [o.refused for o in options if o.refused is not None]
-    return Found(min(refusals, key=_retry_ms), options, pair)
+    return Found(min(refusals, key=_hopeless), options, pair)
 
 
 def pairable(prefills: Sequence[Instance], decodes: Sequence[Instance]) -> bool:
@@ -207,5 +207,7 @@ def _crowd(option: Option, now: float) -> tuple[float, float, float]:
     return prompts + rows, prompt_s, tokens
 
 
-def _retry_ms(refused: Refuse) -> float:
-    return refused.error.retry_after_ms if isinstance(refused.error, Overloaded) else float("inf")
+def _hopeless(refused: Refuse) -> tuple[float, float]:
+    """Who may be met by waiting comes first, and who waits least."""
+    retry_ms = refused.error.retry_after_ms if isinstance(refused.error, Overloaded) else float("inf")
+    return refused.least_s, retry_ms

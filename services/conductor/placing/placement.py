@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from kvmesh.rpc.errors import Overloaded
+from services.conductor.admission.judge import Judge
+from services.conductor.costs.fit import ENOUGH_SAMPLES
 from services.conductor.domain import Refuse, Schedule
 from services.conductor.fleet.instance import Instance
 from services.conductor.placing import decodes as decoding
@@ -207,7 +209,8 @@ def _compare_prefills(
         excess_s = best.admission_ttft_s - slo_s
         drain_s += landing_wait_s
         wanted_s = excess_s if excess_s <= drain_s else wanted_s
-    return overloaded("TTFT", best.admission_ttft_s + landing_wait_s, terms.ttft_slo_s, drain_s, wanted_s)
+    least_s = prefilling.least_s(candidates, terms.ttft_slo_s)
+    return overloaded("TTFT", best.admission_ttft_s + landing_wait_s, terms.ttft_slo_s, drain_s, wanted_s, least_s)
 
 
 def pick_decode(
@@ -239,7 +242,15 @@ def _compare_decodes(choices: Sequence[DecodeChoice], terms: Terms, floor: float
     best, verdict = min(zip(choices, verdicts, strict=True), key=lambda both: both[1].tbt_s / both[1].slo_s)
     batch = best.instance.batch
     wanted_s = terms.judge.wait_s(best, verdict.slo_s)
-    return overloaded("TBT", verdict.tbt_s, verdict.slo_s, batch.drain_s(batch.requests), wanted_s)
+    least_s = _least_tbt_s(choices, terms.judge)
+    return overloaded("TBT", verdict.tbt_s, verdict.slo_s, batch.drain_s(batch.requests), wanted_s, least_s)
+
+
+def _least_tbt_s(choices: Sequence[DecodeChoice], judge: Judge) -> float:
+    """As `prefills.least_s`, of the TBT."""
+    alone_s = [judge.alone_s(c.instance) for c in choices]
+    known = all(len(c.instance.fits.decode.fit) >= ENOUGH_SAMPLES for c in choices)
+    return min(alone_s) if known and min(alone_s) > judge.slo.tbt_s else 0.0
 
 
 def _evened(choices: Sequence[C], score: Callable[[C], float], candidates: Sequence[Even]) -> Callable[[C], float]:
@@ -265,12 +276,14 @@ def without(instances: Sequence[Instance], names: Collection[str]) -> Sequence[I
     return [i for i in instances if i.ref.instance_id not in names]
 
 
-def overloaded(what: str, predicted_s: float, slo_s: float, drain_s: float, wanted_s: float) -> Refuse:
-    """`wanted_s` of waiting would help if the queue drains for that long; `drain_s` is how long it can."""
+def overloaded(
+    what: str, predicted_s: float, slo_s: float, drain_s: float, wanted_s: float, least_s: float = 0.0
+) -> Refuse:
+    """`wanted_s` of waiting would help if the queue drains for that long; `drain_s` is how long it can. `least_s`: see
+    `Refuse`."""
     retry_s = wanted_s if wanted_s < float("inf") else max(HOPELESS_RETRY_S, drain_s)
     retry_ms = math.ceil(1000 * min(MAX_RETRY_S, max(MIN_RETRY_S, retry_s)))
-    error = Overloaded(
-        f"predicted {what} {predicted_s * 1000:.0f} ms is over the SLO of {slo_s * 1000:.0f} ms at every instance",
-        retry_after_ms=retry_ms,
-    )
-    return Refuse(error, what.lower())
+    text = f"predicted {what} {predicted_s * 1000:.0f} ms is over the SLO of {slo_s * 1000:.0f} ms at every instance"
+    if least_s:
+        text += f", and none can do better than about {math.ceil(least_s * 1000)} ms even when idle"
+    return Refuse(Overloaded(text, retry_after_ms=retry_ms), what.lower(), least_s)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvmesh.kvcache.tiers import Tier
+from services.conductor.costs.fit import ENOUGH_SAMPLES
 from services.conductor.costs.interference import NOBODY, STALL_WEIGHT, Shared, shared
 from services.conductor.domain import Fetch, Schedule
 from services.conductor.fleet.instance import Instance
@@ -19,6 +20,7 @@ from services.conductor.prefixes.routes import Leg, Mesh
 
 # A lower tier is forbidden to its own node when it would make the first token later by more than this.
 DEAR_SHARE, DEAR_S = 0.25, 0.05
+WAIT_STEPS = 12  # halvings of the time after which one would pass
 
 
 @dataclass(slots=True)
@@ -328,9 +330,51 @@ def soonest(candidates: Sequence[PrefillCandidate], slo_s: float) -> tuple[Prefi
     none would); and for how long waiting helps the nearest one. Only queues drain, not fetching or computation."""
     options = [option for c in candidates for option in c.options]
     best = min(options, key=lambda o: o.admission_ttft_s)
-    waits = [
-        min(o.admission_ttft_s - slo_s, o.admission_start_s - o.fetch_s)
-        for o in options
-        if o.admission_alone_s <= slo_s
-    ]
-    return best, min(waits, default=float("inf")), best.admission_start_s - best.fetch_s
+    wanted_s = float("inf")
+    for o in options:
+        if o.admission_start_s + o.admission_prefill_s + o.tail_s - slo_s < wanted_s:  # else it waits no less
+            wanted_s = min(wanted_s, wait_for_s(o, slo_s))
+    return best, wanted_s, best.admission_start_s - best.fetch_s
+
+
+def wait_for_s(option: PrefillChoice, slo_s: float) -> float:
+    """Seconds of waiting after which it would be judged to meet the SLO; inf: it never would. What is judged is a
+    multiple of what is predicted (margins.py), so its queue drains faster in that figure than by the clock."""
+    if option.admission_alone_s > slo_s:
+        return float("inf")
+    if option.instance.margins.ttft.factor == 1.0:
+        return min(option.admission_ttft_s - slo_s, option.admission_start_s - option.fetch_s)
+    ahead_s = max(0.0, option.queue_s - option.yielding_s)
+    margin, prompt_s = option.instance.margins.ttft, max(option.admission_prefill_s, 1e-9)
+
+    def judged_s(waited_s: float) -> float:
+        left_s = max(0.0, ahead_s - waited_s)
+        seconds = max(left_s, option.fetch_s) + option.admission_prefill_s + option.tail_s
+        return margin.of(seconds, left_s / prompt_s)
+
+    low, high = 0.0, ahead_s
+    for _ in range(WAIT_STEPS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if judged_s(middle) <= slo_s else (middle, high)
+    return high
+
+
+def least_s(candidates: Sequence[PrefillCandidate], slo_s: float) -> float:
+    """The least TTFT of any option if everything were idle, where even that is known to be over the SLO; 0 where it is
+    not: some would meet it, or one of them has never been measured and may be faster than it is thought to be."""
+    least = float("inf")
+    for option in (option for c in candidates for option in c.options):
+        if len(option.instance.fits.prefill.fit) < ENOUGH_SAMPLES:
+            return 0.0
+        least = min(least, _idle_s(option))
+        if least <= slo_s:
+            return 0.0
+    return least
+
+
+def _idle_s(option: PrefillChoice) -> float:
+    """TTFT without a queue, rows beside it and others on the wires; what nobody has measured of fetching is nothing."""
+    seconds = option.admission_prefill_s - option.shared.slower_s
+    if not option.load_s and not option.ahead_bytes and len(option.instance.fits.pull.fit) >= ENOUGH_SAMPLES:
+        seconds += option.fetch_s
+    return seconds if option.push_ahead else seconds + option.tail_s
