@@ -11,6 +11,7 @@ import pytest
 
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import gateway_pb2
+from tests import services
 from tests.gateway.conftest import Mesh, MeshMaker, seen, until
 from tests.gateway.scripted import Decode, Run
 from tests.gateway.test_failures import CHAT, URL, dribble
@@ -82,7 +83,7 @@ async def test_a_client_that_does_not_read_stops_its_own_tokens_only(make_mesh: 
             assert answer.status_code == 200
         return before == sent
 
-    await until(stuck, bool)
+    await services.until(stuck, timeout_s=60.0)  # the kernel's buffers take megabytes of small events
     assert mesh.decodes[0].runs[0].credit == 0
     writer.close()
     await asyncio.wait_for(mesh.decodes[0].runs[0].cancelled.wait(), 10)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from kvmesh.rpc.errors import Overloaded
 from services.conductor.admission import impossible
 from services.conductor.admission.context import AdmissionContext
+from services.conductor.admission.impossible import Fastest
 from services.conductor.admission.judge import Judge, Slo
 from services.conductor.admission.lanes import GONE_FACTOR, GONE_S, Asked, BatchLane, pause_s, share_of
 from services.conductor.admission.pool_work import pool_work
@@ -71,6 +72,7 @@ class Admission:
         self.lengths: LengthModel = LearntLengths()
         self.batch = BatchLane(settings.admission)
         self._slowdowns: dict[str, Slowdown] = {}  # by model
+        self._fastest: dict[str, Fastest] = {}
         self._watched: dict[str, tuple[int, Undisturbed]] = {}  # interactive requests under way, with their attempts
 
     def default(self, model: str) -> Slo:
@@ -119,6 +121,7 @@ class Admission:
             turns.placed(p.prefill_s, judge.now)
             self.batch.earn(_machine_s(choice, judge))
             self._watch(choice, judge)
+            self._fastest_of(request.model).see(p.instance, choice.decode.instance, judge.now)
 
     def refused(self, request: Schedule, refuse: Refuse, among: AdmissionContext, now: float) -> Refuse:
         """The same, with a turn of its own for coming again, if it is for load that it is refused. A request that asks
@@ -127,11 +130,12 @@ class Admission:
         if not isinstance(error, Overloaded) or refuse.reason not in LOADS or request.lane is Lane.BATCH:
             return refuse
         if refuse.least_s:
-            slo = self.slo(request)
+            slo, fastest = self.slo(request), self._fastest.get(request.model)
             slo_s = slo.ttft_s if refuse.reason == "ttft" else slo.tbt_s
-            if self._weighs_all and impossible.for_all(request, slo_s, refuse, among, now):
-                return impossible.refusal(request, refuse)
-            return Refuse(error, refuse.reason)
+            if self._weighs_all and fastest is not None:
+                least_s = impossible.least_s(request, slo_s, refuse, among, fastest, now)
+                if least_s:
+                    return impossible.refusal(request, refuse, least_s)
         self._slowdown_of(request.model).came(now)
         turns = self._turns_of(request.model)
         had = turns.came(request, now)
@@ -150,6 +154,14 @@ class Admission:
                 del self._turns[next(iter(self._turns))]
             turns = self._turns[model] = Turns()
         return turns
+
+    def _fastest_of(self, model: str) -> Fastest:
+        fastest = self._fastest.get(model)
+        if fastest is None:
+            if len(self._fastest) >= MAX_MODELS:
+                del self._fastest[next(iter(self._fastest))]
+            fastest = self._fastest[model] = Fastest()
+        return fastest
 
     def _watch(self, choice: Choice, judge: Judge) -> None:
         """An interactive request was placed: how it goes will tell what the batch lane does to it."""

@@ -1,25 +1,29 @@
 """Requests whose SLO even an idle mesh could not meet: refused for that, not for load, with the least that it could
 meet. Waiting would not help them, nor would more instances of the same kind. Pure.
 
-Only measured figures say so (`Refuse.least_s`): a prior may be far slower than what is real. Nor is it said while an
-instance that gets no work now might do better.
+Only measured figures say so (`Refuse.least_s`): a prior may be far slower than what is real. And it must be certain: by
+the best that was known of instances in the last minutes, by more than a little, and while no instance that gets no work
+now might do better. What is not certain is refused as for load.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 
 import numpy as np
 
-from kvmesh.rpc.errors import InvalidRequest
+from kvmesh.rpc.errors import InvalidRequest, Overloaded
 from services.conductor.admission.context import AdmissionContext
-from services.conductor.costs.fit import ENOUGH_SAMPLES
+from services.conductor.costs.fit import ENOUGH_SAMPLES, Coefficients
 from services.conductor.costs.models import attention_pairs
 from services.conductor.domain import Refuse, Schedule
 from services.conductor.fleet.instance import Instance
 from services.conductor.screening.fields import FEW, Field
 from services.conductor.screening.fits import admitted
 
+CERTAIN = 1.25  # times the SLO: what is nearer to it is left to the next measurement
+KEPT, EVERY_S = 64, 5.0  # what was known in the last minutes
 MAX_UNABLE = 16  # instances that get no work now: of more it is not known what they could do
 WORDS = {
     "ttft": "no instance can serve this prompt faster than about {least} ms even when idle",
@@ -27,17 +31,48 @@ WORDS = {
 }
 
 
-def for_all(request: Schedule, slo_s: float, refuse: Refuse, among: AdmissionContext, now: float) -> bool:
-    """Whether what those who were weighed could not do within `slo_s`, nobody could. Not of a further attempt: whoever
-    could do it may just have been lost."""
+class Fastest:
+    """What instances of one model have been known to do, lately and at their best: a mesh whose instances share a
+    machine is slow while it is busy, and takes that for the way things are."""
+
+    def __init__(self) -> None:
+        self._known: deque[tuple[Coefficients, Coefficients]] = deque(maxlen=KEPT)
+        self._seen_at = -math.inf
+
+    def see(self, prefill: Instance, decode: Instance, now: float) -> None:
+        """These two are as well known as they are now."""
+        if now - self._seen_at >= EVERY_S and _measured(prefill, "ttft") and _measured(decode, "tbt"):
+            self._seen_at = now
+            self._known.append((prefill.prefill.coefficients, decode.decode.coefficients))
+
+    def prefill_s(self, computed: int, cached: int) -> float:
+        """Of such a prompt; inf when nothing is known."""
+        pairs = attention_pairs(computed, cached)
+        return min((prefill.at(computed, pairs) for prefill, _ in self._known), default=math.inf)
+
+    def step_s(self, context_tokens: int) -> float:
+        """Of one row; inf when nothing is known."""
+        return min((decode.at(1, context_tokens) for _, decode in self._known), default=math.inf)
+
+
+def least_s(
+    request: Schedule, slo_s: float, refuse: Refuse, among: AdmissionContext, fastest: Fastest, now: float
+) -> float:
+    """The least that any instance could do, where `slo_s` is beyond it for certain; else 0. Not of a further attempt:
+    whoever could do it may just have been lost."""
     unable = among.unable
     if request.attempt or len(unable) > MAX_UNABLE:
-        return False
-    if any(_might(i, request, refuse.reason, slo_s, now) for i in unable):
-        return False
-    if len(among.serving.view.columns) <= FEW:
-        return True
-    return _least_of_many_s(request, refuse.reason, among) > slo_s
+        return 0.0
+    if any(_might(i, request, refuse.reason, slo_s * CERTAIN, now) for i in unable):
+        return 0.0
+    if refuse.reason == "ttft":
+        known_s = min((fastest.prefill_s(w.computed_tokens, w.cached_tokens) for w in among.prompts()), default=0.0)
+    else:
+        known_s = fastest.step_s(request.prompt_tokens)
+    found = min(refuse.least_s, known_s)
+    if len(among.serving.view.columns) > FEW:
+        found = min(found, _least_of_many_s(request, refuse.reason, among))
+    return found if found > slo_s * CERTAIN else 0.0
 
 
 def _least_of_many_s(request: Schedule, reason: str, among: AdmissionContext) -> float:
@@ -55,22 +90,30 @@ def _least_of_many_s(request: Schedule, reason: str, among: AdmissionContext) ->
     return float(np.min(each_s, initial=math.inf))
 
 
-def refusal(request: Schedule, refuse: Refuse) -> Refuse:
+def refusal(request: Schedule, refuse: Refuse, least_s: float) -> Refuse:
     """Where the SLO is the request's own: it names the field, its value and the least. Where it is the operator's, who
     asked for nothing cannot ask for less: as before, without a turn."""
     slo_s = request.ttft_slo_s if refuse.reason == "ttft" else request.tbt_slo_s
+    least_ms = math.ceil(least_s * 1000)
     if not slo_s:
-        return refuse
-    why = WORDS[refuse.reason].format(least=math.ceil(refuse.least_s * 1000))
-    return Refuse(InvalidRequest.of(f"{refuse.reason}_slo_ms", round(slo_s * 1000), why), "impossible", refuse.least_s)
+        text = f"{refuse.error.message}, and none can do better than about {least_ms} ms even when idle"
+        error = Overloaded(text, retry_after_ms=refuse.error.retry_after_ms)
+        return Refuse(error, refuse.reason, least_s)
+    why = WORDS[refuse.reason].format(least=least_ms)
+    return Refuse(InvalidRequest.of(f"{refuse.reason}_slo_ms", round(slo_s * 1000), why), "impossible", least_s)
+
+
+def _measured(instance: Instance, reason: str) -> bool:
+    fits = instance.fits
+    return len(fits.prefill.fit if reason == "ttft" else fits.decode.fit) >= ENOUGH_SAMPLES
 
 
 def _might(instance: Instance, request: Schedule, reason: str, slo_s: float, now: float) -> bool:
-    tokens, fits = request.prompt_tokens, instance.fits
+    tokens = request.prompt_tokens
     if reason == "ttft":
-        if not instance.role.prefills or not instance.can_prefill(tokens):
-            return False
-        return len(fits.prefill.fit) < ENOUGH_SAMPLES or instance.prefill.admission_s(tokens, 0, now) <= slo_s
-    if not instance.role.decodes or not instance.can_decode(tokens):
-        return False
-    return len(fits.decode.fit) < ENOUGH_SAMPLES or instance.decode.admission_s(1, tokens, now) <= slo_s
+        able = instance.role.prefills and instance.can_prefill(tokens)
+        seconds = instance.prefill.admission_s(tokens, 0, now)
+    else:
+        able = instance.role.decodes and instance.can_decode(tokens)
+        seconds = instance.decode.admission_s(1, tokens, now)
+    return able and (seconds <= slo_s or not _measured(instance, reason))

@@ -284,6 +284,4 @@ def overloaded(
     retry_s = wanted_s if wanted_s < float("inf") else max(HOPELESS_RETRY_S, drain_s)
     retry_ms = math.ceil(1000 * min(MAX_RETRY_S, max(MIN_RETRY_S, retry_s)))
     text = f"predicted {what} {predicted_s * 1000:.0f} ms is over the SLO of {slo_s * 1000:.0f} ms at every instance"
-    if least_s:
-        text += f", and none can do better than about {math.ceil(least_s * 1000)} ms even when idle"
     return Refuse(Overloaded(text, retry_after_ms=retry_ms), what.lower(), least_s)
