@@ -211,6 +211,8 @@ def _legend(candidates: list[dict[str, Any]], kinds: list[dict[str, Any]]) -> st
         text += "; score of prefill: ttft, what the rows beside the prompt lose (stall)"
         text += " and others in the queue (line)" if "line_ms" in names else ""
         text += ", without landing wait: that is the same for all" if "landing_wait_ms" in names else ""
+    if "lately_ms" in names:
+        text += "; lately: it was given more work than another that is hardly worse, so the work is evened out"
     if kinds:
         text += (
             f"{'; ' if text else ''}cost: ttft + stall (of the rows beside the prompt, together) + answer (its first"

@@ -155,7 +155,7 @@ async def test_explain_tells_candidates_terms_and_choice(mesh: Mesh) -> None:
     assert terms["ttft_ms"] < terms["ttft_other_way_ms"]
     assert not p0.chosen
     assert (p0.local_blocks, p0.pulled_blocks) == (60, 0)
-    assert p0.verdict == f"slower by {p0.score_ms - p1.score_ms:.1f} ms"
+    assert p0.verdict == f"slower by {p0.score_ms - p1.score_ms:,.1f} ms"
     assert {t.name for t in p0.terms} == always
     sample = conductor_pb2.PrefillSample(
         request_id="why", computed_tokens=5, cached_tokens=960, duration_us=7500, pulled_tokens=960
@@ -172,7 +172,10 @@ async def test_refusals_are_explained(mesh: Mesh) -> None:
     answer = await explained(mesh, "slow")
     assert answer.outcome == "ttft"
     assert "TTFT" in answer.message
-    assert {c.verdict for c in answer.candidates if c.role == common_pb2.ROLE_PREFILL} == {"over the SLO"}
+    verdicts = [c.verdict for c in answer.candidates if c.role == common_pb2.ROLE_PREFILL]
+    assert verdicts and all(
+        said.startswith("over the TTFT SLO: ") and said.endswith(", at most 1.0") for said in verdicts
+    )
     assert not answer.HasField("placement")
     for name in ("p0", "p1"):
         await mesh.conductor.Heartbeat(

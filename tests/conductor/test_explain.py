@@ -250,7 +250,7 @@ def check(found: Decision, policy: Policy) -> None:
         if c.role is Role.DECODE:
             assert sum(terms.values()) == pytest.approx(c.score_s * 1000)
         else:
-            lost = sum(terms.get(name, 0.0) for name in ("stall_ms", "line_ms", "session_ms"))
+            lost = sum(terms.get(name, 0.0) for name in ("stall_ms", "line_ms", "session_ms", "lately_ms"))
             assert terms["ttft_ms"] - terms["landing_wait_ms"] + lost == pytest.approx(c.score_s * 1000)
     for role in (Role.PREFILL, Role.DECODE):
         told = [c for c in found.candidates if c.role is role and weighed(c)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvmesh.rpc.errors import Overloaded
 from services.conductor.admission import impossible
@@ -34,7 +34,7 @@ from services.conductor.settings import Mode, Policy, Settings
 MIN_BATCH_RETRY_S = 1.0
 LOADS = ("ttft", "tbt")  # what interactive requests are refused for
 USUAL_SHARE = 0.1  # of a new prompt in what is thought usual
-MAX_MODELS = 64  # of which turns and slowdowns are remembered
+MAX_MODELS = 64  # of which something is remembered
 MAX_WATCHED = 8192
 
 
@@ -59,6 +59,15 @@ class _Seen:
     prompt_s: float = 0.0
 
 
+@dataclass(slots=True)
+class _OfModel:
+    """What requests of one model have shown."""
+
+    slowdown: Slowdown
+    turns: Turns = field(default_factory=Turns)
+    fastest: Fastest = field(default_factory=Fastest)
+
+
 class Admission:
     """One conductor's gate."""
 
@@ -67,12 +76,10 @@ class Admission:
         self._mode = settings.admission.mode
         self._defaults = {name: Slo(ttft_s, tbt_s) for name, ttft_s, tbt_s in settings.admission.by_model}
         self._seen: dict[str, _Seen] = {}
-        self._turns: dict[str, Turns] = {}
+        self._models: dict[str, _OfModel] = {}
         self._weighs_all = settings.policy in (Policy.KVCACHE, Policy.CACHE_AWARE)  # other policies name one instance
         self.lengths: LengthModel = LearntLengths()
         self.batch = BatchLane(settings.admission)
-        self._slowdowns: dict[str, Slowdown] = {}  # by model
-        self._fastest: dict[str, Fastest] = {}
         self._watched: dict[str, tuple[int, Undisturbed]] = {}  # interactive requests under way, with their attempts
 
     def default(self, model: str) -> Slo:
@@ -116,12 +123,12 @@ class Admission:
         seen.prompt_s += (USUAL_SHARE if seen.prompt_s else 1.0) * (p.prefill_s - seen.prompt_s)
         self.lengths.placed(request)
         if request.lane is not Lane.BATCH:
-            turns = self._turns_of(request.model)
-            turns.came(request, judge.now)
-            turns.placed(p.prefill_s, judge.now)
+            of = self._of(request.model)
+            of.turns.came(request, judge.now)
+            of.turns.placed(p.prefill_s, judge.now)
+            of.fastest.see(p.instance, choice.decode.instance, judge.now)
             self.batch.earn(_machine_s(choice, judge))
-            self._watch(choice, judge)
-            self._fastest_of(request.model).see(p.instance, choice.decode.instance, judge.now)
+            self._watch(choice, judge, of.slowdown)
 
     def refused(self, request: Schedule, refuse: Refuse, among: AdmissionContext, now: float) -> Refuse:
         """The same, with a turn of its own for coming again, if it is for load that it is refused. A request that asks
@@ -129,15 +136,15 @@ class Admission:
         error = refuse.error
         if not isinstance(error, Overloaded) or refuse.reason not in LOADS or request.lane is Lane.BATCH:
             return refuse
-        if refuse.least_s:
-            slo, fastest = self.slo(request), self._fastest.get(request.model)
+        of = self._of(request.model)
+        if refuse.least_s and self._weighs_all:
+            slo = self.slo(request)
             slo_s = slo.ttft_s if refuse.reason == "ttft" else slo.tbt_s
-            if self._weighs_all and fastest is not None:
-                least_s = impossible.least_s(request, slo_s, refuse, among, fastest, now)
-                if least_s:
-                    return impossible.refusal(request, refuse, least_s)
-        self._slowdown_of(request.model).came(now)
-        turns = self._turns_of(request.model)
+            least_s = impossible.least_s(request, slo_s, refuse, among, of.fastest, now)
+            if least_s:
+                return impossible.refusal(request, refuse, least_s)
+        of.slowdown.came(now)
+        turns = of.turns
         had = turns.came(request, now)
         work = pool_work(request, among, self.lengths.predict(request).mean)
         part = turns.part(among.others_rate, now)
@@ -147,40 +154,23 @@ class Admission:
         text = f"{error.message}; try again in {wait_ms} ms"
         return Refuse(Overloaded(text, retry_after_ms=wait_ms), refuse.reason)
 
-    def _turns_of(self, model: str) -> Turns:
-        turns = self._turns.get(model)
-        if turns is None:
-            if len(self._turns) >= MAX_MODELS:
-                del self._turns[next(iter(self._turns))]
-            turns = self._turns[model] = Turns()
-        return turns
+    def _of(self, model: str) -> _OfModel:
+        found = self._models.get(model)
+        if found is None:
+            if len(self._models) >= MAX_MODELS:
+                del self._models[next(iter(self._models))]
+            found = self._models[model] = _OfModel(Slowdown(self._settings.admission.batch_slowdown))
+        return found
 
-    def _fastest_of(self, model: str) -> Fastest:
-        fastest = self._fastest.get(model)
-        if fastest is None:
-            if len(self._fastest) >= MAX_MODELS:
-                del self._fastest[next(iter(self._fastest))]
-            fastest = self._fastest[model] = Fastest()
-        return fastest
-
-    def _watch(self, choice: Choice, judge: Judge) -> None:
+    def _watch(self, choice: Choice, judge: Judge, slowdown: Slowdown) -> None:
         """An interactive request was placed: how it goes will tell what the batch lane does to it."""
         request = judge.request
-        slowdown = self._slowdown_of(request.model)
         slowdown.came(judge.now)
         if request.answered_tokens:
             return
         self._watched[request.request_id] = request.attempt, slowdown.placed(choice, judge)
         if len(self._watched) > MAX_WATCHED:
             del self._watched[next(iter(self._watched))]
-
-    def _slowdown_of(self, model: str) -> Slowdown:
-        slowdown = self._slowdowns.get(model)
-        if slowdown is None:
-            if len(self._slowdowns) >= MAX_MODELS:
-                del self._slowdowns[next(iter(self._slowdowns))]
-            slowdown = self._slowdowns[model] = Slowdown(self._settings.admission.batch_slowdown)
-        return slowdown
 
     def ended(self, outcome: RequestOutcome, now: float) -> None:
         """How a request went."""
@@ -190,8 +180,8 @@ class Admission:
             del self._watched[outcome.request_id]
             watched.of.ended(watched, outcome, now)
         elif watched is None:
-            for slowdown in self._slowdowns.values():
-                slowdown.left(outcome.request_id)
+            for of in self._models.values():
+                of.slowdown.left(outcome.request_id)
 
     def loads(self, instances: Iterable[Instance], now: float) -> dict[str, Loads]:
         """Of every model's pools. `instances`: those that may get work. A prefill instance's TTFT is that of a usual
@@ -211,7 +201,7 @@ class Admission:
         ttft_s = p.admission_ttft_s + choice.decode.landing_wait_s
         idle_s = p.admission_alone_s
         bound_s = slo.ttft_s - (1 - share) * max(0.0, slo.ttft_s - idle_s)
-        before = self._turns_of(judge.request.model).before(judge.request, judge.now)
+        before = self._of(judge.request.model).turns.before(judge.request, judge.now)
         bound_s = max(idle_s, bound_s - before.prefill_s)  # who would wait for nobody need not
         if ttft_s > bound_s:
             drain_s = ttft_s - idle_s
@@ -233,7 +223,7 @@ class Admission:
 
     def _batch(self, choice: Choice, judge: Judge, among: AdmissionContext) -> Choice | Refuse:
         p, d, slo, now = choice.prefill, choice.decode, judge.slo, judge.now
-        slowdown = self._slowdown_of(judge.request.model)
+        slowdown = self._of(judge.request.model).slowdown
         allowed = slowdown.allowed(now)
         without_s, with_s = judge.beside_s(d, choice.ttft_s) if allowed < math.inf else (1.0, 1.0)
         asked = Asked(

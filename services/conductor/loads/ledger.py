@@ -204,7 +204,7 @@ class Ledger:
             work = placed.prefill.queue.withdraw(request_id, now)
             if work is not None:
                 self._index.pending.withdraw(placed.prefill.slot, work.keys, request_id)
-            placed.decode.batch.drop(request_id)
+            placed.decode.batch.withdraw(request_id, now)
             self._touch(placed.prefill.ref.instance_id)
             self._touch(placed.decode.ref.instance_id)
         self.wires.end(request_id)

@@ -282,7 +282,7 @@ class DecodeBatch:
 
     def crowd(self, now: float) -> tuple[float, float]:
         """Requests that are there, and tokens that it was given lately: what ties go by."""
-        return self.requests, self._given.at(now)
+        return self.requests, max(0.0, self._given.at(now))
 
     @property
     def requests(self) -> int:
@@ -388,6 +388,11 @@ class DecodeBatch:
         self.stays.drop(work)
         self._land(work)
         return work
+
+    def withdraw(self, request_id: str, now: float) -> None:
+        """It will not come: another attempt was placed."""
+        if (work := self.drop(request_id)) is not None:
+            self._given.add(-(REQUEST_TOKENS + work.answer_tokens), now)
 
     def _land(self, work: DecodeWork) -> None:
         if self._flying.pop(work.request_id, None) is not None:

@@ -37,7 +37,8 @@ KIND_CROWD = (_THERE, _PROMPTS, _TOKENS)
 
 # ttft = max(queue, pull and load) + prefill + transfer tail + landing wait (at the decode instance that was chosen).
 # A holder loads before it sends, the instance's own tiers load beside that.
-# score = ttft - landing wait (which is the same for all) + stall + line + session
+# score = ttft - landing wait (which is the same for all) + stall + line + session + lately
+# lately: what it is handicapped by, since it was given more work lately than another that is hardly worse (ties.py)
 PREFILL_TERMS = (
     "queue_ms",
     "pull_ms",
@@ -50,6 +51,7 @@ PREFILL_TERMS = (
     "session_ms",
     "stall_ms",
     "line_ms",
+    "lately_ms",
 )
 # cost = ttft + stall + line + answer + handoff + far (see kinds.py)
 KIND_TERMS = ("ttft_ms", "rows", "stall_ms", "answer_ms", "handoff_ms", "tbt_ms", "rows_tbt_ms", "far_ms", "line_ms")
@@ -62,6 +64,7 @@ DECODE_TERMS = (
     "session_ms",
     "origin_ms",
     "page_wait_ms",
+    "lately_ms",
 )
 
 
@@ -179,6 +182,8 @@ class Decision:
 
     def is_chosen_kind(self, kind: WeighedKind) -> bool:
         """Whether the request became that."""
+        if kind.miss is not None or kind.why:  # its instances are those that came nearest, perhaps those that got it
+            return False
         return self.placed is not None and (self.placed.prefill, self.placed.decode) == (kind.prefill, kind.decode)
 
     def kind_verdict(self, kind: WeighedKind) -> str:
@@ -518,14 +523,15 @@ def _prefill(
     name = best.instance.ref.instance_id
     far_s = _far(near.session_prefill, name)
     stall_s, line_s = STALL_WEIGHT * best.shared.stall_s or -1.0, best.others_s or -1.0
-    score_s, crowd = numbers or (best.cost_s + near.prefill_s(name), None)
+    own_s = best.cost_s + near.prefill_s(name)
+    score_s, crowd = numbers or (own_s, None)
     waits = best.queue_s, pull_s, load_s, best.prefill_s, best.tail_s, landing_wait_s
     return Candidate(
         best.instance.ref,
         Role.PREFILL,
         "",
         score_s,
-        (*waits, ttft_s, other, far_s, stall_s, line_s),
+        (*waits, ttft_s, other, far_s, stall_s, line_s, score_s - own_s or -1.0),
         best.local_blocks,
         pulled,
         best.loaded_blocks,
@@ -538,8 +544,10 @@ def _prefill(
 def _decode(d: DecodeChoice, near: Near, numbers: tuple[float, Crowd | None] | None) -> Candidate:
     name = d.instance.ref.instance_id
     far = _far(near.session_decode, name), _far(near.origin, name)
-    told = (d.tbt_s, d.landing_wait_s, d.slot_wait_s, d.tail_s, *far, d.page_wait_s or -1.0)
-    score_s, crowd = numbers or (d.score_s + near.decode_s(name), None)
+    own_s = d.score_s + near.decode_s(name)
+    score_s, crowd = numbers or (own_s, None)
+    waits = d.tbt_s, d.landing_wait_s, d.slot_wait_s, d.tail_s
+    told = (*waits, *far, d.page_wait_s or -1.0, score_s - own_s or -1.0)
     miss = _decode_miss(d)
     return Candidate(d.instance.ref, Role.DECODE, "", score_s, told, d.at_decode, miss=miss, short=d.short, crowd=crowd)
 
