@@ -169,7 +169,7 @@ class RequestMemory:
         except BaseException as err:
             if turn.done() and not turn.cancelled():  # its turn came while it was being given up
                 self.working -= size
-            else:
+            elif entry in self._waiting:  # else `_wake` has passed it over, between its cancelling and this
                 self._waiting.remove(entry)
             self._wake()
             if isinstance(err, TimeoutError):
@@ -179,6 +179,9 @@ class RequestMemory:
     def _wake(self) -> None:
         while self._waiting:
             size, turn = self._waiting[0]
+            if turn.done():  # given up, and not taken out yet
+                self._waiting.popleft()
+                continue
             if self.working + size > self.work_limit:
                 return
             self._waiting.popleft()

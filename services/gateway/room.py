@@ -66,7 +66,7 @@ class PlacementRoom:
         except BaseException as error:
             if turn.done() and not turn.cancelled():  # its turn came while it was given up
                 self._leave()
-            else:
+            elif turn in self._waiting:  # else `_leave` has passed it over, between its cancelling and this
                 self._waiting.remove(turn)
             if isinstance(error, TimeoutError):
                 names.GATEWAY_REFUSED.labels(what="placements").inc()
