@@ -20,6 +20,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc.aio
 import msgspec
 
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
@@ -32,7 +33,8 @@ from kvmesh.node.peers import Peer, Peers
 from kvmesh.node.reader_lease import NS, ReaderLease, Terms
 from kvmesh.node.segments import Rank, Segments
 from kvmesh.node.tiering import Tiering
-from kvmesh.rpc.errors import KvmeshError, TransferError, Unavailable, UnknownInstance
+from kvmesh.rpc import status
+from kvmesh.rpc.errors import KvmeshError, RequestCancelled, TransferError, Unavailable, UnknownInstance
 from kvmesh.telemetry import names, spans
 
 log = logging.getLogger(__name__)
@@ -312,9 +314,7 @@ class Pulls:
         keys = [record.job.keys[p] for p in positions]
         most_s = CALL_S if source.tier is Tier.DRAM else LOWER_CALL_S
         timeout_s = max(min(most_s, (deadline_ns - time.monotonic_ns()) / NS), 0.001)
-        lease = await reader_lease.unless(
-            record.stop, reader_lease.ask(terms, source, keys, peer, self._peers, timeout_s)
-        )
+        lease = await self._lease(record, reader_lease.ask(terms, source, keys, peer, self._peers, timeout_s))
         if lease is None:
             return set(), "holds none of them"
         # Held by this pull itself too: the peer may be forgotten while ranks read from it.
@@ -335,6 +335,32 @@ class Pulls:
         seqs = {positions[lease.held[i]]: lease.removed_seq for i in whole}
         record.removed_seqs |= seqs
         return seqs.keys() - self._removed(record), cause or reader_lease.partly(len(lease.held), len(keys))
+
+    async def _lease(self, record: _Running, asking: Coroutine[None, None, ReaderLease | None]) -> ReaderLease | None:
+        """What the holder answers, unless the pull is stopped first: a lease granted after that is given back as it
+        arrives, for the holder would keep its blocks until it ran out. Raises KvmeshError."""
+        answer = asyncio.get_running_loop().create_task(asking, name="ask for a lease")
+        stopping = asyncio.ensure_future(record.stop.wait())
+        try:
+            waits: set[asyncio.Future[Any]] = {answer, stopping}
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            if not answer.done():
+                self._spawn(self._return_unused(answer), "give an unused lease back")
+        if not answer.done():
+            raise RequestCancelled("the pull was cancelled")
+        try:
+            return answer.result()
+        except grpc.aio.AioRpcError as error:
+            raise status.from_rpc_error(error) from None
+
+    async def _return_unused(self, answer: asyncio.Task[ReaderLease | None]) -> None:
+        await asyncio.wait({answer})
+        if not answer.cancelled() and answer.exception() is None:
+            lease = answer.result()
+            if lease is not None:
+                await reader_lease.give_back(lease, self._peers)
 
     def _removed(self, record: _Running) -> set[int]:
         """Positions that must not be sealed: removed here, while their holder had yet to hear of that."""

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import grpc.aio
 
@@ -24,13 +23,11 @@ from kvmesh.node import messages as m
 from kvmesh.node.peers import Peer, Peers
 from kvmesh.node.shard_wire import from_wire
 from kvmesh.rpc import status
-from kvmesh.rpc.errors import KvmeshError, RequestCancelled, TransferError, UnknownInstance
+from kvmesh.rpc.errors import KvmeshError, TransferError, UnknownInstance
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.telemetry import names
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 NS = 1_000_000_000
 RELEASE_S = 1.0
@@ -187,20 +184,3 @@ def _check(answer: pb.LeaseResponse, keys: int, ranks: int) -> None:
         raise TransferError(f"blocks of {len(answer.ranks)} ranks, not of {ranks}")
     if any(len(rank.offset) != held for rank in answer.ranks):
         raise TransferError("a lease whose offsets do not match its blocks")
-
-
-async def unless(stop: asyncio.Event, call: Awaitable[T]) -> T:
-    """The call's answer, unless `stop` is set first. Raises KvmeshError."""
-    answer = asyncio.ensure_future(call)
-    stopping = asyncio.ensure_future(stop.wait())
-    try:
-        waits: set[asyncio.Future[Any]] = {answer, stopping}
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            answer.cancel()
-            raise RequestCancelled("the pull was cancelled")
-        return answer.result()
-    except grpc.aio.AioRpcError as error:
-        raise status.from_rpc_error(error) from None
-    finally:
-        stopping.cancel()

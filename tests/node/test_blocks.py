@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvmesh.kvcache.sources import PullJob, PullRange
+from kvmesh.node import reader_lease
 from kvmesh.node.pulls import Pulls
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.telemetry import names, setup
@@ -176,6 +177,27 @@ async def test_a_cancelled_pull_ends_soon_and_once() -> None:
         r.blocks.cancel_pull(12345)
         pulled = await r.ended(job)
         assert len(pulled.arrived) < 4 or not pulled.cause
+        await until(lambda: a.store.stats.leases == 0)
+        all_back(a, r)
+
+
+async def test_a_lease_granted_after_the_pull_was_cancelled_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, ask, heard = keys_of(*range(4)), reader_lease.ask, asyncio.Event()
+
+    async def ask_and_hear_late(*args: Any) -> reader_lease.ReaderLease | None:
+        lease = await ask(*args)
+        await heard.wait()
+        return lease
+
+    monkeypatch.setattr(reader_lease, "ask", ask_and_hear_late)
+    async with bench() as b, node("a", lease_ms=60_000) as a, node("b", lease_ms=60_000) as r:
+        await a.fill(b, keys)
+        job = r.pull(keys, [a.range_of(0, 4)], timeout_ms=60_000)
+        await until(lambda: a.store.stats.leases == 1)
+        assert r.blocks is not None
+        r.blocks.cancel_pull(job.ticket)
+        assert not (await r.ended(job)).arrived
+        heard.set()
         await until(lambda: a.store.stats.leases == 0)
         all_back(a, r)
 

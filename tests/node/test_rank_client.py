@@ -6,6 +6,7 @@ import psutil
 import pytest
 
 from kvmesh.node.rank_client import TUNABLES, RankClient, streaming_copies
+from tests.node.stores import until
 
 
 def test_the_users_tunables_stay() -> None:
@@ -22,7 +23,10 @@ async def test_only_a_rank_that_stores_copies_past_the_cache(streaming: bool, mo
     rank = RankClient(0, lambda *_: None, lambda *_: None)
     rank.spawn(1, streaming)
     try:
-        found = psutil.Process(rank.pid).environ().get(TUNABLES, "")
+        process = psutil.Process(rank.pid)
+        # /proc shows an empty environment until the kernel has laid it out in the new program.
+        await until(lambda: process.environ())
+        found = process.environ().get(TUNABLES, "")
     finally:
         await rank.close()
     assert ("x86_non_temporal_threshold=0x80000" in found) is streaming
