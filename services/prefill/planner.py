@@ -2,11 +2,12 @@
 
 - The line is ordered by rank, smaller first:
 
-      rank = arrival + priority x `priority_step_ns` + size x `size_weight`
+      rank = arrival + priority x `priority_step_ns` + class x `size_weight`
 
-  where the size of a request is how long computing it was predicted to take when it was placed. Short ones go first,
-  which lowers the mean (shortest processing time), but waiting wears priority and size off: whoever comes later than
-  `size_weight` times its size after a request of the same priority does not go before it, so nobody waits for ever.
+  where the class of a request is `size_class` of how long computing it was predicted to take when it was placed. Short
+  ones go first, which lowers the mean (shortest processing time), but waiting wears priority and size off: whoever
+  comes later than `size_weight` times its size after a request of the same priority does not go before it, so nobody
+  waits for ever.
 - A request whose uncached rest is over `long_prompt_tokens` runs alone, one chunk a step; shorter ones are packed
   together. With a `size_weight` every step is of the kind of whoever has the least rank, of those that could run and
   the one long request that has begun: a long one is held up between its chunks, never given up. Without one, while
@@ -23,6 +24,9 @@ import enum
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from kvmesh.size_class import size_class
+
+NS = 1_000_000_000
 # Waiting requests looked at for one step; bounds a step's planning however long the line is.
 SCAN = 64
 
@@ -73,7 +77,7 @@ class Line:
         """Join the line; `handle` must not be in it. `size_ns`: predicted time of computing it; 0 is not known, and
         counts as none."""
         assert handle not in self._entries
-        rank = arrived_ns + priority * self._step_ns + round(size_ns * self._size_weight)
+        rank = arrived_ns + priority * self._step_ns + round(size_class(size_ns / NS) * NS * self._size_weight)
         entry = (rank, self._arrivals, handle)
         self._arrivals += 1
         self._entries[handle] = entry

@@ -79,15 +79,37 @@ def test_withdrawing_takes_the_work_back() -> None:
 
 def test_batched_prefill_shows_as_speed() -> None:
     queue, now = PrefillQueue(0.0), 0.0
+    for j in range(8):
+        queue.add(work(f"{j // 4}-{j % 4}", 1000, now))
     for i in range(40):  # four predicted seconds of work done in every second
         for j in range(4):
-            queue.add(work(f"{i}-{j}", 1000, now))
+            queue.add(work(f"{i + 2}-{j}", 1000, now))
         now += 1.0
         for j in range(4):
             queue.finish(f"{i}-{j}", done=True)
-        queue.report(4000, PER_TOKEN, now)
+        queue.report(8000, PER_TOKEN, now)
     assert queue.speedup == pytest.approx(4.0, rel=0.1)
-    assert queue.wait_s(now) == pytest.approx(1.0, rel=0.1)
+    assert queue.wait_s(now) == pytest.approx(2.0, rel=0.1)
+
+
+def test_time_in_which_it_may_have_been_idle_is_no_slowness() -> None:
+    """One short prompt in each second, under way whenever it reports: it was idle most of the time between."""
+    queue, now = PrefillQueue(0.0), 0.0
+    for i in range(40):
+        queue.add(work(f"{i}", 100, now + 0.9))
+        now += 1.0
+        queue.report(50, PER_TOKEN, now)
+        queue.finish(f"{i}", done=True)
+    assert queue.speedup == 1.0
+
+
+def test_what_is_done_of_a_long_prompt_counts_as_it_is_done() -> None:
+    queue, now = PrefillQueue(0.0), 0.0
+    queue.add(work("long", 100_000, 0.0))
+    for done in range(1, 31):  # twice as fast as predicted
+        now += 1.0
+        queue.report(100_000 - 2000 * done, PER_TOKEN, now)
+    assert queue.speedup == pytest.approx(2.0, rel=0.1)
 
 
 def test_cancelled_work_does_not_count_as_speed() -> None:

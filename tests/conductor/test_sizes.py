@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvmesh.size_class import size_class, size_classes
 from services.conductor.domain import Load, PrefillSample, Role
 from services.conductor.loads.queues import PRIORITY_STEP_S, PrefillQueue, PrefillWork
 from services.conductor.loads.sizes import ALONE, FADE_S, LASTS, MARKS, NOTED, Line, Lines, ahead, marks
@@ -38,9 +39,9 @@ def test_a_short_one_waits_for_what_is_shorter_and_for_what_has_waited_its_weigh
     line = queue(work("long", 4.0), work("short", 0.5), work("other", 1.0))
     found = ahead(line, 0.0, 0, 0.75)
     assert (found.wait_s, found.behind_s, found.behind) == (0.5, 5.0, 2)
-    found = ahead(line, 3.0, 0, 0.75)  # ranks 15; the others 64 and 16
+    found = ahead(line, 3.0, 0, 0.75)  # ranks 14.3; the others 64 and 16
     assert (found.wait_s, found.behind_s, found.behind) == (0.0, 2.5, 2)
-    assert ahead(line, 4.5, 0, 0.75).behind == 1  # 16.5
+    assert ahead(line, 4.8, 0, 0.75).behind == 1  # 16.1
     assert ahead(line, 60.0, 0, 0.75).wait_s == 0.0  # all is done by then
 
 
@@ -121,13 +122,27 @@ def test_marks_never_tell_of_more_ahead_than_there_is(
     ranks = noted[:MARKS]
     assert list(ranks) == sorted(ranks)
     assert len(noted) == NOTED
-    below = sum(rank <= now + size_s * WEIGHT for rank in ranks)
+    below = sum(rank <= now + size_class(size_s) * WEIGHT for rank in ranks)
     least_s = max(0.0, line.wait_s(now) - whole_s * (1 - below / MARKS))
     found = ahead(line, now, 0, size_s)
     assert least_s <= found.wait_s + 1e-6
     assert found.wait_s + found.behind_s == pytest.approx(line.wait_s(now))
     everything = ahead(line, now, 0, math.inf)
     assert everything.behind == 0
+
+
+@given(st.floats(0, 1e12), st.floats(0, 1e12))
+def test_classes_are_half_an_octave_and_in_order(one: float, two: float) -> None:
+    assert size_class(one) <= one < size_class(one) * math.sqrt(2) * (1 + 1e-15) or one == 0 == size_class(one)
+    assert (size_class(one) <= size_class(two)) or one > two
+    assert size_classes(np.array([one, two, math.inf])).tolist() == [size_class(one), size_class(two), math.inf]
+
+
+def test_who_is_only_a_little_shorter_passes_nobody() -> None:
+    line = queue(work("first", 1.2))
+    found = ahead(line, 0.0, 0, 1.1)
+    assert (found.wait_s, found.behind) == (1.2, 0)
+    assert ahead(line, 0.0, 0, 0.9).behind == 1
 
 
 class Sized(Fleet):

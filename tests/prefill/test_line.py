@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from kvmesh.node.served_weights import ServedWeights
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.pb import decode_pb2
+from kvmesh.size_class import size_class
 from services.conductor.domain import Placed, PredictedLife, Ref
 from services.conductor.mapping_out import placement_out
 from services.decode.mapping import start_prefill
 from services.prefill import wire
 from services.prefill.config import PrefillConfig
-from services.prefill.planner import Line, PlanConfig, Planner, Wait
+from services.prefill.planner import NS, Line, PlanConfig, Planner, Wait
 from tests.prefill.test_runner import hinted
 
 CONFIG = PlanConfig(
@@ -32,12 +33,13 @@ NS_PER_TOKEN = 10
 
 def test_a_short_one_goes_first_until_the_long_one_has_waited_its_weight() -> None:
     line = Line(1000, 4.0)
-    line.add(1, 0, 0, 100)  # until 400 shorter ones pass it
-    line.add(2, 0, 300, 20)  # 380
-    line.add(3, 0, 390, 5)  # 410
+    # Classes of these times: 2^(n/2) times 2^-30 s = 0.93 ns, so 59.6, 14.9 and 3.7 ns.
+    line.add(1, 0, 0, 80)  # 238: until then shorter ones pass it
+    line.add(2, 0, 150, 20)  # 210
+    line.add(3, 0, 390, 5)  # 405
     line.add(4, 0, 399, 0)  # nobody told its size
-    line.add(5, -1, 1300, 10)  # 340: one step of priority is worth 1000 of waiting
-    assert list(line) == [5, 2, 4, 1, 3]
+    line.add(5, -1, 1150, 10)  # 180: one step of priority is worth 1000 of waiting
+    assert list(line) == [5, 2, 1, 4, 3]
 
 
 class Machine:
@@ -58,7 +60,8 @@ class Machine:
         return handle
 
     def rank(self, handle: int) -> tuple[float, int]:
-        return self.arrived[handle] + CONFIG.size_weight * self.tokens[handle] * NS_PER_TOKEN, handle
+        size_ns = size_class(self.tokens[handle] * NS_PER_TOKEN / NS) * NS
+        return self.arrived[handle] + round(CONFIG.size_weight * size_ns), handle
 
     def rest(self, handle: int) -> int | Wait:
         return Wait.TWIN if handle in self.twins else self.tokens[handle]

@@ -1,10 +1,13 @@
-"""Among whom a request was weighed: what admission needs to know of that when it refuses. Pure."""
+"""Among whom a request was weighed, and what one more such request would take of them: what admission needs to know
+when it refuses. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from services.conductor.admission.turns import PoolWork
+from services.conductor.domain import Schedule
 from services.conductor.placing.decodes import DecodeChoice
 from services.conductor.placing.kinds import Found, Kind
 from services.conductor.placing.prefills import PrefillChoice
@@ -39,3 +42,25 @@ class AdmissionContext:
         yield from (o.choice.decode for o in self.found.options if o.kind is not Kind.PAIR and o.choice is not None)
         if self.found.pair is not None:
             yield from self.found.pair.decodes
+
+    def pool_work(self, request: Schedule, answer_tokens: float) -> PoolWork:
+        """How far apart those who wait can be let in. `answer_tokens`: predicted. Instances that were not weighed are
+        taken to be like those that were."""
+        prompts_s: dict[str, float] = {}
+        for way in self.prompts():
+            name, seconds = way.instance.ref.instance_id, way.prefill_s / way.instance.queue.speedup
+            prompts_s[name] = min(seconds, prompts_s.get(name, seconds))
+        if not prompts_s and self.prefills:  # refused before any was weighed
+            one = self.prefills.first
+            prompts_s[""] = one.prefill.predict(request.prompt_tokens, 0) / one.queue.speedup
+        # Such requests that each could take a second: prompts one after the other, answers in the rows there are now.
+        prompts = [1 / max(seconds, 1e-9) for seconds in prompts_s.values()]
+        answering = {c.instance.ref.instance_id: c for c in self.answers()}
+        answers = [c.instance.batch.requests / max(answer_tokens * c.tbt_s, 1e-9) for c in answering.values()]
+        return PoolWork(_each_s(prompts, len(self.prefills)), _each_s(answers, len(self.decodes)))
+
+
+def _each_s(rates: list[float], instances: int) -> float:
+    """Seconds between two, where each of some instances has such a rate; 0: nothing is known."""
+    rate = sum(rates) * max(1.0, instances / len(rates)) if rates else 0.0
+    return 1 / rate if rate > 0 else 0.0

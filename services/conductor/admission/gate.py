@@ -20,7 +20,6 @@ from services.conductor.admission.context import AdmissionContext
 from services.conductor.admission.impossible import Fastest
 from services.conductor.admission.judge import Judge, Slo
 from services.conductor.admission.lanes import GONE_FACTOR, GONE_S, Asked, BatchLane, pause_s, share_of
-from services.conductor.admission.pool_work import pool_work
 from services.conductor.admission.refusals import idle_only
 from services.conductor.admission.slowdown import Slowdown, Undisturbed
 from services.conductor.admission.turns import PoolWork, Turns
@@ -146,7 +145,7 @@ class Admission:
         of.slowdown.came(now)
         turns = of.turns
         had = turns.came(request, now)
-        work = pool_work(request, among, self.lengths.predict(request).mean)
+        work = among.pool_work(request, self.lengths.predict(request).mean)
         part = turns.part(among.others_rate, now)
         work = PoolWork(work.prefill_s / part, work.decode_s / part)
         wait_s = turns.wait_s(request, error.retry_after_ms / 1000, work, LOADS.index(refuse.reason), now, had)

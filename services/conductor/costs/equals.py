@@ -276,7 +276,7 @@ class OwnFit(Estimate):
 
     @property
     def fading_from(self) -> float:
-        """See `Known`: what its equals have told, perhaps one of them alone, refuses none of its work."""
+        """See `FittedCosts`: what its equals have told, perhaps one of them alone, refuses none of its work."""
         known = self.departure.count > 1 and len(self._shared) >= ENOUGH_SAMPLES
         return self.departure.newest if known else -math.inf
 

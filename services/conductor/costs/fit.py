@@ -108,7 +108,7 @@ class Sample(NamedTuple):
 Anchors = tuple[tuple[float, float], ...]
 
 
-class Known(Protocol):
+class FittedCosts(Protocol):
     """What is known of work of two sizes."""
 
     @property
@@ -127,21 +127,21 @@ class Known(Protocol):
 class Estimate:
     """How far what is known is trusted where work is refused by it."""
 
-    def predict(self: Known, x1: float, x2: float, n: float = 1.0) -> float:
+    def predict(self: FittedCosts, x1: float, x2: float, n: float = 1.0) -> float:
         """Seconds, the best estimate: for ranking and for queues."""
         return self.coefficients.at(x1, x2, n)
 
-    def admission_s(self: Known, x1: float, x2: float, now: float, n: float = 1.0) -> float:
+    def admission_s(self: FittedCosts, x1: float, x2: float, now: float, n: float = 1.0) -> float:
         """Seconds, for refusing work. A refusal brings no measurement, so a wrong slow fit would refuse for ever:
         few samples never speak worse than the prior, and an old fit fades towards it."""
         return _both(self, x1, x2, now, n)[1]
 
-    def both(self: Known, x1: float, x2: float, now: float, n: float = 1.0) -> tuple[float, float]:
+    def both(self: FittedCosts, x1: float, x2: float, now: float, n: float = 1.0) -> tuple[float, float]:
         """`predict` and `admission_s`."""
         return _both(self, x1, x2, now, n)
 
 
-def _both(known: Known, x1: float, x2: float, now: float, n: float) -> tuple[float, float]:
+def _both(known: FittedCosts, x1: float, x2: float, now: float, n: float) -> tuple[float, float]:
     fitted, before = known.coefficients.at(x1, x2, n), known.prior.at(x1, x2, n)
     if fitted <= before:  # nothing to fade
         return fitted, fitted

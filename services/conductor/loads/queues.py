@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from kvmesh.size_class import size_class
 from services.conductor.costs.models import DecayedRatio
 from services.conductor.domain import Load
 from services.conductor.loads.fading import Fading
@@ -47,6 +48,10 @@ class PrefillWork:
     priority: int = 0  # smaller goes first
     yields: bool = False  # of the batch lane: nobody is refused for it
     chunks: int = 1  # more than one: it is long, and its chunks take turns with short prompts
+    class_s: float = field(init=False)  # of `seconds`: what it counts as in a line that goes by size
+
+    def __post_init__(self) -> None:
+        self.class_s = size_class(self.seconds)
 
     @property
     def long(self) -> bool:
@@ -69,9 +74,11 @@ class PrefillQueue:
         self._as_of = now
         self._speed = DecayedRatio(1.0, 1.0, keep=0.9)
         self.speedup = 1.0  # predicted seconds of work done in one second while busy
-        self._done_s = 0.0  # predicted seconds of what was computed since the last report
-        self._busy_at: float | None = None
-        self._busy_s = 0.0
+        # As of the last report: a work that it had yet to finish, and what all that was there had yet to take; since
+        # then: what came and went uncomputed. Predicted seconds, as if each were computed alone.
+        self._unfinished: PrefillWork | None = None
+        self._left_s = self._come_s = 0.0
+        self._busy_s = 0.0  # without a break, and nothing was computed in it yet
         self._ranked = 0  # of `works`
         # Predicted seconds of `works`, of the long ones among them, and chunks of these.
         self._works_s = self._long_s = 0.0
@@ -93,7 +100,7 @@ class PrefillQueue:
 
     def rank(self, work: PrefillWork) -> float:
         """Smaller goes first, as in the line of the prefill service."""
-        return work.placed_at + work.priority * PRIORITY_STEP_S + work.seconds * self.size_weight
+        return work.placed_at + work.priority * PRIORITY_STEP_S + work.class_s * self.size_weight
 
     def wait_s(self, now: float) -> float:
         """Seconds until a request placed now would begin; never negative."""
@@ -166,7 +173,9 @@ class PrefillQueue:
         self._give(work.seconds, work.placed_at)
         self._backlog_s = self.wait_s(work.placed_at) + work.seconds / self.speedup
         self._as_of = work.placed_at
-        self._pop(work.request_id)
+        self._come_s += work.seconds
+        if (replaced := self._pop(work.request_id)) is not None:
+            self._come_s -= replaced.seconds
         self.works[work.request_id] = work
         self._ranked += work.ranked
         self._count(work, 1)
@@ -188,8 +197,8 @@ class PrefillQueue:
         """The instance is through with it; `done`: it was computed, else it went away uncomputed.
         The backlog follows with the load that comes in the same heartbeat."""
         work = self._pop(request_id)
-        if work is not None and done:
-            self._done_s += work.seconds
+        if work is not None and not done:
+            self._come_s -= work.seconds
         return work
 
     def withdraw(self, request_id: str, now: float) -> PrefillWork | None:
@@ -197,6 +206,7 @@ class PrefillQueue:
         work = self._pop(request_id)
         if work is not None:
             self._give(-work.seconds, now)
+            self._come_s -= work.seconds
             self._backlog_s = max(0.0, self.wait_s(now) - work.seconds / self.speedup) if self.works else 0.0
             self._as_of = now
         return work
@@ -211,16 +221,18 @@ class PrefillQueue:
         self.works.clear()
         self._ranked = self._chunks = 0
         self._works_s = self._long_s = 0.0
-        self._backlog_s, self._done_s, self._busy_s, self._busy_at = 0.0, 0.0, 0.0, None
+        self._backlog_s = self._left_s = self._come_s = self._busy_s = 0.0
+        self._unfinished = None
         return lost
 
     def report(self, queued_tokens: int, seconds_per_token: float, now: float) -> None:
         """The instance's own figure: uncached tokens it has still to compute, all requests together."""
-        self._learn_speed(busy=queued_tokens > 0, now=now)
         self._look(now)
         settled_tokens, settled_s, flying_tokens, flying_s = 0, 0.0, 0, 0.0
+        newest = None
         for work in self.works.values():
             if work.placed_at <= now - IN_FLIGHT_S:
+                newest = work
                 settled_tokens += work.computed_tokens
                 settled_s += work.seconds
             else:
@@ -229,7 +241,9 @@ class PrefillQueue:
         share = min(1.0, queued_tokens / settled_tokens) if settled_tokens else 0.0
         # Tokens that no placement of ours explains: another conductor's, or placed before we were restarted.
         foreign = max(0, queued_tokens - settled_tokens - flying_tokens)
-        self._backlog_s = (settled_s * share + flying_s + foreign * seconds_per_token) / self.speedup
+        left_s = settled_s * share + flying_s
+        self._learn_speed(left_s, None if foreign else newest, now)
+        self._backlog_s = (left_s + foreign * seconds_per_token) / self.speedup
         self._as_of = self._told_at = now
         self._expected_s = 0.0
 
@@ -250,18 +264,21 @@ class PrefillQueue:
         self._as_of = now
         return True
 
-    def _learn_speed(self, busy: bool, now: float) -> None:
-        """Only from spans between heartbeats that all found it busy: an idle span says nothing of speed."""
-        if busy and self._busy_at is not None:
-            self._busy_s += now - self._busy_at
-            if self._done_s > 0:  # a long prompt may be the only one in many heartbeats
-                self._speed.add(self._done_s, self._busy_s)
+    def _learn_speed(self, left_s: float, unfinished: PrefillWork | None, now: float) -> None:
+        """Only from spans between reports in which it was never idle: a work that the one before had named as
+        unfinished still is. `unfinished`: one that this report names so; None: there is none, or others' work is there,
+        too."""
+        before = self._unfinished
+        if before is not None and unfinished is not None and self.works.get(before.request_id) is before:
+            done_s = self._left_s + self._come_s - left_s
+            self._busy_s += now - self._told_at
+            if done_s > 0:  # a chunk may take longer than from one report to the next
+                self._speed.add(done_s, self._busy_s)
                 self.speedup = min(MAX_SPEEDUP, max(MIN_SPEEDUP, self._speed.rate))
                 self._busy_s = 0.0
         else:
             self._busy_s = 0.0
-        self._busy_at = now if busy else None
-        self._done_s = 0.0
+        self._unfinished, self._left_s, self._come_s = unfinished, left_s, 0.0
 
 
 class DecodeBatch:

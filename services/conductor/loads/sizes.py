@@ -1,8 +1,9 @@
 """Lines that go by size (services/prefill/planner.py): what a request waits for there, and what it makes others wait.
 Pure.
 
-Who goes before whom is told by rank = placed + priority x PRIORITY_STEP_S + size x weight, smaller first; the size is
-the predicted time of computing what is not cached, the weight the instance's own. So of an instance's backlog
+Who goes before whom is told by rank = placed + priority x PRIORITY_STEP_S + class x weight, smaller first; the class
+is `size_class` of the predicted time of computing what is not cached, the weight the instance's own. So of an
+instance's backlog
 
     ahead   is what ranks before the request: it waits for that
     behind  is what ranks after it: that waits for the request
@@ -15,10 +16,10 @@ The second term is what all who are there lose by it: placing each arrival where
 the greedy rule of Anand, Garg and Kumar (SODA 2012) for machines that serve the shortest first. The third one is ours:
 what is behind now is before others when its weight has worn off, and shorter ones come after this one, too.
 
-While it waits, shorter ones come and go before it. With rho(s), the share of an instance that requests no longer than s
-take, waiting for `ahead` takes ahead / (1 - rho(s)) (Schrage and Miller 1966, shortest remaining time first), but no
-more than rho(s) x weight x s longer: who comes later than that does not pass it. Without this, admission takes long
-requests that will miss their SLO, as by then others have passed them.
+While it waits, shorter ones come and go before it. With rho(s), the share of an instance that requests of lesser
+classes than s take, waiting for `ahead` takes ahead / (1 - rho(s)) (Schrage and Miller 1966, shortest remaining time
+first), but no more than rho(s) x weight x s longer: who comes later than that does not pass it. Without this, admission
+takes long requests that will miss their SLO, as by then others have passed them.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
+from kvmesh.size_class import size_class
 from services.conductor.loads.queues import PRIORITY_STEP_S, PrefillQueue
 from services.conductor.settings import SizeSettings
 
@@ -59,10 +61,10 @@ def ahead(queue: PrefillQueue, now: float, priority: int, size_s: float) -> Ahea
     wait_s = queue.wait_s(now)
     if wait_s <= 0:
         return Ahead(0.0, 0.0, 0.0, 0)
-    rank = now + priority * PRIORITY_STEP_S + size_s * queue.size_weight
+    rank = now + priority * PRIORITY_STEP_S + size_class(size_s) * queue.size_weight
     behind, behind_s, yielding_s, weight = 0, 0.0, 0.0, queue.size_weight
     for work in queue.works.values():
-        if work.placed_at + work.priority * PRIORITY_STEP_S + work.seconds * weight > rank:  # PrefillQueue.rank
+        if work.placed_at + work.priority * PRIORITY_STEP_S + work.class_s * weight > rank:  # PrefillQueue.rank
             behind += 1
             behind_s += work.seconds
         elif work.yields:
@@ -111,13 +113,14 @@ class Sizes:
             self._as_of = now
 
     def rates(self, now: float) -> list[float]:
-        """By bucket: of requests that are no longer than the middle of it."""
+        """By bucket, which is a class: of requests of lesser classes, and of half of its own: where one lies near the
+        border of two, as many will be taken for the lesser one."""
         self._fade(now)
         before = accumulate(self._sums, initial=0.0)
         return [(shorter + own / 2) / FADE_S for shorter, own in zip(before, self._sums, strict=False)]
 
     def rate(self, size_s: float, now: float) -> float:
-        """Of requests that are no longer."""
+        """Of requests that may pass one of that size: see `rates`."""
         return self.rates(now)[_bucket(size_s)]
 
     def least_rates(self, sizes_s: _Floats, now: float) -> _Floats:

@@ -12,6 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from kvmesh.kvcache.tiers import Tier
+from kvmesh.size_class import size_classes
 from services.conductor.costs.interference import STALL_WEIGHT
 from services.conductor.costs.models import HIDDEN_SHARE
 from services.conductor.domain import Fetch, Schedule
@@ -81,7 +82,7 @@ class Weights:
     def _ahead_s(self, size_s: Floats) -> Floats:
         """Never more than `sizes.ahead` and `Line.wait_s` tell."""
         columns = self.view.columns
-        before = np.count_nonzero(columns.several(Field.MARK, MARKS) <= self._rank(size_s), axis=0)
+        before = np.count_nonzero(columns.several(Field.MARK, MARKS) <= self._rank(size_s - ROUNDING_S), axis=0)
         least_s: Floats = np.maximum(0.0, self.wait_s - columns[Field.LISTED] * (1 - before / MARKS) - ROUNDING_S)
         return least_s
 
@@ -99,14 +100,14 @@ class Weights:
     def _behind(self, size_s: Floats) -> Floats:
         """Never more than `Ahead.behind` of a prompt of that size."""
         columns = self.view.columns
-        rank = self._rank(size_s) + ROUNDING_S * (1 + columns[Field.SIZE_WEIGHT])
+        rank = self._rank(size_s + ROUNDING_S) + ROUNDING_S * (1 + columns[Field.SIZE_WEIGHT])
         count: Floats = np.count_nonzero(columns.several(Field.LAST, LASTS) > rank, axis=0) * (self.wait_s > 0)
         return count
 
     def _rank(self, size_s: Floats) -> Floats:
         """As `PrefillQueue.rank` of a prompt of that size, placed now."""
         placed = self.view.now + self.request.priority * PRIORITY_STEP_S
-        rank: Floats = placed + size_s * self.view.columns[Field.SIZE_WEIGHT]
+        rank: Floats = placed + size_classes(np.maximum(0.0, size_s)) * self.view.columns[Field.SIZE_WEIGHT]
         return rank
 
     @cached_property

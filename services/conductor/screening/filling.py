@@ -12,7 +12,7 @@ from zlib import crc32
 import numpy as np
 
 from kvmesh.native import library
-from services.conductor.costs.fit import Known
+from services.conductor.costs.fit import FittedCosts
 from services.conductor.domain import Role
 from services.conductor.fleet.instance import Instance
 from services.conductor.screening.fields import Floats
@@ -132,7 +132,7 @@ def registered(instance: Instance, group: int) -> tuple[tuple[float, ...], tuple
     return values, (instance.max_running > 0,)
 
 
-def _model(fit: Known) -> tuple[float, ...]:
+def _model(fit: FittedCosts) -> tuple[float, ...]:
     now, prior = fit.coefficients, fit.prior
     return (
         *(now.a, now.b, now.c, now.d, now.knee),
