@@ -188,7 +188,7 @@ def test_status_tells_blocks_hits_and_the_map(mesh: Up) -> None:
         r"^prefill-0 +prefill one +ready",
         r"^org-two-decode-0 +decode +org/two +ready",
         r"^hit rate  \d",
-        "1 pool node$",
+        "1 pool node; ",
     ):
         assert re.search(words, screen, re.M), screen
     narrow = mesh.call("status", COLUMNS="80")

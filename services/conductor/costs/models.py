@@ -273,14 +273,11 @@ class TransferModel(Pooled):
             self._known = Coefficients(0.0, each_s, each_s)
 
     def add(self, nbytes: float, ahead: float, seconds: float, now: float, *, prefill_s: float = 0.0) -> None:
-        """Learn one handoff: `seconds` from its first byte to its last, in `prefill_s` of which it was computed. One
-        that ended with its computing waited for that, not for the wires: it tells that they are no slower. Once others
-        are known, an odd one counts as MAX_ODD times as slow or as fast."""
-        if nbytes <= 0 or not 0 < seconds < 1e6:
+        """Learn one handoff: `seconds` from its first byte to its last, in `prefill_s` of which it was computed. Once
+        others are known, an odd one counts as MAX_ODD times as slow or as fast."""
+        if nbytes <= 0 or not 0 < seconds < 1e6 or self.hidden(nbytes, ahead, seconds, prefill_s):
             return
         usual = self.predict(nbytes, ahead)
-        if usual <= seconds < prefill_s / HIDDEN_SHARE:
-            return
         shared = self._shared or self
         if shared._count >= ENOUGH_SAMPLES:
             seconds = min(MAX_ODD * usual, max(usual / MAX_ODD, seconds))
@@ -296,6 +293,11 @@ class TransferModel(Pooled):
     def predict(self, nbytes: float, ahead: float = 0.0) -> float:
         """Seconds from the first byte to the last."""
         return (nbytes + ahead) * self.coefficients.b
+
+    def hidden(self, nbytes: float, ahead: float, seconds: float, prefill_s: float) -> bool:
+        """Whether such a handoff, that ended with its computing, waited for that and not for the wires: it tells no
+        more than that they are no slower than predicted."""
+        return self.predict(nbytes, ahead) <= seconds < prefill_s / HIDDEN_SHARE
 
     def admission_s(self, nbytes: float, ahead: float, now: float) -> float:
         """As predicted: pushes are measured whenever anything is placed, whatever they take."""

@@ -231,8 +231,9 @@ class Ledger:
         self.accuracy.add(What.PREFILL, _group(instance), predicted_s if s.computed_tokens else 0.0, took_s, now)
         placed = self._placed.get(s.request_id)
         ahead = placed.push_ahead if placed is not None else 0
-        transfer_s = instance.transfer.predict(s.transfer_bytes, ahead)
-        self.accuracy.add(What.TRANSFER, _group(instance), transfer_s, s.transfer_s, now)
+        if not instance.transfer.hidden(s.transfer_bytes, ahead, s.transfer_s, s.duration_s):
+            transfer_s = instance.transfer.predict(s.transfer_bytes, ahead)
+            self.accuracy.add(What.TRANSFER, _group(instance), transfer_s, s.transfer_s, now)
         instance.prefill.add(*shape, took_s, now, chunks=s.chunks, **beside)
         instance.transfer.add(s.transfer_bytes, ahead, s.transfer_s, now, prefill_s=s.duration_s)
         self._pulled(instance, s, now)
