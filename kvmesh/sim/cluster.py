@@ -148,7 +148,7 @@ class Cluster:
             return
         life.placed = answer
         life.record.prefill, life.record.decode = answer.prefill.instance_id, answer.decode.instance_id
-        life.record.predicted_ttft_s, life.record.predicted_tbt_s = answer.life.prefill_end_s, answer.tbt_s
+        life.record.predicted_ttft_s, life.record.predicted_tbt_s = answer.expected_ttft_s, answer.expected_tbt_s
         if self._changes:
             self.placements.append((self._loop.now, life.record.prefill, life.record.decode))
         life.prefiller, life.decoder = self.prefills[life.record.prefill], self.decodes[life.record.decode]

@@ -346,6 +346,10 @@ class Placed:
     decode_load_until: int | None = None
     pull_after_s: float = 0.0
     life: PredictedLife = field(default_factory=PredictedLife)
+    # What the client may expect: predictions (`life.prefill_end_s`, when it has the first token, and `tbt_s`) corrected
+    # by how far the last ones were off. Nothing is decided by these.
+    expected_ttft_s: float = 0.0
+    expected_tbt_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ def placement_out(placed: Placed) -> pb.Placement:
     return pb.Placement(
         prefill=ref_out(placed.prefill),
         decode=ref_out(placed.decode),
-        predicted_ttft_ms=_ms(placed.ttft_s),
-        predicted_tbt_ms=_ms(placed.tbt_s),
+        predicted_ttft_ms=_ms(placed.expected_ttft_s),
+        predicted_tbt_ms=_ms(placed.expected_tbt_s),
         predicted_cached_tokens=placed.cached_tokens,
         sources=placed.sources,
         pulls=[range_out(r) for r in placed.pulls],
@@ -80,14 +80,14 @@ def decision_out(decision: Decision, now: float) -> pb.ExplainResponse:
     if decision.ended is not None:
         answer.ended.CopyFrom(outcome_out(decision.ended))
     if (expected := decision.expected) is not None:
-        answer.ttft.CopyFrom(_range_out(expected.ttft_s, expected.ttft, expected.ttft_samples))
-        answer.tbt.CopyFrom(_range_out(expected.tbt_s, expected.tbt, expected.tbt_samples))
+        answer.ttft.CopyFrom(_range_out(expected.ttft_s, expected.ttft))
+        answer.tbt.CopyFrom(_range_out(expected.tbt_s, expected.tbt))
     return answer
 
 
-def _range_out(seconds: float, spread: Spread, samples: int) -> pb.PredictedRange:
-    ms = seconds * 1000
-    return pb.PredictedRange(expected_ms=ms, low_ms=ms * spread.low, high_ms=ms * spread.high, samples=samples)
+def _range_out(seconds: float, spread: Spread) -> pb.PredictedRange:
+    low, middle, high = (seconds * 1000 * share for share in spread[:3])
+    return pb.PredictedRange(expected_ms=middle, low_ms=low, high_ms=high, samples=spread.samples)
 
 
 def outcome_out(outcome: RequestOutcome) -> pb.RequestOutcome:

@@ -111,7 +111,7 @@ class Scheduling:
             if serving and refused.reason == "no_instance":
                 self.balance.asked(request, now)
         if isinstance(answer, Placed):
-            self._ledger.promise(request, answer)
+            answer = self._ledger.promise(request, answer)
         if self._settings.max_explained:
             best = mesh.survey.reach(mesh.anywhere) if mesh is not None else 0
             self._explain(request, answer, serving, found, best, terms)
@@ -140,9 +140,9 @@ class Scheduling:
         """What the placement is to bring, and how sure that is."""
         decode = self._fleet.of(placed.decode.life)
         assert decode is not None, "the request was placed there in this very step"
-        group, accuracy = group_of(decode.model.name, decode.role), self._ledger.accuracy
-        ttft, tbt = accuracy.known(What.TTFT, group), accuracy.known(What.TBT, group)
-        return Expected(placed.life.prefill_end_s, *ttft, placed.tbt_s, *tbt)
+        group, crowd, known = group_of(decode.model.name, decode.role), len(self._ledger), self._ledger.calibration
+        ttft, tbt = known.spread(What.TTFT, group, crowd), known.spread(What.TBT, group, crowd)
+        return Expected(placed.life.prefill_end_s, ttft, placed.tbt_s, tbt)
 
     def _refused(
         self, request: Schedule, serving: Chosen, prefills: Chosen, decodes: Chosen, now: float

@@ -204,12 +204,12 @@ class ConductorServicer(pb_grpc.ConductorServicer):
         assert isinstance(answer, Placed), "a Schedule is answered by a placement or a refusal"
         attributes[names.PREFILL_INSTANCE] = answer.prefill.instance_id
         attributes[names.DECODE_INSTANCE] = answer.decode.instance_id
-        attributes[names.PREDICTED_TTFT_MS] = answer.ttft_s * 1000
-        attributes[names.PREDICTED_TBT_MS] = answer.tbt_s * 1000
+        attributes[names.PREDICTED_TTFT_MS] = answer.expected_ttft_s * 1000
+        attributes[names.PREDICTED_TBT_MS] = answer.expected_tbt_s * 1000
         attributes[names.PREDICTED_CACHED_TOKENS] = answer.cached_tokens
         attributes.update({f"{names.PREDICTED_TERM}.{term}": value for term, value in answer.terms.items()})
         names.CONDUCTOR_ADMITTED.labels(lane=event.lane.value).inc()
-        names.CONDUCTOR_PREDICTED_TTFT.observe(answer.ttft_s)
+        names.CONDUCTOR_PREDICTED_TTFT.observe(answer.expected_ttft_s)
         names.CONDUCTOR_FETCHED_BLOCKS.inc(sum(r.blocks for r in answer.pulls))
         return answer
 

@@ -4,7 +4,7 @@
 
       rank = arrival + priority x `priority_step_ns` + class x `size_weight`
 
-  where the class of a request is `size_class` of how long computing it was predicted to take when it was placed. Short
+  where the class of a request is `work_class` of how long computing it was predicted to take when it was placed. Short
   ones go first, which lowers the mean (shortest processing time), but waiting wears priority and size off: whoever
   comes later than `size_weight` times its size after a request of the same priority does not go before it, so nobody
   waits for ever.
@@ -24,7 +24,7 @@ import enum
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kvmesh.size_class import size_class
+from kvmesh.work_class import work_class
 
 NS = 1_000_000_000
 # Waiting requests looked at for one step; bounds a step's planning however long the line is.
@@ -77,7 +77,7 @@ class Line:
         """Join the line; `handle` must not be in it. `size_ns`: predicted time of computing it; 0 is not known, and
         counts as none."""
         assert handle not in self._entries
-        rank = arrived_ns + priority * self._step_ns + round(size_class(size_ns / NS) * NS * self._size_weight)
+        rank = arrived_ns + priority * self._step_ns + round(work_class(size_ns / NS) * NS * self._size_weight)
         entry = (rank, self._arrivals, handle)
         self._arrivals += 1
         self._entries[handle] = entry

@@ -3,20 +3,23 @@
 import math
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmesh.telemetry import names
 from services.conductor.balance.gauges import ErrorGauges
-from services.conductor.costs import accuracy as module
 from services.conductor.costs.accuracy import (
     AGE_S,
     AS_PREDICTED,
+    CALIBRATED,
     ENOUGH,
     MAX_GROUPS,
+    MOST_OFF,
     WINDOW,
     Accuracy,
+    Calibration,
     PredictionError,
     What,
     group_of,
@@ -66,7 +69,6 @@ def test_what_is_old_counts_no_more_whether_or_not_something_comes_after_it() ->
     for _ in range(ENOUGH):
         accuracy.add(What.TBT, "m", 1.0, 1.0, NOW + AGE_S + 1)
     assert of(accuracy, What.TBT, NOW + AGE_S + 1) == PredictionError(What.TBT, ENOUGH, 0.0, 0.0, 0.0, 0.0, "m")
-    assert accuracy.spread(What.TBT, "m") == (1.0, 1.0)
 
 
 def test_groups_are_apart_and_the_one_unheard_for_longest_goes_first() -> None:
@@ -103,14 +105,37 @@ def test_where_one_of_the_two_is_missing_nothing_is_learnt(predicted: float, mea
     assert accuracy.errors(NOW) == []
 
 
-def test_a_spread_is_unknown_until_there_is_enough() -> None:
-    accuracy = Accuracy()
-    assert accuracy.spread(What.TTFT, "m") == AS_PREDICTED
+def test_calibration_is_by_octaves_of_requests_and_the_nearest_that_is_known_counts() -> None:
+    known = Calibration()
     for n in range(ENOUGH):
-        assert accuracy.known(What.TTFT, "m") == (AS_PREDICTED, n)
-        accuracy.add(What.TTFT, "m", 1.0, 2.0, NOW)
-    assert accuracy.spread(What.TTFT, "m") == (pytest.approx(2.0), pytest.approx(2.0))
-    assert accuracy.spread(What.TBT, "m") == accuracy.spread(What.TTFT, "other") == AS_PREDICTED
+        assert known.spread(What.TTFT, "m", 1) == AS_PREDICTED, f"{n} are too few"
+        known.add(What.TTFT, "m", 1, 1.0, 1.5)
+        known.add(What.TTFT, "m", 40, 1.0, 1e9)
+        known.add(What.TTFT, "m", 1, 1.0, math.inf)
+        known.add(What.TTFT, "m", 1, 0.0, 1.0)
+    crowds = (0, 1, 2, 3, 4, 16, 32, 63, 10**9)
+    assert [known.spread(What.TTFT, "m", crowd).middle for crowd in crowds] == [1.5] * 5 + [MOST_OFF] * 4
+    assert known.spread(What.TBT, "m", 1) == known.spread(What.TTFT, "other", 1) == AS_PREDICTED
+
+
+def test_calibration_forgets_what_was_long_ago_and_whom_nobody_asks_for() -> None:
+    known = Calibration()
+    for ratio in [9.0] * CALIBRATED + [2.0] * CALIBRATED:
+        known.add(What.TBT, "m", 3, 1.0, ratio)
+    assert known.spread(What.TBT, "m", 3) == (2.0, 2.0, 2.0, CALIBRATED)
+    for n in range(MAX_GROUPS * len(What)):
+        known.add(What.TBT, f"g{n}", 3, 1.0, 2.0)
+    assert known.spread(What.TBT, "m", 3) == AS_PREDICTED
+
+
+@given(st.lists(st.floats(1 / MOST_OFF, MOST_OFF), min_size=ENOUGH, max_size=CALIBRATED))
+def test_a_spread_is_of_what_was_measured(ratios: list[float]) -> None:
+    known = Calibration()
+    for ratio in ratios:
+        known.add(What.TTFT, "m", 2, 2.0, 2.0 * ratio)
+    found = known.spread(What.TTFT, "m", 2)
+    assert found[:3] == pytest.approx(np.quantile(ratios, (0.1, 0.5, 0.9)).tolist())
+    assert found.samples == len(ratios)
 
 
 @given(st.lists(st.tuples(st.floats(1e-6, 1e6), st.floats(1e-6, 1e6)), min_size=1, max_size=80))
@@ -122,41 +147,6 @@ def test_percentiles_are_ordered_and_bound_the_bias(pairs: list[tuple[float, flo
     assert 0 <= told.p50 <= told.p90 <= told.p99
     assert -1 <= told.bias <= told.p99 + 1e-9
     assert 0 <= told.low <= 1 + told.bias <= told.high
-    if len(pairs) >= ENOUGH:  # few enough that every sample is seen at once
-        assert accuracy.spread(What.TTFT, "m") == pytest.approx((told.low, told.high), rel=1e-6)
-
-
-def test_what_a_spread_says_follows_from_what_was_added_alone() -> None:
-    """Whoever looks at the errors, and how often: a decision log is made again by the same answers."""
-    rng = random.Random(3)
-    samples = [(1.0, rng.lognormvariate(0, 0.5), NOW + n) for n in range(300)]
-
-    def run(looks: bool) -> list[object]:
-        accuracy, said = Accuracy(), []
-        for predicted, measured, now in samples:
-            accuracy.add(What.TTFT, "m", predicted, measured, now)
-            if looks:
-                accuracy.group_errors(now + 2 * AGE_S)
-                accuracy.group_errors(now)
-                accuracy.errors(now)
-            said.append(accuracy.spread(What.TTFT, "m"))
-        return said
-
-    assert run(looks=True) == run(looks=False)
-
-
-def test_a_spread_costs_a_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    sorts = []
-    monkeypatch.setattr(module, "sorted", lambda some: sorts.append(1) or sorted(some), raising=False)
-    accuracy, rng = Accuracy(), random.Random(1)
-    for _ in range(WINDOW):
-        accuracy.add(What.TTFT, "m", 1.0, rng.random(), NOW)
-    sorts.clear()
-    for _ in range(WINDOW):
-        accuracy.add(What.TTFT, "m", 1.0, rng.random(), NOW)
-        for _ in range(10):
-            accuracy.spread(What.TTFT, "m")
-    assert 0 < len(sorts) <= WINDOW // 32 + 1
 
 
 def test_a_summary_is_cheap_enough_for_every_tick() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvmesh.rpc.errors import Overloaded
 from services.conductor import mapping_out
-from services.conductor.costs.accuracy import ENOUGH
+from services.conductor.costs.accuracy import AS_PREDICTED, ENOUGH
 from services.conductor.domain import DecodeSample, Lane, Load, Outcome, PrefillSample, RequestOutcome, Role
 from services.conductor.placing.ties import as_good
 from services.conductor.records import explain
@@ -361,21 +361,19 @@ def test_a_placement_tells_between_which_figures_its_like_have_ended() -> None:
             f"a{n}", 0, Outcome.DONE, 8, placed.life.prefill_end_s * slower, placed.tbt_s * 0.5, 0.01, 1.0
         )
         expected = of(brain, f"a{n}").expected
-        assert expected is not None and expected.ttft_samples == n
+        assert expected is not None and expected.ttft.samples == (n if n >= ENOUGH else 0)
         if n < ENOUGH:
-            assert expected.ttft == expected.tbt == (1.0, 1.0)
+            assert expected.ttft == expected.tbt == AS_PREDICTED
         brain.beat("d0", outcomes=(told,), finished_request_ids=(f"a{n}",))
     placed = brain.placed(100, request_id="r")
     expected = of(brain, "r").expected
     assert expected is not None
-    assert expected.ttft == (pytest.approx(1.0), pytest.approx(3.0))
-    assert expected.tbt == (pytest.approx(0.5), pytest.approx(0.5))
+    assert expected.ttft == (pytest.approx(1.0), pytest.approx(2.0), pytest.approx(3.0), ENOUGH + 3)
+    assert expected.tbt == (pytest.approx(0.5), pytest.approx(0.5), pytest.approx(0.5), ENOUGH + 3)
     out = mapping_out.decision_out(of(brain, "r"), brain.now)
-    assert out.ttft.expected_ms == pytest.approx(placed.life.prefill_end_s * 1000)
-    assert (out.ttft.low_ms, out.ttft.high_ms) == (
-        pytest.approx(out.ttft.expected_ms),
-        pytest.approx(3 * out.ttft.expected_ms),
-    )
+    told_ms = (out.ttft.low_ms, out.ttft.expected_ms, out.ttft.high_ms)
+    assert told_ms == pytest.approx([1000 * slower * placed.life.prefill_end_s for slower in (1, 2, 3)])
+    assert placed.expected_ttft_s == pytest.approx(out.ttft.expected_ms / 1000)
     assert out.tbt.high_ms == pytest.approx(placed.tbt_s * 500) and out.tbt.samples == ENOUGH + 3
     brain.refused(Overloaded, LONG, request_id="no", ttft_slo_s=0.001)
     assert of(brain, "no").expected is None

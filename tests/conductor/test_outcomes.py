@@ -6,7 +6,7 @@ import random
 import pytest
 
 from kvmesh.kvcache.tiers import Tier, TierUse
-from services.conductor.costs.accuracy import PredictionError, What
+from services.conductor.costs.accuracy import ENOUGH, PredictionError, What
 from services.conductor.domain import (
     DecodeSample,
     MemberGone,
@@ -235,3 +235,19 @@ def test_decode_instances_too_have_models_of_their_own() -> None:
     placed = brain.placed(100)
     assert placed.decode.instance_id == "fast"
     assert placed.tbt_s == pytest.approx(0.01, rel=0.15)
+
+
+def test_what_is_told_follows_what_was_seen_lately() -> None:
+    """Every request takes twice as long as the models think until its first token, and half as long between two."""
+    brain = pair()
+    for n in range(ENOUGH + 1):
+        placed = brain.placed(100, request_id=f"r{n}")
+        at = 2.0 if n >= ENOUGH else 1.0
+        assert placed.expected_ttft_s == pytest.approx(at * placed.life.prefill_end_s)
+        assert placed.expected_tbt_s == pytest.approx(placed.tbt_s / at)
+        ended = done(f"r{n}", ttft_s=2 * placed.life.prefill_end_s, tbt_s=placed.tbt_s / 2)
+        brain.beat("d0", outcomes=(ended,), finished_request_ids=(f"r{n}",))
+        brain.beat("p0", finished_request_ids=(f"r{n}",))
+    told = errors(brain)[What.TTFT]
+    assert told.samples == ENOUGH + 1 and told.bias == pytest.approx(1.0)
+    assert told.low == pytest.approx(1.8), "the last one was told right"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvmesh.size_class import size_class, size_classes
+from kvmesh.work_class import work_class, work_classes
 from services.conductor.domain import Load, PrefillSample, Role
 from services.conductor.loads.queues import PRIORITY_STEP_S, PrefillQueue, PrefillWork
 from services.conductor.loads.sizes import ALONE, FADE_S, LASTS, MARKS, NOTED, Line, Lines, ahead, marks
@@ -122,7 +122,7 @@ def test_marks_never_tell_of_more_ahead_than_there_is(
     ranks = noted[:MARKS]
     assert list(ranks) == sorted(ranks)
     assert len(noted) == NOTED
-    below = sum(rank <= now + size_class(size_s) * WEIGHT for rank in ranks)
+    below = sum(rank <= now + work_class(size_s) * WEIGHT for rank in ranks)
     least_s = max(0.0, line.wait_s(now) - whole_s * (1 - below / MARKS))
     found = ahead(line, now, 0, size_s)
     assert least_s <= found.wait_s + 1e-6
@@ -133,9 +133,9 @@ def test_marks_never_tell_of_more_ahead_than_there_is(
 
 @given(st.floats(0, 1e12), st.floats(0, 1e12))
 def test_classes_are_half_an_octave_and_in_order(one: float, two: float) -> None:
-    assert size_class(one) <= one < size_class(one) * math.sqrt(2) * (1 + 1e-15) or one == 0 == size_class(one)
-    assert (size_class(one) <= size_class(two)) or one > two
-    assert size_classes(np.array([one, two, math.inf])).tolist() == [size_class(one), size_class(two), math.inf]
+    assert work_class(one) <= one < work_class(one) * math.sqrt(2) * (1 + 1e-15) or one == 0 == work_class(one)
+    assert (work_class(one) <= work_class(two)) or one > two
+    assert work_classes(np.array([one, two, math.inf])).tolist() == [work_class(one), work_class(two), math.inf]
 
 
 def test_who_is_only_a_little_shorter_passes_nobody() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvmesh.node.served_weights import ServedWeights
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.pb import decode_pb2
-from kvmesh.size_class import size_class
+from kvmesh.work_class import work_class
 from services.conductor.domain import Placed, PredictedLife, Ref
 from services.conductor.mapping_out import placement_out
 from services.decode.mapping import start_prefill
@@ -60,7 +60,7 @@ class Machine:
         return handle
 
     def rank(self, handle: int) -> tuple[float, int]:
-        size_ns = size_class(self.tokens[handle] * NS_PER_TOKEN / NS) * NS
+        size_ns = work_class(self.tokens[handle] * NS_PER_TOKEN / NS) * NS
         return self.arrived[handle] + round(CONFIG.size_weight * size_ns), handle
 
     def rest(self, handle: int) -> int | Wait:

@@ -23,9 +23,11 @@ from services.conductor.domain import Role
 
 WINDOW = 1024
 AGE_S = 600.0
-ENOUGH = 8  # of a kind and group, before `spread` says anything of them
+ENOUGH = 8  # measurements, before `Calibration` says anything by them
 MAX_GROUPS = 64  # the group that was measured least recently is forgotten first
 LEAST = 1e-9  # nothing is predicted to take less
+CALIBRATED = 32
+MOST_OFF = 16.0  # times: what was further off counts as that
 SHOWN_S = 10.0  # a summary to which nothing was added is this old at most
 
 
@@ -58,13 +60,15 @@ class PredictionError:
 
 
 class Spread(NamedTuple):
-    """Measured over predicted: one in ten was below `low`, one in ten above `high`."""
+    """Measured over predicted: one in ten was below `low`, half below `middle`, one in ten above `high`."""
 
     low: float
+    middle: float
     high: float
+    samples: int  # that it goes by
 
 
-AS_PREDICTED = Spread(1.0, 1.0)
+AS_PREDICTED = Spread(1.0, 1.0, 1.0, 0)
 
 
 def group_of(model: str, role: Role) -> str:
@@ -73,10 +77,7 @@ def group_of(model: str, role: Role) -> str:
 
 
 class Accuracy:
-    """The errors that one conductor has seen since its start.
-
-    What `spread` says follows from the calls of `add` alone, so that a decision log gives the same answers again; what
-    `errors` and `group_errors` say also from when they are asked."""
+    """The errors that one conductor has seen since its start."""
 
     def __init__(self, window: int = WINDOW) -> None:
         self._window = window
@@ -96,17 +97,6 @@ class Accuracy:
         if errors is None:
             errors = kinds[what] = _Errors(self._window)
         errors.add((measured - predicted) / predicted, now)
-
-    def spread(self, what: What, group: str) -> Spread:
-        """Between which multiples of a prediction 8 of 10 measurements lay; AS_PREDICTED while fewer than ENOUGH are
-        known. It costs a look-up: percentiles are taken again after some new measurements, not at each call."""
-        return self.known(what, group)[0]
-
-    def known(self, what: What, group: str) -> tuple[Spread, int]:
-        """The spread, and how many measurements it goes by."""
-        kinds = self._groups.get(group)
-        errors = kinds.get(what) if kinds is not None else None
-        return (errors.spread(), len(errors.values)) if errors is not None else (AS_PREDICTED, 0)
 
     def errors(self, now: float) -> Sequence[PredictionError]:
         """Of all kinds that were measured in the last AGE_S, over all groups."""
@@ -130,16 +120,51 @@ class Accuracy:
         return found
 
 
+class Calibration:
+    """By how much times differ from their predictions for reasons that no model knows: other work on the same cores,
+    hops between processes, pauses. It is known for each kind and group, and for how many requests there were (by
+    octaves), from the last CALIBRATED measurements. It follows from the calls of `add` alone, so that a decision log
+    gives the same answers again."""
+
+    def __init__(self) -> None:
+        self._ratios: OrderedDict[tuple[What, str], dict[int, deque[float]]] = OrderedDict()
+        self._spreads: dict[tuple[What, str], dict[int, Spread]] = {}
+
+    def add(self, what: What, group: str, crowd: int, predicted: float, measured: float) -> None:
+        """One measurement; `crowd`: requests that were under way when it was predicted."""
+        if not (LEAST <= predicted < math.inf and 0 < measured < math.inf):
+            return
+        key, octave = (what, group), crowd.bit_length()
+        kinds = self._ratios.setdefault(key, {})
+        self._ratios.move_to_end(key)
+        if len(self._ratios) > MAX_GROUPS * len(What):
+            self._spreads.pop(self._ratios.popitem(last=False)[0], None)
+        ratios = kinds.setdefault(octave, deque(maxlen=CALIBRATED))
+        ratios.append(min(MOST_OFF, max(1 / MOST_OFF, measured / predicted)))
+        if len(ratios) >= ENOUGH:
+            ordered = sorted(ratios)
+            low, middle, high = (_percentile(ordered, share) for share in (0.1, 0.5, 0.9))
+            self._spreads.setdefault(key, {})[octave] = Spread(low, middle, high, len(ratios))
+
+    def spread(self, what: What, group: str, crowd: int) -> Spread:
+        """As it was lately among about so many requests, or the nearest number of which ENOUGH measurements are known;
+        AS_PREDICTED: of none are."""
+        known = self._spreads.get((what, group))
+        if known is None:
+            return AS_PREDICTED
+        octave = crowd.bit_length()
+        found = known.get(octave)
+        return found if found is not None else known[min(known, key=lambda one: abs(one - octave))]
+
+
 class _Errors:
     """The last errors of one kind in one group, and when each was seen."""
 
-    __slots__ = ("_spread", "_told", "_told_at", "_unseen", "times", "values")
+    __slots__ = ("_told", "_told_at", "times", "values")
 
     def __init__(self, window: int) -> None:
         self.values: deque[float] = deque(maxlen=window)
         self.times: deque[float] = deque(maxlen=window)
-        self._spread = AS_PREDICTED
-        self._unseen = 0  # by `_spread`
         self._told: PredictionError | None = None
         self._told_at = -math.inf
 
@@ -149,18 +174,7 @@ class _Errors:
         while self.times[0] < now - AGE_S:
             self.values.popleft()
             self.times.popleft()
-        self._unseen += 1
         self._told_at = -math.inf
-
-    def spread(self) -> Spread:
-        known = len(self.values)
-        if known < ENOUGH:
-            return AS_PREDICTED
-        if self._unseen > known // 32:
-            self._unseen = 0
-            ordered = sorted(self.values)
-            self._spread = Spread(1 + _percentile(ordered, 0.1), 1 + _percentile(ordered, 0.9))
-        return self._spread
 
     def summary(self, what: What, group: str, now: float) -> PredictionError | None:
         """None: nothing was measured lately."""

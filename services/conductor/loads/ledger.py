@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypedDict
 
 from kvmesh.kvcache.tiers import Tier
 from services.conductor.admission.judge import Slo
-from services.conductor.costs.accuracy import Accuracy, What, group_of
+from services.conductor.costs.accuracy import Accuracy, Calibration, What, group_of
 from services.conductor.costs.interference import without_rows_s
 from services.conductor.costs.plausible import plausible_decode, plausible_prefill
 from services.conductor.domain import (
@@ -70,6 +70,9 @@ class _Promise(NamedTuple):
     ttft_s: float
     tbt_s: float
     output_tokens: int
+    expected_ttft_s: float  # `ttft_s` and `tbt_s`, as corrected by what was seen lately
+    expected_tbt_s: float
+    crowd: int  # requests that were placed then
     queued_at: Instance | None  # the prefill instance, if others were before it
     among_rows: bool
 
@@ -87,6 +90,7 @@ class Ledger:
         self._touch = touch
         self.wires = Wires()
         self.accuracy = Accuracy()
+        self.calibration = Calibration()
         self._others: dict[str, Others] = {}  # by model name
         self._placed: dict[str, _Placed] = {}
         self._promised: OrderedDict[str, _Promise] = OrderedDict()
@@ -180,10 +184,17 @@ class Ledger:
         begins = now + p.start_s
         self.wires.push(name, d.instance.ref.life, p.pushed_bytes, begins, begins + 2 * (p.prefill_s + p.tail_s))
 
-    def promise(self, request: Schedule, placed: Placed) -> None:
-        """What was foretold is kept until `ended` compares it; the oldest go first."""
+    def promise(self, request: Schedule, placed: Placed) -> Placed:
+        """The same with what its client may expect. What was foretold is kept until `ended` compares it; the oldest go
+        first."""
         self._promised.pop(request.request_id, None)
         at = self._placed[request.request_id]
+        group, crowd = _group(at.decode), len(self._placed)
+        placed = replace(
+            placed,
+            expected_ttft_s=placed.life.prefill_end_s * self.calibration.spread(What.TTFT, group, crowd).middle,
+            expected_tbt_s=placed.tbt_s * self.calibration.spread(What.TBT, group, crowd).middle,
+        )
         self._promised[request.request_id] = _Promise(
             request.attempt,
             placed.decode.life,
@@ -191,11 +202,15 @@ class Ledger:
             placed.life.prefill_end_s,  # the client has the first token then: it waits for no KV
             placed.tbt_s,
             placed.life.output_tokens,
+            placed.expected_ttft_s,
+            placed.expected_tbt_s,
+            crowd,
             at.prefill if placed.terms["queue_ms"] > 0 and not request.answered_tokens else None,
             at.decode.batch.requests > 1,
         )
         if len(self._promised) > MAX_PROMISED:
             self._promised.popitem(last=False)
+        return placed
 
     def withdraw(self, request_id: str, now: float) -> None:
         """An earlier attempt of the same request is not coming any more."""
@@ -284,8 +299,10 @@ class Ledger:
         done = outcome.outcome is Outcome.DONE
         group = _group(instance)
         if not promise.goes_on:
-            self.accuracy.add(What.TTFT, group, promise.ttft_s, outcome.ttft_s, now)
-        self.accuracy.add(What.TBT, group, promise.tbt_s, outcome.tbt_s, now)
+            self.accuracy.add(What.TTFT, group, promise.expected_ttft_s, outcome.ttft_s, now)
+            self.calibration.add(What.TTFT, group, promise.crowd, promise.ttft_s, outcome.ttft_s)
+        self.accuracy.add(What.TBT, group, promise.expected_tbt_s, outcome.tbt_s, now)
+        self.calibration.add(What.TBT, group, promise.crowd, promise.tbt_s, outcome.tbt_s)
         if done:
             self.accuracy.add(What.OUTPUT_TOKENS, group, promise.output_tokens, outcome.output_tokens, now)
         served = done or outcome.outcome is Outcome.CANCELLED

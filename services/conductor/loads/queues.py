@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from kvmesh.size_class import size_class
+from kvmesh.work_class import work_class
 from services.conductor.costs.models import DecayedRatio
 from services.conductor.domain import Load
 from services.conductor.loads.fading import Fading
@@ -51,7 +51,7 @@ class PrefillWork:
     class_s: float = field(init=False)  # of `seconds`: what it counts as in a line that goes by size
 
     def __post_init__(self) -> None:
-        self.class_s = size_class(self.seconds)
+        self.class_s = work_class(self.seconds)
 
     @property
     def long(self) -> bool:

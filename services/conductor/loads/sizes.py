@@ -2,7 +2,7 @@
 Pure.
 
 Who goes before whom is told by rank = placed + priority x PRIORITY_STEP_S + class x weight, smaller first; the class
-is `size_class` of the predicted time of computing what is not cached, the weight the instance's own. So of an
+is `work_class` of the predicted time of computing what is not cached, the weight the instance's own. So of an
 instance's backlog
 
     ahead   is what ranks before the request: it waits for that
@@ -32,7 +32,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from kvmesh.size_class import size_class
+from kvmesh.work_class import work_class
 from services.conductor.loads.queues import PRIORITY_STEP_S, PrefillQueue
 from services.conductor.settings import SizeSettings
 
@@ -61,7 +61,7 @@ def ahead(queue: PrefillQueue, now: float, priority: int, size_s: float) -> Ahea
     wait_s = queue.wait_s(now)
     if wait_s <= 0:
         return Ahead(0.0, 0.0, 0.0, 0)
-    rank = now + priority * PRIORITY_STEP_S + size_class(size_s) * queue.size_weight
+    rank = now + priority * PRIORITY_STEP_S + work_class(size_s) * queue.size_weight
     behind, behind_s, yielding_s, weight = 0, 0.0, 0.0, queue.size_weight
     for work in queue.works.values():
         if work.placed_at + work.priority * PRIORITY_STEP_S + work.class_s * weight > rank:  # PrefillQueue.rank

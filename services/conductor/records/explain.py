@@ -228,15 +228,12 @@ class Decision:
 
 
 class Expected(NamedTuple):
-    """What a placement was expected to bring, and how sure that was: the spread of the last predictions of its group.
-    Seconds."""
+    """What a placement was predicted to bring, in seconds, and by how much its like differed from that lately."""
 
     ttft_s: float  # until the client has its first token
     ttft: Spread
-    ttft_samples: int  # that `ttft` goes by
     tbt_s: float
     tbt: Spread
-    tbt_samples: int
 
 
 class Explanations:

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.size_class import size_classes
+from kvmesh.work_class import work_classes
 from services.conductor.costs.interference import STALL_WEIGHT
 from services.conductor.costs.models import HIDDEN_SHARE
 from services.conductor.domain import Fetch, Schedule
@@ -107,7 +107,7 @@ class Weights:
     def _rank(self, size_s: Floats) -> Floats:
         """As `PrefillQueue.rank` of a prompt of that size, placed now."""
         placed = self.view.now + self.request.priority * PRIORITY_STEP_S
-        rank: Floats = placed + size_classes(np.maximum(0.0, size_s)) * self.view.columns[Field.SIZE_WEIGHT]
+        rank: Floats = placed + work_classes(np.maximum(0.0, size_s)) * self.view.columns[Field.SIZE_WEIGHT]
         return rank
 
     @cached_property

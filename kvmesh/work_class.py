@@ -14,7 +14,7 @@ import numpy.typing as npt
 _HALF = math.sqrt(0.5)
 
 
-def size_class(size: float) -> float:
+def work_class(size: float) -> float:
     """The greatest half power of two (2^(n/2)) that is not above `size`; 0 of 0, and inf of inf."""
     if not math.isfinite(size):
         return size
@@ -22,7 +22,7 @@ def size_class(size: float) -> float:
     return math.ldexp(0.5 if mantissa < _HALF else _HALF, exponent) if mantissa else 0.0
 
 
-def size_classes(sizes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def work_classes(sizes: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """The same of many."""
     mantissas, exponents = np.frexp(sizes)
     classes = np.ldexp(np.where(mantissas < _HALF, 0.5, _HALF) * (mantissas > 0), exponents)
