@@ -27,7 +27,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvmesh.kvcache.announce import snapshot_parts
 from kvmesh.kvcache.keys import split
-from kvmesh.node.line import Line
+from kvmesh.membership.control_client import Line
 from kvmesh.rpc.channels import connect
 from kvmesh.rpc.door.caller import Caller
 from kvmesh.rpc.door.control import control_calls

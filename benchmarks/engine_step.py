@@ -52,9 +52,9 @@ class Rank:
     """A worker, the port that it answers through, and the front's end of it."""
 
     def __init__(self, path: Path, dtype: str, threads: int, steps: int, drawn: bool) -> None:
-        from kvmesh.node import messages as m
-        from kvmesh.node.ipc import RankPort
-        from kvmesh.node.worker import Worker
+        from kvmesh.ranks import protocol as m
+        from kvmesh.ranks.ipc import RankPort
+        from kvmesh.ranks.worker.worker import Worker
 
         self.pages_a_row = (CONTEXT + BLOCK_TOKENS + steps + WARM) // BLOCK_TOKENS + 1
         ours, self._front = socket.socketpair()
@@ -91,7 +91,7 @@ class Rank:
 
     def batch(self, rows: int, steps: int) -> list[dict[str, int]]:
         """Nanoseconds by phase of `steps` steps with as many rows."""
-        from kvmesh.node import messages as m
+        from kvmesh.ranks import protocol as m
 
         worker, most = self.worker, steps + WARM + 2
         vocab = self.worker.ready().vocab_size

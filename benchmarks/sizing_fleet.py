@@ -23,7 +23,7 @@ from benchmarks.progress import tell
 from benchmarks.sizing_costs import FLIGHT, IDLE, SATURATED, WIRE
 from benchmarks.sizing_mesh import Clocks
 from benchmarks.sizing_solve import Window
-from kvmesh.node.line import Line
+from kvmesh.membership.control_client import Line
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, store_pb2
 
 BLOCK = 64

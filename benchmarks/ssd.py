@@ -35,8 +35,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from kvmesh.kvcache.ssd import SsdConfig, SsdTier
-from kvmesh.kvcache.ssd.format import PAGE, checksum, pages
+from kvmesh.tiers.ssd import SsdConfig, SsdTier
+from kvmesh.tiers.ssd.format import PAGE, checksum, pages
 
 SIZES = (65_536, 1 << 20, 16 << 20)
 THREADS = 4

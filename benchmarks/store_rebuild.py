@@ -36,8 +36,8 @@ from kvmesh.cli.plan import Ports
 from kvmesh.cli.probe import health, redis_ready
 from kvmesh.kvcache.announce import Announcer
 from kvmesh.kvcache.node_store import NodeStore
-from kvmesh.node.announcing import Announcing
-from kvmesh.node.registration import Registrar
+from kvmesh.membership.announcing import Announcing
+from kvmesh.membership.registrar import Registrar
 from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import common_pb2, store_pb2, store_pb2_grpc
 

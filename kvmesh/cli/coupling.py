@@ -17,7 +17,7 @@ from __future__ import annotations
 from kvmesh.kvcache.cached_pages import CachedPages
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
-from kvmesh.node import messages as m
+from kvmesh.ranks import protocol as m
 from kvmesh.rpc.errors import KvmeshError, Unavailable
 from kvmesh.rpc.pb import common_pb2 as pb
 from services.decode import inputs as i

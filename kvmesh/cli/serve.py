@@ -79,8 +79,8 @@ SERVICES: dict[str, Service] = {
     "pool": Service(
         "Pool node: memory for KV blocks, without an engine; other nodes put cold blocks there and read them.",
         "--port 7030 --store 127.0.0.1:7002 --memory-mb 4096",
-        ("kvmesh.node.pool_config", "PoolConfig"),
-        "kvmesh.node.pool",
+        ("kvmesh.pool.config", "PoolConfig"),
+        "kvmesh.pool.pool",
     ),
 }
 
@@ -187,7 +187,7 @@ def _grace_s(config: ServiceConfig) -> float:
 def serve(service: str, config: ServiceConfig) -> None:
     """Run one service until it is told to stop."""
     from kvmesh.cli import hashing
-    from kvmesh.node.config import InstanceConfig
+    from kvmesh.instance.config import InstanceConfig
     from kvmesh.rpc import exposure, process, security
     from kvmesh.rpc.masters import split
     from kvmesh.rpc.server import check_port

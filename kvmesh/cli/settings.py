@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from kvmesh.config import without_password
+from kvmesh.instance.transfer_config import check
 from kvmesh.kvcache.eviction import POLICIES
 from kvmesh.kvcache.keys import MAX_WEIGHTS_EPOCH
-from kvmesh.node.transfer_config import check
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.exposure import is_loopback
 

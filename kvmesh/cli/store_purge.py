@@ -20,7 +20,7 @@ from kvmesh.cli.store_target import RunDirOption, patiently, size
 from kvmesh.rpc.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:
-    from kvmesh.kvcache.object_store.purge import Folder, Weights
+    from kvmesh.tiers.object_store.purge import Folder, Weights
 
 HELP = """Show what object storage holds, by layout and weights, and remove KV of weights that are served no more.
 
@@ -54,12 +54,12 @@ def purge(
 ) -> None:
     """See HELP."""
     from kvmesh import extras
-    from kvmesh.node.tier_config import check_object_url
+    from kvmesh.tiers.front.config import check_object_url
 
     check_object_url(url)
     if importlib.util.find_spec("obstore") is None:
         raise ConfigError(f"url={url!r}: needs the package obstore: {extras.install('object')}", field="url")
-    from kvmesh.kvcache.object_store import purge as store
+    from kvmesh.tiers.object_store import purge as store
 
     if no_mesh and conductor:
         raise ConfigError(f"conductor={conductor!r}: not with --no-mesh", field="conductor")

@@ -16,7 +16,7 @@ from kvmesh.kvcache.keys import Namespace, chain_tip, extend, pack_tokens, split
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
-from kvmesh.node import messages as m
+from kvmesh.ranks import protocol as m
 from services.prefill import events as ev
 from services.prefill.checks import BrainConfig
 from services.prefill.planner import PlanConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
-from kvmesh.node.config import InstanceConfig
+from kvmesh.instance.config import InstanceConfig
 from kvmesh.rpc.errors import ConfigError
 from services.decode.limits import Limits
 

@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from kvmesh.blockservice.blocks import Blocks
+from kvmesh.blockservice.shard_wire import to_wire
+from kvmesh.instance.front import Front
 from kvmesh.kvcache.sources import Pulled
-from kvmesh.node import messages as m
-from kvmesh.node.blocks import Blocks
-from kvmesh.node.front import Front
-from kvmesh.node.shard_wire import to_wire
+from kvmesh.ranks import protocol as m
 from kvmesh.rpc import protocol
 from kvmesh.rpc.errors import KvmeshError, Overloaded, Unavailable
 from kvmesh.rpc.pb import common_pb2, decode_pb2, prefill_pb2

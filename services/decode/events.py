@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvmesh.kvcache.sources import PullRange
-from kvmesh.node.messages import Logprobs, Sampling
+from kvmesh.ranks.protocol import Logprobs, Sampling
 from kvmesh.rpc.errors import KvmeshError
 
 

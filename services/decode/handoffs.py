@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from kvmesh.node.shard_wire import from_wire, writers_of
+from kvmesh.blockservice.shard_wire import from_wire, writers_of
 from kvmesh.rpc import channels, protocol, status
 from kvmesh.rpc.errors import KvmeshError, ProtocolMismatch, Unavailable
 from kvmesh.rpc.pb import common_pb2, prefill_pb2, prefill_pb2_grpc

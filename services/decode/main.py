@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from kvmesh.node.front import Front
+from kvmesh.instance.front import Front
 from kvmesh.rpc.errors import InternalError, Unavailable
 from kvmesh.rpc.pb import common_pb2, decode_pb2_grpc
 from kvmesh.rpc.runner import observed

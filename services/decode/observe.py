@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from opentelemetry.trace import Span
 
 from kvmesh.kvcache.sources import Pulled, PullJob
-from kvmesh.node.messages import DecodeStepDone
+from kvmesh.ranks.protocol import DecodeStepDone
 from kvmesh.rpc.errors import KvmeshError
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
 from kvmesh.telemetry import names, spans

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from kvmesh.instance.sampling import history_of
 from kvmesh.kvcache.keys import unpack_tokens
-from kvmesh.node import messages as m
-from kvmesh.node.sampling import history_of
+from kvmesh.ranks import protocol as m
 from services.decode import events as e
 from services.decode import inputs as i
 from services.decode.handoff import Handoff

@@ -7,11 +7,11 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
+from kvmesh.instance.sampling import needs_history, sampling_of
+from kvmesh.instance.served_weights import ServedWeights
 from kvmesh.kvcache import keys
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import Tier, tier_of
-from kvmesh.node.sampling import needs_history, sampling_of
-from kvmesh.node.served_weights import ServedWeights
 from kvmesh.rpc.errors import ContextTooLong, InvalidRequest, Unavailable
 from kvmesh.rpc.pb import common_pb2, decode_pb2
 from services.decode.events import Spec

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import Pages
-from kvmesh.node import messages as m
+from kvmesh.ranks import protocol as m
 from services.decode.request import NEVER, Request
 
 

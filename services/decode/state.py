@@ -14,7 +14,7 @@ from typing import Any
 
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import Pages
-from kvmesh.node import messages as m
+from kvmesh.ranks import protocol as m
 from kvmesh.rpc.errors import DeadlinePassed, KvmeshError, RequestCancelled
 from services.decode import events as e
 from services.decode import inputs as i

@@ -22,7 +22,7 @@ from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import PrefixCache
 from kvmesh.kvcache.sources import Lower, Pulled, PullJob, PullRange, ranges_with
-from kvmesh.node import messages as m
+from kvmesh.ranks import protocol as m
 from kvmesh.transfer import TrafficClass
 from services.prefill import events as ev
 from services.prefill.checks import BrainConfig

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvmesh.instance.config import InstanceConfig
 from kvmesh.kvcache.layout import ShardLayout
-from kvmesh.node.config import InstanceConfig
 from kvmesh.rpc.errors import ConfigError
 from services.prefill.checks import BrainConfig
 from services.prefill.planner import PlanConfig

@@ -9,10 +9,10 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from kvmesh.blockservice.removals import Gone
 from kvmesh.kvcache import sources
 from kvmesh.kvcache.layout import ShardLayout
-from kvmesh.node import messages as m
-from kvmesh.node.removals import Gone
+from kvmesh.ranks import protocol as m
 from kvmesh.rpc.errors import KvmeshError
 from kvmesh.transfer import Carried
 from services.prefill.done import Done

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from kvmesh.blockservice.removals import Gone
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import PrefixCache
-from kvmesh.node import messages as m
-from kvmesh.node.removals import Gone
+from kvmesh.ranks import protocol as m
 from kvmesh.rpc.errors import HandoffLost, InternalError, KvmeshError
 from services.prefill import events as ev
 from services.prefill.blocks import SharedBlocks

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from kvmesh.kvcache.groups import plan_group
 from kvmesh.kvcache.layout import ShardLayout
-from kvmesh.node import messages as m
+from kvmesh.ranks import protocol as m
 from kvmesh.rpc.errors import HandoffLost, InternalError
 from services.prefill import events as ev
 from services.prefill.checks import landing_fault

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from opentelemetry.trace import Span
 
 from kvmesh.kvcache.sources import Pulled, PullJob
-from kvmesh.node import messages as m
+from kvmesh.ranks import protocol as m
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import conductor_pb2 as pb_conductor
 from kvmesh.telemetry import names, spans

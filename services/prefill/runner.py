@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from kvmesh.blockservice.shard_wire import writers_of
+from kvmesh.instance.served_weights import ServedWeights
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.sources import Pulled, PullJob
-from kvmesh.node import messages as m
-from kvmesh.node.served_weights import ServedWeights
-from kvmesh.node.shard_wire import writers_of
+from kvmesh.ranks import protocol as m
 from kvmesh.rpc.errors import InvalidRequest, KvmeshError, TransferError
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import prefill_pb2 as pb
@@ -26,13 +26,13 @@ from services.prefill.state import PrefillState
 
 
 class Rank(Protocol):
-    """What the runner needs of kvmesh.node.rank_client.RankClient."""
+    """What the runner needs of kvmesh.ranks.client.RankClient."""
 
     def send(self, message: m.ToRank, /) -> None: ...
 
 
 class Segments(Protocol):
-    """What the runner needs of kvmesh.node.segments.Segments."""
+    """What the runner needs of kvmesh.blockservice.peer_segments.Segments."""
 
     def open(self, descriptor: bytes, /) -> str: ...
 
@@ -40,7 +40,7 @@ class Segments(Protocol):
 
 
 class Puller(Protocol):
-    """What the runner needs of kvmesh.node.blocks.Blocks, which answers every pull through `Runner.pulled`."""
+    """What the runner needs of kvmesh.blockservice.blocks.Blocks, which answers every pull through `Runner.pulled`."""
 
     def pull(self, job: PullJob, /) -> None: ...
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from kvmesh.node.shard_wire import from_wire, to_wire
+from kvmesh.blockservice.shard_wire import from_wire, to_wire
 from kvmesh.rpc import protocol
 from kvmesh.rpc.errors import InvalidRequest, Unavailable
 from kvmesh.rpc.pb import common_pb2 as pb_common

@@ -20,12 +20,12 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvmesh.instance.sampling import history_of
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import PrefixCache
 from kvmesh.kvcache.sources import Lower
-from kvmesh.node import messages as m
-from kvmesh.node.sampling import history_of
+from kvmesh.ranks import protocol as m
 from kvmesh.rpc.errors import DeadlinePassed, HandoffLost, KvmeshError, Overloaded, Unavailable
 from services.prefill import events as ev
 from services.prefill.checks import BrainConfig, refusal

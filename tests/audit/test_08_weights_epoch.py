@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.node.served_weights import ServedWeights
+from kvmesh.instance.served_weights import ServedWeights
 from kvmesh.rpc.errors import ModelNotFound
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2, prefill_pb2
 from services.decode import mapping

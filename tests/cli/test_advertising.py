@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvmesh.cli.advertising import resolved
-from kvmesh.node.pool_config import PoolConfig
+from kvmesh.pool.config import PoolConfig
 from kvmesh.rpc.errors import ConfigError
 from services.conductor.config import ConductorConfig
 from services.decode.config import DecodeConfig

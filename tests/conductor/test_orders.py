@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvmesh.node.role_servicer import add_instance
+from kvmesh.instance.servicer import add_instance
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.server import Server
 from kvmesh.telemetry import names

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvmesh.kvcache.announce import Announcer
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.tiers import Tier, store_name
-from kvmesh.node.announcing import to_proto
+from kvmesh.membership.announcing import to_proto
 from kvmesh.rpc.errors import UnknownInstance
 from kvmesh.rpc.pb import store_pb2 as pb
 from services.conductor.domain import Event, Life, OutOfStep, StoreLost

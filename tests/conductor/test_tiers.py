@@ -6,8 +6,8 @@ import pytest
 
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.tiers import Tier, TierUse, store_name
-from kvmesh.node.tier_config import checked_id
 from kvmesh.rpc.errors import ConfigError
+from kvmesh.tiers.front.config import checked_id
 from services.conductor.costs.models import TIER_HALF_LIFE_S, TIER_PRIORS, TierModel
 from services.conductor.domain import Blocks, Fetch, MemberGone, Placed, PrefillSample, Refuse, Role
 from tests.conductor.brain import BLOCK, IDLE, Brain, chain, joined, reset

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvmesh.kvcache.page_pool import PagePool
-from kvmesh.node import messages as m
+from kvmesh.ranks import protocol as m
 
 BLOCK = 4
 EXTENT_BASE = 1_000_000

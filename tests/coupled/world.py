@@ -9,11 +9,11 @@ import itertools
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+from kvmesh.blockservice.removals import Gone
 from kvmesh.cli.coupling import Coupling, to_prefill
 from kvmesh.kvcache import keys as block_keys
 from kvmesh.kvcache.node_store import NodeStore
-from kvmesh.node import messages as m
-from kvmesh.node.removals import Gone
+from kvmesh.ranks import protocol as m
 from kvmesh.rpc.errors import RequestCancelled
 from services.decode import events as e
 from services.decode import inputs as i

@@ -15,7 +15,7 @@ from typing import Any
 import grpc.aio
 
 from kvmesh.kvcache import keys as block_keys
-from kvmesh.node import messages as m
+from kvmesh.ranks import protocol as m
 from kvmesh.rpc import channels, protocol
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvmesh.kvcache import keys as block_keys
-from kvmesh.node import messages as m
+from kvmesh.ranks import protocol as m
 
 PAGE_BASE, EXTENT_BASE, SHARD = 0, 1_000_000, 10
 BLOCK = 4

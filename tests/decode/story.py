@@ -28,10 +28,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from kvmesh.blockservice.removals import Gone
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Pulled, PullJob
-from kvmesh.node import messages as m
-from kvmesh.node.removals import Gone
+from kvmesh.ranks import protocol as m
 from kvmesh.rpc.errors import HandoffLost, InvalidRequest, RequestCancelled, Unavailable
 from services.decode import events as e
 from services.decode import inputs as i

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from kvmesh.node import messages as m
+from kvmesh.ranks import protocol as m
 from services.decode import events as e
 from services.decode import handoff, orders, scheduler, sealing, state
 from services.decode import inputs as i

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvmesh.kvcache.sources import PullRange
-from kvmesh.node import messages as m
+from kvmesh.ranks import protocol as m
 from services.decode.events import Phase
 from services.decode.handoff import Handoff
 

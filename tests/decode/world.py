@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
-from kvmesh.node import messages as m
+from kvmesh.ranks import protocol as m
 from kvmesh.rpc.errors import HandoffLost, RequestCancelled
 from services.decode import events as e
 from services.decode import inputs as i

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvmesh.kvcache.layout import ShardLayout
-from kvmesh.node.device import Done
+from kvmesh.ranks.worker.device import Done
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.transfer import EngineConfig, TransferEngine
 from tests.gpu import NEEDS_GPU
@@ -22,7 +22,7 @@ BLOCKS = 64
 
 @pytest.fixture
 def memory() -> Iterator[Any]:
-    from kvmesh.node.device_cuda import CudaMemory
+    from kvmesh.ranks.worker.device_cuda import CudaMemory
 
     configure: Any = type("Configure", (), {"dtype": "bfloat16", "num_pages": BLOCKS, "memory_bytes": 0})
     with TransferEngine("gpu@1", EngineConfig(transports=("shm",))) as engine:
@@ -69,7 +69,7 @@ def test_blocks_that_are_not_finite_are_named(memory: Any) -> None:
 
 
 def test_a_gpu_that_is_not_there_is_refused() -> None:
-    from kvmesh.node.device_cuda import cuda_device
+    from kvmesh.ranks.worker.device_cuda import cuda_device
 
     with pytest.raises(ConfigError, match=r"device='cuda:64'.*this host has"):
         cuda_device("cuda:64")

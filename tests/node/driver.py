@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import psutil
 
-from kvmesh.node import messages as m
-from kvmesh.node.rank_client import RankClient
+from kvmesh.ranks import protocol as m
+from kvmesh.ranks.client import RankClient
 
 BLOCK = 16
 GREEDY = m.Sampling(0.0, 1.0, 0, 1, -1)

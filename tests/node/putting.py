@@ -15,8 +15,8 @@ import grpc.aio
 import pytest
 import xxhash
 
-from kvmesh.node import pool
-from kvmesh.node.pool_config import PoolConfig
+from kvmesh.pool import pool
+from kvmesh.pool.config import PoolConfig
 from kvmesh.rpc import status
 from kvmesh.rpc.errors import KvmeshError
 from kvmesh.rpc.pb import blocks_pb2 as pb

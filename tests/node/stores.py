@@ -14,20 +14,20 @@ from contextlib import asynccontextmanager
 import grpc.aio
 import psutil
 
+from kvmesh.blockservice.blocks import Blocks
+from kvmesh.blockservice.partitions import OnePartition, Partition
+from kvmesh.blockservice.peer_segments import Segments
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
-from kvmesh.node import messages as m
-from kvmesh.node.blocks import Blocks
-from kvmesh.node.partitions import OnePartition, Partition
-from kvmesh.node.rank_client import RankClient
-from kvmesh.node.registration import Registrar
-from kvmesh.node.segments import Segments
-from kvmesh.node.tier_parts import TierSettings
+from kvmesh.membership.registrar import Registrar
+from kvmesh.ranks import protocol as m
+from kvmesh.ranks.client import RankClient
 from kvmesh.rpc import channels
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2 as pb_conductor
 from kvmesh.rpc.server import Server
+from kvmesh.tiers.front.parts import TierSettings
 from kvmesh.transfer import EngineConfig, Opcode, TransferEngine, TransferRequest, TransferState
 
 SHARD = 8192

@@ -14,8 +14,8 @@ import pytest
 from kvmesh.kvcache.announce import Announcement, Announcer
 from kvmesh.kvcache.keys import split
 from kvmesh.kvcache.node_store import NodeStore
-from kvmesh.node import announcing
-from kvmesh.node.announcing import Announcing
+from kvmesh.membership import announcing
+from kvmesh.membership.announcing import Announcing
 from kvmesh.rpc.errors import InvalidRequest, Unavailable, UnknownInstance
 from kvmesh.rpc.masters import Masters
 from kvmesh.rpc.pb import common_pb2
@@ -182,7 +182,7 @@ async def test_nothing_is_said_before_the_node_has_joined() -> None:
 
 
 def test_the_wire_form_keeps_everything() -> None:
-    from kvmesh.node.announcing import to_proto
+    from kvmesh.membership.announcing import to_proto
 
     keys = tuple(keys_of(1, 2))
     word = to_proto(Announcement("s", 5, 9, keys, keys[:1], True, 3, True))

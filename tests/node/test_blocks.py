@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from kvmesh.blockservice import reader_lease
+from kvmesh.blockservice.pulls import Pulls
 from kvmesh.kvcache.sources import PullJob, PullRange
-from kvmesh.node import reader_lease
-from kvmesh.node.pulls import Pulls
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.telemetry import names, setup
 from tests.node.stores import SHARD, Node, bench, keys_of, node, stub, until

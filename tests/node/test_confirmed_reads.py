@@ -8,9 +8,9 @@ from typing import Any, cast
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, multiple, rule
 
+from kvmesh.blockservice.leasing import Leasing
+from kvmesh.blockservice.partitions import Partitions
 from kvmesh.kvcache.node_store import NodeStore
-from kvmesh.node.leasing import Leasing
-from kvmesh.node.partitions import Partitions
 from tests.node.stores import keys_of
 
 EXTENTS = 3

@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvmesh.blockservice.cut_reads import by_block, cut_reads
 from kvmesh.kvcache.groups import plan_group
 from kvmesh.kvcache.layout import ShardLayout
-from kvmesh.node import messages as m
-from kvmesh.node.cut_reads import by_block, cut_reads
+from kvmesh.ranks import protocol as m
 
 LAYERS, HEADS, TOKENS, DIM = 3, 4, 16, 8
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
+from kvmesh.blockservice import replica_tracker as elsewhere
+from kvmesh.blockservice.replica_tracker import Elsewhere
 from kvmesh.kvcache.size_classes import BYTES
-from kvmesh.node import elsewhere
-from kvmesh.node.elsewhere import Elsewhere
-from kvmesh.node.pool_partitions import PoolPartitions
+from kvmesh.pool.partitions import PoolPartitions
 from kvmesh.rpc import channels
 from kvmesh.rpc.masters import Masters
 from kvmesh.rpc.pb import store_pb2, store_pb2_grpc

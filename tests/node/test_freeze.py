@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.node import messages as m
+from kvmesh.ranks import protocol as m
 from kvmesh.transfer import EngineConfig, TransferEngine, TransferRequest, TransferState
 from kvmesh.transfer.api import Opcode
 from tests.node.driver import BLOCK, GREEDY, Driver, rank

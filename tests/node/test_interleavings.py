@@ -13,19 +13,21 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from kvmesh.blockservice import block_rpcs, removals
+from kvmesh.blockservice import removal_applier as removal_desk
+from kvmesh.blockservice.partitions import Partition
+from kvmesh.blockservice.removals import Watch
+from kvmesh.blockservice.servicer import NodeStoreServicer
 from kvmesh.kvcache.node_store import NodeStore
-from kvmesh.node import block_rpcs, pool, removal_desk, removals
-from kvmesh.node import messages as m
-from kvmesh.node.block_servicer import NodeStoreServicer
-from kvmesh.node.partitions import Partition
-from kvmesh.node.pool_partitions import PoolPartitions
-from kvmesh.node.removals import Watch
-from kvmesh.node.sums import Sums
-from kvmesh.node.tier_brain import Contents, WriteBehind
-from kvmesh.node.tier_parts import TierSettings
-from kvmesh.node.tiering import Tiering
+from kvmesh.pool import pool
+from kvmesh.pool.partitions import PoolPartitions
+from kvmesh.ranks import protocol as m
+from kvmesh.ranks.worker.checksums import Sums
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import common_pb2 as pb_common
+from kvmesh.tiers.front.brain import Contents, WriteBehind
+from kvmesh.tiers.front.parts import TierSettings
+from kvmesh.tiers.front.tiering import Tiering
 from kvmesh.transfer import EngineConfig, TransferEngine
 from tests.node.putting import Caller, config, pool_and_caller
 from tests.node.stores import bench, keys_of, node, stub

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmesh.kvcache.layout import ShardLayout
-from kvmesh.node import messages as m
-from kvmesh.node.ipc import HEADER, Frames, RankPort, frame
+from kvmesh.ranks import protocol as m
+from kvmesh.ranks.ipc import HEADER, Frames, RankPort, frame
 
 LAYOUT = ShardLayout(2, 1, 16, 8, 4)
 SAMPLING = m.Sampling(0.5, 0.9, 3, 7, -1)

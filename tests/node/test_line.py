@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvmesh.node.line import DOORLESS_S, Line
+from kvmesh.membership.control_client import DOORLESS_S, Line
 from kvmesh.rpc.door import frames
 from kvmesh.rpc.door.control import ControlDoor
 from kvmesh.rpc.errors import DeadlinePassed, KvmeshError, Overloaded

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmesh.node import messages as m
-from kvmesh.node.lockstep import SHARED, Follower, Leader, Turn, Turns, check
+from kvmesh.ranks import protocol as m
+from kvmesh.ranks.lockstep import SHARED, Follower, Leader, Turn, Turns, check
 from kvmesh.rpc.errors import InternalError
 
 SAMPLING = m.Sampling(0.0, 1.0, 0, 1)

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
+from kvmesh.blockservice import blocks as node_blocks
 from kvmesh.kvcache import leases
-from kvmesh.node import blocks as node_blocks
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from tests.node.stores import keys_of, node, stub
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvmesh.node import memory
-from kvmesh.node.memory import Ahead
+from kvmesh.ranks.worker import prefault as memory
+from kvmesh.ranks.worker.prefault import Ahead
 from kvmesh.transfer import EngineConfig, Region, TransferEngine
 from tests.transfer.conftest import until
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.node.pool_partitions import PoolPartitions
+from kvmesh.pool.partitions import PoolPartitions
 from kvmesh.rpc import status
 from kvmesh.rpc.errors import Overloaded
 from tests.node.putting import pool_and_caller

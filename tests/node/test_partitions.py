@@ -7,10 +7,10 @@ import random
 
 import pytest
 
+from kvmesh.blockservice.partitions import OnePartition, Partition, unused
 from kvmesh.kvcache.node_store import Changes
-from kvmesh.node.partitions import OnePartition, Partition, unused
-from kvmesh.node.pool_partitions import MAX_LAYOUTS, PoolPartitions
-from kvmesh.node.slabs import SlabPartition
+from kvmesh.pool.partitions import MAX_LAYOUTS, PoolPartitions
+from kvmesh.pool.slabs import SlabPartition
 from kvmesh.rpc.errors import InvalidRequest, Overloaded
 from tests.node.stores import keys_of
 

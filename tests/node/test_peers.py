@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvmesh.node import messages as m
-from kvmesh.node import peers as peers_module
-from kvmesh.node.peers import Peers
-from kvmesh.node.segments import Segments
+from kvmesh.blockservice import peers as peers_module
+from kvmesh.blockservice.peer_segments import Segments
+from kvmesh.blockservice.peers import Peers
+from kvmesh.ranks import protocol as m
 from kvmesh.rpc.errors import TransferError
 from tests.node.test_segments import Ear, descriptor
 

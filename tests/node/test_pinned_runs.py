@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvmesh.kvcache.size_classes import BYTES
-from kvmesh.node.pool_partitions import PoolPartitions
+from kvmesh.pool.partitions import PoolPartitions
 from tests.node.stores import keys_of
 
 MIB = 1 << 20

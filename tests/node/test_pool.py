@@ -11,8 +11,8 @@ import pytest
 
 from kvmesh.kvcache.keys import split
 from kvmesh.kvcache.sources import PullRange
-from kvmesh.node import pool
-from kvmesh.node.pool_config import PoolConfig
+from kvmesh.pool import pool
+from kvmesh.pool.config import PoolConfig
 from kvmesh.rpc import channels, status
 from kvmesh.rpc.errors import ConfigError, InvalidRequest
 from kvmesh.rpc.pb import blocks_pb2 as pb

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from kvmesh.kvcache.layout import ShardLayout
-from kvmesh.node import messages as m
-from kvmesh.node import pusher
-from kvmesh.node.pusher import Pusher
+from kvmesh.ranks import protocol as m
+from kvmesh.ranks.worker import pusher
+from kvmesh.ranks.worker.pusher import Pusher
 from kvmesh.transfer import BatchId, EngineConfig, Notification, Range, TransferEngine, TransferRequest
 from kvmesh.transfer.groups import END_MARK
 

@@ -15,7 +15,7 @@ import pytest
 import xxhash
 
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.node import pool
+from kvmesh.pool import pool
 from kvmesh.rpc.errors import InvalidRequest, Overloaded, StaleTerm, UnknownInstance
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import common_pb2 as pb_common

@@ -7,10 +7,10 @@ import itertools
 
 import pytest
 
+from kvmesh.blockservice.partitions import OnePartition, Partition
+from kvmesh.blockservice.quota_enforcer import QuotaDesk
 from kvmesh.kvcache import quotas
 from kvmesh.kvcache.node_store import NodeStore
-from kvmesh.node.partitions import OnePartition, Partition
-from kvmesh.node.quota_desk import QuotaDesk
 
 
 async def test_an_excess_goes_in_turns_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.node import messages as m
-from kvmesh.node.config import STAGED_CPU
-from kvmesh.node.device import LATE_LOOKS
+from kvmesh.instance.config import STAGED_CPU
+from kvmesh.ranks import protocol as m
+from kvmesh.ranks.worker.device import LATE_LOOKS
 from kvmesh.rpc.errors import CheckpointError
 from tests.node.driver import BLOCK, GREEDY, Driver, rank
 from tests.reference import assert_matches_reference

@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from kvmesh.node.rank_client import TUNABLES, RankClient, streaming_copies
+from kvmesh.ranks.client import TUNABLES, RankClient, streaming_copies
 from tests.node.stores import until
 
 

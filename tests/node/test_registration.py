@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvmesh.node.membership import Peer, Told
-from kvmesh.node.registration import Registrar
+from kvmesh.membership.membership import Peer, Told
+from kvmesh.membership.registrar import Registrar
 from kvmesh.rpc import channels, protocol
 from kvmesh.rpc.errors import UnknownInstance
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, store_pb2, store_pb2_grpc

@@ -11,11 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from kvmesh.blockservice import removal_applier as removal_desk
+from kvmesh.blockservice.partitions import OnePartition, Partition
+from kvmesh.blockservice.removal_applier import FILE, RemovalDesk
+from kvmesh.blockservice.removals import Gone, Removals, Tombstone
 from kvmesh.kvcache.node_store import NodeStore
-from kvmesh.node import removal_desk
-from kvmesh.node.partitions import OnePartition, Partition
-from kvmesh.node.removal_desk import FILE, RemovalDesk
-from kvmesh.node.removals import Gone, Removals, Tombstone
 from kvmesh.rpc.errors import ConfigError, Unavailable
 from kvmesh.rpc.pb import store_pb2 as pb_store
 from tests.node.stores import keys_of

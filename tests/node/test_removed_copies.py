@@ -16,9 +16,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from kvmesh.blockservice import removals
+from kvmesh.blockservice.removals import Remembered, Removals, Tombstone
 from kvmesh.kvcache.node_store import NodeStore
-from kvmesh.node import removals
-from kvmesh.node.removals import Remembered, Removals, Tombstone
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from tests.node.stores import LAYOUT, SHARD, bench, keys_of, node, stub
 

@@ -16,8 +16,8 @@ from kvmesh.engine.attention_torch import DecodeBatch as TorchPlan
 from kvmesh.engine.attention_torch import TorchAttention
 from kvmesh.engine.batch import Chosen, DecodeBatch, SampledToken, SampleParams
 from kvmesh.engine.config import AttentionSpec
-from kvmesh.node import messages as m
-from kvmesh.node.rows import Rows
+from kvmesh.ranks import protocol as m
+from kvmesh.ranks.worker.rows import Rows
 
 BLOCK, PAGES, VOCAB = 4, 32, 6
 SAMPLING = m.Sampling(0.0, 1.0, 0, 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.node import messages as m
+from kvmesh.ranks import protocol as m
 from kvmesh.transfer import TransferEngine
 from tests.node.driver import BLOCK, GREEDY, Driver, rank
 from tests.reference import assert_matches_reference

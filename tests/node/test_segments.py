@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvmesh.node import messages as m
-from kvmesh.node.segments import Segments
+from kvmesh.blockservice.peer_segments import Segments
+from kvmesh.ranks import protocol as m
 from kvmesh.rpc.errors import TransferError
 from kvmesh.transfer import SegmentDescriptor
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.node.registration import MAX_KEPT_FINISHED, _Kept
+from kvmesh.membership.registrar import MAX_KEPT_FINISHED, _Kept
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.pb import common_pb2
 from tests.node.test_registration import Deaf, Instance, alive, count, deaf

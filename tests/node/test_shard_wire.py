@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from kvmesh.blockservice.shard_wire import from_wire, to_wire, writers_of
+from kvmesh.instance.config import InstanceConfig, device_of
+from kvmesh.instance.front import check_config
 from kvmesh.kvcache.layout import ShardLayout
-from kvmesh.node.config import InstanceConfig, device_of
-from kvmesh.node.front import check_config
-from kvmesh.node.shard_wire import from_wire, to_wire, writers_of
 from kvmesh.rpc.errors import ConfigError, InvalidRequest
 from kvmesh.rpc.pb import common_pb2 as pb
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvmesh.node import messages as m
-from kvmesh.node.device import CpuMemory, OnDone, Pair
-from kvmesh.node.slices import Moves, Seals
+from kvmesh.ranks import protocol as m
+from kvmesh.ranks.worker.device import CpuMemory, OnDone, Pair
+from kvmesh.ranks.worker.slices import Moves, Seals
 
 SHARD = 4 * 6
 

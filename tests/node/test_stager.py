@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from kvmesh.kvcache.layout import ShardLayout
-from kvmesh.node import messages as m
-from kvmesh.node.device import StagedCpuMemory, byte_view
-from kvmesh.node.pusher import Pusher
-from kvmesh.node.stager import Stager
+from kvmesh.ranks import protocol as m
+from kvmesh.ranks.worker.device import StagedCpuMemory, byte_view
+from kvmesh.ranks.worker.pusher import Pusher
+from kvmesh.ranks.worker.stager import Stager
 from kvmesh.transfer import EngineConfig, Notification, Range, TransferEngine
 
 LAYOUT = ShardLayout(layers=3, kv_heads=1, block_tokens=16, head_dim=8, itemsize=4)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvmesh.kvcache.node_store import NodeStore
-from kvmesh.kvcache.ssd.sketch import FrequencySketch
-from kvmesh.node.tier_brain import Contents, Promotion, ReadTime, TierSource, WriteBehind
+from kvmesh.tiers.front.brain import Contents, Promotion, ReadTime, TierSource, WriteBehind
+from kvmesh.tiers.ssd.sketch import FrequencySketch
 from tests.node.stores import keys_of
 
 KEYS = keys_of(*range(12))

@@ -10,12 +10,13 @@ import pytest
 from kvmesh.kvcache.node_store import Changes
 from kvmesh.kvcache.size_classes import BYTES
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.node import messages as m
-from kvmesh.node import tier_reads, tiering
-from kvmesh.node.tier_brain import Contents, TierSource
-from kvmesh.node.tier_parts import TierSettings
-from kvmesh.node.tier_sizes import largest_block, ssd_config
+from kvmesh.ranks import protocol as m
 from kvmesh.rpc.errors import Unavailable
+from kvmesh.tiers.front import reads as tier_reads
+from kvmesh.tiers.front import tiering
+from kvmesh.tiers.front.brain import Contents, TierSource
+from kvmesh.tiers.front.parts import TierSettings
+from kvmesh.tiers.front.sizes import largest_block, ssd_config
 from tests.node.stores import keys_of, until
 from tests.node.test_interleavings import SHARD, Below, Disk, seal, turns
 

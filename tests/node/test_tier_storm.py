@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from kvmesh.blockservice.leasing import Leasing
+from kvmesh.blockservice.partitions import Partition, holder
+from kvmesh.blockservice.removal_applier import RemovalDesk
 from kvmesh.kvcache.size_classes import BYTES
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.node import messages as m
-from kvmesh.node.leasing import Leasing
-from kvmesh.node.partitions import Partition, holder
-from kvmesh.node.pool_partitions import PoolPartitions
-from kvmesh.node.removal_desk import RemovalDesk
-from kvmesh.node.tier_parts import TierSettings
-from kvmesh.node.tiering import Tiering
+from kvmesh.pool.partitions import PoolPartitions
+from kvmesh.ranks import protocol as m
 from kvmesh.rpc.errors import Overloaded
 from kvmesh.rpc.pb import common_pb2 as pb_common
+from kvmesh.tiers.front.parts import TierSettings
+from kvmesh.tiers.front.tiering import Tiering
 from tests.node.stores import keys_of
 
 REGION = 2 << 20

@@ -12,10 +12,10 @@ import pytest
 from kvmesh.cli import plan
 from kvmesh.cli.settings import MeshSettings
 from kvmesh.config import load
-from kvmesh.node import pool
-from kvmesh.node.messages import Configure
-from kvmesh.node.pool_config import PoolConfig
-from kvmesh.node.transfer_config import engine_config
+from kvmesh.instance.transfer_config import engine_config
+from kvmesh.pool import pool
+from kvmesh.pool.config import PoolConfig
+from kvmesh.ranks.protocol import Configure
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.transfer import EngineConfig
 

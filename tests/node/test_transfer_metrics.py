@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvmesh.node import messages as m
+from kvmesh.ranks import protocol as m
 from kvmesh.telemetry import names
 from kvmesh.transfer import TrafficClass
 from tests.node.driver import Driver, rank

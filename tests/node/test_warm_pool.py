@@ -18,15 +18,15 @@ import pytest
 import xxhash
 from msgspec import structs
 
+from kvmesh.blockservice.warm.memory import Warm
+from kvmesh.blockservice.warm.table import SumTable
 from kvmesh.kvcache.size_classes import BYTES
-from kvmesh.node import messages as m
-from kvmesh.node import pool
-from kvmesh.node.pool_config import PoolConfig
-from kvmesh.node.pool_partitions import PoolPartitions
-from kvmesh.node.slabs import SlabPartition
-from kvmesh.node.warm import Warm
-from kvmesh.node.warm_pool import WarmPool
-from kvmesh.node.warm_table import SumTable
+from kvmesh.pool import pool
+from kvmesh.pool.config import PoolConfig
+from kvmesh.pool.partitions import PoolPartitions
+from kvmesh.pool.slabs import SlabPartition
+from kvmesh.pool.warm import WarmPool
+from kvmesh.ranks import protocol as m
 from kvmesh.rpc.errors import InternalError, Overloaded
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from tests.node.stores import bench, keys_of, node, stub
@@ -233,7 +233,7 @@ async def second_life(store: Master, config: PoolConfig, ours: list[bytes], thei
         await here_again(store, [*ours, *theirs])
         async with stub(service.address) as rpc:
             await rpc.Remove(pb.RemoveBlocksRequest(keys=b"".join(ours[:2])))
-        ranks = [p for p in psutil.Process().children() if "kvmesh.node.rank" in " ".join(p.cmdline())]
+        ranks = [p for p in psutil.Process().children() if "kvmesh.ranks.rank" in " ".join(p.cmdline())]
         for rank in ranks:
             os.kill(rank.pid, signal.SIGKILL)
         psutil.wait_procs(ranks, timeout=10)

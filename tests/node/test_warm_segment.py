@@ -18,8 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvmesh.node import messages as m
-from kvmesh.node.warm_segment import WarmSegment, host_region
+from kvmesh.ranks import protocol as m
+from kvmesh.ranks.worker.warm_segment import WarmSegment, host_region
 from kvmesh.rpc.errors import ConfigError, KvmeshError
 from kvmesh.transfer import EngineConfig, TransferEngine, TransferRequest, segment_file
 from kvmesh.transfer.api import Opcode

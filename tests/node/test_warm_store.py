@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from kvmesh.blockservice.warm.store import Place, WarmStore
+from kvmesh.blockservice.warm.table import BlockTable, Entry, SlotFile, SumTable
 from kvmesh.kvcache.node_store import NodeStore, StoreExhausted
-from kvmesh.node.messages import WarmRow
-from kvmesh.node.warm_store import Place, WarmStore
-from kvmesh.node.warm_table import BlockTable, Entry, SlotFile, SumTable
+from kvmesh.ranks.protocol import WarmRow
 
 EXTENTS = 12
 SHARD = 8

@@ -17,9 +17,9 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 
+from kvmesh.blockservice.warm.memory import Warm
 from kvmesh.kvcache.node_store import NodeStore
-from kvmesh.node import messages as m
-from kvmesh.node.warm import Warm
+from kvmesh.ranks import protocol as m
 from kvmesh.transfer import EngineConfig, TransferEngine
 from tests.node.driver import Driver
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from kvmesh.kvcache import keys
-from kvmesh.node import messages as m
+from kvmesh.ranks import protocol as m
 from kvmesh.rpc import channels, protocol
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import prefill_pb2 as pb

@@ -11,9 +11,9 @@ from collections import Counter, deque
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvmesh.blockservice.removals import Gone
 from kvmesh.kvcache.sources import Pulled, PullJob
-from kvmesh.node import messages as m
-from kvmesh.node.removals import Gone
+from kvmesh.ranks import protocol as m
 from services.prefill import events as ev
 from tests.lower import Below
 from tests.prefill.script import BOOT_NS, make_state, prompt

@@ -18,7 +18,7 @@ from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.node import messages as m
+from kvmesh.ranks import protocol as m
 from kvmesh.transfer import TrafficClass
 from services.prefill import events as ev
 from services.prefill.checks import BrainConfig

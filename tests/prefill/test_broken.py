@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvmesh.kvcache.sources import Pulled
-from kvmesh.node import messages as m
+from kvmesh.ranks import protocol as m
 from services.prefill.blocks import SharedBlocks
 from services.prefill.handoff import Handoff
 from services.prefill.lives import Lives

@@ -1,6 +1,6 @@
 """What samples tell of the steps of a prompt: how many, and what else was computed in them."""
 
-from kvmesh.node import messages as m
+from kvmesh.ranks import protocol as m
 from services.prefill import events as ev
 from services.prefill.done import Done
 from services.prefill.planner import Chunk

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+from kvmesh.blockservice.peer_segments import Segments
+from kvmesh.blockservice.removals import Gone
+from kvmesh.instance.served_weights import ServedWeights
 from kvmesh.kvcache.sources import PullRange
-from kvmesh.node import messages as m
-from kvmesh.node.removals import Gone
-from kvmesh.node.segments import Segments
-from kvmesh.node.served_weights import ServedWeights
+from kvmesh.ranks import protocol as m
 from kvmesh.rpc.pb import prefill_pb2 as pb
 from services.prefill import events as ev
 from services.prefill import wire

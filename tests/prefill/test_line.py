@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.node.served_weights import ServedWeights
+from kvmesh.instance.served_weights import ServedWeights
 from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.pb import decode_pb2
 from kvmesh.work_class import work_class

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvmesh.instance.served_weights import ServedWeights
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.node import messages as m
-from kvmesh.node.served_weights import ServedWeights
+from kvmesh.ranks import protocol as m
 from kvmesh.rpc.pb import prefill_pb2 as pb
 from services.prefill import events as ev
 from services.prefill import wire

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from kvmesh.kvcache.sources import PullRange
-from kvmesh.node import messages as m
+from kvmesh.ranks import protocol as m
 from services.prefill import events as ev
 from services.prefill.handoff import Phase
 from tests.prefill.pool_model import BLOCK, PATIENCE_MS, Copy, SharedPool

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvmesh.node import messages as m
-from kvmesh.node.removals import Gone
+from kvmesh.blockservice.removals import Gone
+from kvmesh.ranks import protocol as m
 from kvmesh.rpc.pb import prefill_pb2 as pb
 from services.prefill import events as ev
 from services.prefill import wire

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from kvmesh.blockservice.peer_segments import Segments
+from kvmesh.instance.served_weights import ServedWeights
 from kvmesh.kvcache.keys import pack_tokens
 from kvmesh.kvcache.sources import Pulled, PullJob
-from kvmesh.node import messages as m
-from kvmesh.node.segments import Segments
-from kvmesh.node.served_weights import ServedWeights
+from kvmesh.ranks import protocol as m
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import prefill_pb2 as pb
 from services.prefill import events as ev

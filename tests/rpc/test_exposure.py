@@ -6,7 +6,7 @@ import pytest
 
 from kvmesh.cli.serve import SERVICES, config_class
 from kvmesh.config import ServiceConfig
-from kvmesh.node.pool_config import PoolConfig
+from kvmesh.pool.config import PoolConfig
 from kvmesh.rpc.exposure import warning
 from services.gateway.config import GatewayConfig
 

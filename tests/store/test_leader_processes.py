@@ -22,8 +22,8 @@ import pytest
 from kvmesh.cli.plan import Ports
 from kvmesh.kvcache.announce import Announcer
 from kvmesh.kvcache.node_store import NodeStore
-from kvmesh.node.announcing import Announcing
-from kvmesh.node.registration import Registrar
+from kvmesh.membership.announcing import Announcing
+from kvmesh.membership.registrar import Registrar
 from kvmesh.rpc import channels, status
 from kvmesh.rpc.errors import KvmeshError, NotLeader
 from kvmesh.rpc.masters import Caller, Masters

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvmesh.kvcache.client import ClientConfig, StoreClient
-from kvmesh.node import pool
-from kvmesh.node.pool_config import PoolConfig
+from kvmesh.pool import pool
+from kvmesh.pool.config import PoolConfig
 from kvmesh.rpc import channels
 from kvmesh.rpc.pb import store_pb2, store_pb2_grpc
 from services.store.config import StoreConfig

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from kvmesh.blockservice import fastpath as node_doors
 from kvmesh.kvcache.client import StoreClient
 from kvmesh.kvcache.client.config import ClientConfig
 from kvmesh.kvcache.client.doors import ways
-from kvmesh.node import doors as node_doors
-from kvmesh.node import pool
-from kvmesh.node.pool_config import PoolConfig
+from kvmesh.pool import pool
+from kvmesh.pool.config import PoolConfig
 from kvmesh.rpc import channels
 from kvmesh.rpc.door.client import Way
 from kvmesh.rpc.errors import ConfigError, DeadlinePassed, KvmeshError, Unavailable

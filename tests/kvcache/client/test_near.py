@@ -14,7 +14,7 @@ import pytest
 from kvmesh.kvcache import shared_index
 from kvmesh.kvcache.client import ClientConfig, StoreClient, SyncStoreClient, content_key, near
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.node import index
+from kvmesh.pool import shared_index as index
 from kvmesh.rpc import channels
 from kvmesh.rpc.errors import InvalidRequest, KvmeshError
 from kvmesh.rpc.pb import blocks_pb2, blocks_pb2_grpc

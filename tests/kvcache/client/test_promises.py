@@ -21,8 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvmesh.kvcache.client import ClientConfig, Pin, Policy, StoreClient, SyncStoreClient, memory, naming, ownkeys
-from kvmesh.node import pool
-from kvmesh.node.pool_config import PoolConfig
+from kvmesh.pool import pool
+from kvmesh.pool.config import PoolConfig
 from kvmesh.rpc.errors import (
     ConfigError,
     DeadlinePassed,

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvmesh.kvcache.object_store import Demotion, ObjectConfig, ObjectTier
-from kvmesh.kvcache.ssd import SsdTier
+from kvmesh.tiers.object_store import Demotion, ObjectConfig, ObjectTier
+from kvmesh.tiers.ssd import SsdTier
 from tests.kvcache.object_store.server import S3, s3_server
 from tests.kvcache.ssd.support import BUCKET, FaultyDisk, config, settle
 

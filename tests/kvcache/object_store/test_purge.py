@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from kvmesh.cli.app import app
-from kvmesh.kvcache.object_store import ObjectConfig, ObjectTier, purge
-from kvmesh.kvcache.object_store.client import open_store
-from kvmesh.kvcache.object_store.purge import Folder, chosen
 from kvmesh.rpc.errors import ConfigError, InvalidRequest
+from kvmesh.tiers.object_store import ObjectConfig, ObjectTier, purge
+from kvmesh.tiers.object_store.client import open_store
+from kvmesh.tiers.object_store.purge import Folder, chosen
 from tests.kvcache.object_store.server import S3, s3_server
 
 OLD, NEW = "a" * 16, "b" * 16

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvmesh.kvcache.ssd.brain import Brain
-from kvmesh.kvcache.ssd.format import PAGE, record_bytes
-from kvmesh.kvcache.ssd.plans import Demote, Drop
+from kvmesh.tiers.ssd.brain import Brain
+from kvmesh.tiers.ssd.format import PAGE, record_bytes
+from kvmesh.tiers.ssd.plans import Demote, Drop
 
 
 class ForgetsWhatItRemoved(Brain):

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvmesh.kvcache.ssd import SsdConfig, SsdTier
-from kvmesh.kvcache.ssd.disk import Disk
-from kvmesh.kvcache.ssd.format import PAGE
+from kvmesh.tiers.ssd import SsdConfig, SsdTier
+from kvmesh.tiers.ssd.disk import Disk
+from kvmesh.tiers.ssd.format import PAGE
 
 BUCKET = 64 * PAGE
 WAIT_S = 30.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvmesh.kvcache.node_store import Changes
-from kvmesh.kvcache.ssd.brain import Brain
-from kvmesh.kvcache.ssd.format import KEY_BYTES, PAGE, Entry, footer_bytes, record_bytes
-from kvmesh.kvcache.ssd.plans import Demote, Drop, Limits, Reinsert
+from kvmesh.tiers.ssd.brain import Brain
+from kvmesh.tiers.ssd.format import KEY_BYTES, PAGE, Entry, footer_bytes, record_bytes
+from kvmesh.tiers.ssd.plans import Demote, Drop, Limits, Reinsert
 from tests.kvcache.ssd.support import key
 
 BUCKET = 16 * PAGE  # holds six records of one page: header, 6 * 2 pages, footer of 2

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run
 
-from kvmesh.kvcache.ssd.brain import HITS_KEPT, Brain
-from kvmesh.kvcache.ssd.format import KEY_BYTES, PAGE, Entry, footer_bytes, record_bytes
-from kvmesh.kvcache.ssd.plans import Demote, Drop, Limits, Place, Reinsert, Slot
+from kvmesh.tiers.ssd.brain import HITS_KEPT, Brain
+from kvmesh.tiers.ssd.format import KEY_BYTES, PAGE, Entry, footer_bytes, record_bytes
+from kvmesh.tiers.ssd.plans import Demote, Drop, Limits, Place, Reinsert, Slot
 from tests.kvcache.ssd.broken_brains import BROKEN
 from tests.kvcache.ssd.support import key
 

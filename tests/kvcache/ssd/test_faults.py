@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.kvcache.ssd import SsdTier
-from kvmesh.kvcache.ssd.appender import REST_NS
-from kvmesh.kvcache.ssd.format import PAGE
+from kvmesh.tiers.ssd import SsdTier
+from kvmesh.tiers.ssd.appender import REST_NS
+from kvmesh.tiers.ssd.format import PAGE
 from tests.kvcache.ssd.support import (
     BUCKET,
     WAIT_S,

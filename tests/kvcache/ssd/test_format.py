@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmesh.kvcache.ssd.format import (
+from kvmesh.tiers.ssd.format import (
     BLOCK,
     PAGE,
     REMOVED,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.kvcache.ssd import SsdTier
+from kvmesh.tiers.ssd import SsdTier
 from tests.kvcache.ssd.support import BUCKET, config, get, key, settle
 from tests.kvcache.ssd.victim import TOTAL, length
 

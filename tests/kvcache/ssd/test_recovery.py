@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvmesh.kvcache.ssd import RecoveryReport, SsdTier
-from kvmesh.kvcache.ssd.format import PAGE, footer_bytes, record_bytes
+from kvmesh.tiers.ssd import RecoveryReport, SsdTier
+from kvmesh.tiers.ssd.format import PAGE, footer_bytes, record_bytes
 from tests.kvcache.ssd.support import BUCKET, WAIT_S, FaultyDisk, config, files, get, key, put, settle
 
 LENGTHS = [PAGE, 5000, 1, 3 * PAGE, 9000, PAGE + 1]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmesh.kvcache.ssd.sketch import CAP, FrequencySketch
+from kvmesh.tiers.ssd.sketch import CAP, FrequencySketch
 from tests.kvcache.ssd.support import key
 
 

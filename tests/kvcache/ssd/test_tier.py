@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from kvmesh.kvcache.node_store import Changes
-from kvmesh.kvcache.ssd import SsdTier
-from kvmesh.kvcache.ssd.format import PAGE
 from kvmesh.rpc.errors import InvalidRequest
+from kvmesh.tiers.ssd import SsdTier
+from kvmesh.tiers.ssd.format import PAGE
 from tests.kvcache.ssd.support import (
     BUCKET,
     WAIT_S,

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvmesh.kvcache.ssd import SsdConfig, SsdTier
 from kvmesh.rpc.errors import ConfigError
+from kvmesh.tiers.ssd import SsdConfig, SsdTier
 from tests.kvcache.ssd.support import (
     BUCKET,
     WAIT_S,
@@ -41,7 +41,7 @@ def test_a_folder_has_one_user(tmp_path: Path) -> None:
             SsdTier(config(tmp_path))
         code = (
             "import sys; from pathlib import Path; from tests.kvcache.ssd.support import config\n"
-            "from kvmesh.kvcache.ssd import SsdTier\n"
+            "from kvmesh.tiers.ssd import SsdTier\n"
             "SsdTier(config(Path(sys.argv[1])))"
         )
         other = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=False)

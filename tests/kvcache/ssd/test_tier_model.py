@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run
 
-from kvmesh.kvcache.ssd import SsdTier
-from kvmesh.kvcache.ssd.format import PAGE, record_bytes
+from kvmesh.tiers.ssd import SsdTier
+from kvmesh.tiers.ssd.format import PAGE, record_bytes
 from tests.kvcache.ssd.support import BUCKET, WAIT_S, config, files, key, memory, payload, settle
 
 SETTINGS = settings(max_examples=40, stateful_step_count=40, deadline=None)

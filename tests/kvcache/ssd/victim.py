@@ -14,7 +14,7 @@ import sys
 from concurrent.futures import Future
 from pathlib import Path
 
-from kvmesh.kvcache.ssd import SsdTier
+from kvmesh.tiers.ssd import SsdTier
 from tests.kvcache.ssd.support import BUCKET, WAIT_S, config, key, memory, payload
 
 TOTAL = 20_000  # a victim lives for hundreds

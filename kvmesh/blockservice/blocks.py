@@ -1,0 +1,399 @@
+"""All I/O around the node stores of one process: leases to readers, pulls from holders, announcements, offload.
+
+    readers ──Lease──▶ NodeStoreServicer ─┐
+    brain ──PullJob──▶ Pulls ─────────────┼──▶ Partitions (NodeStore: metadata)     ranks: the bytes
+    master ◀─Announce─ Announcing ────────┤
+    pool nodes ◀─Pull─ Offload ───────────┘
+
+Everything runs on one event loop: stores are pure and never entered twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from kvmesh.blockservice.block_rpcs import counted
+from kvmesh.blockservice.checksums import SumDesk
+from kvmesh.blockservice.copies import Copies
+from kvmesh.blockservice.fastpath import Doors
+from kvmesh.blockservice.leasing import Leasing
+from kvmesh.blockservice.offload import Offload
+from kvmesh.blockservice.partitions import Partitions
+from kvmesh.blockservice.peer_segments import Segments
+from kvmesh.blockservice.peers import Peers
+from kvmesh.blockservice.pulls import Pulls
+from kvmesh.blockservice.puts import Puts
+from kvmesh.blockservice.quota_enforcer import QuotaDesk
+from kvmesh.blockservice.removal_applier import RemovalDesk
+from kvmesh.blockservice.replica_tracker import Elsewhere
+from kvmesh.blockservice.send_rate import Sending
+from kvmesh.blockservice.servicer import SERVICE, NodeStoreServicer
+from kvmesh.clock import lease_clock_ns
+from kvmesh.kvcache.announce import Announcer, Source
+from kvmesh.kvcache.sources import Lower, Pulled, PullJob
+from kvmesh.kvcache.tiers import Tier, store_name
+from kvmesh.membership.announcing import Announcing
+from kvmesh.membership.registrar import Registrar
+from kvmesh.ranks import protocol as m
+from kvmesh.ranks.client import RankClient
+from kvmesh.rpc.pb import blocks_pb2 as pb
+from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
+from kvmesh.rpc.pb import common_pb2 as pb_common
+from kvmesh.rpc.pb import store_pb2 as pb_store
+from kvmesh.rpc.server import Server
+from kvmesh.rpc.terms import Terms
+from kvmesh.telemetry import names
+from kvmesh.tiers.front.parts import TierSettings
+from kvmesh.tiers.front.tiering import Tiering
+
+log = logging.getLogger(__name__)
+
+TIDY_S = 1.0
+MAX_EXPIRED = 256  # leases and pins ended at once: what is due beside them waits for the loop's next turn
+
+
+class Blocks:
+    """One process's. Made by `Front.attach` (an instance) or `pool.run`; `start` once the server listens.
+
+    `ref()` is this life's reference; `offload_percent` 100 and a pool node never offload; `tiers`: what lies below
+    DRAM, in use once `open_tiers` has returned; `returning`: keys that may come back from an earlier life's memory."""
+
+    def __init__(
+        self,
+        ref: Callable[[], pb_common.InstanceRef],
+        ranks: Sequence[RankClient],
+        segments: Segments,
+        partitions: Partitions,
+        on_pulled: Callable[[Pulled], None],
+        *,
+        lease_ms: int,
+        announce_ms: int,
+        offload_percent: int = 100,
+        tiers: TierSettings | None = None,
+        returning: Callable[[], list[bytes]] | None = None,
+    ) -> None:
+        names.activate("node")
+        own = ref()
+        self.partitions = partitions
+        self.max_lease_ms = lease_ms
+        self._ref = ref
+        self._ranks = ranks
+        self._on_pulled = on_pulled
+        self._announce_s = announce_ms / 1000
+        self._peers = Peers(segments)
+        self._tiering = Tiering(tiers, ref, ranks, partitions) if tiers is not None else None
+        self.terms = Terms()
+        self.draining = False
+        self.leasing = Leasing(partitions)
+        self.sums = SumDesk(ranks)
+        folder = tiers.path if tiers is not None and not tiers.url else None
+        again = returning is not None or (tiers is not None and tiers.opens_later)
+        self.removals = RemovalDesk(partitions, self.forget, self._lower_names, folder, again=again)
+        below, refuses = self._tiering, self.removals.refuses
+        self._pulls = Pulls(own.instance_id, ranks, segments, self._peers, lease_ms, refuses, below)
+        self._returning = returning
+        if tiers is not None and below is not None and any(each.url for each in tiers.chain):
+            below.remember(self.removals.watch())
+        self.puts = Puts(len(ranks), partitions, segments, self._pulls, self.sums, self.removals, below)
+        self.copies = Copies(partitions, self._pulls, self._peers, self.removals, below, self.puts.freed)
+        # What is announced looks like one store; see `announce.Source`.
+        self._announcer = Announcer(own.instance_id, own.incarnation, partitions.source)
+        self._lower_tiers: dict[Tier, Announcer] = {}
+        self._announcing: Announcing | None = None
+        self._servicer = NodeStoreServicer(self)
+        self.doors = Doors(self._servicer, own.incarnation)
+        self._offload: Offload | None = None
+        if offload_percent < 100:
+            self._offload = Offload(partitions.all()[0], offload_percent, self._peers, ref, random.Random())
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_ns = 0
+        self._sending = Sending()
+        self._quotas = QuotaDesk(partitions, self._spawn)
+        self._burying: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closed = False
+
+    # ── what roles use ───────────────────────────────────────────────────────────────────────────
+
+    def pull(self, job: PullJob) -> None:
+        """Fetch blocks that the role's store has begun; `on_pulled` is called once, in a later turn of the loop."""
+        self._pulls.start(job, self.partitions.all()[0], self._on_pulled)
+
+    def cancel_pull(self, ticket: int) -> None:
+        """It ends soon, with what has arrived; `on_pulled` says so. Unknown tickets are ignored."""
+        self._pulls.cancel(ticket)
+
+    @property
+    def pulls(self) -> int:
+        """Under way, also those at others' wish."""
+        return self._pulls.active
+
+    @property
+    def pulled_bytes(self) -> int:
+        """Since the start."""
+        return self._pulls.stats.nbytes
+
+    @property
+    def leases(self) -> int:
+        """Given to readers and not over."""
+        return sum(partition.store.stats.leases for partition in self.partitions.all())
+
+    @property
+    def lower(self) -> Lower | None:
+        """What an instance's brain may ask of the tiers below."""
+        return self._tiering.lower(self.layout) if self._tiering is not None else None
+
+    @property
+    def layout(self) -> str:
+        """Of the only partition; "" when there are several or none."""
+        found = self.partitions.all()
+        return found[0].layout if len(found) == 1 else ""
+
+    # ── what the front uses ──────────────────────────────────────────────────────────────────────
+
+    def add_to(self, server: Server) -> None:
+        """NodeStore on `server`."""
+        pb_grpc.add_NodeStoreServicer_to_server(self._servicer, server.grpc)
+        server.serves(SERVICE)
+
+    async def open_tiers(self) -> None:
+        """Recover what lies below DRAM; before the server listens. ConfigError names ssd_path."""
+        if self._tiering is not None:
+            await self._tiering.open()
+            for level in self._tiering.levels:
+                self.announce_tier(level.tier, level.source)
+
+    def start(self, registrar: Registrar) -> None:
+        """The server listens and the address is known: announce, offload, tidy."""
+        self._announcing = announcing = Announcing(
+            self._announcer,
+            registrar.masters,
+            self._announce_s,
+            lambda: registrar.registered["store"],
+            registrar.urge_store,
+        )
+        for announcer in self._lower_tiers.values():
+            announcing.add(announcer)
+        elsewhere = Elsewhere(
+            self._ref().instance_id,
+            self.partitions,
+            lambda layout, key: self.below(layout, key) is not None,
+            registrar.masters,
+            lambda: registrar.registered["store"],
+        )
+        self._spawn(announcing.run(), "announce")
+        self._spawn(elsewhere.run(), "ask who else has the coldest blocks")
+        self._spawn(self._tidy(), "tidy node store")
+        if self._offload is not None:
+            self._spawn(self._offload.run(), "offload")
+
+    def announce_tier(self, tier: Tier, source: Source) -> None:
+        """Tell the master of a tier below DRAM too, from now on: in numbers and snapshots of its own. Once a tier."""
+        assert tier is not Tier.DRAM and tier not in self._lower_tiers, f"{tier.name} is announced already"
+        own = self._ref()
+        announcer = self._lower_tiers[tier] = Announcer(store_name(own.instance_id, tier), own.incarnation, source)
+        if self._announcing is not None:
+            self._announcing.add(announcer)
+
+    def rank_said(self, rank: int, message: m.ToFront) -> bool:
+        """Whether it was for us (the end of a read, a tier's word)."""
+        if isinstance(message, m.PullEnded):
+            self._pulls.rank_said(rank, message)
+            return True
+        if isinstance(message, m.Summed):
+            self.sums.rank_said(rank, message)
+            return True
+        return self._tiering is not None and self._tiering.rank_said(rank, message)
+
+    def ranks_lost(self, cause: str) -> None:
+        """The memory is gone with a rank: pulls end, nothing is held any more."""
+        self._pulls.ranks_lost(cause)
+        self.sums.ranks_lost(cause)
+        if self._tiering is not None:
+            self._tiering.ranks_lost(cause)
+        for partition in self.partitions.all():
+            partition.store.drop_all()
+
+    def pools_changed(self, pools: Sequence[pb_store.PoolNode]) -> None:
+        """Which pool nodes live, as the master has it."""
+        if self._offload is not None:
+            self._offload.pools = pools
+
+    @property
+    def removed_seq(self) -> int:
+        """See `store_orders.StoreOrders`."""
+        return self.removals.removed_seq
+
+    async def bury(self, tombstones: Sequence[pb_store.Tombstone]) -> None:
+        """See `store_orders.StoreOrders`."""
+        await self.removals.apply(tombstones)
+
+    def beat_answered(self, answer: pb_store.BeatResponse) -> None:
+        """What the master says of this node: removals, whether it drains, what each tenant may have here."""
+        if answer.tombstones and not self._closed and (self._burying is None or self._burying.done()):
+            self._burying = self._spawn(self.removals.apply(answer.tombstones), "apply tombstones")
+        if answer.draining != self.draining:
+            self.draining = answer.draining
+            log.info("this node %s", "drains: it takes no more blocks" if self.draining else "drains no more")
+        if answer.quotas:
+            self._quotas.told({quota.tag: quota.blocks for quota in answer.quotas})
+
+    @property
+    def usage(self) -> pb_store.StoreUsage:
+        """For the master."""
+        stats = [partition.store.stats for partition in self.partitions.all()]
+        return pb_store.StoreUsage(
+            capacity_bytes=self.partitions.capacity_bytes,
+            free_bytes=0 if self.draining else self.partitions.free_bytes,
+            blocks=sum(each.sealed for each in stats),
+            writing=sum(each.writing for each in stats),
+            sending_bytes_per_s=self._sending.bytes_per_s,
+            tiers=self._tiering.usages if self._tiering is not None else [],
+            leases=self.leases,
+        )
+
+    async def close(self) -> None:
+        """End tasks, pulls and channels; safe at any moment, once or more. Bounded."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.doors.close()
+        if self._tiering is not None:
+            await self._tiering.close()
+        await self._pulls.close()
+        await self._peers.close()
+
+    # ── what the servicer uses ───────────────────────────────────────────────────────────────────
+
+    @property
+    def ref(self) -> pb_common.InstanceRef:
+        return self._ref()
+
+    @property
+    def segments(self) -> Sequence[tuple[str, bytes]]:
+        return [(rank.ready.engine_name, rank.ready.descriptor) for rank in self._ranks]
+
+    def listed(self) -> list[tuple[Tier, Sequence[bytes], int]]:
+        """Each tier's keys as they are now, and its last announcement, the fastest first. O(blocks)."""
+        levels = self._tiering.levels if self._tiering is not None else []
+        lower = [(level.tier, level.source.keys(), self._lower_tiers[level.tier].seq) for level in levels]
+        return [(Tier.DRAM, self.partitions.source.keys(), self._announcer.seq), *lower]
+
+    @property
+    def counters(self) -> pb.GetNodeStoreResponse:
+        answer = counted(self.partitions)
+        answer.instance.CopyFrom(self.ref)
+        answer.pools.pulls = self.pulls
+        answer.pulled_blocks = self._pulls.stats.blocks
+        answer.pulled_bytes = self._pulls.stats.nbytes
+        answer.offloaded_blocks = self._offload.blocks if self._offload is not None else 0
+        answer.layout = self.layout
+        answer.shard_bytes = self.partitions.all()[0].shard_bytes if answer.layout else 0
+        answer.term = self.terms.highest
+        if self._tiering is not None:
+            answer.tiers.extend(self._tiering.counters)
+        return answer
+
+    async def stage(self, keys: Sequence[bytes], layout: str, timeout_s: float) -> dict[bytes, Tier]:
+        """Bring blocks that lie only below DRAM into it, within the budget for that and the time. Returns which tier
+        each block was found in that can be leased now."""
+        if self._tiering is not None:
+            return await self._tiering.stage(layout, keys, timeout_s)
+        stores = [partition.store for partition in self.partitions.family(layout)]
+        return {key: Tier.DRAM for key in keys if any(store.holds(key) for store in stores)}
+
+    async def forget(self, keys: Sequence[bytes]) -> int:
+        """None is found here from now on, in any tier, nor after a restart; returns how many were. Readers under a
+        lease go on. Unavailable: a lower tier could not write that down; say it again."""
+        here: set[bytes] = set()
+        for partition in self.partitions.all():
+            here.update(itertools.compress(keys, partition.store.remove(keys)))
+        if self._tiering is not None:
+            here |= await self._tiering.forget(keys)
+        self.partitions.settle()
+        self.leases_changed()
+        return len(here)
+
+    def used(self, layout: str, keys: Sequence[bytes]) -> None:
+        """See `Tiering.used`."""
+        if self._tiering is not None:
+            self._tiering.used(layout, keys)
+
+    def below(self, layout: str, key: bytes) -> tuple[Tier, str, int] | None:
+        """See `Tiering.below`."""
+        return self._tiering.below(layout, key) if self._tiering is not None else None
+
+    def lower_keys(self) -> list[bytes]:
+        """Of all blocks in tiers below DRAM. O(blocks)."""
+        return self._tiering.keys() if self._tiering is not None else []
+
+    def _lower_names(self) -> list[bytes]:
+        """See `RemovalDesk`."""
+        below = self._tiering.named() if self._tiering is not None else []
+        return below if self._returning is None else [*below, *self._returning()]
+
+    # ── time ─────────────────────────────────────────────────────────────────────────────────────
+
+    def leases_changed(self) -> None:
+        """Arm the timer for the next lease that ends. Called too when one has ended: others wait for its memory."""
+        self.puts.freed()
+        ends = [end for p in self.partitions.all() if (end := p.store.next_expiry) is not None]
+        due = min(ends, default=0)
+        if (due == self._timer_ns and self._timer is not None) or self._closed:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._timer_ns = due
+        if due:
+            delay_s = max(0, due - lease_clock_ns()) * 1e-9
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        for partition in self.partitions.all():
+            partition.store.expire(lease_clock_ns(), MAX_EXPIRED)
+        self.partitions.settle()
+        self.leases_changed()
+
+    async def _tidy(self) -> None:
+        while True:
+            self._peers.tidy()
+            self.puts.tidy()
+            self._sending.count(self.partitions)
+            self._quotas.enforce()
+            self.partitions.settle()
+            if self._tiering is not None:
+                self._tiering.tidy()
+            answer = counted(self.partitions)
+            names.NODE_LEASES.set(answer.pools.store_leases)
+            names.NODE_EVICTED.set(answer.evicted)
+            names.NODE_CAPACITY.set(answer.capacity_bytes)
+            names.NODE_FREE.set(self.partitions.free_bytes)
+            names.NODE_FRAGMENTATION.set(self.partitions.fragmentation)
+            names.NODE_BLOCKS.labels(state="sealed").set(answer.pools.store_blocks)
+            names.NODE_BLOCKS.labels(state="writing").set(answer.pools.store_writing)
+            names.NODE_BLOCKS.labels(state="free").set(answer.pools.extents_free)
+            await asyncio.sleep(TIDY_S)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        self._tasks = [task for task in self._tasks if not task.done()]
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        task.add_done_callback(_report)
+        self._tasks.append(task)
+        return task
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("%s failed", task.get_name(), exc_info=task.exception())

@@ -1,0 +1,55 @@
+"""The front's side of checksums: asks a rank, waits for its word."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Sequence
+
+from kvmesh.blockservice.peer_segments import Rank
+from kvmesh.ranks import protocol as m
+from kvmesh.rpc.errors import TransferError, Unavailable
+
+
+class SumDesk:
+    """Of all ranks of one front, on its event loop."""
+
+    def __init__(self, ranks: Sequence[Rank]) -> None:
+        self._ranks = ranks
+        self._tickets = itertools.count(1)
+        self._waiting: dict[tuple[int, int], asyncio.Future[m.Summed]] = {}
+        self._lost = ""
+
+    async def sums(self, rank: int, spans: Sequence[tuple[int, int]], timeout_s: float) -> tuple[int, ...]:
+        """xxh3_64 of each (offset in the rank's segment, bytes). Unavailable: not in that time, or the rank is gone;
+        TransferError: it cannot."""
+        if self._lost:
+            raise Unavailable(self._lost)
+        ticket = next(self._tickets)
+        done: asyncio.Future[m.Summed] = asyncio.get_running_loop().create_future()
+        self._waiting[rank, ticket] = done
+        offsets, sizes = tuple(offset for offset, _ in spans), tuple(size for _, size in spans)
+        self._ranks[rank].send(m.Sum(ticket, offsets, sizes, time.monotonic_ns() + int(timeout_s * 1e9)))
+        try:
+            said = await asyncio.wait_for(done, timeout_s)
+        except TimeoutError:
+            raise Unavailable(f"checksums of {sum(sizes)} bytes took more than {timeout_s:.1f} s") from None
+        finally:
+            self._waiting.pop((rank, ticket), None)
+        if said.cause:
+            raise TransferError(said.cause)
+        return said.sums
+
+    def rank_said(self, rank: int, message: m.Summed) -> None:
+        """Its answer."""
+        waiting = self._waiting.get((rank, message.ticket))
+        if waiting is not None and not waiting.done():
+            waiting.set_result(message)
+
+    def ranks_lost(self, cause: str) -> None:
+        """Nobody answers any more."""
+        self._lost = self._lost or cause
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(Unavailable(cause))

@@ -1,0 +1,86 @@
+"""Leases over blocks that lie in several partitions (layout "bytes": one for each size of extents), under one number.
+
+Each store gives its part a lease of its own; the first part's number stands for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvmesh.blockservice.partitions import Partition, Partitions
+from kvmesh.kvcache.leases import Deadlines
+from kvmesh.kvcache.node_store import NodeStore
+
+SWEEP = 64  # groups whose time is over, looked at with each new one
+
+
+@dataclass(frozen=True)
+class Leased:
+    """`places[i]`: of the key at i, None: it is not here. `lease_id` 0: nothing is leased."""
+
+    lease_id: int
+    places: tuple[tuple[Partition, int] | None, ...]
+
+
+class Leasing:
+    """Of one process. Times are ns of the lease clock."""
+
+    def __init__(self, partitions: Partitions) -> None:
+        self._partitions = partitions
+        self._groups: dict[int, tuple[tuple[NodeStore, int], ...]] = {}
+        self._ends: Deadlines[int] = Deadlines()
+
+    @property
+    def open(self) -> int:
+        """Leases that are not over, in all stores."""
+        return sum(partition.store.stats.leases for partition in self._partitions.all())
+
+    def lease(self, layout: str, keys: Sequence[bytes], duration_ns: int, now: int) -> Leased:
+        """See `NodeStore.lease`."""
+        family = self._partitions.family(layout)
+        places: list[tuple[Partition, int] | None] = [None] * len(keys)
+        parts: list[tuple[NodeStore, int]] = []
+        open_ = list(range(len(keys)))
+        for partition in family:
+            mine = open_ if partition is family[-1] else [at for at in open_ if partition.store.holds(keys[at])]
+            if not mine:
+                continue
+            lease = partition.store.lease([keys[at] for at in mine], duration_ns, now)
+            if lease.lease_id:
+                parts.append((partition.store, lease.lease_id))
+            for at, extent in zip(mine, lease.extents, strict=True):
+                if extent is not None:
+                    places[at] = (partition, extent)
+            open_ = [at for at in open_ if places[at] is None]
+        lease_id = parts[0][1] if parts else 0
+        if len(parts) > 1:
+            for over in self._ends.due(now, SWEEP):
+                for store, part in self._groups.pop(over, ()):
+                    store.unlease(part)  # a part that outlived the others would speak for all of them
+            self._groups[lease_id] = tuple(parts)
+            self._ends.extend(lease_id, now + duration_ns)
+        return Leased(lease_id, tuple(places))
+
+    def renew(self, lease_id: int, duration_ns: int, now: int) -> int | None:
+        """Its new end; None: it is over."""
+        group = self._groups.get(lease_id)
+        if group is None:
+            ends = (partition.store.renew(lease_id, duration_ns, now) for partition in self._partitions.all())
+            return next((end for end in ends if end is not None), None)
+        ends_ = [store.renew(part, duration_ns, now) for store, part in group]
+        known = [end for end in ends_ if end is not None]
+        if len(known) < len(ends_):
+            return None
+        self._ends.extend(lease_id, max(known))
+        return min(known)
+
+    def release(self, lease_id: int) -> bool:
+        """The reader is done. True: every part was open until now, and what was read is right; see
+        `NodeStore.unlease`."""
+        self._ends.drop(lease_id)
+        group = self._groups.pop(lease_id, None)
+        if group is None:
+            return any(partition.store.unlease(lease_id) for partition in self._partitions.all())
+        done = [store.unlease(part) for store, part in group]
+        return all(done)

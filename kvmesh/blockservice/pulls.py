@@ -1,0 +1,428 @@
+"""The reader's side: pull jobs.
+
+    job ─▶ ranges, each for what is still missing and it covers ─▶ Lease ─▶ PullOpen at every rank ─▶ PullEnded
+                 ▲                                                     └─ RenewLease at half its time
+                 ├── ReleaseLease, whose answer says whether what was read counts
+                 └── what a range did not bring goes to the next one that covers it
+
+A block has arrived when every rank has all of its bytes and the holder, to whom the lease is given back then, confirms
+that it was open until that moment.
+Memory that a rank reads into is given back (the job ends) only after its PullEnded, or when the rank is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+import msgspec
+
+from kvmesh.blockservice import reader_lease
+from kvmesh.blockservice.cut_reads import CutRead, by_block, cut_reads
+from kvmesh.blockservice.partitions import Partition
+from kvmesh.blockservice.peer_segments import Rank, Segments
+from kvmesh.blockservice.peers import Peer, Peers
+from kvmesh.blockservice.reader_lease import NS, ReaderLease, Terms
+from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
+from kvmesh.kvcache.tiers import Tier
+from kvmesh.ranks import protocol as m
+from kvmesh.rpc import status
+from kvmesh.rpc.errors import KvmeshError, RequestCancelled, TransferError, Unavailable, UnknownInstance
+from kvmesh.telemetry import names, spans
+from kvmesh.tiers.front.tiering import Tiering
+
+log = logging.getLogger(__name__)
+
+CALL_S = 1.0  # a holder that has not answered a lease by then is passed over
+LOWER_CALL_S = 5.0  # ... one that has to read from its disk first
+CLOSE_S = 2.0
+
+
+@dataclass
+class PullStats:
+    """Since the start of this process."""
+
+    blocks: int = 0
+    nbytes: int = 0
+
+
+@dataclass(eq=False)
+class _Running:
+    job: PullJob
+    partition: Partition
+    deadline_ns: int
+    stop: asyncio.Event = field(default_factory=asyncio.Event)  # cancelled
+    nbytes: int = 0  # from other nodes
+    lower: set[int] = field(default_factory=set)  # positions that came from a lower tier of this node
+    removed_seqs: dict[int, int] = field(default_factory=dict)  # by position: how far its holder was
+    hung: set[int] = field(default_factory=set)  # positions whose memory a tier that hangs may still write to
+    causes: dict[str, None] = field(default_factory=dict)
+
+    def left_ns(self) -> int:
+        return 0 if self.stop.is_set() else max(0, self.deadline_ns - time.monotonic_ns())
+
+
+class Pulls:
+    """All pulls of one process. On the event loop; nothing here raises to its caller. `refuses(key, removed_seq)`: see
+    `RemovalDesk`. `tiering`: what this node keeps below DRAM, a source like any other."""
+
+    def __init__(
+        self,
+        reader: str,
+        ranks: Sequence[Rank],
+        segments: Segments,
+        peers: Peers,
+        lease_ms: int,
+        refuses: Callable[[bytes, int], bool],
+        tiering: Tiering | None = None,
+    ) -> None:
+        self.stats = PullStats()
+        self._reader = reader
+        self._ranks = ranks
+        self._segments = segments
+        self._peers = peers
+        self._lease_ms = lease_ms
+        self._refuses = refuses
+        self._tiering = tiering
+        self._tickets = itertools.count(1)
+        self._reads: dict[tuple[int, int], asyncio.Future[m.PullEnded | None]] = {}  # (rank, ticket)
+        self._jobs: dict[int, _Running] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._lost = ""
+
+    @property
+    def active(self) -> int:
+        """Jobs under way."""
+        return len(self._jobs)
+
+    # ── what callers do ──────────────────────────────────────────────────────────────────────────
+
+    def start(self, job: PullJob, partition: Partition, on_pulled: Callable[[Pulled], None]) -> None:
+        """Begin a job; `on_pulled` hears of its end once, in a later turn of the loop."""
+        assert job.ticket not in self._jobs, f"ticket {job.ticket} names a pull already"
+        deadline_ns = time.monotonic_ns() + job.timeout_ms * 1_000_000
+        record = self._jobs[job.ticket] = _Running(job, partition, deadline_ns)
+
+        async def run() -> None:
+            try:
+                pulled = await self._run(record)
+            finally:
+                del self._jobs[job.ticket]
+            on_pulled(pulled)
+
+        self._spawn(run(), f"pull {job.ticket}")
+
+    def cancel(self, ticket: int) -> None:
+        """It ends soon, with what has arrived. Unknown tickets are ignored."""
+        record = self._jobs.get(ticket)
+        if record is not None:
+            record.stop.set()
+
+    def read(self, rank: int, opened: m.PullOpen) -> asyncio.Future[m.PullEnded | None]:
+        """One READ by one rank, whose ticket is given here: its last word, None when it is gone."""
+        return self._say(rank, msgspec.structs.replace(opened, ticket=next(self._tickets)))
+
+    def rank_said(self, rank: int, message: m.PullEnded) -> None:
+        """A rank's last word on one of our reads."""
+        waiting = self._reads.pop((rank, message.ticket), None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(message)
+
+    def ranks_lost(self, cause: str) -> None:
+        """No rank will say anything any more, and what they read into is gone."""
+        self._lost = self._lost or cause
+        for record in self._jobs.values():
+            record.stop.set()
+        reads, self._reads = self._reads, {}
+        for waiting in reads.values():
+            if not waiting.done():
+                waiting.set_result(None)
+
+    async def close(self) -> None:
+        """End every job; those that a rank keeps for too long end as if it were gone. Bounded."""
+        for record in self._jobs.values():
+            record.stop.set()
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=CLOSE_S)
+        self.ranks_lost("the instance is closing")
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=CLOSE_S)
+
+    def _spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("%s failed", task.get_name(), exc_info=task.exception())
+
+    # ── one job ──────────────────────────────────────────────────────────────────────────────────
+
+    async def _run(self, record: _Running) -> Pulled:
+        job, start = record.job, time.monotonic_ns()
+        arrived: set[int] = set()
+        try:
+            await self._ranges(record, arrived)
+        except Exception as error:
+            log.exception("pull %d failed", job.ticket)
+            record.causes[f"{type(error).__name__}: {error}"] = None
+        arrived -= self._removed(record)  # what is removed from now on will not be sealed either: it is being written
+        took = time.monotonic_ns() - start
+        cause = ""
+        if len(arrived) < len(job.keys):
+            stopped = "cancelled" if record.stop.is_set() else "" if record.left_ns() else "not within its time"
+            cause = "; ".join(filter(None, (self._lost or stopped, *record.causes))) or "nobody to ask"
+            wanted, who = len(job.keys), job.request_id or "-"
+            log.info("pull of %d blocks for %s: %d came (%s)", wanted, who, len(arrived), cause)
+        self.stats.blocks += len(arrived - record.lower)
+        self.stats.nbytes += record.nbytes
+        names.NODE_PULLS.labels(outcome="all" if not cause else "some" if arrived else "none").inc()
+        names.NODE_PULL.observe(took / NS)
+        names.NODE_PULLED_BYTES.inc(record.nbytes)
+        names.NODE_PULLED_BLOCKS.inc(len(arrived - record.lower))
+        lower = tuple(sorted(record.lower))
+        return Pulled(job.ticket, tuple(sorted(arrived)), record.nbytes, took, cause, lower)
+
+    async def _ranges(self, record: _Running, arrived: set[int]) -> None:
+        """Give every missing position to the first range that covers it and was not tried for it yet, until none is
+        left to give or the time is over. Ranges run beside one another: no position is with two of them."""
+        job = record.job
+        missing = set(range(len(job.keys)))
+        tried: list[set[int]] = [set() for _ in job.ranges]
+        running: dict[asyncio.Task[set[int]], set[int]] = {}
+        while True:
+            for i, source in enumerate(job.ranges):
+                mine = {p for p in missing - tried[i] if _covers(source, job.blocks[p])}
+                if mine and record.left_ns():
+                    tried[i] |= mine
+                    missing -= mine
+                    rest = zip(job.ranges, tried, strict=True)
+                    spare = any(_covers(other, job.blocks[p]) for other, had in rest for p in mine - had)
+                    running[asyncio.ensure_future(self._guarded(record, source, sorted(mine), spare))] = mine
+            if not running:
+                return
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                mine = running.pop(task)
+                if (error := task.exception()) is not None:
+                    # The others still read into this job's memory: it must not end before them.
+                    log.error("pull %d", job.ticket, exc_info=error)
+                    record.causes[f"{type(error).__name__}: {error}"] = None
+                got = set() if error is not None else task.result()
+                arrived |= got
+                missing |= mine - got - record.hung
+
+    async def _guarded(self, record: _Running, source: PullRange, positions: list[int], spare: bool) -> set[int]:
+        """What of `positions` came from this holder; never raises. `spare`: somebody else could be asked afterwards,
+        so this one does not get all of the time."""
+        start = time.monotonic_ns()
+        deadline_ns = start + record.left_ns() // (2 if spare else 1)
+        got: set[int] = set()
+        cause = ""
+        reads: list[m.PullEnded] = []
+        if source.instance_id == self._reader:
+            return await self._below(record, source, positions, deadline_ns)
+        try:
+            async with self._peers.use(source.address) as peer:
+                try:
+                    got, cause = await self._from(record, source, positions, peer, deadline_ns, reads)
+                except (Unavailable, UnknownInstance, TransferError):
+                    self._peers.forget(peer)
+                    raise
+        except KvmeshError as error:
+            cause = error.message
+        except Exception as error:
+            log.exception("pull from %s failed", source.instance_id)
+            cause = f"{type(error).__name__}: {error}"
+        if cause:
+            record.causes[f"{source.instance_id}: {cause}"] = None
+        sizes, whole = record.job.sizes, record.partition.shard_bytes
+        nbytes = sum(sizes[at] if sizes else whole for at in got) * len(self._ranks)
+        record.nbytes += nbytes
+        self._trace(record.job, source, start, (len(positions), len(got), nbytes), cause, reads)
+        return got
+
+    async def _below(self, record: _Running, source: PullRange, positions: list[int], deadline_ns: int) -> set[int]:
+        """What of `positions` a lower tier of this very node brought. Not cut short before its deadline, nor cancelled:
+        memory that was given to the tier comes back with its answer."""
+        start, job = time.monotonic_ns(), record.job
+        keys, extents = [job.keys[p] for p in positions], [job.extents[p] for p in positions]
+        sizes: dict[int, int] = {}
+        cause = "nothing is kept below DRAM here"
+        if self._tiering is not None and source.tier is not Tier.DRAM:
+            read = await self._tiering.read(record.partition, keys, extents, deadline_ns, source.tier)
+            sizes, cause = read.arrived, read.cause
+            record.hung.update(positions if read.hung else ())
+        if cause:
+            record.causes[f"{source.instance_id}: {cause}"] = None
+        got = {positions[at] for at in sizes}
+        record.lower |= got
+        self._trace(job, source, start, (len(positions), len(got), sum(sizes.values()) * len(self._ranks)), cause, ())
+        return got
+
+    def _trace(
+        self,
+        job: PullJob,
+        source: PullRange,
+        start: int,
+        counts: tuple[int, int, int],
+        cause: str,
+        reads: Sequence[m.PullEnded],
+    ) -> None:
+        if not job.traceparent:
+            return
+        wanted, got, nbytes = counts
+        attributes: dict[str, spans.Value] = {
+            names.REQUEST_ID: job.request_id,
+            names.INSTANCE: self._reader,
+            names.HOLDER: source.instance_id,
+            names.TIER: source.tier.name.lower(),
+            names.WANTED_BLOCKS: wanted,
+            names.BLOCKS: got,
+            names.PULL_BYTES: nbytes,
+        }
+        parent = spans.context_from(job.traceparent)
+        fetch = spans.record(names.SPAN_FETCH, parent, start, time.monotonic_ns(), attributes, error=cause)
+        for read in reads:
+            carried = read.carried
+            moved = names.transfer_attributes("read", read.bytes_done, carried.rails, carried.resent)
+            spans.record(names.SPAN_TRANSFER, fetch, read.start_ns, read.end_ns, moved, error=read.cause)
+
+    # ── one holder ───────────────────────────────────────────────────────────────────────────────
+
+    async def _from(
+        self,
+        record: _Running,
+        source: PullRange,
+        positions: list[int],
+        peer: Peer,
+        deadline_ns: int,
+        reads: list[m.PullEnded],
+    ) -> tuple[set[int], str]:
+        """(positions that arrived, why not all); what the ranks said goes to `reads`. Raises KvmeshError."""
+        own = record.partition
+        terms = Terms(self._reader, self._lease_ms, own.shown_layout, len(self._ranks), own.shards)
+        keys = [record.job.keys[p] for p in positions]
+        most_s = CALL_S if source.tier is Tier.DRAM else LOWER_CALL_S
+        timeout_s = max(min(most_s, (deadline_ns - time.monotonic_ns()) / NS), 0.001)
+        lease = await self._lease(record, reader_lease.ask(terms, source, keys, peer, self._peers, timeout_s))
+        if lease is None:
+            return set(), "holds none of them"
+        # Held by this pull itself too: the peer may be forgotten while ranks read from it.
+        for name in lease.segments:
+            self._segments.share(name)
+        try:
+            ended = await self._read(record, lease, [positions[i] for i in lease.held], deadline_ns)
+            reads += [said for said in ended if said is not None]
+        finally:
+            for name in lease.segments:
+                self._segments.release(name)
+            giving_back = self._spawn(reader_lease.give_back(lease, self._peers), "give a lease back")
+        await asyncio.wait({giving_back})  # its answer says whether what was read counts
+        if not record.stop.is_set() and any(said is None or said.cause for said in ended):
+            # Its segment may be broken: whoever comes next asks for descriptors again.
+            self._peers.forget(peer)
+        whole, cause = reader_lease.judge(lease, ended)
+        seqs = {positions[lease.held[i]]: lease.removed_seq for i in whole}
+        record.removed_seqs |= seqs
+        return seqs.keys() - self._removed(record), cause or reader_lease.partly(len(lease.held), len(keys))
+
+    async def _lease(self, record: _Running, asking: Coroutine[None, None, ReaderLease | None]) -> ReaderLease | None:
+        """What the holder answers, unless the pull is stopped first: a lease granted after that is given back as it
+        arrives, for the holder would keep its blocks until it ran out. Raises KvmeshError."""
+        answer = asyncio.get_running_loop().create_task(asking, name="ask for a lease")
+        stopping = asyncio.ensure_future(record.stop.wait())
+        try:
+            waits: set[asyncio.Future[Any]] = {answer, stopping}
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+            if not answer.done():
+                self._spawn(self._return_unused(answer), "give an unused lease back")
+        if not answer.done():
+            raise RequestCancelled("the pull was cancelled")
+        try:
+            return answer.result()
+        except grpc.aio.AioRpcError as error:
+            raise status.from_rpc_error(error) from None
+
+    async def _return_unused(self, answer: asyncio.Task[ReaderLease | None]) -> None:
+        await asyncio.wait({answer})
+        if not answer.cancelled() and answer.exception() is None:
+            lease = answer.result()
+            if lease is not None:
+                await reader_lease.give_back(lease, self._peers)
+
+    def _removed(self, record: _Running) -> set[int]:
+        """Positions that must not be sealed: removed here, while their holder had yet to hear of that."""
+        found = {at for at, seq in record.removed_seqs.items() if self._refuses(record.job.keys[at], seq)}
+        if found:
+            record.causes["removed, and the holder has yet to hear of it"] = None
+        return found
+
+    async def _read(
+        self, record: _Running, lease: ReaderLease, positions: list[int], deadline_ns: int
+    ) -> list[m.PullEnded | None]:
+        """Every rank's last word; None of one that is gone. Returns only when nothing can land any more."""
+        reads, cuts = self._open(record, lease, positions, deadline_ns)
+        ended = asyncio.gather(*reads.values())
+        stopping = asyncio.ensure_future(record.stop.wait())
+        renewing = asyncio.ensure_future(reader_lease.keep_alive(lease, self._lease_ms))
+        try:
+            left_s = (deadline_ns - time.monotonic_ns()) / NS
+            waits: set[asyncio.Future[Any]] = {ended, stopping, renewing}
+            await asyncio.wait(waits, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                # Over its time, cancelled, or the lease is over: what comes now is of no use.
+                for rank, ticket in reads:
+                    self._ranks[rank].send(m.PullCancel(ticket))
+            said = await ended
+            count = len(positions)
+            return [by_block(one, cut, count) for one, cut in zip(said, cuts, strict=True)] if cuts else list(said)
+        finally:
+            stopping.cancel()
+            renewing.cancel()
+
+    def _open(
+        self, record: _Running, lease: ReaderLease, positions: list[int], deadline_ns: int
+    ) -> tuple[dict[tuple[int, int], asyncio.Future[m.PullEnded | None]], list[CutRead]]:
+        """What each rank reads, and of which blocks where those are cut otherwise (one for each read, or none)."""
+        reads, partition, job = {}, record.partition, record.job
+        sizes = tuple(job.sizes[at] for at in positions) if job.sizes else ()
+        ranks, klass = range(len(self._ranks)), job.traffic_class
+        landing = [tuple(partition.offset(rank, job.extents[at]) for at in positions) for rank in ranks]
+        cuts = cut_reads(lease.plan, lease.offsets, landing) if lease.plan is not None else []
+        for cut in cuts:
+            name, longest = lease.segments[cut.writer], max(cut.sizes)
+            where = next(self._tickets), name, cut.offsets, cut.landing
+            opened = m.PullOpen(*where, longest, deadline_ns, klass, cut.sizes)
+            reads[cut.reader, opened.ticket] = self._say(cut.reader, opened)
+        if lease.plan is not None:
+            return reads, cuts
+        for rank, (name, offsets) in enumerate(zip(lease.segments, lease.offsets, strict=True)):
+            size, ticket = partition.shard_bytes, next(self._tickets)
+            opened = m.PullOpen(ticket, name, offsets, landing[rank], size, deadline_ns, klass, sizes)
+            reads[rank, ticket] = self._say(rank, opened)
+        return reads, []
+
+    def _say(self, rank: int, opened: m.PullOpen) -> asyncio.Future[m.PullEnded | None]:
+        done: asyncio.Future[m.PullEnded | None] = asyncio.get_running_loop().create_future()
+        if self._lost:
+            done.set_result(None)
+        else:
+            self._reads[rank, opened.ticket] = done
+            self._ranks[rank].send(opened)
+        return done
+
+
+def _covers(source: PullRange, block: int) -> bool:
+    return source.first_block <= block < source.first_block + source.blocks

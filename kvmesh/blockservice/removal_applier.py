@@ -1,0 +1,176 @@
+"""Carries out removals in every tier of this node, and remembers beside its SSD which tombstones it has applied.
+
+A removal by prefix lists in its first turn, by copying whole tables, every key that is sealed, being written or in a
+lower tier; it looks through these names, and removes key by key in all tiers at once, in later turns. So a block of
+then goes whichever tier it moves to meanwhile, and one that came later stays, unless it has the key of one that goes:
+both were put before the removal was acknowledged. What was under way when it began is not sealed, see `Watch`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from kvmesh.blockservice.partitions import Partitions
+from kvmesh.blockservice.removals import Gone, Removals, Tombstone, Watch
+from kvmesh.kvcache.keys import split
+from kvmesh.rpc.errors import ConfigError, Unavailable
+from kvmesh.rpc.pb import store_pb2 as pb_store
+
+log = logging.getLogger(__name__)
+
+FILE = "removed_seq"
+SLICE = 4096  # keys removed in one turn of the loop
+LOOK = 16_384  # keys compared with a prefix in one turn: about a millisecond
+
+
+class Forget(Protocol):
+    """`Blocks.forget`."""
+
+    def __call__(self, keys: Sequence[bytes], /) -> Awaitable[int]: ...
+
+
+class RemovalDesk:
+    """`lower_keys`: of all blocks below DRAM, also of those that only some ranks have. `folder`: of the SSD tier, None:
+    there is none, and what was removed is gone with the process. `again`: all tombstones are wanted again, as something
+    may come back that was not there when they were applied. ConfigError: the number there cannot be read."""
+
+    def __init__(
+        self,
+        partitions: Partitions,
+        forget: Forget,
+        lower_keys: Callable[[], list[bytes]],
+        folder: Path | None,
+        *,
+        again: bool = False,
+    ) -> None:
+        self._partitions = partitions
+        self._forget = forget
+        self._lower_keys = lower_keys
+        self._path = None if folder is None else folder / FILE
+        self._removals = Removals(0 if again else _read(self._path))
+        self._applying = asyncio.Lock()
+        # Those who keep copies that no store knows of. They hear of each block in the turn in which it goes, and of a
+        # prefix first.
+        self.listeners: list[Callable[[Gone], None]] = []
+
+    @property
+    def removed_seq(self) -> int:
+        """For the master."""
+        return self._removals.applied
+
+    @property
+    def reached(self) -> int:
+        """For readers: all removals up to this one have been carried out."""
+        return self._removals.reached
+
+    def refuses(self, key: bytes, source_seq: int) -> bool:
+        """Whether this block, from a node that had `reached` that much, may have been removed here."""
+        return self._removals.refuses(key, source_seq)
+
+    def watch(self) -> Watch:
+        """What is removed from now on, until `unwatch`."""
+        return self._removals.watch()
+
+    def unwatch(self, watch: Watch) -> None:
+        """See `Removals`."""
+        self._removals.unwatch(watch)
+
+    async def remove(self, keys: Sequence[bytes], prefix: bytes = b"", seq: int = 0) -> int:
+        """When it returns, none is found here any more, in any tier, nor after a restart; how many were. What is being
+        written or pulled will not be sealed. Unavailable: not all could be written down, say it again."""
+        removed = await self._remove(keys, prefix, seq)
+        self._removals.direct(seq)
+        return removed
+
+    async def _remove(self, keys: Sequence[bytes], prefix: bytes, seq: int) -> int:
+        self._removals.removing(keys, prefix, seq)
+        if prefix:
+            self._tell(Gone(frozenset(), prefix))
+        removed = 0
+        async for some in _matching(self._names(), prefix) if prefix else _slices(keys):
+            self._tell(Gone(frozenset(some)))
+            removed += await self._forget(some)
+        return removed
+
+    def _tell(self, gone: Gone) -> None:
+        for listener in self.listeners:
+            listener(gone)
+
+    async def apply(self, told: Sequence[pb_store.Tombstone]) -> None:
+        """Tombstones of a master's answer. Unavailable: not all could be written down."""
+        async with self._applying:
+            tombstones = [Tombstone(t.seq, tuple(split(t.keys)), t.prefix) for t in told]
+            last = max((tombstone.seq for tombstone in tombstones), default=0)
+            if last <= self._removals.applied:
+                return
+            for tombstone in self._removals.due(tombstones):
+                if tombstone.keys or tombstone.prefix:
+                    removed = await self._remove(tombstone.keys, tombstone.prefix, tombstone.seq)
+                else:
+                    self._removals.everything(tombstone.seq)
+                    self._tell(Gone(frozenset(), b""))
+                    removed = await self._remove(self._names(), b"", 0)
+                self._removals.done(tombstone.seq)
+                log.info("tombstone %d: %d blocks removed", tombstone.seq, removed)
+            self._removals.done(last)
+            if self._path is not None:
+                try:
+                    await asyncio.to_thread(_write, self._path, last)
+                except OSError as error:
+                    raise Unavailable(f"removed_seq={last} could not be written to {self._path}: {error}") from error
+
+    def _names(self) -> list[bytes]:
+        """Every key that is sealed, being written, or in a lower tier; some twice. Of a million some 10 ms."""
+        names = self._lower_keys()
+        for partition in self._partitions.all():
+            names += partition.store.keys()
+            names += partition.store.written()
+        return names
+
+
+async def _slices(keys: Sequence[bytes]) -> AsyncIterator[Sequence[bytes]]:
+    for start in range(0, len(keys), SLICE):
+        if start:
+            await asyncio.sleep(0)
+        yield keys[start : start + SLICE]
+
+
+async def _matching(names: Sequence[bytes], prefix: bytes) -> AsyncIterator[Sequence[bytes]]:
+    for start in range(0, len(names), LOOK):
+        if start:
+            await asyncio.sleep(0)
+        found = list(dict.fromkeys([name for name in names[start : start + LOOK] if name.startswith(prefix)]))
+        async for some in _slices(found):
+            yield some
+
+
+def _read(path: Path | None) -> int:
+    if path is None or not path.exists():
+        return 0
+    try:
+        return int(path.read_text("ascii"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"ssd_path={str(path.parent)!r}: {FILE} cannot be read: {error}", field="ssd_path") from None
+
+
+def _write(path: Path, seq: int) -> None:
+    """All of it or nothing, also after a power loss. OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    with open(new, "w", encoding="ascii") as file:
+        file.write(str(seq))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)
+    with contextlib.suppress(OSError):
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

@@ -1,0 +1,91 @@
+"""Learns which of the blocks that would be evicted next have copies at other nodes: those go before the others."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc.aio
+
+from kvmesh.blockservice.partitions import Partition, Partitions
+from kvmesh.kvcache.known_copies import MOST, WINDOW, KnownCopies
+from kvmesh.rpc.errors import KvmeshError
+from kvmesh.rpc.masters import Caller, Masters
+from kvmesh.rpc.pb import store_pb2 as pb
+from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
+
+log = logging.getLogger(__name__)
+
+INTERVAL_S = 0.5
+FAILED_S = 2.0
+CALL_S = 2.0
+FROM_PERCENT = 70  # of the memory in use: below that nothing is about to go
+
+
+class Elsewhere:
+    """One question at a time. `below(layout, key)`: whether a lower tier of this node has it."""
+
+    def __init__(
+        self,
+        own: str,
+        partitions: Partitions,
+        below: Callable[[str, bytes], bool],
+        masters: Masters,
+        joined: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._partitions = partitions
+        self._below = below
+        self._known = KnownCopies(own)
+        # A list of its own: whoever beats decides where this node belongs, not whoever asks.
+        self._caller = Caller(Masters(str(masters), masters.terms))
+        self._joined = joined
+        self._clock = clock
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            while True:
+                await asyncio.sleep(INTERVAL_S)
+                if self._joined() and not await self.turn():
+                    await asyncio.sleep(FAILED_S)
+        finally:
+            await self._caller.close()
+
+    async def turn(self) -> bool:
+        """Ask about what would go next, and tell the stores. False: no master answers."""
+        partitions, used = self._partitions.all(), self._partitions.capacity_bytes - self._partitions.free_bytes
+        if used * 100 < FROM_PERCENT * self._partitions.capacity_bytes or not partitions:
+            return True
+        each = max(WINDOW // len(partitions), 1)
+        coldest = itertools.chain.from_iterable(partition.store.coldest(each) for partition in partitions)
+        keys = self._known.choose(coldest, self._clock())
+        if not keys:
+            return True
+        assert len(keys) <= MOST
+        request = pb.LookupRequest(keys=b"".join(keys), uncounted=True)
+
+        async def ask(channel: grpc.aio.Channel, timeout_s: float) -> Any:
+            return await pb_grpc.StoreMasterStub(channel).Lookup(request, timeout=timeout_s)
+
+        try:
+            answer = await self._caller.call(ask, CALL_S)
+            shared, sole = self._known.sort(keys, [one.store_ids for one in answer.holders])
+        except (KvmeshError, ValueError) as error:
+            self._known.unanswered(keys)
+            log.info("who else has the coldest blocks: %s", error)
+            return False
+        for partition in self._partitions.all():
+            self._tell(partition, shared, sole)
+        return True
+
+    def _tell(self, partition: Partition, shared: list[bytes], sole: list[bytes]) -> None:
+        """Each partition heeds what it holds."""
+        partition.store.replicated(shared)
+        self._partitions.cool(partition, shared)
+        alone = [key for key in sole if partition.store.holds(key) and not self._below(partition.shown_layout, key)]
+        partition.store.replicated(alone, False)

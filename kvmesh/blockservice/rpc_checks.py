@@ -1,0 +1,160 @@
+"""What NodeStore's RPCs need of their node, and the checks that all of them make before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Iterable, Sequence
+from typing import Any, Protocol
+
+from kvmesh.blockservice.checksums import SumDesk
+from kvmesh.blockservice.copies import Copies
+from kvmesh.blockservice.leasing import Leasing
+from kvmesh.blockservice.partitions import CLASS_MARK, Partitions
+from kvmesh.blockservice.puts import Puts
+from kvmesh.blockservice.removal_applier import RemovalDesk
+from kvmesh.kvcache.keys import KEY_BYTES, split
+from kvmesh.kvcache.sources import PullRange
+from kvmesh.kvcache.tiers import Tier
+from kvmesh.rpc.errors import InvalidRequest, Overloaded
+from kvmesh.rpc.pb import blocks_pb2 as pb
+from kvmesh.rpc.pb import common_pb2 as pb_common
+from kvmesh.rpc.terms import MAX_JUMP, Terms, first_term
+
+MAX_KEYS = 65_536
+MAX_HOLDERS = 64
+MAX_LAYOUT = 1024
+MAX_TEXT = 1024
+MAX_PREFIX = 16
+MAX_U63 = (1 << 63) - 1
+MS = 1_000_000
+SEQ_TERM_SHIFT = 32  # a removal's number begins with the term under which it was ordered
+
+
+class Told(Protocol):
+    """What the servicers need of `Doors`."""
+
+    def told(self) -> pb.DoorsResponse:
+        """What callers hear of the doors to this life."""
+
+
+class Node(Protocol):
+    """What the servicers need of `Blocks`."""
+
+    partitions: Partitions
+    max_lease_ms: int
+    leasing: Leasing
+    copies: Copies
+    puts: Puts
+    removals: RemovalDesk
+    sums: SumDesk
+    terms: Terms
+
+    @property
+    def doors(self) -> Told: ...
+
+    @property
+    def ref(self) -> pb_common.InstanceRef: ...
+
+    @property
+    def segments(self) -> Sequence[tuple[str, bytes]]:
+        """(name, descriptor) of each rank."""
+
+    @property
+    def draining(self) -> bool:
+        """Whether nothing new is to come here."""
+
+    def leases_changed(self) -> None: ...
+
+    def stage(self, keys: Sequence[bytes], layout: str, timeout_s: float) -> Awaitable[dict[bytes, Tier]]:
+        """Bring what lies below DRAM into it; where each block that can be leased now was found."""
+
+    def used(self, layout: str, keys: Sequence[bytes]) -> None:
+        """Somebody has read these in memory."""
+
+    def below(self, layout: str, key: bytes) -> tuple[Tier, str, int] | None:
+        """(tier, layout, bytes) of a block that lies below DRAM."""
+
+    @property
+    def counters(self) -> pb.GetNodeStoreResponse: ...
+
+    def listed(self) -> list[tuple[Tier, Sequence[bytes], int]]:
+        """(tier, keys, seq of its last announcement), the fastest first."""
+
+
+def keys_in(packed: bytes, *, once: bool = True) -> list[bytes]:
+    """Packed keys, each `once` at most. InvalidRequest."""
+    if not packed or len(packed) % KEY_BYTES:
+        raise InvalidRequest(f"keys: {len(packed)} bytes, not one or more times {KEY_BYTES}", field="keys")
+    if len(packed) > MAX_KEYS * KEY_BYTES:
+        raise InvalidRequest(f"keys: {len(packed) // KEY_BYTES} keys, at most {MAX_KEYS} in one call", field="keys")
+    keys = split(packed)
+    if once and len(set(keys)) != len(keys):
+        raise InvalidRequest("keys: one of them stands there twice", field="keys")
+    return keys
+
+
+def lease_ms_in(asked: int, most: int) -> int:
+    """At most so long. InvalidRequest."""
+    if not asked:
+        raise InvalidRequest.of("lease_ms", asked, "must be at least 1")
+    return min(asked, most)
+
+
+def layout_in(layout: str, *, any_: bool = False) -> str:
+    """`any_`: "" is a layout too. InvalidRequest."""
+    if len(layout) > MAX_LAYOUT or not (layout or any_):
+        raise InvalidRequest.of("layout", layout, f"must have {int(not any_)}..{MAX_LAYOUT} characters")
+    if layout.startswith(CLASS_MARK):
+        raise InvalidRequest.of("layout", layout, f"names that begin with {CLASS_MARK!r} are this node's own")
+    return layout
+
+
+def within(field: str, value: int, least: int, most: int) -> int:
+    """InvalidRequest unless it is."""
+    if not least <= value <= most:
+        raise InvalidRequest.of(field, value, f"must be in {least}..{most}")
+    return value
+
+
+def as_many(field: str, found: Sequence[object], keys: Iterable[bytes]) -> None:
+    """InvalidRequest unless there is one for each key."""
+    count = sum(1 for _ in keys)
+    if len(found) != count:
+        raise InvalidRequest(f"{field}: {len(found)} of them for {count} keys", field=field)
+
+
+def patience_s(context: Any, most: float) -> float:
+    """At most so long, and half of what the caller still waits: what can be said by then should reach it."""
+    left = None if context is None else context.time_remaining()
+    return most if left is None else min(most, left / 2)
+
+
+def order_in(node: Node, term: int, seq: int = 0) -> None:
+    """An order under `term` (0: no master's), a removal's with its number. Neither is learnt from it: terms come from
+    masters that this node has asked itself. Raises StaleTerm: of a master that leads no more; InvalidRequest: no master
+    can have sent it."""
+    if term:
+        node.terms.check(term)
+    if seq:
+        known = max(node.terms.highest, node.removals.removed_seq >> SEQ_TERM_SHIFT, first_term())
+        within("seq", seq, 1, ((known + MAX_JUMP + 1) << SEQ_TERM_SHIFT) - 1)
+
+
+def takes_more(node: Node) -> None:
+    """Overloaded while the node drains."""
+    if node.draining:
+        raise Overloaded(f"{node.ref.instance_id} drains: it takes no more blocks", retry_after_ms=5_000)
+
+
+def ranges_in(holders: Sequence[pb_common.InstanceRef], keys: int, own: str) -> list[PullRange]:
+    """Of other nodes. InvalidRequest."""
+    if not 0 < len(holders) <= MAX_HOLDERS:
+        raise InvalidRequest(f"holders: {len(holders)} of them, not 1..{MAX_HOLDERS}", field="holders")
+    for holder in holders:
+        if not holder.instance_id or not _dialable(holder.address):
+            raise InvalidRequest.of("holders.address", holder.address, "must be host:port of a named instance")
+    return [PullRange(h.instance_id, h.address, h.incarnation, 0, keys) for h in holders if h.instance_id != own]
+
+
+def _dialable(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    return bool(host) and len(address) < 300 and port.isascii() and port.isdigit() and 0 < int(port) < 65536

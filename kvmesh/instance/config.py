@@ -1,0 +1,98 @@
+"""What a prefill or decode instance can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvmesh.kvcache.keys import MAX_WEIGHTS_EPOCH
+from kvmesh.rpc.errors import ConfigError
+from kvmesh.tiers.front.config import TierConfig
+
+STAGED_CPU = "cpu-staged"  # a CPU whose pages are treated as a GPU's are: what order matters there, matters here
+
+
+def check_device(name: str) -> None:
+    """ConfigError for what is no device's name; whether it is there, only the rank can see."""
+    kind, _, index = name.partition(":")
+    if name not in ("cpu", STAGED_CPU, "cuda") and not (kind == "cuda" and index.isdigit()):
+        raise ConfigError(f"device={name!r}: must be cpu, cuda, cuda:N or {STAGED_CPU} (for tests)", field="device")
+
+
+def device_of(name: str, rank: int, ranks: int) -> str:
+    """A rank's: with several ranks, "cuda" is a GPU for each. ConfigError: they cannot share the one that is named."""
+    if ranks == 1 or not name.startswith("cuda"):
+        return name
+    if name != "cuda":
+        raise ConfigError(f"device={name!r}: {ranks} ranks need a GPU each: cuda", field="device")
+    return f"cuda:{rank}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceConfig(TierConfig):
+    """Fields common to prefill and decode; each service's config adds its own."""
+
+    instance_id: str = field(default="", metadata={"help": "Name in the mesh; empty: made from role, node_id and pid."})
+    model: str = field(default="", metadata={"help": "Checkpoint folder; needed."})
+    served_name: str = field(default="", metadata={"help": "Model name clients use; empty: the folder's name."})
+    conductor: str = field(default="127.0.0.1:0", metadata={"help": "Conductors, HOST:PORT,HOST:PORT,...; needed."})
+    store: str = field(default="127.0.0.1:0", metadata={"help": "Store masters, HOST:PORT,HOST:PORT,...; needed."})
+    weights_epoch: int = field(
+        default=0,
+        metadata={
+            "help": "Number of these weights where an operator gives them one (reinforcement learning): KV is shared "
+            "within one epoch alone; all instances of a model have the same.",
+            "min": 0,
+            "max": MAX_WEIGHTS_EPOCH,
+        },
+    )
+    cache_dir: str = field(
+        default="",
+        metadata={
+            "help": "Folder for digests of weights whose own folder cannot be written; empty: kvmesh in the user's "
+            "cache folder."
+        },
+    )
+    dtype: str = field(default="float32", metadata={"help": "float32, bfloat16 or float16."})
+    device: str = field(
+        default="cpu",
+        metadata={"help": "Where ranks compute: cpu, cuda or cuda:N; see docs/cuda.md."},
+    )
+    cuda_graphs: bool = field(default=True, metadata={"help": "On a GPU, replay decode steps as CUDA graphs."})
+    block_tokens: int = field(default=64, metadata={"help": "Tokens a block: a power of two in 16..512."})
+    num_pages: int = field(default=0, metadata={"help": "Device pages; 0: as many as memory_mb holds."})
+    num_extents: int = field(default=0, metadata={"help": "Blocks of the host segment; 0: as many as pages."})
+    memory_mb: int = field(
+        default=512,
+        metadata={"help": "Device pages of a rank, MiB, when num_pages is 0; 0, on a GPU only: what it has free."},
+    )
+    threads: int = field(default=1, metadata={"help": "torch threads of a rank."})
+    tensor_parallel: int = field(
+        default=1, metadata={"help": "Rank processes that share the model; see docs/tensor-parallel.md.", "min": 1}
+    )
+    rank_timeout_ms: int = field(
+        default=30_000, metadata={"help": "Ranks that wait so long for one another in a step give up.", "min": 100}
+    )
+    max_context_tokens: int = field(default=0, metadata={"help": "Longest prompt + answer; 0: the model's."})
+    rank_silence_ms: int = field(
+        default=5000, metadata={"help": "A rank silent this long makes the instance not ready."}
+    )
+    store_high_percent: int = field(
+        default=95,
+        metadata={"help": "Above this share of the host segment the coldest blocks go.", "min": 1, "max": 100},
+    )
+    store_low_percent: int = field(default=90, metadata={"help": "... down to this share.", "min": 0, "max": 100})
+    store_lease_ms: int = field(default=5_000, metadata={"help": "Longest lease given to readers, ms.", "min": 10})
+    announce_ms: int = field(
+        default=50, metadata={"help": "Changes of the node store are announced this often, ms.", "min": 1}
+    )
+    pull_timeout_ms: int = field(
+        default=2_000, metadata={"help": "A prefix not fetched in so long is computed instead, ms.", "min": 1}
+    )
+    offload_percent: int = field(
+        default=80,
+        metadata={
+            "help": "Above this share cold blocks are copied to pool nodes, if there are any.",
+            "min": 0,
+            "max": 100,
+        },
+    )

@@ -1,0 +1,396 @@
+"""What prefill and decode instances stand on: ranks, gRPC server, registration, liveness, one orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from kvmesh.blockservice.blocks import Blocks
+from kvmesh.blockservice.partitions import OnePartition, Partition, layout_tag
+from kvmesh.blockservice.peer_segments import Segments
+from kvmesh.blockservice.warm.memory import Warm
+from kvmesh.instance.config import InstanceConfig, check_device, device_of
+from kvmesh.instance.served_weights import ServedWeights
+from kvmesh.instance.servicer import add_instance
+from kvmesh.kvcache.layout import ShardLayout
+from kvmesh.kvcache.node_store import NodeStore
+from kvmesh.kvcache.sources import Pulled
+from kvmesh.membership.evacuation import evacuate_node
+from kvmesh.membership.registrar import Registrar
+from kvmesh.ranks import protocol as m
+from kvmesh.ranks.client import RankClient
+from kvmesh.rpc.errors import ConfigError, InternalError, KvmeshError
+from kvmesh.rpc.pb import common_pb2 as pb
+from kvmesh.rpc.pb import conductor_pb2 as pb_conductor
+from kvmesh.rpc.server import Server
+from kvmesh.tiers.front.config import checked_id
+
+log = logging.getLogger(__name__)
+
+LOAD_TIMEOUT_S = 1800.0  # a large checkpoint from a slow disk
+PING_INTERVAL_S = 0.5
+GOODBYE_S = 1.5
+ROLE_NAMES = {pb.ROLE_PREFILL: "prefill", pb.ROLE_DECODE: "decode", pb.ROLE_BOTH: "both"}
+BLOCK_TOKENS = (16, 32, 64, 128, 256, 512)
+
+
+class Front:
+    """One instance's front process, without its role's brain.
+
+    `on_message(rank, message)` runs on the event loop for everything a rank says after Ready. `on_rank_lost(cause)` is
+    called when a rank process ends: an instance without a rank cannot serve, so the service should stop.
+    `segments` are peers' at our ranks; `blocks` the I/O of the node store, once a service has attached one."""
+
+    def __init__(
+        self,
+        config: InstanceConfig,
+        role: pb.Role.ValueType,
+        on_message: Callable[[int, m.ToFront], None],
+        on_rank_lost: Callable[[str], None] = log.error,
+    ) -> None:
+        check_config(config)
+        self.config = config
+        self.role = role
+        self.instance_id = checked_id(config.instance_id, config.node_id, ROLE_NAMES[role])
+        self.incarnation = time.time_ns() & ~0xFFFF | secrets.randbits(16)
+        self.on_rank_lost = on_rank_lost
+        self.ranks = [RankClient(rank, self._rank_said, self._rank_lost) for rank in range(config.tensor_parallel)]
+        self.segments = Segments(self.ranks)
+        self.blocks: Blocks | None = None
+        self._warm: Warm | None = None
+        self._on_message = on_message
+        self.server: Server | None = None
+        self.address = ""
+        self._lost = ""
+        self._meeting: TemporaryDirectory[str] | None = None  # where ranks find each other
+        self._registrar: Registrar | None = None
+        # Takes another role; set by who composes an instance that can. Raises KvmeshError: not now.
+        self.switch: Callable[[pb.Role.ValueType], None] | None = None
+        self._stop = asyncio.Event()
+        self._retired = False
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # ── ranks ────────────────────────────────────────────────────────────────────────────────────
+
+    async def start_ranks(self, stop: asyncio.Event) -> None:
+        """Spawn and configure all ranks; returns when each has loaded its weights.
+        Raises CheckpointError or ConfigError as a rank answered it; InternalError when stopped meanwhile."""
+        if len(self.ranks) > 1:
+            self._meeting = TemporaryDirectory(prefix="kvmesh-ranks-")
+        spawn_ranks(self.ranks, self.config.threads)
+        calls = [
+            asyncio.ensure_future(rank.configure(self._configure(rank.rank), LOAD_TIMEOUT_S)) for rank in self.ranks
+        ]
+        stopping: asyncio.Future[Any] = asyncio.ensure_future(stop.wait())
+        loaded: asyncio.Future[Any] = asyncio.gather(*calls)
+        try:
+            await asyncio.wait({loaded, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not loaded.done():
+                loaded.cancel()
+                raise InternalError("stopped while the model was loading")
+            loaded.result()
+        finally:
+            stopping.cancel()
+        self._tasks.append(asyncio.create_task(self._watch_ranks(), name="ping ranks"))
+
+    def _configure(self, rank: int) -> m.Configure:
+        c = self.config
+        return m.Configure(
+            instance_id=self.instance_id,
+            incarnation=self.incarnation,
+            rank=rank,
+            world_size=len(self.ranks),
+            model_path=c.model,
+            dtype=c.dtype,
+            device=device_of(c.device, rank, len(self.ranks)),
+            cuda_graphs=c.cuda_graphs,
+            block_tokens=c.block_tokens,
+            num_pages=c.num_pages,
+            num_extents=c.num_extents,
+            memory_bytes=c.memory_mb << 20,
+            threads=c.threads,
+            max_context_tokens=c.max_context_tokens,
+            transports=c.transport_list,
+            nics=c.nic_list,
+            topology=c.topology,
+            rdma=c.rdma_settings,
+            fault=c.fault,
+            host=c.host,
+            advertise_host=c.advertise_host,
+            warm_segment=c.warm_segment,
+            warm_lease_ms=c.store_lease_ms,
+            group_file=str(Path(self._meeting.name, "ranks")) if self._meeting is not None else "",
+            group_timeout_ms=c.rank_timeout_ms,
+            cache_dir=c.cache_dir,
+            weights_epoch=c.weights_epoch,
+        )
+
+    async def _watch_ranks(self) -> None:
+        while True:
+            for rank in self.ranks:
+                rank.ping()
+            if self.server is not None and not self._retired:
+                self.server.set_ready(self.ready, self.not_ready_reason)
+            await asyncio.sleep(PING_INTERVAL_S)
+
+    def new_store(self) -> NodeStore:
+        """A node store over the ranks' host extents, as configured."""
+        readies, c = [rank.ready for rank in self.ranks], self.config
+        return NodeStore(
+            min(ready.num_extents for ready in readies),
+            high_percent=c.store_high_percent,
+            low_percent=c.store_low_percent,
+            eviction=c.store_eviction,
+            block_tokens=c.block_tokens,
+            block_bytes=readies[0].shard_bytes,
+            lease_seed=self.incarnation,
+        )
+
+    def attach(self, store: NodeStore, on_pulled: Callable[[Pulled], None]) -> Blocks:
+        """Serve this node store, whose extents are the ranks' host extents. Once, after `start_ranks`, before `serve`.
+        `on_pulled` hears the end of every pull job, on the event loop and never from inside `Blocks.pull`."""
+        assert self.blocks is None, "one node store an instance"
+        readies, c = [rank.ready for rank in self.ranks], self.config
+        bases = tuple(ready.extent_base_offset for ready in readies)
+        partition = Partition(layout_tag(readies), readies[0].shard_bytes, store, bases, self.shards)
+        if c.warm_segment:
+            self._warm = Warm(c.warm_segment, self.ranks, store.total, self.incarnation)
+        self.blocks = Blocks(
+            lambda: self.ref,
+            self.ranks,
+            self.segments,
+            OnePartition(partition),
+            on_pulled,
+            lease_ms=c.store_lease_ms,
+            announce_ms=c.announce_ms,
+            offload_percent=c.offload_percent if len(self.ranks) == 1 else 100,  # a pool node has one rank
+            tiers=c.tiers(),
+            returning=self._warm.candidates if self._warm is not None else None,
+        )
+        if self._warm is not None:
+            self._warm.keep(store, partition.shard_bytes)
+        return self.blocks
+
+    def _rank_said(self, rank: int, message: m.ToFront) -> None:
+        if self._warm is not None and self._warm.rank_said(message):
+            return
+        if self.blocks is None or not self.blocks.rank_said(rank, message):
+            self._on_message(rank, message)
+
+    def _rank_lost(self, _: int, cause: str) -> None:
+        if self._lost:
+            return  # the others follow the first
+        self._lost = cause
+        if self._warm is not None:
+            self._warm.close()  # the memory is still there, for the next life
+        if self.blocks is not None:
+            self.blocks.ranks_lost(cause)
+        self.urge()
+        self.on_rank_lost(cause)
+
+    @property
+    def not_ready_reason(self) -> str:
+        """Why this instance should get no work now; "" when it should."""
+        if self._lost:
+            return self._lost
+        now, limit = time.monotonic(), self.config.rank_silence_ms / 1000
+        for rank in self.ranks:
+            silent = rank.silent_s(now)
+            if silent > limit:
+                return f"rank {rank.rank} has been silent for {silent:.1f} s"
+        return "shutting down" if self._retired else ""
+
+    @property
+    def ready(self) -> bool:
+        return not self.not_ready_reason
+
+    @property
+    def shards(self) -> tuple[ShardLayout, ...]:
+        """How the ranks cut each block."""
+        shards = [rank.ready.shard for rank in self.ranks]
+        return tuple(shard for shard in shards if shard is not None)
+
+    @property
+    def max_context_tokens(self) -> int:
+        return self.ranks[0].ready.max_context_tokens
+
+    @property
+    def weights(self) -> ServedWeights:
+        return ServedWeights(self.ranks[0].ready.fingerprint, self.config.weights_epoch)
+
+    @property
+    def card(self) -> pb.ModelCard:
+        ready, c = self.ranks[0].ready, self.config
+        return pb.ModelCard(
+            name=c.served_name or ready.model_name,
+            fingerprint=ready.fingerprint,
+            block_tokens=c.block_tokens,
+            kv_dtype=c.dtype,
+            max_context_tokens=ready.max_context_tokens,
+            vocab_size=ready.vocab_size,
+            eos_token_ids=ready.eos_token_ids,
+            kv_bytes_per_token=ready.kv_bytes_per_token,
+            weights_epoch=c.weights_epoch,
+        )
+
+    @property
+    def ref(self) -> pb.InstanceRef:
+        return pb.InstanceRef(instance_id=self.instance_id, address=self.address, incarnation=self.incarnation)
+
+    # ── the mesh ─────────────────────────────────────────────────────────────────────────────────
+
+    async def serve(
+        self,
+        add: Callable[[Server], None],
+        report: Callable[[], pb_conductor.HeartbeatRequest],
+        max_running: int = 0,
+        *,
+        local_prefill_tokens: int = 0,
+        prefill_chunk_tokens: int = 0,
+        switchable: bool = False,
+        prefill_size_weight: float = 0.0,
+    ) -> None:
+        """Bind, add the role's servicers, say SERVING, then register and beat. ConfigError: the port is taken, or the
+        folder of the SSD tier cannot be used."""
+        blocks = self.blocks
+        if blocks is not None:
+            await blocks.open_tiers()
+        server = Server(self.config.host, self.config.port)
+        add(server)
+        add_instance(self, server)
+        if blocks is not None:
+            blocks.add_to(server)
+        port = await server.start()
+        self.server = server
+        self.address = f"{self.config.advertise_host or self.config.host}:{port}"
+        if blocks is not None:
+            await blocks.doors.open(self.config.host, self.config.door_port)
+        server.set_ready(True)
+        self._registrar = Registrar(
+            self.ref,
+            self.role,
+            self.config.node_id,
+            self.card,
+            self.ranks[0].ready.num_pages,
+            max_running,
+            self.config.conductor,
+            self.config.store,
+            lambda: self._report(report),
+            lambda: self.ready,
+            usage=(lambda: blocks.usage) if blocks is not None else None,
+            on_pools=blocks.pools_changed if blocks is not None else None,
+            terms=blocks.terms if blocks is not None else None,
+            orders=blocks,
+            local_prefill_tokens=local_prefill_tokens,
+            prefill_chunk_tokens=prefill_chunk_tokens,
+            switchable=switchable,
+            prefill_size_weight=prefill_size_weight,
+        )
+        if blocks is not None:
+            blocks.start(self._registrar)
+        self._tasks.append(asyncio.create_task(self._registrar.run(self._stop), name="registrar"))
+
+    def become(self, role: pb.Role.ValueType) -> None:
+        """This is our role from now on; the conductor hears of it at once."""
+        self.role = role
+        if self._registrar is not None:
+            self._registrar.become(role)
+
+    def _report(self, report: Callable[[], pb_conductor.HeartbeatRequest]) -> pb_conductor.HeartbeatRequest:
+        beat = report()
+        beat.not_ready_reason = self.not_ready_reason
+        if self.blocks is not None:
+            beat.tiers.extend(self.blocks.usage.tiers)
+        return beat
+
+    def urge(self) -> None:
+        """Send a heartbeat soon: the load has changed a lot."""
+        if self._registrar is not None:
+            self._registrar.urge()
+
+    async def depart(self) -> None:
+        """No new work from here on; what only this node holds moves away within `evacuate_ms`; then `leave`."""
+        self._retired = True
+        if self.server is not None:
+            self.server.set_ready(False, "shutting down")
+        self.urge()
+        if self.config.evacuate_ms and not self._lost and self.server is not None:
+            await evacuate_node(self.ref, self.config.store, self.config.evacuate_ms / 1000)
+        await self.leave()
+
+    async def leave(self) -> None:
+        """Say goodbye to conductor and master: no new work comes from here on. Bounded."""
+        self._retired = True
+        self._stop.set()
+        if self.server is not None:
+            self.server.set_ready(False, "shutting down")
+        registrar = [t for t in self._tasks if t.get_name() == "registrar"]
+        if registrar:
+            await asyncio.wait(registrar, timeout=GOODBYE_S)
+
+    async def close(self) -> None:
+        """End everything this front owns; safe to call at any moment, once or more."""
+        await self.leave()
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self.blocks is not None:
+            await self.blocks.close()
+        if self.server is not None:
+            await self.server.stop(0.5)
+            self.server = None
+        if self._warm is not None:
+            self._warm.close()
+        await asyncio.gather(*(rank.close() for rank in self.ranks))
+        if self._meeting is not None:
+            self._meeting.cleanup()
+
+
+def spawn_ranks(ranks: Sequence[RankClient], threads: int) -> None:
+    """Start the processes, with a socket from rank 0 to each of the others."""
+    pairs = [socket.socketpair() for _ in ranks[1:]]
+    try:
+        ranks[0].spawn(threads, peers=[ours for ours, _ in pairs])
+        for rank, (_, theirs) in zip(ranks[1:], pairs, strict=True):
+            rank.spawn(threads, peers=[theirs])
+    finally:
+        for pair in pairs:
+            for sock in pair:
+                sock.close()
+
+
+def check_config(config: InstanceConfig) -> None:
+    """Raises ConfigError naming the key and the value."""
+    if config.block_tokens not in BLOCK_TOKENS:
+        raise _bad("block_tokens", config.block_tokens, "a power of two in 16..512")
+    if not config.model:
+        raise _bad("model", config.model, "a checkpoint folder (--model PATH)")
+    if not Path(config.model).is_dir():
+        raise _bad("model", config.model, "not a folder")
+    config.check_transfer()
+    check_device(config.device)
+    device_of(config.device, 0, config.tensor_parallel)
+    for key in ("threads", "memory_mb", "tensor_parallel"):
+        if getattr(config, key) < (0 if key == "memory_mb" and config.device.startswith("cuda") else 1):
+            raise _bad(key, getattr(config, key), "at least 1")
+    if not 1 <= config.store_high_percent <= 100:
+        raise _bad("store_high_percent", config.store_high_percent, "in 1..100")
+    if not 0 <= config.store_low_percent <= config.store_high_percent:
+        why = f"in 0..{config.store_high_percent} (store_high_percent)"
+        raise _bad("store_low_percent", config.store_low_percent, why)
+    config.check_tiers(config.store_low_percent)
+    for key in ("num_pages", "num_extents", "max_context_tokens", "rank_silence_ms"):
+        if getattr(config, key) < 0:
+            raise _bad(key, getattr(config, key), "not negative")
+
+
+def _bad(key: str, value: object, why: str) -> KvmeshError:
+    return ConfigError(f"{key}={value!r}: {why}", field=key)

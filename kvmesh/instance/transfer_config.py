@@ -1,0 +1,153 @@
+"""What instances and pool nodes can be told of their transfers, and the engine's configuration made of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
+
+from kvmesh.config import ServiceConfig
+from kvmesh.rpc.errors import ConfigError, TransferError
+
+if TYPE_CHECKING:
+    from kvmesh.ranks.protocol import Configure
+    from kvmesh.transfer import EngineConfig, Notification, TransferEngine
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """ "a, b" → ("a", "b")."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def check(transports: str, nics: str) -> None:
+    """ConfigError naming key and value."""
+    from kvmesh.transfer.config import KNOWN_TRANSPORTS
+
+    names = listed(transports)
+    if not names or not set(names) <= set(KNOWN_TRANSPORTS):
+        known = ", ".join(sorted(KNOWN_TRANSPORTS))
+        raise ConfigError(f"transports={transports!r}: a list of {known}", field="transports")
+    for key, text in (("transports", transports), ("nics", nics)):
+        if len(set(listed(text))) < len(listed(text)):
+            raise ConfigError(f"{key}={text!r}: one is named twice", field=key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferConfig(ServiceConfig):
+    """Fields that a rank's transfer engine takes."""
+
+    transports: str = field(
+        default="shm,tcp", metadata={"help": "Transfer transports, preferred first: rdma, shm, tcp."}
+    )
+    nics: str = field(
+        default="",
+        metadata={
+            "help": "NICs of transfers: RDMA devices for rdma (mlx5_0,mlx5_1), network interfaces for tcp "
+            "(eth0,eth1); empty: every active RDMA device, and tcp on host.",
+        },
+    )
+    topology: str = field(
+        default="",
+        metadata={
+            "help": 'NICs of each memory location, preferred and secondary: {"cpu:0": \\[\\["mlx5_0"], \\["mlx5_1"]]}, '
+            "or a file of it; empty: found in /sys.",
+            "metavar": "JSON|FILE",
+        },
+    )
+    rdma_gid_index: int = field(default=-1, metadata={"help": "GID of each RDMA port; -1: found by looking."})
+    rdma_mtu: int = field(
+        default=0, metadata={"help": "Largest RDMA packet: 256, 512, 1024, 2048, 4096; 0: the ports' smaller one."}
+    )
+    rdma_pairs: str = field(
+        default="",
+        metadata={"help": "RDMA devices here and there that reach each other, mlx5_0=mlx5_1,...; empty: by address."},
+    )
+    rdma_slice_bytes: int = field(default=1 << 20, metadata={"help": "Bytes of one RDMA work request."})
+    rdma_queue_depth: int = field(default=256, metadata={"help": "Work requests outstanding on a queue pair."})
+    rdma_qps_per_rail: int = field(
+        default=1, metadata={"help": "Queue pairs between two RDMA devices, for each pair of engines."}
+    )
+    rdma_traffic_class: int = field(default=0, metadata={"help": "RoCE v2's IP traffic class: DSCP × 4."})
+    rdma_service_level: int = field(default=0, metadata={"help": "InfiniBand's service level, or RoCE's priority."})
+    rdma_pkey_index: int = field(default=0, metadata={"help": "Index of the InfiniBand partition's key."})
+    rdma_ack_exponent: int = field(
+        default=14, metadata={"help": "An RDMA packet is sent again after 4.096 µs × 2^this (1..31)."}
+    )
+    rdma_retry_cnt: int = field(default=6, metadata={"help": "... so often (0..6), before its rail is down."})
+    fault: str = field(default="", metadata={"help": "JSON for the fault transport (tests)."})
+    advertise_host: str = field(
+        default="",
+        metadata={"help": "Host that peers dial; empty: host; auto: this machine's, on the way to the master."},
+    )
+    door_port: int = field(
+        default=0,
+        metadata={
+            "help": "TCP port of the store's door, a shorter way than gRPC for those who can reach it; 0 picks a free "
+            "one, -1: none.",
+            "min": -1,
+            "max": 65535,
+        },
+    )
+
+    @property
+    def transport_list(self) -> tuple[str, ...]:
+        return listed(self.transports)
+
+    @property
+    def nic_list(self) -> tuple[str, ...]:
+        return listed(self.nics)
+
+    @property
+    def rdma_settings(self) -> dict[str, int | tuple[str, ...]]:
+        """Those that differ from the engine's defaults, under the names that they have there."""
+        found: dict[str, int | tuple[str, ...]] = {}
+        for one in fields(TransferConfig):
+            value = getattr(self, one.name)
+            if one.name.startswith("rdma_") and value != one.default:
+                found[one.name] = listed(value) if isinstance(value, str) else value
+        return found
+
+    def check_transfer(self) -> None:
+        """ConfigError naming key and value. What only the rank can see, it refuses itself."""
+        from kvmesh.transfer import EngineConfig
+
+        check(self.transports, self.nics)
+        try:
+            EngineConfig(**self.rdma_settings)  # type: ignore[arg-type]
+        except TransferError as err:
+            raise ConfigError(err.message, field=err.field) from None
+
+
+def start_engine(name: str, configure: Configure, on_notify: Callable[[Notification], None] | None) -> TransferEngine:
+    """Of a rank. ConfigError for NICs and topologies that this host does not have, TransferError for the rest."""
+    from kvmesh.transfer import TransferEngine
+
+    try:
+        return TransferEngine(name, engine_config(configure), on_notify)
+    except TransferError as err:
+        if err.field in ("nics", "topology"):
+            raise ConfigError(err.message, field=err.field) from None
+        raise
+
+
+def own_location() -> str:
+    """Of host memory that this process touches first: the NUMA node that it is bound to, else the first it may use."""
+    from kvmesh.transfer.host import memory_location
+
+    return memory_location(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else "cpu:0"
+
+
+def engine_config(configure: Configure) -> EngineConfig:
+    """Of a rank. TransferError for what the engine refuses."""
+    from kvmesh.transfer import EngineConfig
+
+    return EngineConfig(
+        transports=configure.transports,
+        nics=configure.nics,
+        topology=configure.topology,
+        fault=configure.fault,
+        host=configure.host,
+        advertise_host=configure.advertise_host,
+        **configure.rdma,  # type: ignore[arg-type]
+    )

@@ -1,0 +1,230 @@
+"""The front's side of one rank: spawn it, send without blocking, dispatch what it says on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from kvmesh.ranks import protocol as m
+from kvmesh.ranks import transfer_metrics
+from kvmesh.ranks.ipc import RECEIVE_BYTES, Frames, frame
+from kvmesh.rpc.errors import BY_CODE, InternalError, KvmeshError
+
+log = logging.getLogger(__name__)
+
+SOCKET_BUFFER_BYTES = 4 << 20
+EXIT_GRACE_S = 2.0
+REAP_S = 0.2
+TUNABLES = "GLIBC_TUNABLES"
+STREAMING = "glibc.cpu.x86_non_temporal_threshold"
+STREAMING_BYTES = 512 << 10  # below a piece of the transfer engine's copies (1 MiB)
+
+
+def streaming_copies(env: Mapping[str, str]) -> str:
+    """glibc's tunables with which memmove of STREAMING_BYTES and more stores past the cache, without reading first what
+    it overwrites: right for a process that only stores. What the user has set stays; elsewhere it means nothing."""
+    known = env.get(TUNABLES, "")
+    return known if STREAMING in known else ":".join(filter(None, (known, f"{STREAMING}={STREAMING_BYTES:#x}")))
+
+
+class RankClient:
+    """Owns one rank process and the socket to it. All methods belong to the event loop that called `spawn`."""
+
+    def __init__(
+        self, rank: int, on_message: Callable[[int, m.ToFront], None], on_lost: Callable[[int, str], None]
+    ) -> None:
+        self.rank = rank
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._frames = Frames(m.ToFront)
+        self._out = bytearray()
+        self._sock: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ready: asyncio.Future[m.Ready] | None = None
+        self._closing = False
+        self._refused = False  # it said why it cannot start, and ends
+        self._nonce = 0
+        self.last_pong = 0.0
+        self.cpu_seconds = 0.0
+
+    @property
+    def ready(self) -> m.Ready:
+        """What the rank said when it was configured. Raises InternalError before that."""
+        if self._ready is None or not self._ready.done():
+            raise InternalError(f"rank {self.rank} is not configured yet")
+        return self._ready.result()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process else 0
+
+    def spawn(self, threads: int, streaming: bool = False, peers: Sequence[socket.socket] = ()) -> None:
+        """Start the process (spawned, never forked: the front has threads of its own). `streaming`: its large copies go
+        past the cache, see `streaming_copies`. `peers`: its ends of the sockets between leader and followers."""
+        self._loop = asyncio.get_running_loop()
+        self._ready = self._loop.create_future()
+        ours, theirs = socket.socketpair()
+        for sock in (ours, theirs):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+        env = dict(os.environ)
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+            env[name] = str(threads)
+        env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        if streaming:
+            env[TUNABLES] = streaming_copies(env)
+        filenos = [sock.fileno() for sock in (theirs, *peers)]
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "kvmesh.ranks.rank", *map(str, filenos)],
+                pass_fds=filenos, stdin=subprocess.DEVNULL, env=env,
+            )  # fmt: skip
+        finally:
+            theirs.close()
+        ours.setblocking(False)
+        self._sock = ours
+        self._loop.add_reader(ours, self._readable)
+
+    async def configure(self, configure: m.Configure, timeout_s: float) -> m.Ready:
+        """Send Configure and wait for Ready. Raises what the rank answered (CheckpointError, ConfigError ...)."""
+        assert self._ready is not None
+        self.send(configure)
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._ready), timeout_s)
+        except TimeoutError:
+            raise InternalError(f"rank {self.rank} did not get ready within {timeout_s:.0f} s") from None
+
+    def send(self, message: m.ToRank) -> None:
+        """Never blocks: what the socket does not take now follows when it can."""
+        if self._sock is None:
+            return
+        data = frame(message)
+        if not self._out:
+            try:
+                sent = self._sock.send(data)
+            except BlockingIOError:
+                sent = 0
+            except OSError as error:
+                self._lost(f"send: {error}")
+                return
+            if sent == len(data):
+                return
+            data = data[sent:]
+            assert self._loop is not None
+            self._loop.add_writer(self._sock, self._writable)
+        self._out += data
+
+    def ping(self) -> None:
+        self._nonce += 1
+        self.send(m.Ping(self._nonce))
+
+    def silent_s(self, now: float) -> float:
+        """Seconds since the rank last said anything."""
+        return now - self.last_pong if self.last_pong else 0.0
+
+    def _writable(self) -> None:
+        assert self._sock is not None and self._loop is not None
+        try:
+            sent = self._sock.send(self._out)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._lost()
+            return
+        del self._out[:sent]
+        if not self._out:
+            self._loop.remove_writer(self._sock)
+
+    def _readable(self) -> None:
+        assert self._sock is not None
+        try:
+            data = self._sock.recv(RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._lost()
+            return
+        self.last_pong = time.monotonic()
+        for message in self._frames.feed(data):
+            self._dispatch(message)
+
+    def _dispatch(self, message: m.ToFront) -> None:
+        assert self._ready is not None
+        match message:
+            case m.Ready():
+                if not self._ready.done():
+                    self._ready.set_result(message)
+            case m.InitFailed(code, text):
+                self._refused = True
+                if not self._ready.done():
+                    self._ready.set_exception(BY_CODE.get(code, InternalError)(text))
+            case m.RankFailed(text):
+                self._lost(text)  # now: those who wait for it fail next, and theirs is not the cause
+            case m.Pong(_, cpu_seconds, transfer):
+                self.cpu_seconds = cpu_seconds
+                if transfer is not None:
+                    transfer_metrics.tell(self, self.rank, transfer)
+            case _:
+                try:
+                    self._on_message(self.rank, message)
+                except Exception:
+                    # One bad message must not stop those behind it: the loop's reader would swallow them.
+                    log.exception("handling %s of rank %d failed", type(message).__name__, self.rank)
+
+    def _lost(self, cause: str = "") -> None:
+        self._detach()
+        if self._closing or self._refused:  # its end was announced, and by whom it was asked for is told elsewhere
+            return
+        text = f"rank {self.rank} (pid {self.pid}) {cause or self._end()}"
+        assert self._ready is not None
+        if not self._ready.done():
+            self._ready.set_exception(KvmeshError(text))
+        self._on_lost(self.rank, text)
+
+    def _end(self) -> str:
+        """How the process behind a closed socket ended; the kernel closes it a moment before that."""
+        try:
+            code = self._process.wait(REAP_S) if self._process else 0
+        except subprocess.TimeoutExpired:
+            return "closed its socket"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+
+    def _detach(self) -> None:
+        if self._sock is not None and self._loop is not None:
+            self._loop.remove_reader(self._sock)
+            self._loop.remove_writer(self._sock)
+            self._sock.close()
+            self._sock = None
+
+    async def close(self) -> None:
+        """Ask the rank to end, then make it. Bounded by twice the grace; it hears no SIGTERM."""
+        transfer_metrics.forget(self)
+        self.send(m.Shutdown())
+        self._closing = True
+        process = self._process
+        if process is not None:
+            for stop_signal in (0, signal.SIGKILL):
+                process.send_signal(stop_signal)  # 0: only look; the Shutdown message is the first request
+                if await self._exited(process):
+                    break
+        self._detach()
+        if self._ready is not None and self._ready.done() and not self._ready.cancelled():
+            self._ready.exception()  # retrieved: never "exception was never retrieved"
+
+    @staticmethod
+    async def _exited(process: subprocess.Popen[bytes]) -> bool:
+        deadline = time.monotonic() + EXIT_GRACE_S
+        while process.poll() is None:
+            if time.monotonic() > deadline:
+                return False
+            await asyncio.sleep(0.01)
+        return True

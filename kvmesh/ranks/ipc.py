@@ -1,0 +1,96 @@
+"""Framing between a front process and a rank: u32 little-endian length, then one msgpack message."""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import threading
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from kvmesh.ranks import protocol as m
+
+HEADER = struct.Struct("<I")
+MAX_FRAME_BYTES = 256 << 20
+RECEIVE_BYTES = 64 << 10  # as a rule one message; for much more malloc asks the kernel each time
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(message: m.Message) -> bytes:
+    """One message with its length in front."""
+    out = bytearray(HEADER.size)
+    _encoder.encode_into(message, out, HEADER.size)
+    HEADER.pack_into(out, 0, len(out) - HEADER.size)
+    return bytes(out)
+
+
+class Frames:
+    """Cuts a byte stream into messages of one direction (`ToRank` or `ToFront`)."""
+
+    def __init__(self, kind: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes | memoryview) -> list[Any]:
+        """Messages completed by `data`. Raises ValueError on a frame no peer of this build sends."""
+        buffer = self._buffer
+        buffer += data
+        out = []
+        at = 0
+        while len(buffer) - at >= HEADER.size:
+            (length,) = HEADER.unpack_from(buffer, at)
+            if length > MAX_FRAME_BYTES:
+                raise ValueError(f"frame of {length} bytes from the peer process")
+            end = at + HEADER.size + length
+            if len(buffer) < end:
+                break
+            with memoryview(buffer) as view:
+                out.append(self._decoder.decode(view[at + HEADER.size : end]))
+            at = end
+        if at:
+            del buffer[:at]
+        return out
+
+
+class RankPort:
+    """The rank's end: blocking sends from any thread, polled receives on the main thread."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(True)
+        self._sock = sock
+        self._lock = threading.Lock()
+        self._frames = Frames(m.ToRank)
+        self._queue: deque[m.ToRank] = deque()
+        self._poll = select.poll()
+        self._poll.register(sock.fileno(), select.POLLIN)
+
+    def watch(self, fileno: int) -> None:
+        """Let `receive` return when there is something to read here, too."""
+        self._poll.register(fileno, select.POLLIN)
+
+    def send(self, message: m.ToFront) -> None:
+        """Deliver to the front. A front that is gone raises SystemExit: a rank outlives nobody."""
+        data = frame(message)
+        try:
+            with self._lock:
+                self._sock.sendall(data)
+        except OSError:
+            raise SystemExit(0) from None
+
+    def receive(self, timeout_ms: int | None) -> list[m.ToRank]:
+        """Everything that has arrived; waits up to `timeout_ms` (None: for ever) for the first. Empty, too, when only
+        what is watched has something."""
+        own = self._sock.fileno()
+        while ready := self._poll.poll(timeout_ms):
+            if all(fileno != own for fileno, _ in ready):
+                return []
+            data = self._sock.recv(RECEIVE_BYTES)
+            if not data:
+                raise SystemExit(0)
+            found: list[m.ToRank] = self._frames.feed(data)
+            if found:
+                return found
+        return []

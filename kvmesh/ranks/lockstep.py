@@ -1,0 +1,143 @@
+"""How the ranks of one instance stay in step. Pure; `kvmesh.ranks.rank` carries it out (ADR 0023).
+
+The front tells every rank the same commands in the same order. When a rank takes them is chance, but what a step is
+made of follows from how many of the *shared* ones (those that decide about steps) it has applied, and from nothing
+else. So the leader, rank 0, takes commands as they come and says, before each step, how many it has applied; the
+followers apply exactly as many and run the same step:
+
+    front   ── Join 1 ── PrefillStep 7 ── Join 2 ── Leave 1 ──▶ every rank
+    leader  takes 2, says (2, run) ── takes 2 more, says (4, run) ──▶ every follower
+
+A follower holds back what stands behind a shared command that the leader has not announced, so all that it does is in
+the front's order; between two layers of a step only what no step depends on is taken early, at every rank alike.
+
+A PrefillStep waits for the loads before it, and each rank copies at a pace of its own. The leader decides which turn
+has it, by its own loads; a follower that is told so finishes its loads first.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from kvmesh.ranks import protocol as m
+from kvmesh.rpc.errors import InternalError
+
+SHARED = (m.PrefillStep, m.Join, m.Grant, m.Leave)
+# What all ranks would say alike: the leader speaks for them. When it has ended a step, every rank has entered the last
+# sum of it, and with that done its last touch of a page.
+LEADERS = (m.DecodeStepDone, m.Stalled, m.Left)
+
+WIRE = struct.Struct("<Q??QQ")
+
+
+class Turn(NamedTuple):
+    """The leader's word before it goes on: it has applied so many shared commands and runs a step, or only tells. It
+    has the PrefillStep of `step_id` before it (0: none), which is part of this step if it is `due`, and `rows` rows in
+    the batch: a follower that sees something else is not in step."""
+
+    applied: int
+    run: bool
+    due: bool
+    step_id: int
+    rows: int
+
+    def encode(self) -> bytes:
+        return WIRE.pack(*self)
+
+
+class Leader:
+    """Commands of rank 0, or of a rank that is alone."""
+
+    def __init__(self) -> None:
+        self._queue: deque[m.ToRank] = deque()
+        self._applied = 0
+        self._told = 0
+
+    def arrived(self, messages: Iterable[m.ToRank]) -> None:
+        """From the front, in order."""
+        self._queue.extend(messages)
+
+    @property
+    def waiting(self) -> bool:
+        """Some command has arrived and is not carried out."""
+        return bool(self._queue)
+
+    def next(self) -> m.ToRank | None:
+        """The command to carry out now; None: nothing is left."""
+        if not self._queue:
+            return None
+        message = self._queue.popleft()
+        self._applied += isinstance(message, SHARED)
+        return message
+
+    def turn(self, run: bool, due: bool, step_id: int, rows: int) -> Turn | None:
+        """What the followers must hear before this rank goes on; None: nothing new."""
+        if not run and self._applied == self._told:
+            return None
+        self._told = self._applied
+        return Turn(self._applied, run, due, step_id, rows)
+
+
+class Follower:
+    """Commands of another rank."""
+
+    def __init__(self) -> None:
+        self._queue: deque[m.ToRank] = deque()
+        self._turns: deque[Turn] = deque()
+        self._applied = 0
+
+    def arrived(self, messages: Iterable[m.ToRank]) -> None:
+        """From the front, in order."""
+        self._queue.extend(messages)
+
+    def told(self, turns: Iterable[Turn]) -> None:
+        """From the leader, in order."""
+        self._turns.extend(turns)
+
+    @property
+    def behind(self) -> bool:
+        """The leader has applied what has not arrived here."""
+        return bool(self._turns) and self._applied < self._turns[0].applied
+
+    def next(self) -> m.ToRank | None:
+        """The command to carry out now; None: wait, or look for a turn."""
+        if not self._queue:
+            return None
+        if isinstance(self._queue[0], SHARED):
+            if not self.behind:
+                return None
+            self._applied += 1
+        return self._queue.popleft()
+
+    def turn(self, due: bool) -> Turn | None:
+        """The leader's next turn, once this rank has applied what it had and is `due` as the leader was: what the next
+        PrefillStep reads is loaded here, too. Each turn is returned once."""
+        if self._turns and self._applied == self._turns[0].applied and (due or not self._turns[0].due):
+            return self._turns.popleft()
+        return None
+
+
+def check(turn: Turn, step_id: int, rows: int) -> None:
+    """InternalError unless this rank stands where the leader does."""
+    if (turn.step_id, turn.rows) != (step_id, rows):
+        raise InternalError(
+            f"out of step with rank 0: it has prefill step {turn.step_id} and {turn.rows} rows, this rank has prefill "
+            f"step {step_id} and {rows} rows"
+        )
+
+
+class Turns:
+    """Cuts what came from the leader into turns."""
+
+    def __init__(self) -> None:
+        self._buffer = b""
+
+    def feed(self, data: bytes) -> list[Turn]:
+        """Turns completed by `data`."""
+        data = self._buffer + data
+        whole = len(data) - len(data) % WIRE.size
+        self._buffer = data[whole:]
+        return [Turn(*fields) for fields in WIRE.iter_unpack(data[:whole])]

@@ -1,0 +1,235 @@
+"""One rank process: `python -m kvmesh.ranks.rank FD [FD ...]`. Torch, device pages, host segment, transfer engine; a
+pool node's rank has only the last two. The first FD leads to the front, the others to ranks of the same instance.
+
+The main thread alternates between commands of the front and engine steps; where there are several ranks, rank 0 leads
+and the others follow (`kvmesh.ranks.lockstep`). It runs the decode batch by itself, step after step, and prefill steps
+as the front sends them, in one pass with the batch's rows where there are any; the transfer engine's threads move bytes
+beside it.
+Commands that must not wait for a step (landings, leases, pings, windows) are also taken between layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvmesh.loading import lasting_imports
+from kvmesh.ranks import protocol as m
+from kvmesh.ranks.ipc import RankPort
+from kvmesh.ranks.lockstep import LEADERS, Follower, Leader, check
+from kvmesh.ranks.peer_sockets import Followers, LeaderPort
+from kvmesh.ranks.transfer_metrics import stats_of
+from kvmesh.rpc.errors import InternalError, KvmeshError
+
+if TYPE_CHECKING:
+    from kvmesh.ranks.worker.pool_worker import StoreWorker
+    from kvmesh.ranks.worker.worker import Worker
+
+    AnyWorker = Worker | StoreWorker
+
+log = logging.getLogger("kvmesh.rank")
+
+# Between layers only these are handled; the rest keeps its order for the gap between steps.
+URGENT = (
+    m.PushOpen,
+    m.PushLease,
+    m.PushCancel,
+    m.PullOpen,
+    m.PullCancel,
+    m.Sum,
+    m.TierPut,
+    m.TierGet,
+    m.TierProbe,
+    m.TierRemove,
+    m.OpenSegment,
+    m.CloseSegment,
+    m.OpenWindow,
+    m.Fence,
+    m.Ping,
+)
+HOUSEKEEPING_MS = 50
+COPYING_MS = 1
+
+
+class RankLoop:
+    """Commands in, steps run, events out. `peers`: rank 0's sockets to its followers, or a follower's one to rank 0."""
+
+    def __init__(self, port: RankPort, peers: Sequence[socket.socket] = ()) -> None:
+        self._port = port
+        self._peers = peers
+        self._commands: Leader | Follower = Leader()
+        self._steps: deque[tuple[m.PrefillStep, int]] = deque()  # and the loads that were asked for before it
+        self._worker: AnyWorker | None = None
+
+    def run(self) -> None:
+        first = self._port.receive(None)
+        configure = first[0]
+        if not isinstance(configure, m.Configure):
+            raise SystemExit("the first message must be Configure")
+        if configure.rank:
+            self._commands = Follower()
+        self._commands.arrived(first[1:])
+        if not self._configure(configure):
+            return
+        assert self._worker is not None
+        with contextlib.closing(self._worker) as worker:
+            try:
+                timeout_s = configure.group_timeout_ms / 1000
+                if isinstance(self._commands, Follower):
+                    self._follow(worker, self._commands, LeaderPort(self._peers[0]), timeout_s)
+                else:
+                    self._lead(worker, self._commands, Followers(self._peers, timeout_s))
+            except Exception as error:
+                log.error("rank %d gives up", configure.rank, exc_info=not isinstance(error, KvmeshError))
+                self._port.send(m.RankFailed(f"gave up: {error}"))
+                raise SystemExit(1) from None
+
+    def _lead(self, worker: AnyWorker, commands: Leader, followers: Followers) -> None:
+        """Steps as commands come; the followers hear what they are made of."""
+        while True:
+            busy = commands.waiting or self._due(worker) or worker.wants_step or worker.has_chores
+            commands.arrived(self._port.receive(self._patience(worker, busy)))
+            while (message := commands.next()) is not None:
+                self._handle(worker, message)
+            worker.tick()
+            due = self._due(worker)
+            run = due or worker.wants_step
+            followers.tell(commands.turn(run, due, self._step_id, worker.rows))
+            if run:
+                self._step(worker, due)
+
+    def _follow(self, worker: AnyWorker, commands: Follower, leader: LeaderPort, timeout_s: float) -> None:
+        """The leader's steps. InternalError: it is gone, or what it has applied does not arrive."""
+        self._port.watch(leader.fileno)
+        late_at = 0.0  # when a command that the leader has already is late; 0: none is missing
+        while True:
+            for message in self._port.receive(self._patience(worker, worker.has_chores, late_at)):
+                if isinstance(message, m.Ping | m.Shutdown):  # whatever the leader does
+                    self._handle(worker, message)
+                else:
+                    commands.arrived((message,))
+            commands.told(leader.turns())
+            done = False
+            while not done:
+                while (command := commands.next()) is not None:
+                    self._handle(worker, command)
+                worker.tick()
+                turn = commands.turn(self._due(worker))
+                if turn is not None:
+                    check(turn, self._step_id, worker.rows)
+                    if turn.run:
+                        self._step(worker, turn.due)
+                done = turn is None
+            now = time.monotonic()
+            if not commands.behind:
+                late_at = 0.0
+            elif not late_at:
+                late_at = now + timeout_s
+            elif now > late_at:
+                raise InternalError(f"commands that rank 0 has did not come within {timeout_s:.0f} s")
+
+    @staticmethod
+    def _patience(worker: AnyWorker, busy: bool, late_at: float = 0.0) -> int | None:
+        """Milliseconds to wait for a command; None: for ever."""
+        if busy:
+            return 0
+        if worker.copying:
+            return COPYING_MS
+        if late_at or worker.needs_ticks:
+            return HOUSEKEEPING_MS
+        return None
+
+    @property
+    def _step_id(self) -> int:
+        return self._steps[0][0].step_id if self._steps else 0
+
+    def _due(self, worker: AnyWorker) -> bool:
+        """A PrefillStep is there, and all that was to be loaded before it is. Until then rows step without it."""
+        return bool(self._steps) and worker.loaded(self._steps[0][1])
+
+    def _step(self, worker: AnyWorker, due: bool) -> None:
+        worker.step(self._steps.popleft()[0] if due else None, self._take_urgent)
+
+    def _configure(self, configure: m.Configure) -> bool:
+        try:
+            os.environ["OMP_NUM_THREADS"] = str(configure.threads)
+            self._worker = self._make(configure)
+        except KvmeshError as error:
+            self._port.send(m.InitFailed(error.code, error.message))
+            return False
+        except Exception as error:
+            log.exception("rank could not start")
+            self._port.send(m.InitFailed("internal", f"{type(error).__name__}: {error}"))
+            return False
+        self._port.send(self._worker.ready())
+        return True
+
+    def _make(self, configure: m.Configure) -> AnyWorker:
+        if not configure.model_path:
+            with lasting_imports():
+                from kvmesh.ranks.worker.pool_worker import StoreWorker
+
+            return StoreWorker(configure, self._port.send)
+        with lasting_imports():
+            from kvmesh.ranks.worker.worker import Worker  # torch loads here, after the thread cap
+
+        return Worker(configure, self._port.send if configure.rank == 0 else self._send_as_follower)
+
+    def _send_as_follower(self, message: m.ToFront) -> None:
+        if not isinstance(message, LEADERS):
+            self._port.send(message)
+
+    def _take_urgent(self) -> None:
+        """Between two layers of a step (never re-orders what is not urgent)."""
+        worker = self._worker
+        assert worker is not None
+        for message in self._port.receive(0):
+            if isinstance(message, URGENT):
+                self._handle(worker, message)
+            else:
+                self._commands.arrived((message,))
+
+    def _handle(self, worker: AnyWorker, message: m.ToRank) -> None:
+        match message:
+            case m.PrefillStep():
+                self._steps.append((message, worker.loads))
+            case m.Ping(nonce):
+                self._port.send(m.Pong(nonce, time.process_time(), stats_of(worker.engine)))
+                worker.tiers.report()
+            case m.Shutdown():
+                raise SystemExit(0)
+            case _:
+                worker.handle(message)
+
+
+def _die_with_parent() -> None:
+    """A killed front leaves no rank behind (Linux: PR_SET_PDEATHSIG = 1)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)
+
+
+def main() -> None:
+    _die_with_parent()
+    # Ctrl-C reaches the whole terminal group, systemd's SIGTERM the whole unit; the front decides when its ranks end.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(
+        level=os.environ.get("KVMESH_RANK_LOG", "INFO").upper(),
+        format="%(asctime)s %(levelname)s rank %(name)s %(message)s",
+        stream=sys.stderr,
+    )
+    sock, *peers = (socket.socket(fileno=int(fileno)) for fileno in sys.argv[1:])
+    RankLoop(RankPort(sock), peers).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Checksums of spans of a rank's host region, on a thread of their own: xxhash lets others run meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import xxhash
+
+from kvmesh.ranks import protocol as m
+from kvmesh.transfer import Region
+
+log = logging.getLogger("kvmesh.rank")
+
+
+class Sums:
+    """One thread, made when the first sum is asked for. `close` before the memory goes."""
+
+    def __init__(self, region: Region, send: Callable[[m.ToFront], None]) -> None:
+        self._region = region
+        self._send = send
+        self._asked: queue.SimpleQueue[m.Sum | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def add(self, asked: m.Sum) -> None:
+        """Summed follows, always."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="sums", daemon=True)
+            self._thread.start()
+        self._asked.put(asked)
+
+    def close(self) -> None:
+        """What is not summed yet is not answered any more."""
+        self._closed = True
+        if self._thread is not None:
+            self._asked.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while (asked := self._asked.get()) is not None and not self._closed:
+            if time.monotonic_ns() > asked.deadline_ns:
+                self._send(m.Summed(asked.ticket, (), "not within its time"))
+                continue
+            try:
+                self._send(m.Summed(asked.ticket, tuple(map(self._sum, asked.offsets, asked.sizes))))
+            except Exception as error:  # whatever the front said, this rank goes on
+                log.exception("sum %d", asked.ticket)
+                self._send(m.Summed(asked.ticket, (), f"{type(error).__name__}: {error}"))
+
+    def _sum(self, offset: int, size: int) -> int:
+        region = self._region
+        assert region.memory is not None
+        start = offset - region.base_offset
+        if not 0 <= start <= start + size <= region.length:
+            raise ValueError(f"offset={offset}: {size} bytes there are not in the host region")
+        return xxhash.xxh3_64_intdigest(region.memory[start : start + size])

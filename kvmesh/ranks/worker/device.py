@@ -1,0 +1,276 @@
+"""Where a rank's pages are, and how whole blocks go between them and its host segment.
+
+On a CPU pages lie in registered memory: peers land in them, pushes read them, copies are done when asked for. A
+device's pages are out of the transfer engine's reach (`StagedMemory`): KV lands in host extents, what is pushed goes
+through pinned staging memory (`stager`), and copies run beside the steps.
+
+Order, of every kind of memory: a copy sees all that steps have written before it was asked for; `done` is called from
+`poll`, or at once, when the bytes are there. Until then neither end may be used for anything else, by a step either.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import psutil
+import torch
+
+from kvmesh.engine.checkpoint import Checkpoint
+from kvmesh.engine.runner import pages_over, torch_dtype
+from kvmesh.instance.config import STAGED_CPU
+from kvmesh.kvcache.layout import ShardLayout
+from kvmesh.ranks import protocol as m
+from kvmesh.transfer import Region, TransferEngine
+
+EXTENTS_SHARE = 0.25  # of the host's free memory, for the extents of a device whose operator names no number
+
+
+class Done(NamedTuple):
+    """`bad`: positions of blocks whose KV is not finite, if that was asked for."""
+
+    start_ns: int
+    end_ns: int
+    bad: tuple[int, ...] = ()
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # target, source
+OnDone = Callable[[Done], None]
+
+
+class Memory(ABC):
+    """`pages` and, after `open_extents`, `extents`: `[blocks, layers, 2, kv_heads, block_tokens, head_dim]`.
+    `page_region` is None where peers and pushes cannot reach pages. `seal_bytes` and `move_bytes`: what may be copied
+    between two steps at most, because nobody and because somebody waits for it."""
+
+    seal_bytes = 8 << 20  # about a millisecond of copying and looking
+    move_bytes = 64 << 20  # about ten: a step with a chunk of a prompt takes far longer
+    page_region: Region | None = None
+    pages: torch.Tensor
+    extents: torch.Tensor
+
+    def __init__(self, configure: m.Configure, layout: ShardLayout, device: torch.device) -> None:
+        self.device, self.layout = device, layout
+        self.dtype = configure.dtype
+
+    def over(self, region: Region, blocks: int) -> torch.Tensor:
+        assert region.memory is not None
+        return pages_over(region.memory, self.layout, blocks, self.dtype)
+
+    def open_extents(self, region: Region, blocks: int) -> None:
+        """The host segment's memory is there."""
+        self.extents = self.over(region, blocks)
+
+    @abstractmethod
+    def copy(self, pairs: Sequence[Pair], done: OnDone, *, into_pages: bool, check: bool = False) -> None:
+        """Each source to its target, in order; `check` looks for values that are not finite."""
+
+    @abstractmethod
+    def poll(self) -> None:
+        """Say what has been done since."""
+
+    @property
+    @abstractmethod
+    def copying(self) -> bool:
+        """`poll` will have something to say."""
+
+    @abstractmethod
+    def keep_pace(self, meanwhile: Callable[[], None]) -> None:
+        """A layer was launched: wait while the device is too far behind, calling `meanwhile`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Before the transfer engine's memory goes."""
+
+
+class Synchronous:
+    """A device that does at once what it is told."""
+
+    def keep_pace(self, meanwhile: Callable[[], None]) -> None:
+        """It is never behind."""
+
+    def close(self) -> None:
+        """Nothing is its own."""
+
+
+class CpuMemory(Synchronous, Memory):
+    """Pages in a region of their own, which peers may be invited to write to."""
+
+    def __init__(
+        self, configure: m.Configure, layout: ShardLayout, num_pages: int, engine: TransferEngine, home: str
+    ) -> None:
+        super().__init__(configure, layout, torch.device("cpu"))
+        self.page_region = engine.allocate(num_pages * layout.shard_bytes, home)
+        self.pages = self.over(self.page_region, num_pages)
+
+    def copy(self, pairs: Sequence[Pair], done: OnDone, *, into_pages: bool, check: bool = False) -> None:
+        start = time.monotonic_ns()
+        bad = move(pairs, check)
+        done(Done(start, time.monotonic_ns(), bad))
+
+    copying = False
+
+    def poll(self) -> None:
+        """All of it has been said."""
+
+
+def move(pairs: Sequence[Pair], check: bool) -> tuple[int, ...]:
+    """Between places on the host; positions of what is not finite."""
+    bad = []
+    for at, (target, source) in enumerate(pairs):
+        target.copy_(source)
+        if check and not finite(target):
+            bad.append(at)
+    return tuple(bad)
+
+
+def finite(block: torch.Tensor) -> bool:
+    """Whether a block's KV holds neither NaN nor infinity: the sum would show it. About as dear as the copy."""
+    return math.isfinite(total(block).item())
+
+
+def total(block: torch.Tensor) -> torch.Tensor:
+    """A sum that overflows for no finite KV; float32 has no wider type that is as fast."""
+    return block.sum(dtype=torch.float32 if block.dtype == torch.float16 else None)
+
+
+class Copy(Protocol):
+    """One call of `copy` under way."""
+
+    def over(self) -> bool: ...
+
+    def bad(self) -> tuple[int, ...]:
+        """Once it is over."""
+
+
+class StagedMemory(Memory):
+    """Pages that only the device reaches. `staging`: registered memory of `slots` times `slot_bytes`, which bytes go
+    through on their way to peers."""
+
+    staging_bytes = 256 << 20
+    least_slot_bytes = 256 << 10  # a copy costs some microseconds, however short it is
+
+    def __init__(
+        self,
+        configure: m.Configure,
+        layout: ShardLayout,
+        device: torch.device,
+        num_pages: int,
+        engine: TransferEngine,
+        home: str,
+    ) -> None:
+        super().__init__(configure, layout, device)
+        # Zeros: slots that no token was written to may be sent with their block, and are looked at when it is sealed.
+        self.pages = torch.zeros((num_pages, *layout.shape), dtype=torch_dtype(self.dtype), device=device)
+        self.slot_bytes = max(layout.layer_bytes, self.least_slot_bytes)
+        self.slots = max(4, self.staging_bytes // self.slot_bytes)
+        self.staging = engine.allocate(self.slots * self.slot_bytes, home)
+        self._waiting: dict[bool, deque[tuple[Copy, int, OnDone]]] = {True: deque(), False: deque()}  # by into_pages
+
+    @abstractmethod
+    def _launch(self, pairs: Sequence[Pair], into_pages: bool, check: bool) -> Copy: ...
+
+    def copy(self, pairs: Sequence[Pair], done: OnDone, *, into_pages: bool, check: bool = False) -> None:
+        start = time.monotonic_ns()
+        self._waiting[into_pages].append((self._launch(pairs, into_pages, check), start, done))
+
+    def poll(self) -> None:
+        for waiting in self._waiting.values():
+            while waiting and waiting[0][0].over():
+                copy, start, done = waiting.popleft()
+                done(Done(start, time.monotonic_ns(), copy.bad()))
+
+    @property
+    def copying(self) -> bool:
+        return any(self._waiting.values())
+
+
+LATE_LOOKS = 8  # a step of few layers looks less often: it must not see what it did not wait for
+
+
+class LateCopy:
+    """Done when it has been looked at so often: later than anybody may rely on."""
+
+    def __init__(self, pairs: Sequence[Pair], check: bool) -> None:
+        self._pairs: Sequence[Pair] | None = pairs
+        self._check = check
+        self._looked = 0
+        self._bad: tuple[int, ...] = ()
+
+    def run(self) -> None:
+        if self._pairs is not None:
+            self._bad = move(self._pairs, self._check)
+            self._pairs = None
+
+    def over(self) -> bool:
+        self._looked += 1
+        if self._looked >= LATE_LOOKS:
+            self.run()
+        return self._pairs is None
+
+    def bad(self) -> tuple[int, ...]:
+        return self._bad
+
+
+class StagedCpuMemory(Synchronous, StagedMemory):
+    """A device made of host memory, whose copies are done as late as they may be, one by one. Few slots, so that they
+    run out."""
+
+    least_slot_bytes = 1
+    staging_bytes = 1
+    move_bytes = 1
+
+    def __init__(
+        self, configure: m.Configure, layout: ShardLayout, num_pages: int, engine: TransferEngine, home: str
+    ) -> None:
+        super().__init__(configure, layout, torch.device("cpu"), num_pages, engine, home)
+
+    def _launch(self, pairs: Sequence[Pair], into_pages: bool, check: bool) -> Copy:
+        return LateCopy(pairs, check)
+
+
+def open_memory(
+    configure: m.Configure, layout: ShardLayout, weight_bytes: int, engine: TransferEngine, home: str
+) -> Memory:
+    """Pages of the kind that `configure.device` names, as many as it says. `weight_bytes`: what the model will take of
+    the device. ConfigError: no such device."""
+    name, asked = configure.device, configure.memory_bytes // layout.shard_bytes
+    if name in ("cpu", STAGED_CPU):
+        kind = CpuMemory if name == "cpu" else StagedCpuMemory
+        return kind(configure, layout, configure.num_pages or max(asked, 1), engine, home)
+    from kvmesh.ranks.worker.device_cuda import CudaMemory, cuda_device
+
+    device = cuda_device(name)
+    return CudaMemory(configure, layout, device, weight_bytes, engine, home)
+
+
+def weight_bytes(checkpoint: Checkpoint, itemsize: int) -> int:
+    """What a checkpoint's tensors take, `itemsize` bytes an element."""
+    return itemsize * sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
+
+
+def num_extents(configure: m.Configure, memory: Memory) -> int:
+    """Blocks of the host segment: as many as pages where the operator names no number; beside a device, no more than
+    the host has room for."""
+    if configure.num_extents:
+        return configure.num_extents
+    pages = len(memory.pages)
+    if memory.device.type == "cpu":
+        return pages
+    room = int(psutil.virtual_memory().available * EXTENTS_SHARE) // memory.layout.shard_bytes
+    return max(1, min(pages, room))
+
+
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8 `[nbytes]` over a contiguous tensor."""
+    return tensor.view(torch.uint8).view(-1)
+
+
+def region_bytes(region: Region) -> torch.Tensor:
+    """uint8 over a region of this process."""
+    return torch.frombuffer((ctypes.c_ubyte * region.length).from_address(region.address), dtype=torch.uint8)

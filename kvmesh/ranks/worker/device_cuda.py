@@ -1,0 +1,149 @@
+"""Pages in a GPU's memory. Copies run on two streams beside the steps', one for each direction.
+
+A copy waits for what the steps' stream had been given when it was asked for, so it needs no host to watch over a layer.
+The host looks at events, never waits for one but to keep pace: a prefill step is launched in a fraction of the time
+that it takes, and its layers are to be pushed while it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kvmesh.instance.config import check_device
+from kvmesh.kvcache.layout import ShardLayout
+from kvmesh.ranks import protocol as m
+from kvmesh.ranks.worker.device import Copy, Pair, StagedMemory, total
+from kvmesh.rpc.errors import ConfigError
+from kvmesh.transfer import Region, TransferEngine
+
+log = logging.getLogger("kvmesh.rank")
+
+PAGES_SHARE = 0.85  # of what the weights leave free, for pages whose number nobody names
+LAYERS_AHEAD = 2  # launched before the last one that is done: enough to keep the device busy
+LOOK_S = 100e-6
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts
+
+
+def cuda_device(name: str) -> torch.device:
+    """ConfigError: there is no such GPU."""
+    check_device(name)
+    index = int(name.partition(":")[2] or 0)
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device={name!r}: torch {torch.__version__} finds no CUDA device here", field="device")
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(f"device={name!r}: this host has {count}", field="device")
+    return torch.device("cuda", index)
+
+
+class CudaCopy:
+    """Done when its event is. `sums`: pinned, one of each block, if they are to be looked at."""
+
+    def __init__(self, event: torch.cuda.Event, sums: torch.Tensor | None) -> None:
+        self._event = event
+        self._sums = sums
+
+    def over(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def bad(self) -> tuple[int, ...]:
+        if self._sums is None:
+            return ()
+        return tuple((~self._sums.isfinite()).nonzero().flatten().tolist())
+
+
+class CudaMemory(StagedMemory):
+    seal_bytes = move_bytes = 256 << 20  # the device copies by itself; five milliseconds of its bus
+
+    def __init__(
+        self,
+        configure: m.Configure,
+        layout: ShardLayout,
+        device: torch.device,
+        weight_bytes: int,
+        engine: TransferEngine,
+        home: str,
+    ) -> None:
+        torch.cuda.set_device(device)
+        pages = configure.num_pages or _pages(configure.memory_bytes, layout, device, weight_bytes)
+        super().__init__(configure, layout, device, pages, engine, home)
+        self._streams = {into: torch.cuda.Stream(device) for into in (True, False)}  # type: ignore[no-untyped-call]
+        self._pinned: list[Region] = []
+        self._layers: deque[torch.cuda.Event] = deque()
+        self._pin(self.staging)
+
+    def open_extents(self, region: Region, blocks: int) -> None:
+        super().open_extents(region, blocks)
+        self._pin(region)
+
+    def _pin(self, region: Region) -> None:
+        """Without it copies are right as well, but slow, and the host waits for them."""
+        started, runtime = time.monotonic(), _runtime()
+        code = int(runtime.cudaHostRegister(region.address, region.length, PORTABLE))
+        if code:
+            _forget_error(self.device)
+            why = f"{runtime.cudaGetErrorString(runtime.cudaError(code))} (CUDA's error {code})"
+            text = "%d MiB of host memory could not be pinned: %s; copies of KV are slow, and steps wait for them. %s"
+            log.warning(text, region.length >> 20, why, "Raise the limit of locked memory, or take fewer extents")
+            return
+        self._pinned.append(region)
+        log.info("pinned %d MiB in %.1f s", region.length >> 20, time.monotonic() - started)
+
+    def _launch(self, pairs: Sequence[Pair], into_pages: bool, check: bool) -> Copy:
+        steps, stream = torch.cuda.current_stream(self.device), self._streams[into_pages]
+        stream.wait_stream(steps)
+        sums: torch.Tensor | None = None
+        with torch.cuda.stream(stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            if check and pairs:
+                found = torch.stack([total(source if source.is_cuda else target).float() for target, source in pairs])
+                sums = torch.empty(len(pairs), pin_memory=True)
+                sums.copy_(found, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(stream)
+        return CudaCopy(event, sums)
+
+    def keep_pace(self, meanwhile: Callable[[], None]) -> None:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self.device))
+        self._layers.append(event)
+        while len(self._layers) > LAYERS_AHEAD:
+            oldest = self._layers.popleft()
+            while not oldest.query():  # type: ignore[no-untyped-call]
+                meanwhile()
+                time.sleep(LOOK_S)
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self.device)
+        for region in self._pinned:
+            _runtime().cudaHostUnregister(region.address)
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _forget_error(device: torch.device) -> None:
+    """CUDA keeps the error of a call for whoever asks next; torch asks after each launch and would blame that one."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)
+
+
+def _pages(memory_bytes: int, layout: ShardLayout, device: torch.device, weight_bytes: int) -> int:
+    """As many as `memory_bytes` holds; 0: as fit beside the weights. ConfigError: not one does."""
+    if not memory_bytes:
+        free, _ = torch.cuda.mem_get_info(device)
+        memory_bytes = int((free - weight_bytes) * PAGES_SHARE)
+    pages = memory_bytes // layout.shard_bytes
+    if pages < 1:
+        why = f"one page takes {layout.shard_bytes} bytes, {max(memory_bytes, 0)} are left for pages"
+        raise ConfigError(f"memory_mb on {device}: {why}", field="memory_mb")
+    return pages

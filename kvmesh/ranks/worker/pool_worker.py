@@ -1,0 +1,119 @@
+"""What a pool node's rank does: owns memory that peers read, and pulls into it. No engine, no torch."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from kvmesh.instance.transfer_config import own_location, start_engine
+from kvmesh.ranks import protocol as m
+from kvmesh.ranks.worker.checksums import Sums
+from kvmesh.ranks.worker.prefault import Ahead, touch
+from kvmesh.ranks.worker.puller import Puller
+from kvmesh.ranks.worker.tier_worker import TierWorker
+from kvmesh.ranks.worker.warm_segment import POOL_SLOT_BYTES, host_region
+from kvmesh.rpc.errors import ConfigError, TransferError
+
+log = logging.getLogger("kvmesh.rank")
+
+COPY_BYTES = 32 << 20  # some milliseconds: this thread has nothing else to do that could not wait so long
+
+
+class StoreWorker:
+    """The rank's state, with the same face as `worker.Worker`. All methods run on the main thread."""
+
+    wants_step = has_chores = False
+    rows = loads = 0
+    needs_ticks = copying = False
+
+    def __init__(self, configure: m.Configure, send: Callable[[m.ToFront], None]) -> None:
+        started = time.monotonic()
+        if configure.memory_bytes < 1:
+            raise ConfigError(f"memory_bytes={configure.memory_bytes}: must be positive", field="memory_mb")
+        name = f"{configure.instance_id}/{configure.rank}@{configure.incarnation:x}"
+        self.engine = start_engine(name, configure, None)
+        try:
+            slots = configure.memory_bytes // POOL_SLOT_BYTES
+            self._region, self.warm = host_region(
+                self.engine, configure.memory_bytes, own_location(), configure, "pool", slots, send
+            )
+            touch(self._region)
+        except OSError as error:
+            self.engine.close()
+            raise ConfigError(f"memory_mb={configure.memory_bytes >> 20}: {error}", field="memory_mb") from None
+        except BaseException:
+            self.engine.close()
+            raise
+        self._send = send
+        self._ahead = Ahead(self._region)
+        self.puller = Puller(self.engine, self._region, send, copy_bytes=COPY_BYTES)
+        self.sums = Sums(self._region, send)
+        self.tiers = TierWorker(self._region, send)
+        self._load_ms = int((time.monotonic() - started) * 1000)
+
+    def ready(self) -> m.Ready:
+        """A rank without pages: only its host region is real."""
+        return m.Ready(
+            engine_name=self.engine.name,
+            descriptor=self.engine.local_descriptor().encode(),
+            model_name="",
+            fingerprint="",
+            vocab_size=0,
+            eos_token_ids=(),
+            max_context_tokens=0,
+            kv_bytes_per_token=0,
+            num_pages=0,
+            num_extents=0,
+            shard_bytes=0,
+            page_base_offset=0,
+            extent_base_offset=self._region.base_offset,
+            direct_landing=False,
+            load_ms=self._load_ms,
+            host_bytes=self._region.length,
+            warm_segment=self.warm.name if self.warm is not None else b"",
+            warm_until_ns=self.warm.until_ns if self.warm is not None else 0,
+        )
+
+    def tick(self) -> None:
+        """Nothing here has a lease of its own."""
+
+    def loaded(self, loads: int) -> bool:
+        """Nothing is ever loaded here."""
+        return True
+
+    def step(self, prefill: m.PrefillStep | None, between_layers: Callable[[], None]) -> None:
+        """Refused: there is no engine, nobody should ask."""
+        if prefill is not None:
+            self._send(m.RankError(tuple(item.handle for item in prefill.items), "this rank has no engine"))
+
+    def handle(self, message: m.ToRank) -> None:
+        """Segments and pulls; anything else is logged."""
+        match message:
+            case m.PullOpen():
+                self._ahead.used(max(message.landing, default=0) - self._region.base_offset)
+                self.puller.open(message)
+            case m.PullCancel(ticket):
+                self.puller.cancel(ticket)
+            case m.Sum():
+                self.sums.add(message)
+            case m.OpenSegment(descriptor):
+                try:
+                    self.engine.open_segment(descriptor)
+                except TransferError as error:
+                    # A holder that cannot be reached fails its own pulls (PullEnded), not this rank.
+                    log.error("%s", error)
+            case m.CloseSegment(name):
+                self.engine.close_segment(name)
+            case _ if self.tiers.handle(message) or (self.warm is not None and self.warm.handle(message)):
+                pass
+            case _:
+                log.error("unexpected message %s", type(message).__name__)
+
+    def close(self) -> None:
+        self.sums.close()
+        self.tiers.close()
+        self._ahead.close()
+        if self.warm is not None:
+            self.warm.close()
+        self.engine.close()

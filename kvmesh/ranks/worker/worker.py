@@ -1,0 +1,275 @@
+"""What a rank does: owns the memory, runs steps, copies between pages and extents, pushes, pulls and receives KV."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from kvmesh.engine.checkpoint import open_checkpoint
+from kvmesh.engine.parallel import SOLO, Group, ProcessGroup
+from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams, shard_layout
+from kvmesh.instance.transfer_config import own_location, start_engine
+from kvmesh.ranks import protocol as m
+from kvmesh.ranks.worker.checksums import Sums
+from kvmesh.ranks.worker.device import StagedMemory, num_extents, open_memory, weight_bytes
+from kvmesh.ranks.worker.prefault import touch
+from kvmesh.ranks.worker.puller import Puller
+from kvmesh.ranks.worker.pusher import Pusher
+from kvmesh.ranks.worker.slices import Moves, Seals
+from kvmesh.ranks.worker.stager import Stager
+from kvmesh.ranks.worker.steps import Steps
+from kvmesh.ranks.worker.tier_worker import TierWorker
+from kvmesh.ranks.worker.warm_segment import host_region
+from kvmesh.rpc.errors import TransferError
+from kvmesh.transfer import Notification, Range
+
+log = logging.getLogger("kvmesh.rank")
+
+FENCE_TIMEOUT_S = 10.0
+LOAD_PATIENCE_S = 1800.0  # for a rank that loads more slowly
+
+
+class Worker:
+    """The rank's state. All methods run on the main thread unless they say otherwise."""
+
+    def __init__(self, configure: m.Configure, send: Callable[[m.ToFront], None]) -> None:
+        started = time.monotonic()
+        self._configure = configure
+        torch.set_num_threads(configure.threads)
+        self._send = send
+        dtype = configure.dtype
+        self._checkpoint = open_checkpoint(configure.model_path, configure.max_context_tokens, configure.cache_dir)
+        fingerprinted = self._checkpoint.begin_fingerprint()  # beside loading, the first time
+        config, rank, world = self._checkpoint.config, configure.rank, configure.world_size
+        self.layout = shard_layout(config, dtype, configure.block_tokens, rank, world)
+        name = f"{configure.instance_id}/{configure.rank}@{configure.incarnation:x}"
+        self.engine = start_engine(name, configure, self._notified)
+        home = own_location()
+        try:
+            weights = weight_bytes(self._checkpoint, self.layout.itemsize) // world
+            self.memory = open_memory(configure, self.layout, weights, self.engine, home)
+            blocks = num_extents(configure, self.memory)
+            owner = self._layout_text() if configure.warm_segment else ""  # it waits for the fingerprint
+            self._extent_region, self.warm = host_region(
+                self.engine, blocks * self.layout.shard_bytes, home, configure, owner, blocks, send
+            )
+            self.memory.open_extents(self._extent_region, blocks)
+            self._group = _group(configure, self.memory.device)
+            self._runner = Runner(
+                self._checkpoint,
+                dtype,
+                self.memory.device,
+                configure.block_tokens,
+                self.memory.pages,
+                self._group,
+                configure.cuda_graphs,
+            )
+            fingerprinted.result().check()  # what was loaded is what was hashed
+            self._group.connect(LOAD_PATIENCE_S)
+            self._warm_up()
+        except BaseException:
+            self.engine.close()
+            raise
+        memory, region = self.memory, self.memory.page_region
+        outbox = Stager(memory) if isinstance(memory, StagedMemory) else None
+        self.pusher = Pusher(self.engine, self.layout, region.address if region else 0, send, outbox=outbox)
+        self.puller = Puller(self.engine, self._extent_region, send)
+        self.sums = Sums(self._extent_region, send)
+        self.tiers = TierWorker(self._extent_region, send)
+        self.seals = Seals(memory, send)
+        self.moves = Moves(memory, send)
+        self.steps = Steps(self._runner, self.pusher, configure.block_tokens, send)
+        self._load_ms = int((time.monotonic() - started) * 1000)
+
+    def _warm_up(self) -> None:
+        """The first steps of a process take tens of milliseconds more than the others: no user should wait for them."""
+        count = min(4, len(self.memory.pages))
+        pages = tuple(range(count))
+        most = self._checkpoint.config.max_context_tokens
+        tokens = (0,) * (min(count * self.layout.block_tokens, most) - 1)
+        sample = SampleParams()
+        for _ in range(2):
+            self._runner.prefill([PrefillInput(tokens, 0, pages, sample)], lambda _: None)
+            self._runner.decode([DecodeInput(0, len(tokens), pages, sample)])
+        # Touch every page once: a first write to shared memory costs a fault for each 4 KiB of it.
+        self.memory.pages.zero_()
+        touch(self._extent_region)
+
+    def ready(self) -> m.Ready:
+        config, checkpoint = self._checkpoint.config, self._checkpoint
+        # A request whose KV cannot lie in the pool at all must not be promised.
+        num_pages, region = len(self.memory.pages), self.memory.page_region
+        limit = min(config.max_context_tokens, num_pages * self.layout.block_tokens)
+        wanted = self._configure.max_context_tokens
+        return m.Ready(
+            engine_name=self.engine.name,
+            descriptor=self.engine.local_descriptor().encode(),
+            model_name=checkpoint.name,
+            fingerprint=checkpoint.fingerprint,
+            vocab_size=config.vocab_size,
+            eos_token_ids=tuple(config.eos_token_ids),
+            max_context_tokens=min(wanted, limit) if wanted else limit,
+            kv_bytes_per_token=config.kv_elements_per_token * self.layout.itemsize,
+            num_pages=num_pages,
+            num_extents=len(self.memory.extents),
+            shard_bytes=self.layout.shard_bytes,
+            page_base_offset=region.base_offset if region is not None else 0,
+            extent_base_offset=self._extent_region.base_offset,
+            direct_landing=region is not None,
+            load_ms=self._load_ms,
+            layout=self._layout_text(),
+            shard=self.layout,
+            host_bytes=self._extent_region.length,
+            warm_segment=self.warm.name if self.warm is not None else b"",
+            warm_until_ns=self.warm.until_ns if self.warm is not None else 0,
+        )
+
+    def _layout_text(self) -> str:
+        shape, c = self.layout, self._configure
+        dims = f"{shape.layers}x2x{shape.kv_heads}x{shape.block_tokens}x{shape.head_dim}"
+        part = f"L{shape.first_layer} H{shape.first_head} rank {c.rank}/{c.world_size}"
+        epoch = f"+{c.weights_epoch}" if c.weights_epoch else ""
+        return f"{self._checkpoint.fingerprint[:16]}{epoch} {c.dtype} {dims} {part}"
+
+    def close(self) -> None:
+        self.sums.close()
+        self.tiers.close()
+        if self.warm is not None:
+            self.warm.close()
+        self.memory.close()
+        self.engine.close()
+        self._group.close()
+
+    @property
+    def wants_step(self) -> bool:
+        """Some row of the batch can go on."""
+        return self.steps.has_work
+
+    @property
+    def has_chores(self) -> bool:
+        """`tick` has something to do."""
+        return self.moves.ready or self.seals.ready
+
+    @property
+    def loads(self) -> int:
+        """That were asked for so far."""
+        return self.moves.loads
+
+    def loaded(self, loads: int) -> bool:
+        """Whether the first so many loads are done: a PrefillStep behind them may run."""
+        return self.moves.loaded(loads)
+
+    @property
+    def copying(self) -> bool:
+        """`tick` should be called soon and often: copies are under way, or pushes that wait for them."""
+        return self.memory.copying or self.pusher.waiting
+
+    @property
+    def rows(self) -> int:
+        """In the batch."""
+        return len(self.steps.rows)
+
+    @property
+    def needs_ticks(self) -> bool:
+        """Whether `tick` should be called now and then though nothing else happens."""
+        return self.pusher.active > 0
+
+    def tick(self) -> None:
+        """Between steps and commands."""
+        self.pusher.check_leases()
+        self._attend_copies()
+        self.moves.advance()
+        self.seals.advance()
+
+    def _attend_copies(self) -> None:
+        """What has been copied is answered, or goes on its way."""
+        if self.copying:
+            self.memory.poll()
+            self.pusher.pump()
+
+    def step(self, prefill: m.PrefillStep | None, between_layers: Callable[[], None]) -> None:
+        """One step: the front's chunks and the rows of the batch, whichever there are."""
+
+        def meanwhile() -> None:
+            self.pusher.check_leases()
+            self._attend_copies()
+            between_layers()
+
+        def layer_launched() -> None:
+            meanwhile()
+            self.memory.keep_pace(meanwhile)
+
+        self.steps.run(prefill, layer_launched)
+
+    # ── commands ─────────────────────────────────────────────────────────────────────────────────
+
+    def handle(self, message: m.ToRank) -> None:
+        match message:
+            case m.PushOpen():
+                self.pusher.open(message)
+            case m.PushLease(handle, until):
+                self.pusher.renew(handle, until)
+            case m.PushCancel(handle):
+                self.pusher.cancel(handle)
+            case m.OpenSegment(descriptor):
+                try:
+                    self.engine.open_segment(descriptor)
+                except TransferError as error:
+                    # A peer that cannot be reached fails its own handoffs (PushFailed), not this rank.
+                    log.error("%s", error)
+            case m.CloseSegment(name):
+                self.engine.close_segment(name)
+            case m.OpenWindow(peer, epoch, offsets):
+                shard = self.layout.shard_bytes
+                self.engine.open_window(peer, epoch, [Range(o, shard) for o in offsets])
+                self._send(m.WindowOpened(peer, epoch))
+            case m.Fence(peer, epoch):
+                # The fence may wait for a slice in flight: never on the thread that runs steps.
+                threading.Thread(target=self._fence, args=(peer, epoch), name="fence", daemon=True).start()
+            case m.PullOpen():
+                self.puller.open(message)
+            case m.PullCancel(ticket):
+                self.puller.cancel(ticket)
+            case m.Sum():
+                self.sums.add(message)
+            case m.CopyIn() | m.CopyOut() | m.LoadCopy():
+                self.moves.add(message)
+            case m.SealCopy():
+                self.seals.add(message)
+            case m.Join():
+                self.steps.join(message)
+            case m.Grant():
+                self.steps.grant(message)
+            case m.Leave(handle):
+                self.steps.leave(handle)
+            case _ if self.tiers.handle(message) or (self.warm is not None and self.warm.handle(message)):
+                pass
+            case _:
+                log.error("unexpected message %s", type(message).__name__)
+
+    def _fence(self, peer: str, epoch: int) -> None:
+        while True:
+            try:
+                self.engine.fence(peer, epoch, FENCE_TIMEOUT_S)
+            except TransferError as error:
+                # Until it succeeds the landing stays quarantined: memory is lost for a while, never corrupted.
+                log.error("fence of %s epoch %d: %s; trying again", peer, epoch, error)
+                continue
+            self._send(m.Fenced(peer, epoch))
+            return
+
+    def _notified(self, note: Notification) -> None:
+        """An end mark (transfer engine thread)."""
+        self._send(m.FillEnded(note.peer, note.handoff_epoch))
+
+
+def _group(configure: m.Configure, device: torch.device) -> Group:
+    """The ranks of this instance, not met yet."""
+    if configure.world_size == 1:
+        return SOLO
+    rank, size, timeout_s = configure.rank, configure.world_size, configure.group_timeout_ms / 1000
+    return ProcessGroup(rank, size, configure.group_file, device, timeout_s)

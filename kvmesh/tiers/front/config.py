@@ -1,0 +1,129 @@
+"""What nodes of every kind can be told about their store: who goes first, and what lies below DRAM."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvmesh.instance.transfer_config import TransferConfig
+from kvmesh.kvcache.eviction import POLICIES
+from kvmesh.kvcache.tiers import MARK
+from kvmesh.rpc.errors import ConfigError
+from kvmesh.tiers.front.parts import TierSettings
+
+OBJECT_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "https", "http")  # that obstore takes
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierConfig(TransferConfig):
+    """Fields common to instances and pool nodes."""
+
+    store_eviction: str = field(
+        default="lru", metadata={"help": "Which blocks of the host memory go first.", "choices": POLICIES}
+    )
+    evacuate_ms: int = field(
+        default=0,
+        metadata={
+            "help": "On stop, blocks that no other node holds are moved to pool nodes for so long at most; 0: they go "
+            "with this node.",
+            "min": 0,
+        },
+    )
+    ssd_path: str = field(
+        default="", metadata={"help": "Folder of the SSD tier, for this node alone; empty: no such tier."}
+    )
+    ssd_capacity_mb: int = field(default=8192, metadata={"help": "Size of the SSD tier, MiB.", "min": 1})
+    ssd_offload_percent: int = field(
+        default=50,
+        metadata={
+            "help": "Above this share of the host memory in use cold blocks are copied to the SSD tier.",
+            "min": 0,
+            "max": 100,
+        },
+    )
+    ssd_staging_percent: int = field(
+        default=25,
+        metadata={
+            "help": "Share of the host memory that blocks of the SSD tier may take while they are read for others.",
+            "min": 1,
+            "max": 100,
+        },
+    )
+
+    def check_tiers(self, low_percent: int) -> None:
+        """ConfigError naming field and value. `low_percent`: down to it blocks are evicted at once."""
+        if self.ssd_path and self.ssd_offload_percent > low_percent:
+            why = f"above store_low_percent ({low_percent}): blocks would be evicted before they are copied"
+            raise ConfigError(f"ssd_offload_percent={self.ssd_offload_percent}: {why}", field="ssd_offload_percent")
+        if self.object_url:
+            check_object_url(self.object_url)
+
+    object_url: str = field(
+        default="",
+        metadata={
+            "help": "Object storage (s3://bucket/prefix) below the SSD tier, or below the host memory; empty: none. "
+            "Credentials and endpoint as AWS's own tools take them (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL ...)."
+        },
+    )
+
+    object_demote_uses: int = field(
+        default=1,
+        metadata={
+            "help": "What the SSD tier evicts goes to object storage if it was used so often lately; 0: all of it.",
+            "min": 0,
+            "max": 14,
+        },
+    )
+
+    warm_segment: str = field(
+        default="",
+        metadata={"help": "Folder in a tmpfs (/dev/shm/...) for host memory that outlives the process; empty: none."},
+    )
+
+    def tiers(self, layouts: int = 0) -> TierSettings | None:
+        """Below DRAM; None: nothing. `layouts`: see TierSettings."""
+        objects, shared = None, (self.ssd_offload_percent, self.ssd_staging_percent, layouts)
+        if self.object_url:
+            objects = TierSettings(Path(), 0, *shared, url=self.object_url)
+        if not self.ssd_path:
+            return objects
+        return TierSettings(
+            Path(self.ssd_path).absolute(),
+            self.ssd_capacity_mb << 20,
+            *shared,
+            below=objects,
+            demote_uses=self.object_demote_uses,
+        )
+
+
+def check_object_url(object_url: str) -> None:
+    """Before the library sees it, which a pool node asks with its first block only. ConfigError: it cannot be one."""
+    scheme, mark, rest = object_url.partition("://")
+    if not mark or scheme.lower() not in OBJECT_SCHEMES:
+        why = f"must be like s3://bucket/prefix; schemes: {', '.join(OBJECT_SCHEMES)}"
+    elif not rest.strip("/"):
+        why = f"names no bucket: must be like {scheme}://bucket/prefix"
+    else:
+        return
+    raise ConfigError(f"object_url={object_url!r}: {why}", field="object_url")
+
+
+def make_ssd_folder(ssd_path: str) -> None:
+    """For a pool node, which opens a tier only when there is what to keep. ConfigError: it cannot be written to."""
+    try:
+        Path(ssd_path).mkdir(parents=True, exist_ok=True)
+        if not os.access(ssd_path, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ConfigError(f"ssd_path={ssd_path!r}: {error.strerror}", field="ssd_path") from None
+
+
+def checked_id(instance_id: str, node_id: str, role: str) -> str:
+    """The instance's name, made of role, node and pid when it is given none. ConfigError: it looks like a tier's."""
+    name = instance_id or f"{role}-{node_id}-{os.getpid()}"
+    if MARK in name:
+        field, value = ("instance_id", instance_id) if instance_id else ("node_id", node_id)
+        raise ConfigError(f"{field}={value!r}: must not hold {MARK!r}, which sets off the tiers of a node", field=field)
+    return name

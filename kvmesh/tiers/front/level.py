@@ -1,0 +1,80 @@
+"""One tier of a node, at its front: its parts by layout, what is announced of it, and whether it answers."""
+
+from __future__ import annotations
+
+from kvmesh.kvcache.keys import split
+from kvmesh.ranks import protocol as m
+from kvmesh.rpc.errors import ConfigError
+from kvmesh.rpc.pb import blocks_pb2 as pb
+from kvmesh.telemetry import names
+from kvmesh.tiers.front.brain import TierSource
+from kvmesh.tiers.front.parts import Health, Part, TierSettings, counters_of, make_part, opening
+from kvmesh.tiers.front.ranks import TierRanks
+
+
+class Level:
+    """See above. `health.failing` is set and taken back by `TierReads`."""
+
+    def __init__(self, settings: TierSettings, ranks: TierRanks) -> None:
+        self.settings = settings
+        self.tier = settings.tier
+        self.source = TierSource()
+        self.health = Health()
+        self.parts: dict[str, Part] = {}
+        self._ranks = ranks
+
+    @property
+    def label(self) -> str:
+        """In metrics and messages."""
+        return self.tier.name.lower()
+
+    def add(self, number: int, layout: str, shard_bytes: int) -> Part:
+        """One more part, not opened yet. `number`: one for this layout in all tiers."""
+        part = make_part(self.settings, self.health, number, layout, shard_bytes, len(self._ranks))
+        self.parts[layout] = part
+        return part
+
+    def open(self, part: Part) -> None:
+        """Have the ranks recover what lies there."""
+        for rank in range(len(self._ranks)):
+            self._ranks.send(rank, opening(self.settings, part, rank, len(self._ranks)))
+
+    def ready(self, layout: str) -> list[Part]:
+        """Parts of this layout ("": of any) that take operations."""
+        return [part for name, part in self.parts.items() if layout in ("", name) and part.ready]
+
+    def numbered(self, number: int) -> Part:
+        """That part."""
+        return next(part for part in self.parts.values() if part.number == number)
+
+    def refused(self, why: str) -> ConfigError:
+        """What to raise when it cannot be used as its user wishes."""
+        return ConfigError(f"{self.settings.said}: {why}", field="object_url" if self.settings.url else "ssd_path")
+
+    def told(self, rank: int, message: m.TierStats | m.TierMoving) -> None:
+        """A rank's word that changes nothing here but figures and books."""
+        part = self.numbered(message.part)
+        if isinstance(message, m.TierMoving):
+            part.contents.moving(rank, split(message.keys), message.over)
+            return
+        before, part.stats[rank] = part.stats.get(rank), message
+        demoted, dropped = (before.demoted, before.dropped) if before is not None else (0, 0)
+        names.NODE_TIER_DEMOTED.labels(tier=self.label, outcome="arrived").inc(message.demoted - demoted)
+        names.NODE_TIER_DEMOTED.labels(tier=self.label, outcome="dropped").inc(message.dropped - dropped)
+
+    def lost(self, cause: str) -> None:
+        """The ranks are gone, and nobody can read what lies there."""
+        for part in self.parts.values():
+            part.contents.clear()
+            if not part.opened.done():
+                part.opened.set_result(cause)
+
+    def gauge(self) -> None:
+        """Tell the metrics."""
+        names.NODE_TIER_BLOCKS.labels(tier=self.label).set(sum(len(part.contents) for part in self.parts.values()))
+        names.NODE_TIER_USED.labels(tier=self.label).set(self.counters.used_bytes)
+
+    @property
+    def counters(self) -> pb.TierCounters:
+        """For GetStore."""
+        return counters_of(self.settings, list(self.parts.values()))

@@ -1,0 +1,97 @@
+"""Removals in what lies below DRAM, also in what this node has not looked into yet.
+
+A pool node opens a layout's place in an object store with the first block of it: what is removed before that is
+remembered, and is removed there before the place is in use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from kvmesh.blockservice.removals import Watch
+from kvmesh.ranks import protocol as m
+from kvmesh.rpc.errors import Unavailable
+from kvmesh.tiers.front.level import Level
+from kvmesh.tiers.front.parts import Part
+from kvmesh.tiers.front.ranks import TierRanks, everywhere
+
+REMOVE_TRIES = 3
+REMOVE_S = 10.0
+SLICE = 4096  # keys in one message
+
+Answers = asyncio.Future[list[m.TierDone | None]]
+
+
+class TierRemovals:
+    """Of one node's tiers. `unseen`: what was removed since the node came up; none: nothing comes back with a part that
+    is opened."""
+
+    def __init__(self, ranks: TierRanks, levels: Sequence[Level]) -> None:
+        self._ranks = ranks
+        self._levels = levels
+        self._undone: dict[Part, dict[bytes, None]] = {}  # could not be written down: found no more, but on the medium
+        self.unseen: Watch | None = None
+
+    async def forget(self, keys: Sequence[bytes]) -> set[bytes]:
+        """See `Tiering.forget`."""
+        here: set[bytes] = set()
+        told: list[tuple[Level, Part, list[bytes], Answers]] = []
+        above: dict[str, set[bytes]] = {}  # by layout: what a faster tier was told, which may just be handing it on
+        # All parts are told in the turn in which DRAM has let go: nothing can be read from one to come back. The faster
+        # tier first: from then on it hands nothing on.
+        for level in self._levels:
+            for layout, part in level.parts.items():
+                undone, handed = self._undone.get(part, {}), above.setdefault(layout, set())
+                known = {key for key in keys if part.contents.known(key) or key in part.writing or key in undone}
+                here |= known
+                handed |= known
+                there = [key for key in keys if key in handed]
+                if there:
+                    told.append((level, part, there, self._tell(part, b"".join(there))))
+        done = await asyncio.gather(*(self._forgotten(part, there, answers) for _, part, there, answers in told))
+        failed = {level.settings.said for (level, *_), good in zip(told, done, strict=True) if not good}
+        if failed:
+            raise Unavailable(f"removals of {len(here)} blocks could not all be written to {' and '.join(failed)}")
+        return here
+
+    async def _forgotten(self, part: Part, keys: Sequence[bytes], answers: Answers) -> bool:
+        """Whether these are removed for good; if not, that is still to be done when somebody asks again."""
+        good = await self._done(part, b"".join(keys), answers)
+        undone = self._undone.setdefault(part, {})
+        for key in keys:
+            if good:
+                undone.pop(key, None)
+            else:
+                undone[key] = None
+        if not undone:
+            del self._undone[part]
+        return good
+
+    def lingering(self, part: Part) -> list[bytes]:
+        """What a part that has just been opened holds, though it was removed here. O(blocks)."""
+        unseen = self.unseen
+        return [] if unseen is None else [key for key in part.contents.keys() if unseen.gone(key)]  # noqa: SIM118
+
+    async def purge(self, part: Part, keys: Sequence[bytes]) -> str:
+        """These go, before anybody may read there; why they did not."""
+        for start in range(0, len(keys), SLICE):
+            packed = b"".join(keys[start : start + SLICE])
+            if not await self._done(part, packed, self._tell(part, packed)):
+                return f"{len(keys)} blocks that were removed are still there"
+        return ""
+
+    def _tell(self, part: Part, packed: bytes) -> Answers:
+        return self._ranks.ask(lambda _, ticket: m.TierRemove(ticket, part.tier, part.number, packed))
+
+    async def _done(self, part: Part, packed: bytes, answers: Answers) -> bool:
+        """Whether every rank has written that down, at last."""
+        for last in (False,) * (REMOVE_TRIES - 1) + (True,):
+            try:
+                if len(everywhere(await asyncio.wait_for(answers, REMOVE_S))) == len(packed) // 16:
+                    return True
+            except TimeoutError:
+                pass
+            if not last:
+                answers = self._tell(part, packed)
+        return False

@@ -1,0 +1,390 @@
+"""All I/O around the tiers below DRAM of one node: front's side. The ranks own folders and bytes (`tier_worker`).
+
+    seal ─▶ WriteBehind ─▶ TierPut (extents borrowed meanwhile) ─▶ TierChanged ─▶ announced, `replicated`
+                                └─ the first tier's own eviction ─▶ TierMoving ─▶ the next tier (rank to rank)
+    own pulls ─▶ read ─▶ TierGet into the job's extents
+    others' leases ─▶ stage ─▶ begin, TierGet, seal ─▶ leased like any other block
+
+Everything runs on one event loop. What is decided is in `tier_brain`. Extents that a rank was told of go back only when
+it has answered, or is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from kvmesh.blockservice.partitions import Partition, Partitions, unused
+from kvmesh.blockservice.peer_segments import Rank
+from kvmesh.blockservice.removals import Watch
+from kvmesh.kvcache.keys import split
+from kvmesh.kvcache.tiers import Tier
+from kvmesh.ranks import protocol as m
+from kvmesh.rpc.pb import blocks_pb2 as pb
+from kvmesh.rpc.pb import common_pb2 as pb_common
+from kvmesh.rpc.pb import store_pb2 as pb_store
+from kvmesh.telemetry import names
+from kvmesh.tiers.front.level import Level
+from kvmesh.tiers.front.parts import Followed, OwnTier, Part, TierSettings, home, layouts_found, usage_of
+from kvmesh.tiers.front.ranks import TierRanks, everywhere
+from kvmesh.tiers.front.reads import Read, TierReads
+from kvmesh.tiers.front.removals import TierRemovals
+from kvmesh.tiers.front.staging import Staging
+
+log = logging.getLogger(__name__)
+
+NS = 1_000_000_000
+OPEN_S = 120.0
+WRITES = 2  # operations of one part at once: one is written while the next is made
+WRITE_S = 60.0  # a write that has not ended by then: the tier is passed over
+FRESH_S = 1.0  # so long a block that was read from below is left to whoever it was read for
+CLOSE_S = 2.0
+
+
+class Tiering:
+    """One node's tiers below DRAM, the fastest first: in use from `open` on. What DRAM evicts goes to the first; what
+    that evicts, to the second. `follow`: said of every partition that comes up later."""
+
+    def __init__(
+        self,
+        settings: TierSettings,
+        ref: Callable[[], pb_common.InstanceRef],
+        ranks: Sequence[Rank],
+        partitions: Partitions,
+    ) -> None:
+        self._settings = settings
+        self._ref = ref
+        self._ranks = TierRanks(ranks)
+        self._partitions = partitions
+        self.levels = [Level(each, self._ranks) for each in settings.chain]
+        self._followed: dict[str, Followed] = {}  # by layout of the partition
+        self._reads = TierReads(self._ranks, self._spawn, lambda _: self._wake_all())
+        self._staging = Staging(partitions, settings.staging_percent, self._read, self.follow, self._spawn)
+        self._removals = TierRemovals(self._ranks, self.levels)
+        self._tasks: set[asyncio.Task[None]] = set()
+        for partition in partitions.all():
+            self._add(*home(partition))
+            self.follow(partition)
+
+    # ── life ─────────────────────────────────────────────────────────────────────────────────────
+
+    async def open(self) -> None:
+        """Recover what the tiers hold. ConfigError names ssd_path or object_url: it cannot be used."""
+        if self._settings.layouts:
+            try:
+                for layout, shard_bytes in await asyncio.to_thread(layouts_found, self._settings):
+                    self._add(layout, shard_bytes)
+            except OSError as error:
+                raise self.levels[0].refused(str(error)) from error
+        layouts = list(self.levels[0].parts)
+        for layout in layouts:
+            self._open(layout)
+        waited = [(level, level.parts[layout]) for level in self.levels for layout in layouts]
+        if waited:
+            await asyncio.wait([part.opened for _, part in waited], timeout=OPEN_S)
+        for level, part in waited:
+            if not part.ready:
+                raise level.refused(part.why_not)
+
+    def _add(self, layout: str, shard_bytes: int) -> None:
+        number = len(self.levels[0].parts)
+        for level in self.levels:
+            level.add(number, layout, shard_bytes)
+
+    def _open(self, layout: str) -> None:
+        for level in reversed(self.levels):  # what takes what another one evicts, before that one
+            level.open(level.parts[layout])
+
+    def remember(self, removed: Watch) -> None:
+        """What is removed at this node, from now on: said once, before anything is. To be said where a tier may hold
+        blocks of layouts that it opens later, as an object store does."""
+        self._removals.unseen = removed
+
+    def follow(self, partition: Partition) -> None:
+        """From now on what is sealed there is written below. Cheap; again and again for the same one is right."""
+        if partition.store.on_added is not None:
+            return
+        layout, shard_bytes = home(partition)
+        if layout not in self.levels[0].parts:
+            if len(self.levels[0].parts) >= max(self._settings.layouts, 1):
+                return  # the tier is for others; GetStore says so
+            self._add(layout, shard_bytes)
+            self._open(layout)
+        parts = [level.parts[layout] for level in self.levels]
+        followed = self._followed[partition.layout] = Followed(partition, parts, self._settings.offload_percent)
+
+        def added(key: bytes) -> None:
+            if key in followed:
+                followed.promotion.sealed(key, time.monotonic_ns())
+            elif self._settings.layouts:  # a pool node: no request has said that it uses this
+                followed.part.note([key])
+            if key not in followed.part.contents:
+                followed.behind.added()
+                self._wake(followed)
+
+        partition.store.on_added = added
+
+    def ranks_lost(self, cause: str) -> None:
+        """Nothing will be answered any more, and nobody can read what lies there."""
+        self._ranks.lose(cause)
+        for level in self.levels:
+            level.lost(cause)
+
+    async def close(self) -> None:
+        """End what is under way; what a rank keeps for too long ends as if it were gone. Bounded."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=CLOSE_S)
+        self.ranks_lost("the node is closing")
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=CLOSE_S)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("%s failed", task.get_name(), exc_info=task.exception())
+
+    # ── ranks ────────────────────────────────────────────────────────────────────────────────────
+
+    def rank_said(self, rank: int, message: m.ToFront) -> bool:
+        """Whether it was for a tier."""
+        match message:
+            case m.TierDone():
+                self._ranks.said(rank, message)
+            case m.TierChanged(tier):
+                self._changed(self._level(tier).numbered(message.part), rank, message)
+            case m.TierStats(tier) | m.TierMoving(tier):
+                self._level(tier).told(rank, message)
+            case m.TierOpened(tier, number, why_not):
+                part = self._level(tier).numbered(number)
+                part.unopened.discard(rank)
+                if why_not or not part.unopened:
+                    self._all_opened(part, why_not)
+            case _:
+                return False
+        return True
+
+    def _all_opened(self, part: Part, why_not: str) -> None:
+        removed = [] if why_not or part.opened.done() else self._removals.lingering(part)
+        if removed:
+            self._spawn(self._purge(part, removed), "remove what was removed before")
+        elif not part.opened.done():
+            if why_not:
+                part.contents.clear()
+            else:
+                self._level(part.tier).source.parts.append(part.contents)
+            part.opened.set_result(why_not)
+            self._wake_all()
+
+    async def _purge(self, part: Part, removed: list[bytes]) -> None:
+        self._all_opened(part, await self._removals.purge(part, removed))
+
+    def _level(self, tier: int) -> Level:
+        return next(level for level in self.levels if level.tier == tier)
+
+    def _changed(self, part: Part, rank: int, message: m.TierChanged) -> None:
+        if self._ranks.lost:
+            return
+        changes = part.contents.changed(rank, split(message.sealed), split(message.removed), message.sizes)
+        others = [level.parts[part.layout].contents for level in self.levels if level.tier != part.tier]
+        gone = [key for key in changes.removed if not any(key in other for other in others)]
+        for partition in self._partitions.family(part.layout):
+            partition.store.replicated(gone, False)
+            partition.store.replicated(changes.sealed)
+
+    # ── writes ───────────────────────────────────────────────────────────────────────────────────
+
+    def _wake(self, followed: Followed) -> None:
+        if not followed.woken:
+            followed.woken = True
+            asyncio.get_running_loop().call_soon(self._pump, followed)
+
+    def _wake_all(self) -> None:
+        for followed in self._followed.values():
+            self._wake(followed)
+
+    def _pump(self, followed: Followed) -> None:
+        followed.woken = False
+        part, partition = followed.part, followed.partition
+        while part.ready and followed.writes < WRITES and not self._ranks.lost and self._keeps(partition):
+            keys = followed.behind.next(partition.store, part.contents, part.writing, followed.wanted, followed.takes)
+            if not keys:
+                return
+            followed.writes += 1
+            part.writing.update(dict.fromkeys(keys))
+            self._spawn(self._write(followed, keys), "write behind")
+
+    def _keeps(self, partition: Partition) -> bool:
+        """Whether it is there still: a pool node gives up those that hold nothing."""
+        return self._partitions.get(partition.layout) is partition
+
+    async def _write(self, followed: Followed, wanted: list[bytes]) -> None:
+        part, partition, store = followed.part, followed.partition, followed.partition.store
+        # What is removed from now on, the ranks hear of after this.
+        keys = [key for key in wanted if store.holds(key)]
+        extents = store.borrow(keys)
+        sizes = tuple(size or partition.shard_bytes for size in store.sizes(keys))
+        packed, uses = b"".join(keys), bytes(part.sketch.estimate(key) for key in keys)
+
+        def put(rank: int, ticket: int) -> m.ToRank:
+            offsets = tuple(partition.offset(rank, extent) for extent in extents)
+            return m.TierPut(ticket, part.tier, part.number, packed, offsets, sizes, uses)
+
+        try:
+            stored = everywhere(await self._written(keys, put)) if keys else {}
+        finally:
+            store.release(extents)
+            followed.writes -= 1
+            for key in wanted:
+                del part.writing[key]
+            followed.progress.set()
+            followed.progress = asyncio.Event()
+        # To be written was no use of them: unless somebody used them meanwhile, they are the first to go again.
+        store.cool([keys[at] for at in sorted(stored) if part.sketch.estimate(keys[at]) <= uses[at]])
+        followed.behind.refused(key for at, key in enumerate(keys) if at not in stored)
+        names.NODE_TIER_WRITTEN.labels(tier=part.tier.name.lower()).inc(len(stored))
+        self._partitions.settle()
+        self._wake(followed)
+
+    async def _written(self, keys: Sequence[bytes], put: Callable[[int, int], m.ToRank]) -> list[m.TierDone | None]:
+        asked = self._ranks.ask(put)
+        done, _ = await asyncio.wait({asked}, timeout=WRITE_S)
+        if not done:
+            self._reads.fail(self.levels[0], f"a write of {len(keys)} blocks has not ended in {WRITE_S:g} s")
+        return await asked  # the memory is the tier's until then
+
+    def takes(self, layout: str, nbytes: int) -> bool:
+        """Whether a block of so many bytes can ever be written below DRAM; whoever puts larger ones has no reason to
+        wait for that. A layout that is not here yet: yes."""
+        part = self.levels[0].parts.get(layout)
+        return part is None or nbytes <= part.largest
+
+    async def room(self, partition: Partition, blocks: int, wait_s: float) -> None:
+        """Wait until so many more blocks would evict none that the tier is still to take, at most `wait_s`."""
+        self.follow(partition)
+        followed = self._followed.get(partition.layout)
+        if followed is None or not followed.part.ready:
+            return
+        deadline = time.monotonic() + wait_s
+        followed.wanted += blocks
+        try:
+            while (left_s := deadline - time.monotonic()) > 0 and _would_lose(followed, blocks):
+                self._wake(followed)
+                try:
+                    await asyncio.wait_for(followed.progress.wait(), left_s)
+                except TimeoutError:
+                    return
+        finally:
+            followed.wanted -= blocks
+
+    # ── reads ────────────────────────────────────────────────────────────────────────────────────
+
+    async def read(
+        self, partition: Partition, keys: Sequence[bytes], extents: Sequence[int], deadline_ns: int, tier: Tier
+    ) -> Read:
+        """Blocks of one tier into extents that the caller has begun. Nothing new is begun after `deadline_ns`."""
+        layout = home(partition)[0]
+        part = next((part for level in self.levels if level.tier is tier for part in level.ready(layout)), None)
+        if part is None:
+            return Read(cause=f"no {tier.name.lower()} tier is in use here")
+        return await self._read(part, partition, keys, extents, deadline_ns)
+
+    async def _read(
+        self, part: Part, partition: Partition, keys: Sequence[bytes], extents: Sequence[int], deadline_ns: int
+    ) -> Read:
+        return await self._reads.read(self._level(part.tier), part, partition, keys, extents, deadline_ns)
+
+    def below(self, layout: str, key: bytes) -> tuple[Tier, str, int] | None:
+        """(tier, layout, bytes of a shard) of a block that lies there, in the fastest one; `layout` "": of any. None:
+        it does not."""
+        for part in self._ready(layout):
+            if key in part.contents:
+                return part.tier, part.layout, part.shard_bytes or part.contents.sizes.get(key, 0)
+        return None
+
+    async def stage(self, layout: str, keys: Sequence[bytes], timeout_s: float) -> dict[bytes, Tier]:
+        """See `Staging.stage`."""
+        self.used(layout, keys)
+        return await self._staging.stage(self._ready(layout), layout, keys, timeout_s)
+
+    def used(self, layout: str, keys: Sequence[bytes]) -> None:
+        """Somebody uses these, wherever they lie: what is used often deserves its place. `layout` "": of any."""
+        for name, part in self.levels[0].parts.items():
+            if layout in ("", name):
+                part.note(keys)
+
+    def _ready(self, layout: str) -> list[Part]:
+        return [part for level in self.levels for part in level.ready(layout)]
+
+    # ── removal ──────────────────────────────────────────────────────────────────────────────────
+
+    async def forget(self, keys: Sequence[bytes]) -> set[bytes]:
+        """None is found in any tier from now on, nor after a restart; returns those that were. Unavailable: that could
+        not be written; say it again. The caller has removed them from DRAM before."""
+        return await self._removals.forget(keys)
+
+    # ── what is told of it ───────────────────────────────────────────────────────────────────────
+
+    def lower(self, layout: str) -> OwnTier | None:
+        """For the brain of the instance that keeps this layout."""
+        first = self.levels[0].parts.get(layout)
+        return OwnTier(lambda: self._ready(layout), self._ref, first.note) if first is not None else None
+
+    def keys(self) -> list[bytes]:
+        """Of all blocks in all tiers. O(blocks)."""
+        return list(dict.fromkeys(key for level in self.levels for key in level.source.keys()))  # noqa: SIM118
+
+    def named(self) -> list[bytes]:
+        """Of blocks that any rank has in any tier, or that move there, some twice. A copy of tables."""
+        return [key for level in self.levels for key in level.source.named()]
+
+    def tidy(self) -> None:
+        """Now and then: what becomes of blocks that were read from below."""
+        before = time.monotonic_ns() - int(FRESH_S * NS)
+        for layout, followed in list(self._followed.items()):
+            part, store = followed.part, followed.partition.store
+            if not self._keeps(followed.partition):
+                del self._followed[layout]
+                continue
+            if followed.behind.hurry():
+                self._wake(followed)
+            if followed.promotion.waiting:
+                part.promoted += followed.promotion.settle(store, followed, before)
+        for part in self.levels[0].parts.values():
+            if part.ready and (used := part.take_used()) is not None:
+                for rank in range(len(self._ranks)):
+                    self._ranks.send(rank, m.TierUsed(part.tier, part.number, *used))
+        for level in self.levels:
+            level.gauge()
+
+    @property
+    def usages(self) -> list[pb_store.TierUsage]:
+        """For master and conductor: what each tier holds, and what a read takes."""
+        return [usage_of(level.counters) for level in self.levels]
+
+    @property
+    def counters(self) -> list[pb.TierCounters]:
+        """For GetStore: each tier's."""
+        told = [level.counters for level in self.levels]
+        strangers = len({home(partition)[0] for partition in self._partitions.all()} - self.levels[0].parts.keys())
+        for each in told:
+            if strangers:
+                each.why_not = (
+                    f"{strangers} layouts more than ssd_layouts={self._settings.layouts} are kept in DRAM alone"
+                )
+            each.why_not = self._ranks.lost or each.why_not
+        return told
+
+
+def _would_lose(followed: Followed, blocks: int) -> bool:
+    """Whether so many more blocks would evict one that no tier has, and the first could take."""
+    going = followed.partition.store.coldest(blocks - unused(followed.partition))
+    return any(key not in followed and followed.takes(key) for key in going)

@@ -1,0 +1,374 @@
+"""The object tier of one node's store: blocks by key in S3-compatible storage, with the face of `ssd.tier.SsdTier`.
+
+    tier = ObjectTier(ObjectConfig(url="s3://bucket/prefix", identity=...))    # blocking: lists what is there
+    stored = await asyncio.wrap_future(tier.put(key, extent))
+    if await asyncio.wrap_future(tier.get_into(key, extent)): ...              # verified bytes, or False
+    tier.take_changes()                                                        # keys new and gone since: announce it
+    tier.close()
+
+Every future resolves to True or False, never to an exception; a False get is a miss. While its future is open the tier
+uses the caller's memory; once it is resolved, or was cancelled successfully, it does not. A deadline is looked at when
+a request would begin; what runs is waited for, at most `timeout_s` and its retries. After a failure of the store all is
+refused for REST_S, so that nobody waits for a dead one, request after request.
+
+Nodes with one url and identity share their objects. What others put since the start is not known here, what they
+removed is a miss. There is no limit of space: a lifecycle rule of the bucket is the eviction.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+
+from kvmesh.kvcache.node_store import Changes
+from kvmesh.rpc.errors import Unavailable
+from kvmesh.tiers.calls import (
+    Buffer,
+    NetChanges,
+    Teller,
+    answered,
+    checked_key,
+    expired,
+    follow,
+    payload,
+    right_length,
+    target,
+)
+from kvmesh.tiers.object_store.client import Client, Damaged
+from kvmesh.tiers.object_store.config import ObjectConfig
+from kvmesh.tiers.object_store.line import Counts, Line, ObjectStats
+
+log = logging.getLogger(__name__)
+
+REST_S = 2.0
+MAX_DOUBTFUL = 1 << 16
+
+
+class ObjectTier:
+    """See above. Thread-safe. ConfigError, Unavailable: see `Client`. `on_changes()` is called from a thread of the
+    tier or of a caller when `take_changes` has news, once until that is called."""
+
+    def __init__(
+        self,
+        config: ObjectConfig,
+        *,
+        on_changes: Callable[[], None] | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.config = config
+        self._client = Client(config)
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._teller = Teller(self._lock, on_changes)
+        self._index: dict[bytes, int] = dict(self._client.list())
+        self._live_bytes = sum(self._index.values())
+        self._changes = NetChanges()
+        for key in self._index:
+            self._changes.came(key)
+        self._writing: dict[bytes, Future[bool]] = {}
+        self._removing: dict[bytes, int] = {}  # → removals under way
+        self._doubtful: dict[bytes, None] = {}  # a put or a deletion failed: the object may be there, now or later
+        self._rest_until = 0
+        self._counts = Counts()
+        self._closed = False
+        self._gets = Line(config.readers, "object get", config)
+        self._puts = Line(config.writers, "object put", config)
+        self._removals = ThreadPoolExecutor(1, "object remove")
+        self._removed: set[Future[bool]] = set()
+
+    def __enter__(self) -> ObjectTier:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ── blocks ───────────────────────────────────────────────────────────────────────────────────────
+
+    def put(self, key: bytes, data: Buffer, *, deadline_ns: int | None = None) -> Future[bool]:
+        """Store a block. True: it can be read, by any node; also if it was here before, as a block's bytes follow from
+        its key. False: queue full, store failed, too late, removed meanwhile, closed. InvalidRequest: key or data."""
+        return self.put_many([(key, data)], deadline_ns=deadline_ns)[0]
+
+    def put_many(self, blocks: Sequence[tuple[bytes, Buffer]], *, deadline_ns: int | None = None) -> list[Future[bool]]:
+        """As many futures, in order."""
+        checked = [(checked_key(key), payload("data", data)) for key, data in blocks]
+        return [self._put_one(key, view, deadline_ns) for key, view in checked]
+
+    def get_into(self, key: bytes, into: memoryview, *, deadline_ns: int | None = None) -> Future[bool]:
+        """Read a block into memory of exactly its length. True: `into` holds the bytes that were put, verified now.
+        InvalidRequest: key, read-only memory, or another length than the block's (see `length`)."""
+        return self.get_many_into([(key, into)], deadline_ns=deadline_ns)[0]
+
+    def get_many_into(
+        self, blocks: Sequence[tuple[bytes, memoryview]], *, deadline_ns: int | None = None
+    ) -> list[Future[bool]]:
+        """As many futures, in order."""
+        checked = [(checked_key(key), target(into)) for key, into in blocks]
+        for key, view in checked:
+            right_length(view, self.length(key))
+        return [self._get_one(key, view, deadline_ns) for key, view in checked]
+
+    def contains(self, key: bytes) -> bool:
+        """Whether it can be found, as far as is known here."""
+        return key in self._index
+
+    def length(self, key: bytes) -> int | None:
+        """Bytes of the block; None: it is not here."""
+        return self._index.get(key)
+
+    def may_hold(self, key: bytes) -> bool:
+        """Whether a removal has anything to do: the object is here, is being written or deleted, or may be there."""
+        with self._lock:
+            return any(key in known for known in (self._index, self._writing, self._removing, self._doubtful))
+
+    def doubtful(self, key: bytes) -> bool:
+        """Whether a put or a deletion of it has failed, so that the object may be there, now or later."""
+        with self._lock:
+            return key in self._doubtful
+
+    @property
+    def resting(self) -> bool:
+        """Whether the store is left alone for now, after a failure."""
+        return self._clock() < self._rest_until
+
+    def keys(self) -> list[bytes]:
+        """Of all blocks. O(blocks)."""
+        with self._lock:
+            return list(self._index)
+
+    def remove(self, keys: Iterable[bytes]) -> Future[bool]:
+        """None of them is found here from now on. True: they are deleted, nobody finds them after a start; False: that
+        failed, say it again."""
+        checked = [checked_key(key) for key in keys]
+        with self._lock:
+            if self._closed:
+                return answered(False)
+            for key in checked:
+                self._forget(key)
+                self._removing[key] = self._removing.get(key, 0) + 1
+            self._counts.removed += len(checked)
+            under_way = [self._writing[key] for key in checked if key in self._writing]
+            future = self._later(lambda: self._remove(checked, under_way))
+        self._tell()
+        return future
+
+    def take_changes(self) -> Changes:
+        """How `keys` differs from what it was at the last call; the first call: from none."""
+        with self._lock:
+            self._teller.taken()
+            return self._changes.take()
+
+    # ── life ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def flush(self, *, sync: bool = False) -> Future[bool]:
+        """True when everything put or removed before is answered: what was stored survives anything (`sync` too)."""
+        with self._lock:
+            waiting = [*self._puts.open, *self._removed]
+            if self._closed:
+                return answered(True)
+            return self._later(lambda: not wait(waiting, self._patience_s).not_done)
+
+    def stats(self) -> ObjectStats:
+        """See `ObjectStats`."""
+        with self._lock:
+            return ObjectStats(
+                blocks=len(self._index),
+                live_bytes=self._live_bytes,
+                waiting_gets=len(self._gets.open),
+                waiting_puts=len(self._puts.open),
+                resting=self.resting,
+                counts=replace(self._counts),
+            )
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """What waits is answered False, what runs ends; no thread of the tier is left. Unavailable: the store has not
+        answered for so long. Safe to repeat."""
+        with self._lock:
+            self._closed = True
+            waiting = [*self._gets.open, *self._puts.open, *self._removed]
+        pools = (self._gets.pool, self._puts.pool, self._removals)
+        for pool in pools:
+            pool.shutdown(wait=False)
+        if wait(waiting, timeout_s).not_done:
+            raise Unavailable(f"{self.config.url}: the object store has not answered for {timeout_s:g} s")
+        for pool in pools:
+            pool.shutdown()
+
+    # ── inner ────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _patience_s(self) -> float:
+        """By then any request has ended, with its retries."""
+        return 2 * self.config.timeout_s + 1
+
+    def _put_one(self, key: bytes, data: memoryview, deadline_ns: int | None) -> Future[bool]:
+        with self._lock:
+            if key in self._index:
+                self._counts.present += 1
+                return answered(True)
+            first = self._writing.get(key)
+            if first is not None:
+                self._counts.present += 1
+                return follow(first, Future())
+            if self._refused(self._puts, len(data)) or key in self._removing:
+                return answered(False)
+            future = self._submit(self._puts, len(data), lambda: self._upload(key, data, deadline_ns))
+            self._writing[key] = future
+            future.add_done_callback(lambda _: self._written(key))
+            return future
+
+    def _get_one(self, key: bytes, into: memoryview, deadline_ns: int | None) -> Future[bool]:
+        with self._lock:
+            if key not in self._index:
+                self._counts.misses += 1
+                return answered(False)
+            if self._refused(self._gets, len(into)):
+                return answered(False)
+            return self._submit(self._gets, len(into), lambda: self._download(key, into, deadline_ns))
+
+    def _refused(self, line: Line, nbytes: int) -> bool:
+        """With the lock."""
+        if self._closed:
+            return True
+        if self.resting:
+            self._counts.resting += 1
+        elif line.full(nbytes):
+            self._counts.busy += 1
+        else:
+            return False
+        return True
+
+    def _submit(self, line: Line, nbytes: int, run: Callable[[], bool]) -> Future[bool]:
+        """With the lock."""
+        future = line.pool.submit(run)
+        line.open[future] = nbytes
+        line.nbytes += nbytes
+
+        def ended(_: Future[bool]) -> None:
+            with self._lock:
+                line.nbytes -= line.open.pop(future)
+
+        future.add_done_callback(ended)
+        return future
+
+    def _upload(self, key: bytes, data: memoryview, deadline_ns: int | None) -> bool:
+        if not self._begin(deadline_ns) or key in self._removing:
+            return False
+        try:
+            self._client.say()  # before the first block: no folder is without it
+            self._client.put(key, data)
+        except Exception as error:
+            self._failed("put", error)
+            self._doubt([key])
+            return False
+        with self._lock:
+            self._counts.written_bytes += len(data)
+            if key in self._removing:  # the removal waits for us, and deletes it
+                return False
+            self._counts.stored += 1
+            self._index[key] = len(data)
+            self._live_bytes += len(data)
+            self._changes.came(key)
+        self._tell()
+        return True
+
+    def _download(self, key: bytes, into: memoryview, deadline_ns: int | None) -> bool:
+        if not self._begin(deadline_ns):
+            return False
+        try:
+            self._client.get_into(key, into)
+        except FileNotFoundError:
+            self._lost(key, "misses")
+            return False
+        except Damaged as error:
+            log.warning("object %s in %s: %s", key.hex(), self.config.url, error)
+            self._lost(key, "corrupt")
+            self.remove([key])
+            return False
+        except Exception as error:
+            self._failed("get", error)
+            return False
+        with self._lock:
+            self._counts.hits += 1
+            self._counts.read_bytes += len(into)
+        return True
+
+    def _remove(self, keys: Sequence[bytes], under_way: Sequence[Future[bool]]) -> bool:
+        done = False
+        try:
+            if not wait(under_way, self._patience_s).not_done:
+                self._client.delete(keys)
+                done = True
+        except Exception as error:
+            self._failed("delete", error)
+        with self._lock:
+            for key in keys:
+                self._removing[key] -= 1
+                if not self._removing[key]:
+                    del self._removing[key]
+                if done:
+                    self._doubtful.pop(key, None)
+            if not done:
+                self._doubt(keys)
+        return done
+
+    def _doubt(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            self._doubtful.update(dict.fromkeys(keys))
+            while len(self._doubtful) > MAX_DOUBTFUL:
+                del self._doubtful[next(iter(self._doubtful))]
+
+    def _later(self, run: Callable[[], bool]) -> Future[bool]:
+        """With the lock: after all removals asked for before."""
+        future = self._removals.submit(run)
+        self._removed.add(future)
+        future.add_done_callback(self._removed.discard)
+        return future
+
+    def _begin(self, deadline_ns: int | None) -> bool:
+        """Whether a request may begin now."""
+        with self._lock:
+            now = self._clock()
+            if self._closed:
+                return False
+            if expired(deadline_ns, now):
+                self._counts.expired += 1
+                return False
+            if now < self._rest_until:
+                self._counts.resting += 1
+                return False
+            return True
+
+    def _failed(self, what: str, error: Exception) -> None:
+        with self._lock:
+            self._counts.io_errors += 1
+            now = self._clock()
+            first, self._rest_until = now >= self._rest_until, now + int(REST_S * 1e9)
+        if first:
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            log.warning("object store %s: %s: %s; it is left alone for %g s", self.config.url, what, said, REST_S)
+
+    def _lost(self, key: bytes, why: str) -> None:
+        with self._lock:
+            setattr(self._counts, why, getattr(self._counts, why) + 1)
+            self._forget(key)
+        self._tell()
+
+    def _forget(self, key: bytes) -> None:
+        """With the lock."""
+        nbytes = self._index.pop(key, None)
+        if nbytes is None:
+            return
+        self._live_bytes -= nbytes
+        self._changes.went(key)
+
+    def _written(self, key: bytes) -> None:
+        with self._lock:
+            self._writing.pop(key, None)
+
+    def _tell(self) -> None:
+        self._teller.tell(lambda: bool(self._changes))

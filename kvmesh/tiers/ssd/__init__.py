@@ -1,0 +1,7 @@
+"""The SSD tier of the store: crash-safe bucket files. See `tier`, and docs/ssd-tier.md."""
+
+from kvmesh.tiers.ssd.config import SsdConfig
+from kvmesh.tiers.ssd.recovery import RecoveryReport
+from kvmesh.tiers.ssd.tier import SsdStats, SsdTier
+
+__all__ = ["RecoveryReport", "SsdConfig", "SsdStats", "SsdTier"]

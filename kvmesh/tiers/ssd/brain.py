@@ -1,0 +1,394 @@
+"""Where blocks lie in the SSD tier, where the next goes, and what makes room. Pure: no I/O, no clock, no randomness.
+
+Buckets are a queue: records are appended to the newest (the *open* one), and the oldest goes as a whole when space runs
+short, its hot records being appended anew before, and what else is worth it being offered to the tier below
+(`Reinsert`, `Demote`, then `Drop`). Reasons for whole buckets in order of age:
+the device sees long appends and whole files that vanish, which its own garbage collection likes; no free-space map has
+to survive a crash; a removed key stays removed, since what tells so lies in a younger bucket than what it removed; and
+re-insertion of what was read since makes a CLOCK of it, at a bounded price in writes (`reinsert_percent` of a bucket).
+
+    claim ──▶ append ──▶ (the caller writes) ──▶ commit: found from now on
+       └───────── unclaim: nothing was written
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from kvmesh.kvcache.node_store import Changes
+from kvmesh.tiers.calls import NetChanges
+from kvmesh.tiers.ssd.bucket import Bucket
+from kvmesh.tiers.ssd.format import Entry, footer_bytes, record_bytes
+from kvmesh.tiers.ssd.plans import Closing, Demote, Drop, Limits, Place, Reinsert, Slot
+
+HITS_KEPT = 3  # of a re-inserted record: it may survive so many more rounds without being read
+
+
+class Brain:
+    """One tier's index and log. One owner, or a lock around each call. Every call O(1) a key, but for `next_step`,
+    `force` and `discard`: O(records of one bucket). `worth`: whether a block that goes is to be offered to the tier
+    below; None: there is none."""
+
+    def __init__(self, limits: Limits, worth: Callable[[bytes], bool] | None = None) -> None:
+        self.limits = limits
+        self._worth = worth
+        self._offered = 0  # the bucket whose last step was a `Demote`
+        self.evicted = self.reinserted = 0  # blocks, since the start
+        self._index: dict[bytes, int] = {}  # bucket << 32 | ordinal
+        self._pending: dict[bytes, int] = {}  # being written → ticket
+        self._buckets: dict[int, Bucket] = {}  # oldest first
+        self._going: dict[int, int] = {}  # dropped, space not free yet → bytes
+        self._open: Bucket | None = None
+        self._next_bucket, self._next_seq, self._tickets = 1, 1, 0
+        self._used = 0  # bytes of `_buckets`
+        self._empty: deque[int] = deque()  # closed buckets whose last block went
+        self._victim: int | None = None
+        self._hot: deque[tuple[bytes, Place, int]] = deque()  # of the victim, with hits
+        self._evicting = False
+        self._changes = NetChanges()
+
+    # ── look-up ──────────────────────────────────────────────────────────────────────────────────────
+
+    def __len__(self) -> int:
+        """Blocks that can be found."""
+        return len(self._index)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._index
+
+    def keys(self) -> list[bytes]:
+        """Of every block. O(blocks)."""
+        return list(self._index)
+
+    def lookup(self, key: bytes) -> Place | None:
+        """Where it lies now. Changes nothing: say `hit` when it was read."""
+        at = self._index.get(key)
+        return None if at is None else self._place(at >> 32, at & 0xFFFFFFFF)
+
+    def hit(self, key: bytes) -> None:
+        """It was read: it has better chances to be re-inserted."""
+        at = self._index.get(key)
+        if at is not None:
+            hits, ordinal = self._buckets[at >> 32].hits, at & 0xFFFFFFFF
+            hits[ordinal] = min(hits[ordinal] + 1, 255)
+
+    @property
+    def used_bytes(self) -> int:
+        """Of all files: an open bucket counts in full, one that is going until it is gone."""
+        return self._used + sum(self._going.values())
+
+    @property
+    def live_bytes(self) -> int:
+        """Payload of blocks that can be found. O(buckets)."""
+        return sum(bucket.live_bytes for bucket in self._buckets.values())
+
+    @property
+    def buckets(self) -> int:
+        """Files, without those that are going."""
+        return len(self._buckets)
+
+    def knows(self, number: int) -> bool:
+        """Whether this bucket is neither dropped nor lost."""
+        return number in self._buckets
+
+    @property
+    def open_bucket(self) -> int | None:
+        """Which one takes records."""
+        return None if self._open is None else self._open.number
+
+    # ── writing ──────────────────────────────────────────────────────────────────────────────────────
+
+    def claim(self, key: bytes) -> int | None:
+        """A ticket to write this block. None: it is here, or being written."""
+        if key in self._index or key in self._pending:
+            return None
+        self._tickets += 1
+        self._pending[key] = self._tickets
+        return self._tickets
+
+    def claimed(self, key: bytes, ticket: int) -> bool:
+        """Whether the ticket holds still: the block was not removed since."""
+        return self._pending.get(key) == ticket
+
+    def unclaim(self, key: bytes, ticket: int) -> None:
+        """It will not be written, or was not."""
+        if self.claimed(key, ticket):
+            del self._pending[key]
+
+    def fits(self, length: int, *, removed: int = 0) -> bool:
+        """Whether the open bucket (if any) can take a payload of so many bytes, which holds so many removed keys."""
+        bucket = self._open
+        if bucket is None:
+            return False
+        entries, gone = len(bucket.keys) + bucket.reserved + 1, len(bucket.removed) + bucket.reserved_removed + removed
+        return bucket.tail + record_bytes(length) + footer_bytes(entries, gone) <= bucket.size
+
+    def append(self, length: int, *, removed: int = 0) -> Slot:
+        """Room at the open bucket's tail, to be ended by `commit`, `move` or `bury`, or by closing or losing the bucket
+        when the write failed. `fits` must hold."""
+        bucket = self._open
+        assert bucket is not None and bucket.tail + record_bytes(length) < bucket.size
+        slot = Slot(bucket.number, bucket.tail, record_bytes(length), self._next_seq)
+        bucket.tail += slot.size
+        bucket.reserved += 1
+        bucket.reserved_removed += removed
+        self._next_seq += 1
+        return slot
+
+    def commit(self, key: bytes, ticket: int, slot: Slot, length: int, checksum: int) -> bool:
+        """Its record is written: it is found from now on. False: it was removed, or its bucket lost, meanwhile."""
+        bucket = self._ended(slot)
+        wanted = self.claimed(key, ticket)
+        self.unclaim(key, ticket)
+        if bucket is None or not wanted:
+            return False
+        self._index[key] = self._add(bucket, Entry(key, slot.offset, length, checksum), 0)
+        self._changes.came(key)
+        return True
+
+    def is_at(self, key: bytes, place: Place) -> bool:
+        """Whether the block lies there still."""
+        return self._index.get(key) == place.bucket << 32 | place.ordinal
+
+    def move(self, key: bytes, place: Place, slot: Slot, hits: int) -> bool:
+        """A copy of the block at `place` is written: it lies there from now on. False: as with `commit`."""
+        bucket, here = self._ended(slot), self.is_at(key, place)
+        if bucket is None or not here:
+            return False
+        self._forget(key)
+        self._index[key] = self._add(bucket, Entry(key, slot.offset, place.length, place.checksum), hits)
+        self.reinserted += 1
+        return True
+
+    # ── removing ─────────────────────────────────────────────────────────────────────────────────────
+
+    def remove(self, keys: Iterable[bytes]) -> None:
+        """None of them is found from now on, also those being written. To survive a restart, a record with the keys
+        must follow: `append(KEY_BYTES * n, removed=n)`, then `bury`."""
+        for key in keys:
+            self._pending.pop(key, None)
+            if key in self._index:
+                self._forget(key)
+                del self._index[key]
+                self._changes.went(key)
+
+    def bury(self, slot: Slot, keys: Sequence[bytes]) -> bool:
+        """The record that says they are removed is written. False: its bucket was lost meanwhile, say it again."""
+        bucket = self._ended(slot, len(keys))
+        if bucket is not None:
+            bucket.removed.extend(keys)
+        return bucket is not None
+
+    # ── buckets ──────────────────────────────────────────────────────────────────────────────────────
+
+    def restore(self, number: int, size: int, entries: Sequence[Entry], removed: Sequence[bytes], seq: int) -> None:
+        """A closed bucket found at start, its file `size` bytes; in ascending order of numbers, before anything else.
+        `removed`: keys that lie dead in older buckets; `seq`: its highest, 0 when unknown."""
+        assert self._open is None and number >= self._next_bucket
+        self.remove(removed)
+        bucket = Bucket(number, size)
+        bucket.removed, bucket.closed = list(removed), True
+        self._buckets[number] = bucket
+        self._used += size
+        for entry in entries:
+            if entry.key in self._index:
+                self._forget(entry.key)
+            else:
+                self._changes.came(entry.key)
+            self._index[entry.key] = self._add(bucket, entry, 0)
+        if not bucket.live:
+            self._empty.append(number)
+        self._next_bucket = number + 1
+        self._next_seq = max(self._next_seq, seq + 1)
+
+    def start_after(self, number: int, seq: int) -> None:
+        """Numbers up to these were used in former lives."""
+        self._next_bucket = max(self._next_bucket, number + 1)
+        self._next_seq = max(self._next_seq, seq + 1)
+
+    def may_open(self) -> bool:
+        """Whether one more bucket fits into the capacity. If not: `force`."""
+        return self.used_bytes + self.limits.bucket_bytes <= self.limits.capacity_bytes
+
+    def reserve(self) -> int:
+        """The number for the next bucket, never given again."""
+        self._next_bucket += 1
+        return self._next_bucket - 1
+
+    def opened(self, number: int) -> None:
+        """Its file is there and takes `bucket_bytes`: records go into it. There must be no open one."""
+        assert self._open is None
+        self._open = self._buckets[number] = Bucket(number, self.limits.bucket_bytes)
+        self._used += self.limits.bucket_bytes
+
+    def close_open(self) -> Closing | None:
+        """No more records for the open bucket: what its footer must say. Say `closed` when that is written, or cannot
+        be. All appends must have ended, or failed: what failed is overwritten where it is at the tail."""
+        bucket, self._open = self._open, None
+        if bucket is None:
+            return None
+        bucket.tail, bucket.reserved, bucket.reserved_removed = bucket.end, 0, 0
+        entries = [bucket.entry(ordinal) for ordinal in self._alive(bucket)]
+        return Closing(bucket.number, bucket.tail, entries, list(bucket.removed), bucket.seq)
+
+    def closed(self, number: int, size: int) -> None:
+        """Its file ends at `size` bytes."""
+        bucket = self._buckets.get(number)
+        if bucket is not None:
+            self._used += size - bucket.size
+            bucket.size, bucket.closed = size, True
+            if not bucket.live:
+                self._empty.append(number)
+
+    def next_step(self, max_bytes: int) -> Reinsert | Demote | Drop | None:
+        """What to do next to make room; a `Reinsert` holds at most `max_bytes` of payload, or one block."""
+        if self._victim is None:
+            if (empty := self._next_empty()) is not None:
+                return self.discard(empty)
+            if not self._pick_victim():
+                return None
+        assert self._victim is not None
+        blocks: list[tuple[bytes, Place, int]] = []
+        size = 0
+        while self._hot and (not blocks or size + self._hot[0][1].length <= max_bytes):
+            key, place, hits = self._hot.popleft()
+            if self.is_at(key, place):
+                blocks.append((key, place, hits))
+                size += place.length
+        return Reinsert(tuple(blocks)) if blocks else self._leave(self._victim)
+
+    def force(self) -> Demote | Drop | None:
+        """No room for the next bucket: the oldest goes, hot or not, with this step or the next one. None: there is
+        none that could."""
+        oldest = next((bucket.number for bucket in self._buckets.values() if bucket.closed), None)
+        return None if oldest is None else self._leave(oldest)
+
+    def discard(self, number: int) -> Drop:
+        """All blocks of this bucket are lost or evicted now; its bytes count until `gone`."""
+        bucket = self._buckets.pop(number)
+        self._used -= bucket.size
+        self._going[number] = bucket.size
+        for ordinal in self._alive(bucket):
+            key = bucket.keys[ordinal]
+            del self._index[key]
+            self._changes.went(key)
+        if number == self._victim:
+            self._victim = None
+            self._hot.clear()
+        if bucket is self._open:
+            self._open = None
+        return Drop(number)
+
+    def removed_in(self, number: int) -> list[bytes]:
+        """Keys that this bucket's records say are removed, and that older buckets may still hold: what must be said
+        again when the bucket is lost out of turn."""
+        bucket = self._buckets.get(number)
+        if bucket is None or next(iter(self._buckets)) == number:
+            return []
+        return [key for key in bucket.removed if key not in self._index]
+
+    def gone(self, number: int) -> None:
+        """The space of a dropped bucket is free."""
+        self._going.pop(number, None)
+
+    def take_changes(self) -> Changes:
+        """How the keys that can be found differ from what they were at the last call; the first call: from none."""
+        return self._changes.take()
+
+    @property
+    def changed(self) -> bool:
+        """Whether `take_changes` has something to tell."""
+        return bool(self._changes)
+
+    def check_integrity(self) -> None:
+        """AssertionError unless index, buckets and accounts agree. O(blocks)."""
+        assert self._used == sum(bucket.size for bucket in self._buckets.values())
+        assert self.used_bytes <= self.limits.capacity_bytes, (self.used_bytes, self.limits.capacity_bytes)
+        assert list(self._buckets) == sorted(self._buckets) and not self._buckets.keys() & self._going.keys()
+        assert not self._index.keys() & self._pending.keys()
+        self._changes.check()
+        for bucket in self._buckets.values():
+            alive = self._alive(bucket)
+            assert bucket.live == len(alive)
+            assert bucket.live_bytes == sum(bucket.lengths[ordinal] for ordinal in alive)
+            assert bucket.closed or bucket is self._open
+        assert sum(bucket.live for bucket in self._buckets.values()) == len(self._index)
+
+    # ── inner ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _add(self, bucket: Bucket, entry: Entry, hits: int) -> int:
+        return bucket.number << 32 | bucket.add(entry, hits)
+
+    def _place(self, number: int, ordinal: int) -> Place:
+        _, offset, length, checksum = self._buckets[number].entry(ordinal)
+        return Place(number, ordinal, offset, length, checksum)
+
+    def _alive(self, bucket: Bucket) -> list[int]:
+        first, index = bucket.number << 32, self._index
+        return [ordinal for ordinal, key in enumerate(bucket.keys) if index.get(key) == first | ordinal]
+
+    def _ended(self, slot: Slot, removed: int = 0) -> Bucket | None:
+        """The append is over and its record written; its bucket, None: that was lost meanwhile."""
+        bucket = self._buckets.get(slot.bucket)
+        if bucket is not None:
+            bucket.reserved -= 1
+            bucket.reserved_removed -= removed
+            bucket.end = max(bucket.end, slot.offset + slot.size)
+            bucket.seq = max(bucket.seq, slot.seq)
+        return bucket
+
+    def _forget(self, key: bytes) -> None:
+        """The record that the index names for `key` is dead."""
+        at = self._index[key]
+        bucket = self._buckets[at >> 32]
+        bucket.live -= 1
+        bucket.live_bytes -= bucket.lengths[at & 0xFFFFFFFF]
+        if bucket.closed and not bucket.live:
+            self._empty.append(bucket.number)
+
+    def _next_empty(self) -> int | None:
+        """A closed bucket without a block, whose removed keys lie in no older one."""
+        oldest = next(iter(self._buckets.values()), None)
+        if oldest is not None and oldest.closed and not oldest.live:
+            return oldest.number
+        while self._empty:
+            bucket = self._buckets.get(self._empty.popleft())
+            if bucket is not None and not bucket.removed:
+                return bucket.number
+        return None
+
+    def _pick_victim(self) -> bool:
+        """The oldest closed bucket, when room is short; and which of its blocks are hot."""
+        percent = self.limits.low_percent if self._evicting else self.limits.high_percent
+        self._evicting = (self._used + self.limits.bucket_bytes) * 100 > self.limits.capacity_bytes * percent
+        victim = next((bucket for bucket in self._buckets.values() if bucket.closed), None)
+        if not self._evicting or victim is None:
+            return False
+        self._victim = victim.number
+        budget = self.limits.bucket_bytes * self.limits.reinsert_percent // 100
+        read = [ordinal for ordinal in self._alive(victim) if victim.hits[ordinal] >= self.limits.reinsert_hits]
+        kept = []
+        for ordinal in sorted(read, key=lambda ordinal: -victim.hits[ordinal]):
+            budget -= record_bytes(victim.lengths[ordinal])
+            if budget < 0:
+                break
+            kept.append(ordinal)
+        self._hot.extend(
+            (victim.keys[ordinal], self._place(victim.number, ordinal), min(victim.hits[ordinal], HITS_KEPT) - 1)
+            for ordinal in sorted(kept)
+        )
+        return True
+
+    def _leave(self, number: int) -> Demote | Drop:
+        """What a bucket ends with: once an offer of what is worth it, then its end."""
+        if self._worth is not None and self._offered != number:
+            self._offered, bucket = number, self._buckets[number]
+            going = [ordinal for ordinal in self._alive(bucket) if self._worth(bucket.keys[ordinal])]
+            if going:
+                return Demote(tuple((bucket.keys[ordinal], self._place(number, ordinal)) for ordinal in going))
+        return self._evict(number)
+
+    def _evict(self, number: int) -> Drop:
+        self.evicted += self._buckets[number].live
+        return self.discard(number)

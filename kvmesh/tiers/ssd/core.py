@@ -1,0 +1,144 @@
+"""What the threads of one SSD tier share: the brain under one lock, the files, the counts."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from kvmesh.tiers.calls import Sink, Teller
+from kvmesh.tiers.ssd.brain import Brain
+from kvmesh.tiers.ssd.disk import MEDIUM
+from kvmesh.tiers.ssd.files import BucketFiles
+from kvmesh.tiers.ssd.plans import Drop, Place
+from kvmesh.tiers.ssd.sketch import FrequencySketch
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Counts:
+    """Since the start; operations, but for `*_bytes` and where it says blocks or buckets."""
+
+    hits: int = 0
+    misses: int = 0  # not here
+    stored: int = 0
+    present: int = 0  # puts of what was here already
+    not_admitted: int = 0  # too seldom used, see `admit_uses`
+    busy: int = 0  # the queue was full
+    expired: int = 0  # the deadline was over before the I/O began
+    no_room: int = 0  # puts that found no space, or met the rest after a failure
+    failed: int = 0  # puts and gets that an I/O error ended
+    corrupt: int = 0  # blocks whose bytes were not those put; never given out
+    io_errors: int = 0
+    retired: int = 0  # buckets given up after an I/O error
+    lost: int = 0  # blocks in them
+    removed: int = 0  # keys
+    written_bytes: int = 0  # records and footers
+    read_bytes: int = 0  # payloads, for gets and re-insertion
+
+    def add(self, name: str, n: int = 1) -> None:
+        """One of the above, by name."""
+        setattr(self, name, getattr(self, name) + n)
+
+
+@dataclass(slots=True, eq=False)
+class Get:
+    """Not yet begun; `future` is resolved when nobody touches `into` any more."""
+
+    key: bytes
+    into: memoryview
+    deadline_ns: int | None
+    future: Future[bool]
+
+
+@dataclass(slots=True, eq=False)
+class Put:
+    """See Get; `ticket` is the brain's."""
+
+    key: bytes
+    data: memoryview
+    ticket: int
+    deadline_ns: int | None
+    future: Future[bool]
+
+
+@dataclass(slots=True, eq=False)
+class Remove:
+    """Keys that are found no more: to be written. `future` None: the tier's own wish."""
+
+    keys: Sequence[bytes]
+    future: Future[bool] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Flush:
+    """Everything before it is written, and room made; `sync`: it survives a power loss."""
+
+    sync: bool
+    future: Future[bool]
+
+
+@dataclass(slots=True, eq=False)
+class Core:
+    """`lock` is held around the brain and the counts, never around I/O: for microseconds, but where a bucket is closed
+    or dropped (about half a microsecond for each of its records)."""
+
+    brain: Brain
+    sketch: FrequencySketch
+    clock: Callable[[], int]  # monotonic ns
+    on_changes: Callable[[], None] | None
+    counts: Counts = field(default_factory=Counts)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    below: Sink | None = None  # takes what is evicted and worth it
+    teller: Teller = field(init=False)
+    files: BucketFiles = field(init=False)
+    bury: Callable[[Remove], None] = field(init=False)  # to the writer
+
+    def __post_init__(self) -> None:
+        self.teller = Teller(self.lock, self.on_changes)
+
+    def tell(self) -> None:
+        """Say that the keys have changed, once until they are taken. Without the lock."""
+        self.teller.tell(lambda: self.brain.changed)
+
+    def gone(self, number: int) -> None:
+        """The space of a dropped bucket is free."""
+        with self.lock:
+            self.brain.gone(number)
+
+    def drop(self, step: Drop) -> None:
+        """The brain has let go of a bucket: its file goes."""
+        self.files.drop(step.bucket)
+        self.tell()
+
+    def lose(self, number: int, error: OSError) -> None:
+        """An I/O error: the bucket is retired, its blocks are misses from now on. What its records said is removed
+        from older buckets is said again."""
+        with self.lock:
+            self.counts.io_errors += 1
+            before = len(self.brain)
+            known = self.brain.knows(number) and error.errno in MEDIUM
+            removed = self.brain.removed_in(number)
+            step = self.brain.discard(number) if known else None
+            self.counts.retired += known
+            self.counts.lost += before - len(self.brain)
+        if step is not None:
+            log.warning("bucket %d retired: %s", number, error)
+            if removed:
+                self.bury(Remove(removed))
+            self.drop(step)
+
+    def corrupt(self, key: bytes, place: Place) -> None:
+        """What lies there is not what was put: it is found no more, here or after a restart."""
+        with self.lock:
+            self.counts.corrupt += 1
+            here = self.brain.is_at(key, place)
+            if here:
+                self.brain.remove((key,))
+        if here:
+            log.warning("block %s in bucket %d is damaged", key.hex(), place.bucket)
+            self.bury(Remove((key,)))
+            self.tell()

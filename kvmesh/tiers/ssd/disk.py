@@ -1,0 +1,141 @@
+"""The system calls of the SSD tier, in one place: whole reads and writes, and nothing else touches the disk.
+
+`Disk` is a class so that tests can make single calls fail, or fall short.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from kvmesh.tiers.ssd.format import PAGE
+
+# What says that the medium or the file is at fault. Others (no descriptors, no memory) fail one operation.
+MEDIUM = (errno.EIO, errno.ENOENT, errno.ENXIO, errno.ENODEV, errno.EBADMSG, errno.EUCLEAN, errno.EROFS)
+_CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+
+
+class Disk:
+    """Thin: each method is one call. All raise OSError."""
+
+    def open(self, path: Path, flags: int) -> int:
+        """A descriptor that children do not inherit; new files are the owner's alone."""
+        return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def size(self, fd: int) -> int:
+        return os.fstat(fd).st_size
+
+    def read(self, fd: int, into: Sequence[memoryview], offset: int) -> int:
+        return os.preadv(fd, into, offset)
+
+    def write(self, fd: int, data: Sequence[memoryview], offset: int) -> int:
+        return os.pwritev(fd, data, offset)
+
+    def reserve(self, fd: int, size: int) -> None:
+        """Space for `size` bytes, so that a full disk is met here and not in the middle of a record. File systems that
+        cannot do that are written as they come."""
+        try:
+            os.posix_fallocate(fd, 0, size)
+        except OSError as error:
+            if error.errno not in _CANNOT_RESERVE:
+                raise
+
+    def truncate(self, fd: int, size: int) -> None:
+        os.ftruncate(fd, size)
+
+    def sync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def unlink(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def sync_folder(self, path: Path) -> None:
+        """Names made and removed in it survive a power loss."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def read_whole(disk: Disk, fd: int, into: Sequence[memoryview], offset: int) -> None:
+    """Fill all of `into` from `offset` on. OSError (EIO) when the file ends before."""
+    rest = list(into)
+    while rest:
+        got = disk.read(fd, rest, offset)
+        if got == 0:
+            raise OSError(errno.EIO, f"the file ends at or before offset {offset}")
+        offset += got
+        rest = _after(rest, got)
+
+
+def write_whole(disk: Disk, fd: int, data: Sequence[memoryview], offset: int) -> None:
+    """Write all of `data` at `offset`, which are whole pages; after a part of it, on from the last whole page."""
+    rest, stuck = list(data), 0
+    while rest:
+        wrote = disk.write(fd, rest, offset)
+        if 0 < wrote < sum(map(len, rest)):
+            wrote -= wrote % PAGE
+        stuck = 0 if wrote else stuck + 1
+        if stuck == 3:
+            raise OSError(errno.EIO, f"nothing is written at offset {offset}")
+        offset += wrote
+        rest = _after(rest, wrote)
+
+
+def _after(views: list[memoryview], n: int) -> list[memoryview]:
+    """What is left of them behind the first `n` bytes."""
+    for at, view in enumerate(views):
+        if n < len(view):
+            return [view[n:], *views[at + 1 :]]
+        n -= len(view)
+    return []
+
+
+def is_aligned(view: memoryview) -> bool:
+    """Whether it starts on a page in memory, as O_DIRECT wants it."""
+    if view.readonly:
+        return int(np.frombuffer(view, np.uint8).ctypes.data) % PAGE == 0
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) % PAGE == 0
+
+
+class Scratch:
+    """Page-aligned memory of one thread, grown as needed and used again."""
+
+    def __init__(self) -> None:
+        self._map = mmap.mmap(-1, 64 * PAGE)
+
+    def take(self, size: int) -> memoryview:
+        """`size` bytes; what was taken before must not be used any more."""
+        if size > len(self._map):
+            # The old one goes with its last view.
+            self._map = mmap.mmap(-1, 1 << (size - 1).bit_length())
+        return memoryview(self._map)[:size]
+
+
+def why_not_direct(disk: Disk, folder: Path) -> str:
+    """Tries O_DIRECT in this folder with a file of its own; "" when it works, else what was said."""
+    probe, page = folder / "probe", Scratch().take(PAGE)
+    fd = -1
+    try:
+        fd = disk.open(probe, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_DIRECT)
+        write_whole(disk, fd, [page], 0)
+        read_whole(disk, fd, [page], 0)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and fd >= 0:
+            return ""  # it was refused for another reason
+        return f"O_DIRECT does not work in {folder}: {error.strerror}"
+    finally:
+        if fd >= 0:
+            disk.close(fd)
+        disk.unlink(probe)
+    return ""
