@@ -53,7 +53,7 @@ PROMPT_TOKENS, MAX_TOKENS = 32, 8
 TOKEN_IDS = (20, 250)  # of prompts, letters of the demo model
 CALLERS = 20  # of `unfinished_frames`
 FRAMES = (15 << 20, (1 << 20) - 1)  # bytes: longer than a frame may be, and as long as it may
-_HEADER = struct.Struct("<IIBBHI")  # see kvmesh/rpc/door/frames.py
+_HEADER = struct.Struct("<IIBBHI")  # see kvmesh/rpc/fastpath/frames.py
 _HELLO, _CALL = 1, 2
 _GREETING = b"kvmesh-door-1\0\0\0"
 

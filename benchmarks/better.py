@@ -28,7 +28,7 @@ from benchmarks.better_policies import Policy, better_grid, paper_grid
 from benchmarks.better_runs import Inputs, Row, Runs, Scatter, Task
 from benchmarks.better_tables import TUNED_AT, TUNING_SEED, tables
 from benchmarks.paper_setup import PARAMETERS, read
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.sim.workload import mooncake
 
 TRACE = Path(__file__).resolve().parents[2] / "shared" / "traces" / "conversation_trace.jsonl"

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.better_policies import BETTER, LINES, PAPER, SPLIT, Policy, policy_of
 from benchmarks.better_runs import SHARES, Row, Task
 from benchmarks.better_tables import SHOWN_AT, Shown, tables
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.sim.html_style import STYLE
 from kvmesh.sim.plots import HEIGHT, WIDTH, Chart, Line, draw
 

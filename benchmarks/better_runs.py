@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.better_policies import Policy, config
 from benchmarks.paper_setup import Case, Parameters, summary_of, synthetic_of
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.sim.config import SimConfig
 from kvmesh.sim.run import run
 from kvmesh.sim.synthetic import synthetic

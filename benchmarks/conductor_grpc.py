@@ -29,8 +29,8 @@ from kvmesh.kvcache.announce import snapshot_parts
 from kvmesh.kvcache.keys import split
 from kvmesh.membership.control_client import Line
 from kvmesh.rpc.channels import connect
-from kvmesh.rpc.door.caller import Caller
-from kvmesh.rpc.door.control import control_calls
+from kvmesh.rpc.fastpath.caller import Caller
+from kvmesh.rpc.fastpath.control import control_calls
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, store_pb2, store_pb2_grpc
 from kvmesh.rpc.protocol import PROTOCOL_VERSION
 

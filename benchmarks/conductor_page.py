@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.sizing_page import table
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 GOAL_INSTANCES, GOAL_PROMPT = 1_000, 100_000
 _PLACE = re.compile(r"(<!-- conductor: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -17,14 +17,14 @@ import uvloop
 
 from benchmarks.progress import tell
 from benchmarks.store_contest import service
-from kvmesh.kvcache.client import ClientConfig, StoreClient
-from kvmesh.kvcache.client.doors import FIND_S, ways
-from kvmesh.kvcache.client.doors import SERVICE as NODE_STORE
-from kvmesh.kvcache.client.lease import LAYOUT
 from kvmesh.rpc import channels
-from kvmesh.rpc.door.caller import DIAL_S, Caller, Found
-from kvmesh.rpc.door.client import Way
+from kvmesh.rpc.fastpath.caller import DIAL_S, Caller, Found
+from kvmesh.rpc.fastpath.client import Way
 from kvmesh.rpc.pb import blocks_pb2 as pb
+from kvmesh.storeclient import ClientConfig, StoreClient
+from kvmesh.storeclient.fastpath import FIND_S, ways
+from kvmesh.storeclient.fastpath import SERVICE as NODE_STORE
+from kvmesh.storeclient.lease import LAYOUT
 
 CALL_S = 10.0
 

@@ -31,7 +31,7 @@ from benchmarks.paper_figures import FIGURES, WITHIN, Figure, Panel
 from benchmarks.paper_runs import Inputs, Told, simulate_all
 from benchmarks.paper_setup import PARAMETERS, Case, read
 from kvmesh.cli.sim_progress import progress
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.sim.workload import mooncake
 
 TRACE = Path(__file__).resolve().parents[2] / "shared" / "traces" / "conversation_trace.jsonl"

@@ -8,7 +8,7 @@ from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replac
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.sim.config import Mode, Routing, SimConfig
 from kvmesh.sim.hardware import Efficiency, changed, hardware
 from kvmesh.sim.shapes import shape_of

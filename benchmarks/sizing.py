@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks import sizing_unit
 from benchmarks.sizing_fleet import fleet
 from benchmarks.sizing_page import CONDUCTOR, Made, filled, read_made, sections
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "examples" / "demo-model"

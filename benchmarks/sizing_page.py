@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.sizing_costs import SATURATED, WIRE, Costs, costs_of, read_windows
 from benchmarks.sizing_paper import MOST_INSTANCES, Point, Setup, Workload, at, engines, most_instances, saturates
 from benchmarks.sizing_solve import Cost, Fit
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 CONDUCTOR = Path(__file__).resolve().parent / "results" / "conductor.json"
 _PLACE = re.compile(r"(<!-- sizing: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)

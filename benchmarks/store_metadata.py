@@ -12,7 +12,7 @@ import psutil
 from benchmarks import progress
 from benchmarks.peers.link import PeerMissing, Worker
 from benchmarks.store_contest import free_port, mooncake_master, service
-from kvmesh.kvcache.client import ClientConfig, SyncStoreClient
+from kvmesh.storeclient import ClientConfig, SyncStoreClient
 
 BATCHES = (1, 64, 512)
 KNOWN = 10_000

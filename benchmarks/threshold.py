@@ -25,7 +25,7 @@ from benchmarks.better import TRACE
 from benchmarks.paper_setup import PARAMETERS, Case, Parameters, config_of, read, summary_of
 from benchmarks.progress import tell
 from benchmarks.threshold_page import Row, filled, tables
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.sim.config import SimConfig, WireChange
 from kvmesh.sim.run import run
 from kvmesh.sim.synthetic import Lengths, SyntheticConfig, synthetic

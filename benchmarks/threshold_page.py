@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 Row = dict[str, Any]
 BEGIN, END = "<!-- filled by benchmarks.threshold --docs -->", "<!-- until here -->"

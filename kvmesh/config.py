@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 ENV_PREFIX = "KVMESH_"
 

@@ -23,8 +23,8 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvmesh.errors import KvmeshError
 from kvmesh.rpc import status
-from kvmesh.rpc.errors import KvmeshError
 
 Request = Message | bytes
 Requests = Request | Sequence[Request]

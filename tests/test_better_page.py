@@ -14,7 +14,7 @@ from benchmarks.better_policies import BETTER, PAPER, Policy, better_grid, paper
 from benchmarks.better_runs import Inputs, Row, Runs, Task, kept, requests_of
 from benchmarks.better_tables import TUNED_AT, TUNING_SEED, mean, tables
 from benchmarks.paper_setup import PARAMETERS, read
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 PAGE, ROWS = ROOT / "docs" / "better.md", ROOT / "benchmarks" / "results" / "better.json"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.conductor_page import filled
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 PAGE, FILE = ROOT / "docs" / "conductor-speed.md", ROOT / "benchmarks" / "results" / "conductor.json"

@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from kvmesh.config import ServiceConfig, load
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from benchmarks.sizing_costs import read_windows
 from benchmarks.sizing_page import CONDUCTOR, LARGE, SETUPS, UNPACED, WORK, filled, micros, read_made, sections
 from benchmarks.sizing_paper import at, engines, saturates
 from benchmarks.sizing_solve import Cost
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 PAGE, FILE = ROOT / "docs" / "sizing.md", ROOT / "benchmarks" / "results" / "sizing.json"

@@ -9,7 +9,7 @@ import uvloop
 
 from benchmarks.peers.link import Memory, serve
 from benchmarks.peers.store_base import GAP, StoreEnd
-from kvmesh.kvcache.client import Buffer, ClientConfig, StoreClient
+from kvmesh.storeclient import Buffer, ClientConfig, StoreClient
 
 
 class Client(StoreEnd):

@@ -21,8 +21,8 @@ from kvmesh.blockservice.rpc_checks import (
     within,
 )
 from kvmesh.clock import lease_clock_ns
+from kvmesh.errors import InvalidRequest, UnknownInstance
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.rpc.errors import InvalidRequest, UnknownInstance
 from kvmesh.rpc.pb import blocks_pb2 as pb
 
 LIST_KEYS = MAX_KEYS

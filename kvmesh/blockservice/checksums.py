@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 
 from kvmesh.blockservice.peer_segments import Rank
+from kvmesh.errors import TransferError, Unavailable
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.errors import TransferError, Unavailable
 
 
 class SumDesk:

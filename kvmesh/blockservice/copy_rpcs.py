@@ -23,8 +23,8 @@ from kvmesh.blockservice.rpc_checks import (
     takes_more,
     within,
 )
+from kvmesh.errors import InvalidRequest, Overloaded
 from kvmesh.rpc import status
-from kvmesh.rpc.errors import InvalidRequest, Overloaded
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.transfer import TrafficClass
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 from kvmesh.blockservice.servicer import NodeStoreServicer
+from kvmesh.errors import ConfigError
 from kvmesh.rpc import security
-from kvmesh.rpc.door.server import DoorServer
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.rpc.fastpath.server import DoorServer
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.transfer.segment import machine_id, network_id
 

@@ -11,8 +11,8 @@ from kvmesh.blockservice.partitions import Partition, size_of
 from kvmesh.blockservice.rpc_checks import MS, Node, keys_in, lease_ms_in, patience_s
 from kvmesh.blockservice.shard_wire import to_wire
 from kvmesh.clock import lease_clock_ns
+from kvmesh.errors import InvalidRequest, KvmeshError, Overloaded, UnknownInstance
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.rpc.errors import InvalidRequest, KvmeshError, Overloaded, UnknownInstance
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.telemetry import names
 

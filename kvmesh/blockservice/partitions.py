@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvmesh.errors import InvalidRequest
 from kvmesh.kvcache.announce import Source
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.quotas import TagQuotas
 from kvmesh.kvcache.size_classes import BYTES
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.errors import InvalidRequest
 
 CLASS_MARK = f"{BYTES}/"  # begins the names of partitions of that layout: one for each size of extents
 

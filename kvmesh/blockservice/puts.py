@@ -22,11 +22,11 @@ from kvmesh.blockservice.pulls import Pulls
 from kvmesh.blockservice.removal_applier import RemovalDesk
 from kvmesh.blockservice.removals import Watch
 from kvmesh.clock import lease_clock_ns
+from kvmesh.errors import InvalidRequest, KvmeshError, Overloaded, TransferError, Unavailable, UnknownInstance
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.size_classes import BYTES, size_class
 from kvmesh.kvcache.store_stats import StoreExhausted
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.errors import InvalidRequest, KvmeshError, Overloaded, TransferError, Unavailable, UnknownInstance
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.tiers.front.tiering import Tiering
 from kvmesh.transfer import SegmentDescriptor, TrafficClass

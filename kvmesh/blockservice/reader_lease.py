@@ -18,12 +18,12 @@ import grpc.aio
 from kvmesh.blockservice.peers import Peer, Peers
 from kvmesh.blockservice.shard_wire import from_wire
 from kvmesh.clock import lease_clock_ns
+from kvmesh.errors import KvmeshError, TransferError, UnknownInstance
 from kvmesh.kvcache.groups import GroupPlan, plan_group
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.ranks import protocol as m
 from kvmesh.rpc import status
-from kvmesh.rpc.errors import KvmeshError, TransferError, UnknownInstance
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.telemetry import names
 

@@ -18,8 +18,8 @@ from typing import Protocol
 
 from kvmesh.blockservice.partitions import Partitions
 from kvmesh.blockservice.removals import Gone, Removals, Tombstone, Watch
+from kvmesh.errors import ConfigError, Unavailable
 from kvmesh.kvcache.keys import split
-from kvmesh.rpc.errors import ConfigError, Unavailable
 from kvmesh.rpc.pb import store_pb2 as pb_store
 
 log = logging.getLogger(__name__)

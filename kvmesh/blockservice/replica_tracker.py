@@ -12,8 +12,8 @@ from typing import Any
 import grpc.aio
 
 from kvmesh.blockservice.partitions import Partition, Partitions
+from kvmesh.errors import KvmeshError
 from kvmesh.kvcache.known_copies import MOST, WINDOW, KnownCopies
-from kvmesh.rpc.errors import KvmeshError
 from kvmesh.rpc.masters import Caller, Masters
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc

@@ -11,10 +11,10 @@ from kvmesh.blockservice.leasing import Leasing
 from kvmesh.blockservice.partitions import CLASS_MARK, Partitions
 from kvmesh.blockservice.puts import Puts
 from kvmesh.blockservice.removal_applier import RemovalDesk
+from kvmesh.errors import InvalidRequest, Overloaded
 from kvmesh.kvcache.keys import KEY_BYTES, split
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.rpc.errors import InvalidRequest, Overloaded
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.terms import MAX_JUMP, Terms, first_term

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
+from kvmesh.errors import ConfigError, InvalidRequest
 from kvmesh.kvcache.groups import plan_group
 from kvmesh.kvcache.layout import ShardLayout
-from kvmesh.rpc.errors import ConfigError, InvalidRequest
 from kvmesh.rpc.pb import common_pb2 as pb
 
 MAX_RANKS = 1024

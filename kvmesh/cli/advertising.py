@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from kvmesh.config import ServiceConfig
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 AUTO = "auto"
 WAIT_S = 60.0  # the names of services that start beside this one may come later

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvmesh.cli.console import console, one_line_errors
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 
 @one_line_errors

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvmesh.cli.console import ApiKey, RunDir, console, one_line_errors
-from kvmesh.rpc.errors import ConfigError, Unavailable
+from kvmesh.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:
     from kvmesh.cli.load import Job

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from kvmesh.cli import runs
 from kvmesh.cli.console import ApiKey, console, one_line_errors
-from kvmesh.rpc.errors import ConfigError, InvalidRequest, KvmeshError
+from kvmesh.errors import ConfigError, InvalidRequest, KvmeshError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 

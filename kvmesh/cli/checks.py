@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from kvmesh import extras
 from kvmesh.cli.plan import LOCALHOST, fixed_ports
 from kvmesh.cli.settings import INSTANCES, MeshSettings
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.rpc.exposure import is_loopback
 from kvmesh.rpc.server import check_port, join
 from kvmesh.tiers.front.config import check_object_url, make_ssd_folder

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kvmesh.cli.serve import config_class
 from kvmesh.config import checked
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 EVERYBODY = "*"
 FIXED = ("config", "host", "port", "http_port", "metrics_port", "ready_file", "instance_id", "store", "conductor")

@@ -11,8 +11,8 @@ import grpc.aio
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
+from kvmesh.errors import KvmeshError
 from kvmesh.rpc.channels import connect
-from kvmesh.rpc.errors import KvmeshError
 from kvmesh.rpc.masters import split
 from kvmesh.rpc.pb import (
     blocks_pb2,

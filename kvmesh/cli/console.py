@@ -15,7 +15,7 @@ from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
 from rich.markup import escape
 from rich.segment import Segment
 
-from kvmesh.rpc.errors import ConfigError, KvmeshError
+from kvmesh.errors import ConfigError, KvmeshError
 from kvmesh.telemetry.printable import printable
 
 P = ParamSpec("P")

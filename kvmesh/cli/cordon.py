@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from kvmesh.cli import runs
 from kvmesh.cli.console import RunDir, console, one_line_errors
-from kvmesh.rpc.errors import KvmeshError, Unavailable, UnknownInstance
+from kvmesh.errors import KvmeshError, Unavailable, UnknownInstance
 
 if TYPE_CHECKING:
     from kvmesh.rpc.pb import conductor_pb2 as pb

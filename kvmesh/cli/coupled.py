@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 from kvmesh.cli.coupled_config import ROLES, CoupledConfig
 from kvmesh.cli.coupling import FIRST_OF_DECODE, Coupling, doors, to_prefill
+from kvmesh.errors import InternalError
 from kvmesh.instance.front import Front
 from kvmesh.kvcache.sources import Pulled
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.errors import InternalError
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2 as pb_conductor
 from kvmesh.rpc.runner import observed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.rpc.pb import common_pb2 as pb
 from services.decode.config import DecodeConfig
 from services.prefill.config import PrefillConfig

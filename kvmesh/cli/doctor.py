@@ -17,7 +17,7 @@ from rich.table import Table
 
 from kvmesh.cli.console import console, one_line_errors, wide_enough
 from kvmesh.cli.doctor_checks import Finding
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "missing": "[yellow]missing[/]", "broken": "[red]broken[/]"}
 

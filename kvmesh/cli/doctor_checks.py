@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvmesh import extras
+from kvmesh.errors import ConfigError
 from kvmesh.native import library
-from kvmesh.rpc.errors import ConfigError
 
 MIB = 1 << 20
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvmesh.rpc.errors import ConfigError, TransferError
+from kvmesh.errors import ConfigError, TransferError
 from kvmesh.transfer import EngineConfig, Opcode, Range, TransferEngine, TransferRequest, TransferState
 from kvmesh.transfer.host import look
 

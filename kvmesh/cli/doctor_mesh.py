@@ -14,7 +14,7 @@ from kvmesh.cli.console import console, wide_enough
 from kvmesh.cli.doctor import MARKS, screen
 from kvmesh.cli.mesh_look import Targets, find_targets, look
 from kvmesh.cli.store_target import patiently
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 
 def show(conductor: str, store: str, redis: str, gateway: str, *, as_json: bool) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvmesh.cli.doctor_checks import Finding, text_of
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer import EngineConfig, TransferEngine
 from kvmesh.transfer.config import KNOWN_TRANSPORTS
 from kvmesh.transfer.host import Host, NetDevice, Place, RdmaDevice, gids, roce_mtu

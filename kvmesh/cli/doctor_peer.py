@@ -23,7 +23,7 @@ from kvmesh.cli.doctor_matrix import Cell, Figure, Outcome, screen, summary
 from kvmesh.cli.doctor_measure import Plan, Side, check_nics
 from kvmesh.cli.doctor_network import interface_addresses
 from kvmesh.cli.doctor_progress import Progress
-from kvmesh.rpc.errors import ConfigError, KvmeshError, TransferError, Unavailable
+from kvmesh.errors import ConfigError, KvmeshError, TransferError, Unavailable
 from kvmesh.transfer import Opcode, SegmentDescriptor
 from kvmesh.transfer.config import KNOWN_TRANSPORTS
 from kvmesh.transfer.host import look

@@ -20,7 +20,7 @@ from contextlib import suppress
 
 import msgspec
 
-from kvmesh.rpc.errors import KvmeshError, Unavailable
+from kvmesh.errors import KvmeshError, Unavailable
 from kvmesh.transfer.wire import UNREADABLE
 
 VERSION = 1

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvmesh.cli.console import console
 from kvmesh.cli.status import count
-from kvmesh.rpc.errors import KvmeshError, Unavailable, UnknownInstance
+from kvmesh.errors import KvmeshError, Unavailable, UnknownInstance
 
 LOOK_S = 0.5  # between two looks
 ASK_S = 3.0  # a store master has so long to answer

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 
 from kvmesh.cli.console import console
 from kvmesh.cli.load import Generator, Job
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 _REFRESH_S = 0.1
 

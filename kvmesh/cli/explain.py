@@ -13,7 +13,7 @@ from rich.table import Table
 
 from kvmesh.cli import runs
 from kvmesh.cli.console import RunDir, console, one_line_errors, wide_enough
-from kvmesh.rpc.errors import ConfigError, InvalidRequest
+from kvmesh.errors import ConfigError, InvalidRequest
 
 _ROLES = (("ROLE_PREFILL", "prefill"), ("ROLE_DECODE", "decode"))
 _ALWAYS = ("queue_ms", "prefill_ms", "pull_ms", "tbt_ms")

@@ -15,7 +15,7 @@ from kvmesh.cli import plan
 from kvmesh.cli.advertising import AUTO, address_towards
 from kvmesh.cli.hashing import fingerprints
 from kvmesh.cli.settings import EVERY_ADDRESS, Joined, MeshSettings
-from kvmesh.rpc.errors import ConfigError, ProtocolMismatch, Unavailable
+from kvmesh.errors import ConfigError, ProtocolMismatch, Unavailable
 from kvmesh.rpc.exposure import is_loopback
 from kvmesh.rpc.masters import split
 from kvmesh.rpc.server import join

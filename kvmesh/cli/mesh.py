@@ -22,9 +22,9 @@ from typing import Any
 
 from kvmesh.cli import checks, plan, probe
 from kvmesh.cli.settings import EVERY_ADDRESS, MeshSettings
+from kvmesh.errors import ConfigError, Unavailable
 from kvmesh.private_files import private_folder, private_opener
 from kvmesh.rpc import process, security
-from kvmesh.rpc.errors import ConfigError, Unavailable
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 # What an engine, a tokenizer and a chat template need; no pickles, no other frameworks' weights.
 HUB_FILES = (

@@ -19,8 +19,8 @@ from kvmesh.cli.chosen import chosen, merged
 from kvmesh.cli.serve import config_class
 from kvmesh.cli.settings import EVERY_ADDRESS, INSTANCES, MeshSettings, Served
 from kvmesh.config import ENV_PREFIX
+from kvmesh.errors import ConfigError
 from kvmesh.rpc import security
-from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.server import check_port, join
 
 LOCALHOST = "127.0.0.1"

@@ -13,7 +13,7 @@ import typer
 
 from kvmesh.cli.bench import finish
 from kvmesh.cli.console import ApiKey, RunDir, console, one_line_errors
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvmesh.cli.load import Job, Outcome

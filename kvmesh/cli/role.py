@@ -10,7 +10,7 @@ import typer
 from kvmesh.cli import runs
 from kvmesh.cli.console import RunDir, console, one_line_errors
 from kvmesh.cli.settings import INSTANCES
-from kvmesh.rpc.errors import ConfigError, ProtocolMismatch
+from kvmesh.errors import ConfigError, ProtocolMismatch
 
 if TYPE_CHECKING:
     from kvmesh.rpc.pb import common_pb2, instance_pb2

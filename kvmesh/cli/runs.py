@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvmesh.cli.console import state_dir
+from kvmesh.errors import ConfigError
 from kvmesh.private_files import private_folder
-from kvmesh.rpc.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvmesh.rpc.security import Security, TlsFiles

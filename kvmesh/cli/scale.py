@@ -12,7 +12,7 @@ from rich.table import Table
 
 from kvmesh.cli import runs
 from kvmesh.cli.console import RunDir, console, one_line_errors
-from kvmesh.rpc.errors import KvmeshError, Unavailable
+from kvmesh.errors import KvmeshError, Unavailable
 
 if TYPE_CHECKING:
     from kvmesh.rpc.pb import conductor_pb2 as pb

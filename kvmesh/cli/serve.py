@@ -21,8 +21,8 @@ import typer
 from kvmesh.cli.advertising import resolved
 from kvmesh.cli.console import one_line_errors
 from kvmesh.config import ServiceConfig, flag_of, load
+from kvmesh.errors import ConfigError
 from kvmesh.loading import lasting_imports
-from kvmesh.rpc.errors import ConfigError
 
 log = logging.getLogger("kvmesh.cli.serve")
 

@@ -14,7 +14,7 @@ import typer
 
 from kvmesh.cli import sim_decisions, sim_fit, sim_run
 from kvmesh.cli.console import console, one_line_errors, wide_enough
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table

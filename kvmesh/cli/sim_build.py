@@ -9,7 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
 
 from kvmesh.cli.sim_options import Options, number_of, sessions_of, synthetic_of
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvmesh.sim.config import SimConfig

@@ -11,7 +11,7 @@ import typer
 
 from kvmesh.cli.console import console, one_line_errors
 from kvmesh.cli.sim_progress import progress
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 SHOWN = 3  # differences on the screen
 

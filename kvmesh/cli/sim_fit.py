@@ -12,7 +12,7 @@ import typer
 
 from kvmesh.cli.console import console, one_line_errors
 from kvmesh.cli.sim_progress import progress
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvmesh.sim.calibrate import Fit

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvmesh.sim.sessions import SessionConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvmesh.cli.console import console, wide_enough
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table

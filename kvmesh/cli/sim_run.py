@@ -16,7 +16,7 @@ from kvmesh.cli import sim_build, sim_out
 from kvmesh.cli.console import console, one_line_errors
 from kvmesh.cli.sim_options import Deciding, Machines, Options, Unforeseen, Workload, label, sweeps
 from kvmesh.cli.sim_progress import progress
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 TRACED = 50_000
 

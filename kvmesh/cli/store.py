@@ -13,10 +13,10 @@ from rich.table import Table
 from kvmesh.cli import store_bench, store_data, store_move, store_policy, store_purge, store_top
 from kvmesh.cli.console import console, one_line_errors, wide_enough
 from kvmesh.cli.store_target import Namespace, RunDirOption, StoreOption, patiently, ref_of, run, shown_ref, size
-from kvmesh.rpc.errors import ConfigError, InvalidRequest, Unavailable, UnknownInstance
+from kvmesh.errors import ConfigError, InvalidRequest, Unavailable, UnknownInstance
 
 if TYPE_CHECKING:
-    from kvmesh.kvcache.client import Place, StoreClient
+    from kvmesh.storeclient import Place, StoreClient
 
 LIST_PAGE = 4096
 POLL_S = 0.2

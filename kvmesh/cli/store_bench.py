@@ -15,10 +15,10 @@ from rich.table import Table
 
 from kvmesh.cli.console import console, one_line_errors, wide_enough
 from kvmesh.cli.store_target import RunDirOption, StoreOption, opened, patiently, size
-from kvmesh.rpc.errors import ConfigError, InternalError, Overloaded
+from kvmesh.errors import ConfigError, InternalError, Overloaded
 
 if TYPE_CHECKING:
-    from kvmesh.kvcache.client import StoreClient
+    from kvmesh.storeclient import StoreClient
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 HELP = """Measure puts and gets of one client: GB/s, and microseconds of one call (median and 99th percentile).

@@ -26,7 +26,7 @@ from kvmesh.cli.store_target import (
     size,
     with_advice,
 )
-from kvmesh.rpc.errors import ConfigError, InvalidRequest, KvmeshError, Unavailable
+from kvmesh.errors import ConfigError, InvalidRequest, KvmeshError, Unavailable
 
 PUT_HELP = """Put a file (or - for standard input) into the pool as one block; prints its key.
 
@@ -61,7 +61,7 @@ def put(
     data = _read(file)
 
     async def work() -> dict[str, Any]:
-        from kvmesh.kvcache.client import Pin
+        from kvmesh.storeclient import Pin
 
         async with opened(store, run_dir, namespace or "", verify=True) as client:
             start = time.perf_counter()

@@ -11,10 +11,10 @@ from rich.markup import escape
 
 from kvmesh.cli.console import console, one_line_errors
 from kvmesh.cli.store_target import Namespace, RunDirOption, StoreOption, patiently, ref_of, run
-from kvmesh.rpc.errors import InvalidRequest, Unavailable
+from kvmesh.errors import InvalidRequest, Unavailable
 
 if TYPE_CHECKING:
-    from kvmesh.kvcache.client import Moved, StoreClient
+    from kvmesh.storeclient import Moved, StoreClient
 
 COPY_HELP = """Have NODE copy blocks; those that it has already stay as they are.
 

@@ -12,10 +12,10 @@ from rich.table import Table
 
 from kvmesh.cli.console import console, one_line_errors, wide_enough
 from kvmesh.cli.store_target import Namespace, RunDirOption, StoreOption, patiently, ref_of, run, shown_ref, with_advice
-from kvmesh.rpc.errors import ConfigError, KvmeshError, Unavailable
+from kvmesh.errors import ConfigError, KvmeshError, Unavailable
 
 if TYPE_CHECKING:
-    from kvmesh.kvcache.client import Quota, StoreClient
+    from kvmesh.storeclient import Quota, StoreClient
 
 MIN_TTL_S, MAX_TTL_S = 0.001, 4_000_000  # milliseconds, 32 bits, on the wire
 PIN_HELP = """Keep blocks when memory is short, at every node that has them now.

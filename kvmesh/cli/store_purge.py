@@ -17,7 +17,7 @@ from rich.table import Table
 from kvmesh.cli import runs
 from kvmesh.cli.console import console, one_line_errors, wide_enough
 from kvmesh.cli.store_target import RunDirOption, patiently, size
-from kvmesh.rpc.errors import ConfigError, Unavailable
+from kvmesh.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:
     from kvmesh.tiers.object_store.purge import Folder, Weights

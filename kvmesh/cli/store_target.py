@@ -14,10 +14,10 @@ import typer
 
 from kvmesh.cli import runs
 from kvmesh.cli.console import RunDir, console
-from kvmesh.rpc.errors import ConfigError, KvmeshError, NotLeader, PinLimit, Unavailable
+from kvmesh.errors import ConfigError, KvmeshError, NotLeader, PinLimit, Unavailable
 
 if TYPE_CHECKING:
-    from kvmesh.kvcache.client import StoreClient
+    from kvmesh.storeclient import StoreClient
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ def masters_of(store: str | None, run_dir: Path | None) -> str:
 @asynccontextmanager
 async def opened(store: str | None, run_dir: Path | None, namespace: str, **more: Any) -> AsyncIterator[StoreClient]:
     """A client of it, whose master has answered. ConfigError, TransferError; Unavailable: none does."""
-    from kvmesh.kvcache.client import ClientConfig, StoreClient
+    from kvmesh.storeclient import ClientConfig, StoreClient
 
     masters = masters_of(store, run_dir)
     settings: dict[str, Any] = {"staging_mb": 16, **more}

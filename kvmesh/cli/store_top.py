@@ -16,10 +16,10 @@ from rich.text import Text
 
 from kvmesh.cli.console import console, one_line_errors, wide_enough
 from kvmesh.cli.store_target import RunDirOption, StoreOption, opened, size
-from kvmesh.rpc.errors import KvmeshError
+from kvmesh.errors import KvmeshError
 
 if TYPE_CHECKING:
-    from kvmesh.kvcache.client import StoreClient
+    from kvmesh.storeclient import StoreClient
 
 TIMEOUT_S = 2.0
 WIDE = 100

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from kvmesh.rpc.errors import ConfigError, InvalidRequest, KvmeshError, Overloaded, Unauthorized, Unavailable
+from kvmesh.errors import ConfigError, InvalidRequest, KvmeshError, Overloaded, Unauthorized, Unavailable
 
 Message = dict[str, str]
 

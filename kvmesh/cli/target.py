@@ -10,7 +10,7 @@ import httpx
 
 from kvmesh.cli import runs
 from kvmesh.cli.stream import authorization, cards_of, trust, trusted
-from kvmesh.rpc.errors import ConfigError, Unavailable
+from kvmesh.errors import ConfigError, Unavailable
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from kvmesh.cli import runs
 from kvmesh.cli.console import RunDir, console, one_line_errors
 from kvmesh.cli.cordon import Conductors
 from kvmesh.cli.store_target import StoreOption
-from kvmesh.rpc.errors import ConfigError, Unavailable
+from kvmesh.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:
     from kvmesh.leader.redis_lease import Redis

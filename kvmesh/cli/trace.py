@@ -18,7 +18,7 @@ from rich.table import Table
 
 from kvmesh.cli import runs
 from kvmesh.cli.console import RunDir, console, one_line_errors, wide_enough
-from kvmesh.rpc.errors import ConfigError, InvalidRequest, KvmeshError
+from kvmesh.errors import ConfigError, InvalidRequest, KvmeshError
 
 _BAR = 32
 _WIDE = 110  # columns from which on there is room for bars

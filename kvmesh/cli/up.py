@@ -23,7 +23,7 @@ from kvmesh.cli import models, runs, serve
 from kvmesh.cli.console import console, one_line_errors
 from kvmesh.cli.settings import MeshSettings
 from kvmesh.config import load
-from kvmesh.rpc.errors import KvmeshError
+from kvmesh.errors import KvmeshError
 
 if TYPE_CHECKING:
     from types import FrameType

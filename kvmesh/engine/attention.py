@@ -23,7 +23,7 @@ import torch
 from kvmesh.engine.batch import Integers
 from kvmesh.engine.config import AttentionSpec
 from kvmesh.engine.cpu import native
-from kvmesh.rpc.errors import InternalError
+from kvmesh.errors import InternalError
 
 log = logging.getLogger(__name__)
 

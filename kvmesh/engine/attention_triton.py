@@ -20,7 +20,7 @@ from kvmesh.engine.kernels.decode import paged_decode, scratch_elements, splits_
 from kvmesh.engine.kernels.prefill import paged_prefill, work_of
 from kvmesh.engine.kernels.tiles import tiles_for
 from kvmesh.engine.kernels.write import write_kv
-from kvmesh.rpc.errors import InternalError
+from kvmesh.errors import InternalError
 
 PROCESSORS = 132  # streaming multiprocessors of an H100, for pages that are on no GPU (tests)
 TOKENS, POSITIONS, SLOTS, LENGTHS = range(4)

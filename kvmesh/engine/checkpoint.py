@@ -21,7 +21,7 @@ from typing import Any
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.fingerprint import Fingerprint, Progress, fingerprint
 from kvmesh.engine.tensors import HEAD, canonical_name, expected_tensors
-from kvmesh.rpc.errors import CheckpointError
+from kvmesh.errors import CheckpointError
 
 ITEMSIZE = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 MAX_HEADER_BYTES = 100 * 2**20

@@ -14,7 +14,7 @@ from typing import Any
 from kvmesh.engine.config_families import Family, find_family, read_windows, with_defaults
 from kvmesh.engine.config_read import bad, boolean, integer, positive
 from kvmesh.engine.config_rope import RopeConfig, max_context, read_ropes
-from kvmesh.rpc.errors import CheckpointError
+from kvmesh.errors import CheckpointError
 
 __all__ = ["DTYPES", "AttentionSpec", "ModelConfig", "RopeConfig"]
 

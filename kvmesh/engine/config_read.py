@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from kvmesh.rpc.errors import CheckpointError
+from kvmesh.errors import CheckpointError
 
 
 def bad(key: str, value: Any, why: str) -> CheckpointError:

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from kvmesh.rpc.errors import CheckpointError
+from kvmesh.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from kvmesh.engine.batch import DecodeInput, PrefillInput, SampledToken, SampleP
 from kvmesh.engine.checkpoint import Checkpoint, open_checkpoint
 from kvmesh.engine.runner import Runner, shard_layout, torch_dtype
 from kvmesh.engine.sampling.history import History
-from kvmesh.rpc.errors import ContextTooLong, InvalidRequest
+from kvmesh.errors import ContextTooLong, InvalidRequest
 
 Finish = Literal["", "stop", "length"]
 

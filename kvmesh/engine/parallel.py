@@ -23,7 +23,7 @@ import torch
 from torch.nn import functional
 
 from kvmesh.engine.config import ModelConfig
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 
 class Group:

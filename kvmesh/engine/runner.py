@@ -20,8 +20,8 @@ from kvmesh.engine.models.registry import MODELS
 from kvmesh.engine.parallel import SOLO, Group, check_shares, share, share_of
 from kvmesh.engine.sampler import Sampler
 from kvmesh.engine.weights import Weights
+from kvmesh.errors import ConfigError, ContextTooLong, InternalError, InvalidRequest, NonFiniteLogits
 from kvmesh.kvcache.layout import ShardLayout
-from kvmesh.rpc.errors import ConfigError, ContextTooLong, InternalError, InvalidRequest, NonFiniteLogits
 
 if TYPE_CHECKING:
     from kvmesh.engine.graphs import DecodeGraphs  # imports triton

@@ -18,7 +18,7 @@ from kvmesh.engine.batch import Chosen, Column, SampledToken, SampleParams
 from kvmesh.engine.sampling.adjust import Adjustments
 from kvmesh.engine.sampling.filters import Filters
 from kvmesh.engine.sampling.noise import Noise
-from kvmesh.rpc.errors import NonFiniteLogits
+from kvmesh.errors import NonFiniteLogits
 
 BLOCK_BYTES = 8 << 20  # of float64 logits that a CPU works on at a time: they stay in its cache, and memory stays small
 

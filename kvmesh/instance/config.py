@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvmesh.errors import ConfigError
 from kvmesh.kvcache.keys import MAX_WEIGHTS_EPOCH
-from kvmesh.rpc.errors import ConfigError
 from kvmesh.tiers.front.config import TierConfig
 
 STAGED_CPU = "cpu-staged"  # a CPU whose pages are treated as a GPU's are: what order matters there, matters here

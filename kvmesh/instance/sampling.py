@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from kvmesh.errors import InvalidRequest
 from kvmesh.kvcache.keys import pack_tokens
 from kvmesh.ranks.protocol import Sampling, TokenHistory
-from kvmesh.rpc.errors import InvalidRequest
 from kvmesh.rpc.pb import common_pb2
 from kvmesh.rpc.sampling import (
     MAX_BIAS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvmesh.rpc.errors import ModelNotFound
+from kvmesh.errors import ModelNotFound
 
 
 @dataclass(frozen=True, slots=True)

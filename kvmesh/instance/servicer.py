@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from kvmesh.rpc.errors import FixedRole, InvalidRequest, Unavailable, UnknownInstance
+from kvmesh.errors import FixedRole, InvalidRequest, Unavailable, UnknownInstance
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import instance_pb2, instance_pb2_grpc
 from kvmesh.rpc.server import Server

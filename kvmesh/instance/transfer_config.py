@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from kvmesh.config import ServiceConfig
-from kvmesh.rpc.errors import ConfigError, TransferError
+from kvmesh.errors import ConfigError, TransferError
 
 if TYPE_CHECKING:
     from kvmesh.ranks.protocol import Configure

@@ -28,8 +28,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from kvmesh.errors import ConfigError
 from kvmesh.kvcache.eviction_order import BLOCK_TOKENS, TIME_BITS, EvictionOrder, K
-from kvmesh.rpc.errors import ConfigError
 
 __all__ = ["BLOCK_TOKENS", "PARITY_TOKENS", "POLICIES", "EvictionOrder", "make_order"]
 

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import ClassVar, Generic, TypeVar
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 K = TypeVar("K", bound=Hashable)
 

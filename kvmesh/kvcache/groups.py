@@ -24,8 +24,8 @@ from functools import lru_cache
 from itertools import pairwise
 from math import lcm
 
+from kvmesh.errors import ConfigError
 from kvmesh.kvcache.layout import Part, Run, ShardLayout, check_same_blocks, part_of, runs_of
-from kvmesh.rpc.errors import ConfigError
 
 MAX_CACHED = 4096
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 Run = tuple[int, int, int]  # (offset at the source, offset at the destination, length)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvmesh.errors import PinLimit
 from kvmesh.kvcache.leases import Deadlines
-from kvmesh.rpc.errors import PinLimit
 
 PINNED_PERCENT = 50
 

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 from kvmesh import extras
 from kvmesh.config import without_password
+from kvmesh.errors import ConfigError, Unavailable
 from kvmesh.leader.leader import Ask, Granted, Held, Refused, Silent
-from kvmesh.rpc.errors import ConfigError, Unavailable
 from kvmesh.rpc.terms import EARLIEST, EPOCH_S, LATEST, MAX_JUMP, MAX_TERM
 
 log = logging.getLogger(__name__)

@@ -12,11 +12,11 @@ import logging
 import time
 from collections.abc import Callable
 
+from kvmesh.errors import InvalidRequest, KvmeshError, NotLeader, StaleTerm, UnknownInstance
 from kvmesh.kvcache.announce import Announcement, Announcer
 from kvmesh.kvcache.tiers import split_name
 from kvmesh.membership.control_client import Line
 from kvmesh.pacing import IDLE_S
-from kvmesh.rpc.errors import InvalidRequest, KvmeshError, NotLeader, StaleTerm, UnknownInstance
 from kvmesh.rpc.masters import Masters
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.telemetry import names

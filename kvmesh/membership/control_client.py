@@ -10,10 +10,10 @@ import grpc.aio
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import Message
 
+from kvmesh.errors import DeadlinePassed
 from kvmesh.rpc import channels
-from kvmesh.rpc.door.caller import Caller
-from kvmesh.rpc.door.control import control_calls
-from kvmesh.rpc.errors import DeadlinePassed
+from kvmesh.rpc.fastpath.caller import Caller
+from kvmesh.rpc.fastpath.control import control_calls
 
 DOORLESS_S = 30.0  # after a call that was not answered through a door: something on the way may swallow what it says
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from kvmesh.rpc.errors import KvmeshError
+from kvmesh.errors import KvmeshError
 from kvmesh.rpc.masters import Caller, Masters
 from kvmesh.rpc.pb import common_pb2, store_pb2, store_pb2_grpc
 

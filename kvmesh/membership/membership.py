@@ -14,9 +14,9 @@ from typing import Any, ClassVar, NamedTuple
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 
+from kvmesh.errors import InvalidRequest, KvmeshError, ProtocolMismatch, UnknownInstance
 from kvmesh.membership.control_client import Line
 from kvmesh.rpc import status
-from kvmesh.rpc.errors import InvalidRequest, KvmeshError, ProtocolMismatch, UnknownInstance
 
 log = logging.getLogger(__name__)
 

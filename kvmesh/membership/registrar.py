@@ -16,11 +16,11 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
+from kvmesh.errors import KvmeshError
 from kvmesh.membership.control_client import Line
 from kvmesh.membership.membership import Peer, Told
 from kvmesh.membership.store_orders import StoreOrders
 from kvmesh.rpc import protocol
-from kvmesh.rpc.errors import KvmeshError
 from kvmesh.rpc.masters import Masters, moves_on, split
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import conductor_pb2 as pb

@@ -12,13 +12,13 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from kvmesh.blockservice.partitions import CLASS_MARK, Partition, unused
+from kvmesh.errors import InvalidRequest, Overloaded, PinLimit
 from kvmesh.kvcache.announce import Source
 from kvmesh.kvcache.node_store import Changes, NodeStore
 from kvmesh.kvcache.pins import PINNED_PERCENT
 from kvmesh.kvcache.quotas import TagQuotas
 from kvmesh.kvcache.size_classes import BYTES, PAGE, size_class
 from kvmesh.pool.slabs import SlabPartition, Slabs, SlabStore
-from kvmesh.rpc.errors import InvalidRequest, Overloaded, PinLimit
 
 MAX_LAYOUTS = 64  # beside the size classes
 MIN_SHARD_BYTES = 1024  # a number of somebody's mind must not become a table of millions of extents

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from kvmesh.blockservice.blocks import Blocks
 from kvmesh.blockservice.peer_segments import Segments
 from kvmesh.blockservice.warm.memory import Warm
+from kvmesh.errors import InternalError
 from kvmesh.kvcache.sources import Pulled
 from kvmesh.membership.evacuation import evacuate_node
 from kvmesh.membership.registrar import Registrar
@@ -25,7 +26,6 @@ from kvmesh.pool.warm import WarmPool
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.client import RankClient
 from kvmesh.ranks.worker.warm_segment import POOL_SLOT_BYTES
-from kvmesh.rpc.errors import InternalError
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.runner import observed
 from kvmesh.rpc.server import Server

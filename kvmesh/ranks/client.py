@@ -12,10 +12,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from kvmesh.errors import BY_CODE, InternalError, KvmeshError
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks import transfer_metrics
 from kvmesh.ranks.ipc import RECEIVE_BYTES, Frames, frame
-from kvmesh.rpc.errors import BY_CODE, InternalError, KvmeshError
 
 log = logging.getLogger(__name__)
 

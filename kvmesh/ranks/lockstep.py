@@ -22,8 +22,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from kvmesh.errors import InternalError
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.errors import InternalError
 
 SHARED = (m.PrefillStep, m.Join, m.Grant, m.Leave)
 # What all ranks would say alike: the leader speaks for them. When it has ended a step, every rank has entered the last

@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
+from kvmesh.errors import InternalError
 from kvmesh.ranks.lockstep import Turn, Turns
-from kvmesh.rpc.errors import InternalError
 
 READ_BYTES = 4096
 

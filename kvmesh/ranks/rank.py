@@ -22,13 +22,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvmesh.errors import InternalError, KvmeshError
 from kvmesh.loading import lasting_imports
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.ipc import RankPort
 from kvmesh.ranks.lockstep import LEADERS, Follower, Leader, check
 from kvmesh.ranks.peer_sockets import Followers, LeaderPort
 from kvmesh.ranks.transfer_metrics import stats_of
-from kvmesh.rpc.errors import InternalError, KvmeshError
 
 if TYPE_CHECKING:
     from kvmesh.ranks.worker.pool_worker import StoreWorker

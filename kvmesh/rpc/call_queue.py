@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
-from kvmesh.rpc.errors import Overloaded
+from kvmesh.errors import Overloaded
 from kvmesh.rpc.returning import ReturnTimes
 
 SLICE_S = 0.002

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvmesh import extras
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.rpc.security import TlsFiles
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvmesh.rpc.errors import Overloaded
+from kvmesh.errors import Overloaded
 
 SERVICE = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 RETRY_AFTER_MS = 5_000

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from kvmesh.rpc import channels, status
-from kvmesh.rpc.errors import (
+from kvmesh.errors import (
     ConfigError,
     DeadlinePassed,
     KvmeshError,
@@ -19,6 +18,7 @@ from kvmesh.rpc.errors import (
     StaleTerm,
     Unavailable,
 )
+from kvmesh.rpc import channels, status
 from kvmesh.rpc.terms import Terms
 
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvmesh.rpc.errors import ProtocolMismatch
+from kvmesh.errors import ProtocolMismatch
 from kvmesh.rpc.pb import common_pb2
 
 PROTOCOL_VERSION = common_pb2.PROTOCOL_VERSION_1

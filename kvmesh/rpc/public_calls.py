@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
+from kvmesh.errors import DeadlinePassed, InvalidRequest, KvmeshError, Overloaded
 from kvmesh.rpc.call_limits import CallLimits
-from kvmesh.rpc.errors import DeadlinePassed, InvalidRequest, KvmeshError, Overloaded
 from kvmesh.rpc.status import abort, named
 
 RETRY_AFTER_MS = 1_000

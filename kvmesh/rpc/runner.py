@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 
 from kvmesh.config import ServiceConfig
 from kvmesh.rpc import security
-from kvmesh.rpc.door.control import ControlDoor
+from kvmesh.rpc.fastpath.control import ControlDoor
 from kvmesh.rpc.server import Server, join
 from kvmesh.telemetry import names, setup
 from kvmesh.telemetry.metrics_server import MetricsLimits

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import grpc
 
-from kvmesh.rpc.errors import ConfigError, TlsFailed, Unavailable
+from kvmesh.errors import ConfigError, TlsFailed, Unavailable
 
 FIELDS = ("tls_cert", "tls_key", "tls_ca", "tls_server_name")
 _CERTIFICATE = b"-----BEGIN CERTIFICATE-----"

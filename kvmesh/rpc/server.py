@@ -10,10 +10,10 @@ import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvmesh.errors import ConfigError
 from kvmesh.rpc import health, security
 from kvmesh.rpc.call_limits import MEMBERS, CallLimits
 from kvmesh.rpc.channels import KEEPALIVE_MS
-from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.protocol import MAX_MESSAGE_BYTES
 from kvmesh.rpc.public_calls import WINDOW_BYTES, PublicCalls
 from kvmesh.rpc.status import errors_to_status

@@ -1,4 +1,4 @@
-"""`kvmesh.rpc.errors` carried over gRPC: a status code, a message and an `ErrorDetail` in trailing metadata."""
+"""`kvmesh.errors` carried over gRPC: a status code, a message and an `ErrorDetail` in trailing metadata."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from kvmesh.rpc import security
-from kvmesh.rpc.errors import (
+from kvmesh.errors import (
     BY_CODE,
     BodyTooLarge,
     DeadlinePassed,
@@ -28,6 +27,7 @@ from kvmesh.rpc.errors import (
     Unavailable,
     UnknownInstance,
 )
+from kvmesh.rpc import security
 from kvmesh.rpc.pb import common_pb2
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from kvmesh.rpc.errors import InvalidRequest, StaleTerm
+from kvmesh.errors import InvalidRequest, StaleTerm
 
 log = logging.getLogger(__name__)
 

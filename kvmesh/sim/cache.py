@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from kvmesh.errors import ConfigError
 from kvmesh.kvcache.eviction import PARITY_TOKENS, EvictionOrder, make_order
-from kvmesh.rpc.errors import ConfigError
 from kvmesh.sim.trace import TRACE_BLOCK
 
 DEFINITION = (

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, pstdev, pvariance
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.sim.config import SimConfig
 from kvmesh.sim.host import HostModel, drawn, scattered
 from kvmesh.sim.observed import Observed

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 _Array = npt.NDArray[np.float64]
 BLOCK = 256  # factors that are drawn at once

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from math import inf, nan
 
+from kvmesh.errors import Overloaded
 from kvmesh.kvcache.keys import Keys
-from kvmesh.rpc.errors import Overloaded
 from kvmesh.sim.brains import MODEL, Brains
 from kvmesh.sim.changes import FreezePhase, KillEvent, LeaveEvent, Noticed, noticed
 from kvmesh.sim.config import SimConfig, WireChange

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.sim.changes import FreezePhase, JoinEvent, KillEvent, LeaveEvent, SlowPhase, StepClock
 from kvmesh.sim.host import HostModel
 from kvmesh.sim.times import NodeSpec

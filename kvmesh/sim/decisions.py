@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from services.conductor.domain import Schedule
 from services.conductor.records import journal
 from services.conductor.state import ConductorState

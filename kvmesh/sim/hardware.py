@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 TERA, GIGA, GIB = 1e12, 1e9, 1 << 30
 GIGABIT = 1e9 / 8  # bytes

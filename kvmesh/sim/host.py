@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from math import inf
 from typing import Any
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.sim.loop import Loop, Timer
 
 MAX_RESIDUALS = 10_001

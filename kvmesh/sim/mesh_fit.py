@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.sim.config import SimConfig
 from kvmesh.sim.fitted import Fitted
 from kvmesh.sim.host import HostModel

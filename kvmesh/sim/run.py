@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.sim.cluster import Cluster
 from kvmesh.sim.config import Mode, SimConfig
 from kvmesh.sim.coupled_cluster import CoupledCluster

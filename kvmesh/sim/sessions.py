@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from itertools import accumulate, pairwise
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.sim.synthetic import Lengths, check_lengths
 from kvmesh.sim.workload import SimRequest, key
 

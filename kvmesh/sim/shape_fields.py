@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 
 class Fields:

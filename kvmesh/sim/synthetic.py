@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.sim.workload import SimRequest, key
 from services.conductor.domain import Lane
 

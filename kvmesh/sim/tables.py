@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.sim.records import Record
 
 COLUMNS = tuple(one.name for one in fields(Record) if one.metadata.get("column", True))

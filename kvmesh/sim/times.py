@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.sim.hardware import GPUS_OF_A_NODE, Hardware
 from kvmesh.sim.shapes import ModelShape, itemsize
 

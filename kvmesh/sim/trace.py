@@ -18,8 +18,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from kvmesh.errors import ConfigError
 from kvmesh.kvcache.keys import KEY_BYTES, Namespace, chain, pack_tokens
-from kvmesh.rpc.errors import ConfigError
 
 TRACE_BLOCK = 512
 CUT, SKIP = "cut", "skip"

@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.sim import trace
 from services.conductor.domain import Lane
 

@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from prometheus_client import make_wsgi_app
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.telemetry import readiness
 
 log = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from opentelemetry.trace import NoOpTracer, Tracer
 
+from kvmesh.errors import ConfigError
 from kvmesh.private_files import private_folder, private_opener
-from kvmesh.rpc.errors import ConfigError
 from kvmesh.telemetry import names, spans
 from kvmesh.telemetry.disk import FreeSpace
 from kvmesh.telemetry.printable import printable

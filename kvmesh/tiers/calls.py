@@ -10,9 +10,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Protocol
 
+from kvmesh.errors import InvalidRequest
 from kvmesh.kvcache.keys import KEY_BYTES
 from kvmesh.kvcache.node_store import Changes
-from kvmesh.rpc.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
 

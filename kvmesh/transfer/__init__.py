@@ -3,7 +3,7 @@
 `api` is the contract, `engine.TransferEngine` the door. It knows nothing of KV, models or requests.
 """
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer.api import (
     BatchId,
     Carried,

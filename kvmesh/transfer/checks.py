@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 from msgspec.structs import replace
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer.api import Opcode, Range, TransferRequest
 
 LaneT = TypeVar("LaneT")

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer import outcomes
 from kvmesh.transfer.api import BatchId, Opcode, TrafficClass, TransferState
 from kvmesh.transfer.batch import Aftermath, Again, Batch, Group, Part, doom, finish

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer import checks, forks, memory, segment_file, waits, wire
 from kvmesh.transfer.api import (
     BatchId,

@@ -29,7 +29,7 @@ from fnmatch import fnmatchcase
 
 import msgspec
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer import memory
 from kvmesh.transfer.fault_clock import Clockwork
 from kvmesh.transfer.fault_rules import Operation, Rule, Rules, Script, Strike

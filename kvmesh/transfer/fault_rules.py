@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 
 if TYPE_CHECKING:
     from kvmesh.transfer.transport import Frame

@@ -11,7 +11,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 
 if TYPE_CHECKING:
     from kvmesh.transfer.engine import TransferEngine

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer.api import Carried, Region, TransferState
 from kvmesh.transfer.dealing import rank_of
 from kvmesh.transfer.engine import TransferEngine

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer import checks
 
 log = logging.getLogger(__name__)

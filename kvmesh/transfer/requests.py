@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer import checks
 from kvmesh.transfer.api import Opcode, TransferRequest
 from kvmesh.transfer.batch import Batch, Group

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer.api import Region
 from kvmesh.transfer.memory import PAGE, Mapping
 from kvmesh.transfer.wire import UNREADABLE

@@ -21,7 +21,7 @@ import os
 import stat
 import time
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.transfer import memory
 from kvmesh.transfer.memory import PAGE, Mapping
 

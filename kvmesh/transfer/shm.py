@@ -16,7 +16,7 @@ import secrets
 import socket
 from collections.abc import Sequence
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer import wire
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.dialing import DialingTransport

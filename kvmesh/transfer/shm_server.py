@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 from operator import add
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer import wire
 from kvmesh.transfer.memory import Mapping, copy_runs, map_peer
 from kvmesh.transfer.segment import LocalRegion

@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 from contextlib import suppress
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer import tcp_nics, wire
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.dialing import DialingTransport

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 
 _HEAD = struct.Struct("=IHHII")  # nlmsghdr: length, type, flags, seq, pid
 _IFADDR = struct.Struct("=BBBBI")  # ifaddrmsg: family, prefix length, flags, scope, index

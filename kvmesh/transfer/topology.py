@@ -17,7 +17,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer import checks
 from kvmesh.transfer.host import Host, Place
 from kvmesh.transfer.segment import NicInfo

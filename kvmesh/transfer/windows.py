@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from operator import add
 from typing import Generic, Protocol, TypeVar
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 
 MAX_UNINVITED = 4096
 MAX_NOTIFICATIONS = 65536  # of one window

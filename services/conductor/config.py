@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvmesh.config import ServiceConfig
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from services.conductor.settings import Mode
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from functools import cached_property
 
+from kvmesh.errors import KvmeshError
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import TierUse
-from kvmesh.rpc.errors import KvmeshError
 
 
 class Role(Enum):

@@ -13,8 +13,8 @@ from kvmesh.native import library
 from kvmesh.rpc import runner
 from kvmesh.rpc.call_queue import CallQueue
 from kvmesh.rpc.catching_up import caught_up
-from kvmesh.rpc.door.control import ControlDoor
-from kvmesh.rpc.door.server import FastPathLimits
+from kvmesh.rpc.fastpath.control import ControlDoor
+from kvmesh.rpc.fastpath.server import FastPathLimits
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2_grpc as pb_grpc
 from kvmesh.rpc.server import Server

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
+from kvmesh.errors import InvalidRequest
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.keys import KEY_BYTES, Keys, split
 from kvmesh.kvcache.tiers import Tier, TierUse, store_name, tier_of
-from kvmesh.rpc.errors import InvalidRequest
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import store_pb2 as pb_store

@@ -8,8 +8,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvmesh.errors import InvalidRequest
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.rpc.errors import InvalidRequest
 from services.conductor.admission.context import AdmissionContext
 from services.conductor.admission.gate import Admission
 from services.conductor.admission.judge import Judge

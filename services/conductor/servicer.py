@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvmesh.errors import InvalidRequest, Unavailable, UnknownRequest
 from kvmesh.kvcache.keys import KEY_BYTES
 from kvmesh.rpc import protocol
 from kvmesh.rpc.call_queue import CallQueue
-from kvmesh.rpc.door.server import DoorContext
-from kvmesh.rpc.errors import InvalidRequest, Unavailable, UnknownRequest
+from kvmesh.rpc.fastpath.server import DoorContext
 from kvmesh.rpc.masters import split
 from kvmesh.rpc.metadata import context_from_metadata
 from kvmesh.rpc.pb import conductor_pb2 as pb

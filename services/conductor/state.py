@@ -8,10 +8,10 @@ import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 
+from kvmesh.errors import KvmeshError, UnknownInstance
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.tiers import split_name
 from kvmesh.pacing import Pacing
-from kvmesh.rpc.errors import KvmeshError, UnknownInstance
 from services.conductor.admission.gate import Loads
 from services.conductor.balance.hot import Moment
 from services.conductor.balance.rounds import Hint

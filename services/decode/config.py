@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
+from kvmesh.errors import ConfigError
 from kvmesh.instance.config import InstanceConfig
-from kvmesh.rpc.errors import ConfigError
 from services.decode.limits import Limits
 
 _MS = {"min": 1}

@@ -14,11 +14,11 @@ from typing import Any
 
 from kvmesh.blockservice.blocks import Blocks
 from kvmesh.blockservice.shard_wire import to_wire
+from kvmesh.errors import KvmeshError, Overloaded, Unavailable
 from kvmesh.instance.front import Front
 from kvmesh.kvcache.sources import Pulled
 from kvmesh.ranks import protocol as m
 from kvmesh.rpc import protocol
-from kvmesh.rpc.errors import KvmeshError, Overloaded, Unavailable
 from kvmesh.rpc.pb import common_pb2, decode_pb2, prefill_pb2
 from kvmesh.telemetry import names, spans
 from services.decode import events as e

@@ -6,9 +6,9 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvmesh.errors import KvmeshError
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.ranks.protocol import Logprobs, Sampling
-from kvmesh.rpc.errors import KvmeshError
 
 
 class Phase(enum.IntEnum):

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvmesh.rpc.errors import DeadlinePassed, HandoffLost, InternalError
+from kvmesh.errors import DeadlinePassed, HandoffLost, InternalError
 from services.decode import events as e
 from services.decode.events import Phase, Place, Reason
 from services.decode.hands import Hands

@@ -16,8 +16,8 @@ import grpc
 import grpc.aio
 
 from kvmesh.blockservice.shard_wire import from_wire, writers_of
+from kvmesh.errors import KvmeshError, ProtocolMismatch, Unavailable
 from kvmesh.rpc import channels, protocol, status
-from kvmesh.rpc.errors import KvmeshError, ProtocolMismatch, Unavailable
 from kvmesh.rpc.pb import common_pb2, prefill_pb2, prefill_pb2_grpc
 from services.decode import inputs as i
 from services.decode import mapping

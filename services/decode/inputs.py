@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvmesh.blockservice.removals import Gone
+from kvmesh.errors import KvmeshError
 from kvmesh.kvcache import sources
 from kvmesh.ranks.protocol import ToFront, ToRank
-from kvmesh.rpc.errors import KvmeshError
 from services.decode import events as e
 from services.decode.handoff import Handoff
 

@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from kvmesh.errors import InternalError, Unavailable
 from kvmesh.instance.front import Front
-from kvmesh.rpc.errors import InternalError, Unavailable
 from kvmesh.rpc.pb import common_pb2, decode_pb2_grpc
 from kvmesh.rpc.runner import observed
 from kvmesh.rpc.server import Server

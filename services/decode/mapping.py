@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvmesh.errors import HandoffLost
 from kvmesh.ranks.protocol import Logprobs
-from kvmesh.rpc.errors import HandoffLost
 from kvmesh.rpc.pb import common_pb2, decode_pb2, prefill_pb2
 from kvmesh.rpc.status import from_detail, to_detail
 from services.decode import events as e

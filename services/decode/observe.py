@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from opentelemetry.trace import Span
 
+from kvmesh.errors import KvmeshError
 from kvmesh.kvcache.sources import Pulled, PullJob
 from kvmesh.ranks.protocol import DecodeStepDone
-from kvmesh.rpc.errors import KvmeshError
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
 from kvmesh.telemetry import names, spans
 from services.decode.events import Phase, Reason

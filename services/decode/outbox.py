@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from kvmesh.errors import KvmeshError
 from kvmesh.ranks.protocol import Logprobs
-from kvmesh.rpc.errors import KvmeshError
 from services.decode.events import Reason
 from services.decode.timeline import Timeline
 

@@ -6,7 +6,7 @@ is the prefill instance's when its handoff brought it, and this instance's other
 
 from __future__ import annotations
 
-from kvmesh.rpc.errors import (
+from kvmesh.errors import (
     DeadlinePassed,
     HandoffLost,
     InvalidRequest,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Literal
 
-from kvmesh.rpc.errors import HandoffLost, KvmeshError, Overloaded, Unavailable
+from kvmesh.errors import HandoffLost, KvmeshError, Overloaded, Unavailable
 from services.decode import events as e
 from services.decode.chain import Chain
 from services.decode.events import Phase

@@ -10,8 +10,8 @@ from typing import Any
 
 import grpc
 
+from kvmesh.errors import InvalidRequest, RequestCancelled, Unavailable
 from kvmesh.rpc import protocol
-from kvmesh.rpc.errors import InvalidRequest, RequestCancelled, Unavailable
 from kvmesh.rpc.pb import common_pb2, decode_pb2, decode_pb2_grpc
 from services.decode import inputs as i
 from services.decode import mapping

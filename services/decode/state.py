@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from kvmesh.errors import DeadlinePassed, KvmeshError, RequestCancelled
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import Pages
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.errors import DeadlinePassed, KvmeshError, RequestCancelled
 from services.decode import events as e
 from services.decode import inputs as i
 from services.decode import orders

@@ -9,7 +9,7 @@ from typing import Any
 
 from opentelemetry.context import Context
 
-from kvmesh.rpc.errors import InternalError, KvmeshError, RequestCancelled
+from kvmesh.errors import InternalError, KvmeshError, RequestCancelled
 from kvmesh.rpc.pb import common_pb2
 from kvmesh.telemetry import names, spans
 from services.gateway.choices import Choice

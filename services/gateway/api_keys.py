@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvmesh.rpc.errors import ConfigError, Unauthorized
+from kvmesh.errors import ConfigError, Unauthorized
 
 MAX_KEYS = 4096  # every one of them is compared at every call
 MAX_SALT_CHARS = 256

@@ -15,7 +15,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 
-from kvmesh.rpc.errors import InternalError, InvalidRequest, KvmeshError
+from kvmesh.errors import InternalError, InvalidRequest, KvmeshError
 from kvmesh.telemetry import names
 from services.gateway.api_keys import Tenant
 from services.gateway.core import Core

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvmesh.rpc.errors import KvmeshError, Overloaded
+from kvmesh.errors import KvmeshError, Overloaded
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
 from services.gateway.choices import Choice
 from services.gateway.generation import Generation

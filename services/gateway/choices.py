@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvmesh.rpc.errors import HandoffLost, InternalError, KvmeshError, Overloaded
+from kvmesh.errors import HandoffLost, InternalError, KvmeshError, Overloaded
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
 from kvmesh.telemetry import names
 from services.gateway.carried import Carried

@@ -12,9 +12,7 @@ import grpc
 import grpc.aio
 from opentelemetry.context import Context
 
-from kvmesh.rpc import security, status
-from kvmesh.rpc.door.client import DoorClosed
-from kvmesh.rpc.errors import (
+from kvmesh.errors import (
     DeadlinePassed,
     KvmeshError,
     ModelNotFound,
@@ -23,6 +21,8 @@ from kvmesh.rpc.errors import (
     Unavailable,
     UnknownInstance,
 )
+from kvmesh.rpc import security, status
+from kvmesh.rpc.fastpath.client import DoorClosed
 from kvmesh.rpc.pb import common_pb2, conductor_pb2
 from kvmesh.telemetry import names
 from kvmesh.telemetry.spans import traceparent

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvmesh.config import ServiceConfig
+from kvmesh.errors import ConfigError
 from kvmesh.rpc.call_limits import CallLimits
-from kvmesh.rpc.errors import ConfigError
 from services.gateway.http_limits import BodyBounds, HttpLimits
 from services.gateway.recovery import Patience
 

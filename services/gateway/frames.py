@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from kvmesh.rpc.errors import KvmeshError, Unauthorized
+from kvmesh.errors import KvmeshError, Unauthorized
 from services.gateway.choice import TokenLogprob
 
 DONE = b"data: [DONE]\n\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvmesh.rpc.errors import InvalidRequest
+from kvmesh.errors import InvalidRequest
 from kvmesh.rpc.sampling import (
     MAX_BIAS,
     MAX_BIASED_TOKENS,

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvmesh.rpc.errors import KvmeshError
+from kvmesh.errors import KvmeshError
 from kvmesh.rpc.exposure import is_loopback
 from kvmesh.telemetry import names
 from services.gateway.config import GatewayConfig

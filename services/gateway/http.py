@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 from opentelemetry.context import Context
 
-from kvmesh.rpc.errors import BodyTooLarge, DeadlinePassed, InvalidRequest, KvmeshError
+from kvmesh.errors import BodyTooLarge, DeadlinePassed, InvalidRequest, KvmeshError
 from kvmesh.telemetry import spans
 from services.gateway import wishes
 from services.gateway.frames import error_headers, error_json

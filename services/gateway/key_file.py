@@ -8,7 +8,7 @@ import os
 import time
 from pathlib import Path
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.telemetry import names
 from services.gateway.api_keys import ANYBODY, KeyRing, Tenant
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import uvicorn
 
+from kvmesh.errors import ConfigError
 from kvmesh.rpc import security
-from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.pb import gateway_pb2_grpc
 from kvmesh.rpc.public_calls import PublicCalls
 from kvmesh.rpc.runner import serve_metrics

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from kvmesh.errors import InvalidRequest, ModelNotFound, Unavailable
 from kvmesh.kvcache.keys import Namespace
-from kvmesh.rpc.errors import InvalidRequest, ModelNotFound, Unavailable
 from kvmesh.rpc.pb import common_pb2
 from services.gateway.api_keys import ANYBODY, Tenant, combined_salt
 from services.gateway.generation import brief

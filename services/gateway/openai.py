@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BaseModel, Field, PlainValidator, ValidationError, ValidationInfo, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from kvmesh.rpc.errors import InvalidRequest
+from kvmesh.errors import InvalidRequest
 from kvmesh.rpc.sampling import (
     MAX_BIAS,
     MAX_BIASED_TOKENS,

@@ -6,8 +6,8 @@ import datetime
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvmesh.errors import ContextTooLong
 from kvmesh.kvcache.keys import Namespace, chain_tip, pack_tokens
-from kvmesh.rpc.errors import ContextTooLong
 from services.gateway.chat import ChatTemplates
 from services.gateway.chat_tokens import ChatEncoder
 from services.gateway.detokenize import CONTEXT_TOKENS

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvmesh.rpc.errors import KvmeshError, Overloaded
+from kvmesh.errors import KvmeshError, Overloaded
 
 BACKOFF_S = 0.05
 MAX_BACKOFF_S = 1.0

@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from kvmesh.rpc.errors import InternalError, KvmeshError
+from kvmesh.errors import InternalError, KvmeshError
 from services.gateway import wishes
 from services.gateway.api_keys import Tenant
 from services.gateway.choice import Delta

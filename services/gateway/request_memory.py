@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 
-from kvmesh.rpc.errors import BodyTooLarge, Overloaded
+from kvmesh.errors import BodyTooLarge, Overloaded
 from kvmesh.telemetry import names
 from services.gateway.generation import Prompt
 

@@ -13,7 +13,7 @@ from types import TracebackType
 
 from opentelemetry.context import Context
 
-from kvmesh.rpc.errors import DeadlinePassed, InternalError, KvmeshError, Unavailable
+from kvmesh.errors import DeadlinePassed, InternalError, KvmeshError, Unavailable
 from kvmesh.rpc.pb import conductor_pb2, decode_pb2
 from kvmesh.telemetry import names, spans
 from services.gateway.accounts import Account

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 
-from kvmesh.rpc.errors import Overloaded
+from kvmesh.errors import Overloaded
 from kvmesh.rpc.returning import ReturnTimes
 from kvmesh.telemetry import names
 

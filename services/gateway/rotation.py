@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import grpc.aio
 
 from kvmesh.rpc import channels
-from kvmesh.rpc.door.caller import Caller
-from kvmesh.rpc.door.control import control_calls
+from kvmesh.rpc.fastpath.caller import Caller
+from kvmesh.rpc.fastpath.control import control_calls
 from kvmesh.rpc.masters import split
 from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc
 

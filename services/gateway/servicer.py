@@ -7,8 +7,8 @@ import time
 import uuid
 from typing import Any
 
+from kvmesh.errors import BodyTooLarge, DeadlinePassed, InvalidRequest
 from kvmesh.kvcache.keys import TOKEN_BYTES, unpack_tokens
-from kvmesh.rpc.errors import BodyTooLarge, DeadlinePassed, InvalidRequest
 from kvmesh.rpc.metadata import context_from_metadata
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, gateway_pb2, gateway_pb2_grpc
 from kvmesh.rpc.public_calls import Holding, Metadata, few_fields

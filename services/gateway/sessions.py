@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
+from kvmesh.errors import HandoffLost, InternalError, KvmeshError, ProtocolMismatch, Unavailable
 from kvmesh.rpc import channels, protocol, status
-from kvmesh.rpc.errors import HandoffLost, InternalError, KvmeshError, ProtocolMismatch, Unavailable
 from kvmesh.rpc.pb import common_pb2, decode_pb2, decode_pb2_grpc
 from kvmesh.telemetry import names
 from services.gateway.choice import Alternatives

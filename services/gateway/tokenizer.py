@@ -12,7 +12,7 @@ from typing import Any
 
 import tokenizers
 
-from kvmesh.rpc.errors import CheckpointError
+from kvmesh.errors import CheckpointError
 from services.gateway.detokenize import (
     Detokenizer,
     TableDetokenizer,

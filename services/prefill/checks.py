@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvmesh.errors import ContextTooLong, InvalidRequest, KvmeshError
 from kvmesh.kvcache.layout import ShardLayout
-from kvmesh.rpc.errors import ContextTooLong, InvalidRequest, KvmeshError
 from services.prefill import events as ev
 from services.prefill.planner import PlanConfig
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvmesh.errors import ConfigError
 from kvmesh.instance.config import InstanceConfig
 from kvmesh.kvcache.layout import ShardLayout
-from kvmesh.rpc.errors import ConfigError
 from services.prefill.checks import BrainConfig
 from services.prefill.planner import PlanConfig
 

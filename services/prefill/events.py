@@ -10,10 +10,10 @@ import enum
 from dataclasses import dataclass, field
 
 from kvmesh.blockservice.removals import Gone
+from kvmesh.errors import KvmeshError
 from kvmesh.kvcache import sources
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.errors import KvmeshError
 from kvmesh.transfer import Carried
 from services.prefill.done import Done
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from kvmesh.rpc.errors import KvmeshError
+from kvmesh.errors import KvmeshError
 from kvmesh.transfer import Carried
 from services.prefill.done import Done
 from services.prefill.events import Ended, Found, Landing, Outcome, Start

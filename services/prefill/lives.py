@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvmesh.blockservice.removals import Gone
+from kvmesh.errors import HandoffLost, InternalError, KvmeshError
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import PrefixCache
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.errors import HandoffLost, InternalError, KvmeshError
 from services.prefill import events as ev
 from services.prefill.blocks import SharedBlocks
 from services.prefill.checks import BrainConfig

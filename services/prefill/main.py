@@ -8,11 +8,11 @@ import logging
 from collections.abc import Callable
 
 from kvmesh.blockservice.blocks import Blocks
+from kvmesh.errors import InternalError
 from kvmesh.instance.front import Front
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.errors import InternalError
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import prefill_pb2_grpc as pb_grpc
 from kvmesh.rpc.runner import observed

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvmesh.errors import HandoffLost, InternalError
 from kvmesh.kvcache.groups import plan_group
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.errors import HandoffLost, InternalError
 from services.prefill import events as ev
 from services.prefill.checks import landing_fault
 from services.prefill.handoff import Handoff, Lease, Phase, Push

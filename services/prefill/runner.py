@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kvmesh.blockservice.shard_wire import writers_of
+from kvmesh.errors import InvalidRequest, KvmeshError, TransferError
 from kvmesh.instance.served_weights import ServedWeights
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.sources import Pulled, PullJob
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.errors import InvalidRequest, KvmeshError, TransferError
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import prefill_pb2 as pb
 from kvmesh.telemetry import spans

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from kvmesh.blockservice.shard_wire import from_wire, to_wire
+from kvmesh.errors import InvalidRequest, Unavailable
 from kvmesh.rpc import protocol
-from kvmesh.rpc.errors import InvalidRequest, Unavailable
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import prefill_pb2 as pb
 from kvmesh.rpc.pb import prefill_pb2_grpc as pb_grpc

@@ -20,13 +20,13 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvmesh.errors import DeadlinePassed, HandoffLost, KvmeshError, Overloaded, Unavailable
 from kvmesh.instance.sampling import history_of
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import PrefixCache
 from kvmesh.kvcache.sources import Lower
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.errors import DeadlinePassed, HandoffLost, KvmeshError, Overloaded, Unavailable
 from services.prefill import events as ev
 from services.prefill.checks import BrainConfig, refusal
 from services.prefill.done import Done

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvmesh.errors import InvalidRequest
 from kvmesh.instance.sampling import sampling_of
 from kvmesh.instance.served_weights import ServedWeights
 from kvmesh.kvcache import keys
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import Tier, tier_of
-from kvmesh.rpc.errors import InvalidRequest
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import prefill_pb2 as pb
 from kvmesh.rpc.status import to_detail

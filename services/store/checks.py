@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvmesh.errors import InvalidRequest
 from kvmesh.kvcache.announce import MAX_KEYS, Announcement
 from kvmesh.kvcache.tiers import MARK, split_name
-from kvmesh.rpc.errors import InvalidRequest
 from services.store.domain import Member
 
 MAX_TEXT = 256

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from kvmesh.errors import KvmeshError
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.block_map import Verdict
 from kvmesh.kvcache.tiers import TierUse
-from kvmesh.rpc.errors import KvmeshError
 
 
 class Role(Enum):

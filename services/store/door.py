@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kvmesh.errors import InvalidRequest, NotLeader, Unavailable
 from kvmesh.leader.leadership import Leadership
-from kvmesh.rpc.errors import InvalidRequest, NotLeader, Unavailable
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.terms import MAX_TERM
 from kvmesh.telemetry import names

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
-from kvmesh.rpc.errors import StaleTerm
+from kvmesh.errors import StaleTerm
 
 QUOTA, NAME, TARGET, SETTING = "quota", "name", "target", "setting"
 TOMBSTONE, DRAIN, UNPIN, CONFIG = "tombstone", "drain", "unpin", "config"

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 from typing import Any, cast
 
+from kvmesh.errors import NotLeader, StaleTerm, Unavailable
 from kvmesh.leader.leadership import Leadership
 from kvmesh.leader.redis_lease import Redis, RedisLease
 from kvmesh.rpc import runner
 from kvmesh.rpc.call_queue import CallQueue
-from kvmesh.rpc.door.control import ControlDoor
-from kvmesh.rpc.door.server import FastPathLimits
-from kvmesh.rpc.errors import NotLeader, StaleTerm, Unavailable
+from kvmesh.rpc.fastpath.control import ControlDoor
+from kvmesh.rpc.fastpath.server import FastPathLimits
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 from kvmesh.rpc.server import Server

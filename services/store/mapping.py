@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from kvmesh.errors import InvalidRequest
 from kvmesh.kvcache import keys
 from kvmesh.kvcache.announce import MAX_KEYS, Announcement
 from kvmesh.kvcache.tiers import MARK, Tier, TierUse, split_name, store_name, tier_of
-from kvmesh.rpc.errors import InvalidRequest
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import store_pb2 as pb
 from services.store.domain import Change, Member, Publish, Relay, Role, StoreStatus, Usage

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import grpc.aio
 
+from kvmesh.errors import KvmeshError
 from kvmesh.rpc import channels, status
-from kvmesh.rpc.errors import KvmeshError
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.telemetry import names

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from kvmesh.errors import StaleTerm
 from kvmesh.leader.redis_lease import Redis
-from kvmesh.rpc.errors import StaleTerm
 from services.store.durable import KINDS, Kept
 
 LOAD_PAGE = 2048  # entries in one call

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from kvmesh.errors import NotLeader
 from kvmesh.rpc import protocol
 from kvmesh.rpc.catching_up import caught_up
-from kvmesh.rpc.door.server import DoorContext
-from kvmesh.rpc.errors import NotLeader
+from kvmesh.rpc.fastpath.server import DoorContext
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.telemetry import names
 from services.store import mapping

@@ -7,7 +7,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from kvmesh.rpc.errors import InvalidRequest, KvmeshError
+from kvmesh.errors import InvalidRequest, KvmeshError
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 from services.store.domain import Event, Heard
 from services.store.durable import Durable

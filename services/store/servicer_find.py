@@ -7,9 +7,9 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
+from kvmesh.errors import InvalidRequest
 from kvmesh.kvcache.keys import KEY_BYTES
 from kvmesh.kvcache.tiers import Tier, split_name
-from kvmesh.rpc.errors import InvalidRequest
 from kvmesh.rpc.pb import store_pb2 as pb
 from services.store import mapping
 from services.store.domain import Tick

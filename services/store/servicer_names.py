@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvmesh.errors import InvalidRequest
 from kvmesh.kvcache.keys import KEY_BYTES, split
-from kvmesh.rpc.errors import InvalidRequest
 from kvmesh.rpc.pb import store_pb2 as pb
 from services.store.checks import MAX_TEXT
 from services.store.domain import Tick

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from kvmesh.errors import InvalidRequest, KvmeshError, NotLeader, UnknownInstance
 from kvmesh.kvcache.keys import KEY_BYTES, TAG_BYTES
-from kvmesh.rpc.errors import InvalidRequest, KvmeshError, NotLeader, UnknownInstance
 from kvmesh.rpc.pb import store_pb2 as pb
 from services.store import mapping
 from services.store.checks import MAX_TEXT

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from services.store.config import StoreConfig
 
 SHARED = (

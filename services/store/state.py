@@ -11,11 +11,11 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from kvmesh.errors import InvalidRequest, KvmeshError, Overloaded, UnknownInstance
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.kvcache.block_map import Verdict
 from kvmesh.kvcache.tiers import split_name, store_names
 from kvmesh.pacing import Lease, Pacing, Pulse, Words
-from kvmesh.rpc.errors import InvalidRequest, KvmeshError, Overloaded, UnknownInstance
 from services.store import checks
 from services.store.blocks import Blocks
 from services.store.domain import (

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from kvmesh.rpc.errors import ConfigError, StaleTerm, Unavailable
+from kvmesh.errors import ConfigError, StaleTerm, Unavailable
 from kvmesh.rpc.terms import MAX_TERM
 from services.store.durable import KINDS, Kept, nothing
 

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from kvmesh.rpc.errors import NotLeader, Overloaded, Unavailable
+from kvmesh.errors import NotLeader, Overloaded, Unavailable
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.telemetry import names
 from services.store import mapping

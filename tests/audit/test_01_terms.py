@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from kvmesh.cli.app import app
+from kvmesh.errors import InvalidRequest, KvmeshError, UnknownInstance
 from kvmesh.leader.redis_lease import Redis
 from kvmesh.rpc import channels
-from kvmesh.rpc.errors import InvalidRequest, KvmeshError, UnknownInstance
 from kvmesh.rpc.pb import store_pb2, store_pb2_grpc
 from kvmesh.rpc.status import from_rpc_error
 from kvmesh.rpc.terms import MAX_TERM

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from kvmesh.errors import Overloaded
 from kvmesh.rpc import channels
 from kvmesh.rpc.catching_up import caught_up
-from kvmesh.rpc.door import frames
-from kvmesh.rpc.errors import Overloaded
+from kvmesh.rpc.fastpath import frames
 from kvmesh.rpc.pb import doors_pb2, doors_pb2_grpc
 from services.conductor.domain import CaughtUp, Role
 from services.conductor.state import ConductorState

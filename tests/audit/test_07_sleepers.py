@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.kvcache.client import StoreClient
+from kvmesh.storeclient import StoreClient
 from tests.audit.sleepers.process import Slept, sleeper
 from tests.kvcache.client.stores import MIB, stores, values
 from tests.node.stores import bench, keys_of, node, until

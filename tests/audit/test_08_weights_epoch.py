@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from kvmesh.errors import ModelNotFound
 from kvmesh.instance.served_weights import ServedWeights
-from kvmesh.rpc.errors import ModelNotFound
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2, prefill_pb2
 from services.decode import mapping
 from services.decode.requests import Instance, check_start

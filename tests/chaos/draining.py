@@ -6,9 +6,9 @@ import asyncio
 import time
 from typing import Any
 
-from kvmesh.kvcache.client.directory import Directory
-from kvmesh.rpc.errors import KvmeshError
+from kvmesh.errors import KvmeshError
 from kvmesh.rpc.pb import store_pb2
+from kvmesh.storeclient.directory import Directory
 
 TRY_S = 2.0
 PAUSE_S = 0.1

@@ -8,13 +8,13 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from kvmesh.kvcache.client.client import StoreClient
-from kvmesh.kvcache.client.config import ClientConfig
-from kvmesh.kvcache.client.memory import Buffer
-from kvmesh.kvcache.client.near import Plan
-from kvmesh.kvcache.client.reading import Got as Read
-from kvmesh.kvcache.client.writing import Pin, Put
-from kvmesh.rpc.errors import KvmeshError, Unavailable
+from kvmesh.errors import KvmeshError, Unavailable
+from kvmesh.storeclient.client import StoreClient
+from kvmesh.storeclient.config import ClientConfig
+from kvmesh.storeclient.local_reads import Plan
+from kvmesh.storeclient.memory import Buffer
+from kvmesh.storeclient.reading import Got as Read
+from kvmesh.storeclient.writing import Pin, Put
 from kvmesh.transfer import TransferEngine
 from tests.chaos.workload import Got
 

@@ -7,7 +7,7 @@ import random
 import time
 from collections import deque
 
-from kvmesh.rpc.errors import KvmeshError
+from kvmesh.errors import KvmeshError
 from tests.chaos.drivers import ClientDriver
 from tests.chaos.history import History
 from tests.chaos.workload import get, put

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvmesh.rpc.errors import InvalidRequest, KvmeshError
+from kvmesh.errors import InvalidRequest, KvmeshError
 from tests.chaos.history import History
 
 NAMES = 6

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 
 import grpc.aio
 
-from kvmesh.kvcache.client.naming import content_key
 from kvmesh.kvcache.keys import KEY_BYTES, split
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc
+from kvmesh.storeclient.naming import content_key
 from kvmesh.transfer import EngineConfig, Opcode, TransferEngine, TransferRequest, TransferState
 from tests.chaos.history import digest_of
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc.aio
 
-from kvmesh.rpc.errors import KvmeshError
+from kvmesh.errors import KvmeshError
 from tests.chaos import nemesis
 from tests.chaos.after import FAREWELL, farewell, survey
 from tests.chaos.checker import Rules, check, explain

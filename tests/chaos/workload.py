@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvmesh.rpc.errors import KvmeshError
+from kvmesh.errors import KvmeshError
 from tests.chaos.history import History, digest_of
 
 SHARED_VALUES = 40

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvmesh.cli.advertising import resolved
+from kvmesh.errors import ConfigError
 from kvmesh.pool.config import PoolConfig
-from kvmesh.rpc.errors import ConfigError
 from services.conductor.config import ConductorConfig
 from services.decode.config import DecodeConfig
 from services.store.config import StoreConfig

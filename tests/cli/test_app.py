@@ -16,7 +16,7 @@ from kvmesh.cli import serve, stream
 from kvmesh.cli.app import app
 from kvmesh.cli.serve import SERVICES, config_class, known_keys
 from kvmesh.config import ServiceConfig
-from kvmesh.rpc.errors import InvalidRequest
+from kvmesh.errors import InvalidRequest
 
 Invoke = Callable[..., Result]
 FREE_PORTS = ("--http-port", "0", "--grpc-port", "0")

@@ -22,7 +22,7 @@ from kvmesh import extras
 from kvmesh.cli.checks import check_tiers
 from kvmesh.cli.serve import SERVICES
 from kvmesh.cli.settings import MeshSettings
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from tests.checkpoints import make_checkpoint
 
 MARK = "TEST_BAD_START"

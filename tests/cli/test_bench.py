@@ -21,7 +21,7 @@ from kvmesh.cli import replay
 from kvmesh.cli.app import app
 from kvmesh.cli.bench import Lengths, Workload
 from kvmesh.cli.load import Outcome
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.sim import trace
 from kvmesh.sim.trace import TokenMaker, TraceRequest
 from services.gateway.api_keys import KeyRing

@@ -9,7 +9,7 @@ import pytest
 from kvmesh.cli.chosen import chosen, merged
 from kvmesh.cli.plan import Ports, Spec, plan
 from kvmesh.cli.settings import MeshSettings
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 PROCESSES = [
     ("redis", "redis"), ("store", "store"), ("conductor", "conductor"),

@@ -9,7 +9,7 @@ import pytest
 
 from kvmesh.cli import collect, cordon, plan, status
 from kvmesh.cli.settings import MeshSettings
-from kvmesh.rpc.errors import ConfigError, Unavailable, UnknownInstance
+from kvmesh.errors import ConfigError, Unavailable, UnknownInstance
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from tests.cli.test_screens import instance, mesh, printed
 from tests.conductor.test_leadership import One, conductor, config

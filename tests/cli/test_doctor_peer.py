@@ -23,7 +23,7 @@ from kvmesh.cli.console import console
 from kvmesh.cli.doctor_matrix import Cell, Figure, Outcome
 from kvmesh.cli.doctor_measure import check_nics, left_out
 from kvmesh.cli.doctor_progress import Progress
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from tests.transfer.conftest import until
 from tests.transfer.networks import networks
 from tests.transfer.sysfs import two_sockets

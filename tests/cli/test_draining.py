@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from kvmesh.cli import cordon, draining
 from kvmesh.cli.app import app
 from kvmesh.cli.draining import DrainEnd, DrainLook, end_of
-from kvmesh.rpc.errors import Unavailable, UnknownInstance
+from kvmesh.errors import Unavailable, UnknownInstance
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import store_pb2, store_pb2_grpc
 from kvmesh.rpc.status import abort

@@ -12,7 +12,7 @@ from rich.console import Console
 from kvmesh.cli import hashing
 from kvmesh.engine import fingerprint as fp
 from kvmesh.engine.checkpoint import open_checkpoint
-from kvmesh.rpc.errors import CheckpointError
+from kvmesh.errors import CheckpointError
 from tests.checkpoints import make_checkpoint
 
 GB = 10**9

@@ -18,8 +18,8 @@ from kvmesh.cli import plan
 from kvmesh.cli.mesh import Mesh
 from kvmesh.cli.settings import MeshSettings
 from kvmesh.cli.up import _plaintext
+from kvmesh.errors import ConfigError
 from kvmesh.rpc.certificates import make_certificates
-from kvmesh.rpc.errors import ConfigError
 
 KVMESH = [sys.executable, "-m", "kvmesh.cli"]
 

@@ -11,7 +11,7 @@ import pytest
 from kvmesh.cli import checks, joining, plan
 from kvmesh.cli.joining import Bearer, Found, conductors_of, fitted, taken
 from kvmesh.cli.settings import Joined, MeshSettings
-from kvmesh.rpc.errors import ConfigError, ProtocolMismatch
+from kvmesh.errors import ConfigError, ProtocolMismatch
 
 CARD = {"name": "demo", "fingerprint": "ab" * 32, "kv_dtype": "bfloat16", "block_tokens": 32}
 MESH = Joined(("10.0.0.1:7001", "10.0.0.1:7011"), ("10.0.0.1:7002",))

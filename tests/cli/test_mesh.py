@@ -25,7 +25,7 @@ from kvmesh.cli import collect, plan, probe, runs
 from kvmesh.cli.mesh import Event, Mesh, State, last_line
 from kvmesh.cli.role import set_role
 from kvmesh.cli.settings import MeshSettings
-from kvmesh.rpc.errors import ConfigError, ProtocolMismatch, Unavailable
+from kvmesh.errors import ConfigError, ProtocolMismatch, Unavailable
 from kvmesh.rpc.pb import common_pb2
 from tests.redis_server import needs_redis
 

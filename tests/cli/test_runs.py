@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvmesh.cli import models, runs
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)

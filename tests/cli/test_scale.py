@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from kvmesh.cli import runs, scale
 from kvmesh.cli.app import app
-from kvmesh.rpc.errors import Unavailable
+from kvmesh.errors import Unavailable
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc
 from services.conductor.main import Conductor
 from services.conductor.servicer import ConductorServicer

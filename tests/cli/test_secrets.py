@@ -12,9 +12,9 @@ from kvmesh.cli import plan, runs
 from kvmesh.cli.mesh import Mesh
 from kvmesh.cli.settings import MeshSettings
 from kvmesh.config import load
+from kvmesh.errors import ConfigError
 from kvmesh.leader.redis_lease import check_url
 from kvmesh.private_files import private_folder, private_opener
-from kvmesh.rpc.errors import ConfigError
 from services.conductor.config import ConductorConfig
 
 SECRET = "hunter2-s3cret"

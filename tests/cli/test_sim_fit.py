@@ -60,7 +60,7 @@ def test_what_is_wrong_is_named(text: str | None, arguments: list[str], words: s
 
 
 def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
-    from kvmesh.rpc.errors import ConfigError
+    from kvmesh.errors import ConfigError
 
     for told, words in (
         ({"kvmesh_fit": 2}, "kvmesh_fit=2: must be 1"),

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from kvmesh.cli import sim_build, sim_options, sim_progress
 from kvmesh.cli.app import app
 from kvmesh.cli.sim_options import Options, label, sweeps
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.sim.config import Mode
 
 Invoke = Callable[..., Result]

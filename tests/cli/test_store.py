@@ -15,8 +15,8 @@ from typer.testing import CliRunner, Result
 from kvmesh.cli import store_target, store_top
 from kvmesh.cli.app import app
 from kvmesh.cli.store_bench import parsed
+from kvmesh.errors import ConfigError
 from kvmesh.kvcache.keys import tenant_tag
-from kvmesh.rpc.errors import ConfigError
 from tests.kvcache.client.threads import in_thread
 
 Invoke = Callable[..., Result]

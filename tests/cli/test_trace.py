@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from kvmesh.cli.app import app
 from kvmesh.cli.trace import _table, find_trace, trees, whole
-from kvmesh.rpc.errors import InvalidRequest
+from kvmesh.errors import InvalidRequest
 
 TRACE = "ab" * 16
 

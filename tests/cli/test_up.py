@@ -21,7 +21,7 @@ import pytest
 
 from kvmesh.cli.models import demo_model
 from kvmesh.cli.trace import find_trace, read_spans
-from kvmesh.rpc.errors import InvalidRequest
+from kvmesh.errors import InvalidRequest
 
 pytestmark = pytest.mark.mesh
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from prometheus_client.metrics import MetricWrapperBase
 
-from kvmesh.rpc import errors
+from kvmesh import errors
 from kvmesh.telemetry import names
 
 PROMETHEUS_OWN = {"up": "gauge", "process_cpu_seconds_total": "counter", "process_resident_memory_bytes": "gauge"}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.rpc.errors import KvmeshError
+from kvmesh.errors import KvmeshError
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from services.conductor import mapping
 from services.conductor.domain import DecodeSample, Placed, PrefillSample, Role

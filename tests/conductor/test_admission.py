@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.rpc.errors import Overloaded
+from kvmesh.errors import Overloaded
 from services.conductor.domain import Load, Outcome, Placed, Refuse, RequestOutcome, Role, Schedule
 from services.conductor.settings import AdmissionSettings, Mode
 from tests.conductor.brain import Brain, card

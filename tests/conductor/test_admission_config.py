@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.rpc.errors import ConfigError, InvalidRequest
+from kvmesh.errors import ConfigError, InvalidRequest
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from services.conductor.config import ConductorConfig
 from services.conductor.domain import Lane

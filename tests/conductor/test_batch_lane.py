@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvmesh.rpc.errors import Overloaded
+from kvmesh.errors import Overloaded
 from services.conductor.admission import lanes
 from services.conductor.admission.lanes import Asked, BatchLane
 from services.conductor.admission.slowdown import (

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from kvmesh.errors import InvalidRequest, Overloaded, Unavailable, UnknownRequest
 from kvmesh.rpc import channels
-from kvmesh.rpc.errors import InvalidRequest, Overloaded, Unavailable, UnknownRequest
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, store_pb2
 from services.store import main as store_main
 from services.store.config import StoreConfig

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
+from kvmesh.errors import ConfigError
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.rpc.errors import ConfigError
 from services.conductor.costs import models as cost
 from services.conductor.costs.file import Costs, fit_all, fit_decode_step, fit_pull, fit_tier, fit_transfer
 from services.conductor.costs.models import Coefficients

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.rpc.errors import Overloaded
+from kvmesh.errors import Overloaded
 from services.conductor import mapping_out
 from services.conductor.costs.accuracy import AS_PREDICTED, ENOUGH
 from services.conductor.domain import DecodeSample, Lane, Load, Outcome, PrefillSample, RequestOutcome, Role

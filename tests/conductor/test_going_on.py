@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.rpc.errors import InvalidRequest, Overloaded, Unavailable
+from kvmesh.errors import InvalidRequest, Overloaded, Unavailable
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.sim import decisions
 from services.conductor.costs.accuracy import What

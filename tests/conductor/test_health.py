@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvmesh.rpc.errors import InvalidRequest, Overloaded, Unavailable, UnknownInstance
+from kvmesh.errors import InvalidRequest, Overloaded, Unavailable, UnknownInstance
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from services.conductor.domain import Cordon, CordonState, Outcome, Placed, Refuse, RequestOutcome, Role
 from services.conductor.fleet.cordons import MAX_CORDONS, MAX_REASON, Cordons, changes

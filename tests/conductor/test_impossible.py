@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.rpc.errors import InvalidRequest, KvmeshError, Overloaded
+from kvmesh.errors import InvalidRequest, KvmeshError, Overloaded
 from services.conductor.domain import (
     Cordon,
     CordonState,

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from kvmesh.errors import ConfigError
 from kvmesh.kvcache.keys import Keys
-from kvmesh.rpc.errors import ConfigError
 from kvmesh.sim import decisions
 from services.conductor.domain import (
     Cordon,

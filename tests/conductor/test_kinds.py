@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.rpc.errors import InvalidRequest, Overloaded, Unavailable
+from kvmesh.errors import InvalidRequest, Overloaded, Unavailable
 from services.conductor.costs.interference import mixed_tbt_s, shared, without_rows_s
 from services.conductor.domain import DecodeSample, Fetch, Load, Placed, PrefillSample, Refuse, Role
 from services.conductor.fleet.instance import Instance

@@ -15,9 +15,9 @@ import grpc
 import pytest
 
 from kvmesh.cli.plan import Ports
+from kvmesh.errors import ConfigError, Unavailable, UnknownInstance
 from kvmesh.leader.redis_lease import Redis
 from kvmesh.rpc import channels
-from kvmesh.rpc.errors import ConfigError, Unavailable, UnknownInstance
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2_grpc, store_pb2, store_pb2_grpc
 from kvmesh.rpc.process import PARENT_ENV

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.rpc.errors import Overloaded
+from kvmesh.errors import Overloaded
 from services.conductor.admission.margins import ENOUGH, KEPT, MOST, Margin
 from services.conductor.domain import Outcome, RequestOutcome
 from services.conductor.settings import AdmissionSettings

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.rpc.errors import ContextTooLong, ModelNotFound, Overloaded, Unavailable
+from kvmesh.errors import ContextTooLong, ModelNotFound, Overloaded, Unavailable
 from services.conductor.domain import (
     DecodeSample,
     Load,

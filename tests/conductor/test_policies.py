@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvmesh.errors import ConfigError, Overloaded
 from kvmesh.rpc import channels
-from kvmesh.rpc.errors import ConfigError, Overloaded
 from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc
 from services.conductor import main
 from services.conductor.config import ConductorConfig

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from kvmesh.rpc.errors import Overloaded
+from kvmesh.errors import Overloaded
 from services.conductor.domain import MemberGone, OutOfStep, Placed, PrefillSample, Role, StoreLost
 from tests.conductor.brain import BLOCK, IDLE, Brain, card, chain, joined, reset
 from tests.conductor.sharing import BYTES, LONG, X, mesh, other, ranges

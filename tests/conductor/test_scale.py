@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.telemetry import names
 from services.conductor import mapping_out
 from services.conductor.balance.demand import Demand, Demands

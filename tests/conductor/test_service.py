@@ -12,8 +12,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvmesh.rpc import channels, protocol, status
-from kvmesh.rpc.errors import (
+from kvmesh.errors import (
     ConfigError,
     InvalidRequest,
     KvmeshError,
@@ -23,6 +22,7 @@ from kvmesh.rpc.errors import (
     Unavailable,
     UnknownInstance,
 )
+from kvmesh.rpc import channels, protocol, status
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, store_pb2, store_pb2_grpc
 from services.conductor import main
 from services.conductor.config import ConductorConfig

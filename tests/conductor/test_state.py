@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from kvmesh.rpc.errors import ContextTooLong, InvalidRequest, ModelNotFound, Unavailable, UnknownInstance
+from kvmesh.errors import ContextTooLong, InvalidRequest, ModelNotFound, Unavailable, UnknownInstance
 from services.conductor.domain import (
     DecodeSample,
     Load,

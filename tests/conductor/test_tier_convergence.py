@@ -13,11 +13,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from kvmesh.errors import UnknownInstance
 from kvmesh.kvcache.announce import Announcer
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.tiers import Tier, store_name
 from kvmesh.membership.announcing import to_proto
-from kvmesh.rpc.errors import UnknownInstance
 from kvmesh.rpc.pb import store_pb2 as pb
 from services.conductor.domain import Event, Life, OutOfStep, StoreLost
 from services.conductor.domain import Tick as Later

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvmesh.rpc.errors import Overloaded
+from kvmesh.errors import Overloaded
 from services.conductor.domain import (
     DecodeSample,
     Lane,

@@ -29,10 +29,10 @@ import sys
 from pathlib import Path
 
 from kvmesh.blockservice.removals import Gone
+from kvmesh.errors import HandoffLost, InvalidRequest, RequestCancelled, Unavailable
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Pulled, PullJob
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.errors import HandoffLost, InvalidRequest, RequestCancelled, Unavailable
 from services.decode import events as e
 from services.decode import inputs as i
 from services.decode.handoff import Handoff

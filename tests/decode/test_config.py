@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from services.decode.config import DecodeConfig
 from services.decode.limits import Limits
 

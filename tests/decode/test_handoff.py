@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvmesh.rpc.errors import RequestCancelled
+from kvmesh.errors import RequestCancelled
 from services.decode import events as e
 from services.decode.events import Phase, Place
 from services.decode.handoff import Handoff

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvmesh.rpc.errors import (
+from kvmesh.errors import (
     ContextTooLong,
     DeadlinePassed,
     HandoffLost,

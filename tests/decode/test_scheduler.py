@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvmesh.rpc.errors import Unavailable
+from kvmesh.errors import Unavailable
 from services.decode import events as e
 from services.decode import inputs as i
 from services.decode.events import Phase

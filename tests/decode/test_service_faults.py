@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from kvmesh.rpc.errors import InternalError
+from kvmesh.errors import InternalError
 from kvmesh.rpc.pb import common_pb2 as pb
 from services.decode import main
 from services.decode.config import DecodeConfig

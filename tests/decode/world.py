@@ -9,10 +9,10 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 
+from kvmesh.errors import HandoffLost, RequestCancelled
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.kvcache.sources import Pulled, PullJob, PullRange
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.errors import HandoffLost, RequestCancelled
 from services.decode import events as e
 from services.decode import inputs as i
 from services.decode.limits import NS_PER_MS, Limits, RankShape, Shape

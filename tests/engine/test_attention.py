@@ -14,7 +14,7 @@ from kvmesh.engine.attention_native import NativeAttention
 from kvmesh.engine.attention_torch import TorchAttention
 from kvmesh.engine.config import AttentionSpec
 from kvmesh.engine.cpu import native
-from kvmesh.rpc.errors import InternalError
+from kvmesh.errors import InternalError
 from tests.engine.attention_oracle import Bench, Chunk, Shape, shifted
 
 needs_native = pytest.mark.skipif(

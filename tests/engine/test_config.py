@@ -9,7 +9,7 @@ import torch
 
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.rope import RotaryEmbedding, inverse_frequencies, rotate
-from kvmesh.rpc.errors import CheckpointError
+from kvmesh.errors import CheckpointError
 
 BASE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

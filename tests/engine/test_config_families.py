@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.config import ModelConfig
 from kvmesh.engine.rope import RotaryEmbedding, inverse_frequencies, rotate
-from kvmesh.rpc.errors import CheckpointError
+from kvmesh.errors import CheckpointError
 from tests.checkpoints import FAMILY_ZOO, make_checkpoint
 from tests.engine.stepper import Stepper
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from kvmesh.engine import fingerprint as fp
 from kvmesh.engine.checkpoint import Checkpoint, open_checkpoint
 from kvmesh.engine.fingerprint import LOCK, RECORD, Fingerprint
-from kvmesh.rpc.errors import CheckpointError
+from kvmesh.errors import CheckpointError
 from tests.checkpoints import make_checkpoint
 
 EMBED = "model.embed_tokens.weight"

@@ -16,7 +16,7 @@ from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.parallel import Cut, Group, ProcessGroup, RanksLost, check_shares, share, share_of
 from kvmesh.engine.runner import DecodeInput, PrefillInput, SampleParams, shard_layout
 from kvmesh.engine.weights import Weights
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from tests.checkpoints import FAMILY_ZOO, make_checkpoint
 from tests.engine.stepper import Stepper
 from tests.reference import Forced, assert_as_close_as_reference, assert_matches_reference

@@ -17,7 +17,7 @@ from kvmesh.engine.local import GenerateParams, LocalEngine
 from kvmesh.engine.sampler import Sampler
 from kvmesh.engine.sampling import filters
 from kvmesh.engine.sampling.noise import Noise, uniform
-from kvmesh.rpc.errors import NonFiniteLogits
+from kvmesh.errors import NonFiniteLogits
 from tests.engine import oracle
 
 

@@ -20,7 +20,7 @@ from kvmesh.engine.runner import DecodeInput, PrefillInput
 from kvmesh.engine.sampler import Sampler, _Batch
 from kvmesh.engine.sampling import adjust, filters
 from kvmesh.engine.sampling.history import History
-from kvmesh.rpc.errors import InternalError, NonFiniteLogits
+from kvmesh.errors import InternalError, NonFiniteLogits
 from tests.engine import oracle
 from tests.engine.stepper import Stepper
 

@@ -11,7 +11,7 @@ import struct
 
 import pytest
 
-from kvmesh.rpc.door import frames
+from kvmesh.rpc.fastpath import frames
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.transfer import EngineConfig, TransferState, wire
 from kvmesh.transfer.shm_path import raw_address

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvmesh.errors import KvmeshError
 from kvmesh.kvcache.keys import unpack_tokens
 from kvmesh.rpc import status
-from kvmesh.rpc.door.control import ControlDoor
-from kvmesh.rpc.errors import KvmeshError
+from kvmesh.rpc.fastpath.control import ControlDoor
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc, decode_pb2, decode_pb2_grpc
 from kvmesh.rpc.protocol import PROTOCOL_VERSION

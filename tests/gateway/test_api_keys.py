@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from kvmesh.errors import ConfigError, Unauthorized
 from kvmesh.kvcache.keys import chain, split
-from kvmesh.rpc.errors import ConfigError, Unauthorized
 from services.gateway.api_keys import ANYBODY, MAX_KEYS, Entry, KeyRing, Tenant, combined_salt, make_entry
 from services.gateway.models import Facts
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from kvmesh.rpc.errors import InvalidRequest
+from kvmesh.errors import InvalidRequest
 from services.gateway.chat import ChatTemplates, Message
 from tests.gateway.tokenizers_made import CHAT_TEMPLATE
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvmesh.rpc.errors import Overloaded, RequestCancelled, Unavailable
+from kvmesh.errors import Overloaded, RequestCancelled, Unavailable
 from tests.gateway.conftest import Mesh, MeshMaker, seen, until
 from tests.gateway.scripted import MODEL, Conductor
 

@@ -110,7 +110,7 @@ def test_pieces_of_tokens_tell_their_bytes() -> None:
 
 
 def test_loading_names_the_file(tmp_path: Path) -> None:
-    from kvmesh.rpc.errors import CheckpointError
+    from kvmesh.errors import CheckpointError
 
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: no such file"):
         Tokenizer.load(tmp_path)

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from kvmesh.rpc.errors import HandoffLost, InternalError, InvalidRequest, KvmeshError, Overloaded, Unavailable
+from kvmesh.errors import HandoffLost, InternalError, InvalidRequest, KvmeshError, Overloaded, Unavailable
 from kvmesh.rpc.pb import decode_pb2
 from tests.gateway.conftest import Mesh, MeshMaker, seen, until
 from tests.gateway.scripted import MODEL, BreakStream, Run, Script

@@ -9,9 +9,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvmesh.kvcache.keys import pack_tokens
-from kvmesh.rpc.channels import connect
-from kvmesh.rpc.errors import (
+from kvmesh.errors import (
     BodyTooLarge,
     DeadlinePassed,
     HandoffLost,
@@ -20,6 +18,8 @@ from kvmesh.rpc.errors import (
     ModelNotFound,
     Overloaded,
 )
+from kvmesh.kvcache.keys import pack_tokens
+from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import common_pb2, gateway_pb2
 from kvmesh.rpc.status import from_rpc_error
 from tests.gateway.conftest import Mesh, MeshMaker, seen, until

@@ -16,8 +16,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from kvmesh.errors import InvalidRequest, Overloaded, Unauthorized
 from kvmesh.rpc.channels import connect
-from kvmesh.rpc.errors import InvalidRequest, Overloaded, Unauthorized
 from kvmesh.rpc.pb import gateway_pb2, gateway_pb2_grpc
 from kvmesh.rpc.status import from_rpc_error
 from tests.gateway.conftest import Mesh, MeshMaker, seen, until

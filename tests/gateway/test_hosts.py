@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from services.gateway.api_keys import make_entry
 from services.gateway.config import GatewayConfig
 from services.gateway.hosts import ForeignHost, check_host, checks_hosts

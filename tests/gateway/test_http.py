@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.rpc.errors import CheckpointError, ConfigError
+from kvmesh.errors import CheckpointError, ConfigError
 from kvmesh.telemetry import setup
 from services.gateway import main
 from services.gateway.config import GatewayConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import openai
 import pytest
 
-from kvmesh.rpc.errors import InvalidRequest, KvmeshError
+from kvmesh.errors import InvalidRequest, KvmeshError
 from tests.gateway.conftest import Mesh, MeshMaker
 from tests.gateway.scripted import MODEL
 from tests.gateway.test_grpc import asks, error_of

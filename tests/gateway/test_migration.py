@@ -11,8 +11,8 @@ from typing import Any
 import openai
 import pytest
 
+from kvmesh.errors import HandoffLost, KvmeshError, Overloaded, Unavailable
 from kvmesh.kvcache.keys import chain_tip, pack_tokens
-from kvmesh.rpc.errors import HandoffLost, KvmeshError, Overloaded, Unavailable
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import decode_pb2
 from kvmesh.telemetry import names, setup

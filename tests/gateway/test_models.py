@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from kvmesh.config import load
-from kvmesh.rpc.errors import ConfigError, InvalidRequest, ModelNotFound, Unavailable
+from kvmesh.errors import ConfigError, InvalidRequest, ModelNotFound, Unavailable
 from kvmesh.rpc.pb import gateway_pb2
 from kvmesh.rpc.status import from_rpc_error
 from services.gateway.config import GatewayConfig

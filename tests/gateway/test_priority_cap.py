@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvmesh.rpc.errors import InvalidRequest
+from kvmesh.errors import InvalidRequest
 from kvmesh.rpc.pb import gateway_pb2
 from kvmesh.rpc.status import from_rpc_error
 from tests.gateway.conftest import MeshMaker

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvmesh.errors import HandoffLost, InternalError, InvalidRequest, KvmeshError, Overloaded, Unavailable
 from kvmesh.kvcache.keys import Namespace, chain_tip, pack_tokens
-from kvmesh.rpc.errors import HandoffLost, InternalError, InvalidRequest, KvmeshError, Overloaded, Unavailable
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
 from services.gateway.carried import Carried
 from services.gateway.choice import Alternatives, Answer, Delta, TokenLogprob

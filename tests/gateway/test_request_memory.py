@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmesh.rpc.errors import BodyTooLarge, ConfigError, KvmeshError, Overloaded
+from kvmesh.errors import BodyTooLarge, ConfigError, KvmeshError, Overloaded
 from services.gateway.config import GatewayConfig
 from services.gateway.request_memory import SMALL_BYTES, RequestMemory, parse_cost
 

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from kvmesh.rpc.errors import KvmeshError, Unavailable
+from kvmesh.errors import KvmeshError, Unavailable
 from kvmesh.rpc.pb import common_pb2, decode_pb2
 from services.gateway.choice import Alternatives
 from services.gateway.sessions import Sessions

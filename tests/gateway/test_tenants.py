@@ -14,8 +14,8 @@ import openai
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvmesh.errors import ConfigError, InvalidRequest, ModelNotFound, Unauthorized
 from kvmesh.rpc.channels import connect
-from kvmesh.rpc.errors import ConfigError, InvalidRequest, ModelNotFound, Unauthorized
 from kvmesh.rpc.pb import gateway_pb2
 from kvmesh.rpc.status import from_rpc_error
 from kvmesh.telemetry import setup

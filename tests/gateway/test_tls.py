@@ -13,10 +13,10 @@ import grpc
 import httpx
 import pytest
 
+from kvmesh.errors import ConfigError, TlsFailed, Unavailable
 from kvmesh.rpc import security
 from kvmesh.rpc.certificates import Certificates, make_certificates
 from kvmesh.rpc.channels import connect
-from kvmesh.rpc.errors import ConfigError, TlsFailed, Unavailable
 from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc, gateway_pb2, gateway_pb2_grpc
 from kvmesh.rpc.security import PLAINTEXT, Security, TlsFiles
 from kvmesh.rpc.status import from_rpc_error

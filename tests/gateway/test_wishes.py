@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.rpc.errors import Overloaded
+from kvmesh.errors import Overloaded
 from kvmesh.rpc.pb import conductor_pb2, gateway_pb2
 from services.gateway.generation import BATCH_STEPS
 from tests.gateway.conftest import Mesh, MeshMaker, seen

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from kvmesh.errors import ConfigError
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks.worker.device import Done
-from kvmesh.rpc.errors import ConfigError
 from kvmesh.transfer import EngineConfig, TransferEngine
 from tests.gpu import NEEDS_GPU
 

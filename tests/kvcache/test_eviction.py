@@ -10,8 +10,8 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from kvmesh.errors import ConfigError
 from kvmesh.kvcache.eviction import MOST_USES, POLICIES, EvictionOrder, LengthOrder, LfuOrder, LruOrder, make_order
-from kvmesh.rpc.errors import ConfigError
 from tests.kvcache.naive_order import NaiveOrder
 from tests.kvcache.tracing import lines
 

@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
+from kvmesh.errors import ConfigError
 from kvmesh.kvcache.layout import ShardLayout, plan
-from kvmesh.rpc.errors import ConfigError
 
 LLAMA3_70B = ShardLayout(layers=80, kv_heads=8, block_tokens=64, head_dim=128, itemsize=2)
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvmesh.errors import ConfigError
 from kvmesh.kvcache.groups import GroupPlan, plan_group
 from kvmesh.kvcache.layout import ShardLayout, joined
-from kvmesh.rpc.errors import ConfigError
 
 TOKENS, DIM = 2, 3  # of a block and of a head: small, a run is a run
 

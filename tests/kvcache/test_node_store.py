@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from kvmesh.errors import ConfigError
 from kvmesh.kvcache.leases import LeaseBook
 from kvmesh.kvcache.node_store import Changes, NodeStore
 from kvmesh.kvcache.page_pool import PageInvariantError, PoolExhausted
-from kvmesh.rpc.errors import ConfigError
 
 
 def chain(path: str) -> list[bytes]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvmesh.errors import Overloaded
 from kvmesh.kvcache import sealed_blocks
 from kvmesh.kvcache.node_store import Changes, StoreExhausted, StoreUsage
-from kvmesh.rpc.errors import Overloaded
 from tests.kvcache.test_node_store import chain, fill, full
 
 # ── pins ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -9,9 +9,9 @@ from typing import Any
 
 import grpc
 
+from kvmesh.errors import KvmeshError
 from kvmesh.kvcache.keys import Namespace, chain_tip, split
 from kvmesh.rpc.channels import connect
-from kvmesh.rpc.errors import KvmeshError
 from kvmesh.rpc.pb import (
     blocks_pb2,
     blocks_pb2_grpc,

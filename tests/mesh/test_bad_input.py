@@ -11,8 +11,8 @@ import grpc
 import httpx
 import pytest
 
+from kvmesh.errors import BodyTooLarge, ContextTooLong, InvalidRequest, KvmeshError, ModelNotFound, ProtocolMismatch
 from kvmesh.rpc.channels import connect
-from kvmesh.rpc.errors import BodyTooLarge, ContextTooLong, InvalidRequest, KvmeshError, ModelNotFound, ProtocolMismatch
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import (
     conductor_pb2,

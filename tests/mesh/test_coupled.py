@@ -16,8 +16,8 @@ import pytest_asyncio
 
 from kvmesh.cli.role import set_role
 from kvmesh.engine.local import GenerateParams, LocalEngine
+from kvmesh.errors import FixedRole, KvmeshError, Unavailable
 from kvmesh.rpc.channels import connect
-from kvmesh.rpc.errors import FixedRole, KvmeshError, Unavailable
 from kvmesh.rpc.pb import common_pb2 as pb
 from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc
 from tests.checkpoints import make_checkpoint

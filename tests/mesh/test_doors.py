@@ -17,7 +17,7 @@ import pytest_asyncio
 from google.protobuf import descriptor_pool, message_factory
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
-from kvmesh.rpc.errors import Overloaded
+from kvmesh.errors import Overloaded
 from tests.mesh.harness import Running
 from tests.services import until
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.rpc.errors import KvmeshError
+from kvmesh.errors import KvmeshError
 from tests.mesh.client import Answer
 from tests.mesh.harness import Running
 

@@ -12,10 +12,10 @@ import pytest
 import pytest_asyncio
 
 from kvmesh.cli import serving
+from kvmesh.errors import Unavailable
 from kvmesh.rpc import security
 from kvmesh.rpc.certificates import Certificates, make_certificates
 from kvmesh.rpc.channels import connect
-from kvmesh.rpc.errors import Unavailable
 from kvmesh.rpc.pb import common_pb2, decode_pb2_grpc, store_pb2, store_pb2_grpc
 from kvmesh.rpc.security import PLAINTEXT, Security, TlsFiles
 from kvmesh.rpc.status import from_rpc_error

@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from kvmesh.engine.local import GenerateParams, LocalEngine
+from kvmesh.errors import KvmeshError
 from kvmesh.rpc.channels import connect
-from kvmesh.rpc.errors import KvmeshError
 from kvmesh.rpc.pb import conductor_pb2, conductor_pb2_grpc
 from tests.mesh.client import Answer, until
 from tests.mesh.direct import blocks_at, lookup, store_status

@@ -24,7 +24,7 @@ import httpx
 import psutil
 import pytest
 
-from kvmesh.rpc.errors import KvmeshError
+from kvmesh.errors import KvmeshError
 from kvmesh.rpc.security import Security, TlsFiles
 from tests.mesh.client import Answer, MeshClient, until
 from tests.mesh.direct import node_store

@@ -15,10 +15,10 @@ import grpc.aio
 import pytest
 import xxhash
 
+from kvmesh.errors import KvmeshError
 from kvmesh.pool import pool
 from kvmesh.pool.config import PoolConfig
 from kvmesh.rpc import status
-from kvmesh.rpc.errors import KvmeshError
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.transfer import EngineConfig, Opcode, TransferEngine, TransferRequest, TransferState

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from kvmesh.errors import InvalidRequest, Unavailable, UnknownInstance
 from kvmesh.kvcache.announce import Announcement, Announcer
 from kvmesh.kvcache.keys import split
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.membership import announcing
 from kvmesh.membership.announcing import Announcing
-from kvmesh.rpc.errors import InvalidRequest, Unavailable, UnknownInstance
 from kvmesh.rpc.masters import Masters
 from kvmesh.rpc.pb import common_pb2
 from kvmesh.rpc.pb import store_pb2 as pb

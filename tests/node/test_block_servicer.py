@@ -11,8 +11,8 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
+from kvmesh.errors import InvalidRequest, KvmeshError, Overloaded, UnknownInstance
 from kvmesh.rpc import channels, status
-from kvmesh.rpc.errors import InvalidRequest, KvmeshError, Overloaded, UnknownInstance
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.rpc.pb import common_pb2 as pb_common

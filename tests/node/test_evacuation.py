@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
+from kvmesh.errors import Unavailable
 from kvmesh.membership import evacuation
 from kvmesh.membership.evacuation import STUCK_S, Evacuated, evacuate
-from kvmesh.rpc.errors import Unavailable
 from kvmesh.rpc.pb.store_pb2 import DrainResponse
 
 Told = DrainResponse | Unavailable

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from kvmesh.errors import DeadlinePassed, KvmeshError, Overloaded
 from kvmesh.membership.control_client import DOORLESS_S, Line
-from kvmesh.rpc.door import frames
-from kvmesh.rpc.door.control import ControlDoor
-from kvmesh.rpc.errors import DeadlinePassed, KvmeshError, Overloaded
+from kvmesh.rpc.fastpath import frames
+from kvmesh.rpc.fastpath.control import ControlDoor
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.rpc.pb import doors_pb2, doors_pb2_grpc

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvmesh.errors import InternalError
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.lockstep import SHARED, Follower, Leader, Turn, Turns, check
-from kvmesh.rpc.errors import InternalError
 
 SAMPLING = m.Sampling(0.0, 1.0, 0, 1)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvmesh.errors import Overloaded
 from kvmesh.pool.partitions import PoolPartitions
 from kvmesh.rpc import status
-from kvmesh.rpc.errors import Overloaded
 from tests.node.putting import pool_and_caller
 from tests.node.stores import keys_of
 from tests.services import until

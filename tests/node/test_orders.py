@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import grpc.aio
 import pytest
 
+from kvmesh.errors import Overloaded
 from kvmesh.rpc import status
-from kvmesh.rpc.errors import Overloaded
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import store_pb2 as pb_store
 from kvmesh.rpc.pb import store_pb2_grpc as pb_store_grpc

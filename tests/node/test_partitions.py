@@ -8,10 +8,10 @@ import random
 import pytest
 
 from kvmesh.blockservice.partitions import OnePartition, Partition, unused
+from kvmesh.errors import InvalidRequest, Overloaded
 from kvmesh.kvcache.node_store import Changes
 from kvmesh.pool.partitions import MAX_LAYOUTS, PoolPartitions
 from kvmesh.pool.slabs import SlabPartition
-from kvmesh.rpc.errors import InvalidRequest, Overloaded
 from tests.node.stores import keys_of
 
 MIB = 1 << 20

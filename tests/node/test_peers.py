@@ -9,8 +9,8 @@ import pytest
 from kvmesh.blockservice import peers as peers_module
 from kvmesh.blockservice.peer_segments import Segments
 from kvmesh.blockservice.peers import Peers
+from kvmesh.errors import TransferError
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.errors import TransferError
 from tests.node.test_segments import Ear, descriptor
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvmesh.rpc.errors import InvalidRequest
+from kvmesh.errors import InvalidRequest
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from tests.node.putting import Caller, pool_and_caller, refused

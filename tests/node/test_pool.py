@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 import grpc.aio
 import pytest
 
+from kvmesh.errors import ConfigError, InvalidRequest
 from kvmesh.kvcache.keys import split
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.pool import pool
 from kvmesh.pool.config import PoolConfig
 from kvmesh.rpc import channels, status
-from kvmesh.rpc.errors import ConfigError, InvalidRequest
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import store_pb2 as pb_store
 from kvmesh.rpc.pb import store_pb2_grpc as pb_store_grpc

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import xxhash
 
+from kvmesh.errors import InvalidRequest, Overloaded, StaleTerm, UnknownInstance
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.pool import pool
-from kvmesh.rpc.errors import InvalidRequest, Overloaded, StaleTerm, UnknownInstance
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.transfer import EngineConfig, TransferEngine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvmesh.rpc.errors import InvalidRequest, Overloaded
+from kvmesh.errors import InvalidRequest, Overloaded
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from tests.node.putting import held, pool_and_caller, refused
 from tests.node.stores import keys_of

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from kvmesh.errors import UnknownInstance
 from kvmesh.membership.membership import Peer, Told
 from kvmesh.membership.registrar import Registrar
 from kvmesh.rpc import channels, protocol
-from kvmesh.rpc.errors import UnknownInstance
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, conductor_pb2_grpc, store_pb2, store_pb2_grpc
 from kvmesh.rpc.server import Server
 from services.conductor import main as conductor_main

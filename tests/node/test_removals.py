@@ -15,8 +15,8 @@ from kvmesh.blockservice import removal_applier as removal_desk
 from kvmesh.blockservice.partitions import OnePartition, Partition
 from kvmesh.blockservice.removal_applier import FILE, RemovalDesk
 from kvmesh.blockservice.removals import Gone, Removals, Tombstone
+from kvmesh.errors import ConfigError, Unavailable
 from kvmesh.kvcache.node_store import NodeStore
-from kvmesh.rpc.errors import ConfigError, Unavailable
 from kvmesh.rpc.pb import store_pb2 as pb_store
 from tests.node.stores import keys_of
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvmesh.blockservice.peer_segments import Segments
+from kvmesh.errors import TransferError
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.errors import TransferError
 from kvmesh.transfer import SegmentDescriptor
 
 

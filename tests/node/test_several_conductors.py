@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from kvmesh.errors import ConfigError
 from kvmesh.membership.registrar import MAX_KEPT_FINISHED, _Kept
-from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.pb import common_pb2
 from tests.node.test_registration import Deaf, Instance, alive, count, deaf
 from tests.services import until

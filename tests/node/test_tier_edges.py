@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from kvmesh.errors import Unavailable
 from kvmesh.kvcache.node_store import Changes
 from kvmesh.kvcache.size_classes import BYTES
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.errors import Unavailable
 from kvmesh.tiers.front import reads as tier_reads
 from kvmesh.tiers.front import tiering
 from kvmesh.tiers.front.brain import Contents, TierSource

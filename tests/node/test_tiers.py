@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from kvmesh.errors import ConfigError
 from kvmesh.kvcache.sources import PullJob
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.pool import pool
 from kvmesh.pool.config import PoolConfig
-from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import store_pb2 as pb_store
 from kvmesh.tiers.front.parts import TierSettings

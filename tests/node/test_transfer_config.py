@@ -12,11 +12,11 @@ import pytest
 from kvmesh.cli import plan
 from kvmesh.cli.settings import MeshSettings
 from kvmesh.config import load
+from kvmesh.errors import ConfigError
 from kvmesh.instance.transfer_config import engine_config
 from kvmesh.pool import pool
 from kvmesh.pool.config import PoolConfig
 from kvmesh.ranks.protocol import Configure
-from kvmesh.rpc.errors import ConfigError
 from kvmesh.transfer import EngineConfig
 
 TOPOLOGY = '{"cpu:0": [["eth0"], ["eth1"]]}'

@@ -18,9 +18,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kvmesh.errors import ConfigError, KvmeshError
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.worker.warm_segment import WarmSegment, host_region
-from kvmesh.rpc.errors import ConfigError, KvmeshError
 from kvmesh.transfer import EngineConfig, TransferEngine, TransferRequest, segment_file
 from kvmesh.transfer.api import Opcode
 from tests.node.warm_life import EXTENTS, SHARD, Life, configure, content, life

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvmesh.errors import ConfigError
 from kvmesh.instance.served_weights import ServedWeights
-from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.pb import decode_pb2
 from kvmesh.work_class import work_class
 from services.conductor.domain import Placed, PredictedLife, Ref

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from kvmesh.rpc.errors import ConfigError, InternalError, InvalidRequest, KvmeshError, ProtocolMismatch
+from kvmesh.errors import ConfigError, InternalError, InvalidRequest, KvmeshError, ProtocolMismatch
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.status import from_detail, from_rpc_error
 from services.prefill.config import PrefillConfig

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer import EngineConfig
 from kvmesh.transfer.rdma import gids, library, protocol, queue_pair, verbs
 from kvmesh.transfer.rdma.admissions import Admissions

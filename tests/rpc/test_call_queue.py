@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from kvmesh.errors import Overloaded
 from kvmesh.rpc.call_queue import CallQueue
-from kvmesh.rpc.errors import Overloaded
 from kvmesh.rpc.returning import MOST_S, ReturnTimes
 
 

@@ -12,8 +12,8 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from kvmesh.errors import ConfigError
 from kvmesh.rpc.certificates import make_certificates
-from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.security import Security
 
 MAKERS = ("cryptography", "openssl")

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmesh.cli.plan import Ports
-from kvmesh.kvcache.client.directory import Directory
-from kvmesh.rpc.errors import (
+from kvmesh.errors import (
     ConfigError,
     DeadlinePassed,
     InvalidRequest,
@@ -26,6 +25,7 @@ from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
 from kvmesh.rpc.server import Server
 from kvmesh.rpc.terms import Terms
+from kvmesh.storeclient.directory import Directory
 
 A, B, C = "a:1", "b:1", "c:1"
 

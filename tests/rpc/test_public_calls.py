@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvmesh.errors import DeadlinePassed, Overloaded
 from kvmesh.rpc.call_limits import MEMBERS
-from kvmesh.rpc.errors import DeadlinePassed, Overloaded
 from kvmesh.rpc.pb import gateway_pb2
 from kvmesh.rpc.public_calls import Holding, Metadata, PublicCalls, ReceivePlaces, few_fields
 from kvmesh.rpc.server import Server

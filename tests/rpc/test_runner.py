@@ -9,8 +9,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvmesh.config import ServiceConfig
+from kvmesh.errors import ConfigError
 from kvmesh.rpc import channels, runner
-from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.server import Server, check_port
 from tests.services import running, until
 

@@ -13,11 +13,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvmesh.config import ServiceConfig
+from kvmesh.errors import ConfigError, KvmeshError, TlsFailed, Unavailable
 from kvmesh.rpc import security
 from kvmesh.rpc.call_limits import MEMBERS
 from kvmesh.rpc.certificates import Certificates, make_certificates
 from kvmesh.rpc.channels import connect
-from kvmesh.rpc.errors import ConfigError, KvmeshError, TlsFailed, Unavailable
 from kvmesh.rpc.public_calls import Holding, Metadata, PublicCalls
 from kvmesh.rpc.security import PLAINTEXT, Security, TlsFiles
 from kvmesh.rpc.server import Server

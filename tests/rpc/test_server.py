@@ -13,8 +13,8 @@ from google.protobuf.wrappers_pb2 import StringValue
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from kvmesh.errors import ConfigError, ProtocolMismatch
 from kvmesh.rpc.channels import connect
-from kvmesh.rpc.errors import ConfigError, ProtocolMismatch
 from kvmesh.rpc.metadata import context_from_metadata, metadata
 from kvmesh.rpc.pb import store_pb2_grpc
 from kvmesh.rpc.protocol import PROTOCOL_VERSION, check

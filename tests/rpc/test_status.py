@@ -12,8 +12,7 @@ import grpc.aio
 import pytest
 from google.protobuf.wrappers_pb2 import StringValue
 
-from kvmesh.rpc.channels import connect
-from kvmesh.rpc.errors import (
+from kvmesh.errors import (
     BY_CODE,
     BodyTooLarge,
     ContextTooLong,
@@ -26,6 +25,7 @@ from kvmesh.rpc.errors import (
     ProtocolMismatch,
     Unavailable,
 )
+from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import common_pb2
 from kvmesh.rpc.server import Server
 from kvmesh.rpc.status import from_detail, from_rpc_error, to_detail

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmesh.rpc.errors import InvalidRequest, StaleTerm
+from kvmesh.errors import InvalidRequest, StaleTerm
 from kvmesh.rpc.terms import EARLIEST, EPOCH_S, FORGIVE_S, LATEST, MAX_JUMP, MAX_TERM, Terms, first_term, most_credible
 
 

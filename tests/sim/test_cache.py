@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvmesh.errors import ConfigError
 from kvmesh.kvcache.eviction import POLICIES
-from kvmesh.rpc.errors import ConfigError
 from kvmesh.sim import cache, trace
 from tests.kvcache.naive_order import NaiveOrder
 

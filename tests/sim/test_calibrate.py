@@ -9,7 +9,7 @@ from statistics import fmean
 
 import pytest
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.sim.calibrate import calibrate, of_intervals, residuals_of, targets_of
 from kvmesh.sim.config import SimConfig
 from kvmesh.sim.fitted import Fitted

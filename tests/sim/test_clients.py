@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.sim.records import DONE, Record, RetryWait
 from kvmesh.sim.run import run
 from kvmesh.sim.sessions import SessionConfig, Sessions

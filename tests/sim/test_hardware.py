@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.sim.hardware import GIB, HARDWARE, changed, hardware
 from kvmesh.sim.shapes import shape_of
 from kvmesh.sim.times import node_spec

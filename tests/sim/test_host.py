@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.sim.host import Cores, HostModel, Machine, drawn, quantiles_of
 from kvmesh.sim.loop import Loop
 

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.paper_figures import FIGURES, Line, Panel
 from benchmarks.paper_runs import Inputs, Task, bands, simulate
 from benchmarks.paper_setup import PARAMETERS, Case, Parameters, config_of, read, requests_of, summary_of
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.sim.hardware import Efficiency
 from kvmesh.sim.times import Times
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.sim.config import Mode, Routing, SimConfig
 from kvmesh.sim.life import Life
 from kvmesh.sim.prefiller import Prefiller

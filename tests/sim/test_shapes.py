@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.sim.shape_presets import PRESETS
 from kvmesh.sim.shapes import from_config, shape_of
 

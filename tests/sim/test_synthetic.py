@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.sim.synthetic import Lengths, SyntheticConfig, synthetic
 from kvmesh.sim.workload import SimRequest
 from services.conductor.domain import Lane

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.sim import tables
 from kvmesh.sim.records import REFUSED, Record
 from tests.sim.records import done

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.sim.fitted import Fitted
 from kvmesh.sim.hardware import hardware
 from kvmesh.sim.mesh_fit import read_fit

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.sim import workload, workload_csv
 from kvmesh.sim.workload import Reading, SimRequest
 from services.conductor.domain import Lane

@@ -7,11 +7,11 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from kvmesh.errors import UnknownInstance
 from kvmesh.kvcache.announce import Announcement, Announcer
 from kvmesh.kvcache.block_map import BlockMap, Verdict
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.rpc import protocol, status
-from kvmesh.rpc.errors import UnknownInstance
 from kvmesh.rpc.pb import common_pb2, store_pb2, store_pb2_grpc
 
 TIMEOUT = 10.0

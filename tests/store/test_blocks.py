@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvmesh.errors import InvalidRequest, UnknownInstance
 from kvmesh.kvcache.announce import MAX_KEYS, Announcement, snapshot_parts
 from kvmesh.kvcache.block_map import BlockMap, Verdict
 from kvmesh.kvcache.tiers import Tier, TierUse, store_names
-from kvmesh.rpc.errors import InvalidRequest, UnknownInstance
 from kvmesh.rpc.pb import common_pb2
 from kvmesh.rpc.pb import store_pb2 as pb
 from services.store import blocks, checks, mapping

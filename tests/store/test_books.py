@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.rpc.errors import InvalidRequest, NotLeader, Unavailable, UnknownInstance
+from kvmesh.errors import InvalidRequest, NotLeader, Unavailable, UnknownInstance
 from kvmesh.rpc.pb import store_pb2 as pb
 from services.store.config import StoreConfig
 from services.store.durable import MemoryDurable

@@ -20,12 +20,12 @@ import grpc
 import pytest
 
 from kvmesh.cli.plan import Ports
+from kvmesh.errors import KvmeshError, NotLeader
 from kvmesh.kvcache.announce import Announcer
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.membership.announcing import Announcing
 from kvmesh.membership.registrar import Registrar
 from kvmesh.rpc import channels, status
-from kvmesh.rpc.errors import KvmeshError, NotLeader
 from kvmesh.rpc.masters import Caller, Masters
 from kvmesh.rpc.pb import common_pb2, store_pb2, store_pb2_grpc
 from kvmesh.rpc.process import PARENT_ENV

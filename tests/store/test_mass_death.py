@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvmesh.errors import UnknownInstance
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.rpc import channels
-from kvmesh.rpc.errors import UnknownInstance
 from kvmesh.rpc.pb import store_pb2
 from kvmesh.rpc.server import Server
 from services.store import main

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from kvmesh.errors import Overloaded
 from kvmesh.kvcache.announce import Announcement
-from kvmesh.rpc.errors import Overloaded
 from services.store import durable
 from services.store.domain import Announce, Beat, Heard, Join, Member, Role, Usage
 from services.store.policy.brain import Policy, PolicyLimits

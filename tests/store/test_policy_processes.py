@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from kvmesh.kvcache.client import ClientConfig, StoreClient
 from kvmesh.rpc import channels
 from kvmesh.rpc.pb import blocks_pb2, blocks_pb2_grpc
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc
+from kvmesh.storeclient import ClientConfig, StoreClient
 from tests.chaos.network import Loopback
 from tests.chaos.processes import Process, service
 from tests.services import until

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from kvmesh.errors import ConfigError, InvalidRequest, StaleTerm, Unavailable
 from kvmesh.leader.leader import Ask, Granted, Held, Silent
 from kvmesh.leader.redis_lease import Redis, RedisLease, check_url
 from kvmesh.rpc import channels
-from kvmesh.rpc.errors import ConfigError, InvalidRequest, StaleTerm, Unavailable
 from kvmesh.rpc.pb import store_pb2, store_pb2_grpc
 from services.store import durable, main
 from services.store.config import StoreConfig

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvmesh.errors import InvalidRequest, Overloaded, UnknownInstance
 from kvmesh.kvcache.announce import Announcement
-from kvmesh.rpc.errors import InvalidRequest, Overloaded, UnknownInstance
 from services.store.domain import (
     Action,
     Announce,

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from kvmesh.errors import ConfigError, StaleTerm, Unavailable
 from kvmesh.rpc import channels
-from kvmesh.rpc.errors import ConfigError, StaleTerm, Unavailable
 from kvmesh.rpc.pb import store_pb2, store_pb2_grpc
 from services.store import durable, main, state_file
 from services.store.policy.tombstones import Tombstones, first_seq

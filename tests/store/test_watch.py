@@ -6,9 +6,9 @@ from typing import Any
 import grpc
 import pytest
 
+from kvmesh.errors import Overloaded, Unavailable
 from kvmesh.kvcache.announce import Announcement
 from kvmesh.rpc import channels
-from kvmesh.rpc.errors import Overloaded, Unavailable
 from kvmesh.rpc.pb import store_pb2
 from kvmesh.rpc.server import Server
 from services.store import blocks, main, stream

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.telemetry import setup
 
 

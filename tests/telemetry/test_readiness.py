@@ -8,7 +8,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.telemetry import names, readiness
 from kvmesh.telemetry.readiness import SILENT_S, Readiness
 

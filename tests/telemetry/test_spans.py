@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from opentelemetry.context import Context
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.telemetry import setup, spans
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer import (
     EngineConfig,
     Notification,

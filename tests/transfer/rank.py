@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer import EngineConfig, Notification, Range
 from kvmesh.transfer.groups import Copy, GroupLanding, GroupWrite
 from tests.transfer.peer import Actor, serve

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace as changed
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer import (
     EngineConfig,
     Notification,

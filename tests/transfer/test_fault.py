@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer import EngineConfig, Opcode, TransferRequest, TransferState
 from kvmesh.transfer.fault import Rule
 from tests.transfer.conftest import Nest, until

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer.fault_rules import Rule, Rules, Script
 from kvmesh.transfer.transport import Frame, Kind
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer import EngineConfig, TransferEngine, TransferState
 from kvmesh.transfer.serving import Accepted
 from kvmesh.transfer.shm_server import ShmAccepted

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer import EngineConfig, SegmentDescriptor, TransferState, serving, shm_server, windows, wire
 from kvmesh.transfer.rdma import dial, protocol
 from kvmesh.transfer.rdma.device import Registration

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer import (
     Carried,
     Region,

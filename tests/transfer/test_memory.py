@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer import EngineConfig, TransferEngine, memory
 from kvmesh.transfer.segment import LocalSegment
 

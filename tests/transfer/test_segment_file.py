@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.transfer import EngineConfig, TransferEngine, TransferRequest, TransferState, segment_file
 from kvmesh.transfer.api import Opcode
 from tests.transfer.conftest import Nest, over

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer import EngineConfig, SegmentDescriptor, TransferState, wire
 from kvmesh.transfer.segment import machine_id, network_id
 from tests.transfer.conftest import Nest, over

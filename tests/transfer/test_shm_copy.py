@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer import EngineConfig, SegmentDescriptor, TransferState, shm_copy, wire
 from kvmesh.transfer.shm_copy import Copiers, Job
 from kvmesh.transfer.shm_server import ShmAccepted

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer import EngineConfig, SegmentDescriptor, TransferState
 from kvmesh.transfer.tcp_nics import Address, Far, decode_nics, resolve, routes, straight
 from tests.transfer.conftest import Nest, until

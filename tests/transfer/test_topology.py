@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer import EngineConfig, TransferEngine
 from kvmesh.transfer.host import AMD, NVIDIA, Gid, Host, Link, Place, gids, look, memory_location, roce_mtu
 from kvmesh.transfer.segment import NicInfo, SegmentDescriptor

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer import EngineConfig, Opcode, Range, TransferRequest, TransferState, shm_server
 from kvmesh.transfer.segment import LocalRegion, LocalSegment
 from kvmesh.transfer.windows import Windows

@@ -16,9 +16,9 @@ from typing import Protocol
 from kvmesh.blockservice.warm.store import Place, WarmStore
 from kvmesh.blockservice.warm.table import BlockTable, Entry
 from kvmesh.clock import lease_clock
+from kvmesh.errors import ConfigError
 from kvmesh.kvcache.node_store import NodeStore
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from kvmesh.engine.batch import SampleParams
-from kvmesh.rpc.errors import InternalError
+from kvmesh.errors import InternalError
 
 _Array = npt.NDArray[Any]
 ROOM = 64  # new tokens that fit before the lists grow

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from kvmesh.errors import ConfigError, TransferError
 from kvmesh.instance.transfer_config import own_location, start_engine
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.worker.checksums import Sums
@@ -13,7 +14,6 @@ from kvmesh.ranks.worker.prefault import Ahead, touch
 from kvmesh.ranks.worker.puller import Puller
 from kvmesh.ranks.worker.tier_worker import TierWorker
 from kvmesh.ranks.worker.warm_segment import POOL_SLOT_BYTES, host_region
-from kvmesh.rpc.errors import ConfigError, TransferError
 
 log = logging.getLogger("kvmesh.rank")
 

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvmesh.errors import TransferError
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.errors import TransferError
 from kvmesh.transfer import BatchId, Carried, Region, TransferEngine, TransferRequest, TransferState, copy_mapped, peek
 from kvmesh.transfer.api import Opcode
 

@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from kvmesh.errors import ConfigError
 from kvmesh.kvcache.groups import plan_group
 from kvmesh.kvcache.layout import Run, ShardLayout, joined
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.worker.stager import Direct, Outbox
-from kvmesh.rpc.errors import ConfigError
 from kvmesh.transfer import TrafficClass, TransferEngine
 from kvmesh.transfer.groups import GroupWrite
 

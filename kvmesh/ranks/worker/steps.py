@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from kvmesh.engine.batch import PrefillInput, SampleParams
 from kvmesh.engine.runner import NOBODY, Runner
 from kvmesh.engine.sampling.history import History
+from kvmesh.errors import KvmeshError, NonFiniteLogits
 from kvmesh.kvcache.keys import unpack_tokens
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.worker.pusher import Pusher
 from kvmesh.ranks.worker.rows import Rows, logprobs
-from kvmesh.rpc.errors import KvmeshError, NonFiniteLogits
 
 log = logging.getLogger("kvmesh.rank")
 

@@ -16,11 +16,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvmesh import extras
+from kvmesh.errors import ConfigError, InvalidRequest, KvmeshError, Unavailable
 from kvmesh.kvcache.keys import split
 from kvmesh.kvcache.node_store import Changes
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.errors import ConfigError, InvalidRequest, KvmeshError, Unavailable
 from kvmesh.tiers.calls import Sink
 from kvmesh.tiers.front.sizes import ssd_config
 from kvmesh.tiers.ssd import SsdStats, SsdTier

@@ -23,8 +23,8 @@ import xxhash
 
 from kvmesh.blockservice.warm.table import SumTable
 from kvmesh.clock import lease_clock_ns
+from kvmesh.errors import ConfigError
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.errors import ConfigError
 from kvmesh.transfer import Region, TransferEngine
 
 log = logging.getLogger("kvmesh.rank")

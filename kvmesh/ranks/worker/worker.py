@@ -12,6 +12,7 @@ import torch
 from kvmesh.engine.checkpoint import open_checkpoint
 from kvmesh.engine.parallel import SOLO, Group, ProcessGroup
 from kvmesh.engine.runner import DecodeInput, PrefillInput, Runner, SampleParams, shard_layout
+from kvmesh.errors import TransferError
 from kvmesh.instance.transfer_config import own_location, start_engine
 from kvmesh.ranks import protocol as m
 from kvmesh.ranks.worker.checksums import Sums
@@ -24,7 +25,6 @@ from kvmesh.ranks.worker.stager import Stager
 from kvmesh.ranks.worker.steps import Steps
 from kvmesh.ranks.worker.tier_worker import TierWorker
 from kvmesh.ranks.worker.warm_segment import host_region
-from kvmesh.rpc.errors import TransferError
 from kvmesh.transfer import Notification, Range
 
 log = logging.getLogger("kvmesh.rank")

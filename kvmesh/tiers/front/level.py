@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvmesh.errors import ConfigError
 from kvmesh.kvcache.keys import split
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.telemetry import names
 from kvmesh.tiers.front.brain import TierSource

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvmesh.blockservice.partitions import Partition
+from kvmesh.errors import ConfigError
 from kvmesh.kvcache.size_classes import BYTES
 from kvmesh.kvcache.sources import PullRange
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.errors import ConfigError
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import common_pb2 as pb_common
 from kvmesh.rpc.pb import store_pb2 as pb_store

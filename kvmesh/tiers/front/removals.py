@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Sequence
 
 from kvmesh.blockservice.removals import Watch
+from kvmesh.errors import Unavailable
 from kvmesh.ranks import protocol as m
-from kvmesh.rpc.errors import Unavailable
 from kvmesh.tiers.front.level import Level
 from kvmesh.tiers.front.parts import Part
 from kvmesh.tiers.front.ranks import TierRanks, everywhere

@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 from kvmesh.blockservice.partitions import Partition, Partitions
+from kvmesh.errors import InvalidRequest, Overloaded
 from kvmesh.kvcache.size_classes import size_class
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.rpc.errors import InvalidRequest, Overloaded
 from kvmesh.telemetry import names
 from kvmesh.tiers.front.parts import Part
 from kvmesh.tiers.front.reads import Read

@@ -20,8 +20,8 @@ import obstore
 import xxhash
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 
+from kvmesh.errors import ConfigError, Unavailable
 from kvmesh.kvcache.keys import KEY_BYTES
-from kvmesh.rpc.errors import ConfigError, Unavailable
 from kvmesh.tiers.object_store.config import ObjectConfig
 
 HEAD = struct.Struct("<8s16sQQ8x")  # magic, key, bytes, xxh3_64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 import obstore
 from obstore.exceptions import BaseError
 
-from kvmesh.rpc.errors import InvalidRequest
+from kvmesh.errors import InvalidRequest
 from kvmesh.tiers.object_store.client import DELETE_KEYS, IDENTITY, MAX_IDENTITY, named_error, open_store
 
 _FOLDER = re.compile(r"[0-9a-f]{32}")

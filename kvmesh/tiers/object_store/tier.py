@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
+from kvmesh.errors import Unavailable
 from kvmesh.kvcache.node_store import Changes
-from kvmesh.rpc.errors import Unavailable
 from kvmesh.tiers.calls import (
     Buffer,
     NetChanges,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.tiers.ssd.folder import OnMismatch
 from kvmesh.tiers.ssd.plans import Limits
 from kvmesh.tiers.ssd.recovery import Verify

@@ -18,7 +18,7 @@ import threading
 from pathlib import Path
 from typing import Literal
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.tiers.ssd.format import FORMAT, checksum
 
 log = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
+from kvmesh.errors import ConfigError, Unavailable
 from kvmesh.kvcache.node_store import Changes
-from kvmesh.rpc.errors import ConfigError, Unavailable
 from kvmesh.tiers.calls import Buffer, Sink, checked_key, follow, payload, resolve, right_length, target
 from kvmesh.tiers.ssd.brain import Brain
 from kvmesh.tiers.ssd.config import SsdConfig

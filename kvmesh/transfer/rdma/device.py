@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.rdma import dmabuf, gids, verbs
 from kvmesh.transfer.rdma.ending import Endings

@@ -7,7 +7,7 @@ import ctypes
 import os
 from collections.abc import Iterator
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 
 _RANGE_HANDLE_DMA_BUF_FD = 1  # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 _PAGE = 64 << 10  # dmabufs of CUDA memory are cut at the host's page size; 64 KiB is a multiple of every one

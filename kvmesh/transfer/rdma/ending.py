@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 
 log = logging.getLogger(__name__)
 

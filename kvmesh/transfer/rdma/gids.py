@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 
 SYS_INFINIBAND = Path("/sys/class/infiniband")
 ROCE_V2, ROCE_V1, INFINIBAND = "v2", "v1", "ib"

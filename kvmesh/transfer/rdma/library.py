@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 
 _INSTALL = "install the python3-pyverbs of the distribution, or the PyPI pyverbs of the installed rdma-core's version"
 

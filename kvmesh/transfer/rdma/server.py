@@ -16,7 +16,7 @@ import zlib
 from ipaddress import IPv6Address
 from typing import TYPE_CHECKING
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer import wire
 from kvmesh.transfer.memory import Mapping
 from kvmesh.transfer.rdma import protocol, verbs

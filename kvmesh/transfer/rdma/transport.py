@@ -8,7 +8,7 @@ import threading
 import time
 from functools import partial
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.dialing import begin, conn_ids
 from kvmesh.transfer.rdma import gids, library

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 
 WRITE, WRITE_WITH_IMM, READ = 0, 1, 4  # ibv_wr_opcode
 SIGNALED, INLINE = 2, 8  # ibv_send_flags

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer.rdma import protocol, verbs
 from kvmesh.transfer.rdma.admissions import Admissions
 from kvmesh.transfer.rdma.channel import Channel

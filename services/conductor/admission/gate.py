@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvmesh.rpc.errors import Overloaded
+from kvmesh.errors import Overloaded
 from services.conductor.admission import impossible
 from services.conductor.admission.context import AdmissionContext
 from services.conductor.admission.impossible import Fastest

@@ -13,7 +13,7 @@ from collections import deque
 
 import numpy as np
 
-from kvmesh.rpc.errors import InvalidRequest, Overloaded
+from kvmesh.errors import InvalidRequest, Overloaded
 from services.conductor.admission.context import AdmissionContext
 from services.conductor.costs.fit import ENOUGH_SAMPLES, Coefficients
 from services.conductor.costs.models import attention_pairs

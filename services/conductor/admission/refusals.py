@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvmesh.rpc.errors import ContextTooLong, ModelNotFound, Overloaded, Unavailable
+from kvmesh.errors import ContextTooLong, ModelNotFound, Overloaded, Unavailable
 from services.conductor.domain import Refuse, Schedule
 from services.conductor.fleet.instance import Instance
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import grpc.aio
 
+from kvmesh.errors import DeadlinePassed, KvmeshError
 from kvmesh.rpc import channels, status
-from kvmesh.rpc.errors import DeadlinePassed, KvmeshError
 from kvmesh.rpc.pb import blocks_pb2, blocks_pb2_grpc, instance_pb2, instance_pb2_grpc
 from kvmesh.telemetry import names
 from services.conductor.balance.hot import DEADLINE_S

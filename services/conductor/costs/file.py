@@ -26,8 +26,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from kvmesh.errors import ConfigError
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.rpc.errors import ConfigError
 from services.conductor.costs import models as cost
 from services.conductor.costs.fit import Coefficients, Sample, fit
 from services.conductor.domain import DecodeSample, PrefillSample

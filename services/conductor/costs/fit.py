@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 WINDOW = 256
 ENOUGH_SAMPLES = 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from kvmesh.rpc.errors import InvalidRequest, KvmeshError, Overloaded, UnknownInstance
+from kvmesh.errors import InvalidRequest, KvmeshError, Overloaded, UnknownInstance
 from services.conductor.domain import Cordon, CordonState
 
 MAX_CORDONS = 1024

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 
+from kvmesh.errors import InvalidRequest, KvmeshError, Overloaded
 from kvmesh.kvcache.tiers import MARK
 from kvmesh.pacing import Lease, Pulse
-from kvmesh.rpc.errors import InvalidRequest, KvmeshError, Overloaded
 from services.conductor.domain import Life, ModelCard, Register
 from services.conductor.fleet.instance import Instance, ModelFits
 

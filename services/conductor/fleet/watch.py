@@ -11,8 +11,8 @@ from typing import Any
 
 import grpc
 
+from kvmesh.errors import KvmeshError, Unavailable
 from kvmesh.rpc import channels, status
-from kvmesh.rpc.errors import KvmeshError, Unavailable
 from kvmesh.rpc.masters import Masters, moves_on
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.pb import store_pb2_grpc as pb_grpc

@@ -12,8 +12,8 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from kvmesh.errors import Overloaded, Unavailable
 from kvmesh.leader.redis_lease import Redis
-from kvmesh.rpc.errors import Overloaded, Unavailable
 from services.conductor.domain import Cordon, CordonState
 from services.conductor.fleet.cordons import MAX_CORDONS, Word, changes
 

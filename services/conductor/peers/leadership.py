@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvmesh.clock import lease_clock
+from kvmesh.errors import DeadlinePassed, InvalidRequest, KvmeshError, NotLeader, Unavailable, UnknownInstance
 from kvmesh.leader.leadership import Leadership
 from kvmesh.leader.redis_lease import Redis, RedisLease
-from kvmesh.rpc.errors import DeadlinePassed, InvalidRequest, KvmeshError, NotLeader, Unavailable, UnknownInstance
 from kvmesh.rpc.masters import Caller, Masters
 from kvmesh.rpc.pb import conductor_pb2 as pb
 from kvmesh.rpc.pb import store_pb2, store_pb2_grpc

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from kvmesh.rpc.errors import Overloaded
+from kvmesh.errors import Overloaded
 from services.conductor.costs.interference import STALL_WEIGHT
 from services.conductor.domain import Refuse, Role, Schedule
 from services.conductor.fleet.instance import Instance

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from kvmesh.rpc.errors import Overloaded
+from kvmesh.errors import Overloaded
 from services.conductor.admission.judge import Judge
 from services.conductor.costs.fit import ENOUGH_SAMPLES
 from services.conductor.domain import Refuse, Schedule

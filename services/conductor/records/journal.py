@@ -21,8 +21,8 @@ from typing import Any
 
 import msgspec
 
+from kvmesh.errors import ConfigError, KvmeshError
 from kvmesh.kvcache.keys import Keys
-from kvmesh.rpc.errors import ConfigError, KvmeshError
 from services.conductor import domain
 from services.conductor.domain import Action, Event, Heartbeat, Placed, Refuse, Schedule
 from services.conductor.records.explain import Decision

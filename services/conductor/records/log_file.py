@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvmesh.errors import ConfigError
 from kvmesh.private_files import private_opener
-from kvmesh.rpc.errors import ConfigError
 
 BUFFER_BYTES = 1 << 20
 

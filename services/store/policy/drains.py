@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvmesh.errors import Overloaded
 from kvmesh.kvcache.keys import KEY_BYTES
 from kvmesh.kvcache.tiers import split_name, store_name, store_names
-from kvmesh.rpc.errors import Overloaded
 from services.store.domain import Usage
 from services.store.policy.copying import Copying
 from services.store.policy.master_map import MasterMap

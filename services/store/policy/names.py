@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvmesh.rpc.errors import Overloaded
+from kvmesh.errors import Overloaded
 
 Name = tuple[str, str]  # namespace, name
 LOOK = 8  # bindings looked at to make room for one

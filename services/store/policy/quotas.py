@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
+from kvmesh.errors import Overloaded
 from kvmesh.kvcache.keys import TAG_BYTES
-from kvmesh.rpc.errors import Overloaded
 from services.store.policy.master_map import MasterMap
 
 MAX_QUOTAS = 256

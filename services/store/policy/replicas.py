@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvmesh.rpc.errors import Overloaded
+from kvmesh.errors import Overloaded
 from services.store.domain import Role
 from services.store.policy.copying import Copying
 from services.store.policy.nodes import AVOID_S, Nodes

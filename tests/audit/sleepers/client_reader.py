@@ -7,8 +7,8 @@ import json
 import sys
 from typing import Any
 
-from kvmesh.kvcache.client import ClientConfig, StoreClient
-from kvmesh.rpc.errors import KvmeshError
+from kvmesh.errors import KvmeshError
+from kvmesh.storeclient import ClientConfig, StoreClient
 
 
 def say(**words: Any) -> None:

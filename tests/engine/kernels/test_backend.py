@@ -10,7 +10,7 @@ import torch
 
 from kvmesh.engine import attention
 from kvmesh.engine.runner import DecodeInput, Runner, SampleParams
-from kvmesh.rpc.errors import InternalError
+from kvmesh.errors import InternalError
 from tests.checkpoints import prompts
 from tests.engine.stepper import Stepper
 from tests.reference import assert_matches_reference

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvmesh.kvcache.client import ClientConfig, StoreClient
 from kvmesh.pool import pool
 from kvmesh.pool.config import PoolConfig
 from kvmesh.rpc import channels
 from kvmesh.rpc.pb import store_pb2, store_pb2_grpc
+from kvmesh.storeclient import ClientConfig, StoreClient
 from services.store.config import StoreConfig
 from services.store.main import run as run_store
 from tests.services import Running, running, until

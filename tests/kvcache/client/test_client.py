@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvmesh.kvcache.client import Pin, Policy, Quota, StoreClient, SyncStoreClient, content_key
-from kvmesh.kvcache.client.config import ClientConfig
+from kvmesh.errors import DeadlinePassed, InvalidRequest, PinLimit, Unavailable
 from kvmesh.kvcache.keys import tenant_tag
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.rpc.errors import DeadlinePassed, InvalidRequest, PinLimit, Unavailable
+from kvmesh.storeclient import Pin, Policy, Quota, StoreClient, SyncStoreClient, content_key
+from kvmesh.storeclient.config import ClientConfig
 from tests.kvcache.client.stores import MIB, Stores, stores, values
 from tests.kvcache.client.threads import in_thread
 from tests.services import until

@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import pytest
 
-from kvmesh.kvcache.client.lease import Lease, Releases
-from kvmesh.kvcache.client.peers import Peers
-from kvmesh.rpc.errors import KvmeshError, Unavailable
+from kvmesh.errors import KvmeshError, Unavailable
 from kvmesh.rpc.pb import blocks_pb2 as pb
+from kvmesh.storeclient.lease import Lease, Releases
+from kvmesh.storeclient.peers import Peers
 
 
 class Holder:

@@ -16,17 +16,17 @@ from pathlib import Path
 import pytest
 
 from kvmesh.blockservice import fastpath as node_doors
-from kvmesh.kvcache.client import StoreClient
-from kvmesh.kvcache.client.config import ClientConfig
-from kvmesh.kvcache.client.doors import ways
+from kvmesh.errors import ConfigError, DeadlinePassed, KvmeshError, Unavailable
 from kvmesh.pool import pool
 from kvmesh.pool.config import PoolConfig
 from kvmesh.rpc import channels
-from kvmesh.rpc.door.client import Way
-from kvmesh.rpc.errors import ConfigError, DeadlinePassed, KvmeshError, Unavailable
+from kvmesh.rpc.fastpath.client import Way
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.rpc.security import Security
+from kvmesh.storeclient import StoreClient
+from kvmesh.storeclient.config import ClientConfig
+from kvmesh.storeclient.fastpath import ways
 from kvmesh.transfer.segment import machine_id, network_id
 from tests.kvcache.client.stores import MIB, Stores, stores, values
 from tests.kvcache.client.threads import in_thread

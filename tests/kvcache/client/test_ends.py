@@ -10,15 +10,15 @@ from typing import Any, cast
 
 import pytest
 
-from kvmesh.kvcache.client import StoreClient, SyncStoreClient, memory
-from kvmesh.kvcache.client.calls import every, turn
-from kvmesh.kvcache.client.choice import Holder, Replica
-from kvmesh.kvcache.client.client import LOOK_S
-from kvmesh.kvcache.client.config import ClientConfig
-from kvmesh.kvcache.client.memory import Memory
-from kvmesh.kvcache.client.reading import REBUILD_S
+from kvmesh.errors import DeadlinePassed, TransferError, Unavailable
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.rpc.errors import DeadlinePassed, TransferError, Unavailable
+from kvmesh.storeclient import StoreClient, SyncStoreClient, memory
+from kvmesh.storeclient.calls import every, turn
+from kvmesh.storeclient.choice import Holder, Replica
+from kvmesh.storeclient.client import LOOK_S
+from kvmesh.storeclient.config import ClientConfig
+from kvmesh.storeclient.memory import Memory
+from kvmesh.storeclient.reading import REBUILD_S
 from kvmesh.transfer import EngineConfig, TransferEngine
 from services.store.config import StoreConfig
 from services.store.main import run as run_store

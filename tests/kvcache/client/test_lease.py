@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 
 from kvmesh.clock import lease_clock_ns
-from kvmesh.kvcache.client import lease as leases
-from kvmesh.kvcache.client.lease import Lease
-from kvmesh.kvcache.client.peers import Peer
+from kvmesh.storeclient import lease as leases
+from kvmesh.storeclient.lease import Lease
+from kvmesh.storeclient.peers import Peer
 from kvmesh.transfer import EngineConfig, Opcode, Region, TransferEngine, TransferRequest
 
 NOBODY = cast(Peer, None)  # these leases have no time left in which to ask anybody

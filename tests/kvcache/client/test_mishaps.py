@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvmesh.kvcache.client import ClientConfig, Policy, StoreClient
-from kvmesh.rpc.errors import Unavailable
+from kvmesh.errors import Unavailable
+from kvmesh.storeclient import ClientConfig, Policy, StoreClient
 from kvmesh.transfer.fault_rules import Rule, Script
 from services.store.config import StoreConfig
 from services.store.main import run as run_store

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvmesh.kvcache.client import ClientConfig, Moved, Pin, StoreClient, SyncStoreClient, content_key, moving
-from kvmesh.rpc.errors import InvalidRequest
+from kvmesh.errors import InvalidRequest
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
+from kvmesh.storeclient import ClientConfig, Moved, Pin, StoreClient, SyncStoreClient, content_key, moving
 from kvmesh.telemetry import names
 from tests.kvcache.client.stores import Stores, stores, values
 from tests.kvcache.client.threads import in_thread

@@ -11,13 +11,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from kvmesh.errors import InvalidRequest, KvmeshError
 from kvmesh.kvcache import shared_index
-from kvmesh.kvcache.client import ClientConfig, StoreClient, SyncStoreClient, content_key, near
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.pool import shared_index as index
 from kvmesh.rpc import channels
-from kvmesh.rpc.errors import InvalidRequest, KvmeshError
 from kvmesh.rpc.pb import blocks_pb2, blocks_pb2_grpc
+from kvmesh.storeclient import ClientConfig, StoreClient, SyncStoreClient, content_key
+from kvmesh.storeclient import local_reads as near
 from tests.kvcache.client.stores import MIB, Stores, stores, values
 from tests.kvcache.client.threads import in_thread
 from tests.services import until

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from kvmesh.errors import KvmeshError
 from kvmesh.kvcache import shared_index
-from kvmesh.kvcache.client import ClientConfig, StoreClient
-from kvmesh.rpc.errors import KvmeshError
+from kvmesh.storeclient import ClientConfig, StoreClient
 from services.store.config import StoreConfig
 from services.store.main import run as run_store
 from tests.chaos.network import Loopback
@@ -132,7 +132,7 @@ async def test_a_node_that_comes_back_with_its_memory_has_a_new_index(tmp_path: 
 
 READS = """
 import asyncio, hashlib, sys
-from kvmesh.kvcache.client import ClientConfig, StoreClient
+from kvmesh.storeclient import ClientConfig, StoreClient
 
 async def main(store, key):
     async with StoreClient(ClientConfig(store=store, staging_mb=4, node_id="far")) as client:

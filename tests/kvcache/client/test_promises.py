@@ -20,10 +20,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvmesh.kvcache.client import ClientConfig, Pin, Policy, StoreClient, SyncStoreClient, memory, naming, ownkeys
-from kvmesh.pool import pool
-from kvmesh.pool.config import PoolConfig
-from kvmesh.rpc.errors import (
+from kvmesh.errors import (
     ConfigError,
     DeadlinePassed,
     InvalidRequest,
@@ -33,6 +30,10 @@ from kvmesh.rpc.errors import (
     ProtocolMismatch,
     Unavailable,
 )
+from kvmesh.pool import pool
+from kvmesh.pool.config import PoolConfig
+from kvmesh.storeclient import ClientConfig, Pin, Policy, StoreClient, SyncStoreClient, memory, naming
+from kvmesh.storeclient import own_keys as ownkeys
 from services.store.config import StoreConfig
 from services.store.main import run as run_store
 from tests.chaos.network import Loopback

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmesh.kvcache.client import gather, hints, placement
-from kvmesh.kvcache.client.choice import Here, Holder, Replica, order, share_out
-from kvmesh.kvcache.client.config import ClientConfig
-from kvmesh.kvcache.client.gather import GATHER_BELOW, Shard
-from kvmesh.kvcache.client.naming import Grants, check_name, content_key, granted_key
-from kvmesh.kvcache.client.placement import Candidate
-from kvmesh.kvcache.client.writing import PUT_BLOCKS, _portions
+from kvmesh.errors import ConfigError, InvalidRequest
 from kvmesh.kvcache.keys import tenant_tag
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.rpc.errors import ConfigError, InvalidRequest
+from kvmesh.storeclient import gather, hints, placement
+from kvmesh.storeclient.choice import Here, Holder, Replica, order, share_out
+from kvmesh.storeclient.config import ClientConfig
+from kvmesh.storeclient.gather import GATHER_BELOW, Shard
+from kvmesh.storeclient.naming import Grants, check_name, content_key, granted_key
+from kvmesh.storeclient.placement import Candidate
+from kvmesh.storeclient.writing import PUT_BLOCKS, _portions
 
 HERE = Here("me", frozenset({"10.0.0.1"}))
 

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvmesh.cli.app import app
-from kvmesh.rpc.errors import ConfigError, InvalidRequest
+from kvmesh.errors import ConfigError, InvalidRequest
 from kvmesh.tiers.object_store import ObjectConfig, ObjectTier, purge
 from kvmesh.tiers.object_store.client import open_store
 from kvmesh.tiers.object_store.purge import Folder, chosen

@@ -14,7 +14,7 @@ from typing import Any
 import obstore
 import pytest
 
-from kvmesh.rpc.errors import ConfigError, InvalidRequest, Unavailable
+from kvmesh.errors import ConfigError, InvalidRequest, Unavailable
 from kvmesh.tiers.object_store import ObjectConfig, ObjectTier
 from kvmesh.tiers.object_store import tier as tier_module
 from tests.kvcache.object_store.server import S3, s3_server

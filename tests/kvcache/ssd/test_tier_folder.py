@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 from kvmesh.tiers.ssd import SsdConfig, SsdTier
 from tests.kvcache.ssd.support import (
     BUCKET,

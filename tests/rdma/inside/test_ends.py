@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer.rdma import server, verbs
 from kvmesh.transfer.rdma.queue_pair import QueuePair
 from kvmesh.transfer.rdma.rail import Track

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer import EngineConfig, TransferEngine, TransferState
 from kvmesh.transfer.rdma import gids
 from tests.transfer.conftest import Nest, nest

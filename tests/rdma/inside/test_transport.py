@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvmesh.rpc.errors import TransferError
+from kvmesh.errors import TransferError
 from kvmesh.transfer import (
     EngineConfig,
     Notification,

@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-from kvmesh.rpc.door.client import Door, Way, dial
-from kvmesh.rpc.door.server import DoorServer
-from kvmesh.rpc.errors import NotLeader, Overloaded
+from kvmesh.errors import NotLeader, Overloaded
+from kvmesh.rpc.fastpath.client import Door, Way, dial
+from kvmesh.rpc.fastpath.server import DoorServer
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from kvmesh.errors import DeadlinePassed, Overloaded, Unavailable
 from kvmesh.rpc import channels
-from kvmesh.rpc.door import caller as callers
-from kvmesh.rpc.door import frames
-from kvmesh.rpc.door.caller import Caller, Found
-from kvmesh.rpc.door.client import Way
-from kvmesh.rpc.errors import DeadlinePassed, Overloaded, Unavailable
+from kvmesh.rpc.fastpath import caller as callers
+from kvmesh.rpc.fastpath import frames
+from kvmesh.rpc.fastpath.caller import Caller, Found
+from kvmesh.rpc.fastpath.client import Way
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.rpc.server import Server

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import grpc
 import pytest
 
+from kvmesh.errors import ConfigError, InvalidRequest, ProtocolMismatch
 from kvmesh.rpc import channels, security
-from kvmesh.rpc.door import control
-from kvmesh.rpc.door.caller import Caller
-from kvmesh.rpc.door.client import dial
-from kvmesh.rpc.door.control import ControlDoor, control_calls
-from kvmesh.rpc.errors import ConfigError, InvalidRequest, ProtocolMismatch
+from kvmesh.rpc.fastpath import control
+from kvmesh.rpc.fastpath.caller import Caller
+from kvmesh.rpc.fastpath.client import dial
+from kvmesh.rpc.fastpath.control import ControlDoor, control_calls
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
 from kvmesh.rpc.pb import conductor_pb2

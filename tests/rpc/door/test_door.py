@@ -15,10 +15,7 @@ from collections.abc import Callable, Coroutine
 import pytest
 import uvloop
 
-from kvmesh.rpc.door import client, frames, server
-from kvmesh.rpc.door.client import Way, dial
-from kvmesh.rpc.door.server import DoorServer
-from kvmesh.rpc.errors import (
+from kvmesh.errors import (
     BodyTooLarge,
     ConfigError,
     DeadlinePassed,
@@ -31,6 +28,9 @@ from kvmesh.rpc.errors import (
     RequestCancelled,
     Unavailable,
 )
+from kvmesh.rpc.fastpath import client, frames, server
+from kvmesh.rpc.fastpath.client import Way, dial
+from kvmesh.rpc.fastpath.server import DoorServer
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from tests.rpc.door.desk import LIFE, SERVICE, Desk, opened, serving
 from tests.services import until

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmesh.rpc.door import frames
-from kvmesh.rpc.door.frames import BadFrame, Frame, Reader
+from kvmesh.rpc.fastpath import frames
+from kvmesh.rpc.fastpath.frames import BadFrame, Frame, Reader
 
 HELLO = frames.hello(5)
 U32 = st.integers(0, (1 << 32) - 1)

@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from kvmesh.errors import Overloaded
 from kvmesh.kvcache.announce import BATCH_KEYS, MAX_KEYS
 from kvmesh.rpc.call_queue import CallQueue
-from kvmesh.rpc.door import frames, server
-from kvmesh.rpc.door.server import FastPathLimits
-from kvmesh.rpc.errors import Overloaded
+from kvmesh.rpc.fastpath import frames, server
+from kvmesh.rpc.fastpath.server import FastPathLimits
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import store_pb2
 from tests.rpc.door.desk import LIFE, opened, serving

@@ -7,7 +7,7 @@ import contextvars
 
 import pytest
 
-from kvmesh.rpc.door import starting
+from kvmesh.rpc.fastpath import starting
 
 who: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="nobody")
 

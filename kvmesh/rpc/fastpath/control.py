@@ -16,11 +16,11 @@ import grpc.aio
 from google.protobuf.descriptor import ServiceDescriptor
 from prometheus_client import Counter
 
+from kvmesh.errors import ConfigError, InvalidRequest
 from kvmesh.rpc import security, status
 from kvmesh.rpc.call_queue import CallQueue
-from kvmesh.rpc.door.caller import Caller, Found
-from kvmesh.rpc.door.server import DoorServer, FastPathLimits
-from kvmesh.rpc.errors import ConfigError, InvalidRequest
+from kvmesh.rpc.fastpath.caller import Caller, Found
+from kvmesh.rpc.fastpath.server import DoorServer, FastPathLimits
 from kvmesh.rpc.pb import doors_pb2 as pb
 from kvmesh.rpc.pb import doors_pb2_grpc as pb_grpc
 from kvmesh.rpc.server import Server

@@ -18,15 +18,15 @@ import grpc
 from google.protobuf.message import Message
 
 from kvmesh.clock import lease_clock
-from kvmesh.kvcache.client.choice import Holder, Replica
-from kvmesh.kvcache.client.directory import Directory
-from kvmesh.kvcache.client.hints import Hints
-from kvmesh.kvcache.client.holding import Holding, Place
-from kvmesh.kvcache.client.peers import Peers
-from kvmesh.kvcache.client.pulling import AT_ONCE, portions, pull
+from kvmesh.errors import DeadlinePassed, InvalidRequest, KvmeshError
 from kvmesh.rpc import status
-from kvmesh.rpc.errors import DeadlinePassed, InvalidRequest, KvmeshError
 from kvmesh.rpc.pb import blocks_pb2 as pb
+from kvmesh.storeclient.choice import Holder, Replica
+from kvmesh.storeclient.directory import Directory
+from kvmesh.storeclient.hints import Hints
+from kvmesh.storeclient.holding import Holding, Place
+from kvmesh.storeclient.peers import Peers
+from kvmesh.storeclient.pulling import AT_ONCE, portions, pull
 
 GUARD_MS = 3_000  # the new copy is leased so long: also a moment after the old one has gone, as a master may be about
 # to trim the new one who has just heard that the old one is there

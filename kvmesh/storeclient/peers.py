@@ -18,10 +18,10 @@ from typing import Any
 import grpc.aio
 from google.protobuf.message import Message
 
-from kvmesh.kvcache.client.doors import node_calls
 from kvmesh.rpc import channels
-from kvmesh.rpc.door.caller import Caller
+from kvmesh.rpc.fastpath.caller import Caller
 from kvmesh.rpc.pb import blocks_pb2_grpc as pb_grpc
+from kvmesh.storeclient.fastpath import node_calls
 from kvmesh.transfer import TransferEngine
 
 MAX_PEERS = 64

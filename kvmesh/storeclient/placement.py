@@ -15,7 +15,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.errors import ConfigError
 
 POLICIES = ("local", "random", "best2")
 ROOM_PERCENT = 5  # of its capacity must be free besides the block, for a node to count as having room

@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvmesh.clock import lease_clock_ns
-from kvmesh.kvcache.client.choice import Holder
-from kvmesh.kvcache.client.gather import Shard
-from kvmesh.kvcache.client.memory import ended
-from kvmesh.kvcache.client.peers import Peer, Peers
+from kvmesh.errors import KvmeshError, TransferError, UnknownInstance
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.rpc.errors import KvmeshError, TransferError, UnknownInstance
 from kvmesh.rpc.pb import blocks_pb2 as pb
+from kvmesh.storeclient.choice import Holder
+from kvmesh.storeclient.gather import Shard
+from kvmesh.storeclient.memory import ended
+from kvmesh.storeclient.peers import Peer, Peers
 from kvmesh.transfer import BatchId, TransferEngine, TransferRequest, TransferState
 
 LAYOUT = "bytes"  # of public blocks: any length, nothing known of what they hold

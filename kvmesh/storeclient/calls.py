@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvmesh.kvcache.client.memory import Buffer, Data, Span, ended
-from kvmesh.rpc.errors import DeadlinePassed, InvalidRequest
+from kvmesh.errors import DeadlinePassed, InvalidRequest
+from kvmesh.storeclient.memory import Buffer, Data, Span, ended
 
 T = TypeVar("T")
 

@@ -21,14 +21,14 @@ from typing import Any
 
 import grpc
 
-from kvmesh.kvcache.client.config import ClientConfig
-from kvmesh.kvcache.client.lease import LAYOUT
-from kvmesh.kvcache.client.memory import Memory, ended
-from kvmesh.kvcache.client.peers import Peers
+from kvmesh.errors import KvmeshError, TransferError
 from kvmesh.kvcache.index_hello import MAX_HELLO_BYTES, IndexHello, same_user
 from kvmesh.kvcache.shared_index import SUPPORTED, IndexReader
-from kvmesh.rpc.errors import KvmeshError, TransferError
 from kvmesh.rpc.pb import blocks_pb2 as pb
+from kvmesh.storeclient.config import ClientConfig
+from kvmesh.storeclient.lease import LAYOUT
+from kvmesh.storeclient.memory import Memory, ended
+from kvmesh.storeclient.peers import Peers
 from kvmesh.transfer import Opcode, TransferEngine, TransferRequest
 from kvmesh.transfer.memory import Mapping, map_peer
 from kvmesh.transfer.segment import machine_id, network_id

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvmesh.kvcache.client.choice import Here
-from kvmesh.kvcache.client.config import ClientConfig
-from kvmesh.kvcache.client.directory import Directory
-from kvmesh.kvcache.client.hints import Hints
-from kvmesh.kvcache.client.memory import Memory
-from kvmesh.kvcache.client.peers import Peers
+from kvmesh.storeclient.choice import Here
+from kvmesh.storeclient.config import ClientConfig
+from kvmesh.storeclient.directory import Directory
+from kvmesh.storeclient.hints import Hints
+from kvmesh.storeclient.memory import Memory
+from kvmesh.storeclient.peers import Peers
 from kvmesh.transfer import TransferEngine
 
 

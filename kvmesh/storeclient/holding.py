@@ -8,16 +8,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvmesh.kvcache.client.choice import Here, Holder, Replica
-from kvmesh.kvcache.client.directory import Directory
-from kvmesh.kvcache.client.hints import Hints
-from kvmesh.kvcache.client.lease import LAYOUT
-from kvmesh.kvcache.client.peers import Peer, Peers
-from kvmesh.kvcache.client.reading import REBUILD_S, REBUILDING
-from kvmesh.kvcache.client.writing import Pin
+from kvmesh.errors import KvmeshError, Overloaded, Unavailable
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.rpc.errors import KvmeshError, Overloaded, Unavailable
 from kvmesh.rpc.pb import blocks_pb2 as pb
+from kvmesh.storeclient.choice import Here, Holder, Replica
+from kvmesh.storeclient.directory import Directory
+from kvmesh.storeclient.hints import Hints
+from kvmesh.storeclient.lease import LAYOUT
+from kvmesh.storeclient.peers import Peer, Peers
+from kvmesh.storeclient.reading import REBUILD_S, REBUILDING
+from kvmesh.storeclient.writing import Pin
 
 T = TypeVar("T")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass, field, fields
 
-from kvmesh.kvcache.client.placement import POLICIES
+from kvmesh.errors import ConfigError
 from kvmesh.rpc import masters
-from kvmesh.rpc.errors import ConfigError
+from kvmesh.storeclient.placement import POLICIES
 from kvmesh.transfer.config import KNOWN_TRANSPORTS
 
 KEYS = ("content", "granted")

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 from google.protobuf.message import DecodeError
 
+from kvmesh.errors import DeadlinePassed, KvmeshError, Unavailable
 from kvmesh.rpc import status
-from kvmesh.rpc.door import frames
-from kvmesh.rpc.door.sweep import Sweep
-from kvmesh.rpc.errors import DeadlinePassed, KvmeshError, Unavailable
+from kvmesh.rpc.fastpath import frames
+from kvmesh.rpc.fastpath.sweep import Sweep
 from kvmesh.rpc.pb import common_pb2
 
 log = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from functools import cache
 
 import grpc.aio
 
-from kvmesh.rpc.door.caller import Caller, Found
-from kvmesh.rpc.door.client import Way
+from kvmesh.rpc.fastpath.caller import Caller, Found
+from kvmesh.rpc.fastpath.client import Way
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.transfer.segment import machine_id, network_id
 

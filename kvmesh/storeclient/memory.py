@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvmesh.kvcache.client.arguments import whole
+from kvmesh.errors import DeadlinePassed, InvalidRequest, Overloaded, TransferError
 from kvmesh.kvcache.segment_allocator import SegmentAllocator
-from kvmesh.rpc.errors import DeadlinePassed, InvalidRequest, Overloaded, TransferError
+from kvmesh.storeclient.arguments import whole
 from kvmesh.transfer import Region, TransferEngine
 
 INLINE_COPY = 2 << 20  # larger copies go to a thread: the event loop has others to serve

@@ -6,18 +6,18 @@ import time
 from collections.abc import Sequence
 from types import NoneType
 
-from kvmesh.kvcache.client import forks
-from kvmesh.kvcache.client.arguments import MAX_REPLICAS, MAX_TTL_MS, flag, instance, listed, milliseconds, whole
-from kvmesh.kvcache.client.calls import left
-from kvmesh.kvcache.client.choice import Replica
-from kvmesh.kvcache.client.config import ClientConfig
-from kvmesh.kvcache.client.directory import Directory, Quota, Removed
-from kvmesh.kvcache.client.hints import Hints
-from kvmesh.kvcache.client.holding import Holding
-from kvmesh.kvcache.client.moving import NO_BLOCK, Moved, Mover
-from kvmesh.kvcache.client.ownkeys import OwnKeys, Ref
-from kvmesh.kvcache.client.prefetching import Policy, Prefetcher
-from kvmesh.kvcache.client.writing import Pin
+from kvmesh.storeclient import forks
+from kvmesh.storeclient.arguments import MAX_REPLICAS, MAX_TTL_MS, flag, instance, listed, milliseconds, whole
+from kvmesh.storeclient.calls import left
+from kvmesh.storeclient.choice import Replica
+from kvmesh.storeclient.config import ClientConfig
+from kvmesh.storeclient.directory import Directory, Quota, Removed
+from kvmesh.storeclient.hints import Hints
+from kvmesh.storeclient.holding import Holding
+from kvmesh.storeclient.moving import NO_BLOCK, Moved, Mover
+from kvmesh.storeclient.own_keys import OwnKeys, Ref
+from kvmesh.storeclient.prefetching import Policy, Prefetcher
+from kvmesh.storeclient.writing import Pin
 
 
 class Upkeep:

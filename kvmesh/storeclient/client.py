@@ -21,26 +21,26 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from kvmesh.kvcache.client import arguments, forks
-from kvmesh.kvcache.client.calls import Source, Target, memory_of, source_of, target_of, turn, whole
-from kvmesh.kvcache.client.choice import Here
-from kvmesh.kvcache.client.config import ClientConfig, split_list
-from kvmesh.kvcache.client.context import ClientContext
-from kvmesh.kvcache.client.directory import Directory
-from kvmesh.kvcache.client.hints import Hints
-from kvmesh.kvcache.client.holding import Holding, Place
-from kvmesh.kvcache.client.memory import Buffer, Data, Memory, Span
-from kvmesh.kvcache.client.moving import Mover
-from kvmesh.kvcache.client.naming import check_name
-from kvmesh.kvcache.client.near import Near
-from kvmesh.kvcache.client.ownkeys import OwnKeys, Ref
-from kvmesh.kvcache.client.peers import Peers
-from kvmesh.kvcache.client.prefetching import Prefetcher
-from kvmesh.kvcache.client.reading import Got, Reader
-from kvmesh.kvcache.client.upkeep import Upkeep
-from kvmesh.kvcache.client.writing import Block, Pin, Put, Wish, Writer
+from kvmesh.errors import DeadlinePassed, InvalidRequest, Unavailable
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.rpc.errors import DeadlinePassed, InvalidRequest, Unavailable
+from kvmesh.storeclient import arguments, forks
+from kvmesh.storeclient.calls import Source, Target, memory_of, source_of, target_of, turn, whole
+from kvmesh.storeclient.choice import Here
+from kvmesh.storeclient.config import ClientConfig, split_list
+from kvmesh.storeclient.context import ClientContext
+from kvmesh.storeclient.directory import Directory
+from kvmesh.storeclient.hints import Hints
+from kvmesh.storeclient.holding import Holding, Place
+from kvmesh.storeclient.local_reads import Near
+from kvmesh.storeclient.memory import Buffer, Data, Memory, Span
+from kvmesh.storeclient.moving import Mover
+from kvmesh.storeclient.naming import check_name
+from kvmesh.storeclient.own_keys import OwnKeys, Ref
+from kvmesh.storeclient.peers import Peers
+from kvmesh.storeclient.prefetching import Prefetcher
+from kvmesh.storeclient.reading import Got, Reader
+from kvmesh.storeclient.upkeep import Upkeep
+from kvmesh.storeclient.writing import Block, Pin, Put, Wish, Writer
 from kvmesh.transfer import EngineConfig, TransferEngine
 
 LOOK_S = 0.5  # a name whose block the master cannot find yet, because it is rebuilding, is resolved again so often

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 
-from kvmesh.kvcache.client.choice import Replica
+from kvmesh.storeclient.choice import Replica
 
 LIVE_S = 5.0
 

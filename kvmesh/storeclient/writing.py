@@ -15,15 +15,7 @@ from functools import partial
 
 import xxhash
 
-from kvmesh.kvcache.client.calls import every
-from kvmesh.kvcache.client.choice import Holder, Replica
-from kvmesh.kvcache.client.context import ClientContext
-from kvmesh.kvcache.client.lease import LAYOUT
-from kvmesh.kvcache.client.memory import INLINE_COPY, Data, Span, Staged, copy, in_thread
-from kvmesh.kvcache.client.peers import Peer
-from kvmesh.kvcache.client.placement import Candidate, order, takes
-from kvmesh.rpc import status
-from kvmesh.rpc.errors import (
+from kvmesh.errors import (
     DeadlinePassed,
     InvalidRequest,
     KvmeshError,
@@ -33,7 +25,15 @@ from kvmesh.rpc.errors import (
     Unavailable,
     UnknownInstance,
 )
+from kvmesh.rpc import status
 from kvmesh.rpc.pb import blocks_pb2 as pb
+from kvmesh.storeclient.calls import every
+from kvmesh.storeclient.choice import Holder, Replica
+from kvmesh.storeclient.context import ClientContext
+from kvmesh.storeclient.lease import LAYOUT
+from kvmesh.storeclient.memory import INLINE_COPY, Data, Span, Staged, copy, in_thread
+from kvmesh.storeclient.peers import Peer
+from kvmesh.storeclient.placement import Candidate, order, takes
 
 log = logging.getLogger(__name__)
 

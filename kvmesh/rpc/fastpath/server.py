@@ -19,12 +19,12 @@ from functools import partial
 
 from google.protobuf.descriptor import ServiceDescriptor
 
+from kvmesh.errors import BodyTooLarge, ConfigError, KvmeshError, Overloaded, ProtocolMismatch, RequestCancelled
 from kvmesh.rpc import status
 from kvmesh.rpc.call_queue import CallQueue, QueuedCall
-from kvmesh.rpc.door import frames, starting
-from kvmesh.rpc.door.methods import Served, served
-from kvmesh.rpc.door.sweep import Sweep
-from kvmesh.rpc.errors import BodyTooLarge, ConfigError, KvmeshError, Overloaded, ProtocolMismatch, RequestCancelled
+from kvmesh.rpc.fastpath import frames, starting
+from kvmesh.rpc.fastpath.methods import Served, served
+from kvmesh.rpc.fastpath.sweep import Sweep
 from kvmesh.rpc.server import check_port
 
 log = logging.getLogger(__name__)

@@ -14,11 +14,11 @@ import grpc.aio
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 
+from kvmesh.errors import InternalError, KvmeshError, ProtocolMismatch
 from kvmesh.rpc import status
-from kvmesh.rpc.door.client import Door, Way, dial
-from kvmesh.rpc.door.frames import MAX_REQUEST
-from kvmesh.rpc.door.methods import unary
-from kvmesh.rpc.errors import InternalError, KvmeshError, ProtocolMismatch
+from kvmesh.rpc.fastpath.client import Door, Way, dial
+from kvmesh.rpc.fastpath.frames import MAX_REQUEST
+from kvmesh.rpc.fastpath.methods import unary
 
 log = logging.getLogger(__name__)
 

@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from kvmesh.kvcache.client.arguments import whole
-from kvmesh.kvcache.client.calls import Source, left, memory_of, source_of, turn
-from kvmesh.kvcache.client.config import ClientConfig
-from kvmesh.kvcache.client.directory import Directory
-from kvmesh.kvcache.client.memory import Data, Span, in_thread
-from kvmesh.kvcache.client.naming import Grants, check_key, check_name, content_key
+from kvmesh.errors import InvalidRequest
 from kvmesh.kvcache.keys import tenant_tag
-from kvmesh.rpc.errors import InvalidRequest
+from kvmesh.storeclient.arguments import whole
+from kvmesh.storeclient.calls import Source, left, memory_of, source_of, turn
+from kvmesh.storeclient.config import ClientConfig
+from kvmesh.storeclient.directory import Directory
+from kvmesh.storeclient.memory import Data, Span, in_thread
+from kvmesh.storeclient.naming import Grants, check_key, check_name, content_key
 
 MAX_GRANTED = 65_536
 INLINE_HASH = 1 << 20  # about a millisecond; a thread costs a tenth of that

@@ -19,15 +19,15 @@ from typing import Any
 
 import xxhash
 
-from kvmesh.kvcache.client import lease as leases
-from kvmesh.kvcache.client.calls import every
-from kvmesh.kvcache.client.choice import Holder, Replica, share_out
-from kvmesh.kvcache.client.context import ClientContext
-from kvmesh.kvcache.client.gather import GATHER_MOST, Run, Shard, plan, portions, runs
-from kvmesh.kvcache.client.lease import Lease
-from kvmesh.kvcache.client.memory import INLINE_COPY, Span, bytes_of, in_thread
+from kvmesh.errors import DeadlinePassed, InvalidRequest, KvmeshError, Overloaded
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.rpc.errors import DeadlinePassed, InvalidRequest, KvmeshError, Overloaded
+from kvmesh.storeclient import lease as leases
+from kvmesh.storeclient.calls import every
+from kvmesh.storeclient.choice import Holder, Replica, share_out
+from kvmesh.storeclient.context import ClientContext
+from kvmesh.storeclient.gather import GATHER_MOST, Run, Shard, plan, portions, runs
+from kvmesh.storeclient.lease import Lease
+from kvmesh.storeclient.memory import INLINE_COPY, Span, bytes_of, in_thread
 from kvmesh.transfer import Opcode, TransferRequest
 from kvmesh.transfer.memory import copy_runs
 

@@ -13,8 +13,8 @@ import hashlib
 import struct
 from collections import deque
 
+from kvmesh.errors import InvalidRequest
 from kvmesh.kvcache.keys import KEY_BYTES, TAG_BYTES, tenant_tag
-from kvmesh.rpc.errors import InvalidRequest
 
 MAX_NAME_BYTES = 1024
 _GRANTED = struct.Struct(">IQ")

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import grpc
 
-from kvmesh.kvcache.client.choice import Holder
-from kvmesh.kvcache.client.peers import Peers
 from kvmesh.rpc import status
 from kvmesh.rpc.pb import blocks_pb2 as pb
 from kvmesh.rpc.pb import common_pb2
+from kvmesh.storeclient.choice import Holder
+from kvmesh.storeclient.peers import Peers
 
 PULL_BLOCKS = 512  # of one call
 PULL_MS = 60_000  # at most

@@ -13,16 +13,16 @@ from typing import Any, TypeVar
 import grpc.aio
 from google.protobuf.message import Message
 
-from kvmesh.kvcache.client.arguments import instance, whole
-from kvmesh.kvcache.client.calls import turn
-from kvmesh.kvcache.client.choice import Holder, Replica
-from kvmesh.kvcache.client.placement import Candidate
+from kvmesh.errors import InvalidRequest, NotLeader, TransferError
 from kvmesh.kvcache.keys import KEY_BYTES, split, tenant_tag
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.rpc.errors import InvalidRequest, NotLeader, TransferError
 from kvmesh.rpc.masters import Caller, Masters
 from kvmesh.rpc.pb import common_pb2, store_pb2_grpc
 from kvmesh.rpc.pb import store_pb2 as pb
+from kvmesh.storeclient.arguments import instance, whole
+from kvmesh.storeclient.calls import turn
+from kvmesh.storeclient.choice import Holder, Replica
+from kvmesh.storeclient.placement import Candidate
 
 T = TypeVar("T")
 

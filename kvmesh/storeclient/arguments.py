@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any, TypeVar
 
-from kvmesh.rpc.errors import InvalidRequest
+from kvmesh.errors import InvalidRequest
 
 T = TypeVar("T")
 

@@ -11,11 +11,11 @@ import os
 import weakref
 from typing import TYPE_CHECKING
 
-from kvmesh.rpc.errors import ConfigError, InvalidRequest, KvmeshError, Unavailable
+from kvmesh.errors import ConfigError, InvalidRequest, KvmeshError, Unavailable
 
 if TYPE_CHECKING:
-    from kvmesh.kvcache.client.client import StoreClient
-    from kvmesh.kvcache.client.sync import SyncStoreClient
+    from kvmesh.storeclient.client import StoreClient
+    from kvmesh.storeclient.sync import SyncStoreClient
 
 ADVICE = "make clients after the fork only, or start processes by spawn"
 

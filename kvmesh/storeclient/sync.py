@@ -16,20 +16,20 @@ from typing import Any, TypeVar, TypeVarTuple
 
 import uvloop
 
-from kvmesh.kvcache.client import forks
-from kvmesh.kvcache.client.calls import Source, Target
-from kvmesh.kvcache.client.client import StoreClient
-from kvmesh.kvcache.client.config import ClientConfig
-from kvmesh.kvcache.client.directory import Quota, Removed
-from kvmesh.kvcache.client.holding import Place
-from kvmesh.kvcache.client.memory import Buffer
-from kvmesh.kvcache.client.moving import Moved
-from kvmesh.kvcache.client.ownkeys import Ref
-from kvmesh.kvcache.client.prefetching import Policy
-from kvmesh.kvcache.client.reading import Got
-from kvmesh.kvcache.client.writing import Put
+from kvmesh.errors import Unavailable
 from kvmesh.kvcache.tiers import Tier
-from kvmesh.rpc.errors import Unavailable
+from kvmesh.storeclient import forks
+from kvmesh.storeclient.calls import Source, Target
+from kvmesh.storeclient.client import StoreClient
+from kvmesh.storeclient.config import ClientConfig
+from kvmesh.storeclient.directory import Quota, Removed
+from kvmesh.storeclient.holding import Place
+from kvmesh.storeclient.memory import Buffer
+from kvmesh.storeclient.moving import Moved
+from kvmesh.storeclient.own_keys import Ref
+from kvmesh.storeclient.prefetching import Policy
+from kvmesh.storeclient.reading import Got
+from kvmesh.storeclient.writing import Put
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

@@ -8,13 +8,13 @@ import logging
 import time
 from collections.abc import Sequence
 
-from kvmesh.kvcache.client.choice import Here, Holder, Replica
-from kvmesh.kvcache.client.directory import Directory
-from kvmesh.kvcache.client.hints import Hints
-from kvmesh.kvcache.client.peers import Peers
-from kvmesh.kvcache.client.placement import Candidate
-from kvmesh.kvcache.client.pulling import AT_ONCE, PULL_MS, portions, pull
-from kvmesh.rpc.errors import KvmeshError, Unavailable
+from kvmesh.errors import KvmeshError, Unavailable
+from kvmesh.storeclient.choice import Here, Holder, Replica
+from kvmesh.storeclient.directory import Directory
+from kvmesh.storeclient.hints import Hints
+from kvmesh.storeclient.peers import Peers
+from kvmesh.storeclient.placement import Candidate
+from kvmesh.storeclient.pulling import AT_ONCE, PULL_MS, portions, pull
 
 log = logging.getLogger(__name__)
 

@@ -17,14 +17,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from kvmesh.clock import lease_clock_ns
-from kvmesh.kvcache.client.config import ClientConfig
-from kvmesh.kvcache.client.memory import Memory, Span, bytes_of, ended
-from kvmesh.kvcache.client.near_node import Nearby, NearNode
-from kvmesh.kvcache.client.ownkeys import Ref
-from kvmesh.kvcache.client.peers import Peers
-from kvmesh.kvcache.client.reading import Got
 from kvmesh.kvcache.keys import KEY_BYTES
 from kvmesh.kvcache.tiers import Tier
+from kvmesh.storeclient.config import ClientConfig
+from kvmesh.storeclient.local_node import Nearby, NearNode
+from kvmesh.storeclient.memory import Memory, Span, bytes_of, ended
+from kvmesh.storeclient.own_keys import Ref
+from kvmesh.storeclient.peers import Peers
+from kvmesh.storeclient.reading import Got
 from kvmesh.transfer import TransferEngine
 from kvmesh.transfer.shm_copy import Job, by_cores
 
