@@ -21,7 +21,7 @@ class Policy:
     threshold: float = 1.0
     size_weight: float = ARRIVAL
     step_tokens: int = 8192  # of prefill; a prompt that is longer is computed alone, chunk by chunk
-    others: float = 0.0  # see services/conductor/loads/sizes.py
+    others: float = 0.0  # see services/conductor/loads/shortest_first.py
     later: float = 0.0
     overtaking: float = 0.0
     prefills: int = 8  # of 16 instances, at first

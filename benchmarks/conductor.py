@@ -45,8 +45,10 @@ from kvmesh.kvcache.announce import Announcement, snapshot_parts
 from kvmesh.kvcache.keys import Keys, split
 from kvmesh.loading import LastingHeap
 from services.conductor import domain
+from services.conductor.candidates import columns
+from services.conductor.candidates import select as screen
+from services.conductor.candidates import selection as chosen
 from services.conductor.domain import Blocks, Heartbeat, Load, Member, Placed, PrefillSample, Ref, Register, Role
-from services.conductor.screening import chosen, columns, screen
 from services.conductor.settings import Settings
 from services.conductor.state import ConductorState
 

@@ -1,4 +1,4 @@
-// The bounds of services/conductor/screening/bounds.py, row by row: the same operations on doubles in the same order as
+// The bounds of services/conductor/candidates/bounds.py, row by row: the same operations on doubles in the same order as
 // its numpy, so that both find the same bits. Called with the GIL held; a call of 1,000 rows takes some microseconds.
 #include <cmath>
 #include <cstdint>
@@ -23,7 +23,7 @@ enum Use { FIELDS(NUMBER) USES };
 inline double least(double a, double b) { return a <= b ? a : b; }
 inline double most(double a, double b) { return a >= b ? a : b; }
 
-// One request beside all rows. The Python side has the same fields: services/conductor/screening/compiled.py.
+// One request beside all rows. The Python side has the same fields: services/conductor/candidates/compiled.py.
 struct Request {
     const double *data;      // columns of `stride` doubles
     std::int64_t stride, count;

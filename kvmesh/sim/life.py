@@ -9,7 +9,7 @@ from kvmesh.sim.links import Flow
 from kvmesh.sim.records import Record
 from kvmesh.sim.workload import SimRequest
 from services.conductor.domain import Placed
-from services.prefill.done import Done
+from services.prefill.compute_progress import Done
 
 if TYPE_CHECKING:
     from kvmesh.sim.decoder import Decoder

@@ -17,7 +17,7 @@ from kvmesh.sim.node import Node
 from kvmesh.sim.pulls import Pull, Puller
 from kvmesh.sim.pushes import Pushes
 from services.conductor.domain import Load, PrefillSample
-from services.prefill.done import Done
+from services.prefill.compute_progress import Done
 from services.prefill.planner import Chunk, Planner, Wait
 from services.prefill.rates import NEWEST, Rates
 
@@ -168,7 +168,7 @@ class Prefiller:
     # ── what the planner asks ────────────────────────────────────────────────────────────────────
 
     def _rest(self, handle: int) -> int | Wait:
-        """See `services.prefill.lives.Lives.rest`."""
+        """See `services.prefill.handoff_table.Lives.rest`."""
         life = self.lives[handle]
         patient = self._loop.now < life.waits_until_s
         if life.pulls and patient:
@@ -189,12 +189,12 @@ class Prefiller:
         return life.expected_rest
 
     def _pays(self, life: Life, found: int) -> bool:
-        """See `services.prefill.lives.Lives`: whether its planned pull is to be waited for now."""
+        """See `services.prefill.handoff_table.Lives`: whether its planned pull is to be waited for now."""
         alone = len(self.planner.line) == 1 and not self.planner.unsubmitted_tokens
         return found < life.planned_to and (not alone or self.rates.pull_pays)
 
     def _admit(self, handle: int) -> int | Wait:
-        """See `services.prefill.lives.Lives.admit`. A pull that was planned for later begins now, or never."""
+        """See `services.prefill.handoff_table.Lives.admit`. A pull that was planned for later begins now, or never."""
         life = self.lives[handle]
         if life.planned_to and self._pays(life, self.store.peek(self._usable(life))):
             self._begin_pull(life)

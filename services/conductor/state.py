@@ -15,6 +15,7 @@ from kvmesh.pacing import Pacing
 from services.conductor.admission.gate import Loads
 from services.conductor.balance.hot import Moment
 from services.conductor.balance.rounds import Hint
+from services.conductor.candidates.columns import Columns, View
 from services.conductor.costs.accuracy import PredictionError, What, group_of
 from services.conductor.domain import (
     Action,
@@ -47,10 +48,9 @@ from services.conductor.fleet.roster import Fleet
 from services.conductor.fleet.walk import Pace, Walk
 from services.conductor.loads.ledger import Ledger
 from services.conductor.prefixes.index import Index
-from services.conductor.prefixes.tiers import TierLoads
+from services.conductor.prefixes.tier_times import TierLoads
 from services.conductor.records.explain import Decision, Explanations
-from services.conductor.scheduling import Known, Scheduling
-from services.conductor.screening.columns import Columns, View
+from services.conductor.scheduler import Known, Scheduling
 from services.conductor.settings import Mode, Policy, Settings
 from services.conductor.views import InstanceView, TierView
 

@@ -23,8 +23,8 @@ from typing import Any
 from kvmesh.errors import DeadlinePassed, HandoffLost, InternalError
 from services.decode import events as e
 from services.decode.events import Phase, Place, Reason
-from services.decode.hands import Hands
 from services.decode.limits import NS_PER_MS
+from services.decode.memory_holds import Hands
 from services.decode.request import NEVER, Window
 
 

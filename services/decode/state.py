@@ -18,7 +18,7 @@ from kvmesh.kvcache.page_pool import Pages
 from kvmesh.ranks import protocol as m
 from services.decode import events as e
 from services.decode import inputs as i
-from services.decode import orders
+from services.decode import rank_commands as orders
 from services.decode.events import Phase
 from services.decode.handoff import Handoff
 from services.decode.limits import Limits, Shape

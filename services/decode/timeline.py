@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from services.decode.gaps import Gaps
+from services.decode.tbt_histogram import Gaps
 
 
 @dataclass(slots=True)

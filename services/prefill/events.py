@@ -15,7 +15,7 @@ from kvmesh.kvcache import sources
 from kvmesh.kvcache.layout import ShardLayout
 from kvmesh.ranks import protocol as m
 from kvmesh.transfer import Carried
-from services.prefill.done import Done
+from services.prefill.compute_progress import Done
 
 # ── what happened ─────────────────────────────────────────────────────────────────────────────────
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvmesh.errors import KvmeshError
 from kvmesh.transfer import Carried
-from services.prefill.done import Done
+from services.prefill.compute_progress import Done
 from services.prefill.events import Ended, Found, Landing, Outcome, Start
 
 # The writer stops before its lease ends: the holder counts from a little later and with another clock. What clocks

@@ -16,7 +16,7 @@ from kvmesh.ranks import protocol as m
 from services.prefill import events as ev
 from services.prefill.checks import landing_fault
 from services.prefill.handoff import Handoff, Lease, Phase, Push
-from services.prefill.lives import Lives
+from services.prefill.handoff_table import Lives
 
 
 class Pushes:

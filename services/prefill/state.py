@@ -29,9 +29,9 @@ from kvmesh.kvcache.sources import Lower
 from kvmesh.ranks import protocol as m
 from services.prefill import events as ev
 from services.prefill.checks import BrainConfig, refusal
-from services.prefill.done import Done
+from services.prefill.compute_progress import Done
 from services.prefill.handoff import Handoff, Phase
-from services.prefill.lives import Lives
+from services.prefill.handoff_table import Lives
 from services.prefill.planner import Chunk, Planner, Wait
 from services.prefill.pushes import Pushes
 

@@ -22,10 +22,10 @@ from kvmesh.rpc.server import Server
 from kvmesh.rpc.terms import first_term
 from kvmesh.telemetry import names
 from services.store.config import StoreConfig
-from services.store.door import Door
 from services.store.durable import CONFIG, Durable, Kept, MemoryDurable, nothing
+from services.store.leader_guard import Door
+from services.store.leader_session import Reign
 from services.store.redis_durable import RedisDurable
-from services.store.reign import Reign
 from services.store.shared_config import settled
 from services.store.state_file import StateFile
 

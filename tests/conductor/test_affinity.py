@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from services.conductor.domain import Load, Role, Schedule
 from services.conductor.placing import affinity
 from services.conductor.placing.affinity import Affinity
-from services.conductor.placing.kinds import COUNTED_TOKENS
 from services.conductor.placing.nearness import ANSWER_TOKENS, NOWHERE, Worth
 from services.conductor.placing.placement import Choice
+from services.conductor.placing.serving_modes import COUNTED_TOKENS
 from services.conductor.settings import AffinitySettings
 from tests.conductor.brain import Brain
 

@@ -10,11 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvmesh.native import library
+from services.conductor.candidates import bounds, compiled
+from services.conductor.candidates import instance_row as filling
+from services.conductor.candidates import select as screen
+from services.conductor.candidates.columns import Chosen
+from services.conductor.candidates.prefix_holders import held
 from services.conductor.domain import Fetch, Schedule
 from services.conductor.placing import ties
-from services.conductor.screening import bounds, compiled, filling, screen
-from services.conductor.screening.columns import Chosen
-from services.conductor.screening.holders import held
 from services.conductor.settings import AffinitySettings
 from tests.conductor.test_screen import Fleet, asked
 

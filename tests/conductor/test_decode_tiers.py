@@ -9,7 +9,7 @@ import pytest
 from kvmesh.kvcache.tiers import Tier
 from services.conductor.domain import Placed, PrefillSample, Source
 from services.conductor.mapping_out import placement_out
-from services.conductor.prefixes.routes import tier_life
+from services.conductor.prefixes.fetch_plan import tier_life
 from tests.conductor.brain import BLOCK, IDLE, Brain
 from tests.conductor.sharing import BYTES, LONG, X, mesh, monotone
 from tests.conductor.test_tiers import FAST, SLOW, seal, tell

@@ -13,8 +13,8 @@ from services.conductor import mapping_out
 from services.conductor.domain import Load, Role
 from services.conductor.loads.outgoing import Load as Sending
 from services.conductor.loads.outgoing import Outgoing
-from services.conductor.placing.life import FETCH_SHARE, MARGIN_S, MAX_DELAY_S, MIN_DELAY_S, life, pull_after_s
 from services.conductor.placing.placement import Choice
+from services.conductor.placing.timeline import FETCH_SHARE, MARGIN_S, MAX_DELAY_S, MIN_DELAY_S, life, pull_after_s
 from tests.conductor.brain import BLOCK, Brain, chain, reset
 
 

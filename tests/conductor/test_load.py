@@ -3,8 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.conductor.domain import Load
+from services.conductor.loads.batch_forecast import DecodeWork
 from services.conductor.loads.queues import IN_FLIGHT_S, DecodeBatch, PrefillQueue, PrefillWork
-from services.conductor.loads.stays import DecodeWork
 
 PER_TOKEN = 0.001
 

@@ -17,7 +17,7 @@ from services.conductor import main
 from services.conductor.config import ConductorConfig
 from services.conductor.domain import Cordon, CordonState, Load, Role
 from services.conductor.main import settings_of
-from services.conductor.placing.ring import POINTS, Ring, Rings
+from services.conductor.placing.consistent_hash import POINTS, Ring, Rings
 from services.conductor.settings import AffinitySettings, Policy, ThresholdMode
 from tests.conductor.brain import BLOCK, Brain, chain, reset
 from tests.services import running

@@ -10,6 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvmesh.kvcache.tiers import Tier, TierUse, split_name, store_name
+from services.conductor.candidates import bounds, columns, fields
+from services.conductor.candidates import select as screen
 from services.conductor.domain import (
     Cordon,
     CordonState,
@@ -25,8 +27,8 @@ from services.conductor.domain import (
     Schedule,
     StoreLost,
 )
-from services.conductor.placing import kinds, placement, ties
-from services.conductor.screening import bounds, columns, fields, screen
+from services.conductor.placing import placement, ties
+from services.conductor.placing import serving_modes as kinds
 from services.conductor.settings import AffinitySettings
 from tests.conductor.brain import BLOCK, Brain, card, chain, joined, reset
 

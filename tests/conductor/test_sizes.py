@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvmesh.work_class import work_class, work_classes
+from services.conductor.candidates import select as screen
 from services.conductor.domain import Load, PrefillSample, Role
 from services.conductor.loads.queues import PRIORITY_STEP_S, PrefillQueue, PrefillWork
-from services.conductor.loads.sizes import ALONE, FADE_S, LASTS, MARKS, NOTED, Line, Lines, ahead, marks
-from services.conductor.screening import screen
+from services.conductor.loads.shortest_first import ALONE, FADE_S, LASTS, MARKS, NOTED, Line, Lines, ahead, marks
 from services.conductor.settings import SizeSettings
 from tests.conductor.brain import Brain
 from tests.conductor.test_screen import Fleet, compare

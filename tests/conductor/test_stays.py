@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.conductor.loads.stays import DecodeWork, Rows, Stays
+from services.conductor.loads.batch_forecast import DecodeWork, Rows, Stays
 
 NOW = 100.0
 

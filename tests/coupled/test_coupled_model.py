@@ -17,7 +17,7 @@ from kvmesh.cli import coupling
 from kvmesh.cli.coupling import Coupling
 from kvmesh.kvcache.cached_pages import CachedPages
 from services.prefill import events as ev
-from services.prefill.lives import Lives
+from services.prefill.handoff_table import Lives
 from tests.coupled.world import MIXED, World
 
 EXAMPLES = int(os.environ.get("KVMESH_EXAMPLES", "60"))

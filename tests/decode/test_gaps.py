@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.decode.gaps import RECENT, Gaps
+from services.decode.tbt_histogram import RECENT, Gaps
 
 MS = 1_000_000
 

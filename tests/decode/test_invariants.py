@@ -17,8 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from kvmesh.ranks import protocol as m
 from services.decode import events as e
-from services.decode import handoff, orders, scheduler, sealing, state
+from services.decode import handoff, scheduler, sealing, state
 from services.decode import inputs as i
+from services.decode import rank_commands as orders
 from tests.decode.world import World
 
 EXAMPLES = int(os.environ.get("KVMESH_EXAMPLES", "60"))

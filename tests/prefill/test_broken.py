@@ -13,7 +13,7 @@ from kvmesh.kvcache.sources import Pulled
 from kvmesh.ranks import protocol as m
 from services.prefill.blocks import SharedBlocks
 from services.prefill.handoff import Handoff
-from services.prefill.lives import Lives
+from services.prefill.handoff_table import Lives
 from services.prefill.planner import Wait
 from tests.prefill.test_machine import Machine
 

@@ -2,7 +2,7 @@
 
 from kvmesh.ranks import protocol as m
 from services.prefill import events as ev
-from services.prefill.done import Done
+from services.prefill.compute_progress import Done
 from services.prefill.planner import Chunk
 from tests.prefill.script import make_state
 

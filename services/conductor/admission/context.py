@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from services.conductor.admission.turns import PoolWork
+from services.conductor.candidates.columns import Chosen
 from services.conductor.domain import Schedule
 from services.conductor.placing.decodes import DecodeChoice
-from services.conductor.placing.kinds import Found, Kind
 from services.conductor.placing.prefills import PrefillChoice
-from services.conductor.screening.columns import Chosen
+from services.conductor.placing.serving_modes import Found, Kind
 
 
 @dataclass(slots=True)

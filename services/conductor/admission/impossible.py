@@ -15,12 +15,12 @@ import numpy as np
 
 from kvmesh.errors import InvalidRequest, Overloaded
 from services.conductor.admission.context import AdmissionContext
+from services.conductor.candidates.fields import FEW, Field
+from services.conductor.candidates.predictions import admitted
 from services.conductor.costs.fit import ENOUGH_SAMPLES, Coefficients
 from services.conductor.costs.models import attention_pairs
 from services.conductor.domain import Refuse, Schedule
 from services.conductor.fleet.instance import Instance
-from services.conductor.screening.fields import FEW, Field
-from services.conductor.screening.fits import admitted
 
 CERTAIN = 1.25  # times the SLO: what is nearer to it is left to the next measurement
 KEPT, EVERY_S = 64, 5.0  # what was known in the last minutes

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from services.conductor.costs.interference import SLOWEST
 from services.conductor.domain import Lane, Schedule
 from services.conductor.fleet.instance import Instance
-from services.conductor.loads.stays import NO_ROWS, Rows
+from services.conductor.loads.batch_forecast import NO_ROWS, Rows
 from services.conductor.placing.decodes import DecodeChoice, steps
 from services.conductor.settings import Mode
 

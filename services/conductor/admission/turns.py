@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from services.conductor.domain import Schedule
-from services.conductor.loads.fading import Fading
+from services.conductor.loads.decayed_sum import Fading
 
 MOST_S = 60.0  # until a turn
 GRACE_S = 3.0  # an owner may be so late: some read whole seconds only

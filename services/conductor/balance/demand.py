@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from services.conductor.balance.tally import MIXED, Counts, Tally
 from services.conductor.domain import Lane, Schedule
-from services.conductor.loads.fading import Fading
+from services.conductor.loads.decayed_sum import Fading
 from services.conductor.placing.placement import Choice
 from services.conductor.settings import Settings
 

@@ -26,16 +26,16 @@ from services.conductor.domain import (
     Schedule,
 )
 from services.conductor.fleet.instance import Instance
+from services.conductor.loads.batch_forecast import DecodeWork
 from services.conductor.loads.outgoing import Load, Outgoing, Wires
 from services.conductor.loads.queues import PrefillWork
-from services.conductor.loads.stays import DecodeWork
 from services.conductor.peers.others import Others
-from services.conductor.placing.life import pull_after_s
 from services.conductor.placing.placement import Choice
+from services.conductor.placing.timeline import pull_after_s
+from services.conductor.prefixes.fetch_plan import Leg, lives_of
 from services.conductor.prefixes.index import Index
 from services.conductor.prefixes.pending import marks
-from services.conductor.prefixes.routes import Leg, lives_of
-from services.conductor.prefixes.tiers import TierLoads
+from services.conductor.prefixes.tier_times import TierLoads
 from services.conductor.settings import Settings
 
 MAX_PREDICTED_TOKENS = 4096

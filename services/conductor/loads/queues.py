@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from kvmesh.work_class import work_class
 from services.conductor.costs.models import DecayedRatio
 from services.conductor.domain import Load
-from services.conductor.loads.fading import Fading
-from services.conductor.loads.stays import DecodeWork, Rows, Stays
+from services.conductor.loads.batch_forecast import DecodeWork, Rows, Stays
+from services.conductor.loads.decayed_sum import Fading
 
 IN_FLIGHT_S = 0.05
 # Short prompts are computed together, so a queue drains faster than the sum of its parts; within these bounds.

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from services.conductor.domain import Schedule
 from services.conductor.placing.decodes import DecodeChoice
 from services.conductor.placing.prefills import DEAR_S, DEAR_SHARE, PrefillChoice, cut
+from services.conductor.prefixes.fetch_plan import Leg, Mesh
 from services.conductor.prefixes.index import Place
-from services.conductor.prefixes.routes import Leg, Mesh
 
 
 @dataclass(slots=True)

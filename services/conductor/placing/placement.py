@@ -11,6 +11,9 @@ from typing import TypeVar
 
 from kvmesh.errors import Overloaded
 from services.conductor.admission.judge import Judge
+from services.conductor.candidates.columns import Chosen
+from services.conductor.candidates.fields import FEW
+from services.conductor.candidates.select import Screen, Weighing, screen_of
 from services.conductor.costs.fit import ENOUGH_SAMPLES
 from services.conductor.domain import Refuse, Schedule
 from services.conductor.fleet.instance import Instance
@@ -21,14 +24,11 @@ from services.conductor.placing.decode_loads import decode_load
 from services.conductor.placing.decodes import DecodeChoice
 from services.conductor.placing.nearness import NOWHERE, Near
 from services.conductor.placing.prefills import PrefillCandidate, PrefillChoice
-from services.conductor.placing.terms import Terms as Terms
+from services.conductor.placing.scoring_context import Terms as Terms
 from services.conductor.placing.ties import Even, even_out
 from services.conductor.placing.ties import pick as pick
+from services.conductor.prefixes.fetch_plan import Leg, Mesh
 from services.conductor.prefixes.index import Place
-from services.conductor.prefixes.routes import Leg, Mesh
-from services.conductor.screening.columns import Chosen
-from services.conductor.screening.fields import FEW
-from services.conductor.screening.screen import Screen, Weighing, screen_of
 
 MIN_RETRY_S, HOPELESS_RETRY_S, MAX_RETRY_S = 0.1, 1.0, 60.0
 DECODE_EVEN = 0.1  # of its score, that a decode instance may be handicapped by

@@ -16,15 +16,16 @@ from typing import Protocol
 
 from services.conductor.domain import Fetch, Role, Schedule
 from services.conductor.fleet.instance import Instance
-from services.conductor.placing import alone as lonely
 from services.conductor.placing import decodes as decoding
-from services.conductor.placing import kinds, placement
-from services.conductor.placing.kinds import Found, Kind, Option
+from services.conductor.placing import placement
+from services.conductor.placing import serving_modes as kinds
+from services.conductor.placing import single_instance as lonely
+from services.conductor.placing.consistent_hash import Rings
 from services.conductor.placing.placement import Choice
-from services.conductor.placing.ring import Rings
-from services.conductor.placing.terms import Terms
+from services.conductor.placing.scoring_context import Terms
+from services.conductor.placing.serving_modes import Found, Kind, Option
+from services.conductor.prefixes.fetch_plan import Mesh
 from services.conductor.prefixes.index import Place
-from services.conductor.prefixes.routes import Mesh
 from services.conductor.settings import Policy
 
 MAX_TURNS = 65_536  # instances whose last turn is remembered

@@ -14,9 +14,9 @@ from services.conductor.costs.interference import NOBODY, STALL_WEIGHT, Shared, 
 from services.conductor.domain import Fetch, Schedule
 from services.conductor.fleet.instance import Instance
 from services.conductor.loads.outgoing import shared_bytes
-from services.conductor.loads.sizes import ALONE, Line, ahead
+from services.conductor.loads.shortest_first import ALONE, Line, ahead
+from services.conductor.prefixes.fetch_plan import Leg, Mesh
 from services.conductor.prefixes.index import Place
-from services.conductor.prefixes.routes import Leg, Mesh
 
 # A lower tier is forbidden to its own node when it would make the first token later by more than this.
 DEAR_SHARE, DEAR_S = 0.25, 0.05

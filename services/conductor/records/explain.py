@@ -16,11 +16,11 @@ from services.conductor.domain import Placed, PrefillSample, Ref, Refuse, Reques
 from services.conductor.fleet.instance import Instance
 from services.conductor.placing.comparison import Comparison, Numbers
 from services.conductor.placing.decodes import DecodeChoice
-from services.conductor.placing.kinds import HANDOFF_S, Found, Kind, Option, answer_s
 from services.conductor.placing.nearness import Near, Worth
 from services.conductor.placing.placement import Choice, Weighed
 from services.conductor.placing.prefills import PrefillCandidate, PrefillChoice
-from services.conductor.placing.terms import Terms
+from services.conductor.placing.scoring_context import Terms
+from services.conductor.placing.serving_modes import HANDOFF_S, Found, Kind, Option, answer_s
 from services.conductor.placing.ties import Crowd
 from services.conductor.settings import Policy
 

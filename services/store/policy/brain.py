@@ -15,7 +15,6 @@ from services.store.domain import Member, Usage
 from services.store.policy import heat, records
 from services.store.policy.copying import Copying
 from services.store.policy.drains import Drains
-from services.store.policy.farewells import Farewells
 from services.store.policy.grants import Grants
 from services.store.policy.heat import Heat
 from services.store.policy.known import Known
@@ -23,12 +22,13 @@ from services.store.policy.master_map import MasterMap
 from services.store.policy.memory import Memory
 from services.store.policy.names import Names
 from services.store.policy.nodes import Nodes
+from services.store.policy.pending_changes import Settling
 from services.store.policy.quotas import Quota, Quotas
 from services.store.policy.records import Write
 from services.store.policy.replicas import Replicas
-from services.store.policy.settling import Settling
 from services.store.policy.tombstones import Tombstone, Tombstones
 from services.store.policy.unannounced import Unannounced
+from services.store.policy.unconfirmed_removals import Farewells
 from services.store.policy.work import Order
 
 EPOCH_NS = 1_577_836_800 * 10**9  # as terms of wall clocks count: see leadership

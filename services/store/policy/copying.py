@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from services.store.domain import Member
 from services.store.policy.nodes import AVOID_S, Nodes
-from services.store.policy.settling import Settling
+from services.store.policy.pending_changes import Settling
 from services.store.policy.work import MAX_KEYS, Discard, Pull
 
 

@@ -20,9 +20,9 @@ from functools import partial
 from kvmesh.errors import Overloaded
 from services.store.domain import Role
 from services.store.policy.copying import Copying
+from services.store.policy.lazy_delete import Swept
 from services.store.policy.nodes import AVOID_S, Nodes
-from services.store.policy.settling import Settling
-from services.store.policy.swept import Swept
+from services.store.policy.pending_changes import Settling
 from services.store.policy.unpins import Life, Unpins
 from services.store.policy.work import MAX_KEYS, Order, Pin, Pull, Then, Trim, Work
 

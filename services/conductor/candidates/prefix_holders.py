@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from services.conductor.candidates.columns import View
+from services.conductor.candidates.fields import Field, Floats, Mask
 from services.conductor.prefixes.index import FEW_BITS, Place, Run, Survey
-from services.conductor.screening.columns import View
-from services.conductor.screening.fields import Field, Floats, Mask
 
 MAX_RUNS = 64  # of a survey, that are told apart where many hold them
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from services.conductor.candidates.columns import Chosen
+from services.conductor.candidates.fields import Field
 from services.conductor.domain import Refuse, Schedule
 from services.conductor.fleet.instance import Instance
 from services.conductor.placing import decodes as decoding
 from services.conductor.placing import prefills as prefilling
 from services.conductor.placing.placement import Choice, Terms, pick_decode, pick_prefill
+from services.conductor.prefixes.fetch_plan import Mesh
 from services.conductor.prefixes.index import Place, Survey
-from services.conductor.prefixes.routes import Mesh
-from services.conductor.screening.columns import Chosen
-from services.conductor.screening.fields import Field
 
 _ALL_BLOCKS = 1 << 40  # of any prompt: nothing is sent
 

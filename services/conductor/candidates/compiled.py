@@ -17,19 +17,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmesh.native import library
+from services.conductor.candidates import prefix_holders as holders
+from services.conductor.candidates.bound_arrays import Answers, Fetching, Prompts
+from services.conductor.candidates.bounds import ROUNDING_S, TAIL_SHARE, Weights
+from services.conductor.candidates.columns import Chosen, View
+from services.conductor.candidates.fields import Field, Floats, Mask, Rare
+from services.conductor.candidates.predictions import left
+from services.conductor.candidates.prefix_holders import Held
 from services.conductor.costs.interference import SLOWEST, STALL_WEIGHT
 from services.conductor.domain import Schedule
-from services.conductor.placing.terms import Terms
+from services.conductor.placing.scoring_context import Terms
 from services.conductor.placing.ties import TIE_CAP_S, TIE_FLOOR_S, TIE_SHARE
+from services.conductor.prefixes.fetch_plan import Mesh
 from services.conductor.prefixes.index import Survey
-from services.conductor.prefixes.routes import Mesh
-from services.conductor.screening import holders
-from services.conductor.screening.bounds import ROUNDING_S, TAIL_SHARE, Weights
-from services.conductor.screening.columns import Chosen, View
-from services.conductor.screening.fields import Field, Floats, Mask, Rare
-from services.conductor.screening.fits import left
-from services.conductor.screening.holders import Held
-from services.conductor.screening.ways import Answers, Fetching, Prompts
 
 _P, _D, _N = ctypes.c_void_p, ctypes.c_double, ctypes.c_int64
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from services.conductor.admission.judge import Judge
 from services.conductor.domain import Fetch
-from services.conductor.loads.sizes import ALONE, Line
+from services.conductor.loads.shortest_first import ALONE, Line
 from services.conductor.placing.nearness import NOWHERE, Near
 
 

@@ -13,21 +13,21 @@ import numpy as np
 
 from kvmesh.kvcache.tiers import Tier
 from kvmesh.work_class import work_classes
+from services.conductor.candidates.bound_arrays import Answers, Fetching, Prompts, Way
+from services.conductor.candidates.columns import Chosen
+from services.conductor.candidates.fields import Field, Floats, Mask, Rare
+from services.conductor.candidates.instance_row import node
+from services.conductor.candidates.predictions import admitted, fitted, mixed
+from services.conductor.candidates.prefix_holders import Held
 from services.conductor.costs.interference import STALL_WEIGHT
 from services.conductor.costs.models import HIDDEN_SHARE
 from services.conductor.domain import Fetch, Schedule
 from services.conductor.loads.queues import PRIORITY_STEP_S
-from services.conductor.loads.sizes import LASTS, MARKS, ahead
+from services.conductor.loads.shortest_first import LASTS, MARKS, ahead
 from services.conductor.placing.prefills import worth_weighing
-from services.conductor.placing.terms import Terms
+from services.conductor.placing.scoring_context import Terms
+from services.conductor.prefixes.fetch_plan import Leg, Mesh
 from services.conductor.prefixes.index import Place
-from services.conductor.prefixes.routes import Leg, Mesh
-from services.conductor.screening.columns import Chosen
-from services.conductor.screening.fields import Field, Floats, Mask, Rare
-from services.conductor.screening.filling import node
-from services.conductor.screening.fits import admitted, fitted, mixed
-from services.conductor.screening.holders import Held
-from services.conductor.screening.ways import Answers, Fetching, Prompts, Way
 
 ROUNDING_S = 1e-9
 TAIL_SHARE = 1 - HIDDEN_SHARE  # of a transfer: see `TransferModel.tail_s`

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from services.conductor.candidates.columns import View
+from services.conductor.candidates.fields import BENDS, Floats
 from services.conductor.costs.fit import HALF_LIFE_S
 from services.conductor.costs.interference import SLOWEST
-from services.conductor.screening.columns import View
-from services.conductor.screening.fields import BENDS, Floats
 
 
 def fitted(

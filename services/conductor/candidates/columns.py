@@ -15,17 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmesh.kvcache.tiers import Tier, split_name
+from services.conductor.candidates import instance_row as filling
+from services.conductor.candidates.fields import FEW, FIELDS, LOADS, MODELS, NO_GROUP, NO_ROW, Field, Floats, Mask, Rare
+from services.conductor.candidates.selection import Chosen as Chosen
+from services.conductor.candidates.slots import Slots
 from services.conductor.domain import Life, Role
 from services.conductor.fleet.instance import Instance
 from services.conductor.fleet.members import Members
 from services.conductor.fleet.roster import Fleet
 from services.conductor.loads.outgoing import Wires
-from services.conductor.loads.sizes import marks
+from services.conductor.loads.shortest_first import marks
 from services.conductor.prefixes.index import Index, bits
-from services.conductor.screening import filling
-from services.conductor.screening.chosen import Chosen as Chosen
-from services.conductor.screening.fields import FEW, FIELDS, LOADS, MODELS, NO_GROUP, NO_ROW, Field, Floats, Mask, Rare
-from services.conductor.screening.slots import Slots
 
 
 class Columns:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from services.conductor.candidates.fields import FEW, Mask
 from services.conductor.fleet.instance import Instance
-from services.conductor.screening.fields import FEW, Mask
 
 if TYPE_CHECKING:
-    from services.conductor.screening.columns import View
+    from services.conductor.candidates.columns import View
 
 
 class Chosen(Sequence[Instance]):

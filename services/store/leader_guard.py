@@ -10,7 +10,7 @@ from kvmesh.leader.leadership import Leadership
 from kvmesh.rpc.pb import store_pb2 as pb
 from kvmesh.rpc.terms import MAX_TERM
 from kvmesh.telemetry import names
-from services.store.reign import Reign
+from services.store.leader_session import Reign
 
 _TELLING = (pb.JoinRequest, pb.BeatRequest, pb.AnnounceRequest)  # they say which term the caller has heard of
 

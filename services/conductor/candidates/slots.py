@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmesh.kvcache.tiers import Tier, split_name
+from services.conductor.candidates.fields import NO_ROW, Mask
 from services.conductor.domain import Member
 from services.conductor.fleet.instance import Instance
 from services.conductor.prefixes.index import FEW_BITS, bits, bitset, places
-from services.conductor.screening.fields import NO_ROW, Mask
 
 _ASKED_NEVER, _ASKED, _ASKED_IF_ABLE = 0, 1, 2
 

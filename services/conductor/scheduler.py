@@ -15,6 +15,9 @@ from services.conductor.admission.gate import Admission
 from services.conductor.admission.judge import Judge
 from services.conductor.admission.refusals import refuse_unplaceable
 from services.conductor.balance.rounds import Balance
+from services.conductor.candidates.columns import Chosen, Columns, View
+from services.conductor.candidates.fields import NO_GROUP
+from services.conductor.candidates.lazy_mapping import Asked
 from services.conductor.costs.accuracy import What, group_of
 from services.conductor.domain import Life, Placed, Refuse, RequestOutcome, Schedule
 from services.conductor.fleet.health import Breakers
@@ -22,23 +25,21 @@ from services.conductor.fleet.instance import Instance
 from services.conductor.fleet.members import Members
 from services.conductor.fleet.roster import Fleet
 from services.conductor.loads.ledger import Ledger
-from services.conductor.loads.sizes import Lines
-from services.conductor.placing import alone, kinds
+from services.conductor.loads.shortest_first import Lines
+from services.conductor.placing import serving_modes as kinds
+from services.conductor.placing import single_instance as alone
 from services.conductor.placing.affinity import Affinity
-from services.conductor.placing.kinds import Found
-from services.conductor.placing.life import life, pull_after_s
 from services.conductor.placing.placement import Choice, Terms
 from services.conductor.placing.policies import Chooser
+from services.conductor.placing.serving_modes import Found
 from services.conductor.placing.threshold import Threshold
-from services.conductor.prefixes import routes
+from services.conductor.placing.timeline import life, pull_after_s
+from services.conductor.prefixes import fetch_plan as routes
+from services.conductor.prefixes.fetch_plan import Mesh
 from services.conductor.prefixes.index import Index, Place, Survey
-from services.conductor.prefixes.routes import Mesh
-from services.conductor.prefixes.tiers import TierLoads
+from services.conductor.prefixes.tier_times import TierLoads
 from services.conductor.records import explain
 from services.conductor.records.explain import Expected, Explanations
-from services.conductor.screening.columns import Chosen, Columns, View
-from services.conductor.screening.fields import NO_GROUP
-from services.conductor.screening.lookup import Asked
 from services.conductor.settings import Settings
 
 MAX_TOLD = 16  # instances that get no work, of many: in an explanation

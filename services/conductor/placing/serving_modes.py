@@ -24,17 +24,17 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvmesh.errors import Overloaded
+from services.conductor.candidates.columns import Chosen
+from services.conductor.candidates.select import COUNTED_TOKENS, Weighing, screen_of
 from services.conductor.costs.interference import STALL_WEIGHT
 from services.conductor.domain import Refuse, Role, Schedule
 from services.conductor.fleet.instance import Instance
-from services.conductor.placing import alone as lonely
 from services.conductor.placing import placement
+from services.conductor.placing import single_instance as lonely
 from services.conductor.placing.comparison import Comparison, compare
 from services.conductor.placing.placement import Choice, Terms, Weighed
+from services.conductor.prefixes.fetch_plan import Mesh
 from services.conductor.prefixes.index import Place
-from services.conductor.prefixes.routes import Mesh
-from services.conductor.screening.columns import Chosen
-from services.conductor.screening.screen import COUNTED_TOKENS, Weighing, screen_of
 
 # Two streams, the landing and its lease, the first token's way through decode: at one request at a time about a
 # millisecond of `admit` and `stream` in benchmarks/results/mesh-closed.json.

@@ -18,17 +18,17 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from services.conductor.candidates import compiled
+from services.conductor.candidates.bound_arrays import Prompts
+from services.conductor.candidates.columns import Chosen
+from services.conductor.candidates.compiled import held
+from services.conductor.candidates.fields import FEW, Field, Floats, Mask
 from services.conductor.domain import Lane, Schedule
 from services.conductor.fleet.instance import Instance
 from services.conductor.placing.nearness import Worth
-from services.conductor.placing.terms import Terms
+from services.conductor.placing.scoring_context import Terms
 from services.conductor.placing.ties import as_good
-from services.conductor.prefixes.routes import Mesh
-from services.conductor.screening import compiled
-from services.conductor.screening.columns import Chosen
-from services.conductor.screening.compiled import held
-from services.conductor.screening.fields import FEW, Field, Floats, Mask
-from services.conductor.screening.ways import Prompts
+from services.conductor.prefixes.fetch_plan import Mesh
 from services.conductor.settings import Mode
 
 AT_ONCE = 2  # weighed at first, then twice as many

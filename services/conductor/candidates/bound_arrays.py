@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from services.conductor.screening.fields import Floats, Mask
+from services.conductor.candidates.fields import Floats, Mask
 
 
 @dataclass(slots=True)
