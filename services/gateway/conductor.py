@@ -26,9 +26,9 @@ from kvmesh.rpc.fastpath.client import DoorClosed
 from kvmesh.rpc.pb import common_pb2, conductor_pb2
 from kvmesh.telemetry import names
 from kvmesh.telemetry.spans import traceparent
+from services.gateway.concurrency import PlacementRoom
+from services.gateway.conductor_pool import Asked, Rotation
 from services.gateway.models import Facts, Model, Models
-from services.gateway.room import PlacementRoom
-from services.gateway.rotation import Asked, Rotation
 
 log = logging.getLogger(__name__)
 

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 from kvmesh.telemetry import names
 from services.gateway.api_keys import Tenant
+from services.gateway.concurrency import AnswerRoom
 from services.gateway.conductor import Catalog, Conductor
 from services.gateway.config import GatewayConfig
 from services.gateway.generation import Generation
 from services.gateway.key_file import KeyFile
 from services.gateway.models import Facts, Model, Models
-from services.gateway.prepare import ModelBounds, Prepared
 from services.gateway.request_memory import WORK_TIMEOUT_S, RequestMemory, tokenize_cost
-from services.gateway.room import AnswerRoom
 from services.gateway.sessions import Sessions
+from services.gateway.text.prepare import ModelBounds, Prepared
 
 if TYPE_CHECKING:
     from services.gateway.requests import Request

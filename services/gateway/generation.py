@@ -14,8 +14,8 @@ from kvmesh.rpc.sampling import (
     MAX_TOP_LOGPROBS,
     MIN_REPETITION_PENALTY,
 )
-from services.gateway.chat import Message
 from services.gateway.config import Limits
+from services.gateway.text.chat import Message
 
 MAX_SEED = 2**63 - 1
 MAX_TOKENS = 2**31 - 1

@@ -21,19 +21,20 @@ from kvmesh.rpc.public_calls import PublicCalls
 from kvmesh.rpc.runner import serve_metrics
 from kvmesh.rpc.server import Server, check_port, join
 from kvmesh.telemetry import names
-from services.gateway import app, servicer
+from services.gateway import servicer
 from services.gateway.conductor import Catalog, Conductor
 from services.gateway.config import GatewayConfig
 from services.gateway.core import Core
-from services.gateway.hosts import Application, HostCheck, checks_hosts
-from services.gateway.http_protocol import BoundedHttpProtocol, HttpConnections
 from services.gateway.key_file import KeyFile
 from services.gateway.models import Models
-from services.gateway.prepare import Preparer
 from services.gateway.request_memory import RequestMemory
+from services.gateway.rest import app
+from services.gateway.rest.hosts import Application, HostCheck, checks_hosts
+from services.gateway.rest.http_protocol import BoundedHttpProtocol, HttpConnections
+from services.gateway.rest.tls_listener import TlsListener
 from services.gateway.sessions import Key, Sessions
-from services.gateway.tls_listener import TlsListener
-from services.gateway.tokenizer import Tokenizer
+from services.gateway.text.prepare import Preparer
+from services.gateway.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from kvmesh.kvcache.keys import Namespace
 from kvmesh.rpc.pb import common_pb2
 from services.gateway.api_keys import ANYBODY, Tenant, combined_salt
 from services.gateway.generation import brief
-from services.gateway.prepare import Preparer
+from services.gateway.text.prepare import Preparer
 
 _SHOWN = 20  # names in an error
 

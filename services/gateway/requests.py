@@ -16,18 +16,18 @@ from opentelemetry.context import Context
 from kvmesh.errors import DeadlinePassed, InternalError, KvmeshError, Unavailable
 from kvmesh.rpc.pb import conductor_pb2, decode_pb2
 from kvmesh.telemetry import names, spans
-from services.gateway.accounts import Account
+from services.gateway.accounting import Account
 from services.gateway.api_keys import ANYBODY, Tenant
-from services.gateway.asks import Asks
-from services.gateway.choice import Answer, Delta
-from services.gateway.choices import Choice
+from services.gateway.attempts import Choice
 from services.gateway.core import Core
 from services.gateway.generation import Generation, brief, refused
 from services.gateway.migration import Migration
 from services.gateway.models import Facts, Model
-from services.gateway.prepare import Prepared
 from services.gateway.recovery import Failure, Patience
-from services.gateway.stops import StopMatcher, StopStrings
+from services.gateway.request_builder import Asks
+from services.gateway.text.completion import Answer, Delta
+from services.gateway.text.prepare import Prepared
+from services.gateway.text.stops import StopMatcher, StopStrings
 
 log = logging.getLogger(__name__)
 

@@ -14,14 +14,14 @@ from kvmesh.rpc.pb import common_pb2, conductor_pb2, gateway_pb2, gateway_pb2_gr
 from kvmesh.rpc.public_calls import Holding, Metadata, few_fields
 from kvmesh.rpc.sampling import MAX_TOP_LOGPROBS
 from services.gateway.api_keys import Tenant
-from services.gateway.chat import Message
-from services.gateway.choice import Delta
 from services.gateway.core import Core
 from services.gateway.generation import BATCH, Generation, Prompt, between, refused
 from services.gateway.key_file import KeyFile
-from services.gateway.openai import ROLES
 from services.gateway.request_memory import REQUEST_BYTES, RequestMemory
 from services.gateway.requests import Request
+from services.gateway.rest.openai import ROLES
+from services.gateway.text.chat import Message
+from services.gateway.text.completion import Delta
 
 SERVICE = "kvmesh.v1.Gateway"
 AUTHORIZATION = "authorization"

@@ -18,7 +18,7 @@ from kvmesh.errors import HandoffLost, InternalError, KvmeshError, ProtocolMisma
 from kvmesh.rpc import channels, protocol, status
 from kvmesh.rpc.pb import common_pb2, decode_pb2, decode_pb2_grpc
 from kvmesh.telemetry import names
-from services.gateway.choice import Alternatives
+from services.gateway.text.completion import Alternatives
 
 log = logging.getLogger(__name__)
 

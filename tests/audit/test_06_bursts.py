@@ -16,7 +16,7 @@ from kvmesh.rpc.fastpath import frames
 from kvmesh.rpc.pb import doors_pb2, doors_pb2_grpc
 from services.conductor.domain import CaughtUp, Role
 from services.conductor.state import ConductorState
-from services.gateway.room import AnswerRoom, PlacementRoom
+from services.gateway.concurrency import AnswerRoom, PlacementRoom
 from services.store.domain import Beat, Join, Tick
 from services.store.domain import CaughtUp as StoreCaughtUp
 from services.store.state import MasterState

@@ -17,7 +17,7 @@ from kvmesh.rpc.channels import connect
 from kvmesh.rpc.pb import gateway_pb2, gateway_pb2_grpc
 from services.gateway import main
 from services.gateway.config import GatewayConfig
-from services.gateway.tokenizer import Tokenizer
+from services.gateway.text.tokenizer import Tokenizer
 from tests.gateway import tokenizers_made
 from tests.gateway.scripted import MODEL, Conductor, Decode, Run, Script
 

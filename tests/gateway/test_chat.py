@@ -9,7 +9,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from kvmesh.errors import InvalidRequest
-from services.gateway.chat import ChatTemplates, Message
+from services.gateway.text.chat import ChatTemplates, Message
 from tests.gateway.tokenizers_made import CHAT_TEMPLATE
 
 MESSAGES = [

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.choice import Answer, Delta
-from services.gateway.stops import StopMatcher, StopStrings
-from services.gateway.tokenizer import Tokenizer
+from services.gateway.text.completion import Answer, Delta
+from services.gateway.text.stops import StopMatcher, StopStrings
+from services.gateway.text.tokenizer import Tokenizer
 from tests.gateway import tokenizers_made
 
 TOKENIZER = Tokenizer(tokenizers_made.byte_level(), {}, {})

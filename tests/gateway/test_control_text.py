@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers
 from tokenizers import Tokenizer as Inner
 
-from services.gateway.chat import ChatTemplates, Message
-from services.gateway.chat_tokens import ChatEncoder
-from services.gateway.tokenizer import Tokenizer
+from services.gateway.text.chat import ChatTemplates, Message
+from services.gateway.text.chat_tokens import ChatEncoder
+from services.gateway.text.tokenizer import Tokenizer
 from tests.gateway import tokenizers_made
 
 NOW = datetime.datetime(2026, 1, 1)

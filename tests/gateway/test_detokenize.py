@@ -11,8 +11,8 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.detokenize import TableDetokenizer, WindowDetokenizer
-from services.gateway.tokenizer import Tokenizer
+from services.gateway.text.detokenize import TableDetokenizer, WindowDetokenizer
+from services.gateway.text.tokenizer import Tokenizer
 from tests.gateway import tokenizers_made
 
 

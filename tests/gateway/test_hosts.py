@@ -10,7 +10,7 @@ import pytest
 from kvmesh.errors import ConfigError
 from services.gateway.api_keys import make_entry
 from services.gateway.config import GatewayConfig
-from services.gateway.hosts import ForeignHost, check_host, checks_hosts
+from services.gateway.rest.hosts import ForeignHost, check_host, checks_hosts
 from tests.gateway.conftest import MeshMaker
 from tests.gateway.scripted import MODEL
 

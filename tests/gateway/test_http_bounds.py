@@ -15,8 +15,8 @@ import pytest
 
 from kvmesh.rpc.certificates import make_certificates
 from services.gateway.api_keys import make_entry
-from services.gateway.http_limits import BodyBounds, HttpLimits
-from services.gateway.http_protocol import BoundedHttpProtocol
+from services.gateway.rest.http_limits import BodyBounds, HttpLimits
+from services.gateway.rest.http_protocol import BoundedHttpProtocol
 from tests.gateway.conftest import Mesh, MeshMaker, seen, until
 from tests.gateway.scripted import MODEL
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from kvmesh.errors import HandoffLost, InternalError, InvalidRequest, KvmeshError, Overloaded, Unavailable
 from kvmesh.kvcache.keys import Namespace, chain_tip, pack_tokens
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
-from services.gateway.carried import Carried
-from services.gateway.choice import Alternatives, Answer, Delta, TokenLogprob
-from services.gateway.choices import Choice
-from services.gateway.prepare import Prepared
+from services.gateway.attempts import Choice
 from services.gateway.recovery import Failure, Patience, Plan, Recovery
-from services.gateway.stops import StopMatcher, StopStrings
-from services.gateway.tokenizer import Tokenizer
+from services.gateway.resume_point import Carried
+from services.gateway.text.completion import Alternatives, Answer, Delta, TokenLogprob
+from services.gateway.text.prepare import Prepared
+from services.gateway.text.stops import StopMatcher, StopStrings
+from services.gateway.text.tokenizer import Tokenizer
 from tests.gateway import tokenizers_made
 
 TOKENIZER = Tokenizer(tokenizers_made.byte_level(), {}, {})

@@ -11,8 +11,8 @@ import pytest
 from tokenizers import Tokenizer as Inner
 from tokenizers.processors import TemplateProcessing
 
-from services.gateway.chat import ChatTemplates, Message
-from services.gateway.tokenizer import Tokenizer
+from services.gateway.text.chat import ChatTemplates, Message
+from services.gateway.text.tokenizer import Tokenizer
 from tests.gateway import tokenizers_made
 
 # As Gemma's begins: the template writes the token itself.

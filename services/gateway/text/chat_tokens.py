@@ -14,8 +14,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.gateway.chat import ChatTemplates, Message
-from services.gateway.tokenizer import Tokenizer
+from services.gateway.text.chat import ChatTemplates, Message
+from services.gateway.text.tokenizer import Tokenizer
 
 _PLANE = range(0xF0000, 0xFFFF0, 256)  # private use: no tokenizer, template or language gives these a meaning
 

@@ -12,10 +12,10 @@ from opentelemetry.context import Context
 from kvmesh.errors import InternalError, KvmeshError, RequestCancelled
 from kvmesh.rpc.pb import common_pb2
 from kvmesh.telemetry import names, spans
-from services.gateway.choices import Choice
+from services.gateway.attempts import Choice
 from services.gateway.config import MAX_NAME_CHARS
-from services.gateway.frames import Usage
 from services.gateway.generation import Generation, brief
+from services.gateway.rest.frames import Usage
 
 _STAGES = [field.name for field in common_pb2.StageTimings.DESCRIPTOR.fields]
 

@@ -10,7 +10,7 @@ import ssl
 from collections.abc import Callable
 
 from kvmesh.telemetry import names
-from services.gateway.http_protocol import HttpConnections
+from services.gateway.rest.http_protocol import HttpConnections
 
 log = logging.getLogger(__name__)
 

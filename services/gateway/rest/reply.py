@@ -12,12 +12,19 @@ from typing import Any
 from starlette.responses import Response
 
 from kvmesh.errors import InternalError, KvmeshError
-from services.gateway import wishes
 from services.gateway.api_keys import Tenant
-from services.gateway.choice import Delta
 from services.gateway.core import Core
-from services.gateway.frames import DONE, Frames, error_event
-from services.gateway.http import (
+from services.gateway.request_memory import (
+    REQUEST_BYTES,
+    WORK_TIMEOUT_S,
+    Reservation,
+    parse_cost,
+    prompts_bytes,
+)
+from services.gateway.requests import Request
+from services.gateway.rest import serving_headers as wishes
+from services.gateway.rest.frames import DONE, Frames, error_event
+from services.gateway.rest.http import (
     EVENTS,
     JSON,
     REQUEST_ID,
@@ -34,15 +41,8 @@ from services.gateway.http import (
     send_body,
     send_error,
 )
-from services.gateway.openai import ChatRequest, CompletionRequest
-from services.gateway.request_memory import (
-    REQUEST_BYTES,
-    WORK_TIMEOUT_S,
-    Reservation,
-    parse_cost,
-    prompts_bytes,
-)
-from services.gateway.requests import Request
+from services.gateway.rest.openai import ChatRequest, CompletionRequest
+from services.gateway.text.completion import Delta
 
 log = logging.getLogger(__name__)
 

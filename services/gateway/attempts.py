@@ -7,12 +7,12 @@ from typing import Protocol
 from kvmesh.errors import HandoffLost, InternalError, KvmeshError, Overloaded
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
 from kvmesh.telemetry import names
-from services.gateway.carried import Carried
-from services.gateway.choice import LENGTH, STOP, Alternatives, Answer, Delta, TokenLogprob
 from services.gateway.migration import Migration
-from services.gateway.prepare import Prepared
 from services.gateway.recovery import Failure, Patience, Recovery
+from services.gateway.resume_point import Carried
 from services.gateway.sessions import Lane
+from services.gateway.text.completion import LENGTH, STOP, Alternatives, Answer, Delta, TokenLogprob
+from services.gateway.text.prepare import Prepared
 
 _REASONS: dict[int, str] = {common_pb2.FINISH_REASON_STOP: STOP, common_pb2.FINISH_REASON_LENGTH: LENGTH}
 

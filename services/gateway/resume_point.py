@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from kvmesh.kvcache.keys import TOKEN_BYTES, extend, pack_tokens
-from services.gateway.prepare import Prepared
+from services.gateway.text.prepare import Prepared
 
 
 class Carried:

@@ -16,7 +16,7 @@ from kvmesh.rpc.exposure import is_loopback
 from kvmesh.telemetry import names
 from services.gateway.config import GatewayConfig
 from services.gateway.generation import brief_repr
-from services.gateway.http import Receive, Scope, Send, send_error
+from services.gateway.rest.http import Receive, Scope, Send, send_error
 
 Application = Callable[[Scope, Receive, Send], Awaitable[Any]]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvmesh.errors import KvmeshError, Overloaded
 from kvmesh.rpc.pb import common_pb2, conductor_pb2, decode_pb2
-from services.gateway.choices import Choice
+from services.gateway.attempts import Choice
 from services.gateway.generation import Generation
 from services.gateway.models import Facts
 

@@ -19,11 +19,11 @@ from kvmesh.errors import InternalError, InvalidRequest, KvmeshError
 from kvmesh.telemetry import names
 from services.gateway.api_keys import Tenant
 from services.gateway.core import Core
-from services.gateway.frames import error_headers, error_json
 from services.gateway.generation import brief
 from services.gateway.models import Model
-from services.gateway.openai import ChatRequest, CompletionRequest
-from services.gateway.reply import Reply
+from services.gateway.rest.frames import error_headers, error_json
+from services.gateway.rest.openai import ChatRequest, CompletionRequest
+from services.gateway.rest.reply import Reply
 
 TITLE = "kvmesh"
 _REF = "#/components/schemas/{model}"

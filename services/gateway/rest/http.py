@@ -13,11 +13,11 @@ from opentelemetry.context import Context
 
 from kvmesh.errors import BodyTooLarge, DeadlinePassed, InvalidRequest, KvmeshError
 from kvmesh.telemetry import spans
-from services.gateway import wishes
-from services.gateway.frames import error_headers, error_json
 from services.gateway.generation import brief, refused
-from services.gateway.http_limits import BodyBounds
 from services.gateway.request_memory import Reservation
+from services.gateway.rest import serving_headers as wishes
+from services.gateway.rest.frames import error_headers, error_json
+from services.gateway.rest.http_limits import BodyBounds
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from kvmesh.telemetry import names
-from services.gateway.http_limits import HttpLimits
+from services.gateway.rest.http_limits import HttpLimits
 
 log = logging.getLogger(__name__)
 

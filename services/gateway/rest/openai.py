@@ -21,7 +21,6 @@ from kvmesh.rpc.sampling import (
     MAX_TOP_LOGPROBS,
     MIN_REPETITION_PENALTY,
 )
-from services.gateway.chat import Message
 from services.gateway.config import Limits
 from services.gateway.generation import (
     MAX_SEED,
@@ -33,7 +32,8 @@ from services.gateway.generation import (
     check_stops,
     refused,
 )
-from services.gateway.service_fields import Service, Strict, told
+from services.gateway.rest.service_fields import Service, Strict, told
+from services.gateway.text.chat import Message
 
 ROLES = ("system", "developer", "user", "assistant")
 DEFAULT_COMPLETION_TOKENS = 16
