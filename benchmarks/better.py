@@ -2,8 +2,8 @@
 
 The paper's policy: Algorithm 1 as printed (fetching above a balancing threshold tuned by hand), queues first come first
 served, roles fixed. Ours: lines by size with ageing, placement by what others lose, overtaking foreseen (see
-services/conductor/loads/shortest_first.py, services/prefill/planner.py), roles that follow load (balance/roles.py). Both are
-tuned on the first half by the same rule: the least geometric mean of mean TTFT over the runs of `TUNED_AT`; ours among
+services/conductor/loads/shortest_first.py, services/prefill/planner.py), roles that follow load (balance/roles.py).
+Both are tuned on the first half by the same rule: the least geometric mean of mean TTFT over the runs of `TUNED_AT`; ours among
 those that lose no goodput in any of these, nor time on a synthetic workload. docs/better.md has the results.
 
     python -m benchmarks.better --json benchmarks/results/better.json --jobs 2    # goes on where it was cut short
@@ -29,7 +29,7 @@ from benchmarks.better_runs import Inputs, Row, Runs, Scatter, Task
 from benchmarks.better_tables import TUNED_AT, TUNING_SEED, tables
 from benchmarks.paper_setup import PARAMETERS, read
 from kvmesh.errors import ConfigError
-from kvmesh.sim.workload import mooncake
+from kvmesh.sim.workloads.workload import mooncake
 
 TRACE = Path(__file__).resolve().parents[2] / "shared" / "traces" / "conversation_trace.jsonl"
 LOSS = 0.001  # of goodput: six requests of a half

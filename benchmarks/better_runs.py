@@ -16,8 +16,8 @@ from benchmarks.paper_setup import Case, Parameters, summary_of, synthetic_of
 from kvmesh.errors import ConfigError
 from kvmesh.sim.config import SimConfig
 from kvmesh.sim.run import run
-from kvmesh.sim.synthetic import synthetic
-from kvmesh.sim.workload import Reading, SimRequest, mooncake
+from kvmesh.sim.workloads.synthetic import synthetic
+from kvmesh.sim.workloads.workload import Reading, SimRequest, mooncake
 
 Row = dict[str, Any]
 SHARES = (0.0, *(n / 20 for n in range(1, 20)), 0.97, 0.99, 0.995, 1.0)  # of requests: "ttft_s" in a row

@@ -36,7 +36,7 @@ from benchmarks.equal_cores import TRACE, VOCAB, block_of, equal_meshes, make_mo
 from kvmesh.cli import target
 from kvmesh.cli.load import Generator, Job, Outcome
 from kvmesh.cli.report import Slo, summarise
-from kvmesh.sim.trace import Made, TokenMaker
+from kvmesh.sim.workloads.trace import Made, TokenMaker
 from tests.mesh.harness import Running
 
 TIMEOUT_S = 300.0

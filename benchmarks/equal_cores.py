@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from kvmesh.sim import trace
+from kvmesh.sim.workloads import trace
 from tests.checkpoints import make_checkpoint
 from tests.mesh.harness import Running, running_mesh
 

@@ -65,7 +65,7 @@ from benchmarks.overload_client import Ask, Seen
 from benchmarks.overload_load import Shape
 from benchmarks.slowing import slowed
 from kvmesh.cli.report import Slo, percentile, tbt_s
-from kvmesh.sim.trace import TokenMaker
+from kvmesh.sim.workloads.trace import TokenMaker
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("shares", "sessions", "slow", "errors", "retry")

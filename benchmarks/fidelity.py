@@ -1,7 +1,7 @@
 """Does the simulator predict a mesh that it has not seen serve these requests?
 
 A mesh of 2 prefill and 2 decode instances serves slice A of a trace, `--fit-runs` times; the models are fitted from the
-decision logs and from what the client measured (`kvmesh.sim.calibrate`). Then the simulator serves slice B,
+decision logs and from what the client measured (`kvmesh.sim.fitting.calibrate`). Then the simulator serves slice B,
 free-running: nothing of a live run of B goes in, no decision, no time. The prediction is printed *before* B is sent for
 the first time. Then B is sent to live meshes, `--runs` times, each started anew and warmed up with other prompts, so
 that caches are as empty as the simulation's at first.
@@ -35,10 +35,10 @@ from benchmarks import progress
 from benchmarks.equal_cores import TRACE
 from benchmarks.fidelity_live import Live, Slice, live, slices
 from benchmarks.fidelity_predict import FIGURES, WITHIN, Percentiles, Row, compared, fitted, of_outcomes, predicted
-from kvmesh.sim.calibrate import Fit
-from kvmesh.sim.decisions import Replayed, replay
-from kvmesh.sim.mesh_fit import MeshFit
-from kvmesh.sim.observed import Observed, observe, pooled
+from kvmesh.sim.fitting.calibrate import Fit
+from kvmesh.sim.fitting.decisions import Replayed, replay
+from kvmesh.sim.fitting.mesh_fit import MeshFit
+from kvmesh.sim.fitting.observed import Observed, observe, pooled
 from services.conductor.records import journal
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -17,8 +17,8 @@ from benchmarks.overload_client import Ask, Clients, Seen
 from kvmesh.cli import target
 from kvmesh.cli.load import Outcome
 from kvmesh.kvcache.keys import Namespace, chain, pack_tokens, split
-from kvmesh.sim import trace
-from kvmesh.sim.workload import SimRequest
+from kvmesh.sim.workloads import trace
+from kvmesh.sim.workloads.workload import SimRequest
 from tests.mesh.harness import Running, running_mesh
 
 BLOCK_TOKENS = 16

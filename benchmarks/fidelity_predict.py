@@ -9,7 +9,8 @@ from statistics import fmean, median
 
 from kvmesh.cli.load import Outcome
 from kvmesh.cli.report import intervals, percentile, tbt_s
-from kvmesh.sim.calibrate import (
+from kvmesh.sim.config import SimConfig
+from kvmesh.sim.fitting.calibrate import (
     Fit,
     Targets,
     calibrate,
@@ -19,13 +20,12 @@ from kvmesh.sim.calibrate import (
     residuals_of,
     targets_of,
 )
-from kvmesh.sim.config import SimConfig
+from kvmesh.sim.fitting.mesh_fit import MeshFit, config_of, costs_of
+from kvmesh.sim.fitting.observed import Observed
 from kvmesh.sim.host import HostModel
-from kvmesh.sim.mesh_fit import MeshFit, config_of, costs_of
-from kvmesh.sim.observed import Observed
-from kvmesh.sim.records import DONE, Record
+from kvmesh.sim.report.records import DONE, Record
 from kvmesh.sim.run import run
-from kvmesh.sim.workload import SimRequest
+from kvmesh.sim.workloads.workload import SimRequest
 
 SHARES = (50, 90, 99)
 FIGURES = tuple((what, share) for what in ("TTFT", "TBT") for share in SHARES)

@@ -25,9 +25,9 @@ from benchmarks import progress
 from benchmarks.oscillation_svg import Curves, drawing
 from benchmarks.paper_setup import Case, config_of, read
 from kvmesh.sim.config import SimConfig
-from kvmesh.sim.records import DONE, Record, Sample
+from kvmesh.sim.report.records import DONE, Record, Sample
 from kvmesh.sim.run import run
-from kvmesh.sim.workload import SimRequest, key
+from kvmesh.sim.workloads.workload import SimRequest, key
 
 MODES = ("baseline", "early", "predicted")
 SAMPLE_S = 2.0

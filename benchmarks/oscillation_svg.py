@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvmesh.sim.html_style import STYLE
-from kvmesh.sim.plots import HEIGHT, WIDTH, Chart, Line, draw
+from kvmesh.sim.report.html_style import STYLE
+from kvmesh.sim.report.plots import HEIGHT, WIDTH, Chart, Line, draw
 
 HEAD = 34
 _SVG = re.compile(r"<svg [^>]*>(.*)</svg>", re.S)

@@ -15,7 +15,7 @@ import psutil
 
 from benchmarks.overload_client import CUT, Ask, Clients, Seen
 from kvmesh.cli.report import Slo, percentile
-from kvmesh.sim.trace import TokenMaker
+from kvmesh.sim.workloads.trace import TokenMaker
 from tests.mesh.harness import Running
 
 CUT_S = 20.0  # after its first token a request is given up

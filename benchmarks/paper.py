@@ -32,7 +32,7 @@ from benchmarks.paper_runs import Inputs, Told, simulate_all
 from benchmarks.paper_setup import PARAMETERS, Case, read
 from kvmesh.cli.sim_progress import progress
 from kvmesh.errors import ConfigError
-from kvmesh.sim.workload import mooncake
+from kvmesh.sim.workloads.workload import mooncake
 
 TRACE = Path(__file__).resolve().parents[2] / "shared" / "traces" / "conversation_trace.jsonl"
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from benchmarks.paper_runs import Inputs, Told
 from benchmarks.paper_setup import Case
 from kvmesh.kvcache.eviction import POLICIES as EVICTIONS
-from kvmesh.sim import cache, trace
+from kvmesh.sim import cache
+from kvmesh.sim.workloads import trace
 
 WITHIN = 0.30
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from benchmarks.paper_setup import Case, Parameters, config_of, requests_of, summary_of
 from kvmesh.sim.cluster import Cluster
-from kvmesh.sim.records import DONE, Record
+from kvmesh.sim.report.records import DONE, Record
+from kvmesh.sim.report.sketch import Sketch
 from kvmesh.sim.run import System, run
-from kvmesh.sim.sketch import Sketch
-from kvmesh.sim.workload import SimRequest
+from kvmesh.sim.workloads.workload import SimRequest
 
 Told = dict[str, Any]  # of one run, plain JSON
 BANDS = (1, 15, 100, 1_000)  # last ranks of blocks by use, whose copies are counted

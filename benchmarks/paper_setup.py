@@ -10,12 +10,12 @@ from typing import Any, TypeVar, get_type_hints
 
 from kvmesh.errors import ConfigError
 from kvmesh.sim.config import Mode, Routing, SimConfig
-from kvmesh.sim.hardware import Efficiency, changed, hardware
-from kvmesh.sim.shapes import shape_of
-from kvmesh.sim.summary import Summary
-from kvmesh.sim.synthetic import Lengths, SyntheticConfig, synthetic
-from kvmesh.sim.times import NodeSpec, node_spec
-from kvmesh.sim.workload import Reading, SimRequest, mooncake
+from kvmesh.sim.hardware.hardware import Efficiency, changed, hardware
+from kvmesh.sim.hardware.shapes import shape_of
+from kvmesh.sim.hardware.times import NodeSpec, node_spec
+from kvmesh.sim.report.summary import Summary
+from kvmesh.sim.workloads.synthetic import Lengths, SyntheticConfig, synthetic
+from kvmesh.sim.workloads.workload import Reading, SimRequest, mooncake
 from services.conductor.domain import Fetch
 from services.conductor.settings import AdmissionSettings, Policy, Settings
 from services.conductor.settings import Mode as Admission

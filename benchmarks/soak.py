@@ -34,7 +34,7 @@ import psutil
 
 from benchmarks import progress
 from benchmarks.equal_cores import COUPLED, PAIR, TRACE, VOCAB, block_of, equal_meshes, make_model, slice_of
-from kvmesh.sim.trace import TokenMaker
+from kvmesh.sim.workloads.trace import TokenMaker
 from tests.mesh.client import Answer
 from tests.mesh.harness import Running
 

@@ -28,8 +28,8 @@ from benchmarks.threshold_page import Row, filled, tables
 from kvmesh.errors import ConfigError
 from kvmesh.sim.config import SimConfig, WireChange
 from kvmesh.sim.run import run
-from kvmesh.sim.synthetic import Lengths, SyntheticConfig, synthetic
-from kvmesh.sim.workload import Reading, SimRequest, mooncake
+from kvmesh.sim.workloads.synthetic import Lengths, SyntheticConfig, synthetic
+from kvmesh.sim.workloads.workload import Reading, SimRequest, mooncake
 from services.conductor.domain import Fetch
 from services.conductor.settings import ThresholdMode
 

@@ -15,7 +15,7 @@ from kvmesh.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:
     from kvmesh.cli.load import Job
-    from kvmesh.sim.trace import TokenMaker
+    from kvmesh.sim.workloads.trace import TokenMaker
 
 DEFAULT_REQUESTS = 100
 DEFAULT_CONCURRENCY = 4
@@ -146,7 +146,7 @@ def bench(
     from kvmesh.cli import drive, target
     from kvmesh.cli.load import Generator
     from kvmesh.cli.report import Slo, show, summarise
-    from kvmesh.sim.trace import TokenMaker
+    from kvmesh.sim.workloads.trace import TokenMaker
 
     if rate is not None and concurrency is not None:
         raise ConfigError(f"concurrency={concurrency}: give --rate or --concurrency, not both", field="concurrency")

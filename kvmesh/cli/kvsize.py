@@ -11,7 +11,7 @@ from kvmesh.cli.console import console, one_line_errors, wide_enough
 from kvmesh.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvmesh.sim.shapes import ModelShape
+    from kvmesh.sim.hardware.shapes import ModelShape
 
 GIB = 1 << 30
 
@@ -31,7 +31,7 @@ Kimi) keeps layers x (latent + rotary key), whatever its config says of KV heads
 
 def sizes(model: str, dtype: str, tp: int, block_tokens: int) -> dict[str, Any]:
     """Everything that is printed. ConfigError names what is missing or wrong."""
-    from kvmesh.sim.shapes import shape_of
+    from kvmesh.sim.hardware.shapes import shape_of
 
     if block_tokens < 1:
         raise ConfigError(f"block_tokens={block_tokens}: must be at least 1", field="block_tokens")

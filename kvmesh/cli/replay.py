@@ -17,7 +17,7 @@ from kvmesh.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvmesh.cli.load import Job, Outcome
-    from kvmesh.sim.trace import Made, Shape, Shaped, TokenMaker
+    from kvmesh.sim.workloads.trace import Made, Shape, Shaped, TokenMaker
 
 HIT_DEFINITIONS = {
     "live.by_tokens": "cached prompt tokens / prompt tokens, over answered requests",
@@ -76,7 +76,7 @@ def hit_rates(
     made: Sequence[Made], outcomes: Sequence[Outcome], shape: Shape, maker: TokenMaker, block_tokens: int
 ) -> dict[str, Any]:
     """Live, ideal and reachable hit rates, and what each means."""
-    from kvmesh.sim import trace
+    from kvmesh.sim.workloads import trace
 
     good = [(made[one.index], one) for one in outcomes if one.ok]
     blocks = sum(len(asked.hash_ids) for asked, _ in good)
@@ -181,7 +181,7 @@ def replay(
     from kvmesh.cli import drive, target
     from kvmesh.cli.load import Generator
     from kvmesh.cli.report import Slo, show, summarise
-    from kvmesh.sim import trace as traces
+    from kvmesh.sim.workloads import trace as traces
 
     pace, scale = speed_of(speed), scale_of(scale_tokens)
     if concurrency != 1 and not math.isinf(pace):
@@ -224,7 +224,7 @@ def replay(
 
 
 def _no_slice(trace: Path, block_tokens: int) -> str:
-    from kvmesh.sim import trace as traces
+    from kvmesh.sim.workloads import trace as traces
 
     times = [request.at_ms / 1000 for request in traces.read(trace, block_tokens)]
     return (

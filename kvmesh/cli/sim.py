@@ -170,7 +170,7 @@ def cache(
 ) -> None:
     """Hit rates of a trace in one cache."""
     from kvmesh.sim import cache as caches
-    from kvmesh.sim import trace as traces
+    from kvmesh.sim.workloads import trace as traces
 
     policies, capacities = policies_of(policy), capacities_of(capacity)
     prompts = [request.hash_ids for request in traces.read(trace, block_tokens, by_time=False)]

@@ -13,9 +13,9 @@ from kvmesh.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvmesh.sim.config import SimConfig
+    from kvmesh.sim.hardware.times import NodeSpec
     from kvmesh.sim.host import HostModel
-    from kvmesh.sim.times import NodeSpec
-    from kvmesh.sim.workload import Clients, SimRequest
+    from kvmesh.sim.workloads.workload import Clients, SimRequest
     from services.conductor.settings import Settings
 
 CHUNK = 8192  # tokens of a prefill step where nothing else runs
@@ -27,8 +27,8 @@ E = TypeVar("E", bound=Enum)
 def load_of(options: Options) -> Iterator[SimRequest] | Clients:
     """The workload and what its clients wait for, anew each time. ConfigError: a value, or, while it is read, a line
     that cannot be."""
-    from kvmesh.sim.sessions import Sessions
-    from kvmesh.sim.workload import ClosedLoop
+    from kvmesh.sim.workloads.sessions import Sessions
+    from kvmesh.sim.workloads.workload import ClosedLoop
 
     if options.sessions is not None:
         return Sessions(sessions_of(options.sessions, options.block_tokens, options.speed), options.seed)
@@ -38,8 +38,9 @@ def load_of(options: Options) -> Iterator[SimRequest] | Clients:
 
 def requests_of(options: Options) -> Iterator[SimRequest]:
     """Requests that wait for nobody. ConfigError: see `load_of`."""
-    from kvmesh.sim import workload, workload_csv
-    from kvmesh.sim.synthetic import synthetic
+    from kvmesh.sim.workloads import csv_file as workload_csv
+    from kvmesh.sim.workloads import workload
+    from kvmesh.sim.workloads.synthetic import synthetic
 
     if options.synthetic is not None:
         config = synthetic_of(options.synthetic, options.requests, options.block_tokens, options.speed)
@@ -85,8 +86,8 @@ def config_of(options: Options) -> SimConfig:
     """The machines and their conductor. ConfigError names option and value."""
     from kvmesh.sim.changes import changes_of
     from kvmesh.sim.config import Mode, SimConfig
-    from kvmesh.sim.hardware import hardware
-    from kvmesh.sim.shapes import shape_of
+    from kvmesh.sim.hardware.hardware import hardware
+    from kvmesh.sim.hardware.shapes import shape_of
 
     spec = node_of(options)
     gpu, shape = hardware(options.gpu), shape_of(options.model)
@@ -147,18 +148,18 @@ def _newcomers(options: Options, pool: str, there: int) -> int:
 
 def _host_of(options: Options) -> HostModel | None:
     """What instances share, where the file of fitted times says so; coupled ones share nothing."""
-    from kvmesh.sim.mesh_fit import read_fit
+    from kvmesh.sim.fitting.mesh_fit import read_fit
 
     return None if options.times is None or options.coupled else read_fit(options.times).host
 
 
 def node_of(options: Options) -> NodeSpec:
     """One instance: the roofline of its GPUs or, with `times`, what was fitted."""
-    from kvmesh.sim.fitted import Fitted
-    from kvmesh.sim.hardware import changed, hardware
-    from kvmesh.sim.mesh_fit import read_fit
-    from kvmesh.sim.shapes import shape_of
-    from kvmesh.sim.times import node_spec
+    from kvmesh.sim.fitting.mesh_fit import read_fit
+    from kvmesh.sim.hardware.fitted import Fitted
+    from kvmesh.sim.hardware.hardware import changed, hardware
+    from kvmesh.sim.hardware.shapes import shape_of
+    from kvmesh.sim.hardware.times import node_spec
 
     gpu = changed(hardware(options.gpu), nic_gbps=options.nic_gbps, dram_gib=options.dram_gib, ssd_gib=options.ssd_gib)
     spec = node_spec(

@@ -42,7 +42,7 @@ def decisions(
 
 
 def _replayed(path: Path) -> dict[str, Any]:
-    from kvmesh.sim.decisions import replay
+    from kvmesh.sim.fitting.decisions import replay
 
     try:
         with path.open("rb") as file, progress(f"replaying {path.name}", None, "lines") as tell:

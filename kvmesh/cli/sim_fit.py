@@ -15,9 +15,9 @@ from kvmesh.cli.sim_progress import progress
 from kvmesh.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvmesh.sim.calibrate import Fit
-    from kvmesh.sim.mesh_fit import MeshFit
-    from kvmesh.sim.observed import Observed
+    from kvmesh.sim.fitting.calibrate import Fit
+    from kvmesh.sim.fitting.mesh_fit import MeshFit
+    from kvmesh.sim.fitting.observed import Observed
 
 HELP = """Fit a live mesh from its conductor's decision log (kvmesh serve conductor --decision-log FILE).
 
@@ -52,7 +52,7 @@ def fit(
     ] = 2,
 ) -> None:
     """A decision log → fitted times."""
-    from kvmesh.sim.mesh_fit import MeshFit, costs_of
+    from kvmesh.sim.fitting.mesh_fit import MeshFit, costs_of
 
     if cores > (os.cpu_count() or 1) * 1024:
         raise ConfigError(f"cores={cores:g}: must be at most {(os.cpu_count() or 1) * 1024}", field="cores")
@@ -73,7 +73,7 @@ def fit(
 
 
 def _observed(log: Path, since: float) -> Observed:
-    from kvmesh.sim.observed import observe
+    from kvmesh.sim.fitting.observed import observe
 
     try:
         with log.open("rb") as file:
@@ -87,9 +87,9 @@ def _observed(log: Path, since: float) -> Observed:
 
 
 def _calibrated(observed: Observed, mesh: MeshFit, cores: float, chunk_tokens: int, rounds: int, passes: int) -> Fit:
-    from kvmesh.sim.calibrate import calibrate, residuals_of, targets_of
+    from kvmesh.sim.fitting.calibrate import calibrate, residuals_of, targets_of
+    from kvmesh.sim.fitting.mesh_fit import MeshFit, config_of
     from kvmesh.sim.host import HostModel
-    from kvmesh.sim.mesh_fit import MeshFit, config_of
 
     residuals = residuals_of(observed, mesh.costs)
     targets = targets_of(observed, residuals)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 from kvmesh.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvmesh.sim.sessions import SessionConfig
-    from kvmesh.sim.synthetic import Lengths, SyntheticConfig
+    from kvmesh.sim.workloads.sessions import SessionConfig
+    from kvmesh.sim.workloads.synthetic import Lengths, SyntheticConfig
 
 MAX_RUNS = 64
 
@@ -269,7 +269,7 @@ def label(chosen: dict[str, str]) -> str:
 def synthetic_of(text: str, requests: int | None, block_tokens: int, speed: float) -> SyntheticConfig:
     """`NAME=VALUE,...` with the fields of SyntheticConfig; lengths are MEAN[:SPREAD[:MOST]]. `speed` multiplies the
     rate. ConfigError names field and value."""
-    from kvmesh.sim.synthetic import SyntheticConfig
+    from kvmesh.sim.workloads.synthetic import SyntheticConfig
 
     told = _told("synthetic", text, SyntheticConfig, _GIVEN)
     _check_speed(speed)
@@ -282,7 +282,7 @@ def synthetic_of(text: str, requests: int | None, block_tokens: int, speed: floa
 def sessions_of(text: str, block_tokens: int, speed: float) -> SessionConfig:
     """`SxT[,NAME=VALUE,...]` with the fields of SessionConfig. `speed` shortens what users think, and the time within
     which sessions begin. ConfigError names field and value."""
-    from kvmesh.sim.sessions import SessionConfig
+    from kvmesh.sim.workloads.sessions import SessionConfig
 
     size, _, rest = text.partition(",")
     sessions, times, turns = size.strip().partition("x")
@@ -301,7 +301,7 @@ def _check_speed(speed: float) -> None:
 
 def _told(option: str, text: str, config: type[Any], given: Sequence[str]) -> dict[str, Any]:
     """Fields of `config` by name, but for those that are `given` otherwise."""
-    from kvmesh.sim.synthetic import Lengths
+    from kvmesh.sim.workloads.synthetic import Lengths
 
     kinds = {name: kind for name, kind in get_type_hints(config).items() if name not in given}
     told: dict[str, Any] = {}
@@ -318,7 +318,7 @@ _GIVEN = ("requests", "block_tokens")  # by options of their own
 
 
 def _lengths(name: str, text: str) -> Lengths:
-    from kvmesh.sim.synthetic import Lengths
+    from kvmesh.sim.workloads.synthetic import Lengths
 
     numbers = [number_of(name, word) for word in text.split(":")]
     if len(numbers) > 3:

@@ -15,7 +15,7 @@ from kvmesh.errors import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from kvmesh.sim.records import Record, Sample
+    from kvmesh.sim.report.records import Record, Sample
 
 TABLES = ("csv", "parquet", "none")
 TRACE = "trace.json.gz"
@@ -32,8 +32,8 @@ class RunFiles:
         self._trace: Any = None
         if folder is None:
             return
-        from kvmesh.sim.perfetto import PerfettoTrace
-        from kvmesh.sim.tables import open_table
+        from kvmesh.sim.report.perfetto import PerfettoTrace
+        from kvmesh.sim.report.tables import open_table
 
         make_folder(folder)
         if table != "none":
@@ -81,14 +81,14 @@ def check_table(kind: str) -> None:
     if kind not in TABLES:
         raise ConfigError(f"table={kind!r}: choose one of {', '.join(TABLES)}", field="table")
     if kind == "parquet":
-        from kvmesh.sim.tables import need_pyarrow
+        from kvmesh.sim.report.tables import need_pyarrow
 
         need_pyarrow()
 
 
 def write_report(folder: Path, runs: Sequence[Mapping[str, Any]], title: str) -> None:
     """summary.json and report.html of all runs."""
-    from kvmesh.sim import html
+    from kvmesh.sim.report import html
 
     make_folder(folder)
     text = json.dumps({"kind": "sim run", "title": title, "runs": runs}, indent=1)

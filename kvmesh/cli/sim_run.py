@@ -136,8 +136,8 @@ def serve(base: Options, output: Output) -> None:
 
 def _simulate(options: Options, files: sim_out.RunFiles, name: str) -> dict[str, Any]:
     """One run: its summary as JSON, and how long it took here."""
+    from kvmesh.sim.report.summary import Summary
     from kvmesh.sim.run import run as simulate
-    from kvmesh.sim.summary import Summary
 
     bounds_s = options.tbt_bounds_s
     summary = Summary(ttft_slo_s=options.slo_ttft / 1000, tbt_slos_s=bounds_s)

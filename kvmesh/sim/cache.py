@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.eviction import PARITY_TOKENS, EvictionOrder, make_order
-from kvmesh.sim.trace import TRACE_BLOCK
+from kvmesh.sim.workloads.trace import TRACE_BLOCK
 
 DEFINITION = (
     "by block, whole trace, in file order, cache empty at first: a request's hits are the blocks of its longest cached "

@@ -13,6 +13,7 @@ from kvmesh.sim.brains import MODEL, Brains
 from kvmesh.sim.changes import FreezePhase, KillEvent, LeaveEvent, Noticed, noticed
 from kvmesh.sim.config import SimConfig, WireChange
 from kvmesh.sim.decoder import Decoder
+from kvmesh.sim.hardware.times import NodeSpec
 from kvmesh.sim.host import Machine
 from kvmesh.sim.life import Life
 from kvmesh.sim.links import Links
@@ -22,10 +23,9 @@ from kvmesh.sim.orders import Orders
 from kvmesh.sim.prefiller import Prefiller
 from kvmesh.sim.pulls import Puller
 from kvmesh.sim.pushes import Pushes
-from kvmesh.sim.records import FAILED, REFUSED, PoolSample, Record, Sample
-from kvmesh.sim.retries import WaitingClients
-from kvmesh.sim.times import NodeSpec
-from kvmesh.sim.workload import SimRequest
+from kvmesh.sim.report.records import FAILED, REFUSED, PoolSample, Record, Sample
+from kvmesh.sim.workloads.retries import WaitingClients
+from kvmesh.sim.workloads.workload import SimRequest
 from services.conductor.domain import (
     DecodeSample,
     Load,

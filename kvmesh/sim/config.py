@@ -9,8 +9,8 @@ from math import inf
 
 from kvmesh.errors import ConfigError
 from kvmesh.sim.changes import FreezePhase, JoinEvent, KillEvent, LeaveEvent, SlowPhase, StepClock
+from kvmesh.sim.hardware.times import NodeSpec
 from kvmesh.sim.host import HostModel
-from kvmesh.sim.times import NodeSpec
 from services.conductor.settings import Settings
 from services.decode.limits import Limits
 from services.prefill.planner import PlanConfig

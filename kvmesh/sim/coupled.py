@@ -19,11 +19,11 @@ import numpy as np
 from kvmesh.kvcache.page_pool import PagePool
 from kvmesh.kvcache.prefix_cache import PrefixCache
 from kvmesh.sim.config import Mode, SimConfig
+from kvmesh.sim.hardware.times import NodeSpec
 from kvmesh.sim.loop import Loop
-from kvmesh.sim.records import PoolSample, Record
+from kvmesh.sim.report.records import PoolSample, Record
 from kvmesh.sim.rows import Row, Rows
-from kvmesh.sim.times import NodeSpec
-from kvmesh.sim.workload import SimRequest
+from kvmesh.sim.workloads.workload import SimRequest
 from services.decode import rules
 
 NO_STEPS = np.zeros(0)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from kvmesh.sim.config import Routing, SimConfig
 from kvmesh.sim.coupled import Coupled, Guest
 from kvmesh.sim.loop import Loop
-from kvmesh.sim.records import DONE, FAILED, PoolSample, Record, Sample
-from kvmesh.sim.workload import SimRequest
+from kvmesh.sim.report.records import DONE, FAILED, PoolSample, Record, Sample
+from kvmesh.sim.workloads.workload import SimRequest
 
 
 class CoupledCluster:

@@ -17,7 +17,7 @@ from kvmesh.sim.life import Life
 from kvmesh.sim.loop import Loop
 from kvmesh.sim.node import Node
 from kvmesh.sim.pulls import Pull, Puller
-from kvmesh.sim.records import DONE, FAILED, REFUSED
+from kvmesh.sim.report.records import DONE, FAILED, REFUSED
 from kvmesh.sim.rows import Row, Rows
 from services.conductor.domain import DecodeSample, Load, Outcome, RequestOutcome
 from services.conductor.settings import Mode

@@ -6,8 +6,8 @@ from math import nan
 from typing import TYPE_CHECKING
 
 from kvmesh.sim.links import Flow
-from kvmesh.sim.records import Record
-from kvmesh.sim.workload import SimRequest
+from kvmesh.sim.report.records import Record
+from kvmesh.sim.workloads.workload import SimRequest
 from services.conductor.domain import Placed
 from services.prefill.compute_progress import Done
 

@@ -13,9 +13,9 @@ from kvmesh.sim.config import Mode, SimConfig
 from kvmesh.sim.coupled_cluster import CoupledCluster
 from kvmesh.sim.host import Watch
 from kvmesh.sim.loop import Loop
-from kvmesh.sim.records import DONE, Record, Sample
-from kvmesh.sim.summary import Summary
-from kvmesh.sim.workload import Clients, SimRequest
+from kvmesh.sim.report.records import DONE, Record, Sample
+from kvmesh.sim.report.summary import Summary
+from kvmesh.sim.workloads.workload import Clients, SimRequest
 
 PROGRESS_EVERY = 100  # requests
 COLLECT_EVERY = 100_000  # objects made more than gone, of those that may lie in cycles

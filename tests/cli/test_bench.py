@@ -22,8 +22,8 @@ from kvmesh.cli.app import app
 from kvmesh.cli.bench import Lengths, Workload
 from kvmesh.cli.load import Outcome
 from kvmesh.errors import ConfigError
-from kvmesh.sim import trace
-from kvmesh.sim.trace import TokenMaker, TraceRequest
+from kvmesh.sim.workloads import trace
+from kvmesh.sim.workloads.trace import TokenMaker, TraceRequest
 from services.gateway.api_keys import KeyRing
 from tests.cli.scripted_http import Gateway, Reply, answer, gateway
 

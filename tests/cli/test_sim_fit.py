@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from kvmesh.cli.app import app
 from kvmesh.cli.sim_build import config_of
 from kvmesh.cli.sim_options import Options
-from kvmesh.sim.mesh_fit import read_fit
+from kvmesh.sim.fitting.mesh_fit import read_fit
 from tests.sim.recorded import record
 from tests.sim.test_calibrate import ALONE, machine, requests
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvmesh.errors import InvalidRequest, Overloaded, Unavailable
 from kvmesh.rpc.pb import conductor_pb2 as pb
-from kvmesh.sim import decisions
+from kvmesh.sim.fitting import decisions
 from services.conductor.costs.accuracy import What
 from services.conductor.costs.lengths import ENOUGH, LearntLengths
 from services.conductor.domain import Lane, Load, Outcome, Placed, RequestOutcome, Role, Schedule

@@ -16,7 +16,7 @@ import pytest
 
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.keys import Keys
-from kvmesh.sim import decisions
+from kvmesh.sim.fitting import decisions
 from services.conductor.domain import (
     Cordon,
     CordonState,
@@ -111,7 +111,7 @@ def test_a_log_is_replayed_by_another_process_with_another_hash_seed(tmp_path: P
     file = tmp_path / "decisions.jsonl"
     file.write_bytes(b"".join(lines.lines))
     code = (
-        "import sys; from pathlib import Path; from kvmesh.sim.decisions import replay;"
+        "import sys; from pathlib import Path; from kvmesh.sim.fitting.decisions import replay;"
         "r = replay(Path(sys.argv[1]).open('rb')); print(r.decisions, r.different)"
     )
     for hash_seed in ("1", "2"):

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from kvmesh.sim.config import SimConfig, WireChange
-from kvmesh.sim.hardware import changed, hardware
-from kvmesh.sim.records import Record
+from kvmesh.sim.hardware.hardware import changed, hardware
+from kvmesh.sim.hardware.shapes import shape_of
+from kvmesh.sim.hardware.times import node_spec
+from kvmesh.sim.report.records import Record
 from kvmesh.sim.run import run
-from kvmesh.sim.shapes import shape_of
-from kvmesh.sim.synthetic import Lengths, SyntheticConfig, synthetic
-from kvmesh.sim.times import node_spec
+from kvmesh.sim.workloads.synthetic import Lengths, SyntheticConfig, synthetic
 from services.conductor.domain import Fetch
 from services.conductor.settings import AdmissionSettings, Mode, Settings, ThresholdMode
 

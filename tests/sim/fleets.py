@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvmesh.sim.config import Mode, SimConfig
-from kvmesh.sim.records import Record
+from kvmesh.sim.hardware.times import NodeSpec
+from kvmesh.sim.report.records import Record
 from kvmesh.sim.run import run
-from kvmesh.sim.times import NodeSpec
-from kvmesh.sim.workload import SimRequest
+from kvmesh.sim.workloads.workload import SimRequest
 from services.conductor.settings import AdmissionSettings, Settings
 from services.conductor.settings import Mode as Admission
 

@@ -10,9 +10,9 @@ import pytest
 
 from kvmesh.sim import brains
 from kvmesh.sim.config import SimConfig
-from kvmesh.sim.records import Record
+from kvmesh.sim.report.records import Record
 from kvmesh.sim.run import run
-from kvmesh.sim.workload import SimRequest
+from kvmesh.sim.workloads.workload import SimRequest
 from services.conductor.records.journal import Header, Recorder
 from services.conductor.settings import Settings
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvmesh.sim.records import DONE, Record
+from kvmesh.sim.report.records import DONE, Record
 
 
 def done(index: int, *, at_s: float = 0.0, ttft_s: float = 0.5, e2e_s: float = 2.0, **more: Any) -> Record:

@@ -22,13 +22,13 @@ from typing import Any
 from kvmesh.sim.changes import FreezePhase, JoinEvent, KillEvent, LeaveEvent, Noticed, SlowPhase
 from kvmesh.sim.cluster import Cluster
 from kvmesh.sim.config import SimConfig
-from kvmesh.sim.records import DONE, Record
+from kvmesh.sim.hardware.times import NodeSpec
+from kvmesh.sim.report.records import DONE, Record
+from kvmesh.sim.report.summary import Summary
 from kvmesh.sim.run import run
-from kvmesh.sim.sessions import SessionConfig, Sessions
-from kvmesh.sim.summary import Summary
-from kvmesh.sim.synthetic import Lengths
-from kvmesh.sim.times import NodeSpec
-from kvmesh.sim.workload import Clients, ClosedLoop, SimRequest, key
+from kvmesh.sim.workloads.sessions import SessionConfig, Sessions
+from kvmesh.sim.workloads.synthetic import Lengths
+from kvmesh.sim.workloads.workload import Clients, ClosedLoop, SimRequest, key
 from services.conductor.settings import Settings
 
 BLOCK = 16

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kvmesh.errors import ConfigError
 from kvmesh.kvcache.eviction import POLICIES
-from kvmesh.sim import cache, trace
+from kvmesh.sim import cache
+from kvmesh.sim.workloads import trace
 from tests.kvcache.naive_order import NaiveOrder
 
 # Prompts as paths of a tree: an id stands for the whole path to it, as in a trace.

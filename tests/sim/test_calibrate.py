@@ -10,15 +10,15 @@ from statistics import fmean
 import pytest
 
 from kvmesh.errors import ConfigError
-from kvmesh.sim.calibrate import calibrate, of_intervals, residuals_of, targets_of
 from kvmesh.sim.config import SimConfig
-from kvmesh.sim.fitted import Fitted
+from kvmesh.sim.fitting.calibrate import calibrate, of_intervals, residuals_of, targets_of
+from kvmesh.sim.fitting.mesh_fit import MeshFit, config_of, costs_of
+from kvmesh.sim.fitting.observed import observe, pooled
+from kvmesh.sim.hardware.fitted import Fitted
 from kvmesh.sim.host import HostModel, scattered
-from kvmesh.sim.mesh_fit import MeshFit, config_of, costs_of
-from kvmesh.sim.observed import observe, pooled
-from kvmesh.sim.records import Record
+from kvmesh.sim.report.records import Record
 from kvmesh.sim.run import run
-from kvmesh.sim.workload import SimRequest, key
+from kvmesh.sim.workloads.workload import SimRequest, key
 from services.conductor.costs.file import Costs
 from services.conductor.costs.fit import Coefficients
 from tests.sim.fleets import BLOCK, mesh, node

@@ -25,8 +25,8 @@ from kvmesh.sim.changes import (
 )
 from kvmesh.sim.config import Mode, SimConfig
 from kvmesh.sim.host import HostModel
-from kvmesh.sim.records import DONE, FAILED, REFUSED, Record
-from kvmesh.sim.workload import SimRequest
+from kvmesh.sim.report.records import DONE, FAILED, REFUSED, Record
+from kvmesh.sim.workloads.workload import SimRequest
 from tests.sim.fleets import BLOCK, Linear, coupled, mesh, node, request, served
 
 TIMES = Linear()
@@ -334,7 +334,7 @@ def test_coupled_instances_stay_as_they_are() -> None:
 
 
 def test_no_column_of_a_table_tells_more_than_before() -> None:
-    from kvmesh.sim.tables import COLUMNS
+    from kvmesh.sim.report.tables import COLUMNS
 
     assert not {"waits", "left_tokens"} & set(COLUMNS) and "ttft_s" in COLUMNS
     assert replace(SimConfig(prefill=(node(),), decode=(node(),))).changes is False

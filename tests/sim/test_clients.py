@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.errors import ConfigError
-from kvmesh.sim.records import DONE, Record, RetryWait
+from kvmesh.sim.report.records import DONE, Record, RetryWait
+from kvmesh.sim.report.summary import Summary
 from kvmesh.sim.run import run
-from kvmesh.sim.sessions import SessionConfig, Sessions
-from kvmesh.sim.summary import Summary
-from kvmesh.sim.synthetic import Lengths, SyntheticConfig, synthetic
-from kvmesh.sim.workload import Clients, ClosedLoop, SimRequest
+from kvmesh.sim.workloads.sessions import SessionConfig, Sessions
+from kvmesh.sim.workloads.synthetic import Lengths, SyntheticConfig, synthetic
+from kvmesh.sim.workloads.workload import Clients, ClosedLoop, SimRequest
 from services.conductor.settings import Settings
 from tests.sim.fleets import BLOCK, Linear, mesh, node, request
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from kvmesh.sim.records import DONE
+from kvmesh.sim.report.records import DONE
 from tests.sim import scenarios
 from tests.sim.scenarios import BUSY, CONCURRENCY, FAIR, OFTEN, POOLS, SELDOM, Ran, Strike
 

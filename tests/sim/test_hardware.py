@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvmesh.errors import ConfigError
-from kvmesh.sim.hardware import GIB, HARDWARE, changed, hardware
-from kvmesh.sim.shapes import shape_of
-from kvmesh.sim.times import node_spec
+from kvmesh.sim.hardware.hardware import GIB, HARDWARE, changed, hardware
+from kvmesh.sim.hardware.shapes import shape_of
+from kvmesh.sim.hardware.times import node_spec
 
 
 def test_every_preset_names_its_source_and_is_found_by_name() -> None:

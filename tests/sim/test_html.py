@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmesh.sim import html
-from kvmesh.sim.plots import HEIGHT, WIDTH, Chart, Line, draw, log_ticks, nice_ticks, number
-from kvmesh.sim.records import REFUSED, PoolSample, Record, Sample
-from kvmesh.sim.summary import Summary
+from kvmesh.sim.report import html
+from kvmesh.sim.report.plots import HEIGHT, WIDTH, Chart, Line, draw, log_ticks, nice_ticks, number
+from kvmesh.sim.report.records import REFUSED, PoolSample, Record, Sample
+from kvmesh.sim.report.summary import Summary
 from tests.sim.records import done
 
 VOID = {"meta", "br"}

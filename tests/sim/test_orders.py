@@ -8,7 +8,7 @@ import pytest
 
 from kvmesh.sim.cluster import Cluster
 from kvmesh.sim.loop import Loop
-from kvmesh.sim.records import DONE, REFUSED, Record, Sample
+from kvmesh.sim.report.records import DONE, REFUSED, Record, Sample
 from kvmesh.sim.run import run
 from services.conductor.domain import Replicate, Role, SwitchRole
 from services.conductor.settings import AdmissionSettings, Mode

@@ -13,8 +13,8 @@ from benchmarks.paper_figures import FIGURES, Line, Panel
 from benchmarks.paper_runs import Inputs, Task, bands, simulate
 from benchmarks.paper_setup import PARAMETERS, Case, Parameters, config_of, read, requests_of, summary_of
 from kvmesh.errors import ConfigError
-from kvmesh.sim.hardware import Efficiency
-from kvmesh.sim.times import Times
+from kvmesh.sim.hardware.hardware import Efficiency
+from kvmesh.sim.hardware.times import Times
 
 NOWHERE = Path("no-trace")
 HALF = ("gpus", "block_tokens")

@@ -10,9 +10,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.sim import perfetto
-from kvmesh.sim.perfetto import PerfettoTrace
-from kvmesh.sim.records import REFUSED, PoolSample, Record, Sample
+from kvmesh.sim.report import perfetto
+from kvmesh.sim.report.perfetto import PerfettoTrace
+from kvmesh.sim.report.records import REFUSED, PoolSample, Record, Sample
 from tests.sim.records import done
 
 Event = dict[str, Any]

@@ -13,9 +13,9 @@ from kvmesh.errors import ConfigError
 from kvmesh.sim.config import Mode, Routing, SimConfig
 from kvmesh.sim.life import Life
 from kvmesh.sim.prefiller import Prefiller
-from kvmesh.sim.records import DONE, FAILED, REFUSED, Record, Sample
+from kvmesh.sim.report.records import DONE, FAILED, REFUSED, Record, Sample
 from kvmesh.sim.run import run
-from kvmesh.sim.workload import SimRequest
+from kvmesh.sim.workloads.workload import SimRequest
 from services.prefill.rates import Rates
 from tests.sim.fleets import BLOCK, KV_BYTES, Linear, coupled, mesh, node, request, served
 

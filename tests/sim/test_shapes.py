@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvmesh.errors import ConfigError
-from kvmesh.sim.shape_presets import PRESETS
-from kvmesh.sim.shapes import from_config, shape_of
+from kvmesh.sim.hardware.shape_presets import PRESETS
+from kvmesh.sim.hardware.shapes import from_config, shape_of
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 from kvmesh.sim.config import SimConfig
-from kvmesh.sim.records import DONE, Record
+from kvmesh.sim.report.records import DONE, Record
 from kvmesh.sim.run import run
-from kvmesh.sim.workload import SimRequest
+from kvmesh.sim.workloads.workload import SimRequest
 from services.conductor.settings import AdmissionSettings, Mode, Settings, SizeSettings
 from tests.sim.fleets import BLOCK, mesh
 from tests.sim.fleets import request as one_request

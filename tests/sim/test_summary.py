@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmesh.sim.records import DONE, FAILED, REFUSED, PoolSample, Record, Sample
-from kvmesh.sim.sketch import POINTS, Course, Sketch
-from kvmesh.sim.summary import Summary
+from kvmesh.sim.report.records import DONE, FAILED, REFUSED, PoolSample, Record, Sample
+from kvmesh.sim.report.sketch import POINTS, Course, Sketch
+from kvmesh.sim.report.summary import Summary
 from services.conductor.domain import Lane
 from tests.sim.records import done
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvmesh.sim.fitting.surface import FAR, FIGURES, LEAST_STEPS, RUNS, SCATTERS, STEP, better, design, moved
 from kvmesh.sim.host import HostModel
-from kvmesh.sim.surface import FAR, FIGURES, LEAST_STEPS, RUNS, SCATTERS, STEP, better, design, moved
 
 WIDE = tuple(math.exp(0.2 * (n - 2)) for n in range(5))
 HOST = HostModel(

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvmesh.errors import ConfigError
-from kvmesh.sim import tables
-from kvmesh.sim.records import REFUSED, Record
+from kvmesh.sim.report import tables
+from kvmesh.sim.report.records import REFUSED, Record
 from tests.sim.records import done
 
 RECORDS = [

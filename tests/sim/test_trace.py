@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmesh.errors import ConfigError
-from kvmesh.sim import trace
-from kvmesh.sim.trace import Made, Shape, TokenMaker, TraceRequest
+from kvmesh.sim.workloads import trace
+from kvmesh.sim.workloads.trace import Made, Shape, TokenMaker, TraceRequest
 
 VOCAB = 2040
 

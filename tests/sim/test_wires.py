@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from kvmesh.errors import ConfigError
 from kvmesh.sim.config import SimConfig, WireChange
-from kvmesh.sim.hardware import hardware
+from kvmesh.sim.hardware.hardware import hardware
+from kvmesh.sim.hardware.shapes import shape_of
+from kvmesh.sim.hardware.times import node_spec
 from kvmesh.sim.links import Flow, Link, Links
 from kvmesh.sim.loop import Loop
-from kvmesh.sim.records import Record
+from kvmesh.sim.report.records import Record
 from kvmesh.sim.run import run
-from kvmesh.sim.shapes import shape_of
-from kvmesh.sim.times import node_spec
-from kvmesh.sim.workload import SimRequest, key
+from kvmesh.sim.workloads.workload import SimRequest, key
 from tests.sim.test_links import brute_force, demands
 
 SLOW, FAST_AGAIN = 100.0, 200.0

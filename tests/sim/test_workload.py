@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from kvmesh.errors import ConfigError
-from kvmesh.sim import workload, workload_csv
-from kvmesh.sim.workload import Reading, SimRequest
+from kvmesh.sim.workloads import csv_file as workload_csv
+from kvmesh.sim.workloads import workload
+from kvmesh.sim.workloads.workload import Reading, SimRequest
 from services.conductor.domain import Lane
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import isfinite, nan
 
-from kvmesh.sim.workload import SimRequest
+from kvmesh.sim.workloads.workload import SimRequest
 from services.conductor.domain import Lane
 
 DONE, REFUSED, FAILED = "done", "refused", "failed"

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from kvmesh.sim.life import Life
 from kvmesh.sim.prefiller import Prefiller
-from kvmesh.sim.records import RetryWait
+from kvmesh.sim.report.records import RetryWait
 
 REASON = "ttft"  # refusals that are judged: those for decode's steps have another measure
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvmesh.errors import ConfigError
-from kvmesh.sim import trace
+from kvmesh.sim.workloads import trace
 from services.conductor.domain import Lane
 
 

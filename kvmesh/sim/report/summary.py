@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from kvmesh.sim.records import DONE, GRAIN_S, REFUSED, RIGHT_WITHIN, Record, Sample
-from kvmesh.sim.sketch import Course, Sketch, tidy
+from kvmesh.sim.report.records import DONE, GRAIN_S, REFUSED, RIGHT_WITHIN, Record, Sample
+from kvmesh.sim.report.sketch import Course, Sketch, tidy
 
 TTFT_SLO_S = 30.0
 TBT_SLOS_S = (0.1, 0.2, 0.3)

@@ -27,12 +27,12 @@ from statistics import fmean, pstdev, pvariance
 
 from kvmesh.errors import ConfigError
 from kvmesh.sim.config import SimConfig
+from kvmesh.sim.fitting.observed import Observed
+from kvmesh.sim.fitting.surface import better
 from kvmesh.sim.host import HostModel, drawn, scattered
-from kvmesh.sim.observed import Observed
-from kvmesh.sim.records import DONE, Record
+from kvmesh.sim.report.records import DONE, Record
 from kvmesh.sim.run import run
-from kvmesh.sim.surface import better
-from kvmesh.sim.workload import SimRequest
+from kvmesh.sim.workloads.workload import SimRequest
 from services.conductor.costs.file import Costs
 from services.conductor.costs.models import attention_pairs
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvmesh.errors import ConfigError
-from kvmesh.sim.records import Record
+from kvmesh.sim.report.records import Record
 
 COLUMNS = tuple(one.name for one in fields(Record) if one.metadata.get("column", True))
 GROUP_ROWS = 20_000  # held at most before they are written

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvmesh.sim.times import Pieces
+from kvmesh.sim.hardware.times import Pieces
 from services.conductor.costs.file import Costs
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kvmesh.errors import ConfigError
-from kvmesh.sim.shape_fields import Fields
-from kvmesh.sim.shape_presets import PRESETS
+from kvmesh.sim.hardware.shape_fields import Fields
+from kvmesh.sim.hardware.shape_presets import PRESETS
 
 DTYPES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "fp8": 1, "int8": 1}
 _PLAIN_MLP = ("gpt2", "gpt_bigcode", "falcon", "gpt_neox", "bloom", "phi")  # two matrices; all others gate with a third

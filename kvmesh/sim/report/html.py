@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from kvmesh.sim.html_style import STYLE
-from kvmesh.sim.plots import Chart, Line, draw, number
+from kvmesh.sim.report.html_style import STYLE
+from kvmesh.sim.report.plots import Chart, Line, draw, number
 
 Run = Mapping[str, Any]
 _GOODPUT = (

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, fields
 from itertools import accumulate, pairwise
 
 from kvmesh.errors import ConfigError
-from kvmesh.sim.synthetic import Lengths, check_lengths
-from kvmesh.sim.workload import SimRequest, key
+from kvmesh.sim.workloads.synthetic import Lengths, check_lengths
+from kvmesh.sim.workloads.workload import SimRequest, key
 
 MAX_REQUESTS = 10_000_000
 _STRIDE = 1 << 64  # of segments in key numbers: offsets lie below

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from kvmesh.sim.records import DONE, Record, Sample
+from kvmesh.sim.report.records import DONE, Record, Sample
 
 KEPT = 256  # stays of a track that are remembered; whoever began before them goes into another one
 CONDUCTOR = "conductor"

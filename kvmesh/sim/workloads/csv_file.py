@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvmesh.errors import ConfigError
-from kvmesh.sim.workload import WHOLE, Reading, SimRequest, key
+from kvmesh.sim.workloads.workload import WHOLE, Reading, SimRequest, key
 from services.conductor.domain import Lane
 
 # Names of columns, compared without case, spaces and underscores: our own first, then those of public traces (Azure's,

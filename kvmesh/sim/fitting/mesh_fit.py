@@ -16,10 +16,10 @@ from typing import Any
 
 from kvmesh.errors import ConfigError
 from kvmesh.sim.config import SimConfig
-from kvmesh.sim.fitted import Fitted
+from kvmesh.sim.fitting.observed import Observed
+from kvmesh.sim.hardware.fitted import Fitted
+from kvmesh.sim.hardware.times import NodeSpec
 from kvmesh.sim.host import HostModel
-from kvmesh.sim.observed import Observed
-from kvmesh.sim.times import NodeSpec
 from services.conductor.costs.file import Costs, fit_all
 from services.conductor.domain import Register
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvmesh.errors import ConfigError
-from kvmesh.sim.hardware import GPUS_OF_A_NODE, Hardware
-from kvmesh.sim.shapes import ModelShape, itemsize
+from kvmesh.sim.hardware.hardware import GPUS_OF_A_NODE, Hardware
+from kvmesh.sim.hardware.shapes import ModelShape, itemsize
 
 Pieces = Sequence[tuple[int, int]]
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, fields
 from itertools import accumulate
 
 from kvmesh.errors import ConfigError
-from kvmesh.sim.workload import SimRequest, key
+from kvmesh.sim.workloads.workload import SimRequest, key
 from services.conductor.domain import Lane
 
 MAX_TOKENS = 1 << 30
