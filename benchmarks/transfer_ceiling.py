@@ -27,10 +27,10 @@ from typing import Any
 
 from benchmarks.transfer_contest import size
 from kvmesh.transfer import EngineConfig, Opcode, Range, TransferEngine, TransferRequest, TransferState
-from kvmesh.transfer.rdma import verbs
-from kvmesh.transfer.rdma.queue_pair import QueuePair
-from kvmesh.transfer.tcp import TcpTransport
-from kvmesh.transfer.transport import Frame, FrameLimits
+from kvmesh.transfer.transports.base import Frame, FrameLimits
+from kvmesh.transfer.transports.rdma import verbs
+from kvmesh.transfer.transports.rdma.queue_pair import QueuePair
+from kvmesh.transfer.transports.tcp.transport import TcpTransport
 
 WIRE = 8 * 400e9 / 8  # bytes per second of 8 NICs of 400 Gb/s
 CHAINS = (1, 4, 16, 64, 128)

@@ -40,7 +40,7 @@ class RdmaWatch:
         self._clock_s = statistics.median(b - a for a, b in pairwise(reads))  # a system call in guests
 
     def wrap(self, nic: Any) -> None:
-        from kvmesh.transfer.rdma.queue_pair import QueuePair
+        from kvmesh.transfer.transports.rdma.queue_pair import QueuePair
 
         calls, clock = nic.calls, time.perf_counter
         poll_cq, post = calls.poll_cq, QueuePair.post
@@ -138,7 +138,7 @@ class Source(Initiator):
 
     def watch_rdma(self) -> None:
         """From now on every chain and every poll is timed."""
-        from kvmesh.transfer.rdma.transport import RdmaTransport
+        from kvmesh.transfer.transports.rdma.transport import RdmaTransport
 
         self.watched = RdmaWatch()
         for transport in self.engine._transports:

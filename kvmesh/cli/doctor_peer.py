@@ -28,7 +28,7 @@ from kvmesh.transfer import Opcode, SegmentDescriptor
 from kvmesh.transfer.config import KNOWN_TRANSPORTS
 from kvmesh.transfer.host import look
 from kvmesh.transfer.segment import machine_id, network_id
-from kvmesh.transfer.transport import Rail
+from kvmesh.transfer.transports.base import Rail
 
 __all__ = ["Plan", "call", "listen"]
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 import msgspec
 
 from kvmesh.errors import KvmeshError, Unavailable
-from kvmesh.transfer.wire import UNREADABLE
+from kvmesh.transfer.transports.wire import UNREADABLE
 
 VERSION = 1
 DEFAULT_PORT = 7040

@@ -8,7 +8,7 @@ import struct
 
 import msgspec
 
-from kvmesh.transfer.wire import UNREADABLE
+from kvmesh.transfer.transports.wire import UNREADABLE
 
 MAX_HELLO_BYTES = 64 << 10
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid

@@ -32,10 +32,10 @@ from kvmesh.storeclient.peers import Peers
 from kvmesh.transfer import Opcode, TransferEngine, TransferRequest
 from kvmesh.transfer.memory import Mapping, map_peer
 from kvmesh.transfer.segment import machine_id, network_id
-from kvmesh.transfer.shm import mapped
-from kvmesh.transfer.shm_path import raw_address
-from kvmesh.transfer.shm_server import receive
-from kvmesh.transfer.wire import Gone, ProtocolBroken
+from kvmesh.transfer.transports.shm.path import raw_address
+from kvmesh.transfer.transports.shm.server import receive
+from kvmesh.transfer.transports.shm.transport import mapped
+from kvmesh.transfer.transports.wire import Gone, ProtocolBroken
 
 log = logging.getLogger(__name__)
 

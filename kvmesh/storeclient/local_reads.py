@@ -26,7 +26,7 @@ from kvmesh.storeclient.own_keys import Ref
 from kvmesh.storeclient.peers import Peers
 from kvmesh.storeclient.reading import Got
 from kvmesh.transfer import TransferEngine
-from kvmesh.transfer.shm_copy import Job, by_cores
+from kvmesh.transfer.transports.shm.copy import Job, by_cores
 
 # More is copied by threads: the event loop has others to serve, and two cores move more than one.
 INLINE_BYTES = 4 << 20

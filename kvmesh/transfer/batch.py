@@ -23,10 +23,10 @@ import msgspec
 from kvmesh.transfer.api import BatchId, Opcode, TransferRequest, TransferState, TransferStatus
 
 if TYPE_CHECKING:
-    from kvmesh.transfer.lane import Lane
+    from kvmesh.transfer.peer_link import Lane
     from kvmesh.transfer.rails import Tiers
     from kvmesh.transfer.segment import LocalRegion, RegionInfo
-    from kvmesh.transfer.transport import Frame, Kind, Rail
+    from kvmesh.transfer.transports.base import Frame, Kind, Rail
 
 
 @dataclass(eq=False, slots=True)

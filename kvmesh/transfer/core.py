@@ -28,12 +28,12 @@ from kvmesh.transfer.api import BatchId, Opcode, TrafficClass, TransferState
 from kvmesh.transfer.batch import Aftermath, Again, Batch, Group, Part, doom, finish
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.epochs import Closed, Notice
-from kvmesh.transfer.lane import Lane
+from kvmesh.transfer.peer_link import Lane
 from kvmesh.transfer.posting import TICK_S, Posting
 from kvmesh.transfer.rails import Topology, Way
 from kvmesh.transfer.segment import LocalRegion
 from kvmesh.transfer.stats import EngineStats, bytes_counter, nic_stats, rail_stats
-from kvmesh.transfer.transport import Frame, Kind, Rail
+from kvmesh.transfer.transports.base import Frame, Kind, Rail
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvmesh.errors import TransferError
-from kvmesh.transfer import checks, forks, memory, segment_file, waits, wire
+from kvmesh.transfer import checks, forks, memory, segment_file, waits
 from kvmesh.transfer.api import (
     BatchId,
     Carried,
@@ -30,13 +30,14 @@ from kvmesh.transfer.batch import Aftermath
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.core import Core
 from kvmesh.transfer.epochs import Notice
-from kvmesh.transfer.fault import FaultControl
-from kvmesh.transfer.lane import Lane
+from kvmesh.transfer.peer_link import Lane
 from kvmesh.transfer.requests import grouped
 from kvmesh.transfer.segment import LocalRegion, LocalSegment, SegmentDescriptor, describe
-from kvmesh.transfer.starting import placed, started, ways, why_unreachable
 from kvmesh.transfer.stats import EngineStats
-from kvmesh.transfer.transport import Rail, Transport
+from kvmesh.transfer.transport_setup import placed, started, ways, why_unreachable
+from kvmesh.transfer.transports import wire
+from kvmesh.transfer.transports.base import Rail, Transport
+from kvmesh.transfer.transports.fault.transport import FaultControl
 from kvmesh.transfer.windows import Windows
 
 log = logging.getLogger(__name__)

@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from kvmesh.errors import TransferError
 from kvmesh.transfer.api import Carried, Region, TransferState
-from kvmesh.transfer.dealing import rank_of
 from kvmesh.transfer.engine import TransferEngine
 from kvmesh.transfer.memory import Mapping, copy_runs
-from kvmesh.transfer.shm import ShmTransport
-from kvmesh.transfer.shm_copy import Job
+from kvmesh.transfer.send_queue import rank_of
 from kvmesh.transfer.stats import bytes_counter
-from kvmesh.transfer.transport import Kind, Rail
+from kvmesh.transfer.transports.base import Kind, Rail
+from kvmesh.transfer.transports.shm.copy import Job
+from kvmesh.transfer.transports.shm.transport import ShmTransport
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kvmesh.transfer.api import TransferState
 from kvmesh.transfer.batch import Aftermath, Group, Part, doom, finish
-from kvmesh.transfer.transport import Frame, Kind
+from kvmesh.transfer.transports.base import Frame, Kind
 
 
 def landed(

@@ -14,10 +14,10 @@ from itertools import count, islice
 
 from kvmesh.transfer.batch import Aftermath, Group
 from kvmesh.transfer.config import EngineConfig
-from kvmesh.transfer.dealing import Dealer, Flow
-from kvmesh.transfer.pool import Sieve
 from kvmesh.transfer.rails import STALL_S, Choice, Nic, RailBoard, Way
-from kvmesh.transfer.transport import Frame
+from kvmesh.transfer.send_queue import Dealer, Flow
+from kvmesh.transfer.sieve import Sieve
+from kvmesh.transfer.transports.base import Frame
 
 TICK_S = 0.001  # time-outs are looked after no more often
 FAR_S = 60.0  # beyond it a flow does not wait for the clock, but for the way that it is parked at

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvmesh.transfer.config import EngineConfig
-from kvmesh.transfer.dealing import RANKS, Flow, Turns
+from kvmesh.transfer.send_queue import RANKS, Flow, Turns
 from kvmesh.transfer.stats import Meter
-from kvmesh.transfer.transport import Rail
+from kvmesh.transfer.transports.base import Rail
 
 NOMINAL_BYTES_S = 12.5e9  # 100 Gb/s: of a rail of which nothing is known
 UNKNOWN_FRAMES = 2  # on a rail of unknown bandwidth beside others

@@ -9,9 +9,9 @@ from kvmesh.transfer import checks
 from kvmesh.transfer.api import Opcode, TransferRequest
 from kvmesh.transfer.batch import Batch, Group
 from kvmesh.transfer.core import Core
-from kvmesh.transfer.dealing import rank_of
 from kvmesh.transfer.segment import LocalSegment
-from kvmesh.transfer.transport import Kind
+from kvmesh.transfer.send_queue import rank_of
+from kvmesh.transfer.transports.base import Kind
 
 
 def grouped(

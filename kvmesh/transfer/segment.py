@@ -19,7 +19,7 @@ import msgspec
 from kvmesh.errors import TransferError
 from kvmesh.transfer.api import Region
 from kvmesh.transfer.memory import PAGE, Mapping
-from kvmesh.transfer.wire import UNREADABLE
+from kvmesh.transfer.transports.wire import UNREADABLE
 
 DESCRIPTOR_VERSION = 2
 MAX_DESCRIPTOR_BYTES = 1 << 20

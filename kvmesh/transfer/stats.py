@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from kvmesh.transfer.api import TrafficClass, TransferState
 
 if TYPE_CHECKING:
-    from kvmesh.transfer.lane import Lane
+    from kvmesh.transfer.peer_link import Lane
     from kvmesh.transfer.rails import Nic, Way
-    from kvmesh.transfer.transport import Kind
+    from kvmesh.transfer.transports.base import Kind
 
 LATENCY_BOUNDS_S = (50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 BANDWIDTH_BOUNDS = (1e6, 1e7, 3e7, 1e8, 3e8, 5e8, 1e9, 2e9, 3e9, 5e9, 7.5e9, 1e10, 1.5e10, 2.5e10, 5e10, 1e11)

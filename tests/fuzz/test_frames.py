@@ -13,8 +13,9 @@ import pytest
 
 from kvmesh.rpc.fastpath import frames
 from kvmesh.rpc.pb import blocks_pb2 as pb
-from kvmesh.transfer import EngineConfig, TransferState, wire
-from kvmesh.transfer.shm_path import raw_address
+from kvmesh.transfer import EngineConfig, TransferState
+from kvmesh.transfer.transports import wire
+from kvmesh.transfer.transports.shm.path import raw_address
 from tests.fuzz.conftest import Noise
 from tests.hostile import mangled
 from tests.rpc.door.desk import LIFE, opened, serving

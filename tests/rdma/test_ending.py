@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvmesh.errors import TransferError
-from kvmesh.transfer.rdma import gids, queue_pair
-from kvmesh.transfer.rdma.ending import Endings
+from kvmesh.transfer.transports.rdma import gids, queue_pair
+from kvmesh.transfer.transports.rdma.ending import Endings
 from tests.rdma.test_pure import Deaf, FakeNic
 
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from kvmesh.errors import TransferError
 from kvmesh.transfer import EngineConfig
-from kvmesh.transfer.rdma import gids, library, protocol, queue_pair, verbs
-from kvmesh.transfer.rdma.admissions import Admissions
-from kvmesh.transfer.rdma.device import Patience
-from kvmesh.transfer.rdma.gids import Gid, Network
-from kvmesh.transfer.wire import ProtocolBroken
+from kvmesh.transfer.transports.rdma import gids, library, protocol, queue_pair, verbs
+from kvmesh.transfer.transports.rdma.admissions import Admissions
+from kvmesh.transfer.transports.rdma.device import Patience
+from kvmesh.transfer.transports.rdma.gids import Gid, Network
+from kvmesh.transfer.transports.wire import ProtocolBroken
 
 # ── layouts ───────────────────────────────────────────────────────────────────────────────────────
 

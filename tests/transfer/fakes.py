@@ -8,10 +8,10 @@ from kvmesh.transfer.api import BatchId, Opcode, TransferRequest, TransferState,
 from kvmesh.transfer.batch import Aftermath
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.core import Core
-from kvmesh.transfer.lane import Lane
+from kvmesh.transfer.peer_link import Lane
 from kvmesh.transfer.requests import grouped
 from kvmesh.transfer.segment import LocalRegion, LocalSegment, NicInfo, RegionInfo, SegmentDescriptor
-from kvmesh.transfer.transport import Frame, FrameLimits, Kind, Rail, Transport
+from kvmesh.transfer.transports.base import Frame, FrameLimits, Kind, Rail, Transport
 
 BASE = 1 << 20  # offset of the only region of every peer
 KIB = 1 << 10

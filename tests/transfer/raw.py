@@ -6,9 +6,10 @@ import array
 import socket
 import struct
 
-from kvmesh.transfer import SegmentDescriptor, wire
+from kvmesh.transfer import SegmentDescriptor
 from kvmesh.transfer.segment import RegionInfo
-from kvmesh.transfer.shm_path import raw_address
+from kvmesh.transfer.transports import wire
+from kvmesh.transfer.transports.shm.path import raw_address
 
 BASE = 1 << 20  # offset of a RawTarget's only region
 

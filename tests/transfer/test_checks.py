@@ -27,8 +27,8 @@ from kvmesh.transfer import (
     TransferRequest,
     TransferState,
     checks,
-    tcp_nics,
 )
+from kvmesh.transfer.transports.tcp import nics as tcp_nics
 from tests.transfer.conftest import TRANSPORTS, Nest, over
 from tests.transfer.test_engine import pair
 

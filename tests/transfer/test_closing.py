@@ -9,10 +9,10 @@ import pytest
 from kvmesh.transfer import EngineConfig, TransferState, TransferStatus
 from kvmesh.transfer.batch import Aftermath
 from kvmesh.transfer.epochs import Notice
-from kvmesh.transfer.tcp import TcpTransport
-from kvmesh.transfer.tcp_path import TcpPath
-from kvmesh.transfer.tcp_server import TcpAccepted
-from kvmesh.transfer.transport import FrameLimits
+from kvmesh.transfer.transports.base import FrameLimits
+from kvmesh.transfer.transports.tcp.path import TcpPath
+from kvmesh.transfer.transports.tcp.server import TcpAccepted
+from kvmesh.transfer.transports.tcp.transport import TcpTransport
 from tests.transfer.conftest import Nest, over
 from tests.transfer.fakes import FakeTransport, World
 

@@ -7,10 +7,11 @@ import threading
 
 import pytest
 
-from kvmesh.transfer import EngineConfig, SegmentDescriptor, TransferState, wire
+from kvmesh.transfer import EngineConfig, SegmentDescriptor, TransferState
 from kvmesh.transfer.core import Core
 from kvmesh.transfer.segment import RegionInfo
-from kvmesh.transfer.tcp_path import Stream
+from kvmesh.transfer.transports import wire
+from kvmesh.transfer.transports.tcp.path import Stream
 from tests.transfer.conftest import Nest, engine_threads, over, until
 from tests.transfer.raw import RawTcp
 

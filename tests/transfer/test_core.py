@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from kvmesh.transfer.api import Opcode, TransferState, TransferStatus
-from kvmesh.transfer.transport import Frame, FrameLimits, Kind
+from kvmesh.transfer.transports.base import Frame, FrameLimits, Kind
 from tests.transfer.fakes import FakeTransport, World
 from tests.transfer.virtual import BACKGROUND, HANDOFF, KIB, LIMITS, MIB, rdma, run, states, world
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvmesh.transfer.api import Opcode, TransferState, TransferStatus
 from kvmesh.transfer.batch import Aftermath
 from kvmesh.transfer.epochs import Notice
-from kvmesh.transfer.transport import Kind
+from kvmesh.transfer.transports.base import Kind
 from tests.transfer.fakes import World
 from tests.transfer.virtual import HANDOFF, MIB, PREFETCH, rdma, run, states, world
 

@@ -18,11 +18,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvmesh.transfer import batch as batches
 from kvmesh.transfer import core as cores
-from kvmesh.transfer import dealing, lane, outcomes, rails
+from kvmesh.transfer import outcomes, rails
+from kvmesh.transfer import peer_link as lane
+from kvmesh.transfer import send_queue as dealing
 from kvmesh.transfer.api import BatchId, Opcode, TransferState, TransferStatus
 from kvmesh.transfer.batch import Aftermath, Again, Group
 from kvmesh.transfer.config import EngineConfig
-from kvmesh.transfer.transport import Frame, FrameLimits, Kind
+from kvmesh.transfer.transports.base import Frame, FrameLimits, Kind
 from tests.transfer.fakes import FakeTransport, World
 
 Slot = tuple[BatchId, int]

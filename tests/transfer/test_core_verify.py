@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvmesh.transfer import EngineConfig, Opcode, TransferRequest, TransferState
-from kvmesh.transfer.fault import Rule
+from kvmesh.transfer.transports.fault.transport import Rule
 from tests.transfer.conftest import Nest
 
 MIB = 1 << 20

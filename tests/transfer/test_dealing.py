@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvmesh.transfer.dealing import BURST, QUANTUM, RANKS, Shares, Turns, rank_of
+from kvmesh.transfer.send_queue import BURST, QUANTUM, RANKS, Shares, Turns, rank_of
 
 MIB = 1 << 20
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvmesh.transfer import wire
+from kvmesh.transfer.transports import wire
 from tests.transfer.conftest import over
 
 PAGE = (Path(__file__).parents[2] / "docs" / "transfer.md").read_text(encoding="utf-8")

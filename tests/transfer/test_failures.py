@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvmesh.transfer import EngineConfig, TransferState, wire
-from kvmesh.transfer.shm_path import ShmPath
-from kvmesh.transfer.shm_server import ShmAccepted
+from kvmesh.transfer import EngineConfig, TransferState
+from kvmesh.transfer.transports import wire
+from kvmesh.transfer.transports.shm.path import ShmPath
+from kvmesh.transfer.transports.shm.server import ShmAccepted
 from tests.transfer.conftest import Nest, cannot_hold, engine_threads, over, until
 from tests.transfer.peer import Actor
 from tests.transfer.raw import RawShm, RawTcp

@@ -8,7 +8,7 @@ import pytest
 
 from kvmesh.errors import TransferError
 from kvmesh.transfer import EngineConfig, Opcode, TransferRequest, TransferState
-from kvmesh.transfer.fault import Rule
+from kvmesh.transfer.transports.fault.transport import Rule
 from tests.transfer.conftest import Nest, until
 from tests.transfer.peer import Actor
 

@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from kvmesh.errors import TransferError
-from kvmesh.transfer.fault_rules import Rule, Rules, Script
-from kvmesh.transfer.transport import Frame, Kind
+from kvmesh.transfer.transports.base import Frame, Kind
+from kvmesh.transfer.transports.fault.rules import Rule, Rules, Script
 
 
 @dataclass

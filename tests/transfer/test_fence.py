@@ -11,9 +11,9 @@ import pytest
 
 from kvmesh.errors import TransferError
 from kvmesh.transfer import EngineConfig, TransferEngine, TransferState
-from kvmesh.transfer.serving import Accepted
-from kvmesh.transfer.shm_server import ShmAccepted
-from kvmesh.transfer.tcp_server import TcpAccepted
+from kvmesh.transfer.transports.serving import Accepted
+from kvmesh.transfer.transports.shm.server import ShmAccepted
+from kvmesh.transfer.transports.tcp.server import TcpAccepted
 from kvmesh.transfer.windows import Windows
 from tests.transfer.conftest import Nest, cannot_hold, over, until
 from tests.transfer.peer import Actor
@@ -155,7 +155,7 @@ def test_half_received_slice_without_the_cut_makes_the_fence_fail(nest: Nest, mo
 @over("shm")
 def test_copier_in_the_middle_of_a_slice_is_waited_for(nest: Nest, monkeypatch: pytest.MonkeyPatch) -> None:
     """shm: the copier runs in the target; a fence that comes while it copies returns only after its last byte."""
-    from kvmesh.transfer import shm_server
+    from kvmesh.transfer.transports.shm import server as shm_server
 
     inside, go_on = threading.Event(), threading.Event()
     copy_runs: Callable[..., None] = shm_server.copy_runs

@@ -14,7 +14,7 @@ import pytest
 from kvmesh.transfer import core as core_module
 from kvmesh.transfer.api import BatchId, TransferState
 from kvmesh.transfer.config import EngineConfig
-from kvmesh.transfer.transport import FrameLimits
+from kvmesh.transfer.transports.base import FrameLimits
 from tests.transfer.fakes import FakeTransport, World
 
 KIB = 1 << 10

@@ -17,14 +17,16 @@ from typing import Any
 import pytest
 
 from kvmesh.errors import TransferError
-from kvmesh.transfer import EngineConfig, SegmentDescriptor, TransferState, serving, shm_server, windows, wire
-from kvmesh.transfer.rdma import dial, protocol
-from kvmesh.transfer.rdma.device import Registration
-from kvmesh.transfer.rdma.gids import Gid
-from kvmesh.transfer.rdma.server import RdmaAccepted
+from kvmesh.transfer import EngineConfig, SegmentDescriptor, TransferState, windows
 from kvmesh.transfer.segment import LocalSegment, RegionInfo
-from kvmesh.transfer.shm_path import raw_address
-from kvmesh.transfer.wire import ProtocolBroken
+from kvmesh.transfer.transports import serving, wire
+from kvmesh.transfer.transports.rdma import dial, protocol
+from kvmesh.transfer.transports.rdma.device import Registration
+from kvmesh.transfer.transports.rdma.gids import Gid
+from kvmesh.transfer.transports.rdma.server import RdmaAccepted
+from kvmesh.transfer.transports.shm import server as shm_server
+from kvmesh.transfer.transports.shm.path import raw_address
+from kvmesh.transfer.transports.wire import ProtocolBroken
 from tests.transfer.conftest import Nest, over, until
 from tests.transfer.peer import Actor
 from tests.transfer.raw import RawShm, RawTcp, greeting
@@ -205,7 +207,7 @@ def test_rdma_a_socket_that_cannot_be_made_holds_no_handshake(monkeypatch: pytes
     descriptor = SegmentDescriptor("peer#1", "", "token", (), {"rdma": endpoint})
     config = EngineConfig(connect_timeout_s=0.05)
     with monkeypatch.context() as patch:
-        patch.setattr("kvmesh.transfer.rdma.dial.socket.socket", none_left)
+        patch.setattr("kvmesh.transfer.transports.rdma.dial.socket.socket", none_left)
         for _ in range(20):
             with pytest.raises(OSError, match="too many open files"):
                 dial.dial(descriptor, "me#1", 1, (), config, lambda sock: None)

@@ -16,7 +16,7 @@ from kvmesh.transfer import (
     copy_mapped,
     peek,
 )
-from kvmesh.transfer.shm_copy import LARGE_BYTES
+from kvmesh.transfer.transports.shm.copy import LARGE_BYTES
 from tests.transfer.conftest import Nest, over, until
 from tests.transfer.peer import Actor
 

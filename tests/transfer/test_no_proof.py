@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvmesh.transfer import EngineConfig, TransferState
-from kvmesh.transfer.dialing import DialingTransport
-from kvmesh.transfer.transport import Frame
+from kvmesh.transfer.transports.base import Frame
+from kvmesh.transfer.transports.dialing import DialingTransport
 from kvmesh.transfer.windows import Windows
 from tests.transfer.conftest import Nest, over, until
 from tests.transfer.peer import Actor

@@ -6,7 +6,7 @@ import pytest
 
 from kvmesh.transfer.config import EngineConfig
 from kvmesh.transfer.rails import STALE_S, STALL_S, UNKNOWN_FRAMES, RailBoard, Way, tiers
-from kvmesh.transfer.transport import FrameLimits, Rail
+from kvmesh.transfer.transports.base import FrameLimits, Rail
 from tests.transfer.fakes import FakeTransport
 
 MIB = 1 << 20

@@ -16,8 +16,9 @@ from multiprocessing.connection import Connection
 import pytest
 
 from kvmesh.errors import TransferError
-from kvmesh.transfer import EngineConfig, SegmentDescriptor, TransferState, wire
+from kvmesh.transfer import EngineConfig, SegmentDescriptor, TransferState
 from kvmesh.transfer.segment import machine_id, network_id
+from kvmesh.transfer.transports import wire
 from tests.transfer.conftest import Nest, over
 from tests.transfer.networks import HostPeer, Networks, networks
 from tests.transfer.peer import Actor, Peer, pattern
@@ -42,7 +43,7 @@ def pair(nest: Nest, nbytes: int, **options: object) -> tuple[Actor, Actor, str,
 
 def test_short_reads_are_copied_by_the_caller_and_do_not_nest(nest: Nest, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many are queued, what one's end lets go is not read from inside it."""
-    from kvmesh.transfer import shm_read
+    from kvmesh.transfer.transports.shm import read as shm_read
 
     writer, target, segment, base = pair(nest, 4 * MIB, transports=("shm",))
     assert writer.transfer("read", segment, [(0, base, 100)])[0].state is TransferState.COMPLETED  # maps it

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from kvmesh.errors import TransferError
-from kvmesh.transfer import EngineConfig, SegmentDescriptor, TransferState, shm_copy, wire
-from kvmesh.transfer.shm_copy import Copiers, Job
-from kvmesh.transfer.shm_server import ShmAccepted
+from kvmesh.transfer import EngineConfig, SegmentDescriptor, TransferState
+from kvmesh.transfer.transports import wire
+from kvmesh.transfer.transports.shm import copy as shm_copy
+from kvmesh.transfer.transports.shm.copy import Copiers, Job
+from kvmesh.transfer.transports.shm.server import ShmAccepted
 from tests.transfer.conftest import Nest, over, until
 from tests.transfer.peer import Actor, pattern
 from tests.transfer.raw import RawShm, write_rows

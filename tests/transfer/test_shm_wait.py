@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from kvmesh.transfer import TransferState, shm_server
-from kvmesh.transfer.shm_answers import Answers
-from kvmesh.transfer.shm_path import ShmPath
+from kvmesh.transfer import TransferState
+from kvmesh.transfer.transports.shm import server as shm_server
+from kvmesh.transfer.transports.shm.answers import Answers
+from kvmesh.transfer.transports.shm.path import ShmPath
 from tests.transfer.conftest import Nest, over
 from tests.transfer.peer import Actor
 

@@ -8,9 +8,10 @@ import threading
 import zlib
 from collections.abc import Sequence
 
-from kvmesh.transfer import EngineConfig, SegmentDescriptor, TransferState, wire
-from kvmesh.transfer.tcp_zerocopy import ZeroCopy
-from kvmesh.transfer.transport import Frame, Kind, Rail
+from kvmesh.transfer import EngineConfig, SegmentDescriptor, TransferState
+from kvmesh.transfer.transports import wire
+from kvmesh.transfer.transports.base import Frame, Kind, Rail
+from kvmesh.transfer.transports.tcp.zerocopy import ZeroCopy
 from tests.transfer.conftest import Nest, engine_threads, until
 from tests.transfer.peer import Actor, pattern
 from tests.transfer.raw import RawTcp

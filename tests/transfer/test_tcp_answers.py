@@ -7,10 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvmesh.transfer import TransferState, TransferStatus, tcp_spin, wire
+from kvmesh.transfer import TransferState, TransferStatus
 from kvmesh.transfer.api import BatchId
-from kvmesh.transfer.tcp_path import TcpPath
-from kvmesh.transfer.tcp_spin import Allowance, Patience
+from kvmesh.transfer.transports import wire
+from kvmesh.transfer.transports.tcp import adaptive_spin as tcp_spin
+from kvmesh.transfer.transports.tcp.adaptive_spin import Allowance, Patience
+from kvmesh.transfer.transports.tcp.path import TcpPath
 from tests.transfer.conftest import Nest, over, until
 from tests.transfer.peer import Actor, pattern
 from tests.transfer.raw import BASE, RawTarget

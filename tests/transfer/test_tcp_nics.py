@@ -11,7 +11,7 @@ import pytest
 
 from kvmesh.errors import TransferError
 from kvmesh.transfer import EngineConfig, SegmentDescriptor, TransferState
-from kvmesh.transfer.tcp_nics import Address, Far, decode_nics, resolve, routes, straight
+from kvmesh.transfer.transports.tcp.nics import Address, Far, decode_nics, resolve, routes, straight
 from tests.transfer.conftest import Nest, until
 from tests.transfer.networks import HostPeer, Networks, networks
 from tests.transfer.peer import pattern

@@ -10,8 +10,9 @@ from collections.abc import Callable
 import pytest
 
 from kvmesh.errors import TransferError
-from kvmesh.transfer import EngineConfig, Opcode, Range, TransferRequest, TransferState, shm_server
+from kvmesh.transfer import EngineConfig, Opcode, Range, TransferRequest, TransferState
 from kvmesh.transfer.segment import LocalRegion, LocalSegment
+from kvmesh.transfer.transports.shm import server as shm_server
 from kvmesh.transfer.windows import Windows
 from tests.transfer.conftest import Nest, over
 from tests.transfer.peer import Actor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvmesh.transfer.api import TrafficClass, TransferState
 from kvmesh.transfer.config import EngineConfig
-from kvmesh.transfer.transport import Frame, FrameLimits
+from kvmesh.transfer.transports.base import Frame, FrameLimits
 from tests.transfer.fakes import FakeTransport, World
 
 KIB = 1 << 10

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from kvmesh.errors import TransferError
-from kvmesh.transfer.rdma import server, verbs
-from kvmesh.transfer.rdma.queue_pair import QueuePair
-from kvmesh.transfer.rdma.rail import Track
-from kvmesh.transfer.rdma.server import RdmaAccepted
+from kvmesh.transfer.transports.rdma import server, verbs
+from kvmesh.transfer.transports.rdma.queue_pair import QueuePair
+from kvmesh.transfer.transports.rdma.rail import Track
+from kvmesh.transfer.transports.rdma.server import RdmaAccepted
 from tests.rdma.inside.test_transport import (
     COMPLETED,
     FAILED,

@@ -8,7 +8,7 @@ import pytest
 
 from kvmesh.errors import TransferError
 from kvmesh.transfer import EngineConfig, TransferEngine, TransferState
-from kvmesh.transfer.rdma import gids
+from kvmesh.transfer.transports.rdma import gids
 from tests.transfer.conftest import Nest, nest
 
 __all__ = ["nest"]

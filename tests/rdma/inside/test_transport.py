@@ -29,7 +29,7 @@ from kvmesh.transfer import (
     TransferRequest,
     TransferState,
 )
-from kvmesh.transfer.rdma.transport import RdmaTransport
+from kvmesh.transfer.transports.rdma.transport import RdmaTransport
 from tests.transfer.conftest import Nest, nest, until
 from tests.transfer.peer import Actor, Peer, pattern
 

@@ -1,0 +1,201 @@
+"""Who may post next. Pure: no clock, no lock (the core's is held around every call).
+
+    flow = what waits for one peer in one traffic class
+
+    ready ──take──▶ cut a frame ──▶ posted; a flow with more to send goes back to ready
+      ▲                 └── no room ──▶ parked at a way (its frames) or at a NIC (the budget of all peers)
+      └──────────────────── woken when an answer makes room ◀──┘
+
+Between classes the more urgent goes first, and each of the others earns tokens: a share of the bytes that go before it.
+With tokens it goes ahead. Between peers of a class turns are by bytes (deficit round robin, Shreedhar and Varghese,
+SIGCOMM 1995, with a debt: a frame may overdraw, and is paid off in later turns). Every operation costs the same however
+many flows wait; a debt is paid by as many steps as it has quanta.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from kvmesh.transfer.api import TrafficClass
+
+if TYPE_CHECKING:
+    from kvmesh.transfer.batch import Again, Group
+    from kvmesh.transfer.peer_link import Lane
+
+QUANTUM = 2 << 20  # bytes a turn: the frame of the socket transports
+BURST = 8 << 20  # tokens that a class can save up
+RANKS = len(TrafficClass)
+
+
+def rank_of(traffic_class: int) -> int:
+    """Classes beyond the known ones are as patient as the last, or as urgent as the first."""
+    return min(max(traffic_class, 0), RANKS - 1)
+
+
+@dataclass(eq=False, slots=True)
+class Flow:
+    """`queue`: groups not wholly cut, by serial; `retry`: what must go again, and what is to be verified; it goes
+    first. `placed`: it waits in some turns, or is parked. `woken_by`: the NIC whose room it was woken to take.
+    `amid`: its turn has begun, and is not over while it has a deficit left."""
+
+    lane: Lane
+    rank: int
+    queue: OrderedDict[int, Group] = field(default_factory=OrderedDict)
+    retry: deque[Again] = field(default_factory=deque)
+    deficit: int = 0
+    amid: bool = False
+    placed: bool = False
+    woken_by: Budgeted | None = None
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.queue or self.retry)
+
+
+class Waiting(Protocol):
+    """What can take turns."""
+
+    rank: int
+    deficit: int
+    amid: bool
+
+
+FlowT = TypeVar("FlowT", bound=Waiting)
+
+
+class Turns(Generic[FlowT]):
+    """One ring of flows for each class."""
+
+    __slots__ = ("count", "rings")
+
+    def __init__(self) -> None:
+        self.rings: tuple[deque[FlowT], ...] = tuple(deque() for _ in range(RANKS))
+        self.count = 0
+
+    def put(self, flow: FlowT) -> None:
+        """A flow amid its turn is the next of its class again."""
+        ring = self.rings[flow.rank]
+        flow.amid = flow.amid and flow.deficit > 0
+        if flow.amid:
+            ring.appendleft(flow)
+        else:
+            ring.append(flow)
+        self.count += 1
+
+    def take(self, rank: int) -> FlowT:
+        ring = self.rings[rank]
+        self.count -= 1
+        while True:
+            flow = ring.popleft()
+            if flow.deficit <= 0:
+                flow.deficit += QUANTUM
+            if flow.deficit > 0:
+                return flow
+            ring.append(flow)
+
+
+class Shares:
+    """Token buckets: class `rank` earns `shares[rank]` of the bytes of more urgent classes while it waits."""
+
+    def __init__(self, shares: Sequence[float]) -> None:
+        assert len(shares) == RANKS, "one share a class"
+        self.shares = tuple(shares)
+        self.tokens = [0.0] * RANKS
+
+    def pick(self, rings: Sequence[Sequence[object]]) -> int:
+        """The class whose turn it is among those that wait; -1: none does."""
+        first = -1
+        for rank, ring in enumerate(rings):
+            if ring:
+                if first < 0:
+                    first = rank
+                elif self.tokens[rank] > 0:
+                    return rank
+        return first
+
+    def spend(self, rank: int, nbytes: int, backlog: Sequence[int]) -> None:
+        """`backlog[r]`: how many flows of class r wait."""
+        if self.tokens[rank] > 0 and any(backlog[:rank]):
+            self.tokens[rank] -= nbytes
+        for lower in range(rank + 1, RANKS):
+            if backlog[lower]:
+                self.tokens[lower] = min(self.tokens[lower] + nbytes * self.shares[lower], BURST)
+
+
+class Budgeted(Protocol):
+    """A local NIC as the dealer sees it: bytes on their way, how many may be, and who waits for room."""
+
+    inflight: int
+    budget: int
+    parked: Turns[Flow]
+
+
+class Dealer:
+    """The flows of an engine that have something to post."""
+
+    def __init__(self, shares: Sequence[float]) -> None:
+        self.shares = Shares(shares)
+        self.ready: Turns[Flow] = Turns()
+        self.backlog = [0] * RANKS
+
+    def place(self, flow: Flow) -> None:
+        """It has something to post; nothing happens when it waits already."""
+        if not flow.placed:
+            flow.placed = True
+            self.backlog[flow.rank] += 1
+            self.ready.put(flow)
+
+    def take(self) -> Flow | None:
+        """The next to post a frame; the caller then places it again, parks it, or finds it empty."""
+        if not self.ready.count:
+            return None
+        flow = self.ready.take(self.shares.pick(self.ready.rings))
+        flow.placed = False
+        self.backlog[flow.rank] -= 1
+        return flow
+
+    def spent(self, flow: Flow, nbytes: int, parked: list[Flow] | None = None) -> None:
+        """It posted a frame; with `parked` it waits there for room to post the next."""
+        flow.deficit -= nbytes
+        flow.amid = flow.busy
+        if flow.rank < RANKS - 1 or any(self.backlog[: flow.rank]):
+            self.shares.spend(flow.rank, nbytes, self.backlog)
+        if parked is not None:
+            self.park_at(flow, parked)
+        elif flow.busy:
+            self.place(flow)
+        else:
+            flow.deficit = min(flow.deficit, 0)  # an unused turn is not saved up
+
+    def room(self, nic: Budgeted, rank: int) -> bool:
+        """Less urgent classes leave half of the budget free, so that an urgent frame never waits for a full one."""
+        urgent = rank == 0 or self.shares.tokens[rank] > 0
+        return nic.inflight < (nic.budget if urgent else max(1, nic.budget // 2))
+
+    def park_at(self, flow: Flow, parked: list[Flow] | Turns[Flow]) -> None:
+        """It waits for room there."""
+        flow.placed = True
+        self.backlog[flow.rank] += 1
+        if isinstance(parked, Turns):
+            parked.put(flow)
+        else:
+            parked.append(flow)
+
+    def wake_all(self, parked: list[Flow]) -> None:
+        """At a way: at most one flow a class waits there."""
+        for flow in parked:
+            self.ready.put(flow)
+        parked.clear()
+
+    def wake_one(self, nic: Budgeted) -> None:
+        """Lets the next flow try, when the NIC has room for it. Called again once that one has taken it, or has not
+        (`woken_by`), so that no room is left unused, and the cost is by frames and not by flows that wait."""
+        if nic.parked.count:
+            rank = self.shares.pick(nic.parked.rings)
+            if self.room(nic, rank):
+                flow = nic.parked.take(rank)
+                flow.woken_by, flow.amid = nic, True
+                self.ready.put(flow)

@@ -1,0 +1,151 @@
+"""The opening side that shm and tcp share: one path a rail, made on demand; patience in connecting."""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable
+from itertools import count
+from typing import Protocol, TypeVar
+
+from kvmesh.transfer.config import EngineConfig
+from kvmesh.transfer.segment import SegmentDescriptor
+from kvmesh.transfer.transports.base import Frame, Rail, Transport, TransportHost
+from kvmesh.transfer.transports.serving import Server
+from kvmesh.transfer.transports.wire import Gone, ProtocolBroken, Refused
+
+SockT = TypeVar("SockT")
+
+
+class Path(Protocol):
+    """The connections to one segment. Methods are thread-safe and do not block; only `_run` threads report frames."""
+
+    descriptor: SegmentDescriptor
+
+    def take(self, frame: Frame) -> bool:
+        """False: the path is closed."""
+        ...
+
+    def recall(self, frame: Frame) -> bool: ...
+
+    def expire(self, frame: Frame, idle_s: float) -> None:
+        """Breaks the connection that carries it. A frame that waits for a connection goes on waiting: connecting has
+        its own limits, and reports it when they are reached."""
+        ...
+
+    def idle(self) -> bool: ...
+
+    def close(self, cause: str) -> None:
+        """Its threads report every frame that it holds as lost, and end."""
+        ...
+
+
+class DialingTransport(Transport):
+    """A transport of sockets: `_paths` to others, one `Server` for others."""
+
+    def __init__(self, host: TransportHost, config: EngineConfig) -> None:
+        self.host = host
+        self.config = config
+        self.conn_ids = conn_ids()
+        self._server: Server | None = None
+        self._lock = threading.Lock()
+        self._paths: dict[tuple[str, Rail], Path] = {}
+        self._threads: set[threading.Thread] = set()
+        self._closed = False
+
+    @abstractmethod
+    def new_path(self, descriptor: SegmentDescriptor, rail: Rail) -> Path: ...
+
+    def post(self, frame: Frame) -> None:
+        key = (frame.lane.name, frame.rail)
+        with self._lock:
+            # A closed lane's name may be open again, as that of another process: its frames must not get there.
+            path = None if frame.lane.closed else self._paths.get(key)
+            if path is None and not self._closed and not frame.lane.closed:
+                path = self._paths[key] = self.new_path(frame.lane.descriptor, frame.rail)
+            elif path is not None and self.name in frame.lane.descriptor.endpoints:
+                path.descriptor = frame.lane.descriptor  # a newer one of the same process: to dial by
+        if path is None or not path.take(frame):
+            frame.lost(frame.lane.closed or "closed", settled=True)
+
+    def recall(self, frame: Frame) -> bool:
+        path = self._paths.get((frame.lane.name, frame.rail))
+        return path is not None and path.recall(frame)
+
+    def expire(self, frame: Frame, idle_s: float) -> None:
+        path = self._paths.get((frame.lane.name, frame.rail))
+        if path is not None:
+            path.expire(frame, idle_s)
+
+    def forget(self, segment: str, cause: str, rail: Rail | None = None) -> None:
+        with self._lock:
+            keys = [key for key in self._paths if key[0] == segment and rail in (None, key[1])]
+            paths = [self._paths.pop(key) for key in keys]
+        for path in paths:
+            path.close(cause)
+
+    def idle(self, segment: str, rail: Rail) -> bool:
+        path = self._paths.get((segment, rail))
+        return path is None or path.idle()
+
+    def spawn(self, thread: threading.Thread) -> None:
+        """Starts a thread that `close` will wait for. OSError when there can be no more of them."""
+        with self._lock:
+            begin(thread)
+            self._threads = {t for t in self._threads if t.is_alive()} | {thread}
+
+    def close(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            self._closed = True
+            paths, self._paths = list(self._paths.values()), {}
+        for path in paths:
+            path.close("engine closed")
+        if self._server is not None:
+            self._server.close(timeout_s)
+        with self._lock:
+            threads = list(self._threads)
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def conn_ids() -> count[int]:
+    """Numbers for connections that no engine of the same name, before or after, takes."""
+    return count(1 + secrets.randbits(60))
+
+
+def begin(thread: threading.Thread) -> None:
+    """Starts it. OSError when there can be no more threads: whoever counts on it must say so, or others wait on."""
+    try:
+        thread.start()
+    except RuntimeError as err:
+        raise OSError(errno.ENOMEM, str(err)) from err
+
+
+def connect_patiently(
+    dial: Callable[[], SockT], config: EngineConfig, closed: Callable[[], str], pause: Callable[[float], None]
+) -> tuple[SockT | None, str]:
+    """What `dial` returns, or None and why: after `max_attempts` with growing pauses, a refusal for good, or once
+    `closed()` says so."""
+    cause = "closed"
+    for attempt in range(config.max_attempts):
+        if attempt:
+            pause(config.backoff_s * 2 ** (attempt - 1))
+        if closed():
+            return None, closed()
+        try:
+            return dial(), ""
+        except Refused as err:
+            cause = str(err)
+            if not err.retry:
+                break
+        except (OSError, Gone, ProtocolBroken) as err:
+            cause = str(err) or type(err).__name__
+        except Exception as err:  # whatever the descriptor holds: who dials has to report what waits
+            cause = f"cannot connect: {err!r}"
+            break
+    return None, cause

@@ -1,0 +1,190 @@
+"""Messages of the control connection between an opener and a target. Keys travel here and nowhere else.
+
+    opener                                            target
+      Hello (wire.Hello) ─────────────────────────────▶  as on tcp: the Welcome confirms that superseded connections'
+      ◀───────────────────────────────── Welcome         queue pairs are destroyed
+      Connect(NICs, QP number, ...) ──────────────────▶  makes its queue pair
+      ◀─────── Connected(QP number, generation, mailbox)
+      Keys(base) ─────────────────────────────────────▶
+      ◀──────────────── KeysAre(address, rkey by NIC)
+      Admit(epoch) ───────────────────────────────────▶  a window is open?
+      ◀──── Admitted(admission, generation, ranges)
+      ═════════ one-sided WRITE and READ ═════════════▶  (the target's CPU sees nothing)
+      ◀──────────────── Revoke(epoch, admission)         a fence asks first
+      Released(epoch, admission) ─────────────────────▶  after READs that flushed it: nothing is on its way
+      ◀──────────────────────── Fenced(generation)       no answer in time: all queue pairs of us are destroyed
+      Reset(QP number) ───────────────────────────────▶  destroys its queue pair
+      ◀─────────────────────────────────── ResetDone
+
+An admission holds for queue pairs of its own generation only. A fence that destroys queue pairs begins another
+generation, so no admission that was given before it can be used on a queue pair that was made after it.
+
+On the stream each message is its length (u32) and msgpack, an array that begins with the message's number.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from kvmesh.transfer.transports.wire import UNREADABLE, ProtocolBroken
+
+MAX_MESSAGE_BYTES = 16 << 20
+LENGTH = struct.Struct("<I")
+
+# A notification in a mailbox: seq, epoch, serial, admission released, bytes of payload
+LETTER = struct.Struct("<QQQQI")
+LETTER_BYTES = 4096  # the largest payload that goes there
+SLOT_BYTES = 4096 + 64
+SLOTS = 16
+
+
+class Connect(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """`name` is the opener's NIC, `to` the target's that it means, `to_gid` the GID of that one."""
+
+    seq: int
+    name: str
+    to: str
+    to_gid: str
+    qp_num: int
+    psn: int
+    gid: str
+    lid: int
+    mtu: int
+    reads: int
+
+
+class Connected(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """`retry`: a fence came between, the same may succeed now. `down`: the NIC cannot be used for now."""
+
+    seq: int
+    cause: str = ""
+    retry: bool = False
+    qp_num: int = 0
+    psn: int = 0
+    lid: int = 0
+    mtu: int = 0
+    reads: int = 0
+    generation: int = 0
+    mailbox: int = 0
+    mailbox_key: int = 0
+
+
+class Reset(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """The target's queue pair that was connected to `qp_num` of the opener's NIC `name`."""
+
+    seq: int
+    name: str
+    qp_num: int
+
+
+class ResetDone(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    seq: int
+
+
+class Admit(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    seq: int
+    epoch: int
+
+
+class Admitted(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """Not admitted: `admission` is 0."""
+
+    seq: int
+    admission: int = 0
+    generation: int = 0
+    starts: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
+
+
+class Revoke(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    epoch: int
+    admission: int
+
+
+class Released(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    epoch: int
+    admission: int
+
+
+class Fenced(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    generation: int
+
+
+class Keys(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    seq: int
+    base: int
+
+
+class KeysAre(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    """`length` 0: there is no such region."""
+
+    seq: int
+    address: int = 0
+    length: int = 0
+    rkeys: dict[str, int] = {}
+
+
+class Notify(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """For payloads that are too large for the mailbox."""
+
+    seq: int
+    epoch: int
+    serial: int
+    admission: int
+    payload: bytes
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True, tag=13):
+    """`code` of wire.CAUSES; `sums` of a Checksum."""
+
+    seq: int
+    code: int = 0
+    sums: tuple[int, ...] = ()
+
+
+class Checksum(msgspec.Struct, frozen=True, array_like=True, tag=14):
+    seq: int
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+class Landed(msgspec.Struct, frozen=True, array_like=True, tag=15):
+    """Progress, for `landed_bytes`: completed writes of an epoch since the last one."""
+
+    epoch: int
+    nbytes: int
+
+
+Asked = Connect | Reset | Admit | Released | Keys | Notify | Checksum | Landed
+Told = Connected | ResetDone | Admitted | Revoke | Fenced | KeysAre | Answer
+_encoder = msgspec.msgpack.Encoder()
+_asked: msgspec.msgpack.Decoder[Asked] = msgspec.msgpack.Decoder(Asked)
+_told: msgspec.msgpack.Decoder[Told] = msgspec.msgpack.Decoder(Told)
+
+
+def encode(message: Asked | Told) -> bytes:
+    data = _encoder.encode(message)
+    return LENGTH.pack(len(data)) + data
+
+
+def decode_asked(data: bytes | memoryview) -> Asked:
+    """ProtocolBroken when it is none."""
+    try:
+        return _asked.decode(data)
+    except UNREADABLE as err:
+        raise ProtocolBroken(f"message: {err}") from err
+
+
+def decode_told(data: bytes | memoryview) -> Told:
+    """ProtocolBroken when it is none."""
+    try:
+        return _told.decode(data)
+    except UNREADABLE as err:
+        raise ProtocolBroken(f"message: {err}") from err
+
+
+def mtu_code(nbytes: int) -> int:
+    """The verbs' number for an MTU (1 = 256 ... 5 = 4096); 0 bytes: no limit."""
+    return (nbytes or 4096).bit_length() - 8

@@ -1,0 +1,399 @@
+"""The tcp transport at the opener: several streams a peer and rail, each a sending and an answering thread.
+
+    post ─▶ queue ─┬─▶ stream 0: sender ══ frame ══▶ acceptor          (tcp_server)
+                   │             reader ◀═ answer ══
+                   └─▶ stream 1: ...
+
+Streams take frames from one queue, so a slow one takes fewer; several frames are in flight on each. When a stream
+breaks, its sender opens another connection whose greeting supersedes the broken one (see `wire`); only after the
+Welcome are the frames without an answer reported lost and settled, to be sent again. Without a Welcome they are lost
+and unsettled. The frames of a READ are always settled once the reader has ended: it is the only thread that lands them.
+
+Where the peer has other rails, the greeting that supersedes may go over any of them: a stream whose NIC fell silent
+greets there, reports its frames lost, settled and its rail down, and ends.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvmesh.transfer.segment import SegmentDescriptor
+from kvmesh.transfer.transports import wire
+from kvmesh.transfer.transports.base import Frame, Kind, Rail
+from kvmesh.transfer.transports.dialing import begin, connect_patiently
+from kvmesh.transfer.transports.tcp.answers import Answers
+from kvmesh.transfer.transports.tcp.dial import SILENCE, Route, at, forget_unsent, greet, prepared, size_buffers
+from kvmesh.transfer.transports.tcp.frames import encoded
+from kvmesh.transfer.transports.tcp.zerocopy import ZeroCopy
+from kvmesh.transfer.transports.wire import Gone, Hello, ProtocolBroken, Refused
+
+if TYPE_CHECKING:
+    from kvmesh.transfer.transports.tcp.transport import TcpTransport
+
+
+_SENT_BY_POSTER = 128 << 10  # bytes of a WRITE that its poster may copy into the socket itself
+_LANDING = (Kind.WRITE, Kind.NOTIFY)  # what leaves traces at the target
+
+
+class TcpPath:
+    """All streams to one segment and the frames that wait for one (a `dialing.Path`)."""
+
+    def __init__(self, transport: TcpTransport, descriptor: SegmentDescriptor, rail: Rail) -> None:
+        self.transport = transport
+        self.descriptor = descriptor
+        self.rail = rail
+        self.changed = threading.Condition()
+        self.queue: deque[Frame] = deque()
+        self.waiting = 0  # streams that wait for a frame
+        self.closed = ""
+        self.streams: list[Stream] = []
+
+    def take(self, frame: Frame) -> bool:
+        fresh: Stream | None = None
+        seq = 0
+        with self.changed:
+            if self.closed:
+                return False
+            stream = self._free_stream(frame)
+            if stream is not None:
+                seq = stream.board(frame)
+                stream.lent = True
+            else:
+                self.queue.append(frame)
+                if self.waiting < len(self.queue) and len(self.streams) < self.transport.config.tcp_streams:
+                    fresh = Stream(self)
+                    self.streams.append(fresh)
+                self.changed.notify()
+        if stream is not None:
+            stream.send_now(encoded(seq, frame))
+        elif fresh is not None:
+            try:
+                self.transport.spawn(fresh.thread)
+            except OSError as err:
+                fresh.stillborn(str(err))
+        return True
+
+    def _free_stream(self, frame: Frame) -> Stream | None:
+        """Where the poster itself may send this small frame, which spares waking a thread: on the stream with the
+        least to wait for, once all streams that this load wants are there. `changed` held."""
+        if self.queue or (frame.kind is Kind.WRITE and frame.nbytes > _SENT_BY_POSTER):
+            return None
+        free = [s for s in self.streams if s.ready and not (s.broken or s.lent or s.busy or s.rest)]
+        idle = next((s for s in free if not s.inflight), None)
+        if idle is not None or len(self.streams) < self.transport.config.tcp_streams:
+            return idle
+        return min(free, key=lambda s: len(s.inflight), default=None)
+
+    def recall(self, frame: Frame) -> bool:
+        with self.changed:
+            if frame in self.queue:
+                self.queue.remove(frame)
+                return True
+        return False
+
+    def expire(self, frame: Frame, idle_s: float) -> None:
+        with self.changed:
+            for stream in self.streams:
+                if frame in stream.inflight.values() and time.monotonic() - stream.progress_at >= idle_s:
+                    stream.shut(f"no answer from {self.descriptor.name} over {self.rail}", silent=True)
+
+    def assist(self, frame: Frame, seconds: float) -> None:
+        with self.changed:
+            answers = next((s.answers for s in self.streams if frame in s.inflight.values()), None)
+        if answers is not None:
+            answers.help(frame, seconds)
+
+    def cut(self, cause: str) -> None:
+        """The local NIC is gone: what goes over it breaks."""
+        with self.changed:
+            for stream in self.streams:
+                if not stream.elsewhere:
+                    stream.shut(cause, silent=True)
+
+    def idle(self) -> bool:
+        with self.changed:
+            return not self.queue and not any(s.inflight or s.stranded for s in self.streams)
+
+    def close(self, cause: str) -> None:
+        with self.changed:
+            self.closed = cause
+            for stream in self.streams:
+                stream.shut(cause)
+            self.changed.notify_all()
+
+
+class Stream:
+    """One place of a path: a thread that connects, sends, and recovers; at most one connection at a time."""
+
+    def __init__(self, path: TcpPath) -> None:
+        self.path = path
+        self.config = path.transport.config
+        self.host = path.transport.host
+        self.thread = threading.Thread(target=self._run, name="kvmesh-tcp-send", daemon=True)
+        self.sock: socket.socket | None = None
+        self.answers: Answers | None = None  # of the connection that serves
+        self.broken = ""  # why, once it is
+        self.silent = False  # broken because the way, not the process at its end, fell silent
+        self.elsewhere = False  # `sock` goes over another rail, to supersede what was here
+        self.inflight: dict[int, Frame] = {}
+        self.stranded: list[Frame] = []  # on a broken connection, not settled
+        self.supersedes: tuple[int, ...] = ()
+        self.progress_at = 0.0
+        self.ready = False  # connected, and its thread serves
+        self.busy = False  # the thread sends
+        self.lent = False  # a poster sends on it; the thread neither sends nor closes the socket
+        self.rest: list[memoryview] = []  # what a poster could not send without waiting
+        self._seq = 0
+
+    def shut(self, cause: str, *, silent: bool = False) -> None:
+        """Breaks the connection; path.changed held."""
+        if not self.broken:
+            self.broken, self.silent = cause, silent
+        if self.sock is not None:
+            try:
+                self.sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # not connected
+        self.path.changed.notify_all()
+
+    # ── the thread ────────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        many_nics = bool(self.path.rail.local)
+        while True:
+            sock, cause = self._connect()
+            if sock is None:
+                break
+            self._settled("the connection broke", down=False)
+            answers: Answers | None = None
+            try:
+                self.answers = answers = Answers(self, sock, self.config.tcp_user_timeout_s / 2 if many_nics else 0.0)
+                reader = threading.Thread(target=answers.run, name="kvmesh-tcp-read", daemon=True)
+                begin(reader)
+            except OSError as err:  # out of descriptors or threads
+                cause = str(err)
+                self.answers = None
+                if answers is not None:
+                    answers.close()
+                sock.close()
+                break
+            self._send(sock)
+            reader.join()
+            answers.close()  # no caller reads any more
+            self.answers = None
+            if self.inflight:
+                forget_unsent(sock)
+            sock.close()
+            if not self._gather():
+                return
+        self.stillborn(cause)
+
+    def stillborn(self, cause: str) -> None:
+        """There is no thread, or it is about to end."""
+        with self.path.changed:
+            self.path.streams.remove(self)
+        self._lose(cause)
+
+    def _connect(self) -> tuple[socket.socket | None, str]:
+        """A connection, or why there is none. Then what was stranded may be settled all the same, over another rail."""
+        path, transport = self.path, self.path.transport
+        others = transport.others(path.descriptor, path.rail)
+        if not others:
+            dial = partial(self._dial, path.rail)
+            return connect_patiently(dial, self.config, lambda: path.closed, self._pause)
+        cause, why = "closed", self.broken or f"{path.rail} broke"
+        for attempt in range(self.config.max_attempts):
+            if attempt:
+                self._pause(self.config.backoff_s * 2 ** (attempt - 1))
+            rails = [*others, path.rail] if self.silent else [path.rail, *others]
+            for rail in rails if self.stranded else [path.rail]:
+                if path.closed:
+                    return None, path.closed
+                sock, cause, final = self._attempt(rail)
+                if sock is not None and rail == path.rail:
+                    return sock, ""
+                if sock is not None:
+                    sock.close()  # its greeting was all
+                    self._settled(why, down=True)
+                    return None, why
+                if final:
+                    return None, cause
+            if not self.stranded and transport.other_way(path.descriptor, path.rail):
+                break
+        return None, cause
+
+    def _attempt(self, rail: Rail) -> tuple[socket.socket | None, str, bool]:
+        """The connection; or why there is none, and whether it is no use to go on."""
+        path = self.path
+        try:
+            return self._dial(rail), "", False
+        except Refused as err:
+            return None, str(err), not err.retry
+        except (OSError, Gone, ProtocolBroken) as err:
+            if not path.closed:
+                path.transport.tried(path.descriptor.name, rail, connected=False)
+            return None, f"{rail}: {str(err) or type(err).__name__}", False
+        except Exception as err:  # as in connect_patiently
+            return None, f"{rail}: cannot connect: {err!r}", True
+
+    def _settled(self, cause: str, *, down: bool) -> None:
+        frames, self.stranded = self.stranded, []
+        for frame in frames:
+            frame.lost(cause, settled=True, down=down)
+
+    def _pause(self, seconds: float) -> None:
+        with self.path.changed:
+            self.path.changed.wait_for(lambda: bool(self.path.closed), seconds)
+
+    def _dial(self, rail: Rail) -> socket.socket:
+        """Greets over this rail; the Welcome settles what the connection before had on it."""
+        path, error = self.path, OSError("no address of the peer's to connect to")
+        for route in path.transport.ways(path.descriptor, rail):
+            try:
+                sock = self._dial_route(route, rail)
+            except OSError as err:
+                error = at(route, err)
+                continue
+            path.transport.tried(path.descriptor.name, rail, connected=True)
+            self.progress_at = time.monotonic()
+            self.host.count("tcp.connected")
+            return sock
+        raise error
+
+    def _dial_route(self, route: Route, rail: Rail) -> socket.socket:
+        path = self.path
+        sock = prepared(route, self.config)
+        with path.changed:
+            self.sock, self.broken, self.elsewhere = sock, path.closed, rail != path.rail
+        try:
+            if self.broken:
+                raise Gone(self.broken)
+            sock.connect(route.target)
+            size_buffers(sock, self.config)
+            conn_id = next(path.transport.conn_ids)
+            descriptor, supersedes = path.descriptor, self.supersedes
+            greet(
+                sock, Hello(wire.WIRE_VERSION, self.host.name, descriptor.name, descriptor.token, conn_id, supersedes)
+            )
+        except BaseException:
+            with path.changed:
+                self.sock = None
+            sock.close()
+            raise
+        with path.changed:
+            self.silent = False
+        self.supersedes = (conn_id,)
+        return sock
+
+    def board(self, frame: Frame) -> int:
+        """From now on the frame is this connection's; path.changed held."""
+        self._seq += 1
+        if not self.inflight:
+            self.progress_at = time.monotonic()
+        self.inflight[self._seq] = frame
+        return self._seq
+
+    def send_now(self, views: list[memoryview]) -> None:
+        """By whom it is lent to, without waiting; what the socket does not take the thread will send."""
+        sock, rest, failed = self.sock, views, None
+        try:
+            assert sock is not None, "lent only while it serves"
+            rest = wire.advanced(views, sock.sendmsg(views[: wire.IOV_MAX], (), socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            pass
+        except OSError as err:
+            failed = err
+        path = self.path
+        with path.changed:
+            if failed is not None:
+                self.shut(f"send to {path.descriptor.name}: {failed}", silent=failed.errno in SILENCE)
+            self.lent, self.rest = False, rest
+            if rest or path.queue or self.broken:
+                path.changed.notify_all()
+
+    def _send(self, sock: socket.socket) -> None:
+        path = self.path
+        send_views = ZeroCopy(sock).send_views if self.config.tcp_zerocopy else wire.send_views
+        with path.changed:
+            self.ready, self.rest = True, []
+        while True:
+            with path.changed:
+                self.busy = False
+                while self.lent or not (path.queue or self.rest or self.broken):
+                    path.waiting += 1
+                    awaited = path.changed.wait(self.config.tcp_idle_s)
+                    path.waiting -= 1
+                    if not (awaited or path.queue or self.inflight or self.lent):
+                        self.shut("idle")
+                if self.broken:
+                    self.ready = False
+                    if path.queue:
+                        path.changed.notify()  # the wake-up may have been meant for another stream
+                    return
+                views, self.rest = self.rest, []
+                self.busy = True
+                send = wire.send_views if views else send_views
+                if not views:
+                    frame = path.queue.popleft()
+                    views = encoded(self.board(frame), frame)
+            try:
+                send(sock, views, sum(map(len, views)))
+            except OSError as err:
+                with path.changed:
+                    self.shut(f"send to {path.descriptor.name}: {err}", silent=err.errno in SILENCE)
+
+    def ping(self) -> None:
+        """Nothing has come for a while: sends something that the peer's kernel must acknowledge."""
+        with self.path.changed:
+            if self.broken or self.lent or self.busy or self.rest or not self.inflight:
+                return
+            self.lent = True
+        self.send_now([memoryview(wire.HEAD.pack(wire.PING, 0, 0, 0, 0, 0, 0))])
+
+    def broke(self, err: Exception) -> None:
+        """While reading answers."""
+        with self.path.changed:
+            silent = isinstance(err, OSError) and err.errno in SILENCE
+            self.shut(f"connection to {self.path.descriptor.name}: {err}", silent=silent)
+
+    # ── endings ───────────────────────────────────────────────────────────────────────────────────
+
+    def _gather(self) -> bool:
+        """After a connection ended: whether another is needed (its frames must be settled, or more wait)."""
+        path = self.path
+        with path.changed:
+            cause, silent = self.broken, self.silent
+            frames = list(self.inflight.values())
+            self.inflight.clear()
+            self.sock = None
+            self.stranded = [f for f in frames if f.kind in _LANDING]
+            more = bool(self.stranded) or (bool(path.queue) and len(path.streams) == 1)
+            closed = path.closed
+            if not more or closed:
+                path.streams.remove(self)
+        has_others = bool(frames) and bool(path.transport.others(path.descriptor, path.rail))
+        for frame in frames:
+            if frame.kind not in _LANDING:
+                frame.lost(cause, settled=True, down=silent and has_others)
+        if closed:
+            self._lose(closed)
+            return False
+        return more
+
+    def _lose(self, cause: str) -> None:
+        """The path is closed, or this stream cannot connect. What waits goes too when no other stream serves it."""
+        path = self.path
+        with path.changed:
+            waiting = [] if path.streams else list(path.queue)
+            if not path.streams:
+                path.queue.clear()
+        stranded, self.stranded = self.stranded, []
+        for frame in stranded:
+            frame.lost(cause, settled=False, down=not path.closed)
+        for frame in waiting:
+            frame.lost(cause, settled=True, down=not path.closed)

@@ -1,0 +1,140 @@
+"""The tcp transport at the target: lands WRITEs, serves READs, delivers NOTIFYs; one thread per connection."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import zlib
+from collections.abc import Sequence
+
+from kvmesh.transfer.config import EngineConfig
+from kvmesh.transfer.segment import LocalRegion
+from kvmesh.transfer.transports import wire
+from kvmesh.transfer.transports.serving import Accepted, Server
+from kvmesh.transfer.transports.tcp.adaptive_spin import Patience
+from kvmesh.transfer.transports.tcp.dial import size_buffers, tune
+from kvmesh.transfer.transports.wire import Asked, Hello, ProtocolBroken, Welcome
+
+_SCRATCH_BYTES = 256 << 10
+
+
+class TcpAccepted(Accepted):
+    """Receives straight into registered memory, slices of a frame in one system call."""
+
+    def __init__(self, server: Server, sock: socket.socket, config: EngineConfig, *, many_nics: bool) -> None:
+        super().__init__(server, sock)
+        tune(sock, config, many_nics=many_nics)
+        size_buffers(sock, config)
+        self._scratch: memoryview | None = None
+
+    def read_hello(self) -> Hello:
+        (length,) = wire.LENGTH.unpack(wire.recv_exact(self.sock, wire.LENGTH.size))
+        if length > wire.MAX_HELLO_BYTES:
+            raise ProtocolBroken(f"hello of {length} bytes")
+        return wire.decode_hello(bytes(wire.recv_exact(self.sock, length)))
+
+    def send_welcome(self, welcome: Welcome) -> None:
+        data = wire.encode_hello(welcome)
+        self.sock.sendall(wire.LENGTH.pack(len(data)) + data)
+
+    def serve(self) -> None:
+        head = memoryview(bytearray(wire.HEAD_BYTES))
+        patience = Patience()
+        while True:
+            got = patience.await_first(self.sock, head)
+            if got < wire.HEAD_BYTES:
+                wire.recv_views(self.sock, [head[got:]], wire.HEAD_BYTES - got)
+            asked = Asked.parse(head)
+            patience.met(asked.nbytes)
+            if asked.kind == wire.WRITE:
+                self._write(asked)
+            elif asked.kind in (wire.READ, wire.CHECKSUM):
+                self._read(asked)
+            elif asked.kind == wire.NOTIFY:
+                self._notify(asked)
+            elif asked.kind != wire.PING:
+                raise ProtocolBroken(f"frame of kind {asked.kind}")
+
+    def _rows(self, asked: Asked) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        numbers = struct.unpack(f"<{2 * asked.count}Q", wire.recv_exact(self.sock, 16 * asked.count))
+        offsets, lengths = numbers[0::2], numbers[1::2]
+        if sum(lengths) != asked.nbytes or 0 in lengths:
+            raise ProtocolBroken(f"rows of {sum(lengths)} bytes in a frame of {asked.nbytes}")
+        return offsets, lengths
+
+    def _write(self, asked: Asked) -> None:
+        offsets, lengths = self._rows(asked)
+        windows = self.host.windows
+        admission = windows.admit(self.peer, asked.epoch, offsets, lengths, self)
+        if admission is None:
+            self._swallow(asked.nbytes)
+            self._answer(asked.seq, range(asked.count), wire.WINDOW_CLOSED)
+            return
+        landed = 0
+        try:
+            if self.dead:
+                raise wire.Gone("cut by a fence")
+            views: list[memoryview] = []
+            for home, offset, length in zip(admission.homes, offsets, lengths, strict=True):
+                if home is None:
+                    views += self._scratch_views(length)
+                else:
+                    views.append(home.slice_at(offset, length))
+            self._land(views, asked.nbytes)
+            landed = asked.nbytes - sum(lengths[i] for i in admission.refused)
+        finally:
+            windows.leave(admission, landed)
+        self._answer(asked.seq, admission.refused, wire.OUTSIDE_WINDOW if admission.refused else 0)
+
+    def _land(self, views: list[memoryview], nbytes: int) -> None:
+        while nbytes > 0:
+            got = self.sock.recvmsg_into(views[: wire.IOV_MAX], 0, socket.MSG_WAITALL)[0]
+            nbytes -= got
+            if nbytes > 0:
+                if got == 0 or self.dead:
+                    raise wire.Gone("closed in the middle of a slice")
+                views = wire.advanced(views, got)
+
+    def _read(self, asked: Asked) -> None:
+        offsets, lengths = self._rows(asked)
+        segment = self.host.segment
+        regions: list[LocalRegion] = []
+        try:
+            for offset, length in zip(offsets, lengths, strict=True):
+                region = segment.use(offset, length)
+                if region is None:
+                    self._answer(asked.seq, range(asked.count), wire.NO_MEMORY)
+                    return
+                regions.append(region)
+            views = [r.slice_at(o, n) for r, o, n in zip(regions, offsets, lengths, strict=True)]
+            nbytes = asked.nbytes
+            if asked.kind == wire.CHECKSUM:
+                sums = wire.pack_sums(zlib.crc32(view) for view in views)
+                views, nbytes = [memoryview(sums)], len(sums)
+            head = wire.HEAD.pack(wire.ANSWER, 0, 0, 0, asked.seq, asked.epoch, nbytes)
+            wire.send_views(self.sock, [memoryview(head), *views], wire.HEAD_BYTES + nbytes)
+        finally:
+            for region in regions:
+                segment.unuse(region)
+
+    def _notify(self, asked: Asked) -> None:
+        if asked.nbytes > wire.MAX_NOTIFY_BYTES:
+            raise ProtocolBroken(f"notification of {asked.nbytes} bytes")
+        serial = int.from_bytes(wire.recv_exact(self.sock, 8), "little")
+        payload = bytes(wire.recv_exact(self.sock, asked.nbytes))
+        code = self.host.deliver(self.peer, asked.epoch, serial, payload)
+        self._answer(asked.seq, (), code)
+
+    def _answer(self, seq: int, refused: Sequence[int], code: int) -> None:
+        count = len(refused)
+        head = wire.HEAD.pack(wire.ANSWER, code, 0, count, seq, 0, 0)
+        self.sock.sendall(head + struct.pack(f"<{count}I", *refused) if count else head)
+
+    def _scratch_views(self, nbytes: int) -> list[memoryview]:
+        if self._scratch is None:
+            self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        whole, rest = divmod(nbytes, _SCRATCH_BYTES)
+        return [self._scratch] * whole + ([self._scratch[:rest]] if rest else [])
+
+    def _swallow(self, nbytes: int) -> None:
+        wire.recv_views(self.sock, self._scratch_views(nbytes), nbytes)
