@@ -3,8 +3,8 @@
 The paper's policy: Algorithm 1 as printed (fetching above a balancing threshold tuned by hand), queues first come first
 served, roles fixed. Ours: lines by size with ageing, placement by what others lose, overtaking foreseen (see
 services/conductor/loads/shortest_first.py, services/prefill/planner.py), roles that follow load (balance/roles.py).
-Both are tuned on the first half by the same rule: the least geometric mean of mean TTFT over the runs of `TUNED_AT`; ours among
-those that lose no goodput in any of these, nor time on a synthetic workload. docs/better.md has the results.
+Both are tuned on the first half by the same rule: the least geometric mean of mean TTFT over the runs of `TUNED_AT`;
+ours among those that lose no goodput in any of these, nor time on a synthetic workload. docs/better.md has the results.
 
     python -m benchmarks.better --json benchmarks/results/better.json --jobs 2    # goes on where it was cut short
     python -m benchmarks.better --json benchmarks/results/better.json --docs docs/better.md    # fills its tables

@@ -15,8 +15,9 @@ class EngineConfig:
     """Sizes in bytes, times in seconds.
 
     `transports` in order of preference; the next is taken when one cannot reach a peer or fails. `fault` is the JSON
-    of `kvmesh.transfer.transports.fault.transport` ("" = no faults; tests only). A request is TIMEOUT after `request_timeout_s`; a path on
-    which nothing was acknowledged for `ack_timeout_s` is given up and its slices go over another.
+    of `kvmesh.transfer.transports.fault.transport` ("" = no faults; tests only). A request is TIMEOUT after
+    `request_timeout_s`; a path on which nothing was acknowledged for `ack_timeout_s` is given up and its slices go over
+    another.
     """
 
     transports: tuple[str, ...] = ("shm", "tcp")
